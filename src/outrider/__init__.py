@@ -1,0 +1,1 @@
+"""Outrider: train, evaluate and serve draft models for lossless speculative decoding."""

@@ -1,0 +1,1 @@
+"""Prompts, chat templates, response regeneration, samples with loss masks, anchors."""

@@ -1,0 +1,186 @@
+"""DFlash: block-diffusion drafting with context-KV injection.
+
+    H_ctx = RMSNorm(W_c [H^(l1); ...; H^(lm)])          features of committed tokens, strictly before the anchor
+    K, V  = [W^K H_ctx ; W^K H_block], [W^V H_ctx ; W^V H_block]      in every draft layer, bidirectional in the block
+    block = [anchor, mask, ..., mask]  ->  one parallel pass  ->  one hidden state per draft position
+
+Embedding and LM head are the target's, frozen, and live outside this module.
+Layouts: with `sample_from_anchor` row k predicts the token *after* its position, so gamma rows give gamma drafts;
+without it rows 1..gamma (the masks) predict the token *at* theirs, and row 0 only conditions.
+
+Source: DFlash, arXiv 2602.06036; the two layouts as in DeepSpec (FORMATS.md).
+Shapes: N blocks, K rows a block, S context slots, L taps, T target hidden, H draft hidden, E head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outrider.drafters.attention import BlockLayout, flex_block_attention, split_attention
+from outrider.target.lean import rotate, signed_sin
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """A DFlash drafter. `block_size` counts the rows of a block, the anchor included (FORMATS.md)."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    mask_token_id: int
+    block_size: int = 7
+    sample_from_anchor: bool = False
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    sliding_window: int | None = None
+    max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.gamma < 1:
+            raise ValueError(f"block_size {self.block_size} leaves no draft position; use at least 2.")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}."
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}.")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window {self.sliding_window} must be at least 1; use null for none.")
+
+    @property
+    def gamma(self) -> int:
+        """Draft tokens per block."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+
+class BlockAttention(nn.Module):
+    """Grouped-query attention of block rows over context features and their own block, with QK-norm and RoPE."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        H, E = config.hidden_size, config.head_dim
+        self.head_dim = E
+        self.window = config.sliding_window
+        self.q_proj = nn.Linear(H, config.num_attention_heads * E, bias=False)
+        self.k_proj = nn.Linear(H, config.num_key_value_heads * E, bias=False)
+        self.v_proj = nn.Linear(H, config.num_key_value_heads * E, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * E, H, bias=False)
+        self.q_norm = nn.RMSNorm(E, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(E, eps=config.rms_norm_eps)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def forward(
+        self, x_NKH: Tensor, context_SH: Tensor, layout: BlockLayout, rope_block: _Rope, rope_context: _Rope
+    ) -> Tensor:
+        q = rotate(self.q_norm(self._heads(self.q_proj(x_NKH))), *rope_block)
+        block_k = rotate(self.k_norm(self._heads(self.k_proj(x_NKH))), *rope_block)
+        context_k = rotate(self.k_norm(self._heads(self.k_proj(context_SH))), *rope_context)
+        context_v = self._heads(self.v_proj(context_SH))
+        attend: Callable[..., Tensor] = flex_block_attention if q.device.type == "cuda" else split_attention
+        out = attend(q, context_k, context_v, block_k, self._heads(self.v_proj(x_NKH)), layout, self.window)
+        return self.o_proj(out.flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = BlockAttention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(
+        self, x_NKH: Tensor, context_SH: Tensor, layout: BlockLayout, rope_block: _Rope, rope_context: _Rope
+    ) -> Tensor:
+        x_NKH = x_NKH + self.self_attn(self.input_layernorm(x_NKH), context_SH, layout, rope_block, rope_context)
+        return x_NKH + self.mlp(self.post_attention_layernorm(x_NKH))
+
+
+_Rope = tuple[Tensor, Tensor]  # cos and signed sin, broadcast over heads
+
+
+def rope_table(positions: Tensor, head_dim: int, theta: float) -> _Rope:
+    """cos and signed sin for absolute positions: [..., 1, head_dim], the 1 standing for heads."""
+    inverse = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    angles = positions[..., None].float() * inverse
+    angles = torch.cat((angles, angles), dim=-1)[..., None, :]
+    return angles.cos(), signed_sin(angles.sin())
+
+
+class DFlash(nn.Module):
+    """The backbone all block drafters share. Parameter names are those of the z-lab dialect."""
+
+    config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
+    algorithm: ClassVar[str] = "dflash"
+    tap_scale_L: Tensor
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        # Massive activations: taps differ in size by orders of magnitude, so training sees taps / tap_scale. The
+        # constants fold into `fc` when weights are saved (`folded_state_dict`); a loaded drafter has ones.
+        self.register_buffer("tap_scale_L", torch.ones(len(config.target_layer_ids)), persistent=False)
+
+    def context(self, taps_SLT: Tensor) -> Tensor:
+        """Features of committed tokens [S, L, T] -> H_ctx [S, H]."""
+        return self.hidden_norm(self.fc((taps_SLT / self.tap_scale_L[:, None]).flatten(-2)))
+
+    def forward(self, taps_SLT: Tensor, embedded_NKH: Tensor, layout: BlockLayout) -> Tensor:
+        """The training forward: normed hidden states of the prediction rows, [N, gamma, H].
+
+        Args:
+            taps_SLT: raw taps of the context slots of all sequences, concatenated.
+            embedded_NKH: embeddings of [anchor, mask, ...] per block (see `block_tokens`).
+            layout: where the blocks stand; decides positions and the mask.
+        """
+        E, theta = self.config.head_dim, self.config.rope_theta
+        context_SH = self.context(taps_SLT)
+        rope_context = rope_table(layout.positions_S(), E, theta)
+        rope_block = rope_table(layout.block_positions_NK(embedded_NKH.shape[1]), E, theta)
+        x_NKH = embedded_NKH
+        for layer in self.layers:
+            x_NKH = layer(x_NKH, context_SH, layout, rope_block, rope_context)
+        return self.norm(x_NKH[:, -self.config.gamma :])
+
+    def block_tokens(self, anchors_N: Tensor) -> Tensor:
+        """[N] anchor tokens -> [N, K] block inputs: the anchor, then masks."""
+        masks = anchors_N.new_full((len(anchors_N), self.config.block_size - 1), self.config.mask_token_id)
+        return torch.cat((anchors_N[:, None], masks), dim=1)
+
+    def folded_state_dict(self) -> dict[str, Tensor]:
+        """Weights that take raw taps: `tap_scale` divided out of the columns of `fc`. What checkpoints hold."""
+        state = {name: tensor.detach() for name, tensor in self.state_dict().items()}
+        scale = self.tap_scale_L.repeat_interleave(self.config.hidden_size)
+        state["fc.weight"] = state["fc.weight"] / scale
+        return {name: tensor.contiguous() for name, tensor in state.items()}

@@ -1,0 +1,65 @@
+"""DSpark: DFlash plus a sequential head and a confidence head (semi-autoregressive drafting).
+
+    logits_k = U_k + W2 l_k(x_{k-1}, h_k)      U_k from the parallel backbone, l_k from drafters/sequential.py
+    c_k      = sigmoid(w^T [h_k; W1[x_{k-1}]])
+
+Source: DSpark, arXiv 2607.05147. Parameter names are those of the DeepSpec dialect. `markov_rank: 0` without a
+confidence head is DeepSpec's own spelling of DFlash.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from outrider.drafters.dflash import DFlash, DFlashConfig
+from outrider.drafters.sequential import ConfidenceHead, VanillaMarkov, build_sequential_head
+
+
+@dataclass(frozen=True)
+class DSparkConfig(DFlashConfig):
+    """DFlash's fields and those of the two heads."""
+
+    sample_from_anchor: bool = True
+    markov_rank: int = 256
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.markov_rank < 0:
+            raise ValueError(f"markov_rank {self.markov_rank} must be 0 (no sequential head) or more.")
+        if self.enable_confidence_head and self.confidence_head_with_markov and not self.markov_rank:
+            raise ValueError(
+                "confidence_head_with_markov needs a sequential head: set markov_rank above 0, or it to false."
+            )
+
+
+class DSpark(DFlash):
+    """The backbone with its two heads."""
+
+    config_class: ClassVar[type[DFlashConfig]] = DSparkConfig
+    algorithm: ClassVar[str] = "dspark"
+    config: DSparkConfig
+    markov_head: VanillaMarkov | None
+    confidence_head: ConfidenceHead | None
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
+        self.markov_head = (
+            build_sequential_head(
+                config.markov_head_type,
+                config.vocab_size,
+                config.draft_vocab_size,
+                config.hidden_size,
+                config.markov_rank,
+            )
+            if config.markov_rank
+            else None
+        )
+        self.confidence_head = (
+            ConfidenceHead(config.hidden_size, config.markov_rank, config.confidence_head_with_markov)
+            if config.enable_confidence_head
+            else None
+        )

@@ -1,0 +1,1 @@
+"""Is it lossless, is it faster, and why: proofs, tasks, metrics and reports."""

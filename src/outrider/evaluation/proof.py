@@ -1,0 +1,233 @@
+"""P(output) = sum over decision traces of (product of decision probabilities); it must equal p_t(output) to 1e-12.
+
+    draft x_1 -+- 0 -- draft x_2 -+- ...          An `EnumeratingSource` takes the place of the generator and answers
+               +- 1 -- ...        +- ...          every `accept` and `choose` in every possible way, depth first,
+               +- 2 -- ...                        while the weight of the trace is multiplied up in float64.
+
+What runs is the production code: `run_round`, `verify_chain`, `sample_chain`, the policies, the warps, the sequential
+and confidence heads. Only the two networks are toys: tables of random numbers that depend on the whole context.
+Rounds are enumerated one at a time, and equal contexts merged, until every request has its tokens.
+Theory: Leviathan et al., arXiv 2211.17192; DSpark, arXiv 2607.05147. Shapes: K, V, Vd draft vocab, H draft hidden.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.round import Lane, run_round
+from outrider.drafters.base import Proposal
+from outrider.drafters.chain import sample_chain
+from outrider.drafters.sequential import ConfidenceHead, VanillaMarkov, build_sequential_head
+from outrider.sampling import RandomSource, SamplingParams, SeenTokens, warp
+from outrider.scheduling import Policy
+
+T = TypeVar("T")
+Tokens = tuple[int, ...]
+Distribution = dict[tuple[Tokens, ...], float]  # joint, over one continuation per request
+
+
+class EnumeratingSource:
+    """Replays a script of decisions; beyond its end takes the first option and remembers the others."""
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self._script: list[int] = []
+        self._widths: list[int] = []
+        self._depth = 0
+
+    def accept(self, probability: float) -> bool:
+        probability = min(max(probability, 0.0), 1.0)
+        return self._decide([(1, probability), (0, 1.0 - probability)]) == 1
+
+    def choose(self, probs_V: Tensor) -> int:
+        probs = probs_V.tolist()
+        total = sum(probs)
+        return self._decide([(index, probability / total) for index, probability in enumerate(probs)])
+
+    def backtrack(self) -> bool:
+        """Turn to the next trace; False when all have been seen."""
+        while self._script and self._script[-1] + 1 == self._widths[-1]:
+            self._script.pop()
+            self._widths.pop()
+        if self._script:
+            self._script[-1] += 1
+        self.weight, self._depth = 1.0, 0
+        return bool(self._script)
+
+    def _decide(self, options: list[tuple[int, float]]) -> int:
+        possible = [option for option in options if option[1] > 0.0]
+        if self._depth == len(self._script):
+            self._script.append(0)
+            self._widths.append(len(possible))
+        assert self._widths[self._depth] == len(possible), "the enumerated function is not deterministic"
+        outcome, probability = possible[self._script[self._depth]]
+        self._depth += 1
+        self.weight *= probability
+        return outcome
+
+
+def enumerate_traces(run: Callable[[RandomSource], T]) -> Iterator[tuple[T, float]]:
+    """Every outcome of `run`, with the probability of the trace that led to it."""
+    source = EnumeratingSource()
+    while True:
+        outcome = run(source)
+        yield outcome, source.weight
+        if not source.backtrack():
+            return
+
+
+class ToyTarget:
+    """Random logits for every context, as a table that is filled when asked."""
+
+    def __init__(self, vocab_size: int, params: SamplingParams, seed: int = 0) -> None:
+        self.vocab_size, self.params, self.seed = vocab_size, params, seed
+        self._rows: dict[Tokens, Tensor] = {}
+
+    def row(self, context: Tokens) -> Tensor:
+        """The warped distribution of the token after `context`."""
+        if context not in self._rows:
+            logits_V = 1.5 * torch.randn(self.vocab_size, generator=_generator(self.seed, context), dtype=torch.float64)
+            seen = SeenTokens(self.vocab_size, self.params.repetition_penalty, context)
+            self._rows[context] = warp(logits_V, self.params, seen.with_tokens())
+        return self._rows[context]
+
+
+class ToyDrafter:
+    """Random base logits and hidden states per context under real sequential and confidence heads, all in float64."""
+
+    hidden_size, rank = 3, 2
+
+    def __init__(
+        self,
+        target: ToyTarget,
+        gamma: int,
+        head_kind: str | None,
+        draft_ids: Sequence[int] | None = None,
+        seed: int = 1,
+    ) -> None:
+        self.target, self.gamma, self.seed = target, gamma, seed
+        self.draft_ids_Vd = None if draft_ids is None else torch.tensor(draft_ids)
+        self.draft_vocab_size = target.vocab_size if draft_ids is None else len(draft_ids)
+        self.head: VanillaMarkov | None = None
+        if head_kind is not None:
+            self.head = build_sequential_head(
+                head_kind, target.vocab_size, self.draft_vocab_size, self.hidden_size, self.rank
+            ).double()
+        self.confidence = ConfidenceHead(self.hidden_size, self.rank, with_markov=head_kind is not None).double()
+        generator = _generator(seed, ())
+        for module in (self.head, self.confidence):
+            for weight in () if module is None else module.parameters():
+                torch.nn.init.normal_(weight, generator=generator)
+        self._blocks: dict[Tokens, tuple[Tensor, Tensor]] = {}
+
+    def draft(self, context: Tokens, source: RandomSource) -> Proposal:
+        if context not in self._blocks:
+            columns = self.draft_vocab_size + self.hidden_size
+            generator = _generator(self.seed, context)
+            block = torch.randn(self.gamma, columns, generator=generator, dtype=torch.float64)
+            base_logits_KVd, hidden_KH = block.split([self.draft_vocab_size, self.hidden_size], dim=1)
+            self._blocks[context] = base_logits_KVd, hidden_KH
+        base_logits_KVd, hidden_KH = self._blocks[context]
+        params = self.target.params
+        seen = SeenTokens(self.target.vocab_size, params.repetition_penalty, context)
+        return sample_chain(
+            base_logits_KVd,
+            hidden_KH,
+            context[-1],
+            self.head,
+            self.confidence,
+            params,
+            seen,
+            source,
+            self.draft_ids_Vd,
+        )
+
+
+@dataclass
+class ToyLane:
+    """One toy request in a round; its context ends with the anchor."""
+
+    target: ToyTarget
+    drafter: ToyDrafter
+    context: Tokens
+    source: RandomSource
+
+    def draft(self) -> Proposal:
+        return self.drafter.draft(self.context, self.source)
+
+    def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
+        return lambda k: self.target.row(self.context + tuple(tokens[:k]))
+
+
+LaneFactory = Callable[[Tokens, RandomSource], Lane]
+
+
+@torch.inference_mode()
+def exact_output_distribution(
+    lane: LaneFactory, prompts: Sequence[Tokens], policy: Policy, new_tokens: int
+) -> Distribution:
+    """The joint distribution of what speculative decoding makes of the prompts, cut at `new_tokens` each.
+
+    `lane(context, source)` makes a request's lane for one round. A request that has its tokens leaves the batch.
+    """
+    pending: Distribution = {tuple(() for _ in prompts): 1.0}
+    finished: Distribution = {}
+    while pending:
+        # Every round adds a token to every live request, so the shortest state has gathered all its mass.
+        outputs = min(pending, key=lambda state: sum(map(len, state)))
+        weight = pending.pop(outputs)
+        live = [r for r, output in enumerate(outputs) if len(output) < new_tokens]
+        if not live:
+            finished[outputs] = weight
+            continue
+
+        def one_round(
+            source: RandomSource, outputs: tuple[Tokens, ...] = outputs, live: list[int] = live
+        ) -> tuple[Tokens, ...]:
+            results = run_round([lane(prompts[r] + outputs[r], source) for r in live], policy)
+            extended = list(outputs)
+            for r, result in zip(live, results, strict=True):
+                extended[r] = (outputs[r] + tuple(result.tokens))[:new_tokens]
+            return tuple(extended)
+
+        for extended, probability in enumerate_traces(one_round):
+            pending[extended] = pending.get(extended, 0.0) + weight * probability
+    return finished
+
+
+def exact_target_distribution(
+    row: Callable[[Tokens], Tensor], prompts: Sequence[Tokens], new_tokens: int
+) -> Distribution:
+    """What it should be: each request's tokens drawn one by one from the target, the requests independent."""
+    per_request: list[dict[Tokens, float]] = []
+    for prompt in prompts:
+        outputs: dict[Tokens, float] = {(): 1.0}
+        for _ in range(new_tokens):
+            outputs = {
+                (*output, token): weight * probability
+                for output, weight in outputs.items()
+                for token, probability in enumerate(row(prompt + output).tolist())
+                if probability > 0.0
+            }
+        per_request.append(outputs)
+    joint: Distribution = {}
+    for choice in product(*(outputs.items() for outputs in per_request)):
+        weight = 1.0
+        for _, probability in choice:
+            weight *= probability
+        joint[tuple(output for output, _ in choice)] = weight
+    return joint
+
+
+def max_deviation(actual: Mapping[tuple[Tokens, ...], float], expected: Mapping[tuple[Tokens, ...], float]) -> float:
+    """max |actual - expected| over all outputs of either."""
+    return max(abs(actual.get(key, 0.0) - expected.get(key, 0.0)) for key in actual.keys() | expected.keys())
+
+
+def _generator(seed: int, context: Tokens) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(repr((seed, context)).encode()))

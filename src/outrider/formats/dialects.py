@@ -1,0 +1,166 @@
+"""config.json of the two block-drafter dialects, to and from our config dataclasses.
+
+    z-lab     architectures ["DFlashDraftModel"]   DFlash; taps and mask in `dflash_config`; anchor + masks layout
+    DeepSpec  architectures ["Qwen3DSparkModel"]   DSpark (and DFlash as markov_rank 0); taps and mask at the top level
+
+Facts about both are in FORMATS.md of the project's papers and in docs/architecture.md. Every field a loader may
+default differently is written explicitly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from outrider.drafters import DFlash, DFlashConfig, DSpark, DSparkConfig
+
+
+class Dialect(Protocol):
+    """One config.json spelling."""
+
+    name: str
+    architecture: str
+    drafter: type[DFlash]
+
+    def to_config(self, config: DFlashConfig) -> dict[str, Any]: ...
+
+    def from_config(self, raw: Mapping[str, Any]) -> DFlashConfig: ...
+
+
+def _backbone_to(config: DFlashConfig) -> dict[str, Any]:
+    layers, window = config.num_hidden_layers, config.sliding_window
+    return {
+        "model_type": "qwen3",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "layer_types": ["full_attention" if window is None else "sliding_attention"] * layers,
+        "max_window_layers": 0 if window is not None else layers,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+        "block_size": config.block_size,
+        "num_target_layers": config.num_target_layers,
+    }
+
+
+def _backbone_from(raw: Mapping[str, Any]) -> dict[str, Any]:
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise ValueError(
+            f"config.json: rope_type {rope.get('rope_type')!r} is not supported in a drafter; use 'default'."
+        )
+    types = set(raw.get("layer_types") or ["full_attention"])
+    sliding = types == {"sliding_attention"}
+    if len(types) > 1:
+        raise ValueError("config.json: layer_types mixes full and sliding attention; use one kind throughout.")
+    heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": raw["intermediate_size"],
+        "num_hidden_layers": raw["num_hidden_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": raw["num_key_value_heads"],
+        "head_dim": raw.get("head_dim") or hidden // heads,
+        "vocab_size": raw["vocab_size"],
+        "draft_vocab_size": raw.get("draft_vocab_size") or raw["vocab_size"],
+        "max_position_embeddings": raw["max_position_embeddings"],
+        "rms_norm_eps": raw["rms_norm_eps"],
+        "rope_theta": float(raw.get("rope_theta") or rope["rope_theta"]),
+        "sliding_window": raw["sliding_window"] if sliding else None,
+        "block_size": raw["block_size"],
+        "num_target_layers": raw["num_target_layers"],
+    }
+
+
+class ZLab:
+    """The z-lab DFlash dialect."""
+
+    name = "z-lab"
+    architecture = "DFlashDraftModel"
+    drafter: type[DFlash] = DFlash
+
+    def to_config(self, config: DFlashConfig) -> dict[str, Any]:
+        if config.sample_from_anchor:
+            raise ValueError(
+                "the z-lab dialect has one block layout, anchor + masks: train with sample_from_anchor=false, "
+                "or save as DSpark (DeepSpec dialect, markov_rank 0)."
+            )
+        nested = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
+        return {**_backbone_to(config), "architectures": [self.architecture], "dflash_config": nested}
+
+    def from_config(self, raw: Mapping[str, Any]) -> DFlashConfig:
+        nested = raw["dflash_config"]
+        taps = nested.get("target_layer_ids") or default_taps(raw["num_target_layers"], raw["num_hidden_layers"])
+        return DFlashConfig(
+            **_backbone_from(raw),
+            target_layer_ids=tuple(taps),
+            mask_token_id=nested["mask_token_id"],
+            sample_from_anchor=False,
+        )
+
+
+_DSPARK_FIELDS = (
+    "mask_token_id",
+    "sample_from_anchor",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+)
+
+
+class DeepSpec:
+    """The DeepSpec DSpark dialect."""
+
+    name = "DeepSpec"
+    architecture = "Qwen3DSparkModel"
+    drafter: type[DFlash] = DSpark
+
+    def to_config(self, config: DFlashConfig) -> dict[str, Any]:
+        assert isinstance(config, DSparkConfig)
+        own = {name: getattr(config, name) for name in _DSPARK_FIELDS}
+        taps = list(config.target_layer_ids)
+        return {**_backbone_to(config), "architectures": [self.architecture], "target_layer_ids": taps, **own}
+
+    def from_config(self, raw: Mapping[str, Any]) -> DSparkConfig:
+        own = {name: raw[name] for name in _DSPARK_FIELDS if name in raw}
+        return DSparkConfig(**_backbone_from(raw), target_layer_ids=tuple(raw["target_layer_ids"]), **own)
+
+
+DIALECTS: tuple[Dialect, ...] = (ZLab(), DeepSpec())
+
+
+def default_taps(num_target_layers: int, count: int) -> list[int]:
+    """z-lab's choice: one tap in the middle, or `count` evenly spaced over [1, layers - 3], rounded."""
+    if count == 1:
+        return [num_target_layers // 2]
+    first, last = 1, num_target_layers - 3
+    return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
+
+
+def dialect_of(raw: Mapping[str, Any], where: object) -> Dialect:
+    """The dialect a config.json is written in.
+
+    Raises:
+        ValueError: its architecture belongs to no dialect we read.
+    """
+    named = raw.get("architectures") or []
+    for dialect in DIALECTS:
+        if dialect.architecture in named:
+            return dialect
+    known = ", ".join(f"{d.architecture} ({d.name})" for d in DIALECTS)
+    raise ValueError(f"{where}: architectures {named} is not a drafter dialect Outrider reads. Known: {known}.")

@@ -1,0 +1,80 @@
+"""Directories that are either complete or absent, and tensors that are either all there or an error."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+@contextmanager
+def atomic_directory(destination: Path) -> Iterator[Path]:
+    """A staging directory beside `destination` that takes its place when the block ends well, and vanishes otherwise.
+
+    Raises:
+        OSError: the disk is full or not writable; what was at `destination` is untouched.
+    """
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    try:
+        yield staging
+        if destination.exists():
+            retired = Path(tempfile.mkdtemp(prefix=f".{destination.name}.old.", dir=destination.parent))
+            destination.rename(retired / "x")
+            staging.rename(destination)
+            shutil.rmtree(retired)
+        else:
+            staging.rename(destination)
+    except (OSError, SafetensorError) as error:
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        if full:
+            raise OSError(
+                errno.ENOSPC,
+                f"the disk is full: nothing was saved to {destination}. Free space or choose another --out.",
+            ) from error
+        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file.
+
+    Raises:
+        ValueError: missing or not a readable safetensors file.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: not a complete checkpoint directory.")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a readable safetensors file ({error}); save or fetch it again.") from error
+
+
+def check_tensors(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Every wanted tensor is there in its shape, and nothing else is.
+
+    Raises:
+        ValueError: naming what is missing, unknown, or of another shape.
+    """
+    missing = sorted(set(wanted) - set(found))
+    unknown = sorted(set(found) - set(wanted))
+    if missing or unknown:
+        parts = [
+            f"{what} {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+            for what, names in (("missing", missing), ("unknown", unknown))
+            if names
+        ]
+        raise ValueError(f"{path}: tensors do not match config.json: {'; '.join(parts)}.")
+    for name, tensor in wanted.items():
+        if found[name].shape != tensor.shape:
+            raise ValueError(
+                f"{path}: {name} has shape {list(found[name].shape)}, config.json implies {list(tensor.shape)}."
+            )

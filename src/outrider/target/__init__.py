@@ -1,0 +1,6 @@
+"""The frozen LLM: resolution, families, taps, KV cache with rollback, lean CPU forward."""
+
+from outrider.target.cache import KVCache
+from outrider.target.model import Target, TargetOutput, load_target
+
+__all__ = ["KVCache", "Target", "TargetOutput", "load_target"]

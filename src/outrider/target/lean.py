@@ -1,0 +1,126 @@
+"""A lean forward for Llama-shaped decoders on a CPU.
+
+    h <- h + W_o attn(rope(qknorm(W_qkv norm(h))));   h <- h + W_down (silu(g) * u),  [g; u] = W_gu norm(h)
+
+The same arithmetic as `transformers`' Llama and Qwen3 (parity: tests/test_target.py), with q/k/v and gate/up fused
+into one packed matrix each and no framework between the operations. Grouped-query attention folds the query group
+into the rows of its key head ([kv_heads, group * T, head_dim]), so keys are never repeated.
+
+Shapes: B sequences, T new tokens, S slots, D hidden, K kv heads, G queries per kv head, E head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from outrider.target.cache import KVCache, KVLayer
+from outrider.target.linear import PackedLinear
+
+
+@dataclass(frozen=True)
+class _Layer:
+    input_norm: torch.Tensor
+    qkv: PackedLinear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: PackedLinear
+    post_norm: torch.Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding, half-split layout; `sin` already carries the sign of the first half."""
+    half = x.shape[-1] // 2
+    return torch.addcmul(x * cos, torch.cat((x[..., half:], x[..., :half]), dim=-1), sin)
+
+
+def signed_sin(sin: torch.Tensor) -> torch.Tensor:
+    """Negate the first half of the last axis, as `rotate` expects."""
+    half = sin.shape[-1] // 2
+    return torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+
+
+def visibility_mask(cache: KVCache, batch: int, new: int, groups: int) -> torch.Tensor | None:
+    """Bool mask for `new` tokens after the cached ones: [1 or B, 1, groups * new, S], or None when all is visible."""
+    past = cache.length
+    slots = torch.arange(past + new)
+    if cache.pad_B is None and new == 1:
+        return None
+    mask = slots[None, :] <= (past + torch.arange(new))[:, None]
+    mask = mask[None].expand(1 if cache.pad_B is None else batch, new, past + new)
+    if cache.pad_B is not None:
+        # A padding slot sees itself only: a row with nothing visible would be NaN.
+        real = slots[None, None, :] >= cache.pad_B[:, None, None]
+        own = slots[None, :] == (past + torch.arange(new))[:, None]
+        mask = (mask & real) | own[None]
+    return mask.repeat(1, groups, 1)[:, None]
+
+
+class LeanDecoder:
+    """Runs the decoder stack of a Hugging Face Llama or Qwen3 model from packed copies of its weights."""
+
+    def __init__(self, model: Any) -> None:
+        decoder, config = model.model, model.config
+        self.rotary = decoder.rotary_emb
+        self.embed = decoder.embed_tokens.weight.detach()
+        self.eps = config.rms_norm_eps
+        self.kv_heads = config.num_key_value_heads
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.norm = decoder.norm.weight.detach()
+        self.layers = [self._pack(layer) for layer in decoder.layers]
+
+    @staticmethod
+    def _pack(layer: Any) -> _Layer:
+        attn, mlp = layer.self_attn, layer.mlp
+        return _Layer(
+            input_norm=layer.input_layernorm.weight.detach(),
+            qkv=PackedLinear.fused(attn.q_proj, attn.k_proj, attn.v_proj),
+            q_norm=attn.q_norm.weight.detach() if hasattr(attn, "q_norm") else None,
+            k_norm=attn.k_norm.weight.detach() if hasattr(attn, "k_norm") else None,
+            o=PackedLinear.fused(attn.o_proj),
+            post_norm=layer.post_attention_layernorm.weight.detach(),
+            gate_up=PackedLinear.fused(mlp.gate_proj, mlp.up_proj),
+            down=PackedLinear.fused(mlp.down_proj),
+        )
+
+    def forward(
+        self, tokens_BT: torch.Tensor, cache: KVCache, positions_BT: torch.Tensor, taps: tuple[int, ...]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """The normed last hidden states [B, T, D] and {tap: hidden state after that layer [B, T, D]}."""
+        B, T = tokens_BT.shape
+        G, K, E = self.groups, self.kv_heads, self.head_dim
+        mask = visibility_mask(cache, B, T, G)
+        hidden = F.embedding(tokens_BT.reshape(-1), self.embed)
+        cos, sin = self.rotary(hidden, positions_BT)  # [1 or B, T, E]
+        cos, sin = cos[:, :, None], signed_sin(sin)[:, :, None]
+        captured: dict[int, torch.Tensor] = {}
+        if -1 in taps:
+            captured[-1] = hidden.view(B, T, -1)
+        for index, layer in enumerate(self.layers):
+            qkv = layer.qkv(F.rms_norm(hidden, hidden.shape[-1:], layer.input_norm, self.eps))
+            qk, v = qkv.view(B, T, (G + 2) * K, E).split(((G + 1) * K, K), dim=2)
+            if layer.q_norm is not None:
+                q, k = qk.split((G * K, K), dim=2)
+                qk = torch.cat(
+                    (F.rms_norm(q, (E,), layer.q_norm, self.eps), F.rms_norm(k, (E,), layer.k_norm, self.eps)), dim=2
+                )
+            qk = rotate(qk, cos, sin).transpose(1, 2)
+            store = cache.layers[index]
+            assert isinstance(store, KVLayer)
+            keys, values = store.update(qk[:, G * K :], v.transpose(1, 2))
+            q = qk[:, : G * K].reshape(B, K, G * T, E)
+            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+            out = out.view(B, K * G, T, E).transpose(1, 2).reshape(B * T, G * K * E)
+            hidden = hidden + layer.o(out)
+            gate, up = layer.gate_up(F.rms_norm(hidden, hidden.shape[-1:], layer.post_norm, self.eps)).chunk(2, dim=-1)
+            hidden = hidden + layer.down(F.silu(gate).mul_(up))
+            if index in taps:
+                captured[index] = hidden.view(B, T, -1)
+        normed = F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.eps)
+        return normed.view(B, T, -1), captured

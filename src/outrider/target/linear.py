@@ -1,0 +1,60 @@
+"""Linear layers whose weights are laid out once for the CPU's matrix kernels (inference only).
+
+`F.linear` re-reads a row-major weight and is slow for the 2-32 rows a verify pass has. oneDNN's reordered weight runs
+any number of rows from one copy: on the machine of docs/results.md, 8 rows of SmolLM2 cost about what 1 row costs
+(docs/architecture.md has the table, and why the MKL pack DESIGN.md proposed was dropped).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+_PACK_ROWS = 16  # a hint for the layout; every row count runs from the same copy
+_MIN_ROWS = 4  # one and two rows take a slower kernel than four
+
+
+def packing_available(weight: torch.Tensor) -> bool:
+    """Whether this weight can be laid out for oneDNN: float32, on the CPU, in a build that has the kernels."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
+
+
+class PackedLinear:
+    """y = x W^T + b from a packed copy of W [out, in]; falls back to `F.linear` where packing is not available.
+
+    Not an `nn.Module`: it has no parameters to train, move or save. Build it again when W changes.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.bias = None if bias is None else bias.detach()
+        self.packed = packing_available(weight)
+        self.weight = (
+            torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACK_ROWS)
+            if self.packed
+            else weight.detach()
+        )
+
+    @classmethod
+    def fused(cls, *linears: nn.Linear) -> PackedLinear:
+        """One matrix for several linears that read the same input; outputs are concatenated."""
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        assert len(biases) in (0, len(linears))
+        return cls(weight, torch.cat([b.detach() for b in biases]) if biases else None)
+
+    def __call__(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """[N, in] -> [N, out]."""
+        if not self.packed:
+            return F.linear(x_ND, self.weight, self.bias)
+        rows = x_ND.shape[0]
+        if rows < _MIN_ROWS:
+            x_ND = F.pad(x_ND, (0, 0, 0, _MIN_ROWS - rows))
+        y_NO = torch.ops.mkldnn._linear_pointwise(x_ND, self.weight, self.bias, "none", [], "")
+        return y_NO[:rows]

@@ -1,0 +1,171 @@
+"""The frozen target: one forward gives logits where asked and the tapped hidden states.
+
+    tokens_BT, cache  ->  logits at the last `logits` tokens [B, n, V], taps [B, T, L, D], last hidden [B, T, D]
+
+Tap i is the *output* of decoder layer i (HF `hidden_states[i + 1]`); -1 is the embedding output. The final layer
+cannot be tapped: drafters read features that exist before the head does (FORMATS.md, "off-by-one").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from outrider.target.cache import KVCache
+from outrider.target.families import family_of
+from outrider.target.lean import LeanDecoder
+from outrider.target.linear import PackedLinear
+from outrider.target.resolve import resolve_model
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one forward returns. `logits_BTV` covers only the tokens asked for; `taps_BTLD` is ascending in layer."""
+
+    logits_BTV: torch.Tensor | None
+    taps_BTLD: torch.Tensor | None
+    hidden_BTD: torch.Tensor
+
+
+class Target:
+    """A frozen causal LM with taps. On a CPU in float32 it runs from packed weights (target/lean.py)."""
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
+        config = model.config
+        self.family = family_of(config)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.config = config
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = config.vocab_size
+        self.num_layers: int = config.num_hidden_layers
+        self.max_context: int = config.max_position_embeddings
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.embed_VD: torch.Tensor = model.get_input_embeddings().weight.detach()
+        self.head_VD: torch.Tensor = model.get_output_embeddings().weight.detach()
+        self.embed_scale: float = self.hidden_size**0.5 if self.family.scaled_embeddings else 1.0
+        self.device, self.dtype = self.embed_VD.device, self.embed_VD.dtype
+        self.head = PackedLinear(self.head_VD)
+        self._lean = LeanDecoder(model) if self.family.lean and self.head.packed else None
+        self._captured: dict[int, torch.Tensor] = {}
+        self._wanted: tuple[int, ...] = ()
+        if self._lean is None:
+            model.get_input_embeddings().register_forward_hook(self._hook(-1))
+            for index, layer in enumerate(model.model.layers):
+                layer.register_forward_hook(self._hook(index))
+
+    def _hook(self, index: int) -> Any:
+        def capture(_module: Any, _args: Any, output: Any) -> None:
+            if index in self._wanted:
+                self._captured[index] = output[0] if isinstance(output, tuple) else output
+
+        return capture
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a response, from the generation config."""
+        eos = self.model.generation_config.eos_token_id
+        if eos is None:
+            eos = self.config.eos_token_id
+        return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+
+    def check_taps(self, taps: Sequence[int]) -> tuple[int, ...]:
+        """The taps, ascending.
+
+        Raises:
+            ValueError: a tap is out of range, repeated, or the final layer.
+        """
+        last = self.num_layers - 1
+        bad = [tap for tap in taps if not -1 <= tap < last]
+        if bad or len(set(taps)) != len(taps) or not taps:
+            raise ValueError(
+                f"target_layer_ids {list(taps)} do not fit a target of {self.num_layers} layers: use distinct ids from "
+                f"-1 (embedding output) to {last - 1}; the final layer {last} cannot be tapped."
+            )
+        return tuple(sorted(taps))
+
+    def new_cache(self, capacity: int, pad_B: torch.Tensor | None = None) -> KVCache:
+        """An empty KV cache of `capacity` slots; `pad_B` [B] counts left padding per sequence."""
+        return KVCache(self.num_layers, capacity, pad_B)
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens_BT: torch.Tensor, cache: KVCache, taps: tuple[int, ...] = (), logits: int | None = 1
+    ) -> TargetOutput:
+        """Run T new tokens after the cached ones and append them to the cache.
+
+        Args:
+            tokens_BT: [B, T] int64.
+            cache: extended by T slots; roll it back to drop tokens.
+            taps: ascending layer ids to capture (see `check_taps`).
+            logits: how many of the last tokens get logits; None for all T, 0 for none.
+        """
+        T = tokens_BT.shape[1]
+        slots_T = torch.arange(cache.length, cache.length + T, device=self.device)
+        positions_BT = slots_T[None] if cache.pad_B is None else (slots_T[None] - cache.pad_B[:, None]).clamp_(min=0)
+        if self._lean is not None:
+            hidden_BTD, captured = self._lean.forward(tokens_BT, cache, positions_BT, taps)
+        else:
+            hidden_BTD, captured = self._forward_transformers(tokens_BT, cache, positions_BT, taps)
+        wanted = T if logits is None else logits
+        logits_BTV = self.logits(hidden_BTD[:, T - wanted :]) if wanted else None
+        taps_BTLD = torch.stack([captured[tap] for tap in taps], dim=2) if taps else None
+        return TargetOutput(logits_BTV, taps_BTLD, hidden_BTD)
+
+    def _forward_transformers(
+        self, tokens_BT: torch.Tensor, cache: KVCache, positions_BT: torch.Tensor, taps: tuple[int, ...]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        B, T = tokens_BT.shape
+        mask = None
+        if cache.pad_B is not None:
+            slots = torch.arange(cache.length + T, device=self.device)
+            mask = (slots[None] >= cache.pad_B[:, None]).long()
+        self._wanted, self._captured = taps, {}
+        output = self.model.model(
+            input_ids=tokens_BT,
+            past_key_values=cache,
+            attention_mask=mask,
+            position_ids=positions_BT.expand(B, T),
+            use_cache=True,
+        )
+        captured, self._wanted, self._captured = self._captured, (), {}
+        return output.last_hidden_state, captured
+
+    def logits(self, hidden_XD: torch.Tensor) -> torch.Tensor:
+        """The head on normed last hidden states, [..., D] -> [..., V] (soft-capped where the family does)."""
+        logits = self.head(hidden_XD.reshape(-1, self.hidden_size)).view(*hidden_XD.shape[:-1], self.vocab_size)
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+def load_target(
+    id_or_dir: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Target:
+    """Load a Hugging Face causal LM as a frozen target.
+
+    Args:
+        id_or_dir: a local directory, a hub id, or "SmolLM2-135M-Instruct" (see target/resolve.py).
+        dtype: float32 on a CPU (bf16 is emulated there); bfloat16 is usual on a GPU.
+
+    Raises:
+        ValueError: the model cannot be found, or its family is not supported.
+    """
+    path = resolve_model(str(id_or_dir))
+    family_of(AutoConfig.from_pretrained(path))  # refuse before reading gigabytes
+    progress = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        model.to(device)
+    finally:
+        if progress:
+            transformers_logging.enable_progress_bar()
+    return Target(model, AutoTokenizer.from_pretrained(path), name=str(id_or_dir))

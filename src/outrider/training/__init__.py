@@ -1,0 +1,1 @@
+"""Objectives, features, anchors' batches, the trainer, checkpoints, recipes."""

@@ -1,0 +1,130 @@
+"""A recipe: everything one training run depends on, as YAML, checked before anything is loaded.
+
+`outrider train RECIPE.yaml optimizer.steps=200 drafter.markov_head_type=rnn` overrides fields by their dotted name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PromptSource(_Section):
+    """One prompt file (or shipped set); relative paths start at the recipe's directory."""
+
+    path: str
+    limit: int | None = Field(None, ge=1)
+    max_turns: int | None = Field(None, ge=1)
+    max_characters: int | None = Field(None, ge=1)  # of the first turn; longer prompts are passed over
+
+
+class DataSection(_Section):
+    prompts: list[PromptSource] = Field(min_length=1)
+    responses: str | None = None  # where regenerated responses live; OUT/responses.jsonl when null
+    max_new_tokens: int = Field(256, ge=2)
+    max_prompt_tokens: int = Field(512, ge=1)
+    temperature: float = Field(0.0, ge=0)
+    batch_size: int = Field(64, ge=1)
+    max_minutes: float | None = Field(None, gt=0)  # stop regenerating after this long, train on what there is
+    held_out: int = Field(32, ge=1)  # samples kept for the held-out metrics
+
+
+class DrafterSection(_Section):
+    algorithm: Literal["dflash", "dspark"] = "dspark"
+    num_hidden_layers: int = Field(2, ge=1)
+    block_size: int = Field(7, ge=1)
+    sample_from_anchor: bool | None = None  # null: the algorithm's own layout
+    target_layer_ids: list[int] | None = None  # null: num_taps evenly spaced
+    num_taps: int = Field(4, ge=1)
+    draft_vocab_size: int | None = Field(None, ge=2)  # null: the target's
+    mask_token: str | None = None  # null: a special token that no chat template uses
+    sliding_window: int | None = Field(None, ge=1)
+    markov_rank: int = Field(64, ge=0)
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    initialize_from_target: bool = True
+
+
+class ObjectiveSection(_Section):
+    ce: float = Field(0.1, ge=0)
+    tv: float = Field(0.9, ge=0)
+    confidence: float = Field(1.0, ge=0)
+    decay: float = Field(4.0, gt=0)
+
+
+class OptimizerSection(_Section):
+    steps: int = Field(1000, ge=1)
+    sequences_per_step: int = Field(4, ge=1)
+    anchors_per_sequence: int = Field(28, ge=1)
+    learning_rate: float = Field(6e-4, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    warmup_fraction: float = Field(0.04, ge=0, lt=1)
+    clip: float = Field(1.0, gt=0)
+
+
+class Recipe(_Section):
+    target: str
+    out: str
+    seed: int = 0
+    threads: int | None = Field(None, ge=1)  # CPU threads; null: as many as the machine has
+    device: str = "cpu"
+    feature_cache_gb: float = Field(2.0, ge=0)
+    data: DataSection
+    drafter: DrafterSection = DrafterSection()
+    objective: ObjectiveSection = ObjectiveSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    log_every: int = Field(10, ge=1)
+    eval_every: int = Field(250, ge=1)
+    save_every: int = Field(500, ge=1)
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply `key.path=value` overrides (values are YAML).
+
+    Raises:
+        ValueError: unreadable YAML, unknown or invalid fields, or a malformed override.
+    """
+    if not path.is_file():
+        raise ValueError(f"no recipe {path}; the project's own are in recipes/.")
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not valid YAML ({error}).") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: a recipe is a YAML mapping with at least target, out and data.")
+    for override in overrides:
+        _apply(raw, override)
+    try:
+        recipe = Recipe.model_validate(raw)
+    except ValidationError as error:
+        lines = [f"  {'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
+        raise ValueError(f"{path}: invalid recipe\n" + "\n".join(lines)) from error
+    sources = [s.model_copy(update={"path": _beside(path, s.path)}) for s in recipe.data.prompts]
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"prompts": sources})})
+
+
+def _beside(recipe: Path, source: str) -> str:
+    candidate = recipe.parent / source
+    return str(candidate) if source.endswith(".jsonl") and candidate.is_file() else source
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, found, value = override.partition("=")
+    if not found or not key:
+        raise ValueError(f"override {override!r} is not of the form key.path=value.")
+    *parents, last = key.split(".")
+    section = raw
+    for parent in parents:
+        section = section.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise ValueError(f"override {override!r}: {parent} is not a section of the recipe.")
+    section[last] = yaml.safe_load(value)

@@ -1,0 +1,165 @@
+"""From a recipe to everything a run needs: target, samples, drafter, objective."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.data.prompts import Prompt, load_prompts
+from outrider.data.responses import RegenerationConfig, Sample, regenerate
+from outrider.drafters import DFlash, DFlashConfig, DSpark, DSparkConfig
+from outrider.formats.dialects import default_taps
+from outrider.target import Target
+from outrider.training.features import measure_tap_scale
+from outrider.training.initialize import initialize_from_target
+from outrider.training.objective import ObjectiveConfig
+from outrider.training.recipe import DataSection, DrafterSection, Recipe
+from outrider.training.step import BlockObjective
+from outrider.training.vocabulary import choose_draft_ids, inverse_ids
+
+_CALIBRATION_SAMPLES = 16
+
+
+@dataclass
+class Run:
+    """What the trainer trains, and on what. `draft_ids_Vd` covers the whole vocabulary when it is not `reduced`."""
+
+    target: Target
+    drafter: DFlash
+    objective: BlockObjective
+    draft_ids_Vd: Tensor
+    reduced: bool
+    samples: list[Sample]
+    held_out: list[Sample]
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages results depend on."""
+    return {name: importlib.metadata.version(name) for name in ("outrider", "torch", "transformers")}
+
+
+def recipe_prompts(data: DataSection) -> list[Prompt]:
+    """All prompts of a recipe, the sources interleaved so that an early stop leaves a fair mixture."""
+    sources = []
+    for source in data.prompts:
+        prompts = [
+            Prompt(p.id, p.turns[: source.max_turns])
+            for p in load_prompts(source.path)
+            if source.max_characters is None or len(p.turns[0]) <= source.max_characters
+        ]
+        sources.append(prompts[: source.limit])
+    places = [((i + 0.5) / len(prompts), p) for prompts in sources for i, p in enumerate(prompts)]
+    prompts = [p for _, p in sorted(places, key=lambda place: place[0])]
+    repeated = len(prompts) - len({p.id for p in prompts})
+    if repeated:
+        raise ValueError(f"{repeated} prompt ids occur more than once in data.prompts; give every prompt its own id.")
+    return prompts
+
+
+def recipe_samples(
+    recipe: Recipe, target: Target, on_progress: Callable[[int, int, int], None] = lambda done, total, tokens: None
+) -> tuple[list[Sample], list[Sample]]:
+    """(training, held-out) samples, regenerating what is missing.
+
+    Raises:
+        ValueError: nothing usable came out.
+    """
+    data = recipe.data
+    path = Path(data.responses) if data.responses else Path(recipe.out) / "responses.jsonl"
+    config = RegenerationConfig(
+        data.max_new_tokens, data.max_prompt_tokens, data.temperature, data.batch_size, recipe.seed
+    )
+    deadline = time.monotonic() + data.max_minutes * 60 if data.max_minutes else float("inf")
+    samples = regenerate(
+        target, recipe_prompts(data), config, path, on_progress, stop=lambda: time.monotonic() > deadline
+    )
+    usable = sorted((s for s in samples if len(s.response) >= 2), key=lambda s: (s.id, s.turn))
+    order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(recipe.seed)).tolist()
+    shuffled = [usable[i] for i in order]
+    if len(shuffled) <= data.held_out:
+        raise ValueError(
+            f"{path} has {len(shuffled)} usable responses and data.held_out takes {data.held_out} of them; "
+            "add prompts or lower data.held_out."
+        )
+    return shuffled[data.held_out :], shuffled[: data.held_out]
+
+
+def drafter_config(section: DrafterSection, target: Target) -> DFlashConfig:
+    """The drafter's config: the target's layer shapes, the recipe's choices."""
+    theirs = target.config
+    rope = getattr(theirs, "rope_parameters", None) or {}
+    taps = section.target_layer_ids or default_taps(target.num_layers, section.num_taps)
+    backbone = {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": theirs.intermediate_size,
+        "num_hidden_layers": section.num_hidden_layers,
+        "num_attention_heads": theirs.num_attention_heads,
+        "num_key_value_heads": theirs.num_key_value_heads,
+        "head_dim": getattr(theirs, "head_dim", None) or target.hidden_size // theirs.num_attention_heads,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": min(section.draft_vocab_size or target.vocab_size, target.vocab_size),
+        "target_layer_ids": target.check_taps(taps),
+        "num_target_layers": target.num_layers,
+        "mask_token_id": mask_token_id(target, section.mask_token),
+        "block_size": section.block_size,
+        "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        "rms_norm_eps": theirs.rms_norm_eps,
+        "sliding_window": section.sliding_window,
+        "max_position_embeddings": target.max_context,
+    }
+    if section.sample_from_anchor is not None:
+        backbone["sample_from_anchor"] = section.sample_from_anchor
+    if section.algorithm == "dflash":
+        return DFlashConfig(**backbone)
+    heads = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    return DSparkConfig(**backbone, **{name: getattr(section, name) for name in heads})
+
+
+def mask_token_id(target: Target, wanted: str | None) -> int:
+    """The id of the mask token: the recipe's, the tokenizer's own, or the last special token chat never uses."""
+    tokenizer = target.tokenizer
+    assert tokenizer is not None
+    if wanted is not None:
+        found = tokenizer.convert_tokens_to_ids(wanted)
+        if not isinstance(found, int) or found == tokenizer.unk_token_id != wanted:
+            raise ValueError(f"drafter.mask_token {wanted!r} is not one token of {target.name}.")
+        return found
+    if tokenizer.mask_token_id is not None:
+        return int(tokenizer.mask_token_id)
+    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, *target.eos_ids}
+    template = tokenizer.chat_template or ""
+    special = {
+        token: index
+        for token, index in tokenizer.get_added_vocab().items()
+        if index not in used and token not in template and index < target.vocab_size
+    }
+    if not special:
+        raise ValueError(f"{target.name} has no spare special token; name one with drafter.mask_token.")
+    return max(special.values())
+
+
+def prepare(
+    recipe: Recipe, target: Target, on_progress: Callable[[int, int, int], None] = lambda done, total, tokens: None
+) -> Run:
+    """Samples, drafter and objective of a recipe, ready for the trainer."""
+    torch.manual_seed(recipe.seed)
+    samples, held_out = recipe_samples(recipe, target, on_progress)
+    config = drafter_config(recipe.drafter, target)
+    drafter = DSpark(config) if isinstance(config, DSparkConfig) else DFlash(config)
+    drafter.to(target.device)
+    calibration = samples[:_CALIBRATION_SAMPLES]
+    drafter.tap_scale_L.copy_(measure_tap_scale(target, calibration, config.target_layer_ids))
+    if recipe.drafter.initialize_from_target:
+        initialize_from_target(drafter, target, calibration)
+    reduced = config.draft_vocab_size < target.vocab_size
+    ids = choose_draft_ids(samples, target.vocab_size, config.draft_vocab_size, target.eos_ids).to(target.device)
+    objective = BlockObjective(
+        target, ids, inverse_ids(ids, target.vocab_size), ObjectiveConfig(**recipe.objective.model_dump())
+    )
+    return Run(target, drafter, objective, ids, reduced, samples, held_out)

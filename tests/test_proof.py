@@ -1,0 +1,302 @@
+"""Losslessness by enumeration of the production code, and proof that the tool would see it broken."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import outrider.decoding.round as round_module
+import outrider.verification.chain as chain_module
+from outrider.decoding.round import RoundResult
+from outrider.drafters.base import Proposal
+from outrider.evaluation.proof import (
+    EnumeratingSource,
+    LaneFactory,
+    Tokens,
+    ToyDrafter,
+    ToyLane,
+    ToyTarget,
+    enumerate_traces,
+    exact_output_distribution,
+    exact_target_distribution,
+    max_deviation,
+)
+from outrider.sampling import RandomSource, SamplingParams, SeenTokens, residual, warp
+from outrider.scheduling import FixedPolicy, Policy, PrefixScheduler, ThresholdPolicy
+from outrider.verification import Verdict, verify_chain
+
+TOLERANCE, VISIBLE = 1e-12, 1e-3
+WARPS = {
+    "plain": SamplingParams(temperature=1.0),
+    "temperature": SamplingParams(temperature=0.6),
+    "top_k": SamplingParams(temperature=1.0, top_k=2),
+    "top_p": SamplingParams(temperature=1.0, top_p=0.8),
+    "min_p": SamplingParams(temperature=1.0, min_p=0.3),
+    "penalty": SamplingParams(temperature=1.0, repetition_penalty=1.8),
+    "greedy": SamplingParams(),
+    "all": SamplingParams(temperature=1.4, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.3),
+}
+HEADS = ["vanilla", "gated", "rnn", None]
+POLICIES: list[Policy] = [
+    FixedPolicy(),
+    ThresholdPolicy(0.5),
+    PrefixScheduler(lambda tokens: (1.0, 0.68, 0.56, 0.5, 0.46, 0.43, 0.41, 0.39)[tokens - 1]),
+]
+
+
+def deviation(lane: LaneFactory, target: ToyTarget, prompts: Sequence[Tokens], policy: Policy, tokens: int) -> float:
+    actual = exact_output_distribution(lane, prompts, policy, tokens)
+    assert abs(sum(actual.values()) - 1) < TOLERANCE
+    return max_deviation(actual, exact_target_distribution(target.row, prompts, tokens))
+
+
+def toy(
+    params: SamplingParams, gamma: int, head: str | None, vocab: int = 3, ids: list[int] | None = None
+) -> ToyDrafter:
+    return ToyDrafter(ToyTarget(vocab, params), gamma, head, ids)
+
+
+def lanes_of(drafter: ToyDrafter, lane: type[ToyLane] = ToyLane) -> LaneFactory:
+    return lambda context, source: lane(drafter.target, drafter, context, source)
+
+
+@pytest.mark.parametrize("name", WARPS)
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+def test_one_request(gamma: int, head: str | None, name: str) -> None:
+    drafter = toy(WARPS[name], gamma, head)
+    for policy in POLICIES:
+        assert deviation(lanes_of(drafter), drafter.target, [(0,)], policy, 4) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", WARPS)
+@pytest.mark.parametrize("head", HEADS)
+def test_reduced_draft_vocabulary(head: str | None, name: str) -> None:
+    drafter = toy(WARPS[name], 2, head, vocab=4, ids=[1, 3])
+    for policy in POLICIES:
+        assert deviation(lanes_of(drafter), drafter.target, [(0,)], policy, 3) <= TOLERANCE
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_four_tokens_in_the_vocabulary(policy: Policy) -> None:
+    drafter = toy(WARPS["all"], 2, "rnn", vocab=4)
+    assert deviation(lanes_of(drafter), drafter.target, [(3,)], policy, 4) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["plain", "penalty", "all"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_requests_stay_independent(policy: Policy, name: str) -> None:
+    short, long = toy(WARPS[name], 1, "vanilla", vocab=2), toy(WARPS[name], 2, "rnn", vocab=2)
+    prompts = [(0,), (1, 1)]
+    assert deviation(lanes_of(short), short.target, prompts, policy, 3) <= TOLERANCE
+    assert deviation(lanes_of(long), long.target, prompts, policy, 2) <= TOLERANCE
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:])
+@torch.inference_mode()
+def test_the_policies_of_these_tests_follow_the_draft(policy: Policy) -> None:
+    """A policy whose answer does not depend on the drafted tokens would prove nothing about admission."""
+    drafter = toy(WARPS["plain"], 3, "rnn")
+
+    def lengths(context: Tokens) -> set[int]:
+        def admitted(source: RandomSource) -> int:
+            return round_module.run_round([lanes_of(drafter)(context, source)], policy)[0].admitted
+
+        return {length for length, _ in enumerate_traces(admitted)}
+
+    assert max(len(lengths((token,))) for token in range(3)) >= 2
+
+
+def test_enumeration_visits_every_trace_once() -> None:
+    def run(source: RandomSource) -> tuple[int, ...]:
+        first = source.choose(torch.tensor([0.5, 0.0, 0.5]))
+        if source.accept(1.0) and first == 0 and source.accept(0.25):
+            return (first,)
+        return first, source.choose(torch.tensor([1.0, 3.0]))  # weights are normalised, as SeededSource does
+
+    assert dict(enumerate_traces(run)) == {(0,): 0.125, (0, 0): 0.09375, (0, 1): 0.28125, (2, 0): 0.125, (2, 1): 0.375}
+
+
+def test_rows_behind_a_rejection_are_not_asked_for() -> None:
+    asked: list[int] = []
+
+    def row(k: int) -> Tensor:
+        asked.append(k)
+        return torch.tensor([0.0, 1.0])
+
+    one_hot_KV = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
+    verdict = verify_chain(Proposal([1, 0, 1], one_hot_KV, []), row, EnumeratingSource())
+    assert verdict == Verdict(accepted=1, next_token=1)
+    assert asked == [0, 1]
+
+
+# The counterexample of DESIGN.md. c_2 tells x_1: a search that reads it verifies exactly the lucky drafts.
+
+
+class CounterexampleLane:
+    def __init__(self, source: RandomSource) -> None:
+        self.source = source
+
+    def draft(self) -> Proposal:
+        probs_KV = torch.full((2, 2), 0.5, dtype=torch.float64)
+        tokens = [self.source.choose(probs_KV[0]), self.source.choose(probs_KV[1])]
+        return Proposal(tokens, probs_KV, [0.8, 1.0 if tokens[0] == 0 else 0.0])
+
+    def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
+        return lambda k: torch.tensor([0.7, 0.3], dtype=torch.float64)
+
+
+def sps(tokens: int) -> float:
+    return (1.0, 0.5, 0.45)[tokens - 1]
+
+
+class GlobalSearch:
+    """Looks for the best length among all, current confidences included."""
+
+    def lengths(self, confidences: Sequence[Sequence[float]], drafted: Sequence[int]) -> list[int]:
+        survival, tau, best, best_length = 1.0, 1.0, sps(1), 0
+        for k, confidence in enumerate(confidences[0]):
+            survival *= confidence
+            tau += survival
+            if tau * sps(k + 2) > best:
+                best, best_length = tau * sps(k + 2), k + 1
+        return [best_length]
+
+
+def test_global_search_is_caught() -> None:
+    def output(policy: Policy) -> list[float]:
+        outputs = exact_output_distribution(lambda context, source: CounterexampleLane(source), [(0,)], policy, 1)
+        return [outputs[((token,),)] for token in range(2)]
+
+    assert output(GlobalSearch()) == pytest.approx([0.85, 0.15], abs=TOLERANCE)
+    assert output(PrefixScheduler(sps)) == pytest.approx([0.7, 0.3], abs=TOLERANCE)
+
+
+# Deliberately broken rules. Each must show.
+
+
+def with_verify(monkeypatch: pytest.MonkeyPatch, accept: Callable[..., bool], bonus: Callable[..., int]) -> None:
+    """Put a verify_chain with other acceptance or bonus rules into production's run_round."""
+
+    def broken(proposal: Proposal, target_row: Callable[[int], Tensor], source: RandomSource) -> Verdict:
+        for k, token in enumerate(proposal.tokens):
+            target_V, draft_V = target_row(k), proposal.probs_KV[k]
+            if not accept(target_V, draft_V, token, source):
+                return Verdict(k, source.choose(residual(target_V, draft_V)))
+        return Verdict(len(proposal.tokens), bonus(proposal, target_row, source))
+
+    monkeypatch.setattr(round_module, "verify_chain", broken)
+
+
+def fair_accept(target_V: Tensor, draft_V: Tensor, token: int, source: RandomSource) -> bool:
+    return source.accept((target_V[token] / draft_V[token]).item())
+
+
+def fair_bonus(proposal: Proposal, row: Callable[[int], Tensor], source: RandomSource) -> int:
+    return source.choose(row(len(proposal.tokens)))
+
+
+def broken_deviation(
+    params: SamplingParams = WARPS["plain"], policy: Policy = POLICIES[0], lane: type[ToyLane] = ToyLane
+) -> float:
+    drafter = toy(params, 2, "vanilla")
+    return deviation(lanes_of(drafter, lane), drafter.target, [(0,)], policy, 3)
+
+
+def test_the_unbroken_rule_passes_the_same_harness(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_verify(monkeypatch, fair_accept, fair_bonus)
+    assert broken_deviation() <= TOLERANCE
+
+
+def test_mutation_residual_is_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain_module, "residual", lambda target_V, draft_V: target_V)
+    assert broken_deviation() > VISIBLE
+
+
+def test_mutation_residual_is_symmetric(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain_module, "residual", lambda target_V, draft_V: (target_V - draft_V).abs())
+    assert broken_deviation() > VISIBLE
+
+
+def test_mutation_argmax_is_always_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_verify(monkeypatch, lambda t, d, x, s: int(t.argmax()) == x or fair_accept(t, d, x, s), fair_bonus)
+    assert broken_deviation() > VISIBLE
+
+
+def test_mutation_likely_tokens_are_always_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Medusa's "typical acceptance" in one line: fast, and not the target's distribution."""
+    with_verify(monkeypatch, lambda t, d, x, s: t[x].item() > 0.3 or fair_accept(t, d, x, s), fair_bonus)
+    assert broken_deviation() > VISIBLE
+
+
+def test_mutation_acceptance_ignores_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_verify(monkeypatch, lambda t, d, x, s: s.accept(t[x].item()), fair_bonus)
+    assert broken_deviation() > VISIBLE
+
+
+def test_mutation_bonus_from_the_row_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_verify(monkeypatch, fair_accept, lambda p, row, s: s.choose(row(len(p.tokens) - 1)))
+    assert broken_deviation() > VISIBLE
+
+
+def test_mutation_bonus_repeats_the_last_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_verify(monkeypatch, fair_accept, lambda p, row, s: p.tokens[-1])
+    assert broken_deviation() > VISIBLE
+
+
+def test_mutation_bonus_left_to_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_verify(monkeypatch, fair_accept, lambda p, row, s: s.choose(p.probs_KV[-1]))
+    assert broken_deviation() > VISIBLE
+
+
+class PeekingPolicy:
+    """Admits x_k by the confidence after it, which has seen x_k."""
+
+    def lengths(self, confidences: Sequence[Sequence[float]], drafted: Sequence[int]) -> list[int]:
+        return ThresholdPolicy(0.5).lengths([[*row[1:], 0.0] for row in confidences], drafted)
+
+
+def test_mutation_policy_peeks() -> None:
+    assert broken_deviation(policy=PeekingPolicy()) > VISIBLE
+
+
+class UnwarpedDraftLane(ToyLane):
+    """Samples at the temperature, reports the distribution without it."""
+
+    def draft(self) -> Proposal:
+        proposal = super().draft()
+        unwarped_KV = proposal.probs_KV**self.target.params.temperature
+        return replace(proposal, probs_KV=unwarped_KV / unwarped_KV.sum(-1, keepdim=True))
+
+
+def test_mutation_draft_reports_unwarped_probabilities() -> None:
+    assert broken_deviation(WARPS["temperature"], lane=UnwarpedDraftLane) > VISIBLE
+
+
+class ForgetfulLane(ToyLane):
+    """Repetition penalty over the committed tokens only: draft tokens before row k are forgotten."""
+
+    def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
+        params = self.target.params
+        mask_V = SeenTokens(self.target.vocab_size, params.repetition_penalty, self.context).with_tokens()
+        plain = ToyTarget(self.target.vocab_size, SamplingParams(temperature=1.0), self.target.seed)
+        return lambda k: warp(plain.row(self.context + tuple(tokens[:k])).log(), params, mask_V)
+
+
+def test_mutation_penalty_forgets_the_block() -> None:
+    assert broken_deviation(WARPS["penalty"], lane=ForgetfulLane) > VISIBLE
+
+
+def test_mutation_two_requests_share_their_luck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request alone is right; only the joint distribution shows it."""
+    real = round_module.run_round
+
+    def shared(lanes: Sequence[ToyLane], policy: Policy) -> list[RoundResult]:
+        return real(lanes[:1], policy) * len(lanes)
+
+    monkeypatch.setattr("outrider.evaluation.proof.run_round", shared)
+    drafter = toy(WARPS["plain"], 1, "vanilla", vocab=2)
+    assert deviation(lanes_of(drafter), drafter.target, [(0,)], POLICIES[0], 2) <= TOLERANCE
+    assert deviation(lanes_of(drafter), drafter.target, [(0,), (0,)], POLICIES[0], 1) > VISIBLE
