@@ -1,1 +1,6 @@
-"""draft -> schedule -> verify -> commit: the rounds that turn a drafter and a target into text."""
+"""The single-request loop: draft -> schedule -> verify -> commit, and streaming."""
+
+from outrider.decoding.generate import Chunk, Generation, RoundStats, StopRules, generate, stream
+from outrider.decoding.round import Lane, RoundResult, run_round
+
+__all__ = ["Chunk", "Generation", "Lane", "RoundResult", "RoundStats", "StopRules", "generate", "run_round", "stream"]

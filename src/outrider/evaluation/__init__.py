@@ -1,1 +1,1 @@
-"""Is it lossless, is it faster, and why: proofs, tasks, metrics and reports."""
+"""Measuring: tasks, plain against speculative decoding in one run, plots, and the proof of losslessness."""

@@ -7,6 +7,9 @@ any number of rows from one copy: on the machine of docs/results.md, 8 rows of S
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,10 +18,25 @@ _PACK_ROWS = 16  # a hint for the layout; every row count runs from the same cop
 _MIN_ROWS = 4  # one and two rows take a slower kernel than four
 
 
+_enabled = True
+
+
+@contextmanager
+def packing_disabled() -> Iterator[None]:
+    """Layers built inside keep `F.linear`: the other side of a comparison."""
+    global _enabled
+    _enabled = False
+    try:
+        yield
+    finally:
+        _enabled = True
+
+
 def packing_available(weight: torch.Tensor) -> bool:
     """Whether this weight can be laid out for oneDNN: float32, on the CPU, in a build that has the kernels."""
     return (
-        weight.device.type == "cpu"
+        _enabled
+        and weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")

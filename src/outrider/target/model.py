@@ -53,7 +53,7 @@ class Target:
         self.embed_scale: float = self.hidden_size**0.5 if self.family.scaled_embeddings else 1.0
         self.device, self.dtype = self.embed_VD.device, self.embed_VD.dtype
         self.head = PackedLinear(self.head_VD)
-        self._lean = LeanDecoder(model) if self.family.lean and self.head.packed else None
+        self._lean = LeanDecoder(model) if self.family.lean and self.device.type == "cpu" else None
         self._captured: dict[int, torch.Tensor] = {}
         self._wanted: tuple[int, ...] = ()
         if self._lean is None:

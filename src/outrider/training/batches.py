@@ -1,8 +1,9 @@
 """Which samples and anchors a training step sees: a pure function of (seed, step), so that resuming is exact.
 
-    epoch permutation(seed, epoch) -> samples of a step;  anchors(seed, epoch, sample) among response positions
+    epoch permutation(seed, epoch) -> samples of a step;  anchors(seed, epoch, sample)
 
-An anchor is a response token whose next token is supervised. A block supervises up to gamma following response tokens.
+An anchor is a token whose next token belongs to the response: the last prompt token (the first anchor when decoding)
+and every response token but the last. A block supervises up to gamma following response tokens.
 Shapes: N blocks, K = gamma draft positions, S context slots, M supervised positions.
 """
 
@@ -57,9 +58,8 @@ class Schedule:
     def anchors(self, index: int, epoch: int) -> list[int]:
         """Anchor positions in one sample for one epoch."""
         sample = self.samples[index]
-        candidates = len(sample.response) - 1
-        picked = torch.randperm(candidates, generator=_generator(self.seed, epoch, index))[: self.anchors_per_sequence]
-        return sorted((picked + len(sample.prompt)).tolist())
+        order = torch.randperm(len(sample.response), generator=_generator(self.seed, epoch, index))
+        return sorted((order[: self.anchors_per_sequence] + len(sample.prompt) - 1).tolist())
 
 
 def _generator(*key: int) -> torch.Generator:

@@ -1,0 +1,53 @@
+"""outrider bench-forward: what a forward of n tokens costs, and plain decoding beside transformers.
+
+Two variants take turns (A B A B ...) in one process; figures are medians with their quartiles.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cli.runtime import set_up
+from outrider.evaluation.forward import forward_curve, plain_against_transformers
+from outrider.evaluation.results import machine
+from outrider.target import load_target
+from outrider.target.resolve import EMBEDDED_ID
+from outrider.training.setup import versions
+
+
+def bench_forward(
+    target: Annotated[str, typer.Option(help="model id or directory")] = EMBEDDED_ID,
+    context: Annotated[int, typer.Option(min=1, help="tokens already in the cache")] = 256,
+    repeats: Annotated[int, typer.Option(min=3)] = 15,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the figures")] = None,
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+) -> None:
+    """Print the SPS curve (1..32 tokens, packed and F.linear) and plain decoding against transformers.generate."""
+    set_up(threads)
+    console = Console()
+    loaded = load_target(target)
+    curve = forward_curve(loaded, context, repeats)
+    view = Table(title=f"one forward after {context} cached tokens: milliseconds, median (quartiles)")
+    for heading in ("tokens", "packed", "F.linear", "packed, vs 1 token", "packed SPS"):
+        view.add_column(heading, justify="right")
+    one = curve[0].packed[1]
+    for point in curve:
+        cells = [f"{q[1] * 1e3:.1f} ({q[0] * 1e3:.1f}-{q[2] * 1e3:.1f})" for q in (point.packed, point.linear)]
+        view.add_row(str(point.tokens), *cells, f"{point.packed[1] / one:.2f}x", f"{1 / point.packed[1]:.1f}")
+    console.print(view)
+    plain = plain_against_transformers(loaded, repeats=min(repeats, 5))
+    console.print(
+        f"plain decoding: outrider {plain['outrider']:.1f} tok/s, "
+        f"transformers.generate {plain['transformers']:.1f} tok/s, ratio {plain['ratio']:.2f} (quartiles {plain['ratio_low']:.2f}-{plain['ratio_high']:.2f}), same tokens: "
+        f"{'yes' if plain['identical'] else 'no'}"
+    )
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figures = {"curve": [vars(p) for p in curve], "plain": plain, "machine": machine(), "versions": versions()}
+        out.write_text(json.dumps({**figures, "context": context, "repeats": repeats}, indent=1) + "\n")

@@ -1,0 +1,85 @@
+"""outrider generate PROMPT: streamed text, and with --show-rounds where every token came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from outrider.cli.evaluate import choose_policy
+from outrider.cli.runtime import set_up
+from outrider.data.chat import render
+from outrider.decoding import Chunk, StopRules, stream
+from outrider.drafters.packed import PackedDrafter
+from outrider.formats import load_drafter
+from outrider.sampling import SamplingParams
+from outrider.target import Target, load_target
+from outrider.target.resolve import EMBEDDED_ID
+
+STYLES = {"draft": "green", "correction": "bold red", "bonus": "bold blue"}
+
+
+def generate_command(
+    prompt: Annotated[str, typer.Argument(help="what to answer")],
+    target: Annotated[str, typer.Option(help="model id or directory")] = EMBEDDED_ID,
+    drafter: Annotated[Path | None, typer.Option(help="drafter directory; plain decoding without one")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0)] = 0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    min_p: Annotated[float, typer.Option()] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option()] = 1.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="text that ends the response; repeatable")] = None,
+    confidence_threshold: Annotated[float | None, typer.Option(help="verify drafts while confidence is above")] = None,
+    show_rounds: Annotated[bool, typer.Option(help="colour accepted drafts, corrections and bonus tokens")] = False,
+    raw: Annotated[bool, typer.Option(help="no chat template: continue the text")] = False,
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+) -> None:
+    """Stream a response to one prompt."""
+    set_up(threads)
+    console = Console(highlight=False, soft_wrap=True)
+    if not prompt.strip():
+        raise ValueError("the prompt is empty: give at least one word to answer.")
+    loaded = load_target(target)
+    packed = None
+    if drafter is not None:
+        checkpoint = load_drafter(drafter)
+        packed = PackedDrafter(checkpoint.drafter, loaded, checkpoint.draft_ids_Vd)
+    assert loaded.tokenizer is not None
+    tokens = list(loaded.tokenizer(prompt)["input_ids"]) if raw else render(loaded.tokenizer, [prompt], [])
+    chunks = []
+    params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    rules = StopRules(max_new_tokens, stop_strings=stop or ())
+    for chunk in stream(loaded, tokens, packed, params, rules, choose_policy(None, confidence_threshold)):
+        chunks.append(chunk)
+        console.print(coloured(chunk, loaded) if show_rounds else Text(chunk.text), end="")
+    console.print()
+    summary(chunks, console, show_rounds)
+
+
+def coloured(chunk: Chunk, target: Target) -> Text:
+    """The tokens of one round in their colours."""
+    assert target.tokenizer is not None
+    text = Text()
+    for token, kind in zip(chunk.tokens, chunk.kinds, strict=True):
+        text.append(str(target.tokenizer.decode([token])), style=STYLES[kind])
+    return text
+
+
+def summary(chunks: list[Chunk], console: Console, legend: bool) -> None:
+    """Rounds, accepted length and where the time went, on one line."""
+    tokens = sum(len(c.tokens) for c in chunks)
+    drafting, verifying, other = (
+        sum(getattr(c.stats, f"{name}_seconds") for c in chunks) for name in ("draft", "verify", "other")
+    )
+    if legend:
+        marks = ", ".join(f"[{style}]{kind}[/{style}]" for kind, style in STYLES.items())
+        console.print(f"[dim]tokens: {marks}[/dim]")
+    console.print(
+        f"[dim]{tokens} tokens in {len(chunks)} rounds (tau {tokens / len(chunks):.2f}); seconds: "
+        f"draft {drafting:.2f}, verify {verifying:.2f}, other {other:.2f} (prefill included)[/dim]"
+    )

@@ -1,0 +1,38 @@
+"""The `outrider` command. Users' mistakes end in one line on stderr and exit status 2, not in a traceback."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from outrider.cli import benchmark, demo, evaluate, generate, train
+
+app = typer.Typer(
+    help="Train, evaluate and serve draft models for lossless speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train.train)
+app.command("eval")(evaluate.evaluate_command)
+app.command("generate")(generate.generate_command)
+app.command("demo")(demo.demo)
+app.command("bench-forward")(benchmark.bench_forward)
+
+
+def main() -> None:
+    """Entry point."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; a training run resumes from its last checkpoint")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

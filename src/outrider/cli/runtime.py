@@ -1,0 +1,27 @@
+"""Process-wide settings a measurement depends on: threads, memory allocator, quiet logs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+# glibc's mallopt parameters (malloc.h)
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+
+
+def set_up(threads: int | None) -> None:
+    """Apply them. `threads` None: every core this process may use."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if threads is None:
+        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(threads)
+    if platform.libc_ver()[0] == "glibc":
+        # Keep large temporaries in the heap: fresh pages from mmap fault on every step (docs/architecture.md).
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

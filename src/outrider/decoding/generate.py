@@ -1,0 +1,159 @@
+"""`stream` and `generate`: draft -> schedule -> verify -> commit until a stop, for one request.
+
+Lossless by construction: tokens come from decoding/round.py only. `max_new_tokens` is exact; a stop token or stop
+string inside a block cuts the commit there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from outrider.decoding.lane import ModelLane
+from outrider.decoding.round import RoundResult, run_round
+from outrider.decoding.text import TextStream
+from outrider.drafters.packed import PackedDrafter
+from outrider.sampling import SamplingParams
+from outrider.scheduling import FixedPolicy, Policy
+from outrider.target import Target
+
+Kind = Literal["draft", "correction", "bonus"]
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class RoundStats:
+    """One round. `proposed` drafted, `admitted` verified, `accepted` committed drafts; seconds add up to its length."""
+
+    proposed: int
+    admitted: int
+    accepted: int
+    draft_seconds: float
+    verify_seconds: float
+    other_seconds: float
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one round commits. `kinds` says where each token comes from; `finish` is set on the last chunk."""
+
+    tokens: list[int]
+    kinds: list[Kind]
+    text: str
+    stats: RoundStats
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A whole response. `seconds` includes the prefill."""
+
+    tokens: list[int]
+    text: str
+    finish: FinishReason
+    rounds: list[RoundStats]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StopRules:
+    """When a response ends. `stop_ids` None: the target's own stop tokens; () to ignore them."""
+
+    max_new_tokens: int = 256
+    stop_ids: Sequence[int] | None = None
+    stop_strings: Sequence[str] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1.")
+
+
+def stream(
+    target: Target,
+    prompt: Sequence[int],
+    drafter: PackedDrafter | None = None,
+    params: SamplingParams | None = None,
+    rules: StopRules | None = None,
+    policy: Policy | None = None,
+) -> Iterator[Chunk]:
+    """Decode one request, one chunk per round.
+
+    Args:
+        prompt: prompt tokens.
+        drafter: None for plain decoding.
+        policy: how many drafts to verify; all of them by default.
+
+    Raises:
+        ValueError: the prompt is empty or does not fit the target's context.
+    """
+    params, rules, policy = params or SamplingParams(), rules or StopRules(), policy or FixedPolicy()
+    if not prompt:
+        raise ValueError("the prompt is empty: give at least one token.")
+    if len(prompt) >= target.max_context:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens and {target.name} reads {target.max_context}, the response included: "
+            "shorten the prompt."
+        )
+    stop_ids = target.eos_ids if rules.stop_ids is None else frozenset(rules.stop_ids)
+    text = TextStream(target.tokenizer, rules.stop_strings)
+    capacity = min(len(prompt) + rules.max_new_tokens, target.max_context)
+    started = time.perf_counter()
+    with torch.inference_mode():
+        lane = ModelLane(target, drafter, prompt, params, capacity)
+    finish: FinishReason | None = None
+    while finish is None:
+        with torch.inference_mode():
+            result = run_round([lane], policy)[0]
+            lane.commit(result)
+        tokens, stopped = _cut(result.tokens, stop_ids, text)
+        finish = "stop" if stopped else "length" if lane.remaining == 0 else None
+        piece = text.release(final=finish is not None)
+        accepted = min(result.verdict.accepted, len(tokens))
+        draft, verify = lane.draft_clock.take(), lane.verify_clock.take()
+        now = time.perf_counter()
+        stats = RoundStats(
+            len(result.proposal.tokens), result.admitted, accepted, draft, verify, now - started - draft - verify
+        )
+        started = now
+        yield Chunk(tokens, _kinds(result, len(tokens)), piece, stats, finish)
+
+
+def _cut(tokens: Sequence[int], stop_ids: frozenset[int], text: TextStream) -> tuple[list[int], bool]:
+    """Tokens up to and including the first that stops the response."""
+    for position, token in enumerate(tokens):
+        if text.push(token) or token in stop_ids:
+            return list(tokens[: position + 1]), True
+    return list(tokens), False
+
+
+def _kinds(result: RoundResult, count: int) -> list[Kind]:
+    rejected = result.verdict.accepted < result.admitted
+    own: Kind = "correction" if rejected else "bonus"
+    drafts: list[Kind] = ["draft"] * result.verdict.accepted
+    return [*drafts, own][:count]
+
+
+def generate(
+    target: Target,
+    prompt: Sequence[int],
+    drafter: PackedDrafter | None = None,
+    params: SamplingParams | None = None,
+    rules: StopRules | None = None,
+    policy: Policy | None = None,
+) -> Generation:
+    """`stream`, collected."""
+    started = time.perf_counter()
+    tokens: list[int] = []
+    rounds: list[RoundStats] = []
+    pieces: list[str] = []
+    finish: FinishReason = "length"
+    for chunk in stream(target, prompt, drafter, params, rules, policy):
+        tokens += chunk.tokens
+        rounds.append(chunk.stats)
+        pieces.append(chunk.text)
+        finish = chunk.finish or finish
+    return Generation(tokens, "".join(pieces), finish, rounds, time.perf_counter() - started)

@@ -1,0 +1,97 @@
+"""What one target forward costs by number of tokens, and plain decoding against `transformers.generate`.
+
+The SPS curve (steps per second at B tokens) is what a verification budget is traded against (DSpark, arXiv 2607.05147).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from outrider.decoding import StopRules, generate
+from outrider.target import Target
+from outrider.target.linear import packing_disabled
+
+TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, 32)
+
+
+@dataclass(frozen=True)
+class ForwardPoint:
+    """Seconds of one forward of `tokens` tokens, as (lower quartile, median, upper quartile)."""
+
+    tokens: int
+    packed: tuple[float, float, float]
+    linear: tuple[float, float, float]
+
+
+def _quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def forward_curve(target: Target, context: int, repeats: int) -> list[ForwardPoint]:
+    """The cost of 1..32 tokens, packed weights and `F.linear` taking turns."""
+    with packing_disabled():
+        unpacked = Target(target.model, target.tokenizer, target.name)
+    variants = (target, unpacked)
+    tokens = torch.randint(0, target.vocab_size, (1, context + TOKEN_COUNTS[-1]), generator=torch.Generator())
+    caches = [variant.new_cache(context + TOKEN_COUNTS[-1]) for variant in variants]
+    for variant, cache in zip(variants, caches, strict=True):
+        variant.forward(tokens[:, :context], cache, logits=0)
+    seconds: dict[tuple[int, int], list[float]] = {}
+    for repeat in range(repeats + 2):
+        for count in TOKEN_COUNTS:
+            for which, (variant, cache) in enumerate(zip(variants, caches, strict=True)):
+                cache.rollback(context)
+                block = tokens[:, context : context + count]
+                spent = _seconds(lambda v=variant, b=block, c=cache: v.forward(b, c, logits=None))  # type: ignore[misc]
+                if repeat >= 2:
+                    seconds.setdefault((count, which), []).append(spent)
+    return [ForwardPoint(n, _quartiles(seconds[n, 0]), _quartiles(seconds[n, 1])) for n in TOKEN_COUNTS]
+
+
+def plain_against_transformers(target: Target, repeats: int, new_tokens: int = 64) -> dict[str, float | bool]:
+    """Greedy decoding of the same prompt both ways, in turns: tokens per second and their ratio."""
+    assert target.tokenizer is not None
+    prompt = target.tokenizer("Speculative decoding is a way to make a language model answer faster. ")["input_ids"]
+    ids = torch.tensor([prompt], device=target.device)
+    rules = StopRules(new_tokens, stop_ids=())
+
+    def theirs() -> list[int]:
+        with torch.inference_mode():
+            out = target.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        return list(out[0, len(prompt) :].tolist())
+
+    # min_new_tokens keeps their stop tokens from being chosen, so the texts may part at one; compare up to there.
+    ours_tokens, their_tokens = generate(target, prompt, rules=rules).tokens, theirs()
+    stop = next((i for i, t in enumerate(ours_tokens) if t in target.eos_ids), new_tokens)
+    ours, others = [], []
+    for _ in range(repeats):
+        ours.append(_seconds(lambda: generate(target, prompt, rules=rules)))
+        others.append(_seconds(theirs))
+    low, ratio, high = _quartiles([b / a for a, b in zip(ours, others, strict=True)])
+    return {
+        "outrider": new_tokens / statistics.median(ours),
+        "transformers": new_tokens / statistics.median(others),
+        "ratio": ratio,
+        "ratio_low": low,
+        "ratio_high": high,
+        "identical": ours_tokens[:stop] == their_tokens[:stop],
+    }

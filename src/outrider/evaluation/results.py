@@ -1,0 +1,80 @@
+"""results.json: what one evaluation measured, with the settings, versions and machine that made it.
+
+accepted_length          mean tokens per round, bonus included (the papers' tau)
+conditional_acceptance   P(position k accepted | 1..k-1 accepted and k verified)
+acceptance_histogram     rounds by number of accepted drafts, 0..gamma
+speedup                  plain seconds / speculative seconds over the same tokens, prefill included
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from outrider.decoding import RoundStats
+
+
+class TaskResult(BaseModel):
+    """One task. Seconds are sums over all prompts; `speedup_quartiles` are over prompts."""
+
+    task: str
+    samples: int
+    turns: int
+    tokens: int
+    rounds: int
+    accepted_length: float
+    conditional_acceptance: list[float]
+    acceptance_histogram: list[int]
+    tokens_per_second: float
+    baseline_tokens_per_second: float
+    speedup: float
+    speedup_quartiles: list[float]
+    greedy_identical: bool | None  # None: not asked at temperature > 0
+    greedy_ties: int
+    greedy_mismatches: int
+    draft_seconds: float
+    verify_seconds: float
+    other_seconds: float
+    baseline_seconds: float
+
+
+class Results(BaseModel):
+    """The whole file."""
+
+    tasks: list[TaskResult]
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    machine: dict[str, Any]
+
+
+def acceptance(rounds: Sequence[RoundStats], gamma: int) -> tuple[float, list[float], list[int]]:
+    """(accepted length, conditional acceptance per position, histogram) of some rounds."""
+    histogram = [0] * (gamma + 1)
+    for r in rounds:
+        histogram[r.accepted] += 1
+    conditional = []
+    for k in range(1, gamma + 1):
+        reached = sum(r.admitted >= k and r.accepted >= k - 1 for r in rounds)
+        conditional.append(sum(r.accepted >= k for r in rounds) / reached if reached else 0.0)
+    return sum(r.accepted + 1 for r in rounds) / len(rounds), conditional, histogram
+
+
+def machine() -> dict[str, Any]:
+    """What ran: processor, cores, threads, memory; no host names."""
+    cpu = platform.processor()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            cpu = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    found: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    if hasattr(os, "sysconf"):
+        found["memory_gb"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found

@@ -1,0 +1,154 @@
+"""Plain and speculative decoding of the same prompts in one run.
+
+Every turn is decoded both ways, one right after the other, and the order alternates from turn to turn, so drift of the
+machine falls on both. A warm-up prompt is decoded first and not counted. At temperature 0 the two must be the same
+tokens; a difference is a tie only where plain decoding's own top two logits are closer than TIE_GAP.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from outrider.data.chat import render
+from outrider.data.prompts import Prompt, load_prompts
+from outrider.decoding import Generation, StopRules, generate
+from outrider.drafters.packed import PackedDrafter
+from outrider.evaluation.results import Results, TaskResult, acceptance, machine
+from outrider.sampling import SamplingParams
+from outrider.scheduling import FixedPolicy, Policy
+from outrider.target import Target
+
+TIE_GAP = 1e-3  # logits
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """What to decode. `max_samples` None: whole files."""
+
+    max_samples: int | None = None
+    max_new_tokens: int = 256
+    params: SamplingParams = field(default_factory=SamplingParams)
+    warmup_tokens: int = 32
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One turn decoded both ways. `verdict`: same, tie or mismatch (temperature 0), None otherwise."""
+
+    plain: Generation
+    speculative: Generation
+    verdict: str | None
+
+
+def evaluate(
+    target: Target,
+    drafter: PackedDrafter,
+    tasks: Sequence[str],
+    config: EvaluationConfig,
+    policy: Policy | None = None,
+    settings: dict[str, object] | None = None,
+    versions: dict[str, str] | None = None,
+    on_progress: Callable[[str, int, int], None] = lambda task, done, total: None,
+) -> Results:
+    """Measure a drafter on task files (JSONL with `turns`) or shipped prompt sets.
+
+    Raises:
+        ValueError: a task file is missing or malformed.
+    """
+    policy = policy or FixedPolicy()
+    loaded = [(Path(task).stem, load_prompts(task, config.max_samples)) for task in tasks]
+    warm = replace(config, max_new_tokens=min(config.warmup_tokens, config.max_new_tokens))
+    for flip in (False, True):
+        decode_turns(target, drafter, loaded[0][1][0], warm, policy, flip)
+    results = []
+    for name, prompts in loaded:
+        pairs: list[Pair] = []
+        for number, prompt in enumerate(prompts):
+            on_progress(name, number, len(prompts))
+            pairs += decode_turns(target, drafter, prompt, config, policy, flip=bool(number % 2))
+        on_progress(name, len(prompts), len(prompts))
+        results.append(summarise(name, len(prompts), pairs, drafter.config.gamma))
+    described = {"temperature": config.params.temperature, "policy": repr(policy), "target": target.name}
+    described |= {"max_new_tokens": config.max_new_tokens, "max_samples": config.max_samples}
+    described |= {"sampling": asdict(config.params), "gamma": drafter.config.gamma, **(settings or {})}
+    return Results(tasks=results, settings=described, versions=versions or {}, machine=machine())
+
+
+def decode_turns(
+    target: Target, drafter: PackedDrafter, prompt: Prompt, config: EvaluationConfig, policy: Policy, flip: bool
+) -> list[Pair]:
+    """All turns of one conversation, each both ways; the plain responses form the history."""
+    assert target.tokenizer is not None
+    rules = StopRules(config.max_new_tokens)
+    history: list[str] = []
+    pairs: list[Pair] = []
+    for turn in range(len(prompt.turns)):
+        tokens = render(target.tokenizer, prompt.turns[: turn + 1], history)
+        both: dict[bool, Generation] = {}
+        for speculative in (flip, not flip):
+            chosen = drafter if speculative else None
+            both[speculative] = generate(target, tokens, chosen, config.params, rules, policy)
+        verdict = None
+        if config.params.temperature == 0:
+            verdict = compare_greedy(target, tokens, both[False].tokens, both[True].tokens)
+        pairs.append(Pair(both[False], both[True], verdict))
+        history.append(both[False].text)
+        flip = not flip
+    return pairs
+
+
+def compare_greedy(target: Target, prompt: Sequence[int], plain: Sequence[int], speculative: Sequence[int]) -> str:
+    """same, tie (plain decoding's own top-2 gap at the first difference is below TIE_GAP) or mismatch."""
+    if list(plain) == list(speculative):
+        return "same"
+    at = next((i for i, (a, b) in enumerate(zip(plain, speculative, strict=False)) if a != b), None)
+    if at is None:
+        return "mismatch"  # one is a beginning of the other: a stop was missed
+    tokens = torch.tensor([[*prompt, *plain[:at]]], device=target.device)
+    logits = target.forward(tokens, target.new_cache(tokens.shape[1])).logits_BTV
+    assert logits is not None
+    first, second = logits[0, -1].topk(2).values.tolist()
+    return "tie" if first - second < TIE_GAP else "mismatch"
+
+
+def summarise(task: str, samples: int, pairs: Sequence[Pair], gamma: int) -> TaskResult:
+    """The figures of one task from its decoded turns."""
+    rounds = [r for pair in pairs for r in pair.speculative.rounds]
+    length, conditional, histogram = acceptance(rounds, gamma)
+    speculative = sum(p.speculative.seconds for p in pairs)
+    plain = sum(p.plain.seconds for p in pairs)
+    tokens = sum(len(p.speculative.tokens) for p in pairs)
+    plain_tokens = sum(len(p.plain.tokens) for p in pairs)
+    rates = [_rate(p.speculative) / _rate(p.plain) for p in pairs]
+    quartiles = statistics.quantiles(rates, n=4, method="inclusive") if len(rates) > 1 else rates * 3
+    verdicts = [p.verdict for p in pairs]
+    return TaskResult(
+        task=task,
+        samples=samples,
+        turns=len(pairs),
+        tokens=tokens,
+        rounds=len(rounds),
+        accepted_length=length,
+        conditional_acceptance=conditional,
+        acceptance_histogram=histogram,
+        tokens_per_second=tokens / speculative,
+        baseline_tokens_per_second=plain_tokens / plain,
+        speedup=(tokens / speculative) / (plain_tokens / plain),
+        speedup_quartiles=quartiles,
+        greedy_identical=None if None in verdicts else "mismatch" not in verdicts and "tie" not in verdicts,
+        greedy_ties=verdicts.count("tie"),
+        greedy_mismatches=verdicts.count("mismatch"),
+        draft_seconds=sum(r.draft_seconds for r in rounds),
+        verify_seconds=sum(r.verify_seconds for r in rounds),
+        other_seconds=sum(r.other_seconds for r in rounds),
+        baseline_seconds=plain,
+    )
+
+
+def _rate(generation: Generation) -> float:
+    return len(generation.tokens) / generation.seconds
