@@ -44,7 +44,8 @@ def bench_forward(
     plain = plain_against_transformers(loaded, repeats=min(repeats, 5))
     console.print(
         f"plain decoding: outrider {plain['outrider']:.1f} tok/s, "
-        f"transformers.generate {plain['transformers']:.1f} tok/s, ratio {plain['ratio']:.2f} (quartiles {plain['ratio_low']:.2f}-{plain['ratio_high']:.2f}), same tokens: "
+        f"transformers.generate {plain['transformers']:.1f} tok/s, ratio {plain['ratio']:.2f} "
+        f"(quartiles {plain['ratio_low']:.2f}-{plain['ratio_high']:.2f}), same tokens: "
         f"{'yes' if plain['identical'] else 'no'}"
     )
     if out is not None:

@@ -43,12 +43,12 @@ def evaluate_command(
     """Plain and speculative decoding in one run: speedup, accepted length, identical output."""
     set_up(threads)
     console = Console()
+    policy = choose_policy(draft_length, confidence_threshold)
+    params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     loaded = load_target(target)
     checkpoint = load_drafter(drafter)
     packed = PackedDrafter(checkpoint.drafter, loaded, checkpoint.draft_ids_Vd)
-    params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     config = EvaluationConfig(max_samples, max_new_tokens, params)
-    policy = choose_policy(draft_length, confidence_threshold)
     results = run_evaluation(loaded, packed, tasks.split(","), config, policy, {"drafter": drafter.name}, console)
     report(results, out, console)
 

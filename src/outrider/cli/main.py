@@ -6,6 +6,7 @@ import sys
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from outrider.cli import benchmark, demo, evaluate, generate, train
 
@@ -27,7 +28,8 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        # Escaped: paths and lists in the message may look like markup.
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted; a training run resumes from its last checkpoint")

@@ -65,6 +65,7 @@ class TextStream:
             window = self._window(self.tokenizer)
             self.text += window[self._final :]
             self._final = len(window)
+            self._cut()  # a stop string may have been waiting for an unfinished character behind it
         end = len(self.text)
         if not final:
             end -= max((_overlap(self.text, stop) for stop in self.stop_strings), default=0)

@@ -58,8 +58,11 @@ class DFlashConfig:
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}.")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"sliding_window {self.sliding_window} must be at least 1; use null for none.")
+        if self.sliding_window is not None and self.sliding_window < self.block_size:
+            # z-lab's model applies the window inside the block too, where our rows all see each other.
+            raise ValueError(
+                f"sliding_window {self.sliding_window} must cover the block of {self.block_size}; use null for none."
+            )
 
     @property
     def gamma(self) -> int:

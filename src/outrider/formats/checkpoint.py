@@ -10,7 +10,6 @@ Embedding and LM head are the target's and are not stored twice. Writing is atom
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,10 +62,7 @@ def load_drafter(directory: str | Path, device: str | torch.device = "cpu") -> C
     config_path = directory / "config.json"
     if not config_path.is_file():
         raise ValueError(f"{directory} has no config.json: give a drafter directory (outrider train writes one).")
-    try:
-        raw = json.loads(config_path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{config_path}: not valid JSON ({error}).") from error
+    raw = _read_mapping(config_path)
     dialect = dialect_of(raw, config_path)
     try:
         config = dialect.from_config(raw)
@@ -80,9 +76,19 @@ def load_drafter(directory: str | Path, device: str | torch.device = "cpu") -> C
     check_tensors(directory / "model.safetensors", found, drafter.state_dict())
     drafter.load_state_dict({name: tensor.float() for name, tensor in found.items()})
     metadata_path = directory / "outrider.json"
-    metadata: Mapping[str, Any] = json.loads(metadata_path.read_text()) if metadata_path.is_file() else {}
+    metadata = _read_mapping(metadata_path) if metadata_path.is_file() else {}
     ids = None if draft_ids is None else draft_ids.to(device)
-    return Checkpoint(drafter.to(device).eval().requires_grad_(False), ids, dict(metadata))
+    return Checkpoint(drafter.to(device).eval().requires_grad_(False), ids, metadata)
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError
+        raise ValueError(f"{path}: not valid JSON ({error}).") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: not a JSON mapping of fields.")
+    return raw
 
 
 def _draft_ids(d2t_Vd: Tensor | None, vocab: int, draft_vocab: int, where: Path) -> Tensor | None:

@@ -45,6 +45,7 @@ def _backbone_to(config: DFlashConfig) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "hidden_act": "silu",
         "attention_bias": False,
+        "is_causal": False,  # block rows see each other in both directions, sliding layers too
         "attention_dropout": 0.0,
         "use_sliding_window": window is not None,
         "sliding_window": window,
@@ -138,6 +139,7 @@ class DeepSpec:
 
     def from_config(self, raw: Mapping[str, Any]) -> DSparkConfig:
         own = {name: raw[name] for name in _DSPARK_FIELDS if name in raw}
+        own["mask_token_id"] = raw["mask_token_id"]  # has no default: a missing one is reported by its name
         return DSparkConfig(**_backbone_from(raw), target_layer_ids=tuple(raw["target_layer_ids"]), **own)
 
 

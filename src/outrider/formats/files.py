@@ -27,9 +27,15 @@ def atomic_directory(destination: Path) -> Iterator[Path]:
         yield staging
         if destination.exists():
             retired = Path(tempfile.mkdtemp(prefix=f".{destination.name}.old.", dir=destination.parent))
-            destination.rename(retired / "x")
-            staging.rename(destination)
-            shutil.rmtree(retired)
+            try:
+                destination.rename(retired / "x")
+                try:
+                    staging.rename(destination)
+                except OSError:
+                    (retired / "x").rename(destination)
+                    raise
+            finally:
+                shutil.rmtree(retired, ignore_errors=True)
         else:
             staging.rename(destination)
     except (OSError, SafetensorError) as error:

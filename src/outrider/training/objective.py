@@ -148,7 +148,7 @@ def objective(
         head_VH: the frozen LM head, restricted to the draft vocabulary.
         weights_N: position weights w_i.
     """
-    w_N = weights_N / weights_N.sum()
+    w_N = (weights_N / weights_N.sum()).to(hidden_NH.dtype)
     total, ce_N, distance_N, agree_N = _ChunkedDistances.apply(
         hidden_NH, latent_Nr, w2_Vr, head_VH, view, config.ce * w_N, config.tv * w_N
     )

@@ -127,4 +127,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         section = section.setdefault(parent, {})
         if not isinstance(section, dict):
             raise ValueError(f"override {override!r}: {parent} is not a section of the recipe.")
-    section[last] = yaml.safe_load(value)
+    try:
+        section[last] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ValueError(f"override {override!r}: the value is not valid YAML ({error}).") from error

@@ -94,6 +94,7 @@ def drafter_config(section: DrafterSection, target: Target) -> DFlashConfig:
     """The drafter's config: the target's layer shapes, the recipe's choices."""
     theirs = target.config
     rope = getattr(theirs, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # Gemma 3 has one set per kind of layer
     taps = section.target_layer_ids or default_taps(target.num_layers, section.num_taps)
     backbone = {
         "hidden_size": target.hidden_size,
@@ -116,6 +117,11 @@ def drafter_config(section: DrafterSection, target: Target) -> DFlashConfig:
     if section.sample_from_anchor is not None:
         backbone["sample_from_anchor"] = section.sample_from_anchor
     if section.algorithm == "dflash":
+        if section.sample_from_anchor:
+            raise ValueError(
+                "drafter.sample_from_anchor=true has no DFlash checkpoint dialect: leave it null, or use "
+                "drafter.algorithm=dspark with drafter.markov_rank=0 and drafter.enable_confidence_head=false."
+            )
         return DFlashConfig(**backbone)
     heads = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
     return DSparkConfig(**backbone, **{name: getattr(section, name) for name in heads})
@@ -127,7 +133,7 @@ def mask_token_id(target: Target, wanted: str | None) -> int:
     assert tokenizer is not None
     if wanted is not None:
         found = tokenizer.convert_tokens_to_ids(wanted)
-        if not isinstance(found, int) or found == tokenizer.unk_token_id != wanted:
+        if not isinstance(found, int) or (found == tokenizer.unk_token_id and wanted != tokenizer.unk_token):
             raise ValueError(f"drafter.mask_token {wanted!r} is not one token of {target.name}.")
         return found
     if tokenizer.mask_token_id is not None:
@@ -149,8 +155,8 @@ def prepare(
 ) -> Run:
     """Samples, drafter and objective of a recipe, ready for the trainer."""
     torch.manual_seed(recipe.seed)
+    config = drafter_config(recipe.drafter, target)  # first: a mistake here should not cost the responses' minutes
     samples, held_out = recipe_samples(recipe, target, on_progress)
-    config = drafter_config(recipe.drafter, target)
     drafter = DSpark(config) if isinstance(config, DSparkConfig) else DFlash(config)
     drafter.to(target.device)
     calibration = samples[:_CALIBRATION_SAMPLES]

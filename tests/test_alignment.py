@@ -1,0 +1,224 @@
+"""Trained equals served; nothing leaks; both attention paths agree. The tests that catch off-by-ones.
+
+The training forward (all anchors at once, sparse mask, float16 features switched off) and the serving path (packed
+weights, growing draft cache) must give the same hidden states, acceptance and confidences on the same tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import randomise, toy_config, toy_samples, toy_target
+from torch import Tensor
+
+from outrider.data.responses import Sample
+from outrider.drafters import DFlash, DSpark
+from outrider.drafters.attention import BlockLayout, flex_block_attention, split_attention
+from outrider.drafters.chain import sample_chain
+from outrider.drafters.packed import PackedDrafter
+from outrider.sampling import SamplingParams, SeededSource, SeenTokens, warp
+from outrider.target import Target
+from outrider.training.batches import BlockBatch, Schedule, build_batch
+from outrider.training.features import Features, FeatureSource
+from outrider.training.objective import ObjectiveConfig
+from outrider.training.step import BlockObjective, scatter
+from outrider.training.vocabulary import choose_draft_ids, inverse_ids
+
+
+class ExactFeatures(FeatureSource):
+    """Features in float32, so that only alignment can differ."""
+
+    def _compute(self, sample: Sample) -> Features:
+        tokens = torch.tensor([sample.tokens[:-1]])
+        output = self.target.forward(tokens, self.target.new_cache(tokens.shape[1]), self.taps, logits=0)
+        assert output.taps_BTLD is not None
+        hidden = output.hidden_BTD[0, len(sample.prompt) - 1 :]
+        logits = self.target.logits(hidden)
+        taps = (output.taps_BTLD[0] / self.tap_scale_L[:, None]).clone()
+        return Features(taps, hidden.clone(), logits.logsumexp(-1).clone(), logits.argmax(-1).clone())
+
+
+def build(drafter: DFlash, target: Target, samples: list[Sample], ids: Tensor) -> tuple[BlockBatch, BlockObjective]:
+    schedule = Schedule(samples, len(samples), 6, seed=1)
+    chosen = schedule.step(0)
+    features = ExactFeatures(target, samples, drafter.config.target_layer_ids, drafter.tap_scale_L, 2**30)
+    batch = build_batch(chosen, samples, [features[i] for i, _ in chosen], drafter.config.gamma)
+    return batch, BlockObjective(target, ids, inverse_ids(ids, target.vocab_size), ObjectiveConfig())
+
+
+def make_drafter(head: str, sample_from_anchor: bool, draft_vocab: int, window: int | None) -> DFlash:
+    changes = {"sample_from_anchor": sample_from_anchor, "draft_vocab_size": draft_vocab, "sliding_window": window}
+    if head == "none":
+        drafter = DFlash(toy_config(dspark=False, **changes))
+    else:
+        drafter = DSpark(toy_config(markov_head_type=head, **changes))
+    randomise(drafter)
+    drafter.tap_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
+    return drafter
+
+
+@pytest.mark.parametrize("head", ["none", "vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("sample_from_anchor", [True, False])
+@pytest.mark.parametrize(("draft_vocab", "window"), [(97, None), (40, 7)])
+def test_trained_equals_served(head: str, sample_from_anchor: bool, draft_vocab: int, window: int | None) -> None:
+    target = toy_target("qwen3")
+    samples = toy_samples(4)
+    drafter = make_drafter(head, sample_from_anchor, draft_vocab, window)
+    ids = choose_draft_ids(samples, 97, draft_vocab, frozenset({1}))
+    batch, compute = build(drafter, target, samples, ids)
+    with torch.no_grad():
+        output = compute(drafter, batch)
+        trained_hidden = compute.hidden(drafter, batch)
+    trained = scatter(output.acceptance_N, batch.supervised_NK)
+    packed = PackedDrafter(drafter, target, ids if draft_vocab < 97 else None)
+    checked = 0
+    for block in range(len(batch.anchor_tokens_N)):
+        sample = samples[Schedule(samples, len(samples), 6, seed=1).step(0)[int(batch.layout.sequence_N[block])][0]]
+        served_hidden, served = serve(packed, target, sample, int(batch.layout.anchors_N[block]))
+        torch.testing.assert_close(trained_hidden[block], served_hidden, atol=1e-4, rtol=1e-4)
+        supervised = batch.supervised_NK[block] & served.isfinite()
+        torch.testing.assert_close(trained[block][supervised], served[supervised], atol=1e-4, rtol=0)
+        checked += int(supervised.sum())
+    assert checked > 50
+
+
+def serve(packed: PackedDrafter, target: Target, sample: Sample, anchor: int) -> tuple[Tensor, Tensor]:
+    """What decoding sees at this anchor: the draft cache grown round by round, then one block, teacher-forced."""
+    tokens = sample.tokens
+    cache, state = target.new_cache(len(tokens) + 16), packed.new_state(len(tokens) + 16)
+    at = 0
+    for piece in (3, 1, 4, 2, 1, 5, 3, 8, 13, 21, 34):  # uneven rounds
+        piece = min(piece, anchor - at)
+        if piece:
+            block = torch.tensor([tokens[at : at + piece] + [5, 5]])  # two rejected drafts behind
+            output = target.forward(block, cache, packed.config.target_layer_ids, logits=0)
+            cache.rollback(at + piece)
+            assert output.taps_BTLD is not None
+            state.extend(output.taps_BTLD[0, :piece])
+            at += piece
+    assert state.length == anchor
+    gamma = packed.config.gamma
+    hidden = state.block_hidden(tokens[anchor])
+    following = tokens[anchor + 1 : anchor + 1 + gamma]
+    rows = target.forward(torch.tensor([tokens[anchor : anchor + gamma]]), cache, logits=None).logits_BTV
+    assert rows is not None
+    source = _Forced(following)
+    params = SamplingParams(temperature=1.0)
+    drafter = packed.drafter
+    head = drafter.markov_head if isinstance(drafter, DSpark) else None
+    proposal = sample_chain(
+        packed.head(hidden), hidden, tokens[anchor], head, None, params,
+        SeenTokens(target.vocab_size), source.bind(packed), packed.draft_ids_Vd,
+    )
+    acceptance = torch.full((gamma,), torch.nan)
+    for k in range(len(following)):
+        p_t = warp(rows[0, k], params)
+        acceptance[k] = torch.minimum(p_t, proposal.probs_KV[k]).sum()
+        if proposal.tokens[k] != following[k]:
+            break  # a token outside the draft vocabulary: decoding never gets past it
+    return hidden, acceptance
+
+
+class _Forced:
+    """A random source that draws the given tokens: teacher forcing through the production walk."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = list(tokens)
+
+    def bind(self, packed: PackedDrafter) -> _Forced:
+        self.inverse = None if packed.draft_ids_Vd is None else inverse_ids(packed.draft_ids_Vd, 97)
+        return self
+
+    def choose(self, probs_V: Tensor) -> int:
+        token = self.tokens.pop(0) if self.tokens else 4
+        return token if self.inverse is None else max(0, int(self.inverse[token]))
+
+    def accept(self, probability: float) -> bool:
+        raise AssertionError("drafting never accepts")
+
+
+def base_logits(drafter: DFlash, compute: BlockObjective, batch: BlockBatch) -> Tensor:
+    with torch.no_grad():
+        return compute.hidden(drafter, batch) @ compute.head_VH.T
+
+
+@pytest.mark.parametrize("sample_from_anchor", [True, False])
+def test_nothing_at_or_after_the_anchor_and_no_other_block_leaks_into_a_block(sample_from_anchor: bool) -> None:
+    target, samples = toy_target(), toy_samples(3)
+    drafter = make_drafter("vanilla", sample_from_anchor, 97, None)
+    batch, compute = build(drafter, target, samples, torch.arange(97))
+    before = base_logits(drafter, compute, batch)
+    layout = batch.layout
+    starts = torch.tensor([0, *layout.lengths]).cumsum(0)
+    for block in (0, 7, len(before) - 1):
+        start, anchor = int(starts[layout.sequence_N[block]]), int(layout.anchors_N[block])
+        # 1. features at or after the anchor, and every feature of the other sequences
+        taps = torch.randn_like(batch.taps_SLD)
+        taps[start : start + anchor] = batch.taps_SLD[start : start + anchor]
+        # 2. tokens of all other blocks
+        anchors = torch.randint(4, 97, batch.anchor_tokens_N.shape)
+        anchors[block] = batch.anchor_tokens_N[block]
+        changed = replace(batch, taps_SLD=taps, anchor_tokens_N=anchors)
+        torch.testing.assert_close(base_logits(drafter, compute, changed)[block], before[block], atol=1e-6, rtol=1e-6)
+        # and the test can fail: a feature before the anchor does matter
+        taps = batch.taps_SLD.clone()
+        taps[start + anchor - 1] += 1
+        moved = base_logits(drafter, compute, replace(batch, taps_SLD=taps))[block]
+        assert (moved - before[block]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_a_sequential_head_sees_only_earlier_tokens_of_its_block(head: str) -> None:
+    drafter = make_drafter(head, True, 97, None)
+    assert isinstance(drafter, DSpark) and drafter.markov_head is not None
+    previous, hidden = torch.randint(4, 97, (5, 4)), torch.randn(5, 4, 32)
+    before = drafter.markov_head.unroll(previous, hidden)[0]
+    for k in range(4):
+        changed = previous.clone()
+        changed[2, k] = (changed[2, k] + 1) % 97  # x_{k-1} of position k
+        after = drafter.markov_head.unroll(changed, hidden)[0]
+        others = torch.arange(5) != 2
+        assert torch.equal(after[others], before[others])
+        assert torch.equal(after[2, :k], before[2, :k]) and not torch.equal(after[2, k], before[2, k])
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_flex_attention_and_split_attention_agree(window: int | None) -> None:
+    layout = BlockLayout([9, 14, 5], torch.tensor([3, 9, 1, 8, 14, 5]), torch.tensor([0, 0, 1, 1, 1, 2]))
+    q = torch.randn(6, 4, 4, 16)
+    tensors = [torch.randn(28, 2, 16), torch.randn(28, 2, 16), torch.randn(6, 4, 2, 16), torch.randn(6, 4, 2, 16)]
+    split = split_attention(q, *tensors, layout, window)
+    flex = flex_block_attention(q, *tensors, layout, window)
+    torch.testing.assert_close(split, flex, atol=1e-5, rtol=1e-5)
+    # and both against plain softmax attention over the visible keys, block by block
+    starts = [0, 9, 23]
+    for block in range(6):
+        start, anchor = starts[int(layout.sequence_N[block])], int(layout.anchors_N[block])
+        for row in range(4):
+            first = 0 if window is None else max(0, anchor + row - window + 1)
+            context = slice(start + first, start + max(first, anchor))
+            for h in range(4):
+                keys = torch.cat((tensors[0][context, h // 2], tensors[2][block, :, h // 2]))
+                values = torch.cat((tensors[1][context, h // 2], tensors[3][block, :, h // 2]))
+                expected = (keys @ q[block, row, h] / 4).softmax(0) @ values
+                torch.testing.assert_close(split[block, row, h], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention's compiled kernel needs a CUDA device")
+def test_compiled_flex_attention_on_cuda_agrees_with_the_cpu_path() -> None:
+    layout = BlockLayout([9, 14], torch.tensor([3, 9, 14]), torch.tensor([0, 0, 1]))
+    q = torch.randn(3, 8, 4, 64)
+    tensors = [torch.randn(23, 2, 64), torch.randn(23, 2, 64), torch.randn(3, 8, 2, 64), torch.randn(3, 8, 2, 64)]
+    there = BlockLayout(layout.lengths, layout.anchors_N.cuda(), layout.sequence_N.cuda())
+    flex = flex_block_attention(q.cuda(), *[t.cuda() for t in tensors], there, None)
+    torch.testing.assert_close(flex.cpu(), split_attention(q, *tensors, layout, None), atol=1e-2, rtol=1e-2)
+
+
+def test_seeded_source_is_reproducible() -> None:
+    probs = torch.rand(50)
+    probs /= probs.sum()
+    first, second = SeededSource(7), SeededSource(7)
+    assert [first.choose(probs) for _ in range(20)] == [second.choose(probs) for _ in range(20)]

@@ -1,0 +1,191 @@
+"""Our DFlash against z-lab's own PyTorch model (`dflash` 0.1.0), from the checkpoint we write.
+
+The reference loads our directory with its own `from_pretrained`: every tensor consumed, none missing. Then the same
+taps and anchors go through both: served (cache growing round by round), trained (all anchors at once), and whole
+decoding against the reference's `dflash_generate`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import randomise, toy_config, toy_target
+from dflash.model import (
+    DFlashDraftModel,
+    _crop_to,
+    _make_cache,
+    build_target_layer_ids,
+    dflash_generate,
+    extract_context_feature,
+)
+from safetensors.torch import load_file
+from torch import Tensor
+
+from outrider.decoding import StopRules, generate
+from outrider.drafters import DFlash
+from outrider.drafters.attention import BlockLayout
+from outrider.drafters.packed import DraftState, PackedDrafter
+from outrider.formats import Checkpoint, load_drafter, save_drafter
+from outrider.formats.dialects import default_taps
+from outrider.target import Target
+
+TOLERANCE = 1e-4
+ROUNDS = (9, 1, 4, 2, 1, 3, 4, 1, 2)  # committed tokens before each block: the prompt, then accepted + 1
+WINDOWS = [None, 7]  # 7: shorter than the context, longer than the block of 4
+
+
+def saved(directory: Path, window: int | None) -> DFlash:
+    """A random drafter with non-unit norms and tap scales, written to `directory`."""
+    drafter = DFlash(toy_config(dspark=False, sliding_window=window))
+    randomise(drafter)
+    drafter.tap_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
+    save_drafter(Checkpoint(drafter), directory)
+    return drafter.eval().requires_grad_(False)
+
+
+def reference(directory: Path) -> DFlashDraftModel:
+    """The reference's own loader on our directory, which must consume every tensor."""
+    model, info = DFlashDraftModel.from_pretrained(directory, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+    assert not info.get("error_msgs")
+    return model.eval().requires_grad_(False)
+
+
+def reference_block(
+    model: DFlashDraftModel, target: Target, taps_TLD: Tensor, anchor: int, start: int, cache: Any = None
+) -> Tensor:
+    """One draft block as `dflash_generate` runs it; the block is cropped from the cache afterwards."""
+    tokens = torch.tensor([[anchor] + [model.mask_token_id] * (model.block_size - 1)])
+    hidden = model(
+        target_hidden=taps_TLD.flatten(-2)[None],
+        noise_embedding=torch.nn.functional.embedding(tokens, target.embed_VD),
+        position_ids=torch.arange(start - len(taps_TLD), start + model.block_size)[None],
+        past_key_values=cache,
+        use_cache=cache is not None,
+    )[0, 1:]
+    if cache is not None:
+        _crop_to(cache, start)
+    return hidden
+
+
+def test_the_reference_loader_consumes_every_tensor_unchanged(tmp_path: Path) -> None:
+    drafter = saved(tmp_path, None)
+    model = reference(tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    state = model.state_dict()
+    assert set(written) == set(state) == set(drafter.state_dict())
+    for name, tensor in written.items():
+        assert torch.equal(state[name], tensor), name
+    scale = drafter.tap_scale_L.repeat_interleave(32)
+    torch.testing.assert_close(written["fc.weight"] * scale, drafter.fc.weight)
+    assert (model.block_size, model.mask_token_id, model.target_layer_ids) == (4, 3, [0, 2, 3])
+    assert model.config.rope_parameters["rope_theta"] == 777.0
+
+
+def test_the_loading_check_can_fail(tmp_path: Path) -> None:
+    saved(tmp_path, None)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "layer_types": None}))
+    with pytest.raises(AssertionError, match=r"layers\.1"):
+        reference(tmp_path)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_served_blocks_equal_the_reference_over_rounds(tmp_path: Path, window: int | None) -> None:
+    target = toy_target("qwen3")
+    packed_before = PackedDrafter(saved(tmp_path, window), target)
+    packed_after = PackedDrafter(load_drafter(tmp_path).drafter, target)
+    model = reference(tmp_path)
+    assert model.layers[0].self_attn.sliding_window == window and not model.layers[0].self_attn.is_causal
+    generator = torch.Generator().manual_seed(5)
+    taps_TLD = 5 * torch.randn(sum(ROUNDS), 3, 32, generator=generator)
+    cache, start = _make_cache(model.config), 0
+    states = [packed_before.new_state(64), packed_after.new_state(64)]
+    seen: list[Tensor] = []
+    for count in ROUNDS:
+        new, start = taps_TLD[start : start + count], start + count
+        anchor = int(torch.randint(4, 97, (), generator=generator))
+        expected = reference_block(model, target, new, anchor, start, cache)
+        for state in states:
+            state.extend(new)
+            assert state.length == start
+            torch.testing.assert_close(state.block_hidden(anchor), expected, atol=TOLERANCE, rtol=0)
+        seen.append(expected)
+    assert (seen[0] - seen[1]).abs().max() > 0.1, "blocks that do not differ would prove nothing"
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_the_training_forward_equals_the_reference(tmp_path: Path, window: int | None) -> None:
+    target, drafter, model = toy_target("qwen3"), saved(tmp_path, window), reference(tmp_path)
+    lengths, anchors, sequence = [11, 20], [1, 6, 11, 2, 13, 14, 20], [0, 0, 0, 1, 1, 1, 1]
+    taps_SLD = 5 * torch.randn(sum(lengths), 3, 32)
+    tokens_N = torch.randint(4, 97, (len(anchors),))
+    layout = BlockLayout(lengths, torch.tensor(anchors), torch.tensor(sequence))
+    embedded = torch.nn.functional.embedding(drafter.block_tokens(tokens_N), target.embed_VD)
+    trained = drafter(taps_SLD, embedded, layout)
+    for block, (anchor, number) in enumerate(zip(anchors, sequence, strict=True)):
+        first = lengths[0] * number
+        context = taps_SLD[first : first + anchor]
+        expected = reference_block(model, target, context, int(tokens_N[block]), anchor)
+        torch.testing.assert_close(trained[block], expected, atol=TOLERANCE, rtol=0)
+
+
+def test_taps_are_the_layers_the_reference_extracts() -> None:
+    target = toy_target("qwen3")
+    tokens = torch.randint(4, 97, (1, 12))
+    hidden_states = target.model(tokens, output_hidden_states=True).hidden_states
+    expected = extract_context_feature(hidden_states, [0, 2, 3])
+    taps = target.forward(tokens, target.new_cache(12), (0, 2, 3), logits=0).taps_BTLD
+    assert taps is not None
+    torch.testing.assert_close(taps.flatten(-2), expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_whole_decoding_equals_the_references_round_by_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    model = toy_target("qwen3").model
+    model.lm_head.weight.data[3:] = 0  # three likely tokens: drafts of a random drafter are accepted now and then
+    target = Target(model, None, "toy")
+    saved(tmp_path, window)
+    ours: list[tuple[int, Tensor]] = []
+    theirs: list[tuple[int, Tensor]] = []
+
+    def block_hidden(state: DraftState, anchor: int) -> Tensor:
+        hidden = inner(state, anchor)
+        ours.append((state.length, hidden))
+        return hidden
+
+    inner = DraftState.block_hidden
+    monkeypatch.setattr(DraftState, "block_hidden", block_hidden)
+    draft = reference(tmp_path)
+    draft.register_forward_hook(
+        lambda module, args, kwargs, output: theirs.append(
+            (int(kwargs["position_ids"][0, -1]) + 1 - kwargs["noise_embedding"].shape[1], output[0, 1:])
+        ),
+        with_kwargs=True,
+    )
+    prompt = torch.randint(4, 97, (1, 10), generator=torch.Generator().manual_seed(2))
+    output = dflash_generate(draft, target.model, prompt, 60, stop_token_ids=None)
+    packed = PackedDrafter(load_drafter(tmp_path).drafter, target)
+    # The reference samples its first token from the prefill; ours drafts for it too. Give it the same anchor.
+    first = output[0, :11].tolist()
+    generation = generate(target, first, packed, rules=StopRules(59, stop_ids=()))
+    assert first + generation.tokens == output[0].tolist()
+    whole = [(start, hidden) for start, hidden in theirs if len(hidden) == 3]  # its last blocks are cut short
+    assert len(whole) > 15
+    steps = [b[0] - a[0] for a, b in zip(whole, whole[1:], strict=False)]
+    assert len(set(steps)) >= 3, "accepted lengths should vary"
+    for (our_start, our_hidden), (their_start, their_hidden) in zip(ours, whole, strict=False):
+        assert our_start == their_start
+        torch.testing.assert_close(our_hidden, their_hidden, atol=TOLERANCE, rtol=0)
+
+
+def test_default_taps_are_z_labs() -> None:
+    for layers in range(1, 129):
+        for count in range(1, 13):
+            assert default_taps(layers, count) == build_target_layer_ids(layers, count), (layers, count)

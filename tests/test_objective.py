@@ -1,0 +1,114 @@
+"""The chunked objective against the same formula written densely with autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.training import objective as objective_module
+from outrider.training.objective import ObjectiveConfig, TargetView, objective
+
+V, VD, H, R, N = 29, 17, 8, 5, 41
+
+
+def case(seed: int = 0) -> tuple[dict[str, Tensor], Tensor, Tensor, TargetView]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    trained = {"hidden": rand(N, H), "latent": rand(N, R), "w2": rand(VD, R), "confidence": rand(N)}
+    head_full, target_hidden = rand(V, H), rand(N, H)
+    ids = torch.arange(0, 2 * VD, 2) % V
+    ids = torch.unique(ids)[:VD]
+    logits = target_hidden @ head_full.T
+    labels = torch.randint(-1, VD, (N,), generator=generator)
+    argmax = torch.randint(-1, VD, (N,), generator=generator)
+    view = TargetView(target_hidden, logits.logsumexp(-1), labels, argmax)
+    return trained, head_full[ids], logits.softmax(-1)[:, ids], view
+
+
+def dense(
+    trained: dict[str, Tensor], head: Tensor, p_t: Tensor, view: TargetView, w: Tensor, c: ObjectiveConfig
+) -> Tensor:
+    z = trained["hidden"] @ head.T + trained["latent"] @ trained["w2"].T
+    p_d = z.softmax(-1)
+    distance = (p_d - p_t).abs().sum(-1) + (1 - p_t.sum(-1))
+    known = view.labels_N >= 0
+    ce = -z.log_softmax(-1).gather(1, view.labels_N.clamp(min=0)[:, None])[:, 0] * known
+    label = (1 - distance / 2).detach()
+    bce = F.binary_cross_entropy_with_logits(trained["confidence"], label, reduction="none")
+    return (w * (c.ce * ce + c.tv * distance + c.confidence * bce)).sum() / w.sum()
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_loss_and_gradients_equal_the_dense_formula(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objective_module, "_CHUNK", chunk)
+    trained, head, p_t, view = case()
+    config = ObjectiveConfig(ce=0.3, tv=0.9, confidence=0.7)
+    weights = torch.rand(N, dtype=torch.float64)
+    ours = {k: v.clone().requires_grad_() for k, v in trained.items()}
+    theirs = {k: v.clone().requires_grad_() for k, v in trained.items()}
+    output = objective(ours["hidden"], ours["latent"], ours["w2"], ours["confidence"], head, view, weights, config)
+    expected = dense(theirs, head, p_t, view, weights, config)
+    torch.testing.assert_close(output.loss, expected, atol=1e-12, rtol=1e-12)
+    (3 * output.loss).backward()
+    (3 * expected).backward()
+    for name in trained:
+        torch.testing.assert_close(ours[name].grad, theirs[name].grad, atol=1e-12, rtol=1e-10)
+
+
+def test_acceptance_is_the_overlap_of_the_distributions() -> None:
+    trained, head, p_t, view = case(1)
+    output = objective(
+        trained["hidden"], trained["latent"], trained["w2"], None, head, view, torch.ones(N), ObjectiveConfig()
+    )
+    p_d = (trained["hidden"] @ head.T + trained["latent"] @ trained["w2"].T).softmax(-1)
+    torch.testing.assert_close(output.acceptance_N, torch.minimum(p_d, p_t).sum(-1), atol=1e-12, rtol=1e-12)
+
+
+def test_without_heads_only_the_backbone_gets_a_gradient() -> None:
+    trained, head, _, view = case(2)
+    hidden = trained["hidden"].requires_grad_()
+    objective(hidden, None, None, None, head, view, torch.ones(N), ObjectiveConfig(ce=1, tv=0)).loss.backward()
+    assert hidden.grad is not None and hidden.grad.abs().sum() > 0
+
+
+def test_soft_capped_targets() -> None:
+    trained, head, _, view = case(3)
+    logits = torch.tanh(view.hidden_ND @ head.T / 5) * 5
+    capped = TargetView(view.hidden_ND, logits.logsumexp(-1), view.labels_N, view.argmax_N, softcap=5.0)
+    output = objective(trained["hidden"], None, None, None, head, capped, torch.ones(N), ObjectiveConfig())
+    p_d = (trained["hidden"] @ head.T).softmax(-1)
+    torch.testing.assert_close(output.acceptance_N, torch.minimum(p_d, logits.softmax(-1)).sum(-1))
+
+
+def test_position_weights_decay() -> None:
+    weights = ObjectiveConfig(decay=4.0).position_weights(3, torch.device("cpu"))
+    torch.testing.assert_close(weights, torch.exp(-torch.tensor([0.0, 1.0, 2.0]) / 4))
+
+
+def test_peak_memory_does_not_grow_with_positions_times_vocabulary() -> None:
+    """The largest tensor the objective allocates is one chunk by the vocabulary, whatever N is."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(tensor, Tensor):
+                    Largest.elements = max(Largest.elements, tensor.numel())
+            return out
+
+    rows, vocab = 2048, 512
+    hidden = torch.randn(rows, H, requires_grad=True)
+    head = torch.randn(vocab, H)
+    labels = torch.zeros(rows, dtype=torch.long)
+    view = TargetView(torch.randn(rows, H), torch.randn(rows) + 9, labels, labels)
+    with Largest():
+        objective(hidden, None, None, None, head, view, torch.ones(rows), ObjectiveConfig()).loss.backward()
+    assert 0 < Largest.elements <= objective_module._CHUNK * vocab

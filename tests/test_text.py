@@ -1,0 +1,171 @@
+"""Tokens to text: characters split over tokens, stop strings wherever they fall, nothing lost and nothing early."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from outrider.decoding.text import TextStream
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|end|>", "<|im_start|>", "<|im_end|>", "<|spare_1|>", "<|spare_2|>"]
+MERGES = [("t", "o"), ("o", "p"), ("S", "to"), ("STO", "P"), ("S", "T"), ("O", "P"), ("ST", "O"), ("O", "Pq"), ("P", "q")]
+
+
+def byte_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of all 256 bytes, a few merges and five special tokens: 270 ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: index for index, piece in enumerate([*alphabet, *("".join(pair) for pair in MERGES)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+    fast.add_special_tokens({"additional_special_tokens": SPECIAL[1:]})
+    fast.chat_template = CHAT_TEMPLATE if chat else None
+    return fast
+
+
+TOKENIZER = byte_tokenizer()
+
+
+def ids(text: str) -> list[int]:
+    """One token per byte."""
+    return list(TOKENIZER(text)["input_ids"])
+
+
+def piece(token: str) -> int:
+    """The id of one merged token."""
+    found = TOKENIZER.convert_tokens_to_ids(token)
+    assert isinstance(found, int)
+    return found
+
+
+def test_the_tokenizer_splits_characters_and_knows_its_merges() -> None:
+    assert len(ids("é")) == 2 and len(ids("€")) == 3 and len(ids("🚀")) == 4
+    assert TOKENIZER.decode([piece("STO"), piece("Pq")]) == "STOPq"
+    assert len(TOKENIZER) == 256 + len(MERGES) + len(SPECIAL)
+
+
+def test_a_character_is_released_only_when_its_last_byte_is_there() -> None:
+    stream = TextStream(TOKENIZER)
+    released = []
+    for token in ids("a€🚀é!"):
+        stream.push(token)
+        released.append(stream.release())
+    assert released == ["a", "", "", "€", "", "", "", "🚀", "", "é", "!"]
+    assert stream.release(final=True) == ""
+
+
+def test_bytes_that_never_become_a_character_are_released_at_the_end_or_when_the_next_one_comes() -> None:
+    stream = TextStream(TOKENIZER)
+    half = ids("€")[:2]
+    for token in half:
+        stream.push(token)
+    assert stream.release() == ""
+    assert stream.release(final=True) == TOKENIZER.decode(half) == "�"
+    stream = TextStream(TOKENIZER)
+    for token in [*half, *ids("ok")]:
+        stream.push(token)
+    assert stream.release() == "�ok"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_pieces_add_up_to_the_decoded_text(seed: int) -> None:
+    draw = random.Random(seed)
+    text = "".join(draw.choice("abc  \n.,'é€🚀日本語ñ") for _ in range(60))
+    tokens = ids(text)
+    for _ in range(4):  # special tokens and stray bytes in between
+        tokens.insert(draw.randrange(len(tokens)), draw.choice([piece("<|im_end|>"), draw.randrange(256)]))
+    tokens += ids("日")[: draw.randrange(3)]
+    stream = TextStream(TOKENIZER, ["never in the text"])
+    released = []
+    for token in tokens:
+        assert not stream.push(token)
+        if draw.random() < 0.4:  # rounds of several tokens
+            released.append(stream.release())
+    released.append(stream.release(final=True))
+    assert "".join(released) == TOKENIZER.decode(tokens, skip_special_tokens=True) == stream.text
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [ids("go STOP now"), [*ids("go "), piece("STOP")], [*ids("go "), piece("STO"), piece("Pq"), *ids(" more")]],
+    ids=["byte by byte", "one token", "inside the second token"],
+)
+def test_a_stop_string_ends_the_text_before_it(tokens: list[int]) -> None:
+    stream = TextStream(TOKENIZER, ["STOP"])
+    released, pushed = "", 0
+    for token in tokens:
+        pushed += 1
+        stopped = stream.push(token)
+        released += stream.release(final=stopped)
+        if stopped:
+            break
+    assert stream.stopped and released == stream.text == "go "
+    assert "STOP" in TOKENIZER.decode(tokens[:pushed]) and "STOP" not in TOKENIZER.decode(tokens[: pushed - 1])
+
+
+def test_the_beginning_of_a_stop_string_is_held_back_and_released_if_it_is_not_one() -> None:
+    stream = TextStream(TOKENIZER, ["STOP", "TOE"])
+    released = []
+    for token in ids("a STO?"):
+        stream.push(token)
+        released.append(stream.release())
+    assert released == ["a", " ", "", "", "", "STO?"]
+    for token in ids("ST"):
+        stream.push(token)
+    assert stream.release() == ""
+    assert stream.release(final=True) == "ST", "the response ended: nothing can complete it"
+
+
+def test_held_back_text_keeps_the_longest_possible_beginning() -> None:
+    stream = TextStream(TOKENIZER, ["ababc"])
+    released = ""
+    for token in ids("xabab"):
+        stream.push(token)
+        released += stream.release()
+    assert released == "x"
+    for token in ids("abc"):
+        stopped = stream.push(token)
+        released += stream.release()
+    assert stopped and released == "xab"
+
+
+def test_the_first_of_several_stop_strings_wins_even_when_another_completes_with_it() -> None:
+    stream = TextStream(TOKENIZER, ["OP", "STOP"])
+    assert not stream.push(piece("STO"))
+    assert stream.release() == ""
+    assert stream.push(piece("Pq"))
+    assert stream.release(final=True) == "" and stream.text == ""
+
+
+def test_a_stop_string_with_a_split_character() -> None:
+    stream = TextStream(TOKENIZER, ["é!"])
+    results = [stream.push(token) for token in ids("né!x")[:-1]]
+    assert results == [False, False, False, True] and stream.release(final=True) == "n"
+
+
+def test_a_stop_string_before_an_unfinished_character_is_found_at_the_end() -> None:
+    tokenizer = byte_tokenizer()
+    first_byte = ids("€")[0]
+    both = "P" + tokenizer.convert_ids_to_tokens(first_byte)  # one token: "P" and the first byte of a euro sign
+    tokenizer.add_tokens([both])
+    inner = TextStream(tokenizer, ["STOP"])
+    inner._window = lambda _: "go STOP�"  # type: ignore[method-assign]
+    assert not inner.push(piece("STOP"))
+    assert inner.release(final=True) == "go " and inner.stopped
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty stop string"):
+        TextStream(TOKENIZER, ["a", ""])
+    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        TextStream(None, ["a"])
+    stream = TextStream(None)
+    assert not stream.push(5) and stream.release(final=True) == "", "without a tokenizer there is no text"
