@@ -92,7 +92,7 @@ def serve(packed: PackedDrafter, target: Target, sample: Sample, anchor: int) ->
     for piece in (3, 1, 4, 2, 1, 5, 3, 8, 13, 21, 34):  # uneven rounds
         piece = min(piece, anchor - at)
         if piece:
-            block = torch.tensor([tokens[at : at + piece] + [5, 5]])  # two rejected drafts behind
+            block = torch.tensor([[*tokens[at : at + piece], 5, 5]])  # two rejected drafts behind
             output = target.forward(block, cache, packed.config.target_layer_ids, logits=0)
             cache.rollback(at + piece)
             assert output.taps_BTLD is not None
@@ -109,8 +109,15 @@ def serve(packed: PackedDrafter, target: Target, sample: Sample, anchor: int) ->
     drafter = packed.drafter
     head = drafter.markov_head if isinstance(drafter, DSpark) else None
     proposal = sample_chain(
-        packed.head(hidden), hidden, tokens[anchor], head, None, params,
-        SeenTokens(target.vocab_size), source.bind(packed), packed.draft_ids_Vd,
+        packed.head(hidden),
+        hidden,
+        tokens[anchor],
+        head,
+        None,
+        params,
+        SeenTokens(target.vocab_size),
+        source.bind(packed),
+        packed.draft_ids_Vd,
     )
     acceptance = torch.full((gamma,), torch.nan)
     for k in range(len(following)):

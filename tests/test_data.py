@@ -27,7 +27,9 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_prompts_with_and_without_ids_blank_lines_and_limit(tmp_path: Path) -> None:
-    path = write(tmp_path / "my.jsonl", '{"id": 7, "turns": ["a", "b"], "x": 1}\n\n{"turns": ["ü"]}\n{"turns": ["c"]}\n')
+    path = write(
+        tmp_path / "my.jsonl", '{"id": 7, "turns": ["a", "b"], "x": 1}\n\n{"turns": ["ü"]}\n{"turns": ["c"]}\n'
+    )
     assert load_prompts(path) == [
         Prompt("7", ("a", "b")),
         Prompt("my-3", ("ü",)),
@@ -43,7 +45,7 @@ def test_prompts_with_and_without_ids_blank_lines_and_limit(tmp_path: Path) -> N
         ('["a"]', r"my\.jsonl:2: .*object"),
         ('{"prompt": "a"}', r"my\.jsonl:2: turns: Field required"),
         ('{"turns": []}', r"my\.jsonl:2: turns: .*at least 1"),
-        ('{"turns": "a"}', r"my\.jsonl:2: turns: .*list"),
+        ('{"turns": "a"}', r"my\.jsonl:2: turns: .*valid array"),
         ('{"turns": ["a", 3]}', r"my\.jsonl:2: turns\.1: .*string"),
         ('{"turns": ["a", " "]}', r"my\.jsonl:2: an empty turn"),
     ],
@@ -124,9 +126,7 @@ def test_regeneration_keeps_prompts_responses_and_turns_apart(target: Target, tm
     assert tokenizer is not None
     for prompt in PROMPTS:
         for turn in range(len(prompt.turns)):
-            replies = [
-                tokenizer.decode(found[prompt.id, t].response, skip_special_tokens=True) for t in range(turn)
-            ]
+            replies = [tokenizer.decode(found[prompt.id, t].response, skip_special_tokens=True) for t in range(turn)]
             sample = found[prompt.id, turn]
             assert sample.prompt == render(tokenizer, prompt.turns[: turn + 1], replies)
             assert 1 <= len(sample.response) <= 6 and sample.tokens == sample.prompt + sample.response
@@ -145,7 +145,8 @@ def test_a_killed_regeneration_goes_on_to_the_same_samples(
     whole = regenerate(target, PROMPTS, CONFIG, tmp_path / "whole.jsonl")
     lines = (tmp_path / "whole.jsonl").read_text().splitlines(keepends=True)
     path = write(tmp_path / "killed.jsonl", "".join(lines[:kept]) + lines[kept][:-9])  # died inside a line
-    generate, asked = responses.generate_all, []
+    generate = responses.generate_all
+    asked: list[list[int]] = []
 
     def counted(target: Target, prompts: Sequence[list[int]], *rest: object) -> object:
         asked.extend(prompts)

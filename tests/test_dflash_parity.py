@@ -7,6 +7,7 @@ decoding against the reference's `dflash_generate`.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,7 @@ def test_whole_decoding_equals_the_references_round_by_round(
     assert first + generation.tokens == output[0].tolist()
     whole = [(start, hidden) for start, hidden in theirs if len(hidden) == 3]  # its last blocks are cut short
     assert len(whole) > 15
-    steps = [b[0] - a[0] for a, b in zip(whole, whole[1:], strict=False)]
+    steps = [b[0] - a[0] for a, b in itertools.pairwise(whole)]
     assert len(set(steps)) >= 3, "accepted lengths should vary"
     for (our_start, our_hidden), (their_start, their_hidden) in zip(ours, whole, strict=False):
         assert our_start == their_start
@@ -189,3 +190,10 @@ def test_default_taps_are_z_labs() -> None:
     for layers in range(1, 129):
         for count in range(1, 13):
             assert default_taps(layers, count) == build_target_layer_ids(layers, count), (layers, count)
+
+
+def test_a_window_shorter_than_the_block_is_refused() -> None:
+    """The reference applies the window inside the block too, where our rows all see each other."""
+    with pytest.raises(ValueError, match="sliding_window 3"):
+        toy_config(sliding_window=3)
+    assert toy_config(sliding_window=4).sliding_window == 4

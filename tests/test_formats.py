@@ -19,23 +19,11 @@ from outrider.drafters import DFlash, DSpark, DSparkConfig
 from outrider.drafters.packed import PackedDrafter
 from outrider.formats import Checkpoint, checkpoint, load_drafter, save_drafter
 
-BACKBONE = {"fc.weight": [32, 96], "hidden_norm.weight": [32], "norm.weight": [32]} | {
-    f"layers.{i}.{name}.weight": shape
-    for i in range(2)
-    for name, shape in {
-        "self_attn.q_proj": [32, 32],
-        "self_attn.k_proj": [16, 32],
-        "self_attn.v_proj": [16, 32],
-        "self_attn.o_proj": [32, 32],
-        "self_attn.q_norm": [8],
-        "self_attn.k_norm": [8],
-        "mlp.gate_proj": [40, 32],
-        "mlp.up_proj": [40, 32],
-        "mlp.down_proj": [32, 40],
-        "input_layernorm": [32],
-        "post_attention_layernorm": [32],
-    }.items()
-}
+LINEARS = {"self_attn.q_proj": [32, 32], "self_attn.k_proj": [16, 32], "self_attn.v_proj": [16, 32]}
+LINEARS |= {"self_attn.o_proj": [32, 32], "mlp.gate_proj": [40, 32], "mlp.up_proj": [40, 32], "mlp.down_proj": [32, 40]}
+NORMS = {"self_attn.q_norm": [8], "self_attn.k_norm": [8], "input_layernorm": [32], "post_attention_layernorm": [32]}
+BACKBONE = {"fc.weight": [32, 96], "hidden_norm.weight": [32], "norm.weight": [32]}
+BACKBONE |= {f"layers.{i}.{name}.weight": shape for i in range(2) for name, shape in (LINEARS | NORMS).items()}
 MARKOV = {"markov_head.markov_w1.weight": [97, 6], "markov_head.markov_w2.weight": [97, 6]}
 GATE = {"markov_head.gate_proj.weight": [6, 38], "markov_head.gate_proj.bias": [6]}
 JOINT = {"markov_head.joint_proj.weight": [18, 44], "markov_head.joint_proj.bias": [18]}
@@ -90,11 +78,9 @@ def test_round_trip_in_both_dialects(tmp_path: Path, case: str) -> None:
     assert torch.equal(after.drafter.tap_scale_L, torch.ones(3)), "tap scales are folded into fc"
     for name, tensor in before.drafter.folded_state_dict().items():
         assert torch.equal(after.drafter.state_dict()[name], tensor), name
-    if before.draft_ids_Vd is None:
-        assert after.draft_ids_Vd is None
-    else:
-        assert after.draft_ids_Vd is not None and torch.equal(after.draft_ids_Vd, before.draft_ids_Vd)
-        assert tensors["d2t"].dtype == torch.int64
+    assert (after.draft_ids_Vd is None) == (before.draft_ids_Vd is None) == ("d2t" not in tensors)
+    if before.draft_ids_Vd is not None and after.draft_ids_Vd is not None:
+        assert torch.equal(after.draft_ids_Vd, before.draft_ids_Vd) and tensors["d2t"].dtype == torch.int64
         assert torch.equal(tensors["d2t"] + torch.arange(40), before.draft_ids_Vd), "d2t is an offset"
     assert torch.equal(served(after), served(before))
 
@@ -108,18 +94,9 @@ def test_config_fields_of_the_two_dialects(tmp_path: Path) -> None:
     save_drafter(made(markov_head_type="rnn"), tmp_path / "deepspec")
     deepspec = json.loads((tmp_path / "deepspec" / "config.json").read_text())
     assert deepspec["architectures"] == ["Qwen3DSparkModel"] and "dflash_config" not in deepspec
-    expected = {
-        "target_layer_ids": [0, 2, 3],
-        "mask_token_id": 3,
-        "block_size": 4,
-        "markov_rank": 6,
-        "markov_head_type": "rnn",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-        "sample_from_anchor": True,
-        "num_target_layers": 5,
-        "tie_word_embeddings": False,
-    }
+    expected = {"target_layer_ids": [0, 2, 3], "mask_token_id": 3, "block_size": 4, "num_target_layers": 5}
+    expected |= {"markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": True, "tie_word_embeddings": False}
+    expected |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
     assert expected.items() <= deepspec.items()
 
 
@@ -215,9 +192,7 @@ def set_tensors(**changes: Tensor | None) -> Callable[[Path], None]:
 
 
 def set_file(name: str, content: bytes | None) -> Callable[[Path], object]:
-    return lambda directory: (
-        (directory / name).unlink() if content is None else (directory / name).write_bytes(content)
-    )
+    return lambda directory: (directory / name).unlink() if content is None else (directory / name).write_bytes(content)
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -226,7 +201,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "config not a mapping": (set_file("config.json", b"[1, 2]"), r"config.json: .*mapping"),
     "other dialect": (
         set_config(architectures=["LlamaForCausalLM"]),
-        r"LlamaForCausalLM.*DFlashDraftModel \(z-lab\), Qwen3DSparkModel \(DeepSpec\)",
+        r"Llama.*DFlashDraftModel \(z-lab\), Qwen3DSpark",
     ),
     "no architectures": (set_config(architectures=None), "not a drafter dialect"),
     "missing backbone field": (set_config(intermediate_size=None), "DeepSpec dialect needs .*'intermediate_size'"),
@@ -265,7 +240,7 @@ def test_a_z_lab_checkpoint_without_its_section_is_refused_and_without_taps_gets
     set_tensors(fc__weight=torch.zeros(32, 64))(tmp_path)
     assert load_drafter(tmp_path).drafter.config.target_layer_ids == (1, 6)
     set_config(dflash_config=None)(tmp_path)
-    with pytest.raises(ValueError, match="z-lab dialect needs .*'dflash_config'"):
+    with pytest.raises(ValueError, match=r"z-lab dialect needs .*'dflash_config'"):
         load_drafter(tmp_path)
 
 
@@ -283,10 +258,3 @@ def test_a_drafter_made_for_another_target_is_refused(tmp_path: Path, changes: d
     save_drafter(Checkpoint(DSpark(toy_config(**changes))), tmp_path)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         PackedDrafter(load_drafter(tmp_path).drafter, toy_target())
-
-
-def test_a_window_shorter_than_the_block_is_refused() -> None:
-    """Engines apply the window inside the block too; there ours would differ from the reference."""
-    with pytest.raises(ValueError, match="sliding_window 3"):
-        toy_config(sliding_window=3)
-    assert toy_config(sliding_window=4).sliding_window == 4

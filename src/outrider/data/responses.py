@@ -83,14 +83,16 @@ def regenerate(
     on_progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Sample]:
-    """Write the target's responses to every turn of every prompt, appending to `path`, and return all samples.
+    """Write the target's responses to every turn of every prompt, appending to `path`, and return the prompts' samples.
+
+    At a temperature above 0 a resumed run draws other responses than an uninterrupted one would have.
 
     Args:
         on_progress: called after each batch with (turns done, turns in all, response tokens so far).
         stop: asked between batches; True ends early with what there is.
 
     Raises:
-        ValueError: `path` holds responses made with other settings.
+        ValueError: `path` holds responses made with other settings, or to another prompt of the same id.
     """
     settings = {"target": target.name, **asdict(config)}
     settings.pop("batch_size")  # speed, not content
@@ -113,24 +115,34 @@ def regenerate(
     total = sum(len(p.turns) for p in prompts)
     tokens = sum(len(s.response) for s in samples)
     params = SamplingParams(temperature=config.temperature, seed=config.seed)
+    kept: list[Sample] = []
     with path.open("a", encoding="utf-8") as file:
         for turn in range(max((len(p.turns) for p in prompts), default=0)):
             wanted, rendered = [], []
             for prompt in prompts:
                 earlier = [done.get((prompt.id, t)) for t in range(turn)]
-                if turn >= len(prompt.turns) or (prompt.id, turn) in done or None in earlier:
+                if turn >= len(prompt.turns) or None in earlier:
                     continue
                 replies = [response_text(target.tokenizer, s.response) for s in earlier if s is not None]
                 tokens_T = render(target.tokenizer, prompt.turns[: turn + 1], replies)
-                if len(tokens_T) <= config.max_prompt_tokens:
+                stored = done.get((prompt.id, turn))
+                if stored is not None:
+                    if stored.prompt != tokens_T:
+                        raise ValueError(
+                            f"{path} holds a response to another prompt with the id {prompt.id!r}. "
+                            "Give the new prompt its own id, or delete the file."
+                        )
+                    kept.append(stored)
+                elif len(tokens_T) <= config.max_prompt_tokens:
                     wanted.append(prompt.id)
                     rendered.append(tokens_T)
             for batch in generate_all(target, rendered, config.max_new_tokens, params, config.batch_size, stop):
                 for r in batch:
                     sample = Sample(wanted[r.index], turn, rendered[r.index], r.tokens, r.finished)
                     done[sample.id, turn] = sample
+                    kept.append(sample)
                     tokens += len(r.tokens)
                     file.write(json.dumps(asdict(sample)) + "\n")
                 file.flush()
                 on_progress(len(done), total, tokens)
-    return list(done.values())
+    return kept

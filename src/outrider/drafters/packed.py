@@ -60,8 +60,12 @@ class PackedDrafter:
     def __init__(self, drafter: DFlash, target: Target, draft_ids_Vd: Tensor | None = None) -> None:
         config = drafter.config
         check_fits(config, target)
-        if draft_ids_Vd is not None and len(draft_ids_Vd) != config.draft_vocab_size:
-            raise ValueError(f"{len(draft_ids_Vd)} draft ids for a draft vocabulary of {config.draft_vocab_size}.")
+        ids = target.vocab_size if draft_ids_Vd is None else len(draft_ids_Vd)
+        if ids != config.draft_vocab_size:
+            raise ValueError(
+                f"{ids} draft ids for a draft vocabulary of {config.draft_vocab_size}; "
+                "pass the checkpoint's draft_ids_Vd."
+            )
         self.config, self.drafter = config, drafter
         self.draft_ids_Vd = draft_ids_Vd
         self.embed_VH, self.embed_scale = target.embed_VD, target.embed_scale

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,20 +22,20 @@ def atomic_directory(destination: Path) -> Iterator[Path]:
         OSError: the disk is full or not writable; what was at `destination` is untouched.
     """
     destination.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    mark = uuid.uuid4().hex[:8]
+    staging = destination.parent / f".{destination.name}.{mark}"
+    staging.mkdir()  # not mkdtemp: a checkpoint must be readable by whom the umask allows
     try:
         yield staging
         if destination.exists():
-            retired = Path(tempfile.mkdtemp(prefix=f".{destination.name}.old.", dir=destination.parent))
+            retired = destination.parent / f".{destination.name}.{mark}.old"
+            destination.rename(retired)
             try:
-                destination.rename(retired / "x")
-                try:
-                    staging.rename(destination)
-                except OSError:
-                    (retired / "x").rename(destination)
-                    raise
-            finally:
-                shutil.rmtree(retired, ignore_errors=True)
+                staging.rename(destination)
+            except OSError:
+                retired.rename(destination)
+                raise
+            shutil.rmtree(retired, ignore_errors=True)
         else:
             staging.rename(destination)
     except (OSError, SafetensorError) as error:

@@ -76,8 +76,10 @@ def recipe_samples(
         data.max_new_tokens, data.max_prompt_tokens, data.temperature, data.batch_size, recipe.seed
     )
     deadline = time.monotonic() + data.max_minutes * 60 if data.max_minutes else float("inf")
+    # Once training has begun its samples are fixed, or a resumed run would not be the same run.
+    begun = (Path(recipe.out) / "state" / "state.json").is_file()
     samples = regenerate(
-        target, recipe_prompts(data), config, path, on_progress, stop=lambda: time.monotonic() > deadline
+        target, recipe_prompts(data), config, path, on_progress, stop=lambda: begun or time.monotonic() > deadline
     )
     usable = sorted((s for s in samples if len(s.response) >= 2), key=lambda s: (s.id, s.turn))
     order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(recipe.seed)).tolist()

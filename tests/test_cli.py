@@ -1,0 +1,168 @@
+"""The command line: help for every verb, whole runs on a toy model, and mistakes that end in one line and status 2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TOY, randomise
+from test_text import byte_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from outrider.cli import evaluate, generate, main
+from outrider.drafters import DSpark, DSparkConfig
+from outrider.evaluation.results import Results
+from outrider.formats import Checkpoint, save_drafter
+
+VERBS = {
+    "train": ["RECIPE", "OVERRIDES"],
+    "eval": ["--target", "--drafter", "--tasks", "--draft-length", "--confidence-threshold"],
+    "generate": ["PROMPT", "--max-new-tokens", "--temperature", "--show-rounds", "--confidence-threshold"],
+    "demo": ["--out", "--eval-samples"],
+    "bench-forward": ["--context", "--repeats"],
+}
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a random target (target/), its drafter (drafter/) and one for another target (other/)."""
+    directory = tmp_path_factory.mktemp("toy")
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    vocab = len(tokenizer)
+    model = LlamaForCausalLM(LlamaConfig(**{**TOY, "vocab_size": vocab, "num_hidden_layers": 5}))
+    for parameter in model.parameters():
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(directory / "target")
+    tokenizer.save_pretrained(directory / "target")
+    shapes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "head_dim": 8, "markov_rank": 4}
+    shapes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_target_layers": 5, "mask_token_id": 3}
+    for name, size in (("drafter", vocab), ("other", vocab + 1)):
+        config = DSparkConfig(**shapes, vocab_size=size, draft_vocab_size=size, target_layer_ids=(1, 3))  # type: ignore[arg-type]
+        drafter = DSpark(config)
+        randomise(drafter)
+        save_drafter(Checkpoint(drafter), directory / name)
+    return directory
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """`outrider ARGS` in this process: (exit status, stdout, stderr). Threads and allocator stay as they are."""
+    for module in (evaluate, generate):
+        monkeypatch.setattr(module, "set_up", lambda threads: None)
+
+    def call(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["outrider", *map(str, args)])
+        capfd.readouterr()
+        try:
+            main.main()
+            status = 0
+        except SystemExit as exit_:
+            status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        return status, *capfd.readouterr()
+
+    return call
+
+
+def check_error(found: tuple[int, str, str], message: str) -> None:
+    status, _, stderr = found
+    assert status == 2
+    lines = stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], stderr
+
+
+def test_help_of_the_command_and_of_every_verb() -> None:
+    runner = CliRunner()
+    whole = runner.invoke(main.app, ["--help"], env={"COLUMNS": "200"})
+    assert whole.exit_code == 0 and all(verb in whole.output for verb in VERBS)
+    assert {command.name for command in main.app.registered_commands} == set(VERBS)
+    for verb, words in VERBS.items():
+        found = runner.invoke(main.app, [verb, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+        assert found.exit_code == 0, verb
+        for word in words:
+            assert word.lower() in found.output.lower(), (verb, word)
+
+
+def test_generate_is_the_same_with_and_without_a_drafter(run: Run, toy: Path) -> None:
+    command = ("generate", "say a word", "--target", toy / "target", "--max-new-tokens", 20)
+    plain = run(*command)
+    drafted = run(*command, "--drafter", toy / "drafter", "--confidence-threshold", 0.1)
+    assert plain[0] == drafted[0] == 0, plain[2] + drafted[2]
+    # Random models write bytes that are no characters; the text comes before the summary line.
+    texts = [out[1].rsplit("\n", 2)[0] for out in (plain, drafted)]
+    assert texts[0] == texts[1] and texts[0]
+    assert "20 tokens in 20 rounds (tau 1.00)" in plain[1] and "20 tokens in" in drafted[1]
+    shown = run(*command, "--drafter", toy / "drafter", "--show-rounds", "--raw", "--temperature", 1)
+    assert shown[0] == 0 and "tokens: draft, correction, bonus" in shown[1]
+
+
+def test_eval_writes_results_with_identical_output(run: Run, toy: Path, tmp_path: Path) -> None:
+    tasks = tmp_path / "mine.jsonl"
+    tasks.write_text('{"turns": ["one", "two"]}\n{"turns": ["three"]}\n')
+    found = run(
+        "eval", "--target", toy / "target", "--drafter", toy / "drafter", "--tasks", tasks,
+        "--out", tmp_path / "out", "--max-new-tokens", 12, "--draft-length", 3,
+    )  # fmt: skip
+    assert found[0] == 0, found[2]
+    results = Results.model_validate_json((tmp_path / "out" / "results.json").read_text())
+    task = results.tasks[0]
+    assert task.task == "mine" and task.samples == 2 and task.turns == 3 and task.tokens <= 36
+    assert task.greedy_identical and task.greedy_mismatches == 0
+    assert "FixedPolicy(length=3)" in str(results.settings["policy"]) and results.versions["outrider"]
+    assert sum(task.acceptance_histogram) == task.rounds and not any(task.acceptance_histogram[4:])
+
+
+def test_mistakes_in_recipes(run: Run, tmp_path: Path) -> None:
+    check_error(run("train", tmp_path / "nope.yaml"), "no recipe")
+    check_error(run("train", tmp_path / "[/nope].yaml"), "[/nope].yaml")  # not markup
+    (tmp_path / "r.yaml").write_text("target: a\nout: b\ndata: {prompts: [{path: x}]}\n")
+    check_error(run("train", tmp_path / "r.yaml", "optimizer.steps"), "not of the form key.path=value")
+    status, _, stderr = run("train", tmp_path / "r.yaml", "optimizer.step=3")
+    assert status == 2 and stderr.startswith("error: ") and "optimizer.step: Extra inputs" in stderr
+
+
+def test_mistakes_in_tasks_and_drafters(run: Run, toy: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"turns": ["fine"]}\n{"turns": "oops"}\n')
+
+    def evaluate_(tasks: object, drafter: object = toy / "drafter", *more: object) -> tuple[int, str, str]:
+        out = tmp_path / "out"
+        return run("eval", "--target", toy / "target", "--drafter", drafter, "--tasks", tasks, "--out", out, *more)
+
+    check_error(evaluate_(bad), "bad.jsonl:2: turns: ")
+    check_error(evaluate_(f"eval_math,{tmp_path}/nope"), "give a JSONL path or one of the shipped sets: eval_chat")
+    check_error(evaluate_("eval_math", toy / "nope"), "has no config.json: give a drafter directory")
+    check_error(evaluate_("eval_math", toy / "target"), "LlamaForCausalLM")
+    check_error(evaluate_("eval_math", toy / "other"), "made for another target: vocab_size")
+    both = ("--draft-length", 3, "--confidence-threshold", 0.5)
+    check_error(evaluate_("eval_math", toy / "drafter", *both), "--draft-length or --confidence-threshold, not both")
+    check_error(evaluate_("eval_math", toy / "drafter", "--top-p", 2), "top_p=2.0")
+    assert not (tmp_path / "out").exists()
+
+
+def test_mistakes_in_prompts_and_targets(run: Run, toy: Path, tmp_path: Path) -> None:
+    target = ("--target", toy / "target")
+    check_error(run("generate", " \n", *target), "the prompt is empty")
+    check_error(run("generate", "hi", *target, "--drafter", tmp_path), "has no config.json")
+    check_error(run("generate", "hi", *target, "--stop", ""), "an empty stop string")
+    check_error(run("generate", "hi", *target, "--top-p", 0), "top_p=0.0 must be in (0, 1]")
+    check_error(run("generate", "x" * 300, *target), "reads 256")
+    check_error(run("generate", "hi", "--target", tmp_path), "without config.json")
+    status, _, stderr = run("generate", "hi", *target, "--max-new-tokens", 0)
+    assert status == 2 and "--max-new-tokens" in stderr and "Traceback" not in stderr
+
+
+def test_the_installed_command_ends_a_mistake_in_one_line() -> None:
+    command = Path(sys.executable).with_name("outrider")
+    found = subprocess.run(
+        [command, "generate", " "], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    check_error((found.returncode, found.stdout, found.stderr), "the prompt is empty")
+    assert not found.stdout
