@@ -27,7 +27,13 @@ class _State:
         assert self.length <= self.capacity
 
     def propose(
-        self, anchor: int, params: SamplingParams, seen: SeenTokens, source: RandomSource, limit: int | None = None
+        self,
+        anchor: int,
+        params: SamplingParams,
+        seen: SeenTokens,
+        source: RandomSource,
+        limit: int | None = None,
+        floor: float = 0.0,
     ) -> Proposal:
         tokens = self.drafter.block(self.length, anchor, limit)
         probs_KV = torch.zeros(len(tokens), self.drafter.target.vocab_size)
@@ -85,7 +91,13 @@ class _SelfState:
         pass
 
     def propose(
-        self, anchor: int, params: SamplingParams, seen: SeenTokens, source: RandomSource, limit: int | None = None
+        self,
+        anchor: int,
+        params: SamplingParams,
+        seen: SeenTokens,
+        source: RandomSource,
+        limit: int | None = None,
+        floor: float = 0.0,
     ) -> Proposal:
         # One request decodes from its prompt, so the text so far is the prompt and what `commit` made of it: the test
         # keeps responses no longer than one block, and drafts only once, right after the prompt.

@@ -1,11 +1,12 @@
 """Trained equals served; nothing leaks; both attention paths agree. The tests that catch off-by-ones.
 
-The training forward (all anchors at once, sparse mask, float16 features switched off) and the serving path (packed
-weights, growing draft cache) must give the same hidden states, acceptance and confidences on the same tokens.
+The training forward (all anchors at once, sparse mask) and the decoding loop (packed weights, caches growing and
+rolling back round by round) must give the same acceptance at the same anchors of the same text.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,36 +15,26 @@ from conftest import randomise, toy_config, toy_samples, toy_target
 from torch import Tensor
 
 from outrider.data.responses import Sample
+from outrider.decoding.lane import ModelLane
+from outrider.decoding.round import RoundResult
 from outrider.drafters import DFlash, DSpark
 from outrider.drafters.attention import BlockLayout, flex_block_attention, split_attention
-from outrider.drafters.chain import sample_chain
 from outrider.drafters.packed import PackedDrafter
-from outrider.sampling import SamplingParams, SeededSource, SeenTokens, warp
+from outrider.sampling import SamplingParams, SeededSource
 from outrider.target import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
-from outrider.training.features import Features, FeatureSource
+from outrider.training.features import FeatureSource
 from outrider.training.objective import ObjectiveConfig
 from outrider.training.step import BlockObjective, scatter
 from outrider.training.vocabulary import choose_draft_ids, inverse_ids
+from outrider.verification import Verdict
 
 
-class ExactFeatures(FeatureSource):
-    """Features in float32, so that only alignment can differ."""
-
-    def _compute(self, sample: Sample) -> Features:
-        tokens = torch.tensor([sample.tokens[:-1]])
-        output = self.target.forward(tokens, self.target.new_cache(tokens.shape[1]), self.taps, logits=0)
-        assert output.taps_BTLD is not None
-        hidden = output.hidden_BTD[0, len(sample.prompt) - 1 :]
-        logits = self.target.logits(hidden)
-        taps = (output.taps_BTLD[0] / self.tap_scale_L[:, None]).clone()
-        return Features(taps, hidden.clone(), logits.logsumexp(-1).clone(), logits.argmax(-1).clone())
-
-
-def build(drafter: DFlash, target: Target, samples: list[Sample], ids: Tensor) -> tuple[BlockBatch, BlockObjective]:
-    schedule = Schedule(samples, len(samples), 6, seed=1)
-    chosen = schedule.step(0)
-    features = ExactFeatures(target, samples, drafter.config.target_layer_ids, drafter.tap_scale_L, 2**30)
+def build(
+    drafter: DFlash, target: Target, samples: list[Sample], ids: Tensor, chosen: list[tuple[int, list[int]]]
+) -> tuple[BlockBatch, BlockObjective]:
+    taps, scale = drafter.config.target_layer_ids, drafter.tap_scale_L
+    features = FeatureSource(target, samples, taps, scale, 2**30, dtype=torch.float32)  # only alignment may differ
     batch = build_batch(chosen, samples, [features[i] for i, _ in chosen], drafter.config.gamma)
     return batch, BlockObjective(target, ids, inverse_ids(ids, target.vocab_size), ObjectiveConfig())
 
@@ -67,80 +58,65 @@ def test_trained_equals_served(head: str, sample_from_anchor: bool, draft_vocab:
     samples = toy_samples(4)
     drafter = make_drafter(head, sample_from_anchor, draft_vocab, window)
     ids = choose_draft_ids(samples, 97, draft_vocab, frozenset({1}))
-    batch, compute = build(drafter, target, samples, ids)
+    assert check_alignment(target, drafter, samples, ids) > 50
+
+
+def check_alignment(target: Target, drafter: DFlash, samples: list[Sample], ids: Tensor) -> int:
+    """Compare acceptance at every anchor the decoding loop visits; returns how many positions were compared."""
+    packed = PackedDrafter(drafter, target, ids if len(ids) < target.vocab_size else None)
+    served = [serve(packed, target, sample, ids) for sample in samples]
+    chosen = [(i, sorted(visited)) for i, visited in enumerate(served)]
+    batch, compute = build(drafter, target, samples, ids, chosen)
     with torch.no_grad():
-        output = compute(drafter, batch)
-        trained_hidden = compute.hidden(drafter, batch)
-    trained = scatter(output.acceptance_N, batch.supervised_NK)
-    packed = PackedDrafter(drafter, target, ids if draft_vocab < 97 else None)
+        trained_NK = scatter(compute(drafter, batch).acceptance_N, batch.supervised_NK)
+    rows = iter(zip(trained_NK, batch.supervised_NK, strict=True))
     checked = 0
-    for block in range(len(batch.anchor_tokens_N)):
-        sample = samples[Schedule(samples, len(samples), 6, seed=1).step(0)[int(batch.layout.sequence_N[block])][0]]
-        served_hidden, served = serve(packed, target, sample, int(batch.layout.anchors_N[block]))
-        torch.testing.assert_close(trained_hidden[block], served_hidden, atol=1e-4, rtol=1e-4)
-        supervised = batch.supervised_NK[block] & served.isfinite()
-        torch.testing.assert_close(trained[block][supervised], served[supervised], atol=1e-4, rtol=0)
-        checked += int(supervised.sum())
-    assert checked > 50
+    for index, anchors in chosen:
+        for anchor in anchors:
+            trained_K, supervised_K = next(rows)
+            served_K = served[index][anchor]
+            compared = supervised_K & served_K.isfinite()
+            torch.testing.assert_close(trained_K[compared], served_K[compared], atol=1e-4, rtol=0)
+            checked += int(compared.sum())
+    return checked
 
 
-def serve(packed: PackedDrafter, target: Target, sample: Sample, anchor: int) -> tuple[Tensor, Tensor]:
-    """What decoding sees at this anchor: the draft cache grown round by round, then one block, teacher-forced."""
-    tokens = sample.tokens
-    cache, state = target.new_cache(len(tokens) + 16), packed.new_state(len(tokens) + 16)
-    at = 0
-    for piece in (3, 1, 4, 2, 1, 5, 3, 8, 13, 21, 34):  # uneven rounds
-        piece = min(piece, anchor - at)
-        if piece:
-            block = torch.tensor([[*tokens[at : at + piece], 5, 5]])  # two rejected drafts behind
-            output = target.forward(block, cache, packed.config.target_layer_ids, logits=0)
-            cache.rollback(at + piece)
-            assert output.taps_BTLD is not None
-            state.extend(output.taps_BTLD[0, :piece])
-            at += piece
-    assert state.length == anchor
-    gamma = packed.config.gamma
-    hidden = state.block_hidden(tokens[anchor])
-    following = tokens[anchor + 1 : anchor + 1 + gamma]
-    rows = target.forward(torch.tensor([tokens[anchor : anchor + gamma]]), cache, logits=None).logits_BTV
-    assert rows is not None
-    source = _Forced(following)
+def serve(packed: PackedDrafter, target: Target, sample: Sample, ids: Tensor) -> dict[int, Tensor]:
+    """The decoding loop, teacher-forced on the sample: {anchor: acceptance per position}, rounds of uneven length."""
+    tokens, gamma = sample.tokens, packed.config.gamma
     params = SamplingParams(temperature=1.0)
-    drafter = packed.drafter
-    head = drafter.markov_head if isinstance(drafter, DSpark) else None
-    proposal = sample_chain(
-        packed.head(hidden),
-        hidden,
-        tokens[anchor],
-        head,
-        None,
-        params,
-        SeenTokens(target.vocab_size),
-        source.bind(packed),
-        packed.draft_ids_Vd,
-    )
-    acceptance = torch.full((gamma,), torch.nan)
-    for k in range(len(following)):
-        p_t = warp(rows[0, k], params)
-        acceptance[k] = torch.minimum(p_t, proposal.probs_KV[k]).sum()
-        if proposal.tokens[k] != following[k]:
-            break  # a token outside the draft vocabulary: decoding never gets past it
-    return hidden, acceptance
+    lane = ModelLane(target, packed, sample.prompt, params, len(tokens) + 16)
+    accepting = itertools.cycle([0, 2, 1, gamma, 0, 0, 1])
+    at, found = len(sample.prompt) - 1, {}
+    while at < len(tokens) - 1:
+        assert lane.anchor == tokens[at]
+        following = tokens[at + 1 : at + 1 + gamma]
+        lane.source = Forced(following, inverse_ids(ids, target.vocab_size))  # type: ignore[assignment]
+        proposal = lane.draft(0.0)
+        row = lane.score(proposal.tokens)
+        matching = 0  # a token outside the draft vocabulary cannot be forced: decoding never gets past it
+        found[at] = torch.full((gamma,), torch.nan)
+        for k in range(len(following)):
+            found[at][k] = torch.minimum(row(k), proposal.probs_KV[k]).sum()
+            if proposal.tokens[k] != following[k]:
+                break
+            matching += 1
+        accepted = min(next(accepting), matching, len(tokens) - 2 - at)
+        committed = tokens[at + 1 : at + 2 + accepted]
+        verdict = Verdict(accepted, committed[-1])
+        lane.commit(RoundResult(proposal, len(proposal.tokens), verdict, committed))
+        at += len(committed)
+    return found
 
 
-class _Forced:
+class Forced:
     """A random source that draws the given tokens: teacher forcing through the production walk."""
 
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens = list(tokens)
-
-    def bind(self, packed: PackedDrafter) -> _Forced:
-        self.inverse = None if packed.draft_ids_Vd is None else inverse_ids(packed.draft_ids_Vd, 97)
-        return self
+    def __init__(self, tokens: list[int], inverse_V: Tensor) -> None:
+        self.indices = [max(0, int(inverse_V[token])) for token in tokens]
 
     def choose(self, probs_V: Tensor) -> int:
-        token = self.tokens.pop(0) if self.tokens else 4
-        return token if self.inverse is None else max(0, int(self.inverse[token]))
+        return self.indices.pop(0) if self.indices else 0
 
     def accept(self, probability: float) -> bool:
         raise AssertionError("drafting never accepts")
@@ -155,7 +131,7 @@ def base_logits(drafter: DFlash, compute: BlockObjective, batch: BlockBatch) -> 
 def test_nothing_at_or_after_the_anchor_and_no_other_block_leaks_into_a_block(sample_from_anchor: bool) -> None:
     target, samples = toy_target(), toy_samples(3)
     drafter = make_drafter("vanilla", sample_from_anchor, 97, None)
-    batch, compute = build(drafter, target, samples, torch.arange(97))
+    batch, compute = build(drafter, target, samples, torch.arange(97), Schedule(samples, 3, 6, seed=1).step(0))
     before = base_logits(drafter, compute, batch)
     layout = batch.layout
     starts = torch.tensor([0, *layout.lengths]).cumsum(0)

@@ -40,7 +40,7 @@ def test_policies_and_acceptance_never_change_the_output(policy: Policy, spoil: 
     target = toy_target()
     result = generate(target, PROMPT, oracle_for(target, spoil), rules=NO_STOPS, policy=policy)  # type: ignore[arg-type]
     assert result.tokens == generate(target, PROMPT, rules=NO_STOPS).tokens
-    assert sum(r.accepted + 1 for r in result.rounds) == 40
+    assert sum(r.committed for r in result.rounds) == 40
     if spoil == 1.0:
         assert all(r.accepted == 0 for r in result.rounds)
     if spoil == 0.0 and policy == FixedPolicy():
@@ -85,6 +85,29 @@ def test_chunks_say_where_tokens_come_from_and_where_time_went() -> None:
         assert chunk.kinds[-1] == ("bonus" if stats.accepted == stats.admitted else "correction")
         assert min(stats.draft_seconds, stats.verify_seconds, stats.other_seconds) >= 0
     assert [c.finish for c in chunks[:-1]] == [None] * (len(chunks) - 1) and chunks[-1].finish == "length"
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_bfloat16_target_decodes_with_a_float32_drafter(window: int | None) -> None:
+    target = toy_target()
+    half = Target(target.model.bfloat16(), None, "toy-bf16")
+    drafter = DSpark(toy_config(sliding_window=window, draft_vocab_size=50))  # type: ignore[arg-type]
+    randomise(drafter)
+    packed = PackedDrafter(drafter, half, torch.arange(10, 60))
+    for params in (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2)):
+        result = generate(half, PROMPT, packed, params, NO_STOPS)
+        assert len(result.tokens) == 40
+
+
+def test_a_threshold_stops_the_draft_where_confidence_ends() -> None:
+    target = toy_target()
+    drafter = DSpark(toy_config())  # type: ignore[arg-type]
+    randomise(drafter)
+    packed = PackedDrafter(drafter, target)
+    cut = generate(target, PROMPT, packed, rules=NO_STOPS, policy=ThresholdPolicy(0.6))
+    assert {r.proposed for r in cut.rounds} > {0}, "some rounds draft nothing, some do"
+    assert all(r.proposed == r.admitted for r in cut.rounds)
+    assert cut.tokens == generate(target, PROMPT, rules=NO_STOPS).tokens
 
 
 def test_seeds_are_reproducible_and_differ() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: both dialects there and back, the names FORMATS.md lists, atomic writing, and every refusal."""
+"""Checkpoints: both dialects there and back, the names engines read, atomic writing, and every refusal."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def sigmoid(x: Array) -> Array:
 
 
 def numpy_latents(head: VanillaMarkov, prev_K: Array, hidden_KH: Array) -> tuple[Array, Array]:
-    """DESIGN.md, "The mathematics", for one block."""
+    """The equations of the module docstring, for one block."""
     weights = {name: value.detach().numpy() for name, value in head.state_dict().items()}
     w1 = weights["markov_w1.weight"]
     state = np.zeros(R)
@@ -160,7 +160,7 @@ def test_chain_reports_what_it_samples(kind: str | None, draft_ids: list[int] | 
 
     def draft() -> tuple[list[int], Tensor, list[float]]:
         source = SeededSource(3)
-        proposal = sample_chain(base_KVd, hidden_KH, anchor, head, confidence, params, seen, source, ids_Vd)
+        proposal = sample_chain(lambda: base_KVd, hidden_KH, anchor, head, confidence, params, seen, source, ids_Vd)
         return proposal.tokens, proposal.probs_KV, proposal.confidences
 
     tokens, probs_KV, confidences = draft()
@@ -186,9 +186,11 @@ def test_chain_reports_what_it_samples(kind: str | None, draft_ids: list[int] | 
 def test_proposal_can_be_cut() -> None:
     source, seen = SeededSource(0), SeenTokens(V)
     confidence = ConfidenceHead(H, R, with_markov=False)
-    proposal = sample_chain(torch.randn(K, V), torch.randn(K, H), 0, None, confidence, SamplingParams(), seen, source)
+    proposal = sample_chain(
+        lambda: torch.randn(K, V), torch.randn(K, H), 0, None, confidence, SamplingParams(), seen, source
+    )
     cut = proposal.truncated(2)
     assert cut.tokens == proposal.tokens[:2] and cut.confidences == proposal.confidences[:2]
     assert torch.equal(cut.probs_KV, proposal.probs_KV[:2])
-    silent = sample_chain(torch.randn(K, V), torch.randn(K, H), 0, None, None, SamplingParams(), seen, source)
+    silent = sample_chain(lambda: torch.randn(K, V), torch.randn(K, H), 0, None, None, SamplingParams(), seen, source)
     assert silent.confidences == [] and silent.truncated(1).confidences == []

@@ -132,14 +132,14 @@ def test_rows_behind_a_rejection_are_not_asked_for() -> None:
     assert asked == [0, 1]
 
 
-# The counterexample of DESIGN.md. c_2 tells x_1: a search that reads it verifies exactly the lucky drafts.
+# The counterexample: c_2 tells x_1: a search that reads it verifies exactly the lucky drafts.
 
 
 class CounterexampleLane:
     def __init__(self, source: RandomSource) -> None:
         self.source = source
 
-    def draft(self) -> Proposal:
+    def draft(self, floor: float) -> Proposal:
         probs_KV = torch.full((2, 2), 0.5, dtype=torch.float64)
         tokens = [self.source.choose(probs_KV[0]), self.source.choose(probs_KV[1])]
         return Proposal(tokens, probs_KV, [0.8, 1.0 if tokens[0] == 0 else 0.0])
@@ -154,6 +154,8 @@ def sps(tokens: int) -> float:
 
 class GlobalSearch:
     """Looks for the best length among all, current confidences included."""
+
+    floor = 0.0
 
     def lengths(self, confidences: Sequence[Sequence[float]], drafted: Sequence[int]) -> list[int]:
         survival, tau, best, best_length = 1.0, 1.0, sps(1), 0
@@ -251,8 +253,35 @@ def test_mutation_bonus_left_to_the_drafter(monkeypatch: pytest.MonkeyPatch) -> 
     assert broken_deviation() > VISIBLE
 
 
+class TiedLane:
+    """Greedy decoding of two tokens whose logits tie: the answer is token 0, the draft is token 1."""
+
+    def __init__(self, source: RandomSource) -> None:
+        self.source = source
+
+    def draft(self, floor: float) -> Proposal:
+        return Proposal([1], torch.tensor([[0.0, 1.0]], dtype=torch.float64), [])
+
+    def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
+        return lambda k: warp(torch.zeros(2, dtype=torch.float64), SamplingParams())
+
+
+def test_mutation_accepting_on_ties(monkeypatch: pytest.MonkeyPatch) -> None:
+    def deviation() -> float:
+        policy = FixedPolicy()
+        output = exact_output_distribution(lambda context, source: TiedLane(source), [(0,)], policy, 1)
+        return max_deviation(output, {((0,),): 1.0})
+
+    assert deviation() <= 1e-12
+    tied_V = torch.zeros(2)
+    with_verify(monkeypatch, lambda t, d, x, s: bool(tied_V[x] >= tied_V.max()), fair_bonus)
+    assert deviation() > VISIBLE
+
+
 class PeekingPolicy:
     """Admits x_k by the confidence after it, which has seen x_k."""
+
+    floor = 0.0
 
     def lengths(self, confidences: Sequence[Sequence[float]], drafted: Sequence[int]) -> list[int]:
         return ThresholdPolicy(0.5).lengths([[*row[1:], 0.0] for row in confidences], drafted)
@@ -265,8 +294,8 @@ def test_mutation_policy_peeks() -> None:
 class UnwarpedDraftLane(ToyLane):
     """Samples at the temperature, reports the distribution without it."""
 
-    def draft(self) -> Proposal:
-        proposal = super().draft()
+    def draft(self, floor: float) -> Proposal:
+        proposal = super().draft(floor)
         unwarped_KV = proposal.probs_KV**self.target.params.temperature
         return replace(proposal, probs_KV=unwarped_KV / unwarped_KV.sum(-1, keepdim=True))
 

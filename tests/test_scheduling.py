@@ -70,7 +70,7 @@ def test_prefix_by_hand() -> None:
 
 
 def test_prefix_stops_at_the_first_dip() -> None:
-    """The counterexample of DESIGN.md: 1 + 0.8 at SPS 0.5 loses, so nothing behind it is looked at."""
+    """The counterexample of test_proof.py: 1 + 0.8 at SPS 0.5 loses, so nothing behind it is looked at."""
     sealed = Sealed([0.8, 1.0])
     assert PrefixScheduler(lambda tokens: (1.0, 0.5, 0.45)[tokens - 1]).lengths([sealed], [2]) == [0]
     assert sealed.read == 1

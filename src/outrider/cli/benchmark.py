@@ -16,9 +16,9 @@ from rich.table import Table
 from outrider.cli.runtime import set_up
 from outrider.evaluation.forward import forward_curve, plain_against_transformers
 from outrider.evaluation.results import machine
+from outrider.formats import versions
 from outrider.target import load_target
 from outrider.target.resolve import EMBEDDED_ID
-from outrider.training.setup import versions
 
 
 def bench_forward(

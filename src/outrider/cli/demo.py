@@ -11,13 +11,12 @@ import typer
 from rich.console import Console
 
 from outrider.cli.evaluate import report, run_evaluation
-from outrider.cli.runtime import set_up
+from outrider.cli.runtime import load, set_up
 from outrider.cli.train import run_training
 from outrider.drafters.packed import PackedDrafter
 from outrider.evaluation.run import EvaluationConfig
 from outrider.formats import load_drafter
 from outrider.scheduling import FixedPolicy
-from outrider.target import load_target
 from outrider.training.recipe import load_recipe
 
 _TASKS = ["eval_math", "eval_chat", "eval_code"]
@@ -37,8 +36,8 @@ def demo(
     started = time.perf_counter()
     set_up(threads)
     path = Path(str(resources.files("outrider.cli") / "demo.yaml"))
-    recipe = load_recipe(path, [f"out={out}", *(overrides or [])])
-    target = load_target(recipe.target)
+    recipe = load_recipe(path, overrides or []).model_copy(update={"out": str(out)})
+    target = load(recipe.target, recipe.device)
     run_training(recipe, target, console)
     checkpoint = load_drafter(out / "drafter")
     packed = PackedDrafter(checkpoint.drafter, target, checkpoint.draft_ids_Vd)

@@ -9,16 +9,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from outrider.cli.runtime import set_up
+from outrider.cli.runtime import load, set_up
 from outrider.drafters.packed import PackedDrafter
 from outrider.evaluation.report import table, write_report
 from outrider.evaluation.results import Results
 from outrider.evaluation.run import EvaluationConfig, evaluate
-from outrider.formats import load_drafter
+from outrider.formats import load_drafter, versions
 from outrider.sampling import SamplingParams
 from outrider.scheduling import FixedPolicy, Policy, ThresholdPolicy
-from outrider.target import Target, load_target
-from outrider.training.setup import versions
+from outrider.target import Target
 
 
 def evaluate_command(
@@ -38,6 +37,7 @@ def evaluate_command(
     confidence_threshold: Annotated[
         float | None, typer.Option(help="verify drafts only while their confidence is at least this")
     ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     """Plain and speculative decoding in one run: speedup, accepted length, identical output."""
@@ -45,11 +45,19 @@ def evaluate_command(
     console = Console()
     policy = choose_policy(draft_length, confidence_threshold)
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    loaded = load_target(target)
+    loaded = load(target, device)
     checkpoint = load_drafter(drafter)
     packed = PackedDrafter(checkpoint.drafter, loaded, checkpoint.draft_ids_Vd)
     config = EvaluationConfig(max_samples, max_new_tokens, params)
-    results = run_evaluation(loaded, packed, tasks.split(","), config, policy, {"drafter": drafter.name}, console)
+    results = run_evaluation(
+        loaded,
+        packed,
+        [task.strip() for task in tasks.split(",")],
+        config,
+        policy,
+        {"drafter": str(drafter), "drafter_step": checkpoint.metadata.get("step")},
+        console,
+    )
     report(results, out, console)
 
 
@@ -100,7 +108,7 @@ def report(results: Results, out: Path, console: Console) -> None:
     paths = write_report(results, out)
     console.print(table(results))
     for path in paths:
-        console.print(f"  {path}", highlight=False)
+        console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
     wrong = [t.task for t in results.tasks if t.greedy_mismatches]
     if wrong:
         raise ValueError(f"output differs from plain decoding on {', '.join(wrong)}; this is a bug, please report it.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,13 +11,13 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.cli.evaluate import choose_policy
-from outrider.cli.runtime import set_up
+from outrider.cli.runtime import load, set_up
 from outrider.data.chat import render
 from outrider.decoding import Chunk, StopRules, stream
 from outrider.drafters.packed import PackedDrafter
 from outrider.formats import load_drafter
 from outrider.sampling import SamplingParams
-from outrider.target import Target, load_target
+from outrider.target import Target
 from outrider.target.resolve import EMBEDDED_ID
 
 STYLES = {"draft": "green", "correction": "bold red", "bonus": "bold blue"}
@@ -37,6 +38,7 @@ def generate_command(
     confidence_threshold: Annotated[float | None, typer.Option(help="verify drafts while confidence is above")] = None,
     show_rounds: Annotated[bool, typer.Option(help="colour accepted drafts, corrections and bonus tokens")] = False,
     raw: Annotated[bool, typer.Option(help="no chat template: continue the text")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     """Stream a response to one prompt."""
@@ -44,7 +46,7 @@ def generate_command(
     console = Console(highlight=False, soft_wrap=True)
     if not prompt.strip():
         raise ValueError("the prompt is empty: give at least one word to answer.")
-    loaded = load_target(target)
+    loaded = load(target, device)
     packed = None
     if drafter is not None:
         checkpoint = load_drafter(drafter)
@@ -56,9 +58,13 @@ def generate_command(
     rules = StopRules(max_new_tokens, stop_strings=stop or ())
     for chunk in stream(loaded, tokens, packed, params, rules, choose_policy(None, confidence_threshold)):
         chunks.append(chunk)
-        console.print(coloured(chunk, loaded) if show_rounds else Text(chunk.text), end="")
-    console.print()
-    summary(chunks, console, show_rounds)
+        if show_rounds:
+            console.print(coloured(chunk, loaded), end="")
+        else:
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+    print(flush=True)
+    summary(chunks, Console(stderr=True, highlight=False, soft_wrap=True), show_rounds)
 
 
 def coloured(chunk: Chunk, target: Target) -> Text:

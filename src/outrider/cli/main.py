@@ -31,9 +31,6 @@ def main() -> None:
         # Escaped: paths and lists in the message may look like markup.
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted; a training run resumes from its last checkpoint")
-        sys.exit(130)
 
 
 if __name__ == "__main__":

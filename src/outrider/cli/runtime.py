@@ -9,8 +9,15 @@ import platform
 import torch
 from transformers.utils import logging as transformers_logging
 
+from outrider.target import Target, load_target
+
 # glibc's mallopt parameters (malloc.h)
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+
+
+def load(target: str, device: str) -> Target:
+    """The target on a device: float32 on a CPU (bf16 is emulated there), bfloat16 elsewhere."""
+    return load_target(target, torch.float32 if device == "cpu" else torch.bfloat16, device)
 
 
 def set_up(threads: int | None) -> None:
@@ -21,7 +28,7 @@ def set_up(threads: int | None) -> None:
         threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(threads)
     if platform.libc_ver()[0] == "glibc":
-        # Keep large temporaries in the heap: fresh pages from mmap fault on every step (docs/architecture.md).
+        # Keep large temporaries in the heap: fresh pages from mmap would fault again on every step.
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

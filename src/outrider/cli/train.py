@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from outrider.cli.runtime import set_up
-from outrider.target import Target, load_target
+from outrider.cli.runtime import load, set_up
+from outrider.target import Target
 from outrider.training.recipe import Recipe, load_recipe
 from outrider.training.setup import Run, prepare
 from outrider.training.trainer import Trainer
@@ -25,12 +24,7 @@ def train(
     chosen = load_recipe(recipe, overrides or [])
     set_up(chosen.threads)
     console = Console()
-    target = load_target(chosen.target, _dtype(chosen), chosen.device)
-    run_training(chosen, target, console)
-
-
-def _dtype(recipe: Recipe) -> torch.dtype:
-    return torch.bfloat16 if recipe.device.startswith("cuda") else torch.float32
+    run_training(chosen, load(chosen.target, chosen.device), console)
 
 
 def run_training(recipe: Recipe, target: Target, console: Console) -> Run:
@@ -43,7 +37,11 @@ def run_training(recipe: Recipe, target: Target, console: Console) -> Run:
         f"parameters, gamma {run.drafter.config.gamma}, taps {list(run.drafter.config.target_layer_ids)}"
     )
     trainer = Trainer(recipe, run)
-    metrics = trainer.train()
+    try:
+        metrics = trainer.train()
+    except KeyboardInterrupt:
+        console.print(f"interrupted; the same command goes on from the last checkpoint in {recipe.out}")
+        raise
     console.print(
         f"held-out expected accepted length {metrics.get('expected_length_greedy', float('nan')):.2f} (temperature 0), "
         f"{metrics.get('expected_length_sampled', float('nan')):.2f} (temperature 1); "

@@ -45,6 +45,7 @@ def generate_batch(
     out: list[list[int]] = [[] for _ in prompts]
     finished = [False] * len(prompts)
     alive = list(range(len(prompts)))
+    stop_ids = target.eos_ids
     step_BT = tokens_BT.to(target.device)
     for _ in range(max_new_tokens):
         logits_BTV = target.forward(step_BT, cache).logits_BTV
@@ -52,11 +53,11 @@ def generate_batch(
         if params.temperature == 0:
             next_B = logits_BTV[:, -1].argmax(-1)
         else:
-            next_B = torch.multinomial(warp(logits_BTV[:, -1], params, None), 1, generator=generator)[:, 0]
+            next_B = torch.multinomial(warp(logits_BTV[:, -1].float(), params, None), 1, generator=generator)[:, 0]
         for row, token in zip(alive, next_B.tolist(), strict=True):
             if not finished[row]:
                 out[row].append(token)
-                finished[row] = token in target.eos_ids
+                finished[row] = token in stop_ids
         going = [i for i, row in enumerate(alive) if not finished[row]]
         if not going:
             break

@@ -27,11 +27,16 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class RoundStats:
-    """One round. `proposed` drafted, `admitted` verified, `accepted` committed drafts; seconds add up to its length."""
+    """One round; seconds add up to its length, without the time its consumer took.
+
+    `proposed` drafts, `admitted` of them judged by the target (fewer where a stop ended the response first),
+    `accepted` of those, `committed` tokens.
+    """
 
     proposed: int
     admitted: int
     accepted: int
+    committed: int
     draft_seconds: float
     verify_seconds: float
     other_seconds: float
@@ -113,13 +118,20 @@ def stream(
         finish = "stop" if stopped else "length" if lane.remaining == 0 else None
         piece = text.release(final=finish is not None)
         accepted = min(result.verdict.accepted, len(tokens))
+        judged = min(result.admitted, len(tokens)) if accepted == len(tokens) else result.admitted
         draft, verify = lane.draft_clock.take(), lane.verify_clock.take()
         now = time.perf_counter()
         stats = RoundStats(
-            len(result.proposal.tokens), result.admitted, accepted, draft, verify, now - started - draft - verify
+            len(result.proposal.tokens),
+            judged,
+            accepted,
+            len(tokens),
+            draft,
+            verify,
+            now - started - draft - verify,
         )
-        started = now
         yield Chunk(tokens, _kinds(result, len(tokens)), piece, stats, finish)
+        started = time.perf_counter()
 
 
 def _cut(tokens: Sequence[int], stop_ids: frozenset[int], text: TextStream) -> tuple[list[int], bool]:

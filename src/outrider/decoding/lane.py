@@ -6,7 +6,7 @@
     commit()  roll the target cache back to n - 1 + accepted + 1 and give the drafter the taps of what stayed
 
 Plain decoding is the same lane without a drafter: every proposal is empty, every token is a bonus token.
-Source: DESIGN of the decode round in docs/architecture.md. Shapes: B = 1, T tokens, L taps, V vocab.
+See docs/architecture.md, The decode round. Shapes: B = 1, T tokens, L taps, V vocab.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ class ModelLane:
                 assert output.taps_BTLD is not None
                 self.state.extend(output.taps_BTLD[0])
 
-    def draft(self) -> Proposal:
+    def draft(self, floor: float) -> Proposal:
         """A block after the anchor, never longer than what may still be committed besides the target's own token."""
         limit = self.remaining - 1
         if self.state is None or limit < 1:
             return Proposal([], torch.empty(0), [])
         with self.draft_clock:
-            return self.state.propose(self.anchor, self.params, self.seen, self.source, limit)
+            return self.state.propose(self.anchor, self.params, self.seen, self.source, limit, floor)
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
         """One forward on [anchor, *tokens]; row k is the warped target distribution after `tokens[:k]`."""

@@ -1,11 +1,11 @@
 """draft all -> policy -> score -> verify: one round, for any number of requests.
 
-    lane.draft()            x_1..x_K with p_d and c           (1 drafter pass)
+    lane.draft(floor)       x_1..x_K with p_d and c           (1 drafter pass)
     policy.lengths(...)     how many of them are verified     (sees confidences, never tokens)
     lane.score(x_1..x_l)    target rows 0..l                  (1 target pass)
     verify_chain            accepted drafts + 1 more token
 
-The state before it: all committed tokens but the anchor are in the target's cache (DESIGN.md, "The decode round").
+The state before it: all committed tokens but the anchor are in the target's cache (docs/architecture.md).
 Source: Leviathan et al., arXiv 2211.17192; DSpark, arXiv 2607.05147. Shapes: V vocab.
 """
 
@@ -27,7 +27,9 @@ class Lane(Protocol):
     @property
     def source(self) -> RandomSource: ...
 
-    def draft(self) -> Proposal: ...
+    def draft(self, floor: float) -> Proposal:
+        """One block; positions from the first confidence below `floor` on may be left out."""
+        ...
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
         """One forward on [anchor, *tokens]; gives the warped target distribution of row k when asked for it."""
@@ -43,7 +45,7 @@ class RoundResult:
 
 
 def run_round(lanes: Sequence[Lane], policy: Policy) -> list[RoundResult]:
-    proposals = [lane.draft() for lane in lanes]
+    proposals = [lane.draft(policy.floor) for lane in lanes]
     lengths = policy.lengths([p.confidences for p in proposals], [len(p.tokens) for p in proposals])
     admitted = [proposal.truncated(length) for proposal, length in zip(proposals, lengths, strict=True)]
     # All lanes are scored before any row is read: lanes that share a batch can queue here and run one forward then.

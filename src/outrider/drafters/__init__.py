@@ -1,9 +1,7 @@
-"""Draft models: config, module and how each one drafts. The catalogue lists every algorithm."""
+"""Draft models: config, module and how each one drafts."""
 
 from outrider.drafters.base import Proposal
 from outrider.drafters.dflash import DFlash, DFlashConfig
 from outrider.drafters.dspark import DSpark, DSparkConfig
 
-CATALOGUE: tuple[type[DFlash], ...] = (DFlash, DSpark)
-
-__all__ = ["CATALOGUE", "DFlash", "DFlashConfig", "DSpark", "DSparkConfig", "Proposal"]
+__all__ = ["DFlash", "DFlashConfig", "DSpark", "DSparkConfig", "Proposal"]

@@ -6,7 +6,7 @@
               nothing of any other block
 
 `split_attention` (CPU) never builds the [N K, S + N K] square: context scores and own-block scores are computed apart
-and share one softmax. `flex_block_attention` (CUDA) states the same mask to FlexAttention. Same numbers, test_training.
+and share one softmax. `flex_block_attention` (CUDA) states the same mask to FlexAttention; a test compares them.
 
 Shapes: N blocks, K rows a block, S context slots, G kv heads, Q queries per kv head, E head dim.
 Source: DFlash, arXiv 2602.06036, section on training; visibility by position, see docs/architecture.md.
@@ -74,7 +74,7 @@ def split_attention(
         if not count:
             continue
         q = q_NKHE[blocks].view(count, K, G, H // G, E) * E**-0.5
-        q_ctx = q.permute(2, 3, 0, 1, 4).reshape(G, -1, E)  # [G, Q N K, E]
+        q_ctx = q.permute(2, 3, 0, 1, 4).reshape(G, H // G * count * K, E)
         ctx = (q_ctx @ context_k_SGE[slots].permute(1, 2, 0)).view(G, H // G, count, K, length)
         visible = visible_context(layout.anchors_N[blocks], length, K, window)
         ctx = ctx.masked_fill(~visible, -torch.inf)
@@ -83,7 +83,9 @@ def split_attention(
         own = own.view(G, count, H // G, K, K).transpose(1, 2)
         weights = torch.cat((ctx, own), dim=-1).softmax(-1)
         w_ctx, w_own = weights.split((length, K), dim=-1)
-        y = (w_ctx.reshape(G, -1, length) @ context_v_SGE[slots].transpose(0, 1)).view(G, H // G, count, K, E)
+        y = (w_ctx.reshape(G, H // G * count * K, length) @ context_v_SGE[slots].transpose(0, 1)).view(
+            G, H // G, count, K, E
+        )
         y_own = w_own.transpose(1, 2).reshape(G, count, -1, K) @ block_v_NKGE[blocks].permute(2, 0, 1, 3)
         y = y + y_own.view(G, count, H // G, K, E).transpose(1, 2)
         out.append(y.permute(2, 3, 0, 1, 4).reshape(count, K, H, E))

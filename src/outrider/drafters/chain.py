@@ -5,6 +5,8 @@ pass, and only this walk is serial. Each p_k is a plain, exact distribution; tha
 Shapes: K block positions, V target vocab, Vd draft vocab, H draft hidden, r rank.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from outrider.sampling import RandomSource, SamplingParams, SeenTokens, warp
 
 
 def sample_chain(
-    base_logits_KVd: Tensor,
+    base_logits: Callable[[], Tensor],
     hidden_KH: Tensor,
     anchor: int,
     head: VanillaMarkov | None,
@@ -23,27 +25,39 @@ def sample_chain(
     seen: SeenTokens,
     source: RandomSource,
     draft_ids_Vd: Tensor | None = None,
+    floor: float = 0.0,
 ) -> Proposal:
-    """Draw one block left to right. `draft_ids_Vd` maps a reduced draft vocabulary into the target's."""
-    block, draft_vocab = base_logits_KVd.shape
-    assert draft_ids_Vd is not None or draft_vocab == seen.vocab_size, (
-        f"{draft_vocab} draft logits for a vocabulary of {seen.vocab_size} need draft_ids_Vd"
-    )
+    """Draw one block left to right, up to the first position whose confidence is below `floor`.
+
+    Stopping early is lossless for the reason truncating is: c_k is known before x_k is drawn. It is also cheaper.
+
+    Args:
+        base_logits: gives U [K, Vd]; called only if a token is drawn at all.
+        draft_ids_Vd: maps a reduced draft vocabulary into the target's.
+    """
     state = head.initial_state(1) if head is not None else None
     seen_V = seen.with_tokens()
+    base_logits_KVd: Tensor | None = None
     tokens: list[int] = []
     probs: list[Tensor] = []
-    confidence_logits: list[Tensor] = []
+    confidences: list[float] = []
     previous = anchor
-    for k in range(block):
-        hidden_1H = hidden_KH[k : k + 1]
-        logits_Vd, embedding_1r = base_logits_KVd[k], None
+    for hidden_1H in hidden_KH.split(1):
+        latent_1r = embedding_1r = None
         if head is not None:
             prev_token_1 = torch.tensor([previous], device=hidden_KH.device)
             latent_1r, embedding_1r, state = head.step(prev_token_1, hidden_1H, state)
-            logits_Vd = logits_Vd + head.bias(latent_1r)[0]
         if confidence is not None:  # before x_k is drawn: c_k must not know it
-            confidence_logits.append(confidence(hidden_1H, embedding_1r))
+            certainty = confidence(hidden_1H, embedding_1r).sigmoid().item()
+            if certainty < floor:
+                break
+            confidences.append(certainty)
+        if base_logits_KVd is None:
+            base_logits_KVd = base_logits()
+            assert base_logits_KVd.shape[1] == (seen.vocab_size if draft_ids_Vd is None else len(draft_ids_Vd))
+        logits_Vd = base_logits_KVd[len(tokens)]
+        if head is not None and latent_1r is not None:
+            logits_Vd = logits_Vd + head.bias(latent_1r)[0]
         seen_Vd = seen_V if seen_V is None or draft_ids_Vd is None else seen_V[draft_ids_Vd]
         probs_Vd = warp(logits_Vd, params, seen_Vd)
         index = source.choose(probs_Vd)
@@ -52,9 +66,10 @@ def sample_chain(
             seen_V[previous] = True
         tokens.append(previous)
         probs.append(probs_Vd)
+    if not tokens:
+        return Proposal([], hidden_KH.new_empty(0, seen.vocab_size), [])
     probs_KV = torch.stack(probs)
     if draft_ids_Vd is not None:
-        ids_KVd = draft_ids_Vd.expand(block, -1)  # scatter_ is twice as quick here as index_copy_
-        probs_KV = probs_KV.new_zeros(block, seen.vocab_size).scatter_(1, ids_KVd, probs_KV)
-    confidences = torch.cat(confidence_logits).sigmoid().tolist() if confidence_logits else []
+        ids_KVd = draft_ids_Vd.expand(len(tokens), -1)  # scatter_ is twice as quick here as index_copy_
+        probs_KV = probs_KV.new_zeros(len(tokens), seen.vocab_size).scatter_(1, ids_KVd, probs_KV)
     return Proposal(tokens, probs_KV, confidences)

@@ -8,7 +8,7 @@ Embedding and LM head are the target's, frozen, and live outside this module.
 Layouts: with `sample_from_anchor` row k predicts the token *after* its position, so gamma rows give gamma drafts;
 without it rows 1..gamma (the masks) predict the token *at* theirs, and row 0 only conditions.
 
-Source: DFlash, arXiv 2602.06036; the two layouts as in DeepSpec (FORMATS.md).
+Source: DFlash, arXiv 2602.06036; the two layouts as in DeepSpec checkpoints.
 Shapes: N blocks, K rows a block, S context slots, L taps, T target hidden, H draft hidden, E head dim.
 """
 
@@ -28,7 +28,7 @@ from outrider.target.lean import rotate, signed_sin
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """A DFlash drafter. `block_size` counts the rows of a block, the anchor included (FORMATS.md)."""
+    """A DFlash drafter. `block_size` counts the rows of a block, the anchor included."""
 
     hidden_size: int
     intermediate_size: int
@@ -140,7 +140,6 @@ def rope_table(positions: Tensor, head_dim: int, theta: float) -> _Rope:
 class DFlash(nn.Module):
     """The backbone all block drafters share. Parameter names are those of the z-lab dialect."""
 
-    config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
     algorithm: ClassVar[str] = "dflash"
     tap_scale_L: Tensor
 

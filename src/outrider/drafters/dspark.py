@@ -39,7 +39,6 @@ class DSparkConfig(DFlashConfig):
 class DSpark(DFlash):
     """The backbone with its two heads."""
 
-    config_class: ClassVar[type[DFlashConfig]] = DSparkConfig
     algorithm: ClassVar[str] = "dspark"
     config: DSparkConfig
     markov_head: VanillaMarkov | None

@@ -9,6 +9,8 @@ features. Shapes: T new tokens, L taps, K block rows, G kv heads, Q queries per 
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,10 +68,14 @@ class PackedDrafter:
                 f"{ids} draft ids for a draft vocabulary of {config.draft_vocab_size}; "
                 "pass the checkpoint's draft_ids_Vd."
             )
+        # A copy on the target's device and in float32: heads and distributions need it, and drafters are small.
+        drafter = copy.deepcopy(drafter).to(target.device, torch.float32)
         self.config, self.drafter = config, drafter
-        self.draft_ids_Vd = draft_ids_Vd
+        self.draft_ids_Vd = None if draft_ids_Vd is None else draft_ids_Vd.to(target.device)
         self.embed_VH, self.embed_scale = target.embed_VD, target.embed_scale
-        self.head = PackedLinear(target.head_VD if draft_ids_Vd is None else target.head_VD[draft_ids_Vd])
+        whole = self.draft_ids_Vd is None and target.dtype == torch.float32
+        head_VH = target.head_VD if self.draft_ids_Vd is None else target.head_VD[self.draft_ids_Vd]
+        self.head = target.head if whole else PackedLinear(head_VH.float())
         folded = drafter.folded_state_dict()
         self.fc = PackedLinear(folded["fc.weight"])
         self.hidden_norm, self.norm = folded["hidden_norm.weight"], folded["norm.weight"]
@@ -78,7 +84,8 @@ class PackedDrafter:
         self.context_kv = PackedLinear.fused(
             *[proj for layer in layers for proj in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
         )
-        positions = torch.arange(config.max_position_embeddings + config.block_size, device=target.device)
+        # As far as the *target* reads, whatever the drafter's own config says.
+        positions = torch.arange(target.max_context + config.block_size, device=target.device)
         self.rope = rope_table(positions, config.head_dim, config.rope_theta)
         masks = [config.mask_token_id] * (config.block_size - 1)
         self.masks_M = torch.tensor(masks, dtype=torch.long, device=target.device)
@@ -90,7 +97,9 @@ class PackedDrafter:
     def features(self, taps_TLT: Tensor, start: int) -> list[tuple[Tensor, Tensor]]:
         """Context keys and values [T, G, E] per layer for committed tokens at positions start.."""
         T, G, E, eps = len(taps_TLT), self.config.num_key_value_heads, self.config.head_dim, self.config.rms_norm_eps
-        context_TH = F.rms_norm(self.fc(taps_TLT.reshape(T, -1)), (self.config.hidden_size,), self.hidden_norm, eps)
+        context_TH = F.rms_norm(
+            self.fc(taps_TLT.reshape(T, -1).float()), (self.config.hidden_size,), self.hidden_norm, eps
+        )
         kv = self.context_kv(context_TH).view(T, len(self.layers), 2, G, E)
         cos, sin = (table[start : start + T] for table in self.rope)
         return [
@@ -106,8 +115,8 @@ class DraftState:
         config = packed.config
         self.packed = packed
         shape = (config.num_key_value_heads, capacity + config.block_size, config.head_dim)
-        self.keys = [packed.embed_VH.new_empty(shape) for _ in packed.layers]
-        self.values = [packed.embed_VH.new_empty(shape) for _ in packed.layers]
+        self.keys = [packed.hidden_norm.new_empty(shape) for _ in packed.layers]
+        self.values = [packed.hidden_norm.new_empty(shape) for _ in packed.layers]
         self.length = 0
 
     def extend(self, taps_TLT: Tensor) -> None:
@@ -124,14 +133,14 @@ class DraftState:
         K, G, E, eps = config.block_size, config.num_key_value_heads, config.head_dim, config.rms_norm_eps
         heads, start, end = config.num_attention_heads, self.length, self.length + config.block_size
         tokens_K = torch.cat((torch.tensor([anchor], device=packed.embed_VH.device), packed.masks_M))
-        x = F.embedding(tokens_K, packed.embed_VH)
+        x = F.embedding(tokens_K, packed.embed_VH).float()
         if packed.embed_scale != 1.0:
             x = x * packed.embed_scale
         cos, sin = (table[start:end] for table in packed.rope)
         mask = None
         if config.sliding_window is not None:
-            slots = torch.arange(end)
-            distance = torch.arange(start, end)[:, None] - slots
+            slots = torch.arange(end, device=x.device)
+            distance = slots[start:, None] - slots
             mask = ((distance < config.sliding_window) | (slots >= start)).repeat(heads // G, 1)
         for i, layer in enumerate(packed.layers):
             qkv = layer.qkv(F.rms_norm(x, x.shape[-1:], layer.input_norm, eps)).view(K, -1, E)
@@ -148,16 +157,22 @@ class DraftState:
         return F.rms_norm(x[-config.gamma :], x.shape[-1:], packed.norm, eps)
 
     def propose(
-        self, anchor: int, params: SamplingParams, seen: SeenTokens, source: RandomSource, limit: int | None = None
+        self,
+        anchor: int,
+        params: SamplingParams,
+        seen: SeenTokens,
+        source: RandomSource,
+        limit: int | None = None,
+        floor: float = 0.0,
     ) -> Proposal:
-        """Draft up to `limit` tokens (all gamma by default) after `anchor`."""
+        """Draft up to `limit` tokens (all gamma by default) after `anchor`, while c_k is at least `floor`."""
         hidden_KH = self.block_hidden(anchor)[:limit]
         drafter = self.packed.drafter
-        head, confidence = (
-            (drafter.markov_head, drafter.confidence_head) if isinstance(drafter, DSpark) else (None, None)
-        )
+        head = confidence = None
+        if isinstance(drafter, DSpark):
+            head, confidence = drafter.markov_head, drafter.confidence_head
         return sample_chain(
-            self.packed.head(hidden_KH),
+            lambda: self.packed.head(hidden_KH),
             hidden_KH,
             anchor,
             head,
@@ -166,4 +181,5 @@ class DraftState:
             seen,
             source,
             self.packed.draft_ids_Vd,
+            floor,
         )

@@ -125,7 +125,7 @@ class ToyDrafter:
                 torch.nn.init.normal_(weight, generator=generator)
         self._blocks: dict[Tokens, tuple[Tensor, Tensor]] = {}
 
-    def draft(self, context: Tokens, source: RandomSource) -> Proposal:
+    def draft(self, context: Tokens, source: RandomSource, floor: float = 0.0) -> Proposal:
         if context not in self._blocks:
             columns = self.draft_vocab_size + self.hidden_size
             generator = _generator(self.seed, context)
@@ -136,7 +136,7 @@ class ToyDrafter:
         params = self.target.params
         seen = SeenTokens(self.target.vocab_size, params.repetition_penalty, context)
         return sample_chain(
-            base_logits_KVd,
+            lambda: base_logits_KVd,
             hidden_KH,
             context[-1],
             self.head,
@@ -145,6 +145,7 @@ class ToyDrafter:
             seen,
             source,
             self.draft_ids_Vd,
+            floor,
         )
 
 
@@ -157,8 +158,8 @@ class ToyLane:
     context: Tokens
     source: RandomSource
 
-    def draft(self) -> Proposal:
-        return self.drafter.draft(self.context, self.source)
+    def draft(self, floor: float) -> Proposal:
+        return self.drafter.draft(self.context, self.source, floor)
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
         return lambda k: self.target.row(self.context + tuple(tokens[:k]))

@@ -34,7 +34,7 @@ class TaskResult(BaseModel):
     baseline_tokens_per_second: float
     speedup: float
     speedup_quartiles: list[float]
-    greedy_identical: bool | None  # None: not asked at temperature > 0
+    greedy_identical: bool | None  # ties apart, which greedy_ties counts; None: not asked at temperature > 0
     greedy_ties: int
     greedy_mismatches: int
     draft_seconds: float
@@ -61,7 +61,7 @@ def acceptance(rounds: Sequence[RoundStats], gamma: int) -> tuple[float, list[fl
     for k in range(1, gamma + 1):
         reached = sum(r.admitted >= k and r.accepted >= k - 1 for r in rounds)
         conditional.append(sum(r.accepted >= k for r in rounds) / reached if reached else 0.0)
-    return sum(r.accepted + 1 for r in rounds) / len(rounds), conditional, histogram
+    return sum(r.committed for r in rounds) / len(rounds), conditional, histogram
 
 
 def machine() -> dict[str, Any]:

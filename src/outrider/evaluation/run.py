@@ -70,7 +70,10 @@ def evaluate(
         pairs: list[Pair] = []
         for number, prompt in enumerate(prompts):
             on_progress(name, number, len(prompts))
-            pairs += decode_turns(target, drafter, prompt, config, policy, flip=bool(number % 2))
+            try:
+                pairs += decode_turns(target, drafter, prompt, config, policy, flip=bool(number % 2))
+            except ValueError as error:
+                raise ValueError(f"{name}, prompt {prompt.id}: {error}") from error
         on_progress(name, len(prompts), len(prompts))
         results.append(summarise(name, len(prompts), pairs, drafter.config.gamma))
     described = {"temperature": config.params.temperature, "policy": repr(policy), "target": target.name}
@@ -140,7 +143,7 @@ def summarise(task: str, samples: int, pairs: Sequence[Pair], gamma: int) -> Tas
         baseline_tokens_per_second=plain_tokens / plain,
         speedup=(tokens / speculative) / (plain_tokens / plain),
         speedup_quartiles=quartiles,
-        greedy_identical=None if None in verdicts else "mismatch" not in verdicts and "tie" not in verdicts,
+        greedy_identical=None if None in verdicts else "mismatch" not in verdicts,
         greedy_ties=verdicts.count("tie"),
         greedy_mismatches=verdicts.count("mismatch"),
         draft_seconds=sum(r.draft_seconds for r in rounds),

@@ -9,6 +9,7 @@ Embedding and LM head are the target's and are not stored twice. Writing is atom
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,11 @@ from outrider.formats.dialects import DIALECTS, dialect_of
 from outrider.formats.files import atomic_directory, check_tensors, read_tensors
 
 _SHARED = {"embed_tokens.weight", "lm_head.weight", "t2d"}  # engines may store these; ours come from the target
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages results depend on."""
+    return {name: importlib.metadata.version(name) for name in ("outrider", "torch", "transformers")}
 
 
 @dataclass(frozen=True)

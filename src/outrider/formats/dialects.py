@@ -3,8 +3,8 @@
     z-lab     architectures ["DFlashDraftModel"]   DFlash; taps and mask in `dflash_config`; anchor + masks layout
     DeepSpec  architectures ["Qwen3DSparkModel"]   DSpark (and DFlash as markov_rank 0); taps and mask at the top level
 
-Facts about both are in FORMATS.md of the project's papers and in docs/architecture.md. Every field a loader may
-default differently is written explicitly.
+Every field a loader may default differently is written explicitly. An absent confidence head field means none, as in
+engines.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class DeepSpec:
         return {**_backbone_to(config), "architectures": [self.architecture], "target_layer_ids": taps, **own}
 
     def from_config(self, raw: Mapping[str, Any]) -> DSparkConfig:
-        own = {name: raw[name] for name in _DSPARK_FIELDS if name in raw}
+        own = {"enable_confidence_head": False, **{name: raw[name] for name in _DSPARK_FIELDS if name in raw}}
         own["mask_token_id"] = raw["mask_token_id"]  # has no default: a missing one is reported by its name
         return DSparkConfig(**_backbone_from(raw), target_layer_ids=tuple(raw["target_layer_ids"]), **own)
 

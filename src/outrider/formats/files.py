@@ -43,7 +43,7 @@ def atomic_directory(destination: Path) -> Iterator[Path]:
         if full:
             raise OSError(
                 errno.ENOSPC,
-                f"the disk is full: nothing was saved to {destination}. Free space or choose another --out.",
+                f"the disk is full: nothing was saved to {destination}. Free space, or choose another place.",
             ) from error
         raise
     finally:

@@ -11,10 +11,15 @@ c_{k+1} does: a search over all confidences, however tempting, biases the output
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 
 class Policy(Protocol):
+    @property
+    def floor(self) -> float:
+        """No token whose confidence is below this is ever admitted, so a drafter need not draw it."""
+        ...
+
     def lengths(self, confidences: Sequence[Sequence[float]], drafted: Sequence[int]) -> list[int]:
         """How many of the `drafted` tokens each request has verified; confidences are [] where a drafter has none."""
         ...
@@ -25,6 +30,7 @@ class FixedPolicy:
     """Verify a fixed number of draft tokens; None verifies all of them."""
 
     length: int | None = None
+    floor: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         if self.length is not None and self.length < 0:
@@ -39,6 +45,10 @@ class ThresholdPolicy:
     """Verify until the drafter doubts itself."""
 
     threshold: float
+
+    @property
+    def floor(self) -> float:
+        return self.threshold
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:
@@ -63,6 +73,7 @@ class PrefixScheduler:
     """
 
     sps: Callable[[int], float]
+    floor: ClassVar[float] = 0.0
 
     def lengths(self, confidences: Sequence[Sequence[float]], drafted: Sequence[int]) -> list[int]:
         _require_confidences(confidences, drafted)
@@ -92,5 +103,5 @@ def _require_confidences(confidences: Sequence[Sequence[float]], drafted: Sequen
         if len(confidences[request]) < count:
             raise ValueError(
                 f"request {request} has {len(confidences[request])} confidences for {count} draft tokens: its drafter "
-                "has no confidence head; use FixedPolicy, or train the drafter with one"
+                "has no confidence head; verify a fixed length instead, or train the drafter with one"
             )

@@ -46,7 +46,7 @@ def signed_sin(sin: torch.Tensor) -> torch.Tensor:
 
 
 def visibility_mask(cache: KVCache, batch: int, new: int, groups: int) -> torch.Tensor | None:
-    """Bool mask for `new` tokens after the cached ones: [1 or B, 1, groups * new, S], or None when all is visible."""
+    """Additive mask for `new` tokens after the cached ones, [1 or B, 1, groups * new, S]; None: all is visible."""
     past = cache.length
     slots = torch.arange(past + new)
     if cache.pad_B is None and new == 1:
@@ -58,7 +58,9 @@ def visibility_mask(cache: KVCache, batch: int, new: int, groups: int) -> torch.
         real = slots[None, None, :] >= cache.pad_B[:, None, None]
         own = slots[None, :] == (past + torch.arange(new))[:, None]
         mask = (mask & real) | own[None]
-    return mask.repeat(1, groups, 1)[:, None]
+    # Additive once, because attention would convert a bool mask in every layer.
+    added = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    return added.repeat(1, groups, 1)[:, None]
 
 
 class LeanDecoder:

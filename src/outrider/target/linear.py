@@ -2,7 +2,7 @@
 
 `F.linear` re-reads a row-major weight and is slow for the 2-32 rows a verify pass has. oneDNN's reordered weight runs
 any number of rows from one copy: on the machine of docs/results.md, 8 rows of SmolLM2 cost about what 1 row costs
-(docs/architecture.md has the table, and why the MKL pack DESIGN.md proposed was dropped).
+(docs/architecture.md has the table, and why MKL's pack was dropped).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 _PACK_ROWS = 16  # a hint for the layout; every row count runs from the same copy
-_MIN_ROWS = 4  # one and two rows take a slower kernel than four
+_MIN_ROWS = 4  # fewer rows take a slower kernel than four do
 
 
 _enabled = True

@@ -3,7 +3,7 @@
     tokens_BT, cache  ->  logits at the last `logits` tokens [B, n, V], taps [B, T, L, D], last hidden [B, T, D]
 
 Tap i is the *output* of decoder layer i (HF `hidden_states[i + 1]`); -1 is the embedding output. The final layer
-cannot be tapped: drafters read features that exist before the head does (FORMATS.md, "off-by-one").
+cannot be tapped: drafters read features that exist before the head does (docs/architecture.md, Checkpoints).
 """
 
 from __future__ import annotations
@@ -53,13 +53,17 @@ class Target:
         self.embed_scale: float = self.hidden_size**0.5 if self.family.scaled_embeddings else 1.0
         self.device, self.dtype = self.embed_VD.device, self.embed_VD.dtype
         self.head = PackedLinear(self.head_VD)
-        self._lean = LeanDecoder(model) if self.family.lean and self.device.type == "cpu" else None
+        self._lean = LeanDecoder(model) if self.device.type == "cpu" and self._lean_shaped() else None
         self._captured: dict[int, torch.Tensor] = {}
         self._wanted: tuple[int, ...] = ()
         if self._lean is None:
             model.get_input_embeddings().register_forward_hook(self._hook(-1))
             for index, layer in enumerate(model.model.layers):
                 layer.register_forward_hook(self._hook(index))
+
+    def _lean_shaped(self) -> bool:
+        windows = "sliding_attention" in (getattr(self.config, "layer_types", None) or ())
+        return self.family.lean and not windows and self.config.hidden_act == "silu"
 
     def _hook(self, index: int) -> Any:
         def capture(_module: Any, _args: Any, output: Any) -> None:

@@ -50,7 +50,10 @@ def resolve_model(id_or_dir: str) -> Path:
     hub_id = EMBEDDED_ID if embedded else id_or_dir
     hub_error: Exception
     try:
-        return Path(snapshot_download(hub_id, local_files_only=True, allow_patterns=_PATTERNS))
+        cached = Path(snapshot_download(hub_id, local_files_only=True, allow_patterns=_PATTERNS))
+        if (cached / "config.json").is_file() and any(cached.glob("*.safetensors")):
+            return cached  # a snapshot of the tokenizer alone does not count
+        hub_error = FileNotFoundError(f"{cached} is incomplete")
     except (LocalEntryNotFoundError, HFValidationError, FileNotFoundError) as error:
         hub_error = error
     if embedded and (gguf := _embedded_gguf()) is not None:
@@ -86,6 +89,8 @@ def converted(gguf: Path, destination: Path) -> Path:
     staging = Path(tempfile.mkdtemp(prefix=destination.name + ".", dir=destination.parent))
     try:
         _convert(gguf, staging)
+        if _intact(destination):
+            return destination  # another process was faster
         shutil.rmtree(destination, ignore_errors=True)
         try:
             staging.rename(destination)

@@ -23,6 +23,7 @@ from outrider.data.responses import Sample
 from outrider.target import Target
 
 _HEAD_CHUNK = 64
+_LARGEST = 65504.0  # float16's largest number
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,18 @@ class FeatureSource:
     """Features of samples, by index."""
 
     def __init__(
-        self, target: Target, samples: Sequence[Sample], taps: tuple[int, ...], tap_scale_L: Tensor, budget_bytes: int
+        self,
+        target: Target,
+        samples: Sequence[Sample],
+        taps: tuple[int, ...],
+        tap_scale_L: Tensor,
+        budget_bytes: int,
+        dtype: torch.dtype = torch.float16,
     ) -> None:
         self.target, self.samples, self.taps = target, samples, taps
         self.tap_scale_L = tap_scale_L
         self.budget_bytes = budget_bytes
+        self.dtype = dtype
         self._kept: OrderedDict[int, Features] = OrderedDict()
         self._bytes = 0
 
@@ -68,14 +76,14 @@ class FeatureSource:
         cache = self.target.new_cache(tokens.shape[1])
         output = self.target.forward(tokens, cache, self.taps, logits=0)
         assert output.taps_BTLD is not None
-        hidden_RD = output.hidden_BTD[0, len(sample.prompt) - 1 :].half()
+        hidden_RD = output.hidden_BTD[0, len(sample.prompt) - 1 :].to(self.dtype)
         lse, argmax = [], []
         for rows in hidden_RD.to(self.target.dtype).split(_HEAD_CHUNK):
             logits = self.target.logits(rows).float()
             lse.append(logits.logsumexp(-1))
             argmax.append(logits.argmax(-1))
-        taps_SLD = (output.taps_BTLD[0].float() / self.tap_scale_L[:, None]).half()
-        # Cloned outside inference mode's reach: autograd may save them.
+        scaled = output.taps_BTLD[0].float() / self.tap_scale_L[:, None]
+        taps_SLD = scaled.clamp_(-_LARGEST, _LARGEST).to(self.dtype)
         return Features(taps_SLD, hidden_RD, torch.cat(lse), torch.cat(argmax))
 
 

@@ -78,9 +78,9 @@ class _ChunkedDistances(torch.autograd.Function):
         view: TargetView,
         ce_N: Tensor,
         tv_N: Tensor,
+        needs_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         N = hidden_NH.shape[0]
-        needs_grad = any(ctx.needs_input_grad[:3])
         d_hidden = torch.empty_like(hidden_NH) if needs_grad else None
         d_latent = torch.empty_like(latent_Nr) if needs_grad and latent_Nr is not None else None
         d_w2 = torch.zeros_like(w2_Vr) if needs_grad and w2_Vr is not None else None
@@ -126,7 +126,7 @@ class _ChunkedDistances(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scale = grads[0]
-        return (*(None if g is None else g * scale for g in ctx.gradients), None, None, None, None)
+        return (*(None if g is None else g * scale for g in ctx.gradients), None, None, None, None, None)
 
 
 def objective(
@@ -150,7 +150,7 @@ def objective(
     """
     w_N = (weights_N / weights_N.sum()).to(hidden_NH.dtype)
     total, ce_N, distance_N, agree_N = _ChunkedDistances.apply(
-        hidden_NH, latent_Nr, w2_Vr, head_VH, view, config.ce * w_N, config.tv * w_N
+        hidden_NH, latent_Nr, w2_Vr, head_VH, view, config.ce * w_N, config.tv * w_N, torch.is_grad_enabled()
     )
     acceptance_N = (1 - distance_N / 2).clamp(0, 1)
     if confidence_N is not None:

@@ -34,7 +34,7 @@ class DataSection(_Section):
     temperature: float = Field(0.0, ge=0)
     batch_size: int = Field(64, ge=1)
     max_minutes: float | None = Field(None, gt=0)  # stop regenerating after this long, train on what there is
-    held_out: int = Field(32, ge=1)  # samples kept for the held-out metrics
+    held_out: int = Field(32, ge=1)  # conversations kept for the held-out metrics
 
 
 class DrafterSection(_Section):
@@ -51,7 +51,7 @@ class DrafterSection(_Section):
     markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
-    initialize_from_target: bool = True
+    initialize_from_target: bool = True  # Llama- and Qwen3-shaped targets; others start from noise
 
 
 class ObjectiveSection(_Section):

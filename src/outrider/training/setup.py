@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,11 +36,6 @@ class Run:
     reduced: bool
     samples: list[Sample]
     held_out: list[Sample]
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages results depend on."""
-    return {name: importlib.metadata.version(name) for name in ("outrider", "torch", "transformers")}
 
 
 def recipe_prompts(data: DataSection) -> list[Prompt]:
@@ -81,15 +75,19 @@ def recipe_samples(
     samples = regenerate(
         target, recipe_prompts(data), config, path, on_progress, stop=lambda: begun or time.monotonic() > deadline
     )
-    usable = sorted((s for s in samples if len(s.response) >= 2), key=lambda s: (s.id, s.turn))
-    order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(recipe.seed)).tolist()
-    shuffled = [usable[i] for i in order]
-    if len(shuffled) <= data.held_out:
+    usable = [s for s in samples if len(s.response) >= 2]
+    # Split by conversation: a later turn's prompt contains the earlier responses.
+    ids = sorted({s.id for s in usable})
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(recipe.seed)).tolist()
+    if len(ids) <= data.held_out:
         raise ValueError(
-            f"{path} has {len(shuffled)} usable responses and data.held_out takes {data.held_out} of them; "
+            f"{path} has responses to {len(ids)} conversations and data.held_out takes {data.held_out} of them; "
             "add prompts or lower data.held_out."
         )
-    return shuffled[data.held_out :], shuffled[: data.held_out]
+    place = {ids[i]: rank for rank, i in enumerate(order)}
+    usable.sort(key=lambda s: (place[s.id], s.turn))
+    split = next(i for i, s in enumerate(usable) if place[s.id] >= data.held_out)
+    return usable[split:], usable[:split]
 
 
 def drafter_config(section: DrafterSection, target: Target) -> DFlashConfig:
@@ -158,12 +156,18 @@ def prepare(
     """Samples, drafter and objective of a recipe, ready for the trainer."""
     torch.manual_seed(recipe.seed)
     config = drafter_config(recipe.drafter, target)  # first: a mistake here should not cost the responses' minutes
+    longest = recipe.data.max_prompt_tokens + recipe.data.max_new_tokens
+    if longest > target.max_context:
+        raise ValueError(
+            f"data.max_prompt_tokens + data.max_new_tokens is {longest} and {target.name} reads {target.max_context} "
+            "tokens; lower one of them."
+        )
     samples, held_out = recipe_samples(recipe, target, on_progress)
     drafter = DSpark(config) if isinstance(config, DSparkConfig) else DFlash(config)
     drafter.to(target.device)
     calibration = samples[:_CALIBRATION_SAMPLES]
     drafter.tap_scale_L.copy_(measure_tap_scale(target, calibration, config.target_layer_ids))
-    if recipe.drafter.initialize_from_target:
+    if recipe.drafter.initialize_from_target and target.family.lean:
         initialize_from_target(drafter, target, calibration)
     reduced = config.draft_vocab_size < target.vocab_size
     ids = choose_draft_ids(samples, target.vocab_size, config.draft_vocab_size, target.eos_ids).to(target.device)

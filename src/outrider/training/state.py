@@ -50,12 +50,16 @@ def load_state(directory: Path, module: nn.Module, optimizer: torch.optim.Optimi
             "Choose another out=..., or delete that directory to start again."
         )
     tensors = read_tensors(directory / "state.safetensors")
+    missing = [n for n, _ in module.named_parameters() if f"weight.{n}" not in tensors]
+    if missing:
+        raise ValueError(
+            f"{directory / 'state.safetensors'} lacks {', '.join(missing)}; delete {directory} to start again."
+        )
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(tensors[f"weight.{name}"])
             if f"exp_avg.{name}" in tensors:
                 optimizer.state[parameter] = {m: tensors[f"{m}.{name}"].to(parameter.device) for m in _MOMENTS}
-                optimizer.state[parameter]["step"] = tensors[f"step.{name}"]  # AdamW keeps it on the CPU
         for name, buffer in module.named_buffers():
             buffer.copy_(tensors[f"buffer.{name}"])
     return int(stored["step"])

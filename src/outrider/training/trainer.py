@@ -8,6 +8,7 @@ resumed run needs. A run that was killed and started again ends with the same we
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -19,12 +20,13 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
-from outrider.formats import Checkpoint, save_drafter
+from outrider.data.responses import Sample
+from outrider.formats import Checkpoint, save_drafter, versions
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.features import FeatureSource
 from outrider.training.metrics import held_out_metrics
 from outrider.training.recipe import OptimizerSection, Recipe
-from outrider.training.setup import Run, versions
+from outrider.training.setup import Run
 from outrider.training.state import load_state, save_state
 
 _HELD_OUT_ANCHORS = 24
@@ -44,10 +46,9 @@ def learning_rate(step: int, config: OptimizerSection) -> float:
 class Trainer:
     """Trains `run.drafter` on `run.samples`, resuming from OUT/state where there is one."""
 
-    def __init__(self, recipe: Recipe, run: Run, progress: Progress | None = None) -> None:
+    def __init__(self, recipe: Recipe, run: Run) -> None:
         self.recipe, self.run = recipe, run
         self.out = Path(recipe.out)
-        self.progress = progress
         config = recipe.optimizer
         decayed = [p for p in run.drafter.parameters() if p.dim() > 1]
         plain = [p for p in run.drafter.parameters() if p.dim() <= 1]
@@ -62,6 +63,7 @@ class Trainer:
         self.held_out = FeatureSource(run.target, run.held_out, taps, scale, budget)
         self.schedule = Schedule(run.samples, config.sequences_per_step, config.anchors_per_sequence, recipe.seed)
         self.settings = recipe.model_dump(mode="json", exclude=_FREE_TO_CHANGE)
+        self.settings["samples_sha256"] = _digest([*run.samples, *run.held_out])
         self.last_metrics: dict[str, float] = {}
         self.seconds = 0.0
 
@@ -75,6 +77,9 @@ class Trainer:
         first = load_state(self.out / "state", drafter, self.optimizer, self.settings)
         last = min(config.steps, stop_after or config.steps)
         started = time.perf_counter()
+        if first >= last:
+            self.last_metrics = self.evaluate()
+            return self.last_metrics
         with self._log(first) as log, self._bar() as bar:
             task = bar.add_task("train", total=config.steps, completed=first, status="")
             for step in range(first, last):
@@ -82,15 +87,11 @@ class Trainer:
                 for group in self.optimizer.param_groups:
                     group["lr"] = learning_rate(step, config)
                 output = self.run.objective(drafter, batch)
-                if not torch.isfinite(output.loss):
-                    raise ValueError(
-                        f"the loss is {output.loss.item()} at step {step}: training stopped, the last checkpoint in "
-                        f"{self.out} is kept. Lower optimizer.learning_rate ({config.learning_rate}) or raise "
-                        "optimizer.warmup_fraction."
-                    )
+                self._check_finite("loss", output.loss.item(), step)
                 self.optimizer.zero_grad(set_to_none=True)
                 output.loss.backward()
                 norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), config.clip)
+                self._check_finite("gradient norm", norm.item(), step)
                 self.optimizer.step()
                 done = step + 1
                 if done % self.recipe.log_every == 0:
@@ -119,6 +120,14 @@ class Trainer:
                     f"tau {self.last_metrics.get('expected_length_greedy', 1):.2f}",
                 )
         return self.last_metrics
+
+    def _check_finite(self, what: str, value: float, step: int) -> None:
+        if not math.isfinite(value):
+            config = self.recipe.optimizer
+            raise ValueError(
+                f"the {what} is {value} at step {step}: training stopped, the last checkpoint in {self.out} is kept. "
+                f"Lower optimizer.learning_rate ({config.learning_rate}) or raise optimizer.warmup_fraction."
+            )
 
     def batch(self, chosen: list[tuple[int, list[int]]], features: FeatureSource, samples: list[Any]) -> BlockBatch:
         return build_batch(chosen, samples, [features[i] for i, _ in chosen], self.run.drafter.config.gamma)
@@ -160,7 +169,12 @@ class Trainer:
             TextColumn("{task.fields[status]}"),
             TimeRemainingColumn(),
         )
-        return self.progress or Progress(*columns)
+        return Progress(*columns)
+
+
+def _digest(samples: list[Sample]) -> str:
+    """Identifies the data a state was trained on: other responses mean another draft vocabulary and other steps."""
+    return hashlib.sha256(json.dumps([(s.prompt, s.response) for s in samples]).encode()).hexdigest()
 
 
 class _Log:
@@ -169,8 +183,9 @@ class _Log:
     def __init__(self, out: Path, first: int) -> None:
         out.mkdir(parents=True, exist_ok=True)
         path = out / "metrics.jsonl"
-        kept = path.read_text().splitlines() if path.is_file() and first else []
-        path.write_text("".join(f"{line}\n" for line in kept if json.loads(line)["step"] <= first))
+        kept = path.read_text().splitlines(keepends=True) if path.is_file() and first else []
+        whole = [line for line in kept if line.endswith("\n")]  # a killed process may have cut the last one
+        path.write_text("".join(line for line in whole if json.loads(line)["step"] <= first))
         self.file = path.open("a")
         self.board = SummaryWriter(str(out / "tensorboard"), purge_step=first)
 
