@@ -216,6 +216,7 @@ def test_a_drafter_follows_the_recipe() -> None:
         ({"algorithm": "dflash", "block_size": 1, "num_taps": 2}, "block_size 1"),
         ({"algorithm": "dflash", "sample_from_anchor": True, "num_taps": 2}, r"drafter\.sample_from_anchor"),
         ({"markov_rank": 0, "num_taps": 2}, "confidence_head_with_markov"),
+        ({"num_taps": 2}, r"data\.max_prompt_tokens \+ data\.max_new_tokens is 768"),
     ],
 )
 def test_a_drafter_that_cannot_be_is_refused_before_responses_are_made(

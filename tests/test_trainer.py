@@ -93,6 +93,22 @@ def test_training_learns_and_the_checkpoint_serves(tmp_path: Path) -> None:
     assert any((tmp_path / "tensorboard").iterdir())
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma", "gemma2"])
+def test_other_families_train_from_noise(tmp_path: Path, family: str) -> None:
+    run = make_run(toy_target(family))
+    metrics = Trainer(recipe(tmp_path), run).train(stop_after=3)
+    assert metrics["loss"] > 0 and load_drafter(tmp_path / "drafter").metadata["step"] == 3
+
+
+def test_other_responses_may_not_resume(tmp_path: Path) -> None:
+    target = toy_target()
+    Trainer(recipe(tmp_path), make_run(target)).train(stop_after=2)
+    other = make_run(target)
+    other.samples = other.samples[1:]
+    with pytest.raises(ValueError, match=r"samples_sha256 differ"):
+        Trainer(recipe(tmp_path), other).train()
+
+
 def test_a_loss_that_is_not_finite_stops_training_and_keeps_the_checkpoint(tmp_path: Path) -> None:
     run = make_run(toy_target())
     Trainer(recipe(tmp_path), run).train(stop_after=4)
