@@ -34,8 +34,8 @@ def bench_forward(
     loaded = load_target(target)
     curve = forward_curve(loaded, context, repeats)
     view = Table(title=f"one forward after {context} cached tokens: milliseconds, median (quartiles)")
-    for heading in ("tokens", "packed", "F.linear", "packed, vs 1 token", "packed SPS"):
-        view.add_column(heading, justify="right")
+    for heading in ("tokens", "packed", "F.linear", "packed / 1", "SPS"):
+        view.add_column(heading, justify="right", no_wrap=True)
     one = curve[0].packed[1]
     for point in curve:
         cells = [f"{q[1] * 1e3:.1f} ({q[0] * 1e3:.1f}-{q[2] * 1e3:.1f})" for q in (point.packed, point.linear)]

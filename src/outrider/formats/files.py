@@ -27,6 +27,8 @@ def atomic_directory(destination: Path) -> Iterator[Path]:
     staging.mkdir()  # not mkdtemp: a checkpoint must be readable by whom the umask allows
     try:
         yield staging
+        for file in staging.iterdir():
+            file.chmod(staging.stat().st_mode & 0o666)  # safetensors writes files for the owner only
         if destination.exists():
             retired = destination.parent / f".{destination.name}.{mark}.old"
             destination.rename(retired)
