@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import matplotlib
@@ -18,7 +19,8 @@ def plot_acceptance(results: Results, path: Path) -> None:
     for task in results.tasks:
         positions = range(1, len(task.conditional_acceptance) + 1)
         label = f"{task.task} (\u03c4 {task.accepted_length:.2f})"
-        axes.plot(positions, task.conditional_acceptance, marker="o", label=label)
+        heights = [math.nan if c is None else c for c in task.conditional_acceptance]
+        axes.plot(positions, heights, marker="o", label=label)
         axes.set_xticks(list(positions))
     axes.set(xlabel="draft position k", ylabel="P(accept k | 1..k-1 accepted)", ylim=(0, 1))
     axes.set_title("Conditional acceptance by position")

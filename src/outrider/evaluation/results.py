@@ -28,7 +28,7 @@ class TaskResult(BaseModel):
     tokens: int
     rounds: int
     accepted_length: float
-    conditional_acceptance: list[float]
+    conditional_acceptance: list[float | None]  # None: no round got that far
     acceptance_histogram: list[int]
     tokens_per_second: float
     baseline_tokens_per_second: float
@@ -52,15 +52,15 @@ class Results(BaseModel):
     machine: dict[str, Any]
 
 
-def acceptance(rounds: Sequence[RoundStats], gamma: int) -> tuple[float, list[float], list[int]]:
+def acceptance(rounds: Sequence[RoundStats], gamma: int) -> tuple[float, list[float | None], list[int]]:
     """(accepted length, conditional acceptance per position, histogram) of some rounds."""
     histogram = [0] * (gamma + 1)
     for r in rounds:
         histogram[r.accepted] += 1
-    conditional = []
+    conditional: list[float | None] = []
     for k in range(1, gamma + 1):
         reached = sum(r.admitted >= k and r.accepted >= k - 1 for r in rounds)
-        conditional.append(sum(r.accepted >= k for r in rounds) / reached if reached else 0.0)
+        conditional.append(sum(r.accepted >= k for r in rounds) / reached if reached else None)
     return sum(r.committed for r in rounds) / len(rounds), conditional, histogram
 
 
