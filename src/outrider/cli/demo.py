@@ -16,10 +16,11 @@ from outrider.cli.train import run_training
 from outrider.drafters.packed import PackedDrafter
 from outrider.evaluation.run import EvaluationConfig
 from outrider.formats import load_drafter
-from outrider.scheduling import FixedPolicy
+from outrider.scheduling import ThresholdPolicy
 from outrider.training.recipe import load_recipe
 
 _TASKS = ["eval_math", "eval_chat", "eval_code"]
+_THRESHOLD = 0.25  # a drafter this young is often wrong, and knows it
 
 
 def demo(
@@ -27,7 +28,7 @@ def demo(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="recipe fields to change: optimizer.steps=20 ...")
     ] = None,
-    eval_samples: Annotated[int, typer.Option(min=1, help="held-out prompts per task")] = 8,
+    eval_samples: Annotated[int, typer.Option(min=1, help="held-out prompts per task")] = 6,
     eval_tokens: Annotated[int, typer.Option(min=1, help="new tokens per response")] = 128,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
@@ -42,6 +43,8 @@ def demo(
     checkpoint = load_drafter(out / "drafter")
     packed = PackedDrafter(checkpoint.drafter, target, checkpoint.draft_ids_Vd)
     config = EvaluationConfig(eval_samples, eval_tokens)
-    results = run_evaluation(target, packed, _TASKS, config, FixedPolicy(), {"drafter": "demo"}, console)
+    results = run_evaluation(
+        target, packed, _TASKS, config, ThresholdPolicy(_THRESHOLD), {"drafter": str(out / "drafter")}, console
+    )
     report(results, out / "eval", console)
     console.print(f"demo finished in {(time.perf_counter() - started) / 60:.1f} minutes")
