@@ -83,7 +83,7 @@ def toy_config(dspark: bool = True, **changes: object) -> DFlashConfig:
     }
     if dspark:
         fields["markov_rank"] = 6
-    return (DSparkConfig if dspark else DFlashConfig)(**{**fields, **changes})  # type: ignore[arg-type]
+    return (DSparkConfig if dspark else DFlashConfig)(**{**fields, **changes})
 
 
 def randomise(module: torch.nn.Module, seed: int = 0) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -50,7 +49,7 @@ class Oracle:
     def __init__(self, target: Target, text: Sequence[int], spoil: float, seed: int = 0) -> None:
         self.target, self.text, self.spoil = target, list(text), spoil
         self.random = random.Random(seed)
-        self.config = SimpleNamespace(target_layer_ids=(1,), block_size=GAMMA, gamma=GAMMA)
+        self.taps, self.block_size = (1,), GAMMA
 
     def new_state(self, capacity: int) -> _State:
         return _State(self, capacity)
@@ -67,7 +66,7 @@ class SelfDrafter:
     def __init__(self, target: Target, prompt: Sequence[int], temperature: float, gamma: int) -> None:
         self.target, self.prompt = target, list(prompt)
         self.params = SamplingParams(temperature=temperature)
-        self.config = SimpleNamespace(target_layer_ids=(1,), block_size=gamma, gamma=gamma)
+        self.taps, self.block_size = (1,), gamma
         self.memory: dict[tuple[int, ...], Tensor] = {}
 
     def new_state(self, capacity: int) -> _SelfState:
@@ -105,7 +104,7 @@ class _SelfState:
         if anchor != context[-1] or self.tokens:
             return Proposal([], torch.empty(0), [])
         rows = []
-        for _ in range(min(self.drafter.config.gamma, limit or 0)):
+        for _ in range(min(self.drafter.block_size, limit or 0)):
             row = self.drafter.row(context)
             rows.append(row)
             self.tokens.append(source.choose(row))

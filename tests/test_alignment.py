@@ -91,7 +91,7 @@ def serve(packed: PackedDrafter, target: Target, sample: Sample, ids: Tensor) ->
     while at < len(tokens) - 1:
         assert lane.anchor == tokens[at]
         following = tokens[at + 1 : at + 1 + gamma]
-        lane.source = Forced(following, inverse_ids(ids, target.vocab_size))  # type: ignore[assignment]
+        lane.source = Forced(following, inverse_ids(ids, target.vocab_size))
         proposal = lane.draft(0.0)
         row = lane.score(proposal.tokens)
         matching = 0  # a token outside the draft vocabulary cannot be forced: decoding never gets past it

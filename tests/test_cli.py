@@ -45,7 +45,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shapes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "head_dim": 8, "markov_rank": 4}
     shapes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_target_layers": 5, "mask_token_id": 3}
     for name, size in (("drafter", vocab), ("other", vocab + 1)):
-        config = DSparkConfig(**shapes, vocab_size=size, draft_vocab_size=size, target_layer_ids=(1, 3))  # type: ignore[arg-type]
+        config = DSparkConfig(**shapes, vocab_size=size, draft_vocab_size=size, target_layer_ids=(1, 3))
         drafter = DSpark(config)
         randomise(drafter)
         save_drafter(Checkpoint(drafter), directory / name)

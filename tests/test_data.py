@@ -150,7 +150,7 @@ def test_a_killed_regeneration_goes_on_to_the_same_samples(
 
     def counted(target: Target, prompts: Sequence[list[int]], *rest: object) -> object:
         asked.extend(prompts)
-        return generate(target, prompts, *rest)  # type: ignore[arg-type]
+        return generate(target, prompts, *rest)
 
     monkeypatch.setattr(responses, "generate_all", counted)
     resumed = regenerate(target, PROMPTS, replace(CONFIG, batch_size=3), path)
@@ -182,7 +182,7 @@ def test_responses_made_with_other_settings_are_refused(
     regenerate(target, PROMPTS[:1], CONFIG, path)
     before = path.read_bytes()
     with pytest.raises(ValueError, match="other settings"):
-        regenerate(target, PROMPTS, replace(CONFIG, **change), path)  # type: ignore[arg-type]
+        regenerate(target, PROMPTS, replace(CONFIG, **change), path)
     assert path.read_bytes() == before
 
 

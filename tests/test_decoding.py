@@ -27,7 +27,7 @@ def oracle_for(target: Target, spoil: float = 0.3, seed: int = 0, params: Sampli
 @pytest.mark.parametrize("head", ["none", "vanilla", "gated", "rnn"])
 def test_greedy_output_equals_plain_decoding(family: str, head: str) -> None:
     target = toy_target(family)
-    drafter = DFlash(toy_config(False)) if head == "none" else DSpark(toy_config(markov_head_type=head))  # type: ignore[arg-type]
+    drafter = DFlash(toy_config(False)) if head == "none" else DSpark(toy_config(markov_head_type=head))
     randomise(drafter)
     plain = generate(target, PROMPT, rules=NO_STOPS)
     speculative = generate(target, PROMPT, PackedDrafter(drafter, target), rules=NO_STOPS)
@@ -38,7 +38,7 @@ def test_greedy_output_equals_plain_decoding(family: str, head: str) -> None:
 @pytest.mark.parametrize("spoil", [0.0, 0.3, 1.0])
 def test_policies_and_acceptance_never_change_the_output(policy: Policy, spoil: float) -> None:
     target = toy_target()
-    result = generate(target, PROMPT, oracle_for(target, spoil), rules=NO_STOPS, policy=policy)  # type: ignore[arg-type]
+    result = generate(target, PROMPT, oracle_for(target, spoil), rules=NO_STOPS, policy=policy)
     assert result.tokens == generate(target, PROMPT, rules=NO_STOPS).tokens
     assert sum(r.committed for r in result.rounds) == 40
     if spoil == 1.0:
@@ -51,7 +51,7 @@ def test_policies_and_acceptance_never_change_the_output(policy: Policy, spoil: 
 def test_deterministic_warps_equal_plain_decoding(params: SamplingParams) -> None:
     target = toy_target()
     oracle = oracle_for(target, params=params)
-    result = generate(target, PROMPT, oracle, params, NO_STOPS)  # type: ignore[arg-type]
+    result = generate(target, PROMPT, oracle, params, NO_STOPS)
     assert result.tokens == generate(target, PROMPT, params=params, rules=NO_STOPS).tokens
     assert max(r.accepted for r in result.rounds) > 1
 
@@ -60,7 +60,7 @@ def test_deterministic_warps_equal_plain_decoding(params: SamplingParams) -> Non
 def test_max_new_tokens_is_exact(limit: int) -> None:
     target = toy_target()
     plain = generate(target, PROMPT, rules=StopRules(limit, stop_ids=()))
-    fast = generate(target, PROMPT, oracle_for(target), rules=StopRules(limit, stop_ids=()))  # type: ignore[arg-type]
+    fast = generate(target, PROMPT, oracle_for(target), rules=StopRules(limit, stop_ids=()))
     assert fast.tokens == plain.tokens and len(fast.tokens) == limit and fast.finish == "length"
 
 
@@ -70,14 +70,14 @@ def test_a_stop_token_inside_a_block_cuts_the_commit_there(at: int) -> None:
     plain = generate(target, PROMPT, rules=NO_STOPS).tokens
     stop = plain[at]
     expected = plain[: plain.index(stop) + 1]
-    result = generate(target, PROMPT, oracle_for(target, 0.0), rules=StopRules(40, stop_ids=[stop]))  # type: ignore[arg-type]
+    result = generate(target, PROMPT, oracle_for(target, 0.0), rules=StopRules(40, stop_ids=[stop]))
     assert result.tokens == expected and result.finish == "stop"
     assert generate(target, PROMPT, rules=StopRules(40, stop_ids=[stop])).tokens == expected
 
 
 def test_chunks_say_where_tokens_come_from_and_where_time_went() -> None:
     target = toy_target()
-    chunks: list[Chunk] = list(stream(target, PROMPT, oracle_for(target), rules=NO_STOPS))  # type: ignore[arg-type]
+    chunks: list[Chunk] = list(stream(target, PROMPT, oracle_for(target), rules=NO_STOPS))
     for chunk in chunks:
         stats = chunk.stats
         assert stats.accepted <= stats.admitted <= stats.proposed <= GAMMA
@@ -91,7 +91,7 @@ def test_chunks_say_where_tokens_come_from_and_where_time_went() -> None:
 def test_a_bfloat16_target_decodes_with_a_float32_drafter(window: int | None) -> None:
     target = toy_target()
     half = Target(target.model.bfloat16(), None, "toy-bf16")
-    drafter = DSpark(toy_config(sliding_window=window, draft_vocab_size=50))  # type: ignore[arg-type]
+    drafter = DSpark(toy_config(sliding_window=window, draft_vocab_size=50))
     randomise(drafter)
     packed = PackedDrafter(drafter, half, torch.arange(10, 60))
     for params in (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2)):
@@ -101,7 +101,7 @@ def test_a_bfloat16_target_decodes_with_a_float32_drafter(window: int | None) ->
 
 def test_a_threshold_stops_the_draft_where_confidence_ends() -> None:
     target = toy_target()
-    drafter = DSpark(toy_config())  # type: ignore[arg-type]
+    drafter = DSpark(toy_config())
     randomise(drafter)
     packed = PackedDrafter(drafter, target)
     cut = generate(target, PROMPT, packed, rules=NO_STOPS, policy=ThresholdPolicy(0.6))
@@ -112,7 +112,7 @@ def test_a_threshold_stops_the_draft_where_confidence_ends() -> None:
 
 def test_seeds_are_reproducible_and_differ() -> None:
     target = toy_target()
-    drafter = DSpark(toy_config())  # type: ignore[arg-type]
+    drafter = DSpark(toy_config())
     randomise(drafter)
     packed = PackedDrafter(drafter, target)
     texts = [
@@ -125,7 +125,7 @@ def test_seeds_are_reproducible_and_differ() -> None:
 def test_the_context_is_a_hard_limit() -> None:
     target = toy_target()
     long = torch.randint(4, 97, (250,)).tolist()
-    drafter = DSpark(toy_config())  # type: ignore[arg-type]
+    drafter = DSpark(toy_config())
     randomise(drafter)
     packed = PackedDrafter(drafter, target)
     result = generate(target, long, packed, rules=NO_STOPS)
@@ -144,5 +144,5 @@ def test_users_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="stop strings need a tokenizer"):
         generate(target, PROMPT, rules=StopRules(stop_strings=["x"]))
     with pytest.raises(ValueError, match="confidence"):
-        drafter = DSpark(toy_config(enable_confidence_head=False, confidence_head_with_markov=False))  # type: ignore[arg-type]
+        drafter = DSpark(toy_config(enable_confidence_head=False, confidence_head_with_markov=False))
         generate(target, PROMPT, PackedDrafter(drafter, target), policy=ThresholdPolicy(0.5))

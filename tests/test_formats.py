@@ -48,7 +48,7 @@ CASES: dict[str, tuple[dict[str, object], dict[str, list[int]]]] = {
 
 def made(**changes: object) -> Checkpoint:
     """A random checkpoint; the draft vocabulary is 40 scattered ids where the config says so."""
-    config = toy_config(**changes)  # type: ignore[arg-type]
+    config = toy_config(**changes)
     drafter = DSpark(config) if isinstance(config, DSparkConfig) else DFlash(config)
     randomise(drafter)
     drafter.tap_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
@@ -255,6 +255,6 @@ def test_a_z_lab_checkpoint_without_its_section_is_refused_and_without_taps_gets
     ],
 )
 def test_a_drafter_made_for_another_target_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    save_drafter(Checkpoint(DSpark(toy_config(**changes))), tmp_path)  # type: ignore[arg-type]
+    save_drafter(Checkpoint(DSpark(toy_config(**changes))), tmp_path)
     with pytest.raises(ValueError, match=message):
         PackedDrafter(load_drafter(tmp_path).drafter, toy_target())

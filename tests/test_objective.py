@@ -97,7 +97,7 @@ def test_peak_memory_does_not_grow_with_positions_times_vocabulary() -> None:
     class Largest(TorchDispatchMode):
         elements = 0
 
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             for tensor in out if isinstance(out, (tuple, list)) else [out]:
                 if isinstance(tensor, Tensor):

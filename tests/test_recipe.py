@@ -163,7 +163,7 @@ class StubTokenizer:
 
 def stubbed(family: str = "llama", tokenizer: StubTokenizer | None = None) -> Target:
     target = toy_target(family)
-    target.tokenizer = tokenizer or StubTokenizer()  # type: ignore[assignment]
+    target.tokenizer = tokenizer or StubTokenizer()
     return target
 
 
@@ -203,7 +203,7 @@ def test_a_drafter_follows_the_recipe() -> None:
     assert type(config) is DFlashConfig and config.target_layer_ids == (-1, 3) and config.gamma == 4
     assert config.sliding_window == 9 and config.draft_vocab_size == 20
     heads = {"markov_head_type": "gated", "markov_rank": 8, "enable_confidence_head": False}
-    dspark = drafter_config(DrafterSection(num_taps=1, sample_from_anchor=False, **heads), stubbed())  # type: ignore[arg-type]
+    dspark = drafter_config(DrafterSection(num_taps=1, sample_from_anchor=False, **heads), stubbed())
     assert isinstance(dspark, DSparkConfig) and dspark.gamma == 6 and dspark.target_layer_ids == (2,)
     assert {name: getattr(dspark, name) for name in heads} == heads
 

@@ -112,7 +112,7 @@ def test_seen_tokens() -> None:
 )
 def test_bad_parameters_are_named(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field}={value}"):
-        SamplingParams(**{field: value})  # type: ignore[arg-type]
+        SamplingParams(**{field: value})
 
 
 weights = st.lists(st.floats(0, 1), min_size=5, max_size=5).filter(lambda w: sum(w) > 0.01)

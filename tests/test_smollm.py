@@ -43,7 +43,7 @@ def test_greedy_identity_on_fifty_prompts(smollm: Target) -> None:
         tokens = render(smollm.tokenizer, prompt.turns[:1], [])
         plain = generate(smollm, tokens, rules=rules)
         oracle = Oracle(smollm, [*tokens, *plain.tokens, *[5] * 16], spoil=0.25, seed=number)
-        fast = generate(smollm, tokens, oracle, rules=rules)  # type: ignore[arg-type]
+        fast = generate(smollm, tokens, oracle, rules=rules)
         verdicts[compare_greedy(smollm, tokens, plain.tokens, fast.tokens)] += 1
         stops += fast.finish == "stop" and fast.rounds[-1].committed == fast.rounds[-1].accepted
         accepted.update(r.accepted for r in fast.rounds)
@@ -59,7 +59,7 @@ def test_stop_strings_inside_a_block(smollm: Target) -> None:
     plain = generate(smollm, tokens, rules=StopRules(60))
     stop = plain.text[25:32]
     oracle = Oracle(smollm, [*tokens, *plain.tokens, *[5] * 16], spoil=0.0)
-    fast = generate(smollm, tokens, oracle, rules=StopRules(60, stop_strings=[stop]))  # type: ignore[arg-type]
+    fast = generate(smollm, tokens, oracle, rules=StopRules(60, stop_strings=[stop]))
     assert fast.text == plain.text[: plain.text.index(stop)] and fast.finish == "stop"
 
 
@@ -72,7 +72,7 @@ def test_trained_equals_served(smollm: Target) -> None:
         response = generate(smollm, tokens, rules=StopRules(40)).tokens
         samples.append(Sample(prompt.id, 0, tokens, response, False))
     section = DrafterSection(draft_vocab_size=2000, markov_head_type="rnn")
-    drafter = DSpark(drafter_config(section, smollm))  # type: ignore[arg-type]
+    drafter = DSpark(drafter_config(section, smollm))
     drafter.tap_scale_L.copy_(measure_tap_scale(smollm, samples, drafter.config.target_layer_ids))
     initialize_from_target(drafter, smollm, samples)
     ids = choose_draft_ids(samples, smollm.vocab_size, 2000, smollm.eos_ids)
@@ -108,7 +108,7 @@ def test_two_samples_at_temperature_one(smollm: Target, monkeypatch: pytest.Monk
         for seed in range(first_seed, first_seed + draws):
             chosen = drafter if speculative else None
             params = SamplingParams(temperature=1.0, seed=seed)
-            for position, token in enumerate(generate(smollm, prompt, chosen, params, rules).tokens):  # type: ignore[arg-type]
+            for position, token in enumerate(generate(smollm, prompt, chosen, params, rules).tokens):
                 counts[position][token] += 1
         return counts
 

@@ -44,7 +44,7 @@ def make_run(target: Target, head: str = "vanilla") -> Run:
     samples = toy_samples(14)
     config = toy_config(draft_vocab_size=60, markov_head_type=head)
     torch.manual_seed(0)
-    drafter = DSpark(config)  # type: ignore[arg-type]
+    drafter = DSpark(config)
     drafter.tap_scale_L.copy_(measure_tap_scale(target, samples[:3], config.target_layer_ids))
     ids = choose_draft_ids(samples, 97, 60, frozenset({1}))
     objective = BlockObjective(target, ids, inverse_ids(ids, 97), ObjectiveConfig(ce=1.0))
@@ -164,14 +164,14 @@ def test_learning_rate_warms_up_and_ends_at_zero() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_initialisation_copies_the_last_layers(family: str) -> None:
     target = toy_target(family)
-    drafter = DSpark(toy_config(intermediate_size=48))  # type: ignore[arg-type]
+    drafter = DSpark(toy_config(intermediate_size=48))
     randomise(drafter)
     initialize_from_target(drafter, target, toy_samples(2))
     theirs = target.model.model.layers[-2]
     layer = drafter.layers[0]
-    assert torch.equal(layer.mlp.down_proj.weight, theirs.mlp.down_proj.weight)  # type: ignore[union-attr,arg-type]
-    expected = theirs.self_attn.q_norm.weight if family == "qwen3" else layer.self_attn.q_norm.weight.mean()  # type: ignore[union-attr,operator]
-    torch.testing.assert_close(layer.self_attn.q_norm.weight, expected.expand(8))  # type: ignore[union-attr,arg-type]
+    assert torch.equal(layer.mlp.down_proj.weight, theirs.mlp.down_proj.weight)
+    expected = theirs.self_attn.q_norm.weight if family == "qwen3" else layer.self_attn.q_norm.weight.mean()
+    torch.testing.assert_close(layer.self_attn.q_norm.weight, expected.expand(8))
 
 
 def test_held_out_metrics_are_products_of_agreement() -> None:

@@ -16,7 +16,7 @@ import torch
 from outrider.decoding.lane import ModelLane
 from outrider.decoding.round import RoundResult, run_round
 from outrider.decoding.text import TextStream
-from outrider.drafters.packed import PackedDrafter
+from outrider.drafters.base import Drafter
 from outrider.sampling import SamplingParams
 from outrider.scheduling import FixedPolicy, Policy
 from outrider.target import Target
@@ -80,7 +80,7 @@ class StopRules:
 def stream(
     target: Target,
     prompt: Sequence[int],
-    drafter: PackedDrafter | None = None,
+    drafter: Drafter | None = None,
     params: SamplingParams | None = None,
     rules: StopRules | None = None,
     policy: Policy | None = None,
@@ -152,7 +152,7 @@ def _kinds(result: RoundResult, count: int) -> list[Kind]:
 def generate(
     target: Target,
     prompt: Sequence[int],
-    drafter: PackedDrafter | None = None,
+    drafter: Drafter | None = None,
     params: SamplingParams | None = None,
     rules: StopRules | None = None,
     policy: Policy | None = None,

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.round import RoundResult
-from outrider.drafters.base import Proposal
-from outrider.drafters.packed import PackedDrafter
+from outrider.drafters.base import Drafter, Proposal
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens, warp
 from outrider.target import Target
 
@@ -51,7 +50,7 @@ class Clock:
 
 
 class ModelLane:
-    """A `Lane` (decoding/round.py) over a target and, unless decoding is plain, a packed drafter.
+    """A `Lane` (decoding/round.py) over a target and, unless decoding is plain, a drafter.
 
     Args:
         prompt: prompt tokens, at least one.
@@ -61,14 +60,14 @@ class ModelLane:
     def __init__(
         self,
         target: Target,
-        drafter: PackedDrafter | None,
+        drafter: Drafter | None,
         prompt: Sequence[int],
         params: SamplingParams,
         capacity: int,
     ) -> None:
         self.target, self.params = target, params
-        self.taps = () if drafter is None else tuple(drafter.config.target_layer_ids)
-        block = 0 if drafter is None else drafter.config.block_size
+        self.taps = () if drafter is None else drafter.taps
+        block = 0 if drafter is None else drafter.block_size
         self.cache = target.new_cache(capacity + block + 1)
         self.state = None if drafter is None else drafter.new_state(capacity)
         self.source = SeededSource(params.seed)

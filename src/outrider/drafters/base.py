@@ -5,8 +5,11 @@ no others (Leviathan et al., arXiv 2211.17192). Shapes: K block positions, V tar
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
+
+from outrider.sampling import RandomSource, SamplingParams, SeenTokens
 
 
 @dataclass
@@ -17,3 +20,41 @@ class Proposal:
 
     def truncated(self, length: int) -> "Proposal":
         return Proposal(self.tokens[:length], self.probs_KV[:length], self.confidences[:length])
+
+
+class DraftSession(Protocol):
+    """A drafter's memory of one request: the features of its committed tokens, and no others."""
+
+    def extend(self, taps_TLD: Tensor) -> None:
+        """Take the raw taps [T, L, D] of T newly committed tokens."""
+        ...
+
+    def propose(
+        self,
+        anchor: int,
+        params: SamplingParams,
+        seen: SeenTokens,
+        source: RandomSource,
+        limit: int | None = None,
+        floor: float = 0.0,
+    ) -> Proposal:
+        """Draft up to `limit` tokens after `anchor`; may stop at the first confidence below `floor`."""
+        ...
+
+
+class Drafter(Protocol):
+    """What the decoding loop needs of any drafter."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose outputs `extend` takes."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """Most rows a draft takes: how far it may reach beyond the committed tokens."""
+        ...
+
+    def new_state(self, capacity: int) -> DraftSession:
+        """An empty session for at most `capacity` committed tokens."""
+        ...

@@ -71,6 +71,7 @@ class PackedDrafter:
         # A copy on the target's device and in float32: heads and distributions need it, and drafters are small.
         drafter = copy.deepcopy(drafter).to(target.device, torch.float32)
         self.config, self.drafter = config, drafter
+        self.taps, self.block_size = tuple(config.target_layer_ids), config.block_size
         self.draft_ids_Vd = None if draft_ids_Vd is None else draft_ids_Vd.to(target.device)
         self.embed_VH, self.embed_scale = target.embed_VD, target.embed_scale
         whole = self.draft_ids_Vd is None and target.dtype == torch.float32
@@ -119,10 +120,10 @@ class DraftState:
         self.values = [packed.hidden_norm.new_empty(shape) for _ in packed.layers]
         self.length = 0
 
-    def extend(self, taps_TLT: Tensor) -> None:
+    def extend(self, taps_TLD: Tensor) -> None:
         """Append the features of T newly committed tokens (raw taps [T, L, target hidden])."""
-        end = self.length + len(taps_TLT)
-        for i, (k, v) in enumerate(self.packed.features(taps_TLT, self.length)):
+        end = self.length + len(taps_TLD)
+        for i, (k, v) in enumerate(self.packed.features(taps_TLD, self.length)):
             self.keys[i][:, self.length : end] = k.transpose(0, 1)
             self.values[i][:, self.length : end] = v.transpose(0, 1)
         self.length = end
