@@ -15,7 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from outrider.data.responses import Sample
+from outrider.data.samples import Sample
 from outrider.drafters import DFlashConfig, DSparkConfig
 from outrider.target import Target, load_target
 from outrider.target.resolve import EMBEDDED_ID
@@ -102,16 +102,12 @@ def toy_samples(count: int, seed: int = 0, vocab: int = 97) -> list[Sample]:
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=generator))
 
-    return [
-        Sample(
-            f"s{i}",
-            0,
-            torch.randint(4, vocab, (draw(3, 9),), generator=generator).tolist(),
-            torch.randint(4, vocab, (draw(8, 24),), generator=generator).tolist(),
-            True,
-        )
-        for i in range(count)
-    ]
+    samples = []
+    for i in range(count):
+        prompt, response = draw(3, 9), draw(8, 24)
+        tokens = torch.randint(4, vocab, (prompt + response,), generator=generator).tolist()
+        samples.append(Sample(f"s{i}", tokens, ((prompt, prompt + response),)))
+    return samples
 
 
 @pytest.fixture(scope="session")

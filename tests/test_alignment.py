@@ -14,7 +14,7 @@ import torch
 from conftest import randomise, toy_config, toy_samples, toy_target
 from torch import Tensor
 
-from outrider.data.responses import Sample
+from outrider.data.samples import Sample
 from outrider.decoding.lane import ModelLane
 from outrider.decoding.round import RoundResult
 from outrider.drafters import DFlash, DSpark
@@ -85,9 +85,9 @@ def serve(packed: PackedDrafter, target: Target, sample: Sample, ids: Tensor) ->
     """The decoding loop, teacher-forced on the sample: {anchor: acceptance per position}, rounds of uneven length."""
     tokens, gamma = sample.tokens, packed.config.gamma
     params = SamplingParams(temperature=1.0)
-    lane = ModelLane(target, packed, sample.prompt, params, len(tokens) + 16)
+    lane = ModelLane(target, packed, sample.tokens[: sample.spans[0][0]], params, len(tokens) + 16)
     accepting = itertools.cycle([0, 2, 1, gamma, 0, 0, 1])
-    at, found = len(sample.prompt) - 1, {}
+    at, found = sample.spans[0][0] - 1, {}
     while at < len(tokens) - 1:
         assert lane.anchor == tokens[at]
         following = tokens[at + 1 : at + 1 + gamma]

@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.data import responses
 from outrider.data.chat import render
 from outrider.data.prompts import Prompt, load_prompts, shipped_sets
-from outrider.data.responses import RegenerationConfig, Sample, read_responses, regenerate
+from outrider.data.responses import RegenerationConfig, read_responses, regenerate
+from outrider.data.samples import Reply, Sample, join_turns
 from outrider.target import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.features import Features
@@ -109,8 +110,8 @@ def target() -> Target:
     return Target(model, tokenizer, "toy")
 
 
-def key(sample: Sample) -> tuple[str, int]:
-    return sample.id, sample.turn
+def key(reply: Reply) -> tuple[str, int]:
+    return reply.id, reply.turn
 
 
 def test_regeneration_keeps_prompts_responses_and_turns_apart(target: Target, tmp_path: Path) -> None:
@@ -129,9 +130,9 @@ def test_regeneration_keeps_prompts_responses_and_turns_apart(target: Target, tm
             replies = [tokenizer.decode(found[prompt.id, t].response, skip_special_tokens=True) for t in range(turn)]
             sample = found[prompt.id, turn]
             assert sample.prompt == render(tokenizer, prompt.turns[: turn + 1], replies)
-            assert 1 <= len(sample.response) <= 6 and sample.tokens == sample.prompt + sample.response
+            assert 1 <= len(sample.response) <= 6
             # greedy: each response token is the argmax after everything before it, the first one included
-            tokens = torch.tensor([sample.tokens])
+            tokens = torch.tensor([sample.prompt + sample.response])
             logits = target.forward(tokens, target.new_cache(tokens.shape[1]), logits=None).logits_BTV
             assert logits is not None
             assert logits[0, len(sample.prompt) - 1 : -1].argmax(-1).tolist() == sample.response
@@ -198,8 +199,7 @@ def test_a_malformed_line_that_is_not_the_last_is_named(target: Target, tmp_path
 
 def features(sample: Sample) -> Features:
     """Rows that carry the position they predict, taps that carry their own."""
-    first, length = len(sample.prompt), len(sample.response)
-    positions = torch.arange(first, first + length)
+    positions = torch.tensor(sample.supervised_positions)
     taps = torch.arange(len(sample.tokens) - 1).float()[:, None, None].expand(-1, 2, 4)
     return Features(taps, positions.float()[:, None].expand(-1, 4), positions.float(), positions)
 
@@ -213,7 +213,7 @@ def test_anchors_are_exactly_the_tokens_whose_next_token_is_a_response_token() -
     everything = Schedule(samples, 2, 1000, seed=3)
     few = Schedule(samples, 2, 5, seed=3)
     for index, sample in enumerate(samples):
-        first, last = len(sample.prompt) - 1, len(sample.tokens) - 2
+        first, last = sample.spans[0][0] - 1, len(sample.tokens) - 2
         assert everything.anchors(index, 0) == list(range(first, last + 1))
         drawn = [few.anchors(index, epoch) for epoch in range(40)]
         assert all(anchors == sorted(set(anchors)) and len(anchors) == 5 for anchors in drawn)
@@ -232,7 +232,7 @@ def test_blocks_supervise_the_following_response_tokens_and_nothing_else(gamma: 
     assert batch.layout.lengths == [anchors[-1] for _, anchors in chosen]
     assert torch.equal(batch.taps_SLD[:, 0, 0].long(), batch.layout.positions_S())
     for n, (number, index, anchor) in enumerate(blocks):
-        tokens, prompt = samples[index].tokens, samples[index].prompt
+        tokens, prompt = samples[index].tokens, samples[index].tokens[: samples[index].spans[0][0]]
         assert int(batch.layout.anchors_N[n]) == anchor and int(batch.layout.sequence_N[n]) == number
         assert int(batch.anchor_tokens_N[n]) == tokens[anchor]
         following = tokens[anchor + 1 : anchor + 1 + gamma]
@@ -244,3 +244,34 @@ def test_blocks_supervise_the_following_response_tokens_and_nothing_else(gamma: 
         assert min(predicted) >= len(prompt)
         for rows in (batch.target_hidden_NKD[n, :inside, 0], batch.lse_NK[n, :inside], batch.argmax_NK[n, :inside]):
             assert rows.tolist() == predicted, "the target's view of exactly these positions"
+
+
+def test_turns_join_into_one_sample_unless_the_template_rewrote_them() -> None:
+    first = Reply("a", 0, [1, 2], [3, 4], True)
+    second = Reply("a", 1, [1, 2, 3, 4, 5, 6], [7], True)
+    rewritten = Reply("a", 2, [1, 2, 9], [8, 8], False)
+    joined = join_turns([second, Reply("b", 0, [5], [6], True), rewritten, first])
+    assert joined == [
+        Sample("a", [1, 2, 3, 4, 5, 6, 7], ((2, 4), (6, 7))),
+        Sample("a", [1, 2, 9, 8, 8], ((3, 5),)),
+        Sample("b", [5, 6], ((1, 2),)),
+    ]
+    assert joined[0].supervised_positions == [2, 3, 6] and joined[0].anchors == [1, 2, 5]
+    assert joined[0].supervised_tokens == [3, 4, 7] and joined[0].num_supervised == 3
+
+
+def test_a_block_ends_with_its_response_even_where_another_one_follows() -> None:
+    sample = Sample("a", list(range(10, 20)), ((2, 4), (5, 9)))
+    batch = batch_of([sample], [(0, [1, 2, 4, 7])], gamma=3)
+    assert batch.supervised_NK.tolist() == [[True, True, False], [True, False, False], [True] * 3, [True, False, False]]
+    assert batch.labels_NK.tolist() == [[12, 13, 0], [13, 0, 0], [15, 16, 17], [18, 0, 0]]
+    assert batch.lse_NK[2].tolist() == [5.0, 6.0, 7.0] and batch.previous_NK[0].tolist() == [11, 12, 13]
+
+
+def test_library_functions_become_prompts_without_being_imported() -> None:
+    prompts = load_prompts("stdlib_functions", 300)
+    assert len(prompts) == 300 == len({p.id for p in prompts})
+    assert prompts == load_prompts("stdlib_functions", 400)[:300]
+    for prompt in prompts:
+        code = prompt.turns[0].split("```python\n")[1].removesuffix("\n```")
+        assert code.startswith("def ") and code.count('"""') >= 2

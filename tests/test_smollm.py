@@ -16,7 +16,7 @@ from test_alignment import check_alignment
 
 from outrider.data.chat import render
 from outrider.data.prompts import load_prompts
-from outrider.data.responses import Sample
+from outrider.data.samples import Sample
 from outrider.decoding import StopRules, generate
 from outrider.drafters import DSpark
 from outrider.evaluation.forward import forward_curve, plain_against_transformers
@@ -70,7 +70,7 @@ def test_trained_equals_served(smollm: Target) -> None:
     for prompt in load_prompts("eval_math", 2):
         tokens = render(smollm.tokenizer, prompt.turns, [])
         response = generate(smollm, tokens, rules=StopRules(40)).tokens
-        samples.append(Sample(prompt.id, 0, tokens, response, False))
+        samples.append(Sample(prompt.id, tokens + response, ((len(tokens), len(tokens) + len(response)),)))
     section = DrafterSection(draft_vocab_size=2000, markov_head_type="rnn")
     drafter = DSpark(drafter_config(section, smollm))
     drafter.tap_scale_L.copy_(measure_tap_scale(smollm, samples, drafter.config.target_layer_ids))

@@ -30,7 +30,7 @@ def train(
 def run_training(recipe: Recipe, target: Target, console: Console) -> Run:
     """Regenerate, train, and say what came out."""
     run = prepare_with_progress(recipe, target, console)
-    tokens = sum(len(s.response) for s in run.samples)
+    tokens = sum(s.num_supervised for s in run.samples)
     parameters = sum(p.numel() for p in run.drafter.parameters()) / 1e6
     console.print(
         f"{len(run.samples)} samples, {tokens} response tokens; {run.drafter.algorithm} drafter of {parameters:.1f}M "

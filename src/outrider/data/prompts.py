@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
+
+from outrider.data import stdlib
 
 
 class _Line(BaseModel):
@@ -29,16 +32,18 @@ def shipped_sets() -> dict[str, Path]:
 
 
 def load_prompts(path_or_name: str | Path, limit: int | None = None) -> list[Prompt]:
-    """Read a prompt file, or a shipped set by its name.
+    """Read a prompt file, or a shipped set or `stdlib_functions` by its name.
 
     Raises:
         ValueError: no such file or set, or a malformed line (the message names file and line).
     """
+    if str(path_or_name) == stdlib.NAME:
+        return [Prompt(name, (turn,)) for name, turn in islice(stdlib.stdlib_turns(), limit)]
     path = shipped_sets().get(str(path_or_name), Path(path_or_name))
     if not path.is_file():
         raise ValueError(
             f"no prompt file {str(path_or_name)!r}; give a JSONL path or one of the shipped sets: "
-            f"{', '.join(shipped_sets())}."
+            f"{', '.join([*shipped_sets(), stdlib.NAME])}."
         )
     prompts: list[Prompt] = []
     with path.open(encoding="utf-8") as file:

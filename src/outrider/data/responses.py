@@ -18,23 +18,9 @@ from typing import Any
 from outrider.data.chat import render, response_text
 from outrider.data.generation import generate_all
 from outrider.data.prompts import Prompt
+from outrider.data.samples import Reply
 from outrider.sampling import SamplingParams
 from outrider.target import Target
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One supervised sequence: prompt tokens, then the response tokens the loss is computed on."""
-
-    id: str
-    turn: int
-    prompt: list[int]
-    response: list[int]
-    finished: bool
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.prompt + self.response
 
 
 @dataclass(frozen=True)
@@ -48,14 +34,14 @@ class RegenerationConfig:
     seed: int = 0
 
 
-def read_responses(path: Path) -> tuple[dict[str, Any], list[Sample]]:
-    """Settings and samples of a responses file; a last line cut short by a crash is ignored.
+def read_responses(path: Path) -> tuple[dict[str, Any], list[Reply]]:
+    """Settings and replies of a responses file; a last line cut short by a crash is ignored.
 
     Raises:
         ValueError: a malformed line elsewhere (file and line named).
     """
     settings: dict[str, Any] = {}
-    samples: list[Sample] = []
+    replies: list[Reply] = []
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, text in enumerate(lines, start=1):
         if not text:
@@ -65,14 +51,14 @@ def read_responses(path: Path) -> tuple[dict[str, Any], list[Sample]]:
             if number == 1:
                 settings = entry["settings"]
             else:
-                samples.append(Sample(**entry))
+                replies.append(Reply(**entry))
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines) and number > 1:
                 break  # no newline after it: the process died while writing this line
             raise ValueError(
                 f"{path}:{number}: not a responses line ({error}). Delete the file to regenerate."
             ) from error
-    return settings, samples
+    return settings, replies
 
 
 def regenerate(
@@ -82,8 +68,8 @@ def regenerate(
     path: Path,
     on_progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
     stop: Callable[[], bool] = lambda: False,
-) -> list[Sample]:
-    """Write the target's responses to every turn of every prompt, appending to `path`, and return the prompts' samples.
+) -> list[Reply]:
+    """Write the target's responses to every turn of every prompt, appending to `path`, and return the prompts' replies.
 
     At a temperature above 0 a resumed run draws other responses than an uninterrupted one would have.
 
@@ -96,26 +82,26 @@ def regenerate(
     """
     settings = {"target": target.name, **asdict(config)}
     settings.pop("batch_size")  # speed, not content
-    samples: list[Sample] = []
+    replies: list[Reply] = []
     if path.exists() and path.stat().st_size:
-        found, samples = read_responses(path)
+        found, replies = read_responses(path)
         if found != settings:
             raise ValueError(
                 f"{path} was made with other settings ({found}) than the recipe's ({settings}). "
                 "Point data.responses to another file, or delete this one."
             )
     assert target.tokenizer is not None
-    text = "".join(json.dumps(e) + "\n" for e in [{"settings": settings}, *map(asdict, samples)])
+    text = "".join(json.dumps(e) + "\n" for e in [{"settings": settings}, *map(asdict, replies)])
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_suffix(".tmp")
     staging.write_text(text, encoding="utf-8")  # drops a half-written last line
     staging.replace(path)
 
-    done = {(s.id, s.turn): s for s in samples}
+    done = {(s.id, s.turn): s for s in replies}
     total = sum(len(p.turns) for p in prompts)
-    tokens = sum(len(s.response) for s in samples)
+    tokens = sum(len(s.response) for s in replies)
     params = SamplingParams(temperature=config.temperature, seed=config.seed)
-    kept: list[Sample] = []
+    kept: list[Reply] = []
     with path.open("a", encoding="utf-8") as file:
         for turn in range(max((len(p.turns) for p in prompts), default=0)):
             wanted, rendered = [], []
@@ -123,8 +109,8 @@ def regenerate(
                 earlier = [done.get((prompt.id, t)) for t in range(turn)]
                 if turn >= len(prompt.turns) or None in earlier:
                     continue
-                replies = [response_text(target.tokenizer, s.response) for s in earlier if s is not None]
-                tokens_T = render(target.tokenizer, prompt.turns[: turn + 1], replies)
+                said = [response_text(target.tokenizer, s.response) for s in earlier if s is not None]
+                tokens_T = render(target.tokenizer, prompt.turns[: turn + 1], said)
                 stored = done.get((prompt.id, turn))
                 if stored is not None:
                     if stored.prompt != tokens_T:
@@ -138,11 +124,11 @@ def regenerate(
                     rendered.append(tokens_T)
             for batch in generate_all(target, rendered, config.max_new_tokens, params, config.batch_size, stop):
                 for r in batch:
-                    sample = Sample(wanted[r.index], turn, rendered[r.index], r.tokens, r.finished)
-                    done[sample.id, turn] = sample
-                    kept.append(sample)
+                    reply = Reply(wanted[r.index], turn, rendered[r.index], r.tokens, r.finished)
+                    done[reply.id, turn] = reply
+                    kept.append(reply)
                     tokens += len(r.tokens)
-                    file.write(json.dumps(asdict(sample)) + "\n")
+                    file.write(json.dumps(asdict(reply)) + "\n")
                 file.flush()
                 on_progress(len(done), total, tokens)
     return kept

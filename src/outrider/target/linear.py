@@ -32,12 +32,17 @@ def packing_disabled() -> Iterator[None]:
         _enabled = True
 
 
+def native_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 itself (AVX-512 BF16 or AMX); elsewhere it is emulated, and slow."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
 def packing_available(weight: torch.Tensor) -> bool:
-    """Whether this weight can be laid out for oneDNN: float32, on the CPU, in a build that has the kernels."""
+    """Whether this weight can be laid out for oneDNN: on a CPU that multiplies its type, in a build that can."""
     return (
         _enabled
         and weight.device.type == "cpu"
-        and weight.dtype == torch.float32
+        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and native_bfloat16()))
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     )

@@ -2,8 +2,8 @@
 
     epoch permutation(seed, epoch) -> samples of a step;  anchors(seed, epoch, sample)
 
-An anchor is a token whose next token belongs to the response: the last prompt token (the first anchor when decoding)
-and every response token but the last. A block supervises up to gamma following response tokens.
+An anchor is a token whose next token was generated: the last prompt token (the first anchor when decoding) and every
+response token but the last. A block supervises up to gamma following tokens of the same response.
 Shapes: N blocks, K = gamma draft positions, S context slots, M supervised positions.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.data.responses import Sample
+from outrider.data.samples import Sample
 from outrider.drafters.attention import BlockLayout
 from outrider.training.features import Features
 
@@ -58,8 +58,9 @@ class Schedule:
     def anchors(self, index: int, epoch: int) -> list[int]:
         """Anchor positions in one sample for one epoch."""
         sample = self.samples[index]
-        order = torch.randperm(len(sample.response), generator=_generator(self.seed, epoch, index))
-        return sorted((order[: self.anchors_per_sequence] + len(sample.prompt) - 1).tolist())
+        anchors = sample.anchors
+        order = torch.randperm(len(anchors), generator=_generator(self.seed, epoch, index))
+        return sorted(anchors[i] for i in order[: self.anchors_per_sequence].tolist())
 
 
 def _generator(*key: int) -> torch.Generator:
@@ -81,10 +82,14 @@ def build_batch(
         tokens_n = torch.tensor(sample.tokens)
         anchors_N = torch.tensor(positions)
         ahead_NK = anchors_N[:, None] + 1 + steps_K  # position of x_k
-        inside_NK = ahead_NK < len(tokens_n)
-        rows_NK = (ahead_NK - len(sample.prompt)).clamp(max=len(sample.response) - 1)  # its row in hidden, lse
+        ahead_NK = ahead_NK.clamp(max=len(tokens_n))
+        rows_n = torch.full((len(tokens_n) + 1,), -1)  # a token's row in hidden, lse; -1 where it was not generated
+        rows_n[sample.supervised_positions] = torch.arange(sample.num_supervised)
+        rows_NK = rows_n[ahead_NK]
+        inside_NK = (rows_NK >= 0).cumprod(-1).bool()  # a block ends with its response
+        rows_NK = rows_NK.clamp(min=0)
         labels.append(tokens_n[ahead_NK.clamp(max=len(tokens_n) - 1)] * inside_NK)
-        previous.append(tokens_n[(ahead_NK - 1).clamp(max=len(tokens_n) - 1)])
+        previous.append(tokens_n[ahead_NK - 1])
         supervised.append(inside_NK)
         hidden.append(seen.hidden_RD[rows_NK])
         lse.append(seen.lse_R[rows_NK])

@@ -1,13 +1,13 @@
 """Online target features: what a drafter learns from, computed when needed and kept in a bounded memory.
 
-One prefill per sample gives, for tokens t_0 .. t_{n-2} (prompt P, response R, n = P + R):
+One prefill per sample gives, for tokens t_0 .. t_{n-2} with R generated ones among t_1 .. t_{n-1}:
     taps    [n - 1, L, D]   divided by tap_scale, float16
-    hidden  [R, D]          normed last hidden states of rows P - 1 .. n - 2, float16; row i predicts token i + 1
+    hidden  [R, D]          normed last hidden states at the sample's anchors, float16; row p predicts token p + 1
     lse, argmax [R]         of the full-vocabulary logits of the same rows
 Nothing is written to disk. When the memory is full the least recently used sample goes and is prefilled again on its
 next visit: the same numbers, so results do not depend on the budget.
 
-Shapes: L taps, D target hidden.
+Shapes: S context slots, R generated tokens, L taps, D target hidden.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.data.responses import Sample
+from outrider.data.samples import Sample
 from outrider.target import Target
 
 _HEAD_CHUNK = 64
@@ -76,7 +76,7 @@ class FeatureSource:
         cache = self.target.new_cache(tokens.shape[1])
         output = self.target.forward(tokens, cache, self.taps, logits=0)
         assert output.taps_BTLD is not None
-        hidden_RD = output.hidden_BTD[0, len(sample.prompt) - 1 :].to(self.dtype)
+        hidden_RD = output.hidden_BTD[0, sample.anchors].to(self.dtype)
         lse, argmax = [], []
         for rows in hidden_RD.to(self.target.dtype).split(_HEAD_CHUNK):
             logits = self.target.logits(rows).float()

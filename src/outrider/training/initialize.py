@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.data.responses import Sample
+from outrider.data.samples import Sample
 from outrider.drafters.dflash import DFlash, DraftLayer
 from outrider.target import Target
 

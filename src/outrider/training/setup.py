@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from outrider.data.prompts import Prompt, load_prompts
-from outrider.data.responses import RegenerationConfig, Sample, regenerate
+from outrider.data.responses import RegenerationConfig, regenerate
+from outrider.data.samples import Sample, join_turns
 from outrider.drafters import DFlash, DFlashConfig, DSpark, DSparkConfig
 from outrider.formats.dialects import default_taps
 from outrider.target import Target
@@ -72,11 +73,11 @@ def recipe_samples(
     deadline = time.monotonic() + data.max_minutes * 60 if data.max_minutes else float("inf")
     # Once training has begun its samples are fixed, or a resumed run would not be the same run.
     begun = (Path(recipe.out) / "state" / "state.json").is_file()
-    samples = regenerate(
+    replies = regenerate(
         target, recipe_prompts(data), config, path, on_progress, stop=lambda: begun or time.monotonic() > deadline
     )
-    usable = [s for s in samples if len(s.response) >= 2]
-    # Split by conversation: a later turn's prompt contains the earlier responses.
+    usable = join_turns(replies)
+    # Split by conversation: a sample of later turns contains the earlier responses.
     ids = sorted({s.id for s in usable})
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(recipe.seed)).tolist()
     if len(ids) <= data.held_out:
@@ -85,7 +86,7 @@ def recipe_samples(
             "add prompts or lower data.held_out."
         )
     place = {ids[i]: rank for rank, i in enumerate(order)}
-    usable.sort(key=lambda s: (place[s.id], s.turn))
+    usable.sort(key=lambda s: place[s.id])
     split = next(i for i, s in enumerate(usable) if place[s.id] >= data.held_out)
     return usable[split:], usable[:split]
 

@@ -20,7 +20,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
-from outrider.data.responses import Sample
+from outrider.data.samples import Sample
 from outrider.formats import Checkpoint, save_drafter, versions
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.features import FeatureSource
@@ -150,7 +150,7 @@ class Trainer:
             "step": step,
             "training_seconds_this_process": round(self.seconds, 1),
             "samples": len(self.run.samples),
-            "response_tokens": sum(len(s.response) for s in self.run.samples),
+            "response_tokens": sum(s.num_supervised for s in self.run.samples),
             "held_out": self.last_metrics,
             "versions": versions(),
         }
@@ -174,7 +174,7 @@ class Trainer:
 
 def _digest(samples: list[Sample]) -> str:
     """Identifies the data a state was trained on: other responses mean another draft vocabulary and other steps."""
-    return hashlib.sha256(json.dumps([(s.prompt, s.response) for s in samples]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([(s.tokens, s.spans) for s in samples]).encode()).hexdigest()
 
 
 class _Log:

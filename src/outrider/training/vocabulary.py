@@ -11,16 +11,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.data.responses import Sample
+from outrider.data.samples import Sample
 
 
 def choose_draft_ids(
     samples: Sequence[Sample], vocab_size: int, draft_vocab_size: int, always: frozenset[int]
 ) -> Tensor:
-    """[Vd] ascending target ids: `always` (stop tokens), then the most frequent of responses, then of prompts."""
-    responses = Counter(token for sample in samples for token in sample.response)
-    prompts = Counter(token for sample in samples for token in sample.prompt)
-    ranked = [*sorted(always), *(t for t, _ in responses.most_common()), *(t for t, _ in prompts.most_common())]
+    """[Vd] ascending target ids: `always` (stop tokens), then the most frequent of responses, then of all text."""
+    responses = Counter(token for sample in samples for token in sample.supervised_tokens)
+    everything = Counter(token for sample in samples for token in sample.tokens)
+    ranked = [*sorted(always), *(t for t, _ in responses.most_common()), *(t for t, _ in everything.most_common())]
     ids = list(dict.fromkeys([*ranked, *range(vocab_size)]))[:draft_vocab_size]
     return torch.tensor(sorted(ids))
 
