@@ -25,6 +25,8 @@ VERBS = {
     "eval": ["--target", "--drafter", "--tasks", "--draft-length", "--confidence-threshold"],
     "generate": ["PROMPT", "--max-new-tokens", "--temperature", "--show-rounds", "--confidence-threshold"],
     "demo": ["--out", "--eval-samples"],
+    "prepare": ["--target", "--prompts", "--out", "--recipe", "--base-url", "--thinking", "--max-minutes"],
+    "inspect": ["PATH", "--target", "--row", "--limit", "--html"],
     "bench-forward": ["--context", "--repeats"],
 }
 Run = Callable[..., tuple[int, str, str]]

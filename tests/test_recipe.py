@@ -14,8 +14,9 @@ from pydantic import ValidationError
 import outrider.cli
 from outrider.drafters import DFlashConfig, DSpark, DSparkConfig
 from outrider.target import Target
+from outrider.training.dataset import recipe_prompts
 from outrider.training.recipe import DataSection, DrafterSection, PromptSource, Recipe, load_recipe
-from outrider.training.setup import drafter_config, mask_token_id, prepare, recipe_prompts
+from outrider.training.setup import drafter_config, mask_token_id, prepare
 
 ROOT = Path(__file__).parents[1]
 RECIPES = [*sorted((ROOT / "recipes").glob("**/*.yaml")), Path(outrider.cli.__file__).parent / "demo.yaml"]
@@ -75,7 +76,7 @@ def test_overrides_of_top_nested_and_list_values(minimal: Path) -> None:
         (["optimizer.steps=many"], r"optimizer\.steps: .*integer"),
         (["drafter.markov_head_type=lstm"], r"drafter\.markov_head_type: .*'vanilla', 'gated' or 'rnn'"),
         (["drafter.algorithm=eagle"], r"drafter\.algorithm: .*'dflash' or 'dspark'"),
-        (["data.prompts=[]"], r"data\.prompts: .*at least 1"),
+        (["data.prompts=[]"], "data: .*prompts .at least 1 source"),
         (["data.prompts=[{file: a}]"], r"data\.prompts\.0\.path: Field required"),
         (["data=null"], "data: "),
         (["optimizer.warmup_fraction=1"], r"optimizer\.warmup_fraction: .*less than 1"),

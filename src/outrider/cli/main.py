@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from outrider.cli import benchmark, demo, evaluate, generate, train
+from outrider.cli import benchmark, demo, evaluate, generate, inspect, prepare, train
 
 app = typer.Typer(
     help="Train, evaluate and serve draft models for lossless speculative decoding.",
@@ -16,6 +16,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("prepare")(prepare.prepare_command)
+app.command("inspect")(inspect.inspect_command)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate_command)
 app.command("generate")(generate.generate_command)

@@ -2,41 +2,160 @@
 
     [turn 1, response 1, ..., turn n] + generation prompt  ->  prompt tokens;  everything after them is the response
 
-The loss mask of a training sample is that boundary, nothing else: no search for role markers in rendered text.
+The loss mask of a training sample is that boundary, nothing else: no search for role markers in rendered text. A later
+turn is appended to the very tokens that were generated wherever the template allows it, for text that is read back is
+not always split into the tokens it was written in.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from jinja2.exceptions import TemplateError
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from outrider.data.conversations import Conversation, Turn, chat_messages, messages_of
+from outrider.data.samples import Reply
+from outrider.target import Target
+from outrider.target.resolve import resolve_model
 
 
-def render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], responses: Sequence[str]) -> list[int]:
-    """Prompt tokens for the next response, given n user turns and n - 1 earlier responses.
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[Turn],
+    responses: Sequence[str],
+    tools: Sequence[dict[str, Any]] = (),
+    thinking: bool = False,
+) -> list[int]:
+    """Prompt tokens for the next response, given n turns and n - 1 earlier responses.
 
     Raises:
-        ValueError: an empty prompt.
+        ValueError: an empty prompt, or the template cannot express the conversation (tools, a role).
     """
-    assert len(turns) == len(responses) + 1
-    if not all(turn.strip() for turn in turns):
+    text = render_text(tokenizer, turns, responses, tools, thinking)
+    return list(tokenizer(text, add_special_tokens=tokenizer.chat_template is None)["input_ids"])
+
+
+def render_text(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[Turn],
+    responses: Sequence[str],
+    tools: Sequence[dict[str, Any]] = (),
+    thinking: bool = False,
+) -> str:
+    """The text `render` turns into tokens."""
+    messages = chat_messages(turns, responses)
+    if not all(any(str(m["content"]).strip() for m in messages_of(turn)) for turn in turns):
         raise ValueError("the prompt is empty: give at least one word to answer.")
     if tokenizer.chat_template is None:
         # A base model: plain text, turns and responses joined by blank lines.
-        parts = [part for pair in zip(turns, [*responses, ""], strict=True) for part in pair if part]
-        return list(tokenizer("\n\n".join(parts))["input_ids"])
-    messages = []
-    for turn, response in zip(turns, [*responses, None], strict=True):
-        messages.append({"role": "user", "content": turn})
-        if response is not None:
-            messages.append({"role": "assistant", "content": response})
-    encoded: Any = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, enable_thinking=False, return_dict=True
-    )
-    return list(encoded["input_ids"])
+        if tools:
+            raise ValueError("the target has no chat template, so it cannot be told about tools.")
+        return "\n\n".join(str(m["content"]) for m in messages if m["content"])
+    if tools and "tools" not in template_of(tokenizer, tools):
+        raise ValueError(
+            "the target's chat template does not support tool calling (it never reads `tools`). Leave out "
+            "conversations with tools, or choose a target whose template knows them."
+        )
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                messages,
+                tools=list(tools) or None,
+                add_generation_prompt=True,
+                enable_thinking=thinking,
+                tokenize=False,
+            )
+        )
+    except TemplateError as error:
+        roles = ", ".join(dict.fromkeys(m["role"] for m in messages))
+        raise ValueError(
+            f"the target's chat template refuses a conversation with the roles {roles}: {error}"
+        ) from error
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()) -> str:
+    """The chat template in use (some models have another one for tools); empty for a base model."""
+    if tokenizer.chat_template is None:
+        return ""
+    return str(tokenizer.get_chat_template(None, list(tools) or None))
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
     """The text of a response without special tokens."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What is known of a target without its weights: enough to ask a server for its responses."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: frozenset[int]
+    vocab_size: int
+    max_context: int
+
+    @classmethod
+    def of(cls, target: Target) -> Chat:
+        assert target.tokenizer is not None
+        return cls(target.name, target.tokenizer, target.eos_ids, target.vocab_size, target.max_context)
+
+    @classmethod
+    def load(cls, id_or_dir: str) -> Chat:
+        """Read tokenizer and configs only.
+
+        Raises:
+            ValueError: the model cannot be found.
+        """
+        path = resolve_model(id_or_dir)
+        config: Any = AutoConfig.from_pretrained(path)
+        found: Any = config.eos_token_id
+        if (path / "generation_config.json").is_file():
+            found = GenerationConfig.from_pretrained(path).eos_token_id or found
+        eos = frozenset([] if found is None else [found] if isinstance(found, int) else found)
+        return cls(
+            id_or_dir, AutoTokenizer.from_pretrained(path), eos, config.vocab_size, config.max_position_embeddings
+        )
+
+    @property
+    def template_sha256(self) -> str:
+        return hashlib.sha256(template_of(self.tokenizer).encode()).hexdigest()
+
+    def prompts(self, conversation: Conversation, replies: Sequence[Reply], thinking: bool) -> list[list[int]]:
+        """Prompt tokens of the turn after `replies`: first the ones to use, then another that is as good.
+
+        The first continue the tokens of the last reply exactly where the template leaves them as they are; where it
+        rewrites them (dropped thinking, trimmed text) only the rendering of the whole text is left.
+
+        Raises:
+            ValueError: see `render`; the conversation is named.
+        """
+        turns = conversation.turns[: len(replies) + 1]
+        said = [response_text(self.tokenizer, reply.response) for reply in replies]
+        try:
+            whole = render_text(self.tokenizer, turns, said, conversation.tools, thinking)
+            plain = render(self.tokenizer, turns, said, conversation.tools, thinking)
+            if not replies or self.tokenizer.chat_template is None:
+                return [plain]
+            last = render_text(self.tokenizer, turns[:-1], said[:-1], conversation.tools, thinking)
+        except ValueError as error:
+            raise ValueError(f"conversation {conversation.id!r}: {error}") from error
+        appended = self._append(replies[-1], last, whole)
+        return [plain] if appended in (None, plain) else [appended, plain]
+
+    def _append(self, reply: Reply, last: str, whole: str) -> list[int] | None:
+        """The reply's own tokens and what the template puts after them; None where it changes them."""
+        tokens = reply.prompt + reply.response
+        before = last + self._decode(reply.response)
+        if not whole.startswith(before):
+            return None  # other text, or it stopped with another token than the template writes there
+        tail = whole[len(before) :]
+        appended = tokens + list(self.tokenizer(tail, add_special_tokens=False)["input_ids"])
+        return appended if self._decode(appended) == whole else None
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))

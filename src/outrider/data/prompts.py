@@ -1,28 +1,17 @@
-"""Prompt files: JSON Lines, one `{"id": ..., "turns": [user turn, ...]}` per line; `id` is optional."""
+"""Where conversations come from: JSON Lines files, the shipped sets, the standard library, Hugging Face data sets.
+
+One JSON object per line, `{"turns": [user turn, ...]}` or `{"messages": [...], "tools": [...]}`; `id` is optional.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib import resources
 from itertools import islice
 from pathlib import Path
 
-from pydantic import BaseModel, Field, ValidationError
-
-from outrider.data import stdlib
-
-
-class _Line(BaseModel):
-    turns: list[str] = Field(min_length=1)
-    id: str | int | None = None
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """The user's turns of one conversation."""
-
-    id: str
-    turns: tuple[str, ...]
+from outrider.data import hub, stdlib
+from outrider.data.conversations import SHAPES, Conversation, parse_row
 
 
 def shipped_sets() -> dict[str, Path]:
@@ -31,39 +20,43 @@ def shipped_sets() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.jsonl"))}
 
 
-def load_prompts(path_or_name: str | Path, limit: int | None = None) -> list[Prompt]:
-    """Read a prompt file, or a shipped set or `stdlib_functions` by its name.
+def iterate_prompts(path_or_name: str | Path) -> Iterator[Conversation]:
+    """Conversations of a source one by one, so that a limit need not read all of it. See `load_prompts`."""
+    name = str(path_or_name)
+    if name == stdlib.NAME:
+        yield from (Conversation(key, (turn,)) for key, turn in stdlib.stdlib_turns())
+    elif name.startswith(hub.PREFIX) or Path(name).is_dir():
+        yield from hub.dataset_conversations(name)
+    else:
+        yield from _lines(shipped_sets().get(name, Path(name)))
+
+
+def load_prompts(path_or_name: str | Path, limit: int | None = None) -> list[Conversation]:
+    """Read a JSONL file, a shipped set or `stdlib_functions` by its name, `hf:owner/name[:split]`, or a data set's
+    directory.
 
     Raises:
         ValueError: no such file or set, or a malformed line (the message names file and line).
     """
-    if str(path_or_name) == stdlib.NAME:
-        return [Prompt(name, (turn,)) for name, turn in islice(stdlib.stdlib_turns(), limit)]
-    path = shipped_sets().get(str(path_or_name), Path(path_or_name))
+    return list(islice(iterate_prompts(path_or_name), limit))
+
+
+def _lines(path: Path) -> Iterator[Conversation]:
     if not path.is_file():
         raise ValueError(
-            f"no prompt file {str(path_or_name)!r}; give a JSONL path or one of the shipped sets: "
-            f"{', '.join([*shipped_sets(), stdlib.NAME])}."
+            f"no prompt file {str(path)!r}; give a JSONL path, {hub.PREFIX}owner/name for a Hugging Face data set, or "
+            f"one of the shipped sets: {', '.join([*shipped_sets(), stdlib.NAME])}."
         )
-    prompts: list[Prompt] = []
+    empty = True
     with path.open(encoding="utf-8") as file:
         for number, text in enumerate(file, start=1):
-            if limit is not None and len(prompts) >= limit:
-                break
             if not text.strip():
                 continue
             try:
-                line = _Line.model_validate_json(text)
-            except ValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(str(part) for part in first["loc"])
-                raise ValueError(
-                    f"{path}:{number}: {where + ': ' if where else ''}{first['msg']}. Each line must be "
-                    '{"turns": ["user turn", ...]} with an optional "id".'
-                ) from error
-            if not all(turn.strip() for turn in line.turns):
-                raise ValueError(f"{path}:{number}: an empty turn. Remove the line or write a prompt.")
-            prompts.append(Prompt(str(line.id if line.id is not None else f"{path.stem}-{number}"), tuple(line.turns)))
-    if not prompts:
+                conversation = parse_row(text, f"{path.stem}-{number}")
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}. Each line must be {SHAPES}.") from error
+            empty = False
+            yield conversation
+    if empty:
         raise ValueError(f"{path}: no prompts in the file.")
-    return prompts

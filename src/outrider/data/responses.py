@@ -1,37 +1,38 @@
 """Regenerated responses: the on-policy text a drafter learns from, kept as tokens in a JSON Lines file.
 
-    line 1   {"settings": {...}}                                    what made the file; another recipe is refused
-    others   {"id", "turn", "prompt": [tokens], "response": [tokens], "finished"}
+    FILE.jsonl          line 1   {"settings": {...}, "summary": {...}}     what made the file, and its counts
+                        others   {"id", "turn", "prompt": [tokens], "response": [tokens], "finished", "exact"}
+    FILE.journal.jsonl  line 1   {"settings": {...}}                       only while responses are being made
+                        others   {"replies": [...]}                        one commit: a batch, or one server's answer
+    FILE.failed.jsonl   each     {"id", "turn", "reason"}                  only where servers failed
 
-The file grows batch by batch, and a run that was killed goes on where it stopped. Prompts and responses are stored as
-tokens so that the loss mask's boundary is exact.
+A commit is one line: it counts when its newline is there and is cut off otherwise, so a process may die at any moment.
+At the end the file is written anew, in the order of the conversations, and takes its place by a rename; its bytes do
+not depend on how often the run was interrupted. Tokens, not text, so that the loss mask's boundary is exact.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.data.chat import render, response_text
-from outrider.data.generation import generate_all
-from outrider.data.prompts import Prompt
 from outrider.data.samples import Reply
-from outrider.sampling import SamplingParams
-from outrider.target import Target
+
+# What files without these settings were made with.
+_UNWRITTEN = {"thinking": False, "top_p": 1.0, "top_k": 0, "generator": "outrider"}
 
 
 @dataclass(frozen=True)
-class RegenerationConfig:
-    """How responses are made. Lengths in tokens."""
+class Failure:
+    """A turn a server could not answer."""
 
-    max_new_tokens: int = 256
-    max_prompt_tokens: int = 512
-    temperature: float = 0.0
-    batch_size: int = 64
-    seed: int = 0
+    id: str
+    turn: int
+    reason: str
 
 
 def read_responses(path: Path) -> tuple[dict[str, Any], list[Reply]]:
@@ -61,74 +62,96 @@ def read_responses(path: Path) -> tuple[dict[str, Any], list[Reply]]:
     return settings, replies
 
 
-def regenerate(
-    target: Target,
-    prompts: Sequence[Prompt],
-    config: RegenerationConfig,
-    path: Path,
-    on_progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
-    stop: Callable[[], bool] = lambda: False,
-) -> list[Reply]:
-    """Write the target's responses to every turn of every prompt, appending to `path`, and return the prompts' replies.
+def same_settings(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether a file with the settings `found` may be used; what an older file did not note is not compared."""
+    known = {**_UNWRITTEN, **found}
+    return all(known[key] == wanted[key] for key in known.keys() & wanted.keys())
 
-    At a temperature above 0 a resumed run draws other responses than an uninterrupted one would have.
 
-    Args:
-        on_progress: called after each batch with (turns done, turns in all, response tokens so far).
-        stop: asked between batches; True ends early with what there is.
+def beside(path: Path, kind: str) -> Path:
+    """FILE.journal.jsonl or FILE.failed.jsonl of FILE.jsonl."""
+    return path.with_name(f"{path.stem}.{kind}.jsonl")
+
+
+class ResponseFile:
+    """The responses at `path` and their journal, open for more.
 
     Raises:
-        ValueError: `path` holds responses made with other settings, or to another prompt of the same id.
+        ValueError: they were made with other settings, or a line is malformed.
     """
-    settings = {"target": target.name, **asdict(config)}
-    settings.pop("batch_size")  # speed, not content
-    replies: list[Reply] = []
-    if path.exists() and path.stat().st_size:
-        found, replies = read_responses(path)
-        if found != settings:
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path, self.settings = path, dict(settings)
+        self.journal = beside(path, "journal")
+        self.replies: dict[tuple[str, int], Reply] = {}
+        if path.exists() and path.stat().st_size:
+            found, replies = read_responses(path)
+            self._check(path, found)
+            self._add(replies)
+        self._good_bytes = self._read_journal() if self.journal.exists() else 0
+
+    def commit(self, replies: Sequence[Reply]) -> None:
+        """Append replies to the journal: all of them, or none if the process dies here."""
+        text = json.dumps({"replies": [asdict(reply) for reply in replies]}) + "\n"
+        if not self._good_bytes:
+            text = json.dumps({"settings": self.settings}) + "\n" + text
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.journal.open("ab") as file:
+            file.truncate(self._good_bytes)  # half a line from a run that died
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+            self._good_bytes = file.tell()
+        self._add(replies)
+
+    def finish(self, order: Sequence[str], summary: Mapping[str, object], failures: Iterable[Failure]) -> None:
+        """Write the file anew, replies in the order of the conversation ids, and drop the journal."""
+        place = {name: number for number, name in enumerate(order)}
+        replies = sorted(self.replies.values(), key=lambda r: (place.get(r.id, len(place)), r.id, r.turn))
+        header = {"settings": self.settings, "summary": summary}
+        _write_atomically(self.path, [header, *map(asdict, replies)])
+        failed = beside(self.path, "failed")
+        lines = [asdict(f) for f in sorted(failures, key=lambda f: (place[f.id], f.turn))]
+        if lines:
+            _write_atomically(failed, lines)
+        else:
+            failed.unlink(missing_ok=True)
+        self.journal.unlink(missing_ok=True)
+        self._good_bytes = 0
+
+    def _read_journal(self) -> int:
+        """Take over what is committed; how many bytes of the journal that is."""
+        data = self.journal.read_bytes()
+        good = data.rfind(b"\n") + 1
+        for number, line in enumerate(data[:good].splitlines(), start=1):
+            try:
+                entry = json.loads(line)
+                if number == 1:
+                    self._check(self.journal, entry["settings"])
+                else:
+                    self._add(Reply(**reply) for reply in entry["replies"])
+            except (KeyError, TypeError, json.JSONDecodeError) as error:
+                raise ValueError(
+                    f"{self.journal}:{number}: not a journal line ({error}). Cut the file off there, or delete it."
+                ) from error
+        return good
+
+    def _add(self, replies: Iterable[Reply]) -> None:
+        self.replies.update(((reply.id, reply.turn), reply) for reply in replies)
+
+    def _check(self, path: Path, found: Mapping[str, Any]) -> None:
+        if not same_settings(found, self.settings):
             raise ValueError(
-                f"{path} was made with other settings ({found}) than the recipe's ({settings}). "
+                f"{path} was made with other settings ({dict(found)}) than the recipe's ({self.settings}). "
                 "Point data.responses to another file, or delete this one."
             )
-    assert target.tokenizer is not None
-    text = "".join(json.dumps(e) + "\n" for e in [{"settings": settings}, *map(asdict, replies)])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_suffix(".tmp")
-    staging.write_text(text, encoding="utf-8")  # drops a half-written last line
-    staging.replace(path)
 
-    done = {(s.id, s.turn): s for s in replies}
-    total = sum(len(p.turns) for p in prompts)
-    tokens = sum(len(s.response) for s in replies)
-    params = SamplingParams(temperature=config.temperature, seed=config.seed)
-    kept: list[Reply] = []
-    with path.open("a", encoding="utf-8") as file:
-        for turn in range(max((len(p.turns) for p in prompts), default=0)):
-            wanted, rendered = [], []
-            for prompt in prompts:
-                earlier = [done.get((prompt.id, t)) for t in range(turn)]
-                if turn >= len(prompt.turns) or None in earlier:
-                    continue
-                said = [response_text(target.tokenizer, s.response) for s in earlier if s is not None]
-                tokens_T = render(target.tokenizer, prompt.turns[: turn + 1], said)
-                stored = done.get((prompt.id, turn))
-                if stored is not None:
-                    if stored.prompt != tokens_T:
-                        raise ValueError(
-                            f"{path} holds a response to another prompt with the id {prompt.id!r}. "
-                            "Give the new prompt its own id, or delete the file."
-                        )
-                    kept.append(stored)
-                elif len(tokens_T) <= config.max_prompt_tokens:
-                    wanted.append(prompt.id)
-                    rendered.append(tokens_T)
-            for batch in generate_all(target, rendered, config.max_new_tokens, params, config.batch_size, stop):
-                for r in batch:
-                    reply = Reply(wanted[r.index], turn, rendered[r.index], r.tokens, r.finished)
-                    done[reply.id, turn] = reply
-                    kept.append(reply)
-                    tokens += len(r.tokens)
-                    file.write(json.dumps(asdict(reply)) + "\n")
-                file.flush()
-                on_progress(len(done), total, tokens)
-    return kept
+
+def _write_atomically(path: Path, entries: Iterable[Mapping[str, object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(f".{path.name}.tmp")
+    with staging.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(entry) + "\n" for entry in entries)
+        file.flush()
+        os.fsync(file.fileno())
+    staging.replace(path)

@@ -40,13 +40,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class Reply:
-    """One generated turn: prompt tokens, then the tokens of the response (its stop token included when it has one)."""
+    """One generated turn: prompt tokens, then the tokens of the response (its stop token included when it has one).
+
+    `exact` is false where a server gave text only and its tokens had to be guessed by splitting it again.
+    """
 
     id: str
     turn: int
     prompt: list[int]
     response: list[int]
     finished: bool
+    exact: bool = True
 
 
 def join_turns(replies: Iterable[Reply]) -> list[Sample]:

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from outrider.data.chat import render
-from outrider.data.prompts import Prompt, load_prompts
+from outrider.data.conversations import Conversation
+from outrider.data.prompts import load_prompts
 from outrider.decoding import Generation, StopRules, generate
 from outrider.drafters.packed import PackedDrafter
 from outrider.evaluation.results import Results, TaskResult, acceptance, machine
@@ -83,7 +84,7 @@ def evaluate(
 
 
 def decode_turns(
-    target: Target, drafter: PackedDrafter, prompt: Prompt, config: EvaluationConfig, policy: Policy, flip: bool
+    target: Target, drafter: PackedDrafter, prompt: Conversation, config: EvaluationConfig, policy: Policy, flip: bool
 ) -> list[Pair]:
     """All turns of one conversation, each both ways; the plain responses form the history."""
     assert target.tokenizer is not None
@@ -91,7 +92,7 @@ def decode_turns(
     history: list[str] = []
     pairs: list[Pair] = []
     for turn in range(len(prompt.turns)):
-        tokens = render(target.tokenizer, prompt.turns[: turn + 1], history)
+        tokens = render(target.tokenizer, prompt.turns[: turn + 1], history, prompt.tools)
         both: dict[bool, Generation] = {}
         for speculative in (flip, not flip):
             chosen = drafter if speculative else None

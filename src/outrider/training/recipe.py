@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 
 class _Section(BaseModel):
@@ -18,23 +18,38 @@ class _Section(BaseModel):
 
 
 class PromptSource(_Section):
-    """One prompt file (or shipped set); relative paths start at the recipe's directory."""
+    """A prompt file, shipped set or `hf:owner/name[:split]`; relative paths start at the recipe's directory."""
 
     path: str
     limit: int | None = Field(None, ge=1)
     max_turns: int | None = Field(None, ge=1)
-    max_characters: int | None = Field(None, ge=1)  # of the first turn; longer prompts are passed over
+    max_characters: int | None = Field(None, ge=1)  # before the first response; longer ones are passed over
 
 
 class DataSection(_Section):
-    prompts: list[PromptSource] = Field(min_length=1)
+    prompts: list[PromptSource] = []  # none: `responses` exists and is used as it is
     responses: str | None = None  # where regenerated responses live; OUT/responses.jsonl when null
     max_new_tokens: int = Field(256, ge=2)
     max_prompt_tokens: int = Field(512, ge=1)
     temperature: float = Field(0.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    thinking: bool = False  # ask the chat template for it
     batch_size: int = Field(64, ge=1)
     max_minutes: float | None = Field(None, gt=0)  # stop regenerating after this long, train on what there is
     held_out: int = Field(32, ge=1)  # conversations kept for the held-out metrics
+    base_urls: list[str] = []  # OpenAI-compatible servers that serve the target; none: decode here
+    served_model: str | None = None  # its name there; null: the one the servers list
+    chat_api: bool = False  # /v1/chat/completions, for servers without /v1/completions
+    concurrency: int = Field(16, ge=1)  # requests in flight per server
+    timeout: float = Field(600.0, gt=0)  # seconds per request
+    retries: int = Field(8, ge=0)
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> DataSection:
+        if not self.prompts and self.responses is None:
+            raise ValueError("give prompts (at least 1 source), or responses that exist already")
+        return self
 
 
 class DrafterSection(_Section):

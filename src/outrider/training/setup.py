@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from outrider.data.prompts import Prompt, load_prompts
-from outrider.data.responses import RegenerationConfig, regenerate
-from outrider.data.samples import Sample, join_turns
+from outrider.data.samples import Sample
 from outrider.drafters import DFlash, DFlashConfig, DSpark, DSparkConfig
 from outrider.formats.dialects import default_taps
 from outrider.target import Target
+from outrider.training.dataset import recipe_samples
 from outrider.training.features import measure_tap_scale
 from outrider.training.initialize import initialize_from_target
 from outrider.training.objective import ObjectiveConfig
-from outrider.training.recipe import DataSection, DrafterSection, Recipe
+from outrider.training.recipe import DrafterSection, Recipe
 from outrider.training.step import BlockObjective
 from outrider.training.vocabulary import choose_draft_ids, inverse_ids
 
@@ -37,58 +34,6 @@ class Run:
     reduced: bool
     samples: list[Sample]
     held_out: list[Sample]
-
-
-def recipe_prompts(data: DataSection) -> list[Prompt]:
-    """All prompts of a recipe, the sources interleaved so that an early stop leaves a fair mixture."""
-    sources = []
-    for source in data.prompts:
-        prompts = [
-            Prompt(p.id, p.turns[: source.max_turns])
-            for p in load_prompts(source.path)
-            if source.max_characters is None or len(p.turns[0]) <= source.max_characters
-        ]
-        sources.append(prompts[: source.limit])
-    places = [((i + 0.5) / len(prompts), p) for prompts in sources for i, p in enumerate(prompts)]
-    prompts = [p for _, p in sorted(places, key=lambda place: place[0])]
-    repeated = len(prompts) - len({p.id for p in prompts})
-    if repeated:
-        raise ValueError(f"{repeated} prompt ids occur more than once in data.prompts; give every prompt its own id.")
-    return prompts
-
-
-def recipe_samples(
-    recipe: Recipe, target: Target, on_progress: Callable[[int, int, int], None] = lambda done, total, tokens: None
-) -> tuple[list[Sample], list[Sample]]:
-    """(training, held-out) samples, regenerating what is missing.
-
-    Raises:
-        ValueError: nothing usable came out.
-    """
-    data = recipe.data
-    path = Path(data.responses) if data.responses else Path(recipe.out) / "responses.jsonl"
-    config = RegenerationConfig(
-        data.max_new_tokens, data.max_prompt_tokens, data.temperature, data.batch_size, recipe.seed
-    )
-    deadline = time.monotonic() + data.max_minutes * 60 if data.max_minutes else float("inf")
-    # Once training has begun its samples are fixed, or a resumed run would not be the same run.
-    begun = (Path(recipe.out) / "state" / "state.json").is_file()
-    replies = regenerate(
-        target, recipe_prompts(data), config, path, on_progress, stop=lambda: begun or time.monotonic() > deadline
-    )
-    usable = join_turns(replies)
-    # Split by conversation: a sample of later turns contains the earlier responses.
-    ids = sorted({s.id for s in usable})
-    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(recipe.seed)).tolist()
-    if len(ids) <= data.held_out:
-        raise ValueError(
-            f"{path} has responses to {len(ids)} conversations and data.held_out takes {data.held_out} of them; "
-            "add prompts or lower data.held_out."
-        )
-    place = {ids[i]: rank for rank, i in enumerate(order)}
-    usable.sort(key=lambda s: place[s.id])
-    split = next(i for i, s in enumerate(usable) if place[s.id] >= data.held_out)
-    return usable[split:], usable[:split]
 
 
 def drafter_config(section: DrafterSection, target: Target) -> DFlashConfig:

@@ -1,0 +1,143 @@
+"""outrider prepare --target T --prompts FILE --out FILE: the target's responses, from this machine or from servers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from outrider.cli.runtime import load, set_up
+from outrider.data.chat import Chat
+from outrider.data.regeneration import Regeneration
+from outrider.data.responses import beside
+from outrider.training.dataset import make_responses
+from outrider.training.recipe import DataSection, PromptSource, load_recipe
+
+
+def prepare_command(
+    target: Annotated[str | None, typer.Option(help="model id or directory; the recipe's by default")] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Option(help="JSONL file, shipped set, hf:owner/name[:split]; repeatable")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="the responses file, *.jsonl")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="take what is not given here from its data section")] = None,
+    base_url: Annotated[
+        list[str] | None, typer.Option(help="OpenAI-compatible server of the target; repeatable; none: decode here")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="the target's name on the servers")] = None,
+    chat: Annotated[bool | None, typer.Option("--chat", help="servers without /v1/completions")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="requests in flight per server")] = None,
+    timeout: Annotated[float | None, typer.Option(help="seconds per request")] = None,
+    retries: Annotated[int | None, typer.Option(min=0)] = None,
+    thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=2)] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0)] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: Annotated[int | None, typer.Option(min=0)] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="conversations of each --prompts")] = None,
+    max_turns: Annotated[int | None, typer.Option(min=1, help="turns of each conversation of --prompts")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1)] = None,
+    max_minutes: Annotated[float | None, typer.Option(help="stop after this long; run again to go on")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+) -> None:
+    """Regenerate responses for training; a run that was killed goes on where it stopped."""
+    set_up(threads)
+    given: dict[str, Any] = {
+        "base_urls": base_url,
+        "served_model": model,
+        "chat_api": chat,
+        "concurrency": concurrency,
+        "timeout": timeout,
+        "retries": retries,
+        "thinking": thinking,
+        "max_new_tokens": max_new_tokens,
+        "max_prompt_tokens": max_prompt_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "batch_size": batch_size,
+        "max_minutes": max_minutes,
+        "responses": None if out is None else str(out),
+    }
+    if prompts:
+        given["prompts"] = [PromptSource(path=path, limit=limit, max_turns=max_turns) for path in prompts]
+    elif limit is not None or max_turns is not None:
+        raise ValueError("--limit and --max-turns belong to --prompts; a recipe has its own for each source.")
+    base = load_recipe(recipe) if recipe else None
+    chosen = {name: value for name, value in given.items() if value is not None}
+    data = DataSection.model_validate({**(base.data.model_dump() if base else {}), **chosen})
+    name = target or (base.target if base else None)
+    path = data.responses or (base and f"{base.out}/responses.jsonl")
+    if name is None or path is None or not data.prompts:
+        missing = "--target" if name is None else "--out" if path is None else "--prompts"
+        raise ValueError(f"{missing} is missing: give it, or a --recipe that has it.")
+    run(data, name, Path(path), seed if seed is not None else base.seed if base else 0, device, Console())
+
+
+def run(data: DataSection, target: str, path: Path, seed: int, device: str, console: Console) -> None:
+    """Complete the responses file and say what came out.
+
+    Raises:
+        ValueError: a prompt and its response may not fit the target's context; see `make_responses`.
+    """
+    loaded = None if data.base_urls else load(target, device)
+    chat = Chat.of(loaded) if loaded is not None else Chat.load(target)
+    longest = data.max_prompt_tokens + data.max_new_tokens
+    if longest > chat.max_context:
+        raise ValueError(
+            f"--max-prompt-tokens + --max-new-tokens is {longest} and {chat.name} reads {chat.max_context} tokens; "
+            "lower one of them."
+        )
+    columns = (
+        TextColumn("[bold]responses"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+        TimeElapsedColumn(),
+    )
+    started = time.monotonic()
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("responses", total=None, tokens=0)
+        made = make_responses(
+            data,
+            chat,
+            loaded,
+            seed,
+            path,
+            lambda done, total, tokens: bar.update(task, completed=done, total=total, tokens=tokens),
+        )
+    report(made, path, time.monotonic() - started, console)
+
+
+def report(made: Regeneration, path: Path, seconds: float, console: Console) -> None:
+    """Counts, speed, lengths, and what to look out for."""
+    counts = made.summary
+    lines = [
+        f"{counts.total} turns = {counts.done} done + {counts.skipped} skipped (prompt too long) "
+        f"+ {counts.failed} failed + {counts.waiting} waiting",
+        f"{counts.tokens} response tokens, {made.new_tokens / seconds:.0f} tokens/s in this run; "
+        f"{counts.finished / max(counts.done, 1):.1%} of the responses finished by themselves",
+    ]
+    lengths = sorted(len(r.response) for r in made.replies)
+    if len(lengths) > 1:
+        cuts = statistics.quantiles(lengths, n=20, method="inclusive")
+        marks = ", ".join(f"{percent}% {cuts[percent // 5 - 1]:.0f}" for percent in (5, 25, 50, 75, 95))
+        lines.append(f"response length at quantile {marks}; longest {lengths[-1]}")
+    if counts.inexact:
+        lines.append(
+            f"warning: {counts.inexact / counts.done:.1%} of the responses came as text and were split into tokens "
+            "again; where the target had chosen other tokens, the drafter learns what it would not say. Prefer a server "
+            "that returns token ids."
+        )
+    if counts.failed:
+        lines.append(f"reasons of the failures: {beside(path, 'failed')}; the next run asks again")
+    for line in [*lines, str(path)]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

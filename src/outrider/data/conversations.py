@@ -1,0 +1,161 @@
+"""A conversation as the target has to answer it: what is said before each response, and nothing of the old responses.
+
+    messages   [system, user, ASSISTANT, tool, ASSISTANT, user]   ->   turns   (system, user) | (tool) | (user)
+
+Assistant messages of the source are places where a response is due; their text is dropped, because a drafter learns
+from what *its* target says. A conversation that ends with a user message gets one more response.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+Message = dict[str, Any]
+Turn = str | tuple[Message, ...]  # one user message as its text, or several messages (system prompts, tool results)
+
+SHAPES = '{"turns": [...]}, {"messages": [{"role": ..., "content": ...}]}, {"conversations": ...} or {"prompt": ...}'
+_ROLES = {
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function": "tool",
+}
+_KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What is said before each response of one conversation, and the tools (JSON schemas) it may call."""
+
+    id: str
+    turns: tuple[Turn, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
+    def first_turns(self, count: int | None) -> Conversation:
+        """The same conversation cut after `count` turns (None: all of them)."""
+        return replace(self, turns=self.turns[:count])
+
+    @property
+    def opening_characters(self) -> int:
+        """Length of everything said before the first response."""
+        return sum(len(str(message.get("content") or "")) for message in messages_of(self.turns[0]))
+
+
+def messages_of(turn: Turn) -> list[Message]:
+    """The messages of one turn, as chat templates read them."""
+    return [{"role": "user", "content": turn}] if isinstance(turn, str) else list(turn)
+
+
+def chat_messages(turns: Sequence[Turn], responses: Sequence[str]) -> list[Message]:
+    """All messages up to the next response, given n turns and n - 1 earlier responses."""
+    assert len(turns) == len(responses) + 1
+    messages: list[Message] = []
+    for turn, response in zip(turns, [*responses, None], strict=True):
+        messages += messages_of(turn)
+        if response is not None:
+            messages.append({"role": "assistant", "content": response})
+    return messages
+
+
+class _Message(BaseModel):
+    """One message; ShareGPT's from/value are read as role/content, and other fields (tool_call_id, name) are kept."""
+
+    model_config = ConfigDict(extra="allow")
+    role: str | None = None
+    content: str | list[dict[str, Any]] | None = None
+    sender: str | None = Field(None, alias="from")
+    value: str | None = None
+
+    def plain(self) -> Message:
+        role = self.role or self.sender
+        if role is None:
+            raise ValueError('a message without "role" (or "from")')
+        role = _ROLES.get(role, role)
+        if role not in _KNOWN_ROLES:
+            raise ValueError(f"role {role!r} is none of {', '.join(_KNOWN_ROLES)}")
+        content = self.content if self.content is not None else self.value
+        if isinstance(content, list):
+            others = {str(part.get("type")) for part in content} - {"text"}
+            if others:
+                raise ValueError(f"content of type {', '.join(sorted(others))}; only text can be answered")
+            content = "".join(str(part.get("text") or "") for part in content)
+        if role == "user" and not (content or "").strip():
+            raise ValueError("an empty turn. Remove the line or write a prompt")
+        # Data sets fill the fields a message does not have with null; templates would take them for real.
+        extra = {key: value for key, value in (self.model_extra or {}).items() if value is not None}
+        return {"role": role, "content": content or "", **extra}
+
+
+class _Row(BaseModel):
+    turns: list[str] | None = Field(None, min_length=1)
+    messages: list[_Message] | None = None
+    conversations: list[_Message] | None = None
+    prompt: str | list[_Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    id: str | int | None = None
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _tools_from_text(cls, value: object) -> object:
+        """Data sets often keep the tools as one JSON string."""
+        return json.loads(value) if isinstance(value, str) and value.strip() else value or None
+
+
+def parse_row(row: str | Mapping[str, Any], fallback_id: str) -> Conversation:
+    """A conversation from a JSON line or a data set's row.
+
+    Raises:
+        ValueError: no conversation in it, a malformed field (its name leads the message), an empty user turn.
+    """
+    try:
+        line = _Row.model_validate_json(row) if isinstance(row, str) else _Row.model_validate(row)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{where + ': ' if where else ''}{first['msg']}") from error
+    name = str(line.id if line.id is not None else fallback_id)
+    messages = line.messages or line.conversations or (line.prompt if isinstance(line.prompt, list) else None)
+    turns: tuple[Turn, ...]
+    if line.turns is not None:
+        turns = tuple(line.turns)
+    elif messages is not None:
+        turns = split_turns([message.plain() for message in messages])
+    elif isinstance(line.prompt, str):
+        turns = (line.prompt,)
+    else:
+        keys = sorted(json.loads(row) if isinstance(row, str) else row)
+        raise ValueError(f"no conversation among the fields {', '.join(keys) or '(none)'}")
+    if not turns:
+        raise ValueError("messages: no user message to respond to")
+    if any(isinstance(turn, str) and not turn.strip() for turn in turns):
+        raise ValueError("an empty turn. Remove the line or write a prompt")
+    return Conversation(name, turns, tuple(line.tools or ()))
+
+
+def split_turns(messages: Sequence[Message]) -> tuple[Turn, ...]:
+    """What is said before each response. Assistant messages with nothing before them to answer are dropped."""
+    turns: list[Turn] = []
+    said: list[Message] = []
+
+    def close() -> None:
+        if any(message["role"] in ("user", "tool") for message in said):
+            plain_user = len(said) == 1 and set(said[0]) == {"role", "content"} and said[0]["role"] == "user"
+            turns.append(said[0]["content"] if plain_user else tuple(said))
+            said.clear()
+
+    for message in messages:
+        if message["role"] == "assistant":
+            close()
+        else:
+            said.append(message)
+    close()
+    return tuple(turns)

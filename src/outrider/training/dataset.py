@@ -1,0 +1,176 @@
+"""From a recipe's data section to training and held-out samples.
+
+    sources -> conversations, interleaved -> responses (regenerated, or a file as it is) -> samples -> split
+
+The split is by conversation, on a hash of (seed, id): the `held_out` smallest are held out. When conversations are added,
+none that was trained on becomes held out; some that were held out may be trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+
+from outrider.data.chat import Chat
+from outrider.data.conversations import Conversation
+from outrider.data.prompts import iterate_prompts
+from outrider.data.regeneration import Regeneration, regenerate
+from outrider.data.responses import beside, read_responses
+from outrider.data.samples import Reply, Sample, join_turns
+from outrider.data.servers import ServerConfig, ServerSource
+from outrider.data.sources import LocalSource, RegenerationConfig
+from outrider.target import Target
+from outrider.training.recipe import DataSection, Recipe
+
+Progress = Callable[[int, int, int], None]
+
+
+def no_progress(done: int, total: int, tokens: int) -> None:
+    """For callers who do not want to know."""
+
+
+def recipe_prompts(data: DataSection) -> list[Conversation]:
+    """All conversations of a recipe, the sources interleaved so that an early stop leaves a fair mixture.
+
+    Raises:
+        ValueError: an id occurs twice.
+    """
+    sources = []
+    for source in data.prompts:
+        chosen = (
+            conversation.first_turns(source.max_turns)
+            for conversation in iterate_prompts(source.path)
+            if source.max_characters is None or conversation.opening_characters <= source.max_characters
+        )
+        sources.append(list(islice(chosen, source.limit)))
+    places = [((i + 0.5) / len(prompts), p) for prompts in sources for i, p in enumerate(prompts)]
+    prompts = [p for _, p in sorted(places, key=lambda place: place[0])]
+    repeated = len(prompts) - len({p.id for p in prompts})
+    if repeated:
+        raise ValueError(f"{repeated} prompt ids occur more than once in data.prompts; give every prompt its own id.")
+    return prompts
+
+
+def make_responses(
+    data: DataSection,
+    chat: Chat,
+    target: Target | None,
+    seed: int,
+    path: Path,
+    on_progress: Progress = no_progress,
+) -> Regeneration:
+    """Complete the responses at `path`: by the servers the section names, else by the target itself.
+
+    Args:
+        target: needed without servers.
+
+    Raises:
+        ValueError: see `regenerate`; or servers ended the run before everything was done.
+    """
+    config = RegenerationConfig(
+        max_new_tokens=data.max_new_tokens,
+        max_prompt_tokens=data.max_prompt_tokens,
+        temperature=data.temperature,
+        top_p=data.top_p,
+        top_k=data.top_k,
+        seed=seed,
+        thinking=data.thinking,
+    )
+    conversations = recipe_prompts(data)
+    deadline = time.monotonic() + data.max_minutes * 60 if data.max_minutes else float("inf")
+    source: LocalSource | ServerSource
+    if data.base_urls:
+        source = ServerSource(chat, server_config(data))
+    else:
+        assert target is not None
+        source = LocalSource(target, data.batch_size)
+    made = regenerate(chat, source, conversations, config, path, on_progress, stop=lambda: time.monotonic() > deadline)
+    if isinstance(source, ServerSource) and source.trouble:
+        raise ValueError(
+            f"{source.trouble}. {made.summary.waiting} of {made.summary.total} turns are waiting; what is done is in "
+            f"{path}, and the same command goes on from there."
+        )
+    return made
+
+
+def server_config(data: DataSection) -> ServerConfig:
+    """The servers of a data section; the key, where one is needed, comes from $OPENAI_API_KEY."""
+    return ServerConfig(
+        base_urls=tuple(data.base_urls),
+        model=data.served_model,
+        chat=data.chat_api,
+        concurrency=data.concurrency,
+        timeout=data.timeout,
+        retries=data.retries,
+        api_key=os.environ.get("OPENAI_API_KEY"),
+    )
+
+
+def existing_responses(path: Path, target: Target) -> list[Reply]:
+    """The replies of a file as they are, whatever sampling made them.
+
+    Raises:
+        ValueError: no such file, or made by another target or with another chat template.
+    """
+    if not path.is_file():
+        begun = beside(path, "journal").is_file()
+        raise ValueError(
+            f"the responses {path} "
+            + ("are not complete: run the `outrider prepare` that began them again." if begun else "do not exist.")
+        )
+    settings, replies = read_responses(path)
+    ours = Chat.of(target)
+    theirs = settings.get("chat_template_sha256", ours.template_sha256)
+    if settings.get("target") != ours.name or theirs != ours.template_sha256:
+        what = "chat template" if settings.get("target") == ours.name else f"target {settings.get('target')!r}"
+        raise ValueError(
+            f"{path} was made with another {what} than {ours.name!r} has; a drafter learns its own target."
+        )
+    return replies
+
+
+def recipe_samples(
+    recipe: Recipe, target: Target, on_progress: Progress = no_progress
+) -> tuple[list[Sample], list[Sample]]:
+    """(training, held-out) samples, regenerating what is missing.
+
+    Raises:
+        ValueError: nothing usable came out.
+    """
+    data = recipe.data
+    path = Path(data.responses) if data.responses else Path(recipe.out) / "responses.jsonl"
+    # Once training has begun its samples are fixed, or a resumed run would not be the same run.
+    begun = (Path(recipe.out) / "state" / "state.json").is_file()
+    if data.prompts and not begun:
+        replies = make_responses(data, Chat.of(target), target, recipe.seed, path, on_progress).replies
+    else:
+        replies = existing_responses(path, target)
+    if data.prompts:
+        wanted = {c.id: len(c.turns) for c in recipe_prompts(data)}
+        replies = [r for r in replies if r.turn < wanted.get(r.id, 0)]
+    return split_samples(join_turns(replies), data.held_out, recipe.seed, path)
+
+
+def split_samples(samples: Sequence[Sample], held_out: int, seed: int, path: Path) -> tuple[list[Sample], list[Sample]]:
+    """(training, held-out), by conversation: a sample of later turns contains the earlier responses.
+
+    Raises:
+        ValueError: there are no more conversations than are to be held out.
+    """
+
+    def place(name: str) -> bytes:
+        return hashlib.sha256(f"{seed}\n{name}".encode()).digest()
+
+    order = sorted({s.id for s in samples}, key=place)
+    if len(order) <= held_out:
+        raise ValueError(
+            f"{path} has responses to {len(order)} conversations and data.held_out takes {held_out} of them; "
+            "add prompts or lower data.held_out."
+        )
+    chosen = set(order[:held_out])
+    ranked = sorted(samples, key=lambda s: place(s.id))
+    return [s for s in ranked if s.id not in chosen], [s for s in ranked if s.id in chosen]
