@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,16 @@ from conftest import TOY, toy_samples
 from test_text import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.data import responses
-from outrider.data.chat import render
-from outrider.data.prompts import Prompt, load_prompts, shipped_sets
-from outrider.data.responses import RegenerationConfig, read_responses, regenerate
+from outrider.data import sources
+from outrider.data.chat import Chat, render
+from outrider.data.conversations import Conversation
+from outrider.data.generation import generate_batch, plan_batches
+from outrider.data.prompts import load_prompts, shipped_sets
+from outrider.data.regeneration import Regeneration, regenerate
+from outrider.data.responses import beside, read_responses
 from outrider.data.samples import Reply, Sample, join_turns
+from outrider.data.sources import LocalSource, RegenerationConfig
+from outrider.sampling import SamplingParams
 from outrider.target import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.features import Features
@@ -32,9 +39,9 @@ def test_prompts_with_and_without_ids_blank_lines_and_limit(tmp_path: Path) -> N
         tmp_path / "my.jsonl", '{"id": 7, "turns": ["a", "b"], "x": 1}\n\n{"turns": ["ü"]}\n{"turns": ["c"]}\n'
     )
     assert load_prompts(path) == [
-        Prompt("7", ("a", "b")),
-        Prompt("my-3", ("ü",)),
-        Prompt("my-4", ("c",)),
+        Conversation("7", ("a", "b")),
+        Conversation("my-3", ("ü",)),
+        Conversation("my-4", ("c",)),
     ]
     assert [p.id for p in load_prompts(str(path), limit=2)] == ["7", "my-3"]
 
@@ -44,7 +51,7 @@ def test_prompts_with_and_without_ids_blank_lines_and_limit(tmp_path: Path) -> N
     [
         ('{"turns": ["a"', r"my\.jsonl:2: Invalid JSON"),
         ('["a"]', r"my\.jsonl:2: .*object"),
-        ('{"prompt": "a"}', r"my\.jsonl:2: turns: Field required"),
+        ('{"text": "a"}', r"my\.jsonl:2: no conversation among the fields text\. Each line must be"),
         ('{"turns": []}', r"my\.jsonl:2: turns: .*at least 1"),
         ('{"turns": "a"}', r"my\.jsonl:2: turns: .*valid array"),
         ('{"turns": ["a", 3]}', r"my\.jsonl:2: turns\.1: .*string"),
@@ -72,7 +79,7 @@ def test_shipped_sets_are_many_distinct_and_disjoint() -> None:
     assert len(train) + len(held_out) == sum(map(len, sets.values())) >= 200 and len(held_out) >= 30
     every = train + held_out
     assert len({p.id for p in every}) == len(every)
-    texts = [{" ".join(p.turns[0].lower().split()) for p in part} for part in (train, held_out)]
+    texts = [{" ".join(str(p.turns[0]).lower().split()) for p in part} for part in (train, held_out)]
     assert len(texts[0]) == len(train) and len(texts[1]) == len(held_out) and not texts[0] & texts[1]
 
 
@@ -95,8 +102,9 @@ def test_render_for_a_base_model_and_an_empty_prompt() -> None:
             render(tokenizer, ["a", " \n"], ["b"])
 
 
-PROMPTS = [Prompt(f"p{i}", tuple("abcdefg"[i : i + 1 + i % 3])) for i in range(5)]  # 1, 2, 3, 1 and 2 turns
-CONFIG = RegenerationConfig(max_new_tokens=6, batch_size=2)
+PROMPTS = [Conversation(f"p{i}", tuple("abcdefg"[i : i + 1 + i % 3])) for i in range(5)]  # 1, 2, 3, 1 and 2 turns
+CONFIG = RegenerationConfig(max_new_tokens=6)
+SAMPLED = replace(CONFIG, temperature=1.3, top_p=0.95, top_k=40, seed=4)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +118,18 @@ def target() -> Target:
     return Target(model, tokenizer, "toy")
 
 
+def make(
+    target: Target,
+    path: Path,
+    config: RegenerationConfig = CONFIG,
+    prompts: list[Conversation] = PROMPTS,
+    batch_size: int = 2,
+    on_progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Regeneration:
+    return regenerate(Chat.of(target), LocalSource(target, batch_size), prompts, config, path, on_progress, stop)
+
+
 def key(reply: Reply) -> tuple[str, int]:
     return reply.id, reply.turn
 
@@ -117,11 +137,15 @@ def key(reply: Reply) -> tuple[str, int]:
 def test_regeneration_keeps_prompts_responses_and_turns_apart(target: Target, tmp_path: Path) -> None:
     progress: list[tuple[int, int, int]] = []
     path = tmp_path / "deep" / "r.jsonl"
-    samples = regenerate(target, PROMPTS, CONFIG, path, lambda *numbers: progress.append(numbers))
-    assert sorted(map(key, samples)) == [(p.id, t) for p in PROMPTS for t in range(len(p.turns))]
+    made = make(target, path, on_progress=lambda *numbers: progress.append(numbers))
+    samples = made.replies
+    assert list(map(key, samples)) == [(p.id, t) for p in PROMPTS for t in range(len(p.turns))]
     settings, read = read_responses(path)
-    assert sorted(read, key=key) == sorted(samples, key=key)
-    assert settings == {"target": "toy", "max_new_tokens": 6, "max_prompt_tokens": 512, "temperature": 0.0, "seed": 0}
+    assert read == samples and not beside(path, "journal").exists()
+    wanted = {"target": "toy", "generator": "outrider", "dtype": "float32", **asdict(CONFIG)}
+    assert settings == {**wanted, "chat_template_sha256": Chat.of(target).template_sha256}
+    summary = json.loads(path.read_text().splitlines()[0])["summary"]
+    assert summary == asdict(made.summary) and summary["total"] == summary["done"] == 9
     found = {key(s): s for s in samples}
     tokenizer = target.tokenizer
     assert tokenizer is not None
@@ -129,7 +153,9 @@ def test_regeneration_keeps_prompts_responses_and_turns_apart(target: Target, tm
         for turn in range(len(prompt.turns)):
             replies = [tokenizer.decode(found[prompt.id, t].response, skip_special_tokens=True) for t in range(turn)]
             sample = found[prompt.id, turn]
-            assert sample.prompt == render(tokenizer, prompt.turns[: turn + 1], replies)
+            assert tokenizer.decode(sample.prompt) == tokenizer.decode(
+                render(tokenizer, prompt.turns[: turn + 1], replies)
+            )
             assert 1 <= len(sample.response) <= 6
             # greedy: each response token is the argmax after everything before it, the first one included
             tokens = torch.tensor([sample.prompt + sample.response])
@@ -139,62 +165,159 @@ def test_regeneration_keeps_prompts_responses_and_turns_apart(target: Target, tm
     assert progress[-1] == (9, 9, sum(len(s.response) for s in samples))
 
 
-@pytest.mark.parametrize("kept", [1, 3, 6])
-def test_a_killed_regeneration_goes_on_to_the_same_samples(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
+class Killed(BaseException):
+    """Stands for kill -9 between two system calls."""
+
+
+@pytest.mark.parametrize("config", [CONFIG, SAMPLED], ids=["greedy", "sampled"])
+def test_a_run_killed_anywhere_ends_with_the_bytes_of_an_uninterrupted_one(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RegenerationConfig
 ) -> None:
-    whole = regenerate(target, PROMPTS, CONFIG, tmp_path / "whole.jsonl")
-    lines = (tmp_path / "whole.jsonl").read_text().splitlines(keepends=True)
-    path = write(tmp_path / "killed.jsonl", "".join(lines[:kept]) + lines[kept][:-9])  # died inside a line
-    generate = responses.generate_all
-    asked: list[list[int]] = []
+    make(target, tmp_path / "whole.jsonl", config)
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    chance = random.Random(1)
+    path = tmp_path / "killed.jsonl"
+    journal = beside(path, "journal")
+    decoded: list[int] = []
 
-    def counted(target: Target, prompts: Sequence[list[int]], *rest: object) -> object:
-        asked.extend(prompts)
-        return generate(target, prompts, *rest)
+    def dying(*args: object) -> object:
+        if chance.random() < 0.4:
+            raise Killed
+        decoded.append(len(args[1]))  # type: ignore[arg-type]
+        return generate_batch(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(responses, "generate_all", counted)
-    resumed = regenerate(target, PROMPTS, replace(CONFIG, batch_size=3), path)
-    assert sorted(resumed, key=key) == sorted(whole, key=key)
-    assert sorted(read_responses(path)[1], key=key) == sorted(whole, key=key), "and so does the file"
-    assert len(asked) == len(whole) - (kept - 1), "finished responses are not written again"
+    monkeypatch.setattr(sources, "generate_batch", dying)
+    kills = torn = 0
+    while not path.exists():
+        try:
+            make(target, path, config)
+        except Killed:
+            kills += 1
+            if journal.exists() and chance.random() < 0.5:  # it died inside a write
+                torn += 1
+                with journal.open("ab") as file:
+                    file.write(b'{"replies": [{"id": "p0", "tu')
+    assert kills >= 3 and torn >= 1
+    assert path.read_bytes() == whole and not journal.exists()
+    assert sum(decoded) == 9, "nothing is decoded twice"
 
 
-def test_an_early_stop_keeps_what_there_is(target: Target, tmp_path: Path) -> None:
+def test_every_cut_of_the_journal_is_gone_on_from(target: Target, tmp_path: Path) -> None:
+    journals: list[bytes] = []
+    path = tmp_path / "r.jsonl"
+    make(target, path, SAMPLED, on_progress=lambda *_: journals.append(beside(path, "journal").read_bytes()))
+    whole, journal = path.read_bytes(), journals[-1]
+    for cut in random.Random(0).sample(range(len(journal)), 12):
+        path.unlink()
+        beside(path, "journal").write_bytes(journal[:cut])
+        make(target, path, SAMPLED)
+        assert path.read_bytes() == whole, cut
+
+
+def test_what_is_said_does_not_depend_on_the_batch_but_on_the_seed(target: Target, tmp_path: Path) -> None:
+    alone = make(target, tmp_path / "1.jsonl", SAMPLED, batch_size=1).replies
+    assert make(target, tmp_path / "2.jsonl", SAMPLED, batch_size=5).replies == alone
+    assert make(target, tmp_path / "3.jsonl", replace(SAMPLED, seed=5)).replies != alone
+    assert len({tuple(r.response) for r in alone}) > 5
+
+
+def test_sampling_follows_the_targets_distribution(target: Target) -> None:
+    params = SamplingParams(temperature=1.0, top_k=3)
+    prompt = [5, 6, 7]
+    logits = target.forward(torch.tensor([prompt]), target.new_cache(3)).logits_BTV
+    assert logits is not None
+    top = logits[0, -1].topk(3)
+    drawn = generate_batch(target, [prompt] * 3000, 1, params, range(3000))
+    counts = torch.tensor([sum(r.tokens == [int(token)] for r in drawn) for token in top.indices])
+    assert int(counts.sum()) == 3000
+    assert torch.allclose(counts / 3000, top.values.softmax(-1), atol=0.04)
+
+
+def test_batches_are_planned_from_all_prompts_whatever_is_done() -> None:
+    lengths = [random.Random(0).randrange(1, 99) for _ in range(70)]
+    plan = plan_batches(lengths, 4)
+    assert sorted(i for batch in plan for i in batch) == list(range(70))
+    assert plan[:16] == plan_batches(lengths[:64], 4), "a longer list begins with the same batches"
+
+
+def test_prompts_added_later_keep_the_replies_that_are_there(target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    first = make(target, path, SAMPLED, PROMPTS[:3]).replies
+    more = make(target, path, SAMPLED, PROMPTS)
+    assert [r for r in more.replies if r.id in {"p0", "p1", "p2"}] == first
+    assert more.summary.total == more.summary.done == 9
+    assert more.new_tokens == sum(len(r.response) for r in more.replies if r.id in ("p3", "p4"))
+
+
+def test_an_early_stop_keeps_what_there_is_and_the_counts_add_up(target: Target, tmp_path: Path) -> None:
+    whole = make(target, tmp_path / "whole.jsonl", SAMPLED)
     batches: list[int] = []
-    samples = regenerate(
-        target, PROMPTS, CONFIG, tmp_path / "r.jsonl", lambda *n: batches.append(n[0]), stop=lambda: len(batches) >= 2
-    )
-    assert batches == [2, 4] and len(samples) == 4
-    assert len(regenerate(target, PROMPTS, CONFIG, tmp_path / "r.jsonl")) == 9
+    path = tmp_path / "r.jsonl"
+    made = make(target, path, SAMPLED, on_progress=lambda *n: batches.append(n[0]), stop=lambda: len(batches) >= 2)
+    assert batches == [2, 4] and len(made.replies) == 4
+    assert (made.summary.total, made.summary.done, made.summary.waiting) == (9, 4, 5)
+    assert make(target, path, SAMPLED).replies == whole.replies
+    assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
 def test_prompts_that_are_too_long_are_passed_over(target: Target, tmp_path: Path) -> None:
     length = len(render(byte_tokenizer(), ["a"], []))
-    samples = regenerate(target, PROMPTS, replace(CONFIG, max_prompt_tokens=length), tmp_path / "r.jsonl")
-    assert sorted(map(key, samples)) == [(p.id, 0) for p in PROMPTS]
+    made = make(target, tmp_path / "r.jsonl", replace(CONFIG, max_prompt_tokens=length))
+    assert sorted(map(key, made.replies)) == [(p.id, 0) for p in PROMPTS]
+    assert (made.summary.done, made.summary.skipped, made.summary.waiting) == (5, 4, 0)
 
 
-@pytest.mark.parametrize("change", [{"temperature": 0.5}, {"max_new_tokens": 7}, {"seed": 1}, {"max_prompt_tokens": 9}])
+@pytest.mark.parametrize(
+    "change",
+    [{"temperature": 0.5}, {"max_new_tokens": 7}, {"seed": 1}, {"max_prompt_tokens": 9}, {"top_k": 2}, {"top_p": 0.5}],
+)
 def test_responses_made_with_other_settings_are_refused(
     target: Target, tmp_path: Path, change: dict[str, float]
 ) -> None:
     path = tmp_path / "r.jsonl"
-    regenerate(target, PROMPTS[:1], CONFIG, path)
+    make(target, path, prompts=PROMPTS[:1])
     before = path.read_bytes()
     with pytest.raises(ValueError, match="other settings"):
-        regenerate(target, PROMPTS, replace(CONFIG, **change), path)
+        make(target, path, replace(CONFIG, **change))
     assert path.read_bytes() == before
+    path.rename(beside(path, "journal"))  # and so is a journal
+    with pytest.raises(ValueError, match="other settings"):
+        make(target, path, replace(CONFIG, **change))
+
+
+def test_another_conversation_under_the_same_id_is_refused(target: Target, tmp_path: Path) -> None:
+    make(target, tmp_path / "r.jsonl")
+    with pytest.raises(ValueError, match="another prompt with the id 'p1'"):
+        make(target, tmp_path / "r.jsonl", prompts=[Conversation("p1", ("other", "c"))])
+
+
+def test_files_of_the_first_format_are_read_and_gone_on_with(target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    whole = make(target, path)
+    old = {"target": "toy", "max_new_tokens": 6, "max_prompt_tokens": 512, "temperature": 0.0, "seed": 0}
+    entries = [asdict(r) for r in whole.replies]
+    lines = [json.dumps({"settings": old})]
+    lines += [json.dumps({k: v for k, v in entry.items() if k != "exact"}) for entry in reversed(entries)]
+    write(path, "\n".join(lines[:6]) + "\n" + lines[6][:20])  # died inside a line
+    assert read_responses(path) == (old, list(reversed(whole.replies))[:5])
+    again = make(target, path)
+    assert again.replies == whole.replies and again.new_tokens < whole.new_tokens
+    with pytest.raises(ValueError, match="other settings"):
+        make(target, write(path, "\n".join(lines) + "\n"), replace(CONFIG, thinking=True))
 
 
 def test_a_malformed_line_that_is_not_the_last_is_named(target: Target, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    regenerate(target, PROMPTS[:2], CONFIG, path)
+    make(target, path, prompts=PROMPTS[:2])
     lines = path.read_text().splitlines(keepends=True)
     for number, broken in ((1, "{}\n"), (2, '{"id": "p0"}\n'), (3, "half\n"), (len(lines), "half\n")):
         write(path, "".join([*lines[: number - 1], broken, *lines[number:]]))
         with pytest.raises(ValueError, match=rf"r\.jsonl:{number}: .*Delete the file"):
             read_responses(path)
+    path.unlink()
+    write(beside(path, "journal"), lines[0] + "half\n" + lines[1])
+    with pytest.raises(ValueError, match=r"r\.journal\.jsonl:2: not a journal line"):
+        make(target, path, prompts=PROMPTS[:2])
 
 
 def features(sample: Sample) -> Features:
@@ -273,5 +396,5 @@ def test_library_functions_become_prompts_without_being_imported() -> None:
     assert len(prompts) == 300 == len({p.id for p in prompts})
     assert prompts == load_prompts("stdlib_functions", 400)[:300]
     for prompt in prompts:
-        code = prompt.turns[0].split("```python\n")[1].removesuffix("\n```")
+        code = str(prompt.turns[0]).split("```python\n")[1].removesuffix("\n```")
         assert code.startswith("def ") and code.count('"""') >= 2

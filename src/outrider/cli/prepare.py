@@ -75,7 +75,7 @@ def prepare_command(
     chosen = {name: value for name, value in given.items() if value is not None}
     data = DataSection.model_validate({**(base.data.model_dump() if base else {}), **chosen})
     name = target or (base.target if base else None)
-    path = data.responses or (base and f"{base.out}/responses.jsonl")
+    path = data.responses or (f"{base.out}/responses.jsonl" if base else None)
     if name is None or path is None or not data.prompts:
         missing = "--target" if name is None else "--out" if path is None else "--prompts"
         raise ValueError(f"{missing} is missing: give it, or a --recipe that has it.")
@@ -134,8 +134,8 @@ def report(made: Regeneration, path: Path, seconds: float, console: Console) -> 
     if counts.inexact:
         lines.append(
             f"warning: {counts.inexact / counts.done:.1%} of the responses came as text and were split into tokens "
-            "again; where the target had chosen other tokens, the drafter learns what it would not say. Prefer a server "
-            "that returns token ids."
+            "again; where the target had chosen other tokens, the drafter learns what it would not say. Prefer a "
+            "server that returns token ids."
         )
     if counts.failed:
         lines.append(f"reasons of the failures: {beside(path, 'failed')}; the next run asks again")

@@ -2,8 +2,8 @@
 
     sources -> conversations, interleaved -> responses (regenerated, or a file as it is) -> samples -> split
 
-The split is by conversation, on a hash of (seed, id): the `held_out` smallest are held out. When conversations are added,
-none that was trained on becomes held out; some that were held out may be trained on.
+The split is by conversation, on a hash of (seed, id): the `held_out` smallest are held out. When conversations are
+added, none that was trained on becomes held out; some that were held out may be trained on.
 """
 
 from __future__ import annotations
