@@ -162,18 +162,20 @@ class _Pool:
                 for server in servers
                 for _ in range(self.source.config.concurrency)
             ]
-            ended = asyncio.gather(*workers)
+            ended = asyncio.gather(*workers, return_exceptions=True)
             ended.add_done_callback(lambda _: results.put_nowait(None))
             try:
                 for _ in self.jobs:
                     answer = await results.get()
                     if answer is None:  # every worker left: stopped, or no server is there any more
-                        await ended
+                        for error in filter(None, await ended):
+                            raise error
                         break
                     yield answer
             finally:
-                ended.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
+                for worker in workers:
+                    worker.cancel()
+                await ended
         if all(server.given_up for server in servers):
             self.source.trouble = "; ".join(f"{server.url} {server.given_up}" for server in servers)
 
