@@ -24,7 +24,7 @@ from outrider.target import Target, load_target
 from outrider.training.dataset import existing_responses, recipe_samples
 from outrider.training.recipe import Recipe
 
-KILLS = 5
+KILLS = 4
 # Imports once, then forks a child for every command it reads: a process that can be killed, without ten slow starts.
 ZYGOTE = """
 import json, os, sys
@@ -78,7 +78,7 @@ class Zygote:
             if kill_when():
                 os.kill(child, signal.SIGKILL)
                 break
-            time.sleep(0.002)
+            time.sleep(0.005)
         status = int(self._read())
         return status, self.log.read_text()
 
@@ -114,7 +114,20 @@ def served(toy: Path) -> Target:
 
 
 def command(toy: Path, out: Path, *more: object) -> tuple[object, ...]:
-    fixed = ("--max-new-tokens", 24, "--max-prompt-tokens", 200, "--temperature", 1.1, "--seed", 5, "--batch-size", 3)
+    fixed = (
+        "--threads",
+        1,
+        "--max-new-tokens",
+        12,
+        "--max-prompt-tokens",
+        200,
+        "--temperature",
+        1.1,
+        "--seed",
+        5,
+        "--batch-size",
+        3,
+    )
     return ("prepare", "--target", toy / "target", "--prompts", toy / "prompts.jsonl", "--out", out, *fixed, *more)
 
 
