@@ -65,10 +65,13 @@ def calibrate_command(
 
 
 def quality_table(calibration: Calibration) -> Table:
-    """One row per draft position: temperature, ECE, Brier and ROC-AUC of the survival, before -> after."""
+    """One row per draft position: temperature, ECE, Brier and ROC-AUC of the survival, before -> after.
+
+    `by chance` is the ECE that so few rounds would show of perfect confidences.
+    """
     fit, measured = calibration.fit_rounds, calibration.measured_rounds
     view = Table(title=f"Survival to position k: fitted on {fit} rounds, measured on {measured} others")
-    for heading in ("k", "temperature", "ECE", "Brier", "ROC-AUC"):
+    for heading in ("k", "temperature", "ECE", "by chance", "Brier", "ROC-AUC"):
         view.add_column(heading, justify="right", no_wrap=True)
     before, after = calibration.before, calibration.after
     for i, t in enumerate(calibration.temperatures):
@@ -80,5 +83,5 @@ def quality_table(calibration: Calibration) -> Table:
                 (before.roc_auc[i], after.roc_auc[i]),
             )
         ]
-        view.add_row(str(i + 1), f"{t:.2f}", *cells)
+        view.add_row(str(i + 1), f"{t:.2f}", cells[0], f"{after.ece_noise[i]:.3f}", *cells[1:])
     return view

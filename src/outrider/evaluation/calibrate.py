@@ -22,7 +22,7 @@ from outrider.drafters.packed import PackedDrafter
 from outrider.evaluation.results import machine
 from outrider.evaluation.run import EvaluationConfig
 from outrider.scheduling import FixedPolicy
-from outrider.scheduling.calibration import Rounds, at_position, brier, ece, fit_sts, roc_auc
+from outrider.scheduling.calibration import Rounds, at_position, brier, ece, ece_noise, fit_sts, roc_auc
 from outrider.target import Target
 
 _FEWEST_ROUNDS = 100  # a 20-bin error of fewer is mostly noise
@@ -34,6 +34,7 @@ class Quality(BaseModel):
     """Figures of the survival a_k against "positions 1..k accepted", one per position."""
 
     ece: list[float]
+    ece_noise: list[float]  # what chance alone would show: how small an error these rounds can tell from none
     brier: list[float]
     roc_auc: list[float | None]  # None: accepted never, or always
 
@@ -133,6 +134,7 @@ def quality(rounds: Rounds, temperatures: Sequence[float]) -> Quality:
     pairs = [at_position(rounds, temperatures, k) for k in range(1, len(temperatures) + 1)]
     return Quality(
         ece=[ece(*pair) for pair in pairs],
+        ece_noise=[ece_noise(predicted_N) for predicted_N, _ in pairs],
         brier=[brier(*pair) for pair in pairs],
         roc_auc=[roc_auc(*pair) for pair in pairs],
     )

@@ -212,21 +212,23 @@ def _calibration(found: Calibration) -> str:
         "A temperature per position (Sequential Temperature Scaling) is applied when the drafter is served.\n"
         "Survival to position k against what was accepted, 20 bins, before -> after:",
         "",
-        "| k | temperature | ECE | Brier | ROC-AUC after |",
-        "|---:|---:|---:|---:|---:|",
+        "| k | temperature | ECE | ECE by chance | Brier | ROC-AUC after |",
+        "|---:|---:|---:|---:|---:|---:|",
     ]
     for i, t in enumerate(found.temperatures):
         auc = found.after.roc_auc[i]
         errors = f"{found.before.ece[i]:.3f} -> {found.after.ece[i]:.3f}"
         squares = f"{found.before.brier[i]:.3f} -> {found.after.brier[i]:.3f}"
-        lines.append(f"| {i + 1} | {t:.2f} | {errors} | {squares} | {'-' if auc is None else f'{auc:.3f}'} |")
+        noise, area = f"{found.after.ece_noise[i]:.3f}", "-" if auc is None else f"{auc:.3f}"
+        lines.append(f"| {i + 1} | {t:.2f} | {errors} | {noise} | {squares} | {area} |")
     return "\n".join(
         [
             *lines,
             "",
             f"Fitted on {found.fit_rounds:,} rounds of {', '.join(found.fitted_on)}; measured on "
             f"{found.measured_rounds:,} other rounds of {', '.join(found.measured_on)};\n"
-            f"decoding at temperature {found.sampling['temperature']}.",
+            f"decoding at temperature {found.sampling['temperature']}. By chance: what as many rounds would show of "
+            "perfect confidences.",
         ]
     )
 

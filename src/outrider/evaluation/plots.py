@@ -51,7 +51,7 @@ def plot_histogram(results: Results, path: Path) -> None:
 
 
 def plot_reliability(rounds: Rounds, temperatures: Sequence[float], path: Path) -> None:
-    """Predicted against observed survival, a column per position: raw above, calibrated below; area = rounds."""
+    """Predicted against observed survival, a column per position: raw above, calibrated below."""
     gamma = len(temperatures)
     size = (1.9 * gamma + 0.6, 4.4)
     figure, grid = plt.subplots(2, gamma, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained")
@@ -67,7 +67,7 @@ def plot_reliability(rounds: Rounds, temperatures: Sequence[float], path: Path) 
             axes.set_title(f"k = {k}, {name}: ECE {ece(*pair):.3f}", fontsize=8)
             axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
             axes.grid(alpha=0.3)
-    figure.supxlabel("predicted survival", fontsize=9)
+    figure.supxlabel("predicted survival (area: share of rounds)", fontsize=9)
     figure.supylabel("rounds with positions 1..k accepted", fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -103,7 +103,7 @@ def fit_sts(rounds: Rounds, bins: int = BINS) -> list[float]:
 
 def reliability(predicted_N: Floats, outcome_N: Floats, bins: int = BINS) -> Reliability:
     """How often what was predicted happened, bin by bin."""
-    places_N = np.minimum((predicted_N * bins).astype(np.int64), bins - 1)  # 1.0 belongs to the last bin
+    places_N = _bin(predicted_N, bins)
     return Reliability(
         np.bincount(places_N, minlength=bins),
         np.bincount(places_N, weights=predicted_N, minlength=bins).astype(np.float64),
@@ -115,6 +115,16 @@ def ece(predicted_N: Floats, outcome_N: Floats, bins: int = BINS) -> float:
     """Expected calibration error of at least one prediction."""
     found = reliability(predicted_N, outcome_N, bins)
     return float(np.abs(found.predicted_M - found.happened_M).sum() / len(predicted_N))
+
+
+def ece_noise(predicted_N: Floats, bins: int = BINS) -> float:
+    """The error to expect by chance alone, of predictions that are right, from as many rounds.
+
+    The sum of p - outcome in a bin is then nearly normal with variance sum p (1 - p), and E|x| = s sqrt(2 / pi).
+    """
+    places_N = _bin(predicted_N, bins)
+    variance_M = np.bincount(places_N, weights=predicted_N * (1 - predicted_N), minlength=bins)
+    return float(np.sqrt(2 / np.pi * variance_M).sum() / len(predicted_N))
 
 
 def brier(predicted_N: Floats, outcome_N: Floats) -> float:
@@ -132,6 +142,10 @@ def roc_auc(predicted_N: Floats, outcome_N: Floats) -> float | None:
     ranks = np.cumsum(counts) - (counts - 1) / 2  # ties share the mean of their ranks
     wins = ranks[places_N][outcome_N > 0].sum() - positives * (positives + 1) / 2
     return float(wins / (positives * negatives))
+
+
+def _bin(predicted_N: Floats, bins: int) -> Ints:
+    return np.minimum((predicted_N * bins).astype(np.int64), bins - 1)  # 1.0 belongs to the last bin
 
 
 def _logit(probability: Floats) -> Floats:
