@@ -304,6 +304,9 @@ def test_the_card_shows_the_calibration() -> None:
     assert "| 1 | 1.50 | 0.200 -> 0.030 | 0.010 | 0.250 -> 0.250 | 0.750 |" in card
     assert "| 2 | 0.75 | 0.100 -> 0.040 | 0.020 | 0.125 -> 0.125 | - |" in card
     assert "1,000 rounds of a; measured on 2,000 other rounds of b" in card and "temperature 0.7" in card
+    del calibration["before"]
+    with pytest.raises(ValueError, match=r"calibration\.before: Field required; run outrider calibrate again"):
+        model_card(Checkpoint(DSpark(toy_config()), None, metadata), CardFacts("d", torch.float32))
     assert "## Measured" not in card and "license" not in card.split("---")[1]
 
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 import yaml
+from pydantic import ValidationError
 
-from outrider.data.prompts import shipped_sets
 from outrider.drafters import DSparkConfig
 from outrider.evaluation.calibrate import Calibration
-from outrider.evaluation.results import Results, TaskResult
+from outrider.evaluation.card_results import listed, measured, target_name
+from outrider.evaluation.results import Results
 from outrider.formats import Checkpoint
 from outrider.target.resolve import canonical_id
 
@@ -58,9 +59,9 @@ def model_card(checkpoint: Checkpoint, facts: CardFacts) -> str:
         _training(metadata),
     ]
     if facts.results:
-        parts.append(_measured(facts.results))
+        parts.append(measured(facts.results))
     if "calibration" in metadata:
-        parts.append(_calibration(Calibration.model_validate(metadata["calibration"])))
+        parts.append(_calibration(_read_calibration(metadata["calibration"])))
     parts += [_limits(checkpoint, facts.results), _licence(metadata, facts.license)]
     return "\n\n".join(parts) + "\n"
 
@@ -80,16 +81,10 @@ def _check_same(results: Results, checkpoint: Checkpoint) -> None:
             )
 
 
-def _target_name(metadata: Mapping[str, Any]) -> str:
-    """The target's id, or the name alone of a local directory."""
-    target = str(metadata["target"])
-    return Path(target).expanduser().name if Path(target).expanduser().is_absolute() else target
-
-
 def _front_matter(metadata: Mapping[str, Any], facts: CardFacts, algorithm: str) -> str:
     fields: dict[str, Any] = {} if facts.license is None else {"license": facts.license}
     if not Path(metadata["target"]).expanduser().is_dir():  # a model of the hub
-        fields["base_model"] = _target_name(metadata)
+        fields["base_model"] = target_name(metadata)
     fields |= {"library_name": "outrider", "pipeline_tag": "text-generation"}
     fields["tags"] = ["speculative-decoding", "draft-model", algorithm]
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
@@ -99,7 +94,7 @@ def _introduction(checkpoint: Checkpoint, facts: CardFacts) -> str:
     algorithm = "DSpark" if checkpoint.drafter.algorithm == "dspark" else "DFlash"
     return (
         f"# {facts.name}\n\n"
-        f"A {algorithm} draft model for speculative decoding of **{_target_name(checkpoint.metadata)}**, trained with "
+        f"A {algorithm} draft model for speculative decoding of **{target_name(checkpoint.metadata)}**, trained with "
         "Outrider. It proposes blocks of\ntokens, the target checks a block in one pass and keeps what fits its own "
         "distribution: the output is distributed\nexactly as the target's, and at temperature 0 it is the same text. "
         "On its own this model generates nothing."
@@ -107,7 +102,7 @@ def _introduction(checkpoint: Checkpoint, facts: CardFacts) -> str:
 
 
 def _use(metadata: Mapping[str, Any], name: str) -> str:
-    target = _target_name(metadata)
+    target = target_name(metadata)
     return (
         "## Use\n\n```\n"
         f'outrider generate "Name three rivers." --target {target} --drafter {name} --show-rounds\n'
@@ -144,7 +139,7 @@ def _data(metadata: Mapping[str, Any], sources: Sequence[str]) -> str:
         "",
         *(f"* {source}" for source in sources),
         *([""] if sources else []),
-        f"Settings: {_listed(metadata['recipe']['data'])}.",
+        f"Settings: {listed(metadata['recipe']['data'])}.",
     ]
     return "\n".join(lines)
 
@@ -152,57 +147,23 @@ def _data(metadata: Mapping[str, Any], sources: Sequence[str]) -> str:
 def _training(metadata: Mapping[str, Any]) -> str:
     recipe = metadata["recipe"]
     lines = ["## Training", "", f"{metadata['step']:,} steps of {recipe['optimizer']['steps']:,}."]
-    lines += ["", f"* optimizer: {_listed(recipe['optimizer'])}", f"* objective: {_listed(recipe['objective'])}"]
+    lines += ["", f"* optimizer: {listed(recipe['optimizer'])}", f"* objective: {listed(recipe['objective'])}"]
     if metadata.get("held_out"):
         lengths = {k: f"{v:.2f}" for k, v in metadata["held_out"].items() if k.startswith("expected_length")}
-        lines.append(f"* held-out conversations: {_listed(lengths)}")
+        lines.append(f"* held-out conversations: {listed(lengths)}")
     if metadata.get("versions"):
-        lines.append(f"* versions: {_listed(metadata['versions'])}")
+        lines.append(f"* versions: {listed(metadata['versions'])}")
     return "\n".join(lines)
 
 
-def _measured(many: Sequence[Results]) -> str:
-    head = "| task | temperature | verified | turns | tokens | tau | plain tok/s | tok/s | speedup | same tokens |"
-    lines = ["## Measured", "", head, "|---|---:|---|---:|---:|---:|---:|---:|---:|---|"]
-    lines += [_row(task, results.settings) for results in many for task in results.tasks]
-    lines += [
-        "",
-        "tau: tokens per target pass, the target's own included. Plain and speculative decoding take turns in one\n"
-        "run; speedup is over whole requests, prefill included, with quartiles over turns.",
-        "",
-    ]
-    machines = dict.fromkeys(f"Measured on {_listed(r.machine)}; {_listed(r.versions)}." for r in many)
-    return "\n".join([*lines, *machines, "", "```", *(_command(r) for r in many), "```"])
-
-
-def _row(task: TaskResult, settings: Mapping[str, Any]) -> str:
-    low, _, high = task.speedup_quartiles
-    same = {None: "sampled", True: "yes", False: "no"}[task.greedy_identical]
-    cells = [task.task, settings["temperature"], _verified(settings), task.turns, f"{task.tokens:,}"]
-    cells += [f"{task.accepted_length:.2f}", f"{task.baseline_tokens_per_second:.1f}", f"{task.tokens_per_second:.1f}"]
-    cells += [f"{task.speedup:.2f}x ({low:.2f}-{high:.2f})", same]
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def _verified(settings: Mapping[str, Any]) -> str:
-    if settings.get("confidence_threshold") is not None:
-        return f"while c >= {settings['confidence_threshold']}"
-    if settings.get("draft_length") is not None:
-        return f"{settings['draft_length']} drafts"
-    return "whole block" if "draft_length" in settings else str(settings["policy"])
-
-
-def _command(results: Results) -> str:
-    settings = results.settings
-    options = {"target": settings["target"], "drafter": "DIR", "tasks": ",".join(map(_task_argument, results.tasks))}
-    named = ("max_samples", "max_new_tokens", "draft_length", "confidence_threshold")
-    options |= {name: settings.get(name) for name in named} | dict(settings["sampling"])
-    options["target"] = _target_name(options)
-    return "outrider eval " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in options.items() if v is not None)
-
-
-def _task_argument(task: TaskResult) -> str:
-    return task.task if task.task in shipped_sets() else f"{task.task}.jsonl"
+def _read_calibration(stored: object) -> Calibration:
+    try:
+        return Calibration.model_validate(stored)
+    except ValidationError as error:
+        where = ".".join(str(part) for part in error.errors()[0]["loc"])
+        raise ValueError(
+            f"outrider.json: calibration.{where}: {error.errors()[0]['msg']}; run outrider calibrate again."
+        ) from error
 
 
 def _calibration(found: Calibration) -> str:
@@ -257,14 +218,10 @@ def _licence(metadata: Mapping[str, Any], license: str | None) -> str:
     if metadata["recipe"]["drafter"].get("initialize_from_target"):
         text += (
             "\n\nWhere shapes allow it (Llama and Qwen3 targets) the draft layers start as copies of the target's last "
-            f"layers, so the weights\nare derived from {_target_name(metadata)} and its licence applies to them."
+            f"layers, so the weights\nare derived from {target_name(metadata)} and its licence applies to them."
         )
     return text
 
 
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _listed(fields: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in fields.items() if value is not None)
