@@ -15,7 +15,7 @@ from test_text import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from outrider.cli import evaluate, generate, main
+from outrider.cli import calibrate, evaluate, generate, main
 from outrider.drafters import DSpark, DSparkConfig
 from outrider.evaluation.results import Results
 from outrider.formats import Checkpoint, save_drafter
@@ -24,6 +24,8 @@ VERBS = {
     "train": ["RECIPE", "OVERRIDES"],
     "eval": ["--target", "--drafter", "--tasks", "--draft-length", "--confidence-threshold"],
     "generate": ["PROMPT", "--max-new-tokens", "--temperature", "--show-rounds", "--confidence-threshold"],
+    "calibrate": ["--tasks", "--fit-tasks", "--plot"],
+    "package": ["DRAFTER", "--dtype", "--results", "--license"],
     "demo": ["--out", "--eval-samples"],
     "prepare": ["--target", "--prompts", "--out", "--recipe", "--base-url", "--thinking", "--max-minutes"],
     "inspect": ["PATH", "--target", "--row", "--limit", "--html"],
@@ -57,7 +59,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """`outrider ARGS` in this process: (exit status, stdout, stderr). Threads and allocator stay as they are."""
-    for module in (evaluate, generate):
+    for module in (calibrate, evaluate, generate):
         monkeypatch.setattr(module, "set_up", lambda threads: None)
 
     def call(*args: object) -> tuple[int, str, str]:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from outrider.cli.options import AUTO, choose_policy, counting, require_drafter, split_names
 from outrider.cli.runtime import load, set_up
 from outrider.drafters.packed import PackedDrafter
 from outrider.evaluation.report import table, write_report
@@ -16,15 +16,15 @@ from outrider.evaluation.results import Results
 from outrider.evaluation.run import EvaluationConfig, evaluate
 from outrider.formats import load_drafter, versions
 from outrider.sampling import SamplingParams
-from outrider.scheduling import FixedPolicy, Policy, ThresholdPolicy
+from outrider.scheduling import Policy
 from outrider.target import Target
 
 
 def evaluate_command(
     target: Annotated[str, typer.Option(help="model id or directory")],
-    drafter: Annotated[Path, typer.Option(help="drafter directory")],
     tasks: Annotated[str, typer.Option(help="comma-separated JSONL files or shipped sets (eval_math, ...)")],
     out: Annotated[Path, typer.Option(help="directory for results.json and plots")],
+    drafter: Annotated[str, typer.Option(help="drafter directory; auto: the shipped one for the target")] = AUTO,
     max_samples: Annotated[int | None, typer.Option(min=1, help="prompts per task; all by default")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
@@ -44,34 +44,26 @@ def evaluate_command(
     set_up(threads)
     console = Console()
     policy = choose_policy(draft_length, confidence_threshold)
+    directory = require_drafter(drafter, target)
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     loaded = load(target, device)
-    checkpoint = load_drafter(drafter)
-    packed = PackedDrafter(checkpoint.drafter, loaded, checkpoint.draft_ids_Vd)
+    checkpoint = load_drafter(directory)
     config = EvaluationConfig(max_samples, max_new_tokens, params)
     results = run_evaluation(
         loaded,
-        packed,
-        [task.strip() for task in tasks.split(",")],
+        checkpoint.packed(loaded),
+        split_names(tasks),
         config,
         policy,
-        {"drafter": str(drafter), "drafter_step": checkpoint.metadata.get("step")},
+        {
+            "drafter": str(directory),
+            "drafter_step": checkpoint.metadata.get("step"),
+            "draft_length": draft_length,
+            "confidence_threshold": confidence_threshold,
+        },
         console,
     )
     report(results, out, console)
-
-
-def choose_policy(draft_length: int | None, confidence_threshold: float | None) -> Policy:
-    """The scheduling policy two options describe.
-
-    Raises:
-        ValueError: both are given.
-    """
-    if confidence_threshold is None:
-        return FixedPolicy(draft_length)
-    if draft_length is not None:
-        raise ValueError("give --draft-length or --confidence-threshold, not both.")
-    return ThresholdPolicy(confidence_threshold)
 
 
 def run_evaluation(
@@ -84,19 +76,8 @@ def run_evaluation(
     console: Console,
 ) -> Results:
     """`evaluate` with a progress bar."""
-    columns = (TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("eval", total=None)
-        return evaluate(
-            target,
-            drafter,
-            tasks,
-            config,
-            policy,
-            settings,
-            versions(),
-            lambda name, done, total: bar.update(task, description=name, completed=done, total=total),
-        )
+    with counting(console, "eval") as on_progress:
+        return evaluate(target, drafter, tasks, config, policy, settings, versions(), on_progress)
 
 
 def report(results: Results, out: Path, console: Console) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
-from outrider.cli.evaluate import choose_policy
+from outrider.cli.options import AUTO, HOW_TO_TRAIN, choose_policy, find_drafter, recommended_threshold
 from outrider.cli.runtime import load, set_up
 from outrider.data.chat import render
 from outrider.decoding import Chunk, StopRules, stream
-from outrider.drafters.packed import PackedDrafter
 from outrider.formats import load_drafter
 from outrider.sampling import SamplingParams
 from outrider.target import Target
@@ -26,7 +25,9 @@ STYLES = {"draft": "green", "correction": "bold red", "bonus": "bold blue"}
 def generate_command(
     prompt: Annotated[str, typer.Argument(help="what to answer")],
     target: Annotated[str, typer.Option(help="model id or directory")] = EMBEDDED_ID,
-    drafter: Annotated[Path | None, typer.Option(help="drafter directory; plain decoding without one")] = None,
+    drafter: Annotated[
+        str, typer.Option(help="drafter directory; auto: the shipped one for the target; none: plain decoding")
+    ] = AUTO,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     top_k: Annotated[int, typer.Option(min=0)] = 0,
@@ -35,7 +36,9 @@ def generate_command(
     repetition_penalty: Annotated[float, typer.Option()] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="text that ends the response; repeatable")] = None,
-    confidence_threshold: Annotated[float | None, typer.Option(help="verify drafts while confidence is above")] = None,
+    confidence_threshold: Annotated[
+        float | None, typer.Option(help="verify drafts while confidence is at least this; the drafter's own by default")
+    ] = None,
     show_rounds: Annotated[bool, typer.Option(help="colour accepted drafts, corrections and bonus tokens")] = False,
     raw: Annotated[bool, typer.Option(help="no chat template: continue the text")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
@@ -47,10 +50,15 @@ def generate_command(
     if not prompt.strip():
         raise ValueError("the prompt is empty: give at least one word to answer.")
     loaded = load(target, device)
-    packed = None
-    if drafter is not None:
-        checkpoint = load_drafter(drafter)
-        packed = PackedDrafter(checkpoint.drafter, loaded, checkpoint.draft_ids_Vd)
+    packed, used = None, "plain decoding"
+    directory = find_drafter(drafter, target)
+    if directory is not None:
+        checkpoint = load_drafter(directory)
+        packed, used = checkpoint.packed(loaded), f"drafter {directory}"
+        if confidence_threshold is None:
+            confidence_threshold = recommended_threshold(checkpoint.metadata)
+    elif drafter == AUTO:
+        used = f"plain decoding, no drafter for {target} in models/; {HOW_TO_TRAIN}"
     assert loaded.tokenizer is not None
     tokens = list(loaded.tokenizer(prompt)["input_ids"]) if raw else render(loaded.tokenizer, [prompt], [])
     chunks = []
@@ -64,7 +72,7 @@ def generate_command(
             sys.stdout.write(chunk.text)
             sys.stdout.flush()
     print(flush=True)
-    summary(chunks, Console(stderr=True, highlight=False, soft_wrap=True), show_rounds)
+    summary(chunks, used, Console(stderr=True, highlight=False, soft_wrap=True), show_rounds)
 
 
 def coloured(chunk: Chunk, target: Target) -> Text:
@@ -76,8 +84,8 @@ def coloured(chunk: Chunk, target: Target) -> Text:
     return text
 
 
-def summary(chunks: list[Chunk], console: Console, legend: bool) -> None:
-    """Rounds, accepted length and where the time went, on one line."""
+def summary(chunks: list[Chunk], used: str, console: Console, legend: bool) -> None:
+    """Rounds, accepted length, where the time went and what was `used`, on one line."""
     tokens = sum(len(c.tokens) for c in chunks)
     drafting, verifying, other = (
         sum(getattr(c.stats, f"{name}_seconds") for c in chunks) for name in ("draft", "verify", "other")
@@ -87,5 +95,5 @@ def summary(chunks: list[Chunk], console: Console, legend: bool) -> None:
         console.print(f"[dim]tokens: {marks}[/dim]")
     console.print(
         f"[dim]{tokens} tokens in {len(chunks)} rounds (tau {tokens / len(chunks):.2f}); seconds: "
-        f"draft {drafting:.2f}, verify {verifying:.2f}, other {other:.2f} (prefill included)[/dim]"
+        f"draft {drafting:.2f}, verify {verifying:.2f}, other {other:.2f} (prefill included); {escape(used)}[/dim]"
     )

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from outrider.cli import benchmark, demo, evaluate, generate, inspect, prepare, train
+from outrider.cli import benchmark, calibrate, demo, evaluate, generate, inspect, package, prepare, train
 
 app = typer.Typer(
     help="Train, evaluate and serve draft models for lossless speculative decoding.",
@@ -20,6 +20,8 @@ app.command("prepare")(prepare.prepare_command)
 app.command("inspect")(inspect.inspect_command)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate_command)
+app.command("calibrate")(calibrate.calibrate_command)
+app.command("package")(package.package_command)
 app.command("generate")(generate.generate_command)
 app.command("demo")(demo.demo)
 app.command("bench-forward")(benchmark.bench_forward)

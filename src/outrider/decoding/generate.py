@@ -30,7 +30,8 @@ class RoundStats:
     """One round; seconds add up to its length, without the time its consumer took.
 
     `proposed` drafts, `admitted` of them judged by the target (fewer where a stop ended the response first),
-    `accepted` of those, `committed` tokens.
+    `accepted` of those, `committed` tokens. `confidences` are those of the proposed
+    drafts, () where a drafter has none.
     """
 
     proposed: int
@@ -40,6 +41,7 @@ class RoundStats:
     draft_seconds: float
     verify_seconds: float
     other_seconds: float
+    confidences: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ def stream(
             draft,
             verify,
             now - started - draft - verify,
+            tuple(result.proposal.confidences),
         )
         yield Chunk(tokens, _kinds(result, len(tokens)), piece, stats, finish)
         started = time.perf_counter()

@@ -1,11 +1,11 @@
-"""anchor -> x_1 -> x_2 -> ... -> x_K,   x_k ~ p_k = warp(U_k + W2 l_k),   c_k = sigmoid(w^T [h_k; W1[x_{k-1}]])
+"""anchor -> x_1 -> x_2 -> ... -> x_K,   x_k ~ p_k = warp(U_k + W2 l_k),   c_k = sigmoid(w^T [h_k; W1[x_{k-1}]] / T_k)
 
 The sequential half of a semi-autoregressive drafter (DSpark, arXiv 2607.05147): U_k and h_k come from one parallel
 pass, and only this walk is serial. Each p_k is a plain, exact distribution; that keeps verification lossless.
 Shapes: K block positions, V target vocab, Vd draft vocab, H draft hidden, r rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ def sample_chain(
     source: RandomSource,
     draft_ids_Vd: Tensor | None = None,
     floor: float = 0.0,
+    temperatures: Sequence[float] | None = None,
 ) -> Proposal:
     """Draw one block left to right, up to the first position whose confidence is below `floor`.
 
@@ -34,6 +35,8 @@ def sample_chain(
     Args:
         base_logits: gives U [K, Vd]; called only if a token is drawn at all.
         draft_ids_Vd: maps a reduced draft vocabulary into the target's.
+        floor: compared with the confidences that are handed over, after the temperatures.
+        temperatures: T_k per position, for calibrated confidences; all 1 by default.
     """
     state = head.initial_state(1) if head is not None else None
     seen_V = seen.with_tokens()
@@ -48,7 +51,10 @@ def sample_chain(
             prev_token_1 = torch.tensor([previous], device=hidden_KH.device)
             latent_1r, embedding_1r, state = head.step(prev_token_1, hidden_1H, state)
         if confidence is not None:  # before x_k is drawn: c_k must not know it
-            certainty = confidence(hidden_1H, embedding_1r).sigmoid().item()
+            certainty_logit = confidence(hidden_1H, embedding_1r)
+            if temperatures is not None:
+                certainty_logit = certainty_logit / temperatures[len(tokens)]
+            certainty = certainty_logit.sigmoid().item()
             if certainty < floor:
                 break
             confidences.append(certainty)

@@ -10,6 +10,7 @@ features. Shapes: T new tokens, L taps, K block rows, G kv heads, Q queries per 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -57,11 +58,28 @@ class _PackedLayer:
 
 
 class PackedDrafter:
-    """Serves one drafter for one target. Weights are copied; train the module, then build this again."""
+    """Serves one drafter for one target. Weights are copied; train the module, then build this again.
 
-    def __init__(self, drafter: DFlash, target: Target, draft_ids_Vd: Tensor | None = None) -> None:
+    Args:
+        draft_ids_Vd: the target's id of every draft token; None where the draft vocabulary is the target's.
+        temperatures: T_k > 0 per draft position, that calibrate the confidences; None leaves them as the head says.
+    """
+
+    def __init__(
+        self,
+        drafter: DFlash,
+        target: Target,
+        draft_ids_Vd: Tensor | None = None,
+        temperatures: Sequence[float] | None = None,
+    ) -> None:
         config = drafter.config
         check_fits(config, target)
+        if temperatures is not None and (len(temperatures) != config.gamma or min(temperatures) <= 0):
+            raise ValueError(
+                f"temperatures {list(temperatures)} must be {config.gamma} numbers above 0, one per draft position; "
+                "calibrate this drafter again (outrider calibrate)."
+            )
+        self.temperatures = temperatures
         ids = target.vocab_size if draft_ids_Vd is None else len(draft_ids_Vd)
         if ids != config.draft_vocab_size:
             raise ValueError(
@@ -183,4 +201,5 @@ class DraftState:
             source,
             self.packed.draft_ids_Vd,
             floor,
+            self.packed.temperatures,
         )

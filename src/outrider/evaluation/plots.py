@@ -1,8 +1,9 @@
-"""Two pictures of an evaluation: conditional acceptance by position, and how many drafts a round accepts."""
+"""Pictures: conditional acceptance by position, how many drafts a round accepts, reliability of the confidences."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -11,6 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from outrider.evaluation.results import Results
+from outrider.scheduling.calibration import Rounds, at_position, ece, reliability
 
 
 def plot_acceptance(results: Results, path: Path) -> None:
@@ -44,5 +46,28 @@ def plot_histogram(results: Results, path: Path) -> None:
     axes.set_title("Accepted length, without the bonus token")
     axes.grid(alpha=0.3, axis="y")
     axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_reliability(rounds: Rounds, temperatures: Sequence[float], path: Path) -> None:
+    """Predicted against observed survival, a column per position: raw above, calibrated below."""
+    gamma = len(temperatures)
+    size = (1.9 * gamma + 0.6, 4.4)
+    figure, grid = plt.subplots(2, gamma, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained")
+    for row, (name, used) in enumerate((("raw", [1.0] * gamma), ("calibrated", temperatures))):
+        for k in range(1, gamma + 1):
+            axes, pair = grid[row][k - 1], at_position(rounds, used, k)
+            found = reliability(*pair)
+            full = found.count_M > 0
+            count_M = found.count_M[full]
+            axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
+            share_M = 160 * count_M / count_M.sum()
+            axes.scatter(found.predicted_M[full] / count_M, found.happened_M[full] / count_M, s=share_M + 4, alpha=0.8)
+            axes.set_title(f"k = {k}, {name}: ECE {ece(*pair):.3f}", fontsize=8)
+            axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
+            axes.grid(alpha=0.3)
+    figure.supxlabel("predicted survival (area: share of rounds)", fontsize=9)
+    figure.supylabel("rounds with positions 1..k accepted", fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)

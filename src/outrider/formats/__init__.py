@@ -1,5 +1,23 @@
-"""One adapter per checkpoint dialect; whole directories written atomically."""
+"""One adapter per checkpoint dialect; whole directories written atomically; shipped drafters."""
 
-from outrider.formats.checkpoint import Checkpoint, load_drafter, save_drafter, versions
+from outrider.formats.checkpoint import (
+    METADATA,
+    Checkpoint,
+    add_metadata,
+    load_drafter,
+    read_metadata,
+    save_drafter,
+    versions,
+)
+from outrider.formats.shipped import shipped_drafter
 
-__all__ = ["Checkpoint", "load_drafter", "save_drafter", "versions"]
+__all__ = [
+    "METADATA",
+    "Checkpoint",
+    "add_metadata",
+    "load_drafter",
+    "read_metadata",
+    "save_drafter",
+    "shipped_drafter",
+    "versions",
+]

@@ -2,7 +2,9 @@
 
     DIR/config.json         the dialect (formats/dialects.py)
     DIR/model.safetensors   the drafter's weights; `d2t` [Vd] (target id = i + d2t[i]) when the vocabulary is reduced
-    DIR/outrider.json       our training metadata: recipe, target, steps, versions, held-out metrics
+    DIR/outrider.json       our training metadata: recipe, target, steps, versions, held-out metrics; later
+                            `calibration` (evaluation/calibrate.py) and `recommended`
+    DIR/README.md           a model card, where one was given
 
 Embedding and LM head are the target's and are not stored twice. Writing is atomic.
 """
@@ -11,6 +13,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +24,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.drafters import DFlash
+from outrider.drafters.packed import PackedDrafter
 from outrider.formats.dialects import DIALECTS, dialect_of
 from outrider.formats.files import atomic_directory, check_tensors, read_tensors
+from outrider.target import Target
 
+METADATA = "outrider.json"
 _SHARED = {"embed_tokens.weight", "lm_head.weight", "t2d"}  # engines may store these; ours come from the target
 
 
@@ -39,23 +46,61 @@ class Checkpoint:
     draft_ids_Vd: Tensor | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
+    def packed(self, target: Target, calibrated: bool = True) -> PackedDrafter:
+        """Ready to serve `target`, with the temperatures of its calibration if it has one.
 
-def save_drafter(checkpoint: Checkpoint, directory: Path) -> None:
+        Raises:
+            ValueError: made for another target, or temperatures that do not fit the block.
+        """
+        temperatures = _temperatures(self.metadata) if calibrated else None
+        return PackedDrafter(self.drafter, target, self.draft_ids_Vd, temperatures)
+
+
+def save_drafter(
+    checkpoint: Checkpoint, directory: Path, dtype: torch.dtype = torch.float32, card: str | None = None
+) -> None:
     """Write a drafter atomically, in the dialect of its algorithm.
+
+    Args:
+        dtype: of the weights on disk; they are served in float32 whatever it is.
+        card: text of README.md.
 
     Raises:
         OSError: the disk is full; nothing half-written is left.
     """
     drafter = checkpoint.drafter
     dialect = next(d for d in DIALECTS if d.drafter is type(drafter))
-    tensors = drafter.folded_state_dict()
+    tensors = {name: tensor.to(dtype) for name, tensor in drafter.folded_state_dict().items()}
+    config = {**dialect.to_config(drafter.config), "dtype": str(dtype).removeprefix("torch.")}
     if checkpoint.draft_ids_Vd is not None:
         ids = checkpoint.draft_ids_Vd
         tensors["d2t"] = ids - torch.arange(len(ids), device=ids.device)
     with atomic_directory(directory) as staging:
         save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
-        (staging / "config.json").write_text(json.dumps(dialect.to_config(drafter.config), indent=2) + "\n")
-        (staging / "outrider.json").write_text(json.dumps(checkpoint.metadata, indent=2) + "\n")
+        (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (staging / METADATA).write_text(json.dumps(checkpoint.metadata, indent=2) + "\n")
+        if card is not None:
+            (staging / "README.md").write_text(card, encoding="utf-8")
+
+
+def read_metadata(directory: Path) -> dict[str, Any]:
+    """outrider.json; {} where a drafter of another maker has none.
+
+    Raises:
+        ValueError: not a JSON mapping.
+    """
+    path = directory / METADATA
+    return _read_mapping(path) if path.is_file() else {}
+
+
+def add_metadata(directory: Path, **fields: object) -> None:
+    """Set fields of outrider.json: the old file or the new one is there at any moment, never half of one."""
+    staging = directory / f".{METADATA}.{uuid.uuid4().hex[:8]}"
+    try:
+        staging.write_text(json.dumps({**read_metadata(directory), **fields}, indent=2) + "\n", encoding="utf-8")
+        staging.replace(directory / METADATA)
+    finally:
+        staging.unlink(missing_ok=True)
 
 
 def load_drafter(directory: str | Path, device: str | torch.device = "cpu") -> Checkpoint:
@@ -81,8 +126,7 @@ def load_drafter(directory: str | Path, device: str | torch.device = "cpu") -> C
     drafter = dialect.drafter(config)
     check_tensors(directory / "model.safetensors", found, drafter.state_dict())
     drafter.load_state_dict({name: tensor.float() for name, tensor in found.items()})
-    metadata_path = directory / "outrider.json"
-    metadata = _read_mapping(metadata_path) if metadata_path.is_file() else {}
+    metadata = read_metadata(directory)
     ids = None if draft_ids is None else draft_ids.to(device)
     return Checkpoint(drafter.to(device).eval().requires_grad_(False), ids, metadata)
 
@@ -95,6 +139,17 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: not a JSON mapping of fields.")
     return raw
+
+
+def _temperatures(metadata: Mapping[str, Any]) -> list[float] | None:
+    if "calibration" not in metadata:
+        return None
+    try:
+        return [float(temperature) for temperature in metadata["calibration"]["temperatures"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{METADATA}: calibration has no list of temperatures ({error!r}); run outrider calibrate again."
+        ) from error
 
 
 def _draft_ids(d2t_Vd: Tensor | None, vocab: int, draft_vocab: int, where: Path) -> Tensor | None:

@@ -28,6 +28,14 @@ _MANIFEST = "outrider_manifest.json"
 _PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
+def canonical_id(id_or_dir: str) -> str:
+    """One name per model: the embedded model's short name becomes its id, a local directory its absolute path."""
+    if id_or_dir in _EMBEDDED_NAMES:
+        return EMBEDDED_ID
+    path = Path(id_or_dir).expanduser()
+    return str(path.resolve()) if path.is_dir() else id_or_dir
+
+
 def cache_dir() -> Path:
     """Where Outrider keeps converted models: $OUTRIDER_CACHE, else outrider/ under $XDG_CACHE_HOME or ~/.cache."""
     if configured := os.environ.get("OUTRIDER_CACHE"):

@@ -1,0 +1,62 @@
+"""outrider package DRAFTER OUT: the drafter as it is shipped, smaller and with its model card."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from outrider.evaluation.card import CardFacts, model_card
+from outrider.evaluation.results import Results
+from outrider.formats import METADATA, load_drafter, save_drafter
+from outrider.scheduling import ThresholdPolicy
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def package_command(
+    drafter: Annotated[Path, typer.Argument(help="drafter directory")],
+    out: Annotated[Path, typer.Argument(help="where to; its name is the model's. May be DRAFTER itself")],
+    dtype: Annotated[str, typer.Option(help="of the weights on disk: bfloat16 or float32")] = "bfloat16",
+    results: Annotated[
+        list[Path] | None, typer.Option(help="results.json of outrider eval, for the model card; repeatable")
+    ] = None,
+    source: Annotated[list[str] | None, typer.Option(help="a source of training prompts; repeatable")] = None,
+    license: Annotated[str | None, typer.Option(help="of the weights, as the hub spells it: apache-2.0, ...")] = None,
+    confidence_threshold: Annotated[
+        float | None, typer.Option(help="verification threshold that outrider generate uses by default")
+    ] = None,
+) -> None:
+    """Write a drafter with half-size weights, its metadata and a README.md made from what was measured."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"--dtype {dtype} is not one of {', '.join(_DTYPES)}.")
+    if out.is_dir() and any(out.iterdir()) and not (out / METADATA).is_file():
+        raise ValueError(f"{out} holds something other than a drafter and would be replaced; choose another place.")
+    checkpoint = load_drafter(drafter)
+    if confidence_threshold is not None:
+        recommended = {"confidence_threshold": ThresholdPolicy(confidence_threshold).threshold}
+        checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, "recommended": recommended})
+    measured = [read_results(path) for path in results or []]
+    facts = CardFacts(out.resolve().name, _DTYPES[dtype], measured, source or [], license)
+    save_drafter(checkpoint, out, _DTYPES[dtype], model_card(checkpoint, facts))
+    size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
+    Console().print(f"{out}: {size:.1f} MB, model card in README.md", highlight=False, markup=False, soft_wrap=True)
+
+
+def read_results(path: Path) -> Results:
+    """A results.json.
+
+    Raises:
+        ValueError: missing, or not one.
+    """
+    if not path.is_file():
+        raise ValueError(f"no {path}; give results.json files that outrider eval wrote.")
+    try:
+        return Results.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        raise ValueError(f"{path} is not a results.json of outrider eval: {error.errors()[0]['msg']}.") from error

@@ -1,0 +1,227 @@
+"""outrider.json + results.json of `outrider eval` -> README.md of a drafter directory, with Hugging Face front matter.
+
+Every statement comes from what was recorded or given; what was not recorded is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from pydantic import ValidationError
+
+from outrider.drafters import DSparkConfig
+from outrider.evaluation.calibrate import Calibration
+from outrider.evaluation.card_results import listed, measured, target_name
+from outrider.evaluation.results import Results
+from outrider.formats import Checkpoint
+from outrider.target.resolve import canonical_id
+
+_NEEDED = ("target", "recipe", "step", "samples", "response_tokens")
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What the files do not say.
+
+    `sources`: one line per source of prompts. `license`: an identifier of the hub (apache-2.0, ...), None to name none.
+    """
+
+    name: str
+    dtype: torch.dtype
+    results: Sequence[Results] = ()
+    sources: Sequence[str] = ()
+    license: str | None = None
+
+
+def model_card(checkpoint: Checkpoint, facts: CardFacts) -> str:
+    """The text of README.md.
+
+    Raises:
+        ValueError: outrider.json lacks what training records, or results are those of another drafter.
+    """
+    metadata = checkpoint.metadata
+    missing = [name for name in _NEEDED if name not in metadata]
+    if missing:
+        raise ValueError(f"outrider.json has no {', '.join(missing)}: package a drafter that outrider train wrote.")
+    for results in facts.results:
+        _check_same(results, checkpoint)
+    parts = [
+        _front_matter(metadata, facts, checkpoint.drafter.algorithm),
+        _introduction(checkpoint, facts),
+        _use(metadata, facts.name),
+        _settings(checkpoint, facts.dtype),
+        _data(metadata, facts.sources),
+        _training(metadata),
+    ]
+    if facts.results:
+        parts.append(measured(facts.results))
+    if "calibration" in metadata:
+        parts.append(_calibration(_read_calibration(metadata["calibration"])))
+    parts += [_limits(checkpoint, facts.results), _licence(metadata, facts.license)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _check_same(results: Results, checkpoint: Checkpoint) -> None:
+    expected = {
+        "target": canonical_id(checkpoint.metadata["target"]),
+        "drafter_step": checkpoint.metadata["step"],
+        "gamma": checkpoint.drafter.config.gamma,
+    }
+    theirs = {**results.settings, "target": canonical_id(str(results.settings.get("target")))}
+    for name, value in expected.items():
+        if theirs.get(name) != value:
+            raise ValueError(
+                f"the results are of another drafter: their {name} is {theirs.get(name)}, this one has {value}. Give "
+                "results.json files of outrider eval with this drafter."
+            )
+
+
+def _front_matter(metadata: Mapping[str, Any], facts: CardFacts, algorithm: str) -> str:
+    fields: dict[str, Any] = {} if facts.license is None else {"license": facts.license}
+    if not Path(metadata["target"]).expanduser().is_dir():  # a model of the hub
+        fields["base_model"] = target_name(metadata)
+    fields |= {"library_name": "outrider", "pipeline_tag": "text-generation"}
+    fields["tags"] = ["speculative-decoding", "draft-model", algorithm]
+    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
+
+
+def _introduction(checkpoint: Checkpoint, facts: CardFacts) -> str:
+    algorithm = "DSpark" if checkpoint.drafter.algorithm == "dspark" else "DFlash"
+    return (
+        f"# {facts.name}\n\n"
+        f"A {algorithm} draft model for speculative decoding of **{target_name(checkpoint.metadata)}**, trained with "
+        "Outrider. It proposes blocks of\ntokens, the target checks a block in one pass and keeps what fits its own "
+        "distribution: the output is distributed\nexactly as the target's, and at temperature 0 it is the same text. "
+        "On its own this model generates nothing."
+    )
+
+
+def _use(metadata: Mapping[str, Any], name: str) -> str:
+    target = target_name(metadata)
+    return (
+        "## Use\n\n```\n"
+        f'outrider generate "Name three rivers." --target {target} --drafter {name} --show-rounds\n'
+        f"outrider eval --target {target} --drafter {name} --tasks my_prompts.jsonl --out eval\n```\n\n"
+        "A directory inside `models/`, or inside the directory `$OUTRIDER_MODELS` names, is found without `--drafter`."
+    )
+
+
+def _settings(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
+    config = checkpoint.drafter.config
+    parameters = sum(p.numel() for p in checkpoint.drafter.parameters())
+    rows = [
+        ("parameters", f"{parameters / 1e6:.1f} million, {parameters * dtype.itemsize / 1e6:.1f} MB as {_word(dtype)}"),
+        ("draft layers", str(config.num_hidden_layers)),
+        ("drafts per block (gamma)", str(config.gamma)),
+        ("tapped target layers", ", ".join(map(str, config.target_layer_ids))),
+        ("draft vocabulary", f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens"),
+    ]
+    if isinstance(config, DSparkConfig):
+        head = f"{config.markov_head_type}, rank {config.markov_rank}" if config.markov_rank else "none"
+        rows += [("sequential head", head), ("confidence head", "yes" if config.enable_confidence_head else "no")]
+    lines = [f"| {name} | {value} |" for name, value in rows]
+    return "\n".join(
+        ["## Model", "", "| | |", "|---|---|", *lines, "", "Embedding and LM head are the target's, not stored here."]
+    )
+
+
+def _data(metadata: Mapping[str, Any], sources: Sequence[str]) -> str:
+    lines = [
+        "## Data",
+        "",
+        f"{metadata['samples']:,} conversations with {metadata['response_tokens']:,} response tokens. The responses "
+        "are the target's own,\nregenerated from the prompts; the loss covers generated tokens only.",
+        "",
+        *(f"* {source}" for source in sources),
+        *([""] if sources else []),
+        f"Settings: {listed(metadata['recipe']['data'])}.",
+    ]
+    return "\n".join(lines)
+
+
+def _training(metadata: Mapping[str, Any]) -> str:
+    recipe = metadata["recipe"]
+    lines = ["## Training", "", f"{metadata['step']:,} steps of {recipe['optimizer']['steps']:,}."]
+    lines += ["", f"* optimizer: {listed(recipe['optimizer'])}", f"* objective: {listed(recipe['objective'])}"]
+    if metadata.get("held_out"):
+        lengths = {k: f"{v:.2f}" for k, v in metadata["held_out"].items() if k.startswith("expected_length")}
+        lines.append(f"* held-out conversations: {listed(lengths)}")
+    if metadata.get("versions"):
+        lines.append(f"* versions: {listed(metadata['versions'])}")
+    return "\n".join(lines)
+
+
+def _read_calibration(stored: object) -> Calibration:
+    try:
+        return Calibration.model_validate(stored)
+    except ValidationError as error:
+        where = ".".join(str(part) for part in error.errors()[0]["loc"])
+        raise ValueError(
+            f"outrider.json: calibration.{where}: {error.errors()[0]['msg']}; run outrider calibrate again."
+        ) from error
+
+
+def _calibration(found: Calibration) -> str:
+    lines = [
+        "## Confidences",
+        "",
+        "A temperature per position (Sequential Temperature Scaling) is applied when the drafter is served.\n"
+        "Survival to position k against what was accepted, 20 bins, before -> after:",
+        "",
+        "| k | temperature | ECE | ECE by chance | Brier | ROC-AUC after |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    for i, t in enumerate(found.temperatures):
+        auc = found.after.roc_auc[i]
+        errors = f"{found.before.ece[i]:.3f} -> {found.after.ece[i]:.3f}"
+        squares = f"{found.before.brier[i]:.3f} -> {found.after.brier[i]:.3f}"
+        noise, area = f"{found.after.ece_noise[i]:.3f}", "-" if auc is None else f"{auc:.3f}"
+        lines.append(f"| {i + 1} | {t:.2f} | {errors} | {noise} | {squares} | {area} |")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Fitted on {found.fit_rounds:,} rounds of {', '.join(found.fitted_on)}; measured on "
+            f"{found.measured_rounds:,} other rounds of {', '.join(found.measured_on)};\n"
+            f"decoding at temperature {found.sampling['temperature']}. By chance: what as many rounds would show of "
+            "perfect confidences.",
+        ]
+    )
+
+
+def _limits(checkpoint: Checkpoint, many: Sequence[Results]) -> str:
+    config, data = checkpoint.drafter.config, checkpoint.metadata["recipe"]["data"]
+    lines = [
+        "## Limits",
+        "",
+        "* It fits this one target. What the output says, and what is wrong with it, is the target's.",
+    ]
+    lines.append("* How much it helps depends on the text: the closer to the training prompts, the more is accepted.")
+    if config.draft_vocab_size < config.vocab_size:
+        lines.append("* Tokens outside the draft vocabulary are never drafted; the target adds them itself.")
+    if {"max_prompt_tokens", "max_new_tokens"} <= set(data):
+        longest = data["max_prompt_tokens"] + data["max_new_tokens"]
+        lines.append(f"* Trained on contexts of at most {longest} tokens a turn; longer ones are untested.")
+    slower = [f"{t.task} (temperature {r.settings['temperature']})" for r in many for t in r.tasks if t.speedup < 1]
+    if slower:
+        lines.append(f"* Slower than plain decoding on {', '.join(slower)} where it was measured.")
+    return "\n".join(lines)
+
+
+def _licence(metadata: Mapping[str, Any], license: str | None) -> str:
+    text = f"## Licence\n\nWeights: {license}." if license else "## Licence"
+    if metadata["recipe"]["drafter"].get("initialize_from_target"):
+        text += (
+            "\n\nWhere shapes allow it (Llama and Qwen3 targets) the draft layers start as copies of the target's last "
+            f"layers, so the weights\nare derived from {target_name(metadata)} and its licence applies to them."
+        )
+    return text
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,209 @@
+"""Calibration: figures with known answers, a known temperature recovered, and confidences that stay lossless."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import numpy as np
+import pytest
+from conftest import randomise, toy_config, toy_target
+from test_proof import TOLERANCE, deviation, lanes_of, toy
+
+import outrider.evaluation.proof as proof
+from outrider.decoding import RoundStats, StopRules, generate
+from outrider.drafters import DFlash, DSpark, DSparkConfig
+from outrider.drafters.chain import sample_chain
+from outrider.drafters.packed import PackedDrafter
+from outrider.evaluation.calibrate import as_rounds, calibrate, quality
+from outrider.evaluation.run import EvaluationConfig
+from outrider.sampling import SamplingParams
+from outrider.scheduling import ThresholdPolicy
+from outrider.scheduling.calibration import (
+    Floats,
+    Rounds,
+    at_position,
+    brier,
+    ece,
+    ece_noise,
+    fit_sts,
+    reliability,
+    roc_auc,
+    survival,
+)
+
+
+def drawn(count: int, temperatures: list[float], seed: int = 0) -> Rounds:
+    """Rounds whose confidences would be right after division by `temperatures`; 1 in 10 was cut short by a stop."""
+    generator = np.random.default_rng(seed)
+    logits_NK = generator.normal(0.8, 1.5, (count, len(temperatures)))
+    accepted_NK = generator.random(logits_NK.shape) < sigmoid(logits_NK)
+    accepted_N = np.cumprod(accepted_NK, axis=1).sum(axis=1)
+    admitted_N = np.where(generator.random(count) < 0.1, generator.integers(1, 1 + len(temperatures), count), 99)
+    admitted_N = np.minimum(admitted_N, len(temperatures))
+    confidences_NK = sigmoid(logits_NK * np.array(temperatures))
+    confidences_NK[np.arange(len(temperatures)) >= admitted_N[:, None]] = np.nan
+    return Rounds(confidences_NK, np.minimum(accepted_N, admitted_N), admitted_N)
+
+
+def sigmoid(x: Floats) -> Floats:
+    result: Floats = 1 / (1 + np.exp(-x))
+    return result
+
+
+def reference_ece(predicted: list[float], outcome: list[float], bins: int) -> float:
+    """The definition, one bin at a time."""
+    error = 0.0
+    for b in range(bins):
+        inside = [i for i, p in enumerate(predicted) if b <= p * bins < b + 1 or (b == bins - 1 and p == 1)]
+        if inside:
+            confidence = sum(predicted[i] for i in inside) / len(inside)
+            accuracy = sum(outcome[i] for i in inside) / len(inside)
+            error += len(inside) / len(predicted) * abs(confidence - accuracy)
+    return error
+
+
+def test_ece_by_hand() -> None:
+    predicted, outcome = np.array([0.9, 0.9, 0.9, 0.9, 0.1, 0.1]), np.array([1.0, 1.0, 1.0, 0.0, 0.0, 1.0])
+    assert ece(predicted, outcome) == pytest.approx((4 * 0.15 + 2 * 0.4) / 6)
+    assert brier(predicted, outcome) == pytest.approx((3 * 0.01 + 0.81 + 0.01 + 0.81) / 6)
+    assert ece(np.ones(3), np.ones(3)) == 0 and ece(np.ones(4), np.array([0.0, 1, 1, 1])) == 0.25
+    assert reliability(np.array([1.0, 0.0, 0.5]), np.ones(3), bins=2).count_M.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("bins", [1, 7, 20])
+def test_ece_against_its_definition(bins: int) -> None:
+    generator = np.random.default_rng(1)
+    predicted_N = np.concatenate([generator.random(200), [0.0, 1.0]])
+    outcome_N = (generator.random(202) < predicted_N**2).astype(np.float64)
+    expected = reference_ece(predicted_N.tolist(), outcome_N.tolist(), bins)
+    assert ece(predicted_N, outcome_N, bins) == pytest.approx(expected, abs=1e-12)
+
+
+def test_auc() -> None:
+    assert roc_auc(np.array([0.1, 0.2, 0.8, 0.9]), np.array([0.0, 0, 1, 1])) == 1
+    assert roc_auc(np.array([0.1, 0.2, 0.8, 0.9]), np.array([1.0, 1, 0, 0])) == 0
+    assert roc_auc(np.full(6, 0.3), np.array([0.0, 1, 0, 1, 1, 1])) == 0.5
+    assert roc_auc(np.array([0.3, 0.4]), np.ones(2)) is None and roc_auc(np.array([0.3]), np.zeros(1)) is None
+    generator = np.random.default_rng(2)
+    predicted_N = np.round(generator.random(80), 1)  # many ties
+    outcome_N = (generator.random(80) < predicted_N).astype(np.float64)
+    pairs = list(product(predicted_N[outcome_N > 0], predicted_N[outcome_N == 0]))
+    expected = sum((a > b) + (a == b) / 2 for a, b in pairs) / len(pairs)
+    assert roc_auc(predicted_N, outcome_N) == pytest.approx(expected, abs=1e-12)
+
+
+def test_right_confidences_have_no_error_but_chance() -> None:
+    found = quality(drawn(60_000, [1.0, 1.0, 1.0]), [1.0] * 3)
+    assert max(found.ece) < 0.006
+    small = [quality(drawn(400, [1.0, 1.0, 1.0], seed), [1.0] * 3) for seed in range(20)]
+    for k in range(3):
+        mean = float(np.mean([q.ece[k] for q in small]))
+        assert mean == pytest.approx(np.mean([q.ece_noise[k] for q in small]), rel=0.15) and mean > 0.015
+    assert ece_noise(np.zeros(5)) == 0
+
+
+def test_known_temperatures_are_recovered_left_to_right() -> None:
+    known = [2.0, 0.6, 1.0, 3.0]
+    rounds = drawn(20_000, known)
+    found = fit_sts(rounds)
+    assert found == pytest.approx(known, rel=0.2)
+    fresh = drawn(30_000, known, seed=5)
+    before, after = quality(fresh, [1.0] * 4), quality(fresh, found)
+    assert before.ece[0] > 0.05 and max(after.ece) < 0.015
+    assert all(b <= a for a, b in zip(before.brier, after.brier, strict=True))
+    assert after.roc_auc[0] == before.roc_auc[0], "one position's temperature keeps its order"
+
+
+def test_each_temperature_is_the_best_given_the_earlier_ones() -> None:
+    rounds = drawn(500, [1.5, 0.7, 2.5], seed=3)
+    found = fit_sts(rounds, bins=10)
+    for k in range(1, 4):
+        best = ece(*at_position(rounds, found[:k], k), 10)
+        tried = [ece(*at_position(rounds, [*found[: k - 1], t], k), 10) for t in np.geomspace(0.1, 10, 401)]
+        assert best == pytest.approx(min(tried), abs=1e-12)
+
+
+def test_unjudged_positions_count_for_nothing() -> None:
+    confidences_NK = np.array([[0.8, 0.6], [0.8, np.nan]])
+    rounds = Rounds(confidences_NK, np.array([2, 1]), np.array([2, 1]))
+    predicted_N, outcome_N = at_position(rounds, [1.0, 1.0], 2)
+    assert predicted_N == pytest.approx([0.48]) and outcome_N.tolist() == [1.0]
+    assert survival(rounds, [1.0, 1.0])[0] == pytest.approx([0.8, 0.48])
+    assert survival(rounds, [2.0])[0] == pytest.approx([2 / 3]), "sigmoid(log(4) / 2)"
+    with pytest.raises(ValueError, match="no round judged draft position 2"):
+        fit_sts(Rounds(confidences_NK[1:], np.array([1]), np.array([1])))
+    with pytest.raises(ValueError, match="accepted <= admitted <= 2"):
+        Rounds(confidences_NK, np.array([2, 2]), np.array([2, 1]))
+    with pytest.raises(ValueError, match="2 rounds of confidences"):
+        Rounds(confidences_NK, np.array([2]), np.array([2]))
+
+
+def test_saturated_confidences_can_be_fitted() -> None:
+    confidences_NK = np.array([[0.0], [1.0], [1.0], [0.0]])
+    rounds = Rounds(confidences_NK, np.array([0, 1, 1, 0]), np.ones(4, dtype=np.int64))
+    assert ece(*at_position(rounds, fit_sts(rounds), 1)) < 1e-6
+
+
+def test_rounds_of_a_generation() -> None:
+    def stats(proposed: int, admitted: int, accepted: int, *confidences: float) -> RoundStats:
+        return RoundStats(proposed, admitted, accepted, accepted + 1, 0.0, 0.0, 0.0, confidences)
+
+    rounds = as_rounds([stats(3, 3, 1, 0.9, 0.8, 0.7), stats(3, 2, 2, 0.6, 0.5, 0.4), stats(0, 0, 0)], 3)
+    assert rounds.accepted_N.tolist() == [1, 2] and rounds.admitted_N.tolist() == [3, 2]
+    np.testing.assert_array_equal(rounds.confidences_NK, [[0.9, 0.8, 0.7], [0.6, 0.5, np.nan]])
+
+
+def drafter_of(temperatures: list[float] | None) -> PackedDrafter:
+    drafter = DSpark(toy_config())
+    randomise(drafter)
+    return PackedDrafter(drafter, toy_target(), temperatures=temperatures)
+
+
+def test_decoding_reports_tempered_confidences_and_the_threshold_uses_them() -> None:
+    rules, temperatures = StopRules(40, stop_ids=()), [0.2, 3.0, 1.0, 1.0]
+    raw = generate(toy_target(), [5, 6, 7], drafter_of(None), rules=rules)
+    tempered = generate(toy_target(), [5, 6, 7], drafter_of(temperatures), rules=rules)
+    assert raw.tokens == tempered.tokens
+    assert [r.accepted for r in raw.rounds] == [r.accepted for r in tempered.rounds]
+    for before, after in zip(raw.rounds, tempered.rounds, strict=True):
+        assert len(before.confidences) == before.proposed
+        logits = np.log(before.confidences) - np.log1p(-np.array(before.confidences))
+        assert after.confidences == pytest.approx(sigmoid(logits / temperatures[: before.proposed]), abs=1e-5)
+    floor = float(np.median([r.confidences[0] for r in raw.rounds if r.proposed])) * 0.5
+    cut = generate(toy_target(), [5, 6, 7], drafter_of(temperatures), rules=rules, policy=ThresholdPolicy(floor))
+    assert cut.tokens == raw.tokens
+    assert all(c >= floor for r in cut.rounds for c in r.confidences)
+    full = generate(toy_target(), [5, 6, 7], drafter_of(None), rules=rules, policy=ThresholdPolicy(floor))
+    assert [r.proposed for r in cut.rounds] != [r.proposed for r in full.rounds], "the drafter stops by calibrated ones"
+
+
+@pytest.mark.parametrize("temperatures", [[1.0] * 3, [1.0, 1.0, 1.0, 0.0], [1.0, -2.0, 1.0, 1.0]])
+def test_temperatures_that_do_not_fit_the_block_are_refused(temperatures: list[float]) -> None:
+    with pytest.raises(ValueError, match="must be 4 numbers above 0"):
+        drafter_of(temperatures)
+
+
+@pytest.mark.parametrize("temperatures", [[0.3, 4.0, 0.5], [5.0, 0.2, 2.0]])
+def test_calibrated_confidences_are_lossless(monkeypatch: pytest.MonkeyPatch, temperatures: list[float]) -> None:
+    monkeypatch.setattr(proof, "sample_chain", partial(sample_chain, temperatures=temperatures))
+    drafter = toy(SamplingParams(temperature=1.0), 3, "rnn")
+    assert deviation(lanes_of(drafter), drafter.target, [(0,)], ThresholdPolicy(0.5), 3) <= TOLERANCE
+
+
+def test_a_drafter_without_a_confidence_head_is_refused() -> None:
+    headless = DSpark(toy_config(enable_confidence_head=False))
+    for drafter in (headless, DFlash(toy_config(dspark=False))):
+        packed = PackedDrafter(drafter, toy_target())
+        with pytest.raises(ValueError, match="no confidence head, so there is nothing to calibrate"):
+            calibrate(toy_target(), packed, ["eval_math"], [], EvaluationConfig(), {})
+
+
+def test_a_head_that_reads_only_hidden_states_is_tempered_too() -> None:
+    config = toy_config(markov_rank=0, confidence_head_with_markov=False)
+    assert isinstance(config, DSparkConfig)
+    drafter = DSpark(config)
+    randomise(drafter)
+    packed = PackedDrafter(drafter, toy_target(), temperatures=[100.0] * 4)
+    found = generate(toy_target(), [5, 6], packed, rules=StopRules(9, stop_ids=()))
+    assert all(abs(c - 0.5) < 0.05 for r in found.rounds for c in r.confidences)
