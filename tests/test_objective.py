@@ -47,9 +47,7 @@ def dense(
 
 @pytest.mark.parametrize("chunk", [7, 64])
 @pytest.mark.parametrize("scratch", [3, 64])
-def test_loss_and_gradients_equal_the_dense_formula(
-    chunk: int, scratch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_and_gradients_equal_the_dense_formula(chunk: int, scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objective_chunks, "_FEWEST_ROWS", 1)
     monkeypatch.setattr(objective_chunks, "CHUNK_BYTES", chunk * 2 * VD * 8)
     monkeypatch.setattr(objective_rows, "_SCRATCH_BYTES", scratch * VD * 4)
