@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from outrider.cli import benchmark, demo, evaluate, generate, train
+from outrider.cli import benchmark, benchmark_training, demo, evaluate, generate, train
 
 app = typer.Typer(
     help="Train, evaluate and serve draft models for lossless speculative decoding.",
@@ -21,6 +21,8 @@ app.command("eval")(evaluate.evaluate_command)
 app.command("generate")(generate.generate_command)
 app.command("demo")(demo.demo)
 app.command("bench-forward")(benchmark.bench_forward)
+app.command("bench-objective")(benchmark_training.bench_objective)
+app.command("bench-training")(benchmark_training.bench_training)
 
 
 def main() -> None:

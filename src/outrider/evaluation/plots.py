@@ -1,8 +1,9 @@
-"""Two pictures of an evaluation: conditional acceptance by position, and how many drafts a round accepts."""
+"""Pictures: conditional acceptance by position, drafts accepted in a round, the objective's peak memory."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -10,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from outrider.evaluation.objective_memory import MemoryResult
 from outrider.evaluation.results import Results
 
 
@@ -43,6 +45,22 @@ def plot_histogram(results: Results, path: Path) -> None:
     axes.set(xlabel="accepted drafts in a round", ylabel="share of rounds")
     axes.set_title("Accepted length, without the bonus token")
     axes.grid(alpha=0.3, axis="y")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_objective_memory(results: Sequence[MemoryResult], path: Path) -> None:
+    """Peak bytes against anchors x gamma x V, both axes logarithmic, one line per variant."""
+    figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
+    for variant in sorted({r.case.variant for r in results}):
+        of_variant = [r for r in results if r.case.variant == variant]
+        sizes = [r.case.anchors * r.case.gamma * r.case.vocab for r in of_variant]
+        axes.loglog(sizes, [r.peak_bytes / 2**30 for r in of_variant], marker="o", label=variant)
+    case = results[0].case
+    axes.set(xlabel="anchors x gamma x V", ylabel="peak above the inputs, GiB")
+    axes.set_title(f"One forward and backward of the objective (V {case.vocab:,}, {case.dtype})")
+    axes.grid(alpha=0.3, which="both")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -39,8 +39,10 @@ def full_logit_objective(
         p_t = target_logits_NT.float().softmax(-1)
         if draft_ids_Vd is not None:
             p_t = p_t[:, draft_ids_Vd]
+        del target_logits_NT
         outside = 1 - p_t.sum(-1)
     log_p_d = logits_NV.float().log_softmax(-1)
+    del logits_NV
     ce = -log_p_d.gather(1, labels_N.clamp(min=0)[:, None])[:, 0] * (labels_N >= 0)
     distance = (log_p_d.exp() - p_t).abs().sum(-1) + outside
     loss = config.ce * ce + config.tv * distance
