@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from outrider.training import objective as objective_module
-from outrider.training.objective import ObjectiveConfig, TargetView, objective
+from outrider.training import objective_chunks, objective_rows
+from outrider.training.objective import ObjectiveConfig, objective
+from outrider.training.target_view import TargetView
 
 V, VD, H, R, N = 29, 17, 8, 5, 41
 
@@ -44,8 +46,11 @@ def dense(
 
 
 @pytest.mark.parametrize("chunk", [7, 64])
-def test_loss_and_gradients_equal_the_dense_formula(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objective_module, "_CHUNK", chunk)
+@pytest.mark.parametrize("scratch", [3, 64])
+def test_loss_and_gradients_equal_the_dense_formula(chunk: int, scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objective_chunks, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(objective_chunks, "CHUNK_BYTES", chunk * 2 * VD * 8)
+    monkeypatch.setattr(objective_rows, "_SCRATCH_BYTES", scratch * VD * 4)
     trained, head, p_t, view = case()
     config = ObjectiveConfig(ce=0.3, tv=0.9, confidence=0.7)
     weights = torch.rand(N, dtype=torch.float64)
@@ -90,25 +95,73 @@ def test_position_weights_decay() -> None:
     torch.testing.assert_close(weights, torch.exp(-torch.tensor([0.0, 1.0, 2.0]) / 4))
 
 
-def test_peak_memory_does_not_grow_with_positions_times_vocabulary() -> None:
-    """The largest tensor the objective allocates is one chunk by the vocabulary, whatever N is."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+class Allocations(TorchDispatchMode):
+    """The largest tensor, in bytes, that any operation inside returns."""
 
-    class Largest(TorchDispatchMode):
-        elements = 0
+    largest = 0
 
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(tensor, Tensor):
-                    Largest.elements = max(Largest.elements, tensor.numel())
-            return out
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, Tensor):
+                self.largest = max(self.largest, tensor.nbytes)
+        return out
 
-    rows, vocab = 2048, 512
+
+@pytest.mark.parametrize(("rows", "vocab"), [(2048, 512), (64, 16384)])
+def test_no_tensor_is_larger_than_half_the_budget(rows: int, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever N and V are; with a float32 head held in bfloat16, no float32 copy of it is made either."""
+    budget = 2**20
+    monkeypatch.setattr(objective_chunks, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(objective_chunks, "CHUNK_BYTES", budget)
+    monkeypatch.setattr(objective_chunks, "TILE_BYTES", budget // 8)
     hidden = torch.randn(rows, H, requires_grad=True)
-    head = torch.randn(vocab, H)
+    head = torch.randn(vocab, H).bfloat16()
     labels = torch.zeros(rows, dtype=torch.long)
     view = TargetView(torch.randn(rows, H), torch.randn(rows) + 9, labels, labels)
-    with Largest():
+    with Allocations() as seen:
         objective(hidden, None, None, None, head, view, torch.ones(rows), ObjectiveConfig()).loss.backward()
-    assert 0 < Largest.elements <= objective_module._CHUNK * vocab
+    assert budget // 4 < seen.largest <= budget // 2
+
+
+def test_chunks_are_equal_and_inside_the_budget() -> None:
+    rows = objective_chunks.chunk_rows(3584, 151_936, 4)
+    assert 16 <= rows <= objective_chunks.CHUNK_BYTES // (8 * 151_936)
+    assert objective_chunks.chunk_rows(784, 12_288, 4) == 784
+    assert objective_chunks.chunk_rows(10**6, 10**8, 4) == 16  # never fewer, whatever the vocabulary
+
+
+def test_a_head_in_another_type_gives_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objective_chunks, "TILE_BYTES", 5 * H * 8)
+    trained, head, _, view = case(4)
+    narrow = head.bfloat16()
+    results = []
+    for held in (narrow, narrow.double()):
+        leaves = {k: v.clone().requires_grad_() for k, v in trained.items()}
+        arguments = (leaves["hidden"], leaves["latent"], leaves["w2"], leaves["confidence"], held, view)
+        objective(*arguments, torch.ones(N), ObjectiveConfig()).loss.backward()
+        results.append([leaf.grad for leaf in leaves.values()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-13, rtol=1e-11)
+
+
+def test_bfloat16_logits_keep_their_precision_where_probability_is() -> None:
+    """Logits near 60: plain bfloat16 would be off by 0.2; centred ones give acceptance to a percent."""
+    generator = torch.Generator().manual_seed(5)
+    rows, vocab, width = 64, 300, 32
+    head = torch.randn(vocab, width, generator=generator).bfloat16().float()
+    hidden = (torch.randn(rows, width, generator=generator) * 4).bfloat16().float()
+    target = (hidden + torch.randn(rows, width, generator=generator) * 0.2).bfloat16().float()
+    logits = target @ head.T
+    assert logits.amax(-1).mean() > 40
+    argmax = logits.argmax(-1)
+    argmax[::5] = -1  # those rows find a reference of their own
+    view = TargetView(target, logits.logsumexp(-1), argmax, argmax)
+    exact, rounded = (
+        objective(hidden, None, None, None, head, view, torch.ones(rows), ObjectiveConfig(), dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert 0.1 < exact.acceptance_N.mean() < 0.95
+    assert (exact.acceptance_N - rounded.acceptance_N).abs().max() < 0.02
+    plain = torch.minimum((hidden.bfloat16() @ head.bfloat16().T).float().softmax(-1), logits.softmax(-1)).sum(-1)
+    assert (exact.acceptance_N - plain).abs().max() > 0.04

@@ -8,7 +8,18 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from outrider.cli import benchmark, calibrate, demo, evaluate, generate, inspect, package, prepare, train
+from outrider.cli import (
+    benchmark,
+    benchmark_training,
+    calibrate,
+    demo,
+    evaluate,
+    generate,
+    inspect,
+    package,
+    prepare,
+    train,
+)
 
 app = typer.Typer(
     help="Train, evaluate and serve draft models for lossless speculative decoding.",
@@ -25,6 +36,8 @@ app.command("package")(package.package_command)
 app.command("generate")(generate.generate_command)
 app.command("demo")(demo.demo)
 app.command("bench-forward")(benchmark.bench_forward)
+app.command("bench-objective")(benchmark_training.bench_objective)
+app.command("bench-training")(benchmark_training.bench_training)
 
 
 def main() -> None:

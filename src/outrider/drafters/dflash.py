@@ -88,12 +88,16 @@ class BlockAttention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
 
+    def _rotated(self, norm: nn.RMSNorm, x: Tensor, rope: _Rope) -> Tensor:
+        """Norm and rotation in the norm's type, result in x's: under autocast queries, keys and values must agree."""
+        return rotate(norm(self._heads(x).to(norm.weight.dtype)), *rope).to(x.dtype)
+
     def forward(
         self, x_NKH: Tensor, context_SH: Tensor, layout: BlockLayout, rope_block: _Rope, rope_context: _Rope
     ) -> Tensor:
-        q = rotate(self.q_norm(self._heads(self.q_proj(x_NKH))), *rope_block)
-        block_k = rotate(self.k_norm(self._heads(self.k_proj(x_NKH))), *rope_block)
-        context_k = rotate(self.k_norm(self._heads(self.k_proj(context_SH))), *rope_context)
+        q = self._rotated(self.q_norm, self.q_proj(x_NKH), rope_block)
+        block_k = self._rotated(self.k_norm, self.k_proj(x_NKH), rope_block)
+        context_k = self._rotated(self.k_norm, self.k_proj(context_SH), rope_context)
         context_v = self._heads(self.v_proj(context_SH))
         attend: Callable[..., Tensor] = flex_block_attention if q.device.type == "cuda" else split_attention
         out = attend(q, context_k, context_v, block_k, self._heads(self.v_proj(x_NKH)), layout, self.window)
@@ -156,7 +160,8 @@ class DFlash(nn.Module):
 
     def context(self, taps_SLT: Tensor) -> Tensor:
         """Features of committed tokens [S, L, T] -> H_ctx [S, H]."""
-        return self.hidden_norm(self.fc((taps_SLT / self.tap_scale_L[:, None]).flatten(-2)))
+        features_SH = self.fc((taps_SLT / self.tap_scale_L[:, None]).flatten(-2))
+        return self.hidden_norm(features_SH.to(self.hidden_norm.weight.dtype))
 
     def forward(self, taps_SLT: Tensor, embedded_NKH: Tensor, layout: BlockLayout) -> Tensor:
         """The training forward: normed hidden states of the prediction rows, [N, gamma, H].

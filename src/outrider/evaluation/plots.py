@@ -1,4 +1,4 @@
-"""Pictures: conditional acceptance by position, how many drafts a round accepts, reliability of the confidences."""
+"""Pictures: acceptance by position, drafts accepted in a round, reliability of confidences, the objective's memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from outrider.evaluation.objective_memory import MemoryResult
 from outrider.evaluation.results import Results
 from outrider.scheduling.calibration import Rounds, at_position, ece, reliability
 
@@ -69,5 +70,21 @@ def plot_reliability(rounds: Rounds, temperatures: Sequence[float], path: Path) 
             axes.grid(alpha=0.3)
     figure.supxlabel("predicted survival (area: share of rounds)", fontsize=9)
     figure.supylabel("rounds with positions 1..k accepted", fontsize=9)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_objective_memory(results: Sequence[MemoryResult], path: Path) -> None:
+    """Peak bytes against anchors x gamma x V, both axes logarithmic, one line per variant."""
+    figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
+    for variant in sorted({r.case.variant for r in results}):
+        of_variant = [r for r in results if r.case.variant == variant]
+        sizes = [r.case.anchors * r.case.gamma * r.case.vocab for r in of_variant]
+        axes.loglog(sizes, [r.peak_bytes / 2**30 for r in of_variant], marker="o", label=variant)
+    case = results[0].case
+    axes.set(xlabel="anchors x gamma x V", ylabel="peak above the inputs, GiB")
+    axes.set_title(f"One forward and backward of the objective (V {case.vocab:,}, {case.dtype})")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -2,10 +2,15 @@
 
     embeddings of [anchor, mask...] -> backbone under the block mask -> supervised rows only -> heads -> objective
 
+In bfloat16 precision the backbone and the sequential head run under autocast (parameters, norms, softmax and the
+residual stream stay float32) and the objective's vocabulary-sized products take bfloat16 operands.
+
 Shapes: N blocks, K draft positions, M supervised positions, H draft hidden, r rank.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,15 +20,29 @@ from outrider.drafters.dflash import DFlash
 from outrider.drafters.dspark import DSpark
 from outrider.target import Target
 from outrider.training.batches import BlockBatch
-from outrider.training.objective import ObjectiveConfig, ObjectiveOutput, TargetView, objective
+from outrider.training.objective import ObjectiveConfig, ObjectiveOutput, objective
+from outrider.training.target_view import TargetView
+
+Precision = Literal["float32", "bfloat16"]
 
 
 class BlockObjective:
     """Binds a drafter's frozen surroundings (embedding, head, draft vocabulary) to the objective."""
 
-    def __init__(self, target: Target, draft_ids_Vd: Tensor, inverse_V: Tensor, config: ObjectiveConfig) -> None:
+    def __init__(
+        self,
+        target: Target,
+        draft_ids_Vd: Tensor,
+        inverse_V: Tensor,
+        config: ObjectiveConfig,
+        precision: Precision = "float32",
+    ) -> None:
         self.embed_VH, self.embed_scale = target.embed_VD, target.embed_scale
-        self.head_VH = target.head_VD[draft_ids_Vd].float().contiguous()
+        self.products = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        reduced = len(draft_ids_Vd) < target.vocab_size
+        head_VH = target.head_VD[draft_ids_Vd] if reduced else target.head_VD
+        # A whole bfloat16 head is never widened: the objective converts tiles of it where it needs float32.
+        self.head_VH = head_VH.to(self.products) if reduced or self.products == torch.bfloat16 else head_VH
         self.inverse_V = inverse_V
         self.softcap = target.softcap
         self.config = config
@@ -36,18 +55,17 @@ class BlockObjective:
         return drafter(taps, embedded, batch.layout)
 
     def __call__(self, drafter: DFlash, batch: BlockBatch) -> ObjectiveOutput:
-        hidden_NKH = self.hidden(drafter, batch)
         keep = batch.supervised_NK
         latent_Mr = w2 = confidence_M = embedding_Mr = None
-        if isinstance(drafter, DSpark):
-            if drafter.markov_head is not None:
+        with torch.autocast(keep.device.type, torch.bfloat16, enabled=self.products == torch.bfloat16):
+            hidden_NKH = self.hidden(drafter, batch)
+            hidden_MH = hidden_NKH[keep].float()
+            if isinstance(drafter, DSpark) and drafter.markov_head is not None:
                 latent_NKr, embedding_NKr = drafter.markov_head.unroll(batch.previous_NK, hidden_NKH)
-                latent_Mr, embedding_Mr = latent_NKr[keep], embedding_NKr[keep]
+                latent_Mr, embedding_Mr = latent_NKr[keep].float(), embedding_NKr[keep].float()
                 w2 = drafter.markov_head.markov_w2.weight
-            if drafter.confidence_head is not None:
-                confidence_M = drafter.confidence_head(hidden_NKH[keep], embedding_Mr)
         view = TargetView(
-            batch.target_hidden_NKD[keep].float(),
+            batch.target_hidden_NKD[keep],
             batch.lse_NK[keep],
             self.inverse_V[batch.labels_NK[keep]],
             self.inverse_V[batch.argmax_NK[keep]],
@@ -55,7 +73,12 @@ class BlockObjective:
         )
         weights_K = self.config.position_weights(keep.shape[1], keep.device)
         weights_M = weights_K.expand_as(keep)[keep]
-        return objective(hidden_NKH[keep], latent_Mr, w2, confidence_M, self.head_VH, view, weights_M, self.config)
+        with torch.autocast(keep.device.type, enabled=False):  # the caller's, where there is one
+            if isinstance(drafter, DSpark) and drafter.confidence_head is not None:
+                confidence_M = drafter.confidence_head(hidden_MH, embedding_Mr)
+            return objective(
+                hidden_MH, latent_Mr, w2, confidence_M, self.head_VH, view, weights_M, self.config, self.products
+            )
 
 
 def scatter(values_M: Tensor, supervised_NK: Tensor) -> Tensor:

@@ -1,0 +1,131 @@
+"""outrider bench-objective and bench-training: the training step beside the straightforward implementation."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cli.runtime import load, set_up
+from outrider.data.responses import read_responses
+from outrider.data.samples import join_turns
+from outrider.evaluation.objective_memory import MemoryCase, MemoryResult, measure_apart, relative_errors
+from outrider.evaluation.plots import plot_objective_memory
+from outrider.evaluation.results import machine
+from outrider.evaluation.training_speed import StepSpeed, training_speed
+from outrider.formats import versions
+from outrider.target.linear import native_bfloat16
+from outrider.training.recipe import load_recipe
+from outrider.training.step import Precision
+
+_PRECISIONS = ("float32", "bfloat16")
+
+
+def _precisions(names: list[str]) -> list[Precision]:
+    unknown = [name for name in names if name not in _PRECISIONS]
+    if unknown:
+        raise ValueError(f"precision {unknown[0]!r} is not one of: {', '.join(_PRECISIONS)}.")
+    return cast("list[Precision]", names)
+
+
+def bench_objective(
+    anchors: Annotated[
+        int, typer.Option(min=8, help="of the largest case; the others are 1/8, 1/4 and 1/2 of it")
+    ] = 512,
+    gamma: Annotated[int, typer.Option(min=1)] = 7,
+    vocab: Annotated[int, typer.Option(min=64)] = 151_936,
+    hidden: Annotated[int, typer.Option(min=1)] = 2560,
+    rank: Annotated[int, typer.Option(min=1, help="of the sequential head")] = 256,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16: head and vocabulary-sized products")] = "float32",
+    device: str = "cpu",
+    compare_anchors: Annotated[int, typer.Option(min=1, help="gradients are compared at this many")] = 64,
+    out: Annotated[Path, typer.Option(help="directory for the figures and the plot")] = Path("runs/bench-objective"),
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+) -> None:
+    """Peak memory of one forward and backward of the objective, each in a process of its own."""
+    (precision,) = _precisions([dtype])
+    set_up(threads)
+    console = Console()
+    largest = MemoryCase(
+        "ours", anchors, gamma, vocab, hidden, rank, precision, device, threads=torch.get_num_threads()
+    )
+    results: list[MemoryResult] = []
+    for count in (anchors // 8, anchors // 4, anchors // 2, anchors):
+        for variant in ("ours", "straightforward"):
+            results.append(measure_apart(replace(largest, variant=variant, anchors=count)))
+            peak = results[-1].peak_bytes / 2**20
+            console.print(f"{count} anchors, {variant}: {peak:,.0f} MiB, {results[-1].seconds:.1f} s", highlight=False)
+    with tempfile.TemporaryDirectory() as place:
+        files = [Path(place) / f"{variant}.safetensors" for variant in ("ours", "straightforward")]
+        for path in files:
+            variant = cast("Any", path.stem)
+            measure_apart(replace(largest, variant=variant, anchors=compare_anchors, gradients=str(path)))
+        errors = relative_errors(*files)
+    ratio = results[-2].peak_bytes / results[-1].peak_bytes
+    console.print(
+        f"at {anchors} x {gamma} x {vocab} ours takes {ratio:.3f} of the straightforward peak; gradients at "
+        f"{compare_anchors} anchors differ by " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()),
+        highlight=False,
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    figures = {"results": [asdict(r) for r in results], "ratio": ratio, "gradient_relative_error": errors}
+    environment = {"compare_anchors": compare_anchors, "machine": machine(), "versions": versions()}
+    (out / "objective_memory.json").write_text(json.dumps({**figures, **environment}, indent=1) + "\n")
+    plot_objective_memory(results, out / "objective_memory.png")
+
+
+def bench_training(
+    recipe: Annotated[Path, typer.Argument(help="a recipe: drafter, objective and optimizer settings")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="fields to change, as for train")] = None,
+    responses: Annotated[Path, typer.Option(help="responses.jsonl of a training run")] = Path("responses.jsonl"),
+    precision: Annotated[
+        list[str] | None, typer.Option(help="float32, bfloat16 or both (where the CPU has it)")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=2)] = 7,
+    full_vocabulary: Annotated[bool, typer.Option(help="measure the target's whole vocabulary too")] = True,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the figures")] = None,
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+) -> None:
+    """Supervised tokens per second of whole training steps, ours and the straightforward one taking turns."""
+    chosen = load_recipe(recipe, overrides or [])
+    precisions = _precisions(precision or list(_PRECISIONS if native_bfloat16() else _PRECISIONS[:1]))
+    if not responses.is_file():
+        raise ValueError(f"no responses file {responses}; outrider train writes one as OUT/responses.jsonl.")
+    set_up(threads or chosen.threads)
+    target = load(chosen.target, chosen.device)
+    samples = join_turns(read_responses(responses)[1])[: (steps + 1) * chosen.optimizer.sequences_per_step]
+    found = training_speed(chosen, target, samples, precisions, steps)
+    if full_vocabulary and found[0].draft_vocab < target.vocab_size:
+        whole = chosen.drafter.model_copy(update={"draft_vocab_size": None})
+        found += training_speed(chosen.model_copy(update={"drafter": whole}), target, samples, precisions, steps)
+    Console().print(_speed_table(found))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        settings = {
+            "steps": steps,
+            "drafter": chosen.drafter.model_dump(),
+            "optimizer": chosen.optimizer.model_dump(),
+            "objective": chosen.objective.model_dump(),
+        }
+        figures = {"results": [asdict(speed) for speed in found], "settings": settings}
+        out.write_text(json.dumps({**figures, "machine": machine(), "versions": versions()}, indent=1) + "\n")
+
+
+def _speed_table(found: list[StepSpeed]) -> Table:
+    view = Table(title="training steps: supervised tokens per second, median (quartiles)")
+    for heading in ("draft vocabulary", "variant", "precision", "tokens/s", "against straightforward", "first loss"):
+        view.add_column(heading, justify="right", no_wrap=True)
+    for speed in found:
+        low, middle, high = speed.tokens_per_second
+        ratio = f"{speed.ratio[1]:.2f}x ({speed.ratio[0]:.2f}-{speed.ratio[2]:.2f})"
+        rate = f"{middle:.0f} ({low:.0f}-{high:.0f})"
+        cells = str(speed.draft_vocab), speed.variant, speed.precision, rate, ratio, f"{speed.losses[0]:.4f}"
+        view.add_row(*cells)
+    return view

@@ -1,0 +1,143 @@
+"""Supervised tokens per second of whole training steps, ours and the straightforward one, in turns (A B A B ...).
+
+    step = forward, objective, backward, clipping, AdamW       features of the samples are computed beforehand
+    tokens = supervised positions of the batch, the same for every variant
+
+Every variant trains a drafter of its own from the same weights on the same batches, so their losses can be compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from outrider.data.samples import Sample
+from outrider.drafters import DFlash, DSpark, DSparkConfig
+from outrider.evaluation.straightforward import StraightforwardObjective
+from outrider.target import Target
+from outrider.training.batches import BlockBatch, Schedule, build_batch
+from outrider.training.features import FeatureSource, measure_tap_scale
+from outrider.training.initialize import initialize_from_target
+from outrider.training.objective import ObjectiveConfig
+from outrider.training.recipe import Recipe
+from outrider.training.setup import drafter_config
+from outrider.training.step import BlockObjective, Precision
+from outrider.training.vocabulary import choose_draft_ids, inverse_ids
+
+_WARM_UP = 1
+_CALIBRATION = 4
+
+
+@dataclass(frozen=True)
+class StepSpeed:
+    """One variant: tokens per second and, against the straightforward step of the same precision, the ratio of each
+    pair of steps; both as (lower quartile, median, upper quartile). `losses` of the timed steps."""
+
+    variant: str
+    precision: Precision
+    draft_vocab: int
+    tokens_per_second: tuple[float, float, float]
+    ratio: tuple[float, float, float]
+    losses: list[float]
+
+
+def training_speed(
+    recipe: Recipe, target: Target, samples: Sequence[Sample], precisions: Sequence[Precision], steps: int
+) -> list[StepSpeed]:
+    """Time `steps` steps of every variant in the recipe's settings; `samples` should be just enough for them.
+
+    Raises:
+        ValueError: too few samples for one step.
+    """
+    config = recipe.optimizer
+    if len(samples) < config.sequences_per_step:
+        raise ValueError(
+            f"{len(samples)} usable samples, and a step takes optimizer.sequences_per_step={config.sequences_per_step}."
+        )
+    torch.manual_seed(recipe.seed)
+    shape = drafter_config(recipe.drafter, target)
+    drafter = (DSpark(shape) if isinstance(shape, DSparkConfig) else DFlash(shape)).to(target.device)
+    calibration = samples[:_CALIBRATION]
+    drafter.tap_scale_L.copy_(measure_tap_scale(target, calibration, shape.target_layer_ids))
+    if recipe.drafter.initialize_from_target and target.family.lean:
+        initialize_from_target(drafter, target, calibration)
+    features = FeatureSource(target, samples, shape.target_layer_ids, drafter.tap_scale_L, 2**40)
+    schedule = Schedule(samples, config.sequences_per_step, config.anchors_per_sequence, recipe.seed)
+    batches = []
+    for step in range(_WARM_UP + steps):
+        chosen = schedule.step(step)
+        batches.append(build_batch(chosen, samples, [features[i] for i, _ in chosen], shape.gamma))
+    ids = choose_draft_ids(samples, target.vocab_size, shape.draft_vocab_size, target.eos_ids).to(target.device)
+    objective = ObjectiveConfig(**recipe.objective.model_dump())
+    frozen = (target, ids, inverse_ids(ids, target.vocab_size), objective)
+    variants: dict[tuple[str, Precision], Callable[[BlockBatch], float]] = {}
+    for precision in precisions:
+        theirs, ours = StraightforwardObjective(*frozen, precision), BlockObjective(*frozen, precision)
+        variants["straightforward", precision] = _stepper(theirs, copy.deepcopy(drafter), recipe)
+        variants["outrider", precision] = _stepper(partial(_loss, ours), copy.deepcopy(drafter), recipe)
+    return _race(variants, batches, len(ids))
+
+
+def _loss(compute: BlockObjective, drafter: DFlash, batch: BlockBatch) -> Tensor:
+    return compute(drafter, batch).loss
+
+
+def _stepper(
+    loss_of: Callable[[DFlash, BlockBatch], Tensor], drafter: DFlash, recipe: Recipe
+) -> Callable[[BlockBatch], float]:
+    """One training step on a drafter of its own, with the trainer's optimizer; returns the loss."""
+    config = recipe.optimizer
+    optimizer = torch.optim.AdamW(
+        drafter.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.95), fused=True
+    )
+
+    def step(batch: BlockBatch) -> float:
+        loss = loss_of(drafter, batch)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), config.clip)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def _race(
+    variants: dict[tuple[str, Precision], Callable[[BlockBatch], float]], batches: list[BlockBatch], draft_vocab: int
+) -> list[StepSpeed]:
+    rates: dict[tuple[str, Precision], list[float]] = {key: [] for key in variants}
+    losses: dict[tuple[str, Precision], list[float]] = {key: [] for key in variants}
+    for number, batch in enumerate(batches):
+        tokens = int(batch.supervised_NK.sum())
+        for key, step in variants.items():
+            started = time.perf_counter()
+            loss = step(batch)
+            seconds = time.perf_counter() - started
+            if number >= _WARM_UP:
+                rates[key].append(tokens / seconds)
+                losses[key].append(loss)
+    return [
+        StepSpeed(
+            variant,
+            precision,
+            draft_vocab,
+            _quartiles(rates[variant, precision]),
+            _quartiles(
+                [a / b for a, b in zip(rates[variant, precision], rates["straightforward", precision], strict=True)]
+            ),
+            losses[variant, precision],
+        )
+        for variant, precision in variants
+    ]
+
+
+def _quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
