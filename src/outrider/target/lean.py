@@ -123,9 +123,10 @@ class LeanDecoder:
 
         def attend(_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             documents = zip(*(x.split(list(lengths), dim=2) for x in (q, k, v)), strict=True)
-            return torch.cat(
-                [F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True) for qkv in documents], dim=2
-            )
+            seen = [
+                F.scaled_dot_product_attention(d[0], d[1], d[2], is_causal=True, enable_gqa=True) for d in documents
+            ]
+            return torch.cat(seen, dim=2)
 
         positions_T = torch.cat([torch.arange(length) for length in lengths])
         return self._run(tokens_T[None], positions_T[None], taps, attend)

@@ -85,7 +85,9 @@ class FeatureCache(ABC):
             self._bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def close(self) -> None:
-        """Write what is pending, where there is something to write."""
+        """Forget everything; subclasses write what is pending."""
+        self._kept.clear()
+        self._bytes = 0
 
 
 class FeatureSource(FeatureCache):
