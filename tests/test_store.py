@@ -1,7 +1,8 @@
-"""The feature store: exact sizes, killed and resumed writers, damage that is named, windows of any size, prefetching."""
+"""The feature store: exact sizes, killed writers that go on, damage that is named, windows of any size, prefetching."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -94,7 +95,7 @@ def test_stored_features_are_the_online_ones_up_to_the_dtype(tmp_path: Path, tar
             row = b.float().abs().amax(-1, keepdim=True)
             # half a step: of 256 per octave, of 127 per row, of 16 per octave
             bound = {"bf16": b.float().abs() / 256, "int8": row / 254, "fp8": b.float().abs() / 16 + row / 2**15}[dtype]
-            assert ((a.float() - b.float()).abs() <= bound * 1.01 + 1e-4 * row).all()
+            assert ((a.float() - b.float()).abs() <= bound * 1.01 + row / 2**11).all()
             assert not torch.equal(a, b), "the dtype must leave a trace, or nothing was tested"
         assert torch.equal(stored.argmax_R, exact.argmax_R) and stored.argmax_R.dtype == torch.int64
         logits = stored.hidden_RD.float() @ target.head_VD.T
@@ -123,7 +124,7 @@ from test_store import plan_of
 from outrider.training.store import begin_store, write_store
 torch.set_num_threads(1)
 target = Target(AutoModelForCausalLM.from_pretrained({target!r}), None, "toy")
-samples = toy_samples(60)
+samples = toy_samples(40)
 for line in sys.stdin:
     directory, number, of = line.split()
     plan = plan_of(target, samples)
@@ -149,8 +150,7 @@ def writer(tmp_path: Path, target: Target) -> Iterator[subprocess.Popen[str]]:
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
         yield process
-        assert process.stdin is not None
-        process.stdin.close()
+        process.kill()
 
 
 def start(process: subprocess.Popen[str], directory: Path, number: int = 0, of: int = 1) -> int:
@@ -174,8 +174,9 @@ def test_killed_writers_end_in_the_same_bytes(tmp_path: Path, writer: subprocess
     seen = []
     for kill in range(10):
         pid = start(writer, parts, kill % 2, 2)  # now this process's shards, now the other's
-        time.sleep(rng.uniform(0, duration / 4))
-        os.kill(pid, signal.SIGKILL)
+        time.sleep(rng.uniform(duration / 40, duration / 8))
+        with contextlib.suppress(ProcessLookupError):  # it may have ended already
+            os.kill(pid, signal.SIGKILL)
         wait(writer)
         seen.append(len(list(parts.glob("shard-*.json"))) if parts.exists() else 0)
     assert seen == sorted(seen), "a resumed writer loses nothing"
@@ -183,7 +184,8 @@ def test_killed_writers_end_in_the_same_bytes(tmp_path: Path, writer: subprocess
         start(writer, parts, number, 3)
         wait(writer)
     assert contents(parts) == contents(whole)
-    assert seen[-1] < len(list(whole.glob("shard-*.json"))), "the kills came too late to test anything"
+    shards = len(list(whole.glob("shard-*.json")))
+    assert any(0 < count < shards for count in seen), f"no kill came between the first and the last shard: {seen}"
 
 
 def test_resuming_writes_only_what_is_missing(tmp_path: Path, target: Target) -> None:
@@ -294,7 +296,7 @@ def test_a_full_disk_is_an_error_before_writing(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
-VISITS = [random.Random(5).randrange(12) for _ in range(60)]
+VISITS = random.Random(5).choices(range(12), k=60)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 2.0])

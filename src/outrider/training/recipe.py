@@ -76,7 +76,7 @@ class FeaturesSection(_Section):
     directory: str | None = None  # OUT/features when null
     dtype: Literal["bf16", "int8", "fp8"] = "bf16"  # on disk; int8 and fp8 with a scale per row
     max_gb: float | None = Field(None, gt=0)  # keep at most this much on disk, as a window that training refreshes
-    shard_tokens: int = Field(65536, ge=1)
+    shard_tokens: int = Field(16384, ge=1)  # one shard is in memory while it is written
 
 
 class Recipe(_Section):
