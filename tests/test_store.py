@@ -124,7 +124,7 @@ from test_store import plan_of
 from outrider.training.store import begin_store, write_store
 torch.set_num_threads(1)
 target = Target(AutoModelForCausalLM.from_pretrained({target!r}), None, "toy")
-samples = toy_samples(40)
+samples = toy_samples(80)
 for line in sys.stdin:
     directory, number, of = line.split()
     plan = plan_of(target, samples)
@@ -164,28 +164,36 @@ def wait(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None and process.stdout.readline() == "ended\n"
 
 
-def test_killed_writers_end_in_the_same_bytes(tmp_path: Path, writer: subprocess.Popen[str]) -> None:
+def written(directory: Path) -> int:
+    return len(list(directory.glob("shard-*.json")))
+
+
+def test_writers_killed_ten_times_end_in_the_same_bytes(tmp_path: Path, writer: subprocess.Popen[str]) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     start(writer, whole)
     began = time.monotonic()
     wait(writer)
-    duration = time.monotonic() - began
+    a_shard = (time.monotonic() - began) / written(whole)
     rng = random.Random(0)
-    seen = []
+    seen, leftovers = [0], 0
     for kill in range(10):
         pid = start(writer, parts, kill % 2, 2)  # now this process's shards, now the other's
-        time.sleep(rng.uniform(duration / 40, duration / 8))
+        deadline = time.monotonic() + 20
+        while written(parts) == seen[-1] and time.monotonic() < deadline:
+            time.sleep(a_shard / 50)
+        time.sleep(rng.uniform(0, a_shard))  # anywhere in computing, writing or naming the next one
         with contextlib.suppress(ProcessLookupError):  # it may have ended already
             os.kill(pid, signal.SIGKILL)
         wait(writer)
-        seen.append(len(list(parts.glob("shard-*.json"))) if parts.exists() else 0)
-    assert seen == sorted(seen), "a resumed writer loses nothing"
+        seen.append(written(parts))
+        leftovers += len(list(parts.glob(".*.tmp"))) + abs(len(list(parts.glob("shard-*.safetensors"))) - seen[-1])
+    assert seen == sorted(seen) and seen[-1] < written(whole), f"{seen}: a resumed writer loses nothing"
+    assert not (parts / "manifest.json").exists()
     for number in range(3):
         start(writer, parts, number, 3)
         wait(writer)
     assert contents(parts) == contents(whole)
-    shards = len(list(whole.glob("shard-*.json")))
-    assert any(0 < count < shards for count in seen), f"no kill came between the first and the last shard: {seen}"
+    assert leftovers, "no kill hit a file that was being written"
 
 
 def test_resuming_writes_only_what_is_missing(tmp_path: Path, target: Target) -> None:

@@ -8,6 +8,7 @@ and the next one goes on with the shards that have no valid sidecar.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import uuid
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from outrider.data.samples import Sample
@@ -41,7 +42,6 @@ def write_atomically(path: Path, fill: Callable[[Path], object], shared: bool = 
     staging = path.with_name(f".{path.name}{mark}.tmp")
     try:
         fill(staging)
-        staging.chmod(0o666 & ~_umask())  # safetensors writes for the owner only
         with staging.open("rb") as file:
             os.fsync(file.fileno())
         if shared:
@@ -56,12 +56,6 @@ def write_atomically(path: Path, fill: Callable[[Path], object], shared: bool = 
     directory = os.open(path.parent, os.O_RDONLY)
     os.fsync(directory)
     os.close(directory)
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
 
 
 def clear_leftovers(directory: Path, pattern: str) -> None:
@@ -84,9 +78,11 @@ def encode_samples(
 def write_shard(path: Path, key: str, indices: Sequence[int], encoded: Sequence[Mapping[str, Tensor]]) -> str:
     """Write samples into one shard with its sidecar, and return its SHA-256."""
     tensors = {name: torch.cat([e[name] for e in encoded]).cpu().contiguous() for name in encoded[0]}
+    # Not `save_file`: it writes to a temporary file of its own naming, which a killed process would leave for ever.
+    data = save(tensors)
     sidecar(path).unlink(missing_ok=True)  # while the file changes there is no shard
-    write_atomically(path, lambda staging: save_file(tensors, staging))
-    entry = {"key": key, "samples": list(indices), "bytes": path.stat().st_size, "sha256": file_sha256(path)}
+    write_atomically(path, lambda staging: staging.write_bytes(data))
+    entry = {"key": key, "samples": list(indices), "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     text = json.dumps(entry) + "\n"
     write_atomically(sidecar(path), lambda staging: staging.write_text(text))
     return str(entry["sha256"])
