@@ -127,3 +127,16 @@ def test_a_bfloat16_target_gives_log_sum_exps_of_float32_logits() -> None:
     assert features.taps_SLD.dtype == features.hidden_RD.dtype == torch.float16
     expected = (features.hidden_RD.float() @ target.head_VD.float().T).logsumexp(-1)
     torch.testing.assert_close(features.lse_R, expected, atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_smollm_packs_to_the_last_bit(smollm: Target) -> None:
+    assert smollm.tokenizer is not None
+    texts = ("The three laws of robotics are, in order of priority,", "def fibonacci(n: int) -> int:\n", "Hello")
+    documents = [smollm.tokenizer(text)["input_ids"] for text in texts]
+    taps, hidden = smollm.prefill_packed(documents, (1, 14, 27))
+    for index, document in enumerate(documents):
+        alone = smollm.prefill_packed([document], (1, 14, 27))
+        assert torch.equal(alone[0][0], taps[index]) and torch.equal(alone[1][0], hidden[index])
+        output = smollm.forward(torch.tensor([document]), smollm.new_cache(64), (1, 14, 27), logits=0)
+        torch.testing.assert_close(output.hidden_BTD[0], hidden[index], atol=2e-3, rtol=1e-3)

@@ -273,6 +273,9 @@ def test_other_damage_is_named(tmp_path: Path, target: Target) -> None:
     entry = json.loads((tmp_path / "shard-00001.json").read_text())
     (tmp_path / "shard-00001.json").write_text(json.dumps({**entry, "key": "0" * 64}))
     refused(r"not complete: .*shard-00001\.safetensors is foreign.*--only 1")
+    for suffix in (".safetensors", ".json"):
+        shutil.copy(tmp_path / f"shard-00000{suffix}", tmp_path / f"shard-00001{suffix}")
+    refused(r"shard-00001\.safetensors is foreign: shard-00001\.json belongs to another shard")
     (tmp_path / "shard-00001.json").unlink()
     refused(r"shard-00001\.safetensors has not been written")
     (tmp_path / "plan.json").unlink()

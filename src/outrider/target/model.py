@@ -156,7 +156,8 @@ class Target:
 
         No document sees another, and positions start at 0 in each. The lean forward concatenates the tokens; other
         families get one row per document, padded on the right: under a causal mask no real token sees the padding,
-        whatever the window, so no mask needs to be given.
+        whatever the window, so no mask needs to be given. (transformers can also pack by position ids, but then sees
+        the documents' borders only without a cache and leaks across them in silence with one.)
         """
         lengths = [len(document) for document in documents]
         if self._lean is not None:

@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -103,10 +104,15 @@ def write_store(
 
 def _valid(path: Path, plan: StorePlan, number: int) -> bool:
     try:
-        check_shard(path, plan.shards[number].bytes, read_sidecar(path, plan.key)["sha256"])
+        check_shard(path, plan.shards[number].bytes, _entry(path.parent, plan, number)["sha256"])
     except DamagedShard:
         return False
     return True
+
+
+def _entry(directory: Path, plan: StorePlan, number: int) -> dict[str, Any]:
+    shard = plan.shards[number]
+    return read_sidecar(directory / shard.file, plan.key, range(shard.first, shard.end))
 
 
 def finish_store(directory: Path, plan: StorePlan) -> list[str]:
@@ -116,9 +122,9 @@ def finish_store(directory: Path, plan: StorePlan) -> list[str]:
         DamagedShard: a shard has no valid sidecar; all of them are named (the first few, when there are many).
     """
     digests, wrong = [], []
-    for number, shard in enumerate(plan.shards):
+    for number in range(len(plan.shards)):
         try:
-            digests.append(str(read_sidecar(directory / shard.file, plan.key)["sha256"]))
+            digests.append(str(_entry(directory, plan, number)["sha256"]))
         except DamagedShard as error:
             wrong.append(f"{error}{_remedy(number)}")
     if wrong:

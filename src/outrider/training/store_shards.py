@@ -88,8 +88,8 @@ def write_shard(path: Path, key: str, indices: Sequence[int], encoded: Sequence[
     return str(entry["sha256"])
 
 
-def read_sidecar(path: Path, key: str) -> dict[str, Any]:
-    """The sidecar of the shard at `path`.
+def read_sidecar(path: Path, key: str, samples: Sequence[int] | None = None) -> dict[str, Any]:
+    """The sidecar of the shard at `path`, which holds `samples` (None: whichever it says).
 
     Raises:
         DamagedShard: missing, unreadable, or of another store.
@@ -104,6 +104,8 @@ def read_sidecar(path: Path, key: str) -> dict[str, Any]:
         raise DamagedShard(f"{sidecar(path)} is altered: not a shard's sidecar") from error
     if foreign:
         raise DamagedShard(f"{path} is foreign: {sidecar(path).name} belongs to another store")
+    if samples is not None and entry["samples"] != list(samples):
+        raise DamagedShard(f"{path} is foreign: {sidecar(path).name} belongs to another shard")
     return entry
 
 
