@@ -99,7 +99,7 @@ def test_conversion_is_atomic_and_a_corrupt_cache_is_rebuilt(monkeypatch: pytest
     def convert(gguf: Path, directory: Path) -> None:
         calls.append(directory)
         (directory / "model.safetensors").write_bytes(b"weights")
-        digest = resolve_module._sha256(directory / "model.safetensors")
+        digest = resolve_module.file_sha256(directory / "model.safetensors")
         manifest = {"sizes": {"model.safetensors": 7}, "sha256": digest}
         (directory / "outrider_manifest.json").write_text(json.dumps(manifest))
 

@@ -14,6 +14,7 @@ from outrider.cli import (
     calibrate,
     demo,
     evaluate,
+    features,
     generate,
     inspect,
     package,
@@ -35,6 +36,7 @@ app.command("calibrate")(calibrate.calibrate_command)
 app.command("package")(package.package_command)
 app.command("generate")(generate.generate_command)
 app.command("demo")(demo.demo)
+app.add_typer(features.app, name="features")
 app.command("bench-forward")(benchmark.bench_forward)
 app.command("bench-objective")(benchmark_training.bench_objective)
 app.command("bench-training")(benchmark_training.bench_training)

@@ -16,7 +16,8 @@ import numpy as np
 from pydantic import BaseModel
 
 from outrider.data.chat import render
-from outrider.data.prompts import Prompt, load_prompts
+from outrider.data.conversations import Conversation
+from outrider.data.prompts import load_prompts
 from outrider.decoding import RoundStats, StopRules, generate
 from outrider.drafters.packed import PackedDrafter
 from outrider.evaluation.results import machine
@@ -140,11 +141,11 @@ def quality(rounds: Rounds, temperatures: Sequence[float]) -> Quality:
     )
 
 
-def _decode(target: Target, drafter: PackedDrafter, prompt: Prompt, config: EvaluationConfig) -> list[RoundStats]:
+def _decode(target: Target, drafter: PackedDrafter, prompt: Conversation, config: EvaluationConfig) -> list[RoundStats]:
     assert target.tokenizer is not None
     rules, history, rounds = StopRules(config.max_new_tokens), list[str](), list[RoundStats]()
     for turn in range(len(prompt.turns)):
-        tokens = render(target.tokenizer, prompt.turns[: turn + 1], history)
+        tokens = render(target.tokenizer, prompt.turns[: turn + 1], history, prompt.tools)
         generation = generate(target, tokens, drafter, config.params, rules, FixedPolicy())
         rounds += generation.rounds
         history.append(generation.text)

@@ -11,6 +11,7 @@ Shapes: B sequences, T new tokens, S slots, D hidden, K kv heads, G queries per 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,9 @@ import torch.nn.functional as F
 
 from outrider.target.cache import KVCache, KVLayer
 from outrider.target.linear import PackedLinear
+
+# (layer, q [B, K * G, T, E], k [B, K, T, E], v [B, K, T, E]) -> [B, K * G, T, E]
+_Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,40 @@ class LeanDecoder:
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim
         mask = visibility_mask(cache, B, T, G)
+
+        def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            store = cache.layers[index]
+            assert isinstance(store, KVLayer)
+            keys, values = store.update(k, v)
+            out = F.scaled_dot_product_attention(q.reshape(B, K, G * T, E), keys, values, attn_mask=mask)
+            return out.view(B, K * G, T, E)
+
+        return self._run(tokens_BT, positions_BT, taps, attend)
+
+    def forward_packed(
+        self, tokens_T: torch.Tensor, lengths: Sequence[int], taps: tuple[int, ...]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Documents of `lengths` tokens, concatenated; each sees itself only, from position 0 on. As `forward`, B = 1.
+
+        Only attention goes document by document, in the same shapes whatever else is packed. The matrix products of a
+        row do not depend on how many rows there are, so neither do the results: equal to the last bit.
+        """
+
+        def attend(_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            documents = zip(*(x.split(list(lengths), dim=2) for x in (q, k, v)), strict=True)
+            seen = [
+                F.scaled_dot_product_attention(d[0], d[1], d[2], is_causal=True, enable_gqa=True) for d in documents
+            ]
+            return torch.cat(seen, dim=2)
+
+        positions_T = torch.cat([torch.arange(length) for length in lengths])
+        return self._run(tokens_T[None], positions_T[None], taps, attend)
+
+    def _run(
+        self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor, taps: tuple[int, ...], attend: _Attend
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        B, T = tokens_BT.shape
+        G, K, E = self.groups, self.kv_heads, self.head_dim
         hidden = F.embedding(tokens_BT.reshape(-1), self.embed)
         cos, sin = self.rotary(hidden, positions_BT)  # [1 or B, T, E]
         cos, sin = cos[:, :, None], signed_sin(sin)[:, :, None]
@@ -113,12 +151,8 @@ class LeanDecoder:
                     (F.rms_norm(q, (E,), layer.q_norm, self.eps), F.rms_norm(k, (E,), layer.k_norm, self.eps)), dim=2
                 )
             qk = rotate(qk, cos, sin).transpose(1, 2)
-            store = cache.layers[index]
-            assert isinstance(store, KVLayer)
-            keys, values = store.update(qk[:, G * K :], v.transpose(1, 2))
-            q = qk[:, : G * K].reshape(B, K, G * T, E)
-            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-            out = out.view(B, K * G, T, E).transpose(1, 2).reshape(B * T, G * K * E)
+            out = attend(index, qk[:, : G * K], qk[:, G * K :], v.transpose(1, 2))
+            out = out.transpose(1, 2).reshape(B * T, G * K * E)
             hidden = hidden + layer.o(out)
             gate, up = layer.gate_up(F.rms_norm(hidden, hidden.shape[-1:], layer.post_norm, self.eps)).chunk(2, dim=-1)
             hidden = hidden + layer.down(F.silu(gate).mul_(up))

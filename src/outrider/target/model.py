@@ -53,6 +53,7 @@ class Target:
         self.embed_scale: float = self.hidden_size**0.5 if self.family.scaled_embeddings else 1.0
         self.device, self.dtype = self.embed_VD.device, self.embed_VD.dtype
         self.head = PackedLinear(self.head_VD)
+        self._head32: PackedLinear | None = None
         self._lean = LeanDecoder(model) if self.device.type == "cpu" and self._lean_shaped() else None
         self._captured: dict[int, torch.Tensor] = {}
         self._wanted: tuple[int, ...] = ()
@@ -142,9 +143,50 @@ class Target:
         captured, self._wanted, self._captured = self._captured, (), {}
         return output.last_hidden_state, captured
 
+    @property
+    def packs_exactly(self) -> bool:
+        """Whether a document's packed prefill is the same to the last bit whatever is packed beside it."""
+        return self._lean is not None and self.head.packed
+
+    @torch.inference_mode()
+    def prefill_packed(
+        self, documents: Sequence[Sequence[int]], taps: tuple[int, ...]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(taps [T, L, D], normed last hidden states [T, D]) of each document, from one forward over all of them.
+
+        No document sees another, and positions start at 0 in each. The lean forward concatenates the tokens; other
+        families get one row per document, padded on the right: under a causal mask no real token sees the padding,
+        whatever the window, so no mask needs to be given. (transformers can also pack by position ids, but then sees
+        the documents' borders only without a cache and leaks across them in silence with one.)
+        """
+        lengths = [len(document) for document in documents]
+        if self._lean is not None:
+            tokens_T = torch.tensor([token for document in documents for token in document])
+            hidden_BTD, captured = self._lean.forward_packed(tokens_T, lengths, taps)
+            hidden = list(hidden_BTD[0].split(lengths))
+            taps_of = {tap: list(captured[tap][0].split(lengths)) for tap in taps}
+        else:
+            rows = [torch.tensor(document) for document in documents]
+            tokens_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.device)
+            self._wanted, self._captured = taps, {}
+            last_BTD = self.model.model(input_ids=tokens_BT, use_cache=False).last_hidden_state
+            captured, self._wanted, self._captured = self._captured, (), {}
+            hidden = [last_BTD[i, :n] for i, n in enumerate(lengths)]
+            taps_of = {tap: [captured[tap][i, :n] for i, n in enumerate(lengths)] for tap in taps}
+        return [torch.stack([taps_of[tap][i] for tap in taps], dim=1) for i in range(len(lengths))], hidden
+
     def logits(self, hidden_XD: torch.Tensor) -> torch.Tensor:
-        """The head on normed last hidden states, [..., D] -> [..., V] (soft-capped where the family does)."""
-        logits = self.head(hidden_XD.reshape(-1, self.hidden_size)).view(*hidden_XD.shape[:-1], self.vocab_size)
+        """The head on normed last hidden states, [..., D] -> [..., V] (soft-capped where the family does).
+
+        float32 rows of a bfloat16 target go through a float32 copy of the head, made at their first use: a
+        log-sum-exp rounded to bfloat16 would be wrong by several per cent of probability.
+        """
+        head = self.head
+        if hidden_XD.dtype != self.dtype:
+            assert hidden_XD.dtype == torch.float32
+            self._head32 = self._head32 or PackedLinear(self.head_VD.float())
+            head = self._head32
+        logits = head(hidden_XD.reshape(-1, self.hidden_size)).view(*hidden_XD.shape[:-1], self.vocab_size)
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits

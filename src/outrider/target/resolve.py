@@ -121,7 +121,7 @@ def _convert(gguf: Path, directory: Path) -> None:
     fresh.save_pretrained(directory)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)
     files = {p.name: p.stat().st_size for p in sorted(directory.iterdir())}
-    manifest = {"sizes": files, "sha256": _sha256(directory / "model.safetensors")}
+    manifest = {"sizes": files, "sha256": file_sha256(directory / "model.safetensors")}
     (directory / _MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
@@ -129,12 +129,13 @@ def _intact(directory: Path) -> bool:
     try:
         manifest = json.loads((directory / _MANIFEST).read_text())
         sizes_match = all((directory / name).stat().st_size == size for name, size in manifest["sizes"].items())
-        return sizes_match and _sha256(directory / "model.safetensors") == manifest["sha256"]
+        return sizes_match and file_sha256(directory / "model.safetensors") == manifest["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, as hex digits."""
     with path.open("rb") as file:
         digest = hashlib.sha256()
         while chunk := file.read(1 << 24):

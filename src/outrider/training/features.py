@@ -1,19 +1,21 @@
-"""Online target features: what a drafter learns from, computed when needed and kept in a bounded memory.
+"""Target features: what a drafter learns from, by sample, kept in a bounded memory.
 
-One prefill per sample gives, for tokens t_0 .. t_{n-2} with R generated ones among t_1 .. t_{n-1}:
+A prefill gives, for tokens t_0 .. t_{n-2} with R generated ones among t_1 .. t_{n-1}:
     taps    [n - 1, L, D]   divided by tap_scale, float16
     hidden  [R, D]          normed last hidden states at the sample's anchors, float16; row p predicts token p + 1
     lse, argmax [R]         of the full-vocabulary logits of the same rows
-Nothing is written to disk. When the memory is full the least recently used sample goes and is prefilled again on its
-next visit: the same numbers, so results do not depend on the budget.
+`FeatureSource` computes them online and writes nothing to disk; training/store.py reads them from one. When the memory
+is full the least recently used sample goes and is fetched again on its next visit: the same numbers, so results do not
+depend on the budget. What is missing for a step is prefilled in packed groups.
 
 Shapes: S context slots, R generated tokens, L taps, D target hidden.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor
 from outrider.data.samples import Sample
 from outrider.target import Target
 
+PACK_TOKENS = 2048  # of one packed prefill: matrix products are at full speed, and temporaries stay below 100 MB
 _HEAD_CHUNK = 64
 _LARGEST = 65504.0  # float16's largest number
 
@@ -40,8 +43,55 @@ class Features:
         return sum(t.nbytes for t in (self.taps_SLD, self.hidden_RD, self.lse_R, self.argmax_R))
 
 
-class FeatureSource:
-    """Features of samples, by index."""
+class FeatureCache(ABC):
+    """Features of samples by index, remembered up to `budget_bytes`; subclasses say where they come from."""
+
+    background = False  # whether fetching in another thread helps (training/prefetch.py)
+
+    def __init__(self, samples: Sequence[Sample], budget_bytes: int) -> None:
+        self.samples = samples
+        self.budget_bytes = budget_bytes
+        self._kept: OrderedDict[int, Features] = OrderedDict()
+        self._bytes = 0
+
+    @abstractmethod
+    def _fetch(self, indices: Sequence[int]) -> list[Features]:
+        """Features that are not in memory, in the order of `indices`."""
+
+    def __getitem__(self, index: int) -> Features:
+        return self.gather([index])[0]
+
+    def gather(self, now: Sequence[int], soon: Sequence[int] = ()) -> list[Features]:
+        """The features of `now`. What is missing is fetched together, with some of `soon` where that is no waste."""
+        found = {i: self._kept[i] for i in now if i in self._kept}
+        for index in found:
+            self._kept.move_to_end(index)
+        missing = [i for i in dict.fromkeys(now) if i not in found]
+        if missing:
+            fetched = missing + self._along(missing, soon)
+            for index, features in zip(fetched, self._fetch(fetched), strict=True):
+                found[index] = features
+                self._remember(index, features)
+        return [found[i] for i in now]
+
+    def _along(self, missing: Sequence[int], soon: Sequence[int]) -> list[int]:
+        """Which of `soon` to fetch as well; none by default."""
+        return []
+
+    def _remember(self, index: int, features: Features) -> None:
+        self._kept[index] = features
+        self._bytes += features.nbytes
+        while self._bytes > self.budget_bytes and len(self._kept) > 1:
+            self._bytes -= self._kept.popitem(last=False)[1].nbytes
+
+    def close(self) -> None:
+        """Forget everything; subclasses write what is pending."""
+        self._kept.clear()
+        self._bytes = 0
+
+
+class FeatureSource(FeatureCache):
+    """Features computed online."""
 
     def __init__(
         self,
@@ -52,39 +102,86 @@ class FeatureSource:
         budget_bytes: int,
         dtype: torch.dtype = torch.float16,
     ) -> None:
-        self.target, self.samples, self.taps = target, samples, taps
-        self.tap_scale_L = tap_scale_L
-        self.budget_bytes = budget_bytes
-        self.dtype = dtype
-        self._kept: OrderedDict[int, Features] = OrderedDict()
-        self._bytes = 0
+        super().__init__(samples, budget_bytes)
+        self.target, self.taps, self.tap_scale_L, self.dtype = target, taps, tap_scale_L, dtype
 
-    def __getitem__(self, index: int) -> Features:
-        if index in self._kept:
-            self._kept.move_to_end(index)
-            return self._kept[index]
-        found = self._compute(self.samples[index])
-        self._kept[index] = found
-        self._bytes += found.nbytes
-        while self._bytes > self.budget_bytes and len(self._kept) > 1:
-            self._bytes -= self._kept.popitem(last=False)[1].nbytes
-        return found
+    def _fetch(self, indices: Sequence[int]) -> list[Features]:
+        samples = [self.samples[i] for i in indices]
+        return list(compute_features(self.target, samples, self.taps, self.tap_scale_L, self.dtype))
 
-    @torch.inference_mode()
-    def _compute(self, sample: Sample) -> Features:
-        tokens = torch.tensor([sample.tokens[:-1]], device=self.target.device)
-        cache = self.target.new_cache(tokens.shape[1])
-        output = self.target.forward(tokens, cache, self.taps, logits=0)
-        assert output.taps_BTLD is not None
-        hidden_RD = output.hidden_BTD[0, sample.anchors].to(self.dtype)
-        lse, argmax = [], []
-        for rows in hidden_RD.to(self.target.dtype).split(_HEAD_CHUNK):
-            logits = self.target.logits(rows).float()
-            lse.append(logits.logsumexp(-1))
-            argmax.append(logits.argmax(-1))
-        scaled = output.taps_BTLD[0].float() / self.tap_scale_L[:, None]
-        taps_SLD = scaled.clamp_(-_LARGEST, _LARGEST).to(self.dtype)
-        return Features(taps_SLD, hidden_RD, torch.cat(lse), torch.cat(argmax))
+    def _along(self, missing: Sequence[int], soon: Sequence[int]) -> list[int]:
+        """Fill the last group of tokens, as far as memory holds it beside what is remembered."""
+        if not packs(self.target):
+            return []
+        free_tokens = -sum(len(self.samples[i].tokens) for i in missing) % PACK_TOKENS
+        per_token = (len(self.taps) + 1) * self.target.hidden_size * self.dtype.itemsize + 12
+        free_bytes = self.budget_bytes - self._bytes
+        free_tokens = min(free_tokens, free_bytes // per_token - sum(len(self.samples[i].tokens) for i in missing))
+        along: list[int] = []
+        for index in dict.fromkeys(soon):
+            if index in self._kept or index in missing:
+                continue
+            free_tokens -= len(self.samples[index].tokens)
+            if free_tokens < 0:
+                break
+            along.append(index)
+        return along
+
+
+def packs(target: Target) -> bool:
+    """Whether to prefill several samples at once: where that changes no bit, or where speed needs it.
+
+    On a GPU results depend on the batch in the last bits; on a CPU, families without the lean forward go one by one,
+    so that a resumed run equals an uninterrupted one to the last bit.
+    """
+    return target.packs_exactly or target.device.type != "cpu"
+
+
+def compute_features(
+    target: Target,
+    samples: Sequence[Sample],
+    taps: tuple[int, ...],
+    tap_scale_L: Tensor,
+    dtype: torch.dtype = torch.float16,
+) -> Iterator[Features]:
+    """Features of `samples`, in order, prefilled in groups of up to PACK_TOKENS tokens."""
+    for group in _groups(samples, PACK_TOKENS if packs(target) else 0):
+        yield from _prefill(target, group, taps, tap_scale_L, dtype)
+
+
+def _groups(samples: Sequence[Sample], limit: int) -> Iterator[list[Sample]]:
+    group: list[Sample] = []
+    for sample in samples:
+        if group and sum(len(s.tokens) for s in [*group, sample]) > limit:
+            yield group
+            group = []
+        group.append(sample)
+    if group:
+        yield group
+
+
+@torch.inference_mode()
+def _prefill(
+    target: Target, group: Sequence[Sample], taps: tuple[int, ...], tap_scale_L: Tensor, dtype: torch.dtype
+) -> list[Features]:
+    taps_of, hidden_of = target.prefill_packed([s.tokens[:-1] for s in group], taps)
+    result = []
+    for sample, raw_SLD, all_SD in zip(group, taps_of, hidden_of, strict=True):
+        hidden_RD = all_SD[sample.anchors].float().clamp_(-_LARGEST, _LARGEST).to(dtype)
+        scaled_SLD = (raw_SLD.float() / tap_scale_L[:, None]).clamp_(-_LARGEST, _LARGEST)
+        result.append(Features(scaled_SLD.to(dtype), hidden_RD, *logit_summary(target, hidden_RD)))
+    return result
+
+
+@torch.inference_mode()
+def logit_summary(target: Target, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-sum-exp, argmax) [R] of the float32 logits of the rows; logits exist for a few rows at a time."""
+    lse, argmax = [], []
+    for rows in hidden_RD.float().split(_HEAD_CHUNK):
+        logits = target.logits(rows)
+        lse.append(logits.logsumexp(-1))
+        argmax.append(logits.argmax(-1))
+    return torch.cat(lse), torch.cat(argmax)
 
 
 @torch.inference_mode()

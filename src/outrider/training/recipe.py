@@ -86,13 +86,22 @@ class OptimizerSection(_Section):
     clip: float = Field(1.0, gt=0)
 
 
+class FeaturesSection(_Section):
+    mode: Literal["online", "store"] = "online"
+    directory: str | None = None  # OUT/features when null
+    dtype: Literal["bf16", "int8", "fp8"] = "bf16"  # on disk; int8 and fp8 with a scale per row
+    max_gb: float | None = Field(None, gt=0)  # keep at most this much on disk, as a window that training refreshes
+    shard_tokens: int = Field(16384, ge=1)  # one shard is in memory while it is written
+
+
 class Recipe(_Section):
     target: str
     out: str
     seed: int = 0
     threads: int | None = Field(None, ge=1)  # CPU threads; null: as many as the machine has
     device: str = "cpu"
-    feature_cache_gb: float = Field(2.0, ge=0)
+    feature_cache_gb: float = Field(2.0, ge=0)  # features in memory, wherever they come from
+    features: FeaturesSection = FeaturesSection()
     data: DataSection
     drafter: DrafterSection = DrafterSection()
     objective: ObjectiveSection = ObjectiveSection()
