@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from outrider.cli import benchmark, demo, evaluate, generate, train
+from outrider.cli import benchmark, demo, doctor, evaluate, generate, train
 
 app = typer.Typer(
     help="Train, evaluate and serve draft models for lossless speculative decoding.",
@@ -20,6 +20,7 @@ app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate_command)
 app.command("generate")(generate.generate_command)
 app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
 app.command("bench-forward")(benchmark.bench_forward)
 
 
