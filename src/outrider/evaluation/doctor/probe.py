@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,8 +33,7 @@ from outrider.training.vocabulary import inverse_ids
 _ANCHORS = 24  # per sample
 _BUDGET = 2**31  # bytes of features kept
 _SCREENED = 2  # samples on which many variants are compared before the best is measured on all
-_LEAST_GAIN = 0.1  # tokens a round
-_STANDARD_ERRORS = 4.0
+_GAINS = ((0.02, 3.0), (0.1, 4.0))  # (tokens a round, standard errors) that make a gain clear, and large
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,16 @@ class Probe:
             positions.append(batch.layout.anchors_N)
         return Acceptance(torch.cat(sampled).cpu(), torch.cat(greedy).cpu(), torch.cat(positions).cpu())
 
-    def measure(self, variant: Variant | None = None, samples: int | None = None) -> Acceptance:
+    @cached_property
+    def own(self) -> Acceptance:
+        """The drafter as it is."""
+        return self.measure(Variant())
+
+    def measure(self, variant: Variant, samples: int | None = None) -> Acceptance:
         """Acceptance at the probe's own anchors, of the first `samples` samples or all of them."""
         count = len(self.samples) if samples is None else min(samples, len(self.samples))
         chosen = [(self.samples[i], self.features[i], self.anchors[i]) for i in range(count)]
-        return self.accept(chosen, variant or Variant())
+        return self.accept(chosen, variant)
 
     def best(self, variants: Sequence[Variant]) -> tuple[Variant, Acceptance]:
         """The variant that accepts most: screened on a few samples, the winner measured on all."""
@@ -133,8 +138,10 @@ class Probe:
         return winner, self.measure(winner)
 
 
-def clearly_better(other_N: Tensor, own_N: Tensor) -> bool:
-    """Whether paired lengths are larger by a tenth of a token or more and by four standard errors."""
+def gain(other_N: Tensor, own_N: Tensor) -> int:
+    """How much better paired lengths are: 0 not clearly, 1 a little but clearly, 2 by a tenth of a token or more."""
     gain_N = other_N - own_N
-    error = gain_N.std().item() / len(gain_N) ** 0.5 if len(gain_N) > 1 else float("inf")
-    return gain_N.mean().item() > max(_LEAST_GAIN, _STANDARD_ERRORS * error)
+    if len(gain_N) < 2:
+        return 0
+    mean, error = gain_N.mean().item(), gain_N.std().item() / len(gain_N) ** 0.5
+    return sum(mean > max(least, errors * error) for least, errors in _GAINS)

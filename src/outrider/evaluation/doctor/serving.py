@@ -118,7 +118,7 @@ def trained_against_served(case: Case) -> Result:
 
 def training_record(case: Case) -> Result:
     """Does the drafter accept what its record says it accepted?"""
-    now = case.probe.measure().greedy_lengths_N.mean().item()
+    now = case.probe.own.greedy_lengths_N.mean().item()
     recorded = case.checkpoint.metadata.get("held_out", {}).get("expected_length_greedy")
     remedy = "Look at the other findings first; then at target, precision and data."
     if recorded is None:
@@ -140,7 +140,7 @@ def training_record(case: Case) -> Result:
 
 def context_length(case: Case) -> Result:
     """Does acceptance fall as the conversation grows?"""
-    found = case.probe.measure()
+    found = case.probe.own
     lengths_N, positions_N = found.lengths_N(), found.positions_N
     edges = [0, *(2**i for i in range(5, 24))]
     buckets = []

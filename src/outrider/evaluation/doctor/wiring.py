@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 from outrider.evaluation.doctor.case import Case
 from outrider.evaluation.doctor.finding import Result, fault, ok, skipped, warning
-from outrider.evaluation.doctor.probe import Variant, clearly_better
+from outrider.evaluation.doctor.probe import Variant, gain
 from outrider.target import Target
 from outrider.training.setup import mask_token_id
 
@@ -23,14 +24,27 @@ _MOST_MASKS = 24
 _COMMON_THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
 
 
-def _compare(case: Case, variants: Sequence[Variant]) -> tuple[str, Variant | None]:
-    """Figures, and the variant that is clearly better than the drafter as it is, if any is."""
-    gamma = case.drafter.config.gamma
+@dataclass(frozen=True)
+class _Comparison:
+    """The drafter as it is beside the best of its variants. `level` is that of `gain`."""
+
+    figure: str
+    best: Variant
+    level: int
+
+    def mistake(self, meaning: str, remedy: str) -> Result:
+        """A fault, or a warning where the mistake costs little."""
+        if self.level == 2:
+            return fault(self.figure, meaning, remedy)
+        return warning(self.figure, f"By a small but clear margin: {meaning}", remedy)
+
+
+def _compare(case: Case, variants: Sequence[Variant]) -> _Comparison:
     best, theirs = case.probe.best(variants)
-    gamma = min(gamma, theirs.sampled_NK.shape[1])
-    own_N, other_N = case.probe.measure().lengths_N(gamma), theirs.lengths_N(gamma)
+    gamma = min(case.drafter.config.gamma, theirs.sampled_NK.shape[1])  # layouts differ in it
+    own_N, other_N = case.probe.own.lengths_N(gamma), theirs.lengths_N(gamma)
     figure = f"{own_N.mean():.2f} tokens a round as it is, {other_N.mean():.2f} with {best.label}"
-    return figure, best if clearly_better(other_N, own_N) else None
+    return _Comparison(figure, best, gain(other_N, own_N))
 
 
 def tap_indices(case: Case) -> Result:
@@ -43,15 +57,14 @@ def tap_indices(case: Case) -> Result:
             variants.append(Variant(f"taps {list(shifted)}", taps=shifted))
     if not variants:
         return skipped("the taps have no neighbours to compare with")
-    figure, better = _compare(case, variants)
-    if better is None:
-        return ok(figure)
-    return fault(
-        figure,
+    found = _compare(case, variants)
+    if not found.level:
+        return ok(found.figure)
+    return found.mistake(
         f"target_layer_ids {list(case.probe.taps)} are off by one: the drafter was trained on the neighbouring layers. "
         "Conventions differ: here tap i is the output of decoder layer i, which transformers reports as "
         "hidden_states[i + 1].",
-        f"Write {better.label.replace('taps', 'target_layer_ids')} into the drafter's config.json.",
+        f"Write {found.best.label.replace('taps', 'target_layer_ids')} into the drafter's config.json.",
     )
 
 
@@ -65,23 +78,22 @@ def tap_order(case: Case) -> Result:
         swapped = list(taps)
         swapped[i], swapped[j] = swapped[j], swapped[i]
         orders.add(tuple(swapped))
-    figure, better = _compare(case, [Variant(f"order {list(o)}", taps=o) for o in sorted(orders - {taps})])
-    if better is not None:
-        return fault(
-            figure,
+    found = _compare(case, [Variant(f"order {list(o)}", taps=o) for o in sorted(orders - {taps})])
+    if found.level:
+        return found.mistake(
             f"the taps arrive in another order than in training: target_layer_ids says {list(taps)}, and each slice of "
             "fc belongs to one tap.",
-            f"Write {better.label.replace('order', 'target_layer_ids')} into config.json, or permute the columns of "
-            "fc.weight to match ascending ids.",
+            f"Write {found.best.label.replace('order', 'target_layer_ids')} into config.json, or permute the columns "
+            "of fc.weight to match ascending ids.",
         )
     if list(taps) != sorted(taps):
         return warning(
-            figure,
+            found.figure,
             f"target_layer_ids {list(taps)} are not ascending. Outrider keeps their order; engines that collect taps "
             "as the layers run feed them in ascending order.",
             "Sort the ids and permute the columns of fc.weight with them before using another engine.",
         )
-    return ok(figure)
+    return ok(found.figure)
 
 
 def mask_token(case: Case) -> Result:
@@ -90,15 +102,14 @@ def mask_token(case: Case) -> Result:
     others = _plausible_masks(target, own)
     if not others:
         return skipped("the target names no other token that could be the mask")
-    figure, better = _compare(case, [Variant(f"mask token {i}", {"mask_token_id": i}) for i in others])
-    if better is None:
-        return ok(f"id {own}{_spelled(target, own)}: {figure}")
-    found = better.config["mask_token_id"]
-    return fault(
-        figure,
+    found = _compare(case, [Variant(f"mask token {i}", {"mask_token_id": i}) for i in others])
+    if not found.level:
+        return ok(f"id {own}{_spelled(target, own)}: {found.figure}")
+    right = found.best.config["mask_token_id"]
+    return found.mistake(
         f"mask_token_id {own}{_spelled(target, own)} is not the token the drafter was trained with, "
-        f"{found}{_spelled(target, found)} is: every draft position but the anchor starts from the wrong embedding.",
-        f"Set mask_token_id to {found} in the drafter's config.json.",
+        f"{right}{_spelled(target, right)} is: every draft position but the anchor starts from the wrong embedding.",
+        f"Set mask_token_id to {right} in the drafter's config.json.",
     )
 
 
@@ -126,11 +137,10 @@ def block_layout(case: Case) -> Result:
     if config.block_size < 2:
         return skipped("a block of one row has one layout")
     flipped = not config.sample_from_anchor
-    figure, better = _compare(case, [Variant(f"sample_from_anchor={flipped}", {"sample_from_anchor": flipped})])
-    if better is None:
-        return ok(figure)
-    return fault(
-        figure,
+    found = _compare(case, [Variant(f"sample_from_anchor={flipped}", {"sample_from_anchor": flipped})])
+    if not found.level:
+        return ok(found.figure)
+    return found.mistake(
         f"the block layout is wrong: sample_from_anchor={config.sample_from_anchor} reads every draft from the "
         "neighbouring row, so all positions are shifted by one.",
         f"Set sample_from_anchor to {str(flipped).lower()} in the drafter's config.json.",
@@ -142,14 +152,13 @@ def rope_base(case: Case) -> Result:
     own = case.drafter.config.rope_theta
     theirs = target_rope(case.target).get("rope_theta")
     bases = [float(b) for b in dict.fromkeys([theirs, *_COMMON_THETAS]) if b is not None and float(b) != own]
-    figure, better = _compare(case, [Variant(f"rope_theta {b:g}", {"rope_theta": b}) for b in bases])
-    if better is None:
-        return ok(f"rope_theta {own:g}: {figure}")
-    return fault(
-        figure,
+    found = _compare(case, [Variant(f"rope_theta {b:g}", {"rope_theta": b}) for b in bases])
+    if not found.level:
+        return ok(f"rope_theta {own:g}: {found.figure}")
+    return found.mistake(
         f"rope_theta {own:g} is not what the drafter was trained with: it looks at the wrong distances, and the more "
         "so the longer the context.",
-        f"Set {better.label.replace(' ', ' to ')} in the drafter's config.json.",
+        f"Set {found.best.label.replace(' ', ' to ')} in the drafter's config.json.",
     )
 
 
@@ -167,11 +176,10 @@ def draft_vocabulary_order(case: Case) -> Result:
     in_order = ids.sort().values
     if bool((in_order == ids).all()):
         return ok(f"{len(ids)} ids, ascending")
-    figure, better = _compare(case, [Variant("d2t in ascending order", draft_ids_Vd=in_order)])
-    if better is None:
-        return ok(f"{len(ids)} ids, not ascending: {figure}")
-    return fault(
-        figure,
-        "d2t is shuffled: the drafter means other tokens than the ones it is taken to propose.",
+    found = _compare(case, [Variant("d2t in ascending order", draft_ids_Vd=in_order)])
+    if not found.level:
+        return ok(f"{len(ids)} ids, not ascending: {found.figure}")
+    return found.mistake(
+        "d2t is shuffled: the rows of the draft head (markov_w2) stand for other tokens than d2t says.",
         "Store the ids in the order of the draft head's rows; Outrider writes them ascending.",
     )
