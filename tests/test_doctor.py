@@ -33,6 +33,7 @@ from outrider.data.samples import Reply, join_turns
 from outrider.drafters import DSpark, attention, packed
 from outrider.evaluation.doctor import CHECKS, Case, Result, examine, read_data, read_drafter, run
 from outrider.evaluation.doctor.finding import Check
+from outrider.evaluation.doctor.template import template_digest
 from outrider.sampling import SamplingParams
 from outrider.target import Target, load_target
 from outrider.training.features import measure_tap_scale
@@ -310,7 +311,9 @@ def test_a_changed_chat_template(home: Path, target: Target) -> None:
     assert found.status == "fault" and "bot:" in found.meaning
     tokenizer.chat_template = "<|spare_1|>" + TEMPLATE  # a system prompt, perhaps
     assert diagnose(home, changed, "data")["chat template"].status == "warning"
-    edit_replies(home, lambda reply: reply, template_sha256="0" * 64)
+    edit_replies(home, lambda reply: reply, chat_template_sha256=template_digest(toy_tokenizer()))
+    assert diagnose(home, target, "data")["chat template"].status == "ok"
+    edit_replies(home, lambda reply: reply, chat_template_sha256="0" * 64)
     found = diagnose(home, target, "data")["chat template"]
     assert found.status == "fault" and "000000000000" in found.figure
 
@@ -323,6 +326,10 @@ def test_a_flipped_thinking_flag(home: Path, target: Target) -> None:
     assert diagnose(home, target, "data", thinking=True)["thinking mode"].status == "ok"
     edit_replies(home, lambda reply: reply, thinking=False)
     assert diagnose(home, target, "data")["thinking mode"].status == "ok", "a recorded flag counts for more"
+    path = home / "drafter" / "outrider.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "responses": {"thinking": True}}))
+    found = diagnose(home, target, "data")["thinking mode"]
+    assert found.status == "fault" and "the data: thinking off; the drafter: thinking on" in found.figure
 
 
 def test_responses_that_think_although_asked_not_to(home: Path, target: Target) -> None:

@@ -129,12 +129,15 @@ class Probe:
         chosen = [(self.samples[i], self.features[i], self.anchors[i]) for i in range(count)]
         return self.accept(chosen, variant)
 
-    def best(self, variants: Sequence[Variant]) -> tuple[Variant, Acceptance]:
-        """The variant that accepts most: screened on a few samples, the winner measured on all."""
+    def best(self, variants: Sequence[Variant], tie: float = 0.0) -> tuple[Variant, Acceptance]:
+        """The variant that accepts most: screened on a few samples, the winner measured on all.
+
+        Of variants within `tie` tokens a round of the best the first wins: put the likeliest first.
+        """
         winner = variants[0]
         if len(variants) > 1:
             means = [self.measure(v, _SCREENED).lengths_N().mean().item() for v in variants]
-            winner = variants[means.index(max(means))]
+            winner = next(v for v, mean in zip(variants, means, strict=True) if mean >= max(means) - tie)
         return winner, self.measure(winner)
 
 

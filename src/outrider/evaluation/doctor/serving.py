@@ -22,6 +22,7 @@ from outrider.drafters.packed import PackedDrafter
 from outrider.evaluation.doctor.case import Case
 from outrider.evaluation.doctor.finding import Result, fault, ok, skipped, warning
 from outrider.evaluation.doctor.probe import Variant
+from outrider.training.features import Features
 
 _BLOCKS = 8
 _TOLERANCE = 1e-3  # of hidden states, which are normed to about 1
@@ -54,8 +55,8 @@ def leak(case: Case) -> Result:
     future = replace(future, taps_SLD=torch.cat((future.taps_SLD[:cut], taps_SLD[cut:])))
     past = replace(own, taps_SLD=torch.cat((taps_SLD[:cut], own.taps_SLD[cut:])))
 
-    def hidden(features_of: Sample, features: object) -> Tensor:
-        batch = probe.batch([(features_of, features, anchors)], Variant())  # type: ignore[list-item]
+    def hidden(text: Sample, features: Features) -> Tensor:
+        batch = probe.batch([(text, features, anchors)], Variant())
         return probe.objective.hidden(probe.drafter, batch)
 
     before = hidden(sample, own)

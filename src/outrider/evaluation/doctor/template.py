@@ -27,9 +27,9 @@ _FEW, _MOST = 0.05, 0.95
 
 
 def template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of the chat template, "" for a base model."""
-    template = tokenizer.chat_template
-    return hashlib.sha256(str(template).encode()).hexdigest() if template else ""
+    """SHA-256 of the chat template in use; of nothing for a base model."""
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+    return hashlib.sha256(template.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,11 @@ def content(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], known: Se
     return str(tokenizer.decode(list(prompt), skip_special_tokens=True))
 
 
-def _recorded(case: Case, name: str) -> Any:
-    """A setting from the responses file, else from the drafter's record; None where neither has it."""
-    metadata = {} if case.loaded_checkpoint is None else case.loaded_checkpoint.metadata
-    return case.settings.get(name, metadata.get(name, metadata.get("responses", {}).get(name)))
+def _records(case: Case, name: str) -> dict[str, Any]:
+    """A setting as the responses file and the drafter's record have it, where they do."""
+    trained = {} if case.loaded_checkpoint is None else case.loaded_checkpoint.metadata.get("responses", {})
+    records = {"the data": case.settings.get(name), "the drafter": trained.get(name)}
+    return {where: value for where, value in records.items() if value is not None}
 
 
 def _first_turns(case: Case) -> list[Reply]:
@@ -93,11 +94,13 @@ def chat_template(case: Case) -> Result:
     """Do the prompts in the data have the shape that today's template gives them?"""
     tokenizer = case.target.tokenizer
     assert tokenizer is not None
-    recorded, now = _recorded(case, "template_sha256"), template_digest(tokenizer)
+    now = template_digest(tokenizer)
+    other = {w: str(v)[:12] for w, v in _records(case, "chat_template_sha256").items() if v != now}
     remedy = "Serve with the template of training, or regenerate the responses and train with today's."
-    if recorded is not None and recorded != now:
+    if other:
+        recorded = " and ".join(f"{where} {digest}" for where, digest in other.items())
         return fault(
-            f"the record says template {recorded[:12] or 'none'}, the tokenizer has {now[:12] or 'none'}",
+            f"the chat template is {now[:12]}; recorded by {recorded}",
             "The chat template changed since the responses were made: the drafter serves contexts it never saw.",
             remedy,
         )
@@ -146,7 +149,14 @@ def thinking_mode(case: Case) -> Result:
         return skipped("the data has no first turns")
     texts = [str(tokenizer.decode(r.response)) for r in chosen]
     marked = sum(any(m in text for m in _MARKERS) for text in texts) / len(texts)
-    on = _made_thinking(case, tokenizer, chosen)
+    records = _records(case, "thinking")
+    if len(set(records.values())) > 1:
+        return fault(
+            "; ".join(f"{where}: thinking {'on' if on else 'off'}" for where, on in records.items()),
+            "The drafter was trained on responses of the other mode than these.",
+            "Examine it with the data it was trained on, or train it on these.",
+        )
+    on = bool(next(iter(records.values()))) if records else _made_thinking(tokenizer, chosen)
     mode = {True: "on", False: "off", None: "not recorded"}
     figure = f"data: thinking {mode[on]}, serving: {mode[case.thinking]}; {marked:.0%} of responses hold thinking marks"
     if on is not None and on != case.thinking:
@@ -171,11 +181,8 @@ def thinking_mode(case: Case) -> Result:
     return ok(figure)
 
 
-def _made_thinking(case: Case, tokenizer: PreTrainedTokenizerBase, chosen: Sequence[Reply]) -> bool | None:
-    """The mode the data was made in: recorded, else read off the generation prompts; None where they are alike."""
-    recorded = _recorded(case, "thinking")
-    if recorded is not None:
-        return bool(recorded)
+def _made_thinking(tokenizer: PreTrainedTokenizerBase, chosen: Sequence[Reply]) -> bool | None:
+    """The mode the data was made in, read off its generation prompts; None where the template has one for both."""
     if not tokenizer.chat_template:
         return None
     off, on = (shell(tokenizer, thinking) for thinking in (False, True))
