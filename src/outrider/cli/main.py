@@ -13,6 +13,7 @@ from outrider.cli import (
     benchmark_training,
     calibrate,
     demo,
+    doctor,
     evaluate,
     features,
     generate,
@@ -37,6 +38,7 @@ app.command("package")(package.package_command)
 app.command("generate")(generate.generate_command)
 app.command("demo")(demo.demo)
 app.add_typer(features.app, name="features")
+app.command("doctor")(doctor.doctor)
 app.command("bench-forward")(benchmark.bench_forward)
 app.command("bench-objective")(benchmark_training.bench_objective)
 app.command("bench-training")(benchmark_training.bench_training)
