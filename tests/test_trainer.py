@@ -20,10 +20,11 @@ from outrider.training.features import FeatureSource, measure_tap_scale
 from outrider.training.initialize import initialize_from_target
 from outrider.training.metrics import held_out_metrics
 from outrider.training.objective import ObjectiveConfig
+from outrider.training.optimizer import learning_rate
 from outrider.training.recipe import Recipe
 from outrider.training.setup import Run
 from outrider.training.step import BlockObjective
-from outrider.training.trainer import Trainer, learning_rate
+from outrider.training.trainer import Trainer
 from outrider.training.vocabulary import choose_draft_ids, inverse_ids
 
 

@@ -138,6 +138,7 @@ def objective(
     view: TargetView,
     weights_N: Tensor,
     config: ObjectiveConfig,
+    total_weight: Tensor | None = None,
 ) -> ObjectiveOutput:
     """The weighted mean loss over N supervised positions.
 
@@ -147,8 +148,9 @@ def objective(
         confidence_N: logits of c; None without a confidence head.
         head_VH: the frozen LM head, restricted to the draft vocabulary.
         weights_N: position weights w_i.
+        total_weight: the denominator, where these positions are one part of a step; null: their own sum.
     """
-    w_N = (weights_N / weights_N.sum()).to(hidden_NH.dtype)
+    w_N = (weights_N / (weights_N.sum() if total_weight is None else total_weight)).to(hidden_NH.dtype)
     total, ce_N, distance_N, agree_N = _ChunkedDistances.apply(
         hidden_NH, latent_Nr, w2_Vr, head_VH, view, config.ce * w_N, config.tv * w_N, torch.is_grad_enabled()
     )

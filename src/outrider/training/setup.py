@@ -19,6 +19,7 @@ from outrider.target import Target
 from outrider.training.features import measure_tap_scale
 from outrider.training.initialize import initialize_from_target
 from outrider.training.objective import ObjectiveConfig
+from outrider.training.ranks import ALONE, Ranks
 from outrider.training.recipe import DataSection, DrafterSection, Recipe
 from outrider.training.step import BlockObjective
 from outrider.training.vocabulary import choose_draft_ids, inverse_ids
@@ -72,9 +73,10 @@ def recipe_samples(
     )
     deadline = time.monotonic() + data.max_minutes * 60 if data.max_minutes else float("inf")
     # Once training has begun its samples are fixed, or a resumed run would not be the same run.
-    begun = (Path(recipe.out) / "state" / "state.json").is_file()
+    # And the main rank alone, which comes here, cannot decode with a target that is spread over all.
+    fixed = target.sharded or (Path(recipe.out) / "state" / "state.json").is_file()
     replies = regenerate(
-        target, recipe_prompts(data), config, path, on_progress, stop=lambda: begun or time.monotonic() > deadline
+        target, recipe_prompts(data), config, path, on_progress, stop=lambda: fixed or time.monotonic() > deadline
     )
     usable = join_turns(replies)
     # Split by conversation: a sample of later turns contains the earlier responses.
@@ -152,9 +154,12 @@ def mask_token_id(target: Target, wanted: str | None) -> int:
 
 
 def prepare(
-    recipe: Recipe, target: Target, on_progress: Callable[[int, int, int], None] = lambda done, total, tokens: None
+    recipe: Recipe,
+    target: Target,
+    on_progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
+    ranks: Ranks = ALONE,
 ) -> Run:
-    """Samples, drafter and objective of a recipe, ready for the trainer."""
+    """Samples, drafter and objective of a recipe, ready for the trainer. Only the main rank regenerates responses."""
     torch.manual_seed(recipe.seed)
     config = drafter_config(recipe.drafter, target)  # first: a mistake here should not cost the responses' minutes
     longest = recipe.data.max_prompt_tokens + recipe.data.max_new_tokens
@@ -163,7 +168,7 @@ def prepare(
             f"data.max_prompt_tokens + data.max_new_tokens is {longest} and {target.name} reads {target.max_context} "
             "tokens; lower one of them."
         )
-    samples, held_out = recipe_samples(recipe, target, on_progress)
+    samples, held_out = ranks.from_main(lambda: recipe_samples(recipe, target, on_progress))
     drafter = DSpark(config) if isinstance(config, DSparkConfig) else DFlash(config)
     drafter.to(target.device)
     calibration = samples[:_CALIBRATION_SAMPLES]
@@ -173,6 +178,10 @@ def prepare(
     reduced = config.draft_vocab_size < target.vocab_size
     ids = choose_draft_ids(samples, target.vocab_size, config.draft_vocab_size, target.eos_ids).to(target.device)
     objective = BlockObjective(
-        target, ids, inverse_ids(ids, target.vocab_size), ObjectiveConfig(**recipe.objective.model_dump())
+        target,
+        ids,
+        inverse_ids(ids, target.vocab_size),
+        ObjectiveConfig(**recipe.objective.model_dump()),
+        getattr(torch, recipe.precision),
     )
     return Run(target, drafter, objective, ids, reduced, samples, held_out)

@@ -21,21 +21,30 @@ from outrider.training.objective import ObjectiveConfig, ObjectiveOutput, Target
 class BlockObjective:
     """Binds a drafter's frozen surroundings (embedding, head, draft vocabulary) to the objective."""
 
-    def __init__(self, target: Target, draft_ids_Vd: Tensor, inverse_V: Tensor, config: ObjectiveConfig) -> None:
+    def __init__(
+        self,
+        target: Target,
+        draft_ids_Vd: Tensor,
+        inverse_V: Tensor,
+        config: ObjectiveConfig,
+        precision: torch.dtype = torch.float32,
+    ) -> None:
         self.embed_VH, self.embed_scale = target.embed_VD, target.embed_scale
         self.head_VH = target.head_VD[draft_ids_Vd].float().contiguous()
         self.inverse_V = inverse_V
         self.softcap = target.softcap
         self.config = config
+        self.precision = precision
 
     def hidden(self, drafter: DFlash, batch: BlockBatch) -> Tensor:
         """The backbone's normed prediction rows [N, K, H]."""
         embedded = F.embedding(drafter.block_tokens(batch.anchor_tokens_N), self.embed_VH).float() * self.embed_scale
         # Taps are stored scaled; the module divides by tap_scale, so hand it raw ones.
         taps = batch.taps_SLD.float() * drafter.tap_scale_L[:, None]
-        return drafter(taps, embedded, batch.layout)
+        with torch.autocast(taps.device.type, self.precision, enabled=self.precision != torch.float32):
+            return drafter(taps, embedded, batch.layout).float()
 
-    def __call__(self, drafter: DFlash, batch: BlockBatch) -> ObjectiveOutput:
+    def __call__(self, drafter: DFlash, batch: BlockBatch, total_weight: Tensor | None = None) -> ObjectiveOutput:
         hidden_NKH = self.hidden(drafter, batch)
         keep = batch.supervised_NK
         latent_Mr = w2 = confidence_M = embedding_Mr = None
@@ -55,7 +64,9 @@ class BlockObjective:
         )
         weights_K = self.config.position_weights(keep.shape[1], keep.device)
         weights_M = weights_K.expand_as(keep)[keep]
-        return objective(hidden_NKH[keep], latent_Mr, w2, confidence_M, self.head_VH, view, weights_M, self.config)
+        return objective(
+            hidden_NKH[keep], latent_Mr, w2, confidence_M, self.head_VH, view, weights_M, self.config, total_weight
+        )
 
 
 def scatter(values_M: Tensor, supervised_NK: Tensor) -> Tensor:
