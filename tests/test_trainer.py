@@ -41,14 +41,14 @@ def recipe(out: Path, **changes: Any) -> Recipe:
     return Recipe.model_validate({**fields, **changes})
 
 
-def make_run(target: Target, head: str = "vanilla") -> Run:
+def make_run(target: Target, head: str = "vanilla", precision: torch.dtype = torch.float32) -> Run:
     samples = toy_samples(14)
     config = toy_config(draft_vocab_size=60, markov_head_type=head)
     torch.manual_seed(0)
     drafter = DSpark(config)
     drafter.tap_scale_L.copy_(measure_tap_scale(target, samples[:3], config.target_layer_ids))
     ids = choose_draft_ids(samples, 97, 60, frozenset({1}))
-    objective = BlockObjective(target, ids, inverse_ids(ids, 97), ObjectiveConfig(ce=1.0))
+    objective = BlockObjective(target, ids, inverse_ids(ids, 97), ObjectiveConfig(ce=1.0), precision)
     return Run(target, drafter, objective, ids, True, samples[2:], samples[:2])
 
 

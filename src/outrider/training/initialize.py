@@ -57,8 +57,9 @@ def _query_key_rms(target: Target, layers: Sequence[Any], samples: Sequence[Samp
 
     hooks = [proj.register_forward_hook(record) for layer in layers for proj in _query_key(layer)]
     try:
-        for sample in samples:
-            target.model(torch.tensor([sample.tokens], device=target.device), logits_to_keep=1)
+        with torch.inference_mode():  # like Target.forward: weights that a sharded target gathers remember the mode
+            for sample in samples:
+                target.model(torch.tensor([sample.tokens], device=target.device), logits_to_keep=1)
     finally:
         for hook in hooks:
             hook.remove()

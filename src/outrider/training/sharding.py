@@ -23,7 +23,8 @@ def shard_layers(model: Any, ranks: Ranks) -> None:
     """Spread the decoder layers of a Hugging Face causal LM over all ranks, each shard on its rank's device."""
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
+        # Said outright: a layer that no other sharded module contains would keep its weights after the first forward.
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
 
 
 class LockStep:
