@@ -341,7 +341,7 @@ def test_anchors_are_exactly_the_tokens_whose_next_token_is_a_response_token() -
         drawn = [few.anchors(index, epoch) for epoch in range(40)]
         assert all(anchors == sorted(set(anchors)) and len(anchors) == 5 for anchors in drawn)
         assert {a for anchors in drawn for a in anchors} == set(range(first, last + 1))
-    dealt = [index for step in range(few.steps_per_epoch) for index, _ in few.step(step)]
+    dealt = [index for step in range(3) for index, _ in few.step(step)]
     assert sorted(dealt) == list(range(6)), "an epoch deals every sample once"
 
 

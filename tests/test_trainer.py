@@ -20,10 +20,11 @@ from outrider.training.features import FeatureSource, measure_tap_scale
 from outrider.training.initialize import initialize_from_target
 from outrider.training.metrics import held_out_metrics
 from outrider.training.objective import ObjectiveConfig
+from outrider.training.optimizer import learning_rate
 from outrider.training.recipe import Recipe
 from outrider.training.setup import Run
 from outrider.training.step import BlockObjective
-from outrider.training.trainer import Trainer, learning_rate
+from outrider.training.trainer import Trainer
 from outrider.training.vocabulary import choose_draft_ids, inverse_ids
 
 
@@ -40,14 +41,14 @@ def recipe(out: Path, **changes: Any) -> Recipe:
     return Recipe.model_validate({**fields, **changes})
 
 
-def make_run(target: Target, head: str = "vanilla") -> Run:
+def make_run(target: Target, head: str = "vanilla", precision: torch.dtype = torch.float32) -> Run:
     samples = toy_samples(14)
     config = toy_config(draft_vocab_size=60, markov_head_type=head)
     torch.manual_seed(0)
     drafter = DSpark(config)
     drafter.tap_scale_L.copy_(measure_tap_scale(target, samples[:3], config.target_layer_ids))
     ids = choose_draft_ids(samples, 97, 60, frozenset({1}))
-    objective = BlockObjective(target, ids, inverse_ids(ids, 97), ObjectiveConfig(ce=1.0))
+    objective = BlockObjective(target, ids, inverse_ids(ids, 97), ObjectiveConfig(ce=1.0), precision)
     return Run(target, drafter, objective, ids, True, samples[2:], samples[:2])
 
 

@@ -127,7 +127,9 @@ def _prepare(path: Path, overrides: list[str] | None, max_bytes: int | None, con
     extra = [] if max_bytes is None else [f"features.max_gb={max_bytes / 2**30!r}"]
     recipe = load_recipe(path, ["features.mode=store", *(overrides or []), *extra])
     set_up(recipe.threads)
-    return recipe, prepare_with_progress(recipe, load(recipe.target, recipe.device), console)
+    return recipe, prepare_with_progress(
+        recipe, load(recipe.target, recipe.device, getattr(torch, recipe.precision)), console
+    )
 
 
 def _plan(recipe: Recipe, run: Run) -> StorePlan:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -15,17 +17,25 @@ from outrider.target import Target, load_target
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
-def load(target: str, device: str) -> Target:
-    """The target on a device: float32 on a CPU (bf16 is emulated there), bfloat16 elsewhere."""
-    return load_target(target, torch.float32 if device == "cpu" else torch.bfloat16, device)
+def load(
+    target: str,
+    device: str | torch.device,
+    dtype: torch.dtype | None = None,
+    place: Callable[[Any], None] = lambda model: None,
+) -> Target:
+    """The target on a device. `dtype` null: float32 on a CPU (bf16 is emulated there), bfloat16 elsewhere."""
+    if dtype is None:
+        dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    return load_target(target, dtype, device, place)
 
 
 def set_up(threads: int | None) -> None:
-    """Apply them. `threads` None: every core this process may use."""
+    """Apply them. `threads` None: every core this process may use, shared with the machine's other ranks."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     if threads is None:
         threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = max(1, threads // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     torch.set_num_threads(threads)
     if platform.libc_ver()[0] == "glibc":
         # Keep large temporaries in the heap: fresh pages from mmap would fault again on every step.

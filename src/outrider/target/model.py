@@ -8,12 +8,13 @@ cannot be tapped: drafters read features that exist before the head does (docs/a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -34,7 +35,7 @@ class TargetOutput:
 
 
 class Target:
-    """A frozen causal LM with taps. On a CPU in float32 it runs from packed weights (target/lean.py)."""
+    """A frozen causal LM with taps. On a CPU it runs from packed weights (target/lean.py) unless layers are sharded."""
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
         config = model.config
@@ -54,7 +55,9 @@ class Target:
         self.device, self.dtype = self.embed_VD.device, self.embed_VD.dtype
         self.head = PackedLinear(self.head_VD)
         self._head32: PackedLinear | None = None
-        self._lean = LeanDecoder(model) if self.device.type == "cpu" and self._lean_shaped() else None
+        self.sharded = isinstance(model.model.layers[0], FSDPModule)  # a forward is then one of all ranks
+        lean = self.device.type == "cpu" and self._lean_shaped() and not self.sharded
+        self._lean = LeanDecoder(model) if lean else None
         self._captured: dict[int, torch.Tensor] = {}
         self._wanted: tuple[int, ...] = ()
         if self._lean is None:
@@ -193,13 +196,17 @@ class Target:
 
 
 def load_target(
-    id_or_dir: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    id_or_dir: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    place: Callable[[Any], None] = lambda model: None,
 ) -> Target:
     """Load a Hugging Face causal LM as a frozen target.
 
     Args:
         id_or_dir: a local directory, a hub id, or "SmolLM2-135M-Instruct" (see target/resolve.py).
         dtype: float32 on a CPU (bf16 is emulated there); bfloat16 is usual on a GPU.
+        place: called with the model before it moves to `device`, to shard its layers.
 
     Raises:
         ValueError: the model cannot be found, or its family is not supported.
@@ -210,6 +217,7 @@ def load_target(
     transformers_logging.disable_progress_bar()
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        place(model)
         model.to(device)
     finally:
         if progress:

@@ -1,6 +1,7 @@
 """Which samples and anchors a training step sees: a pure function of (seed, step), so that resuming is exact.
 
     epoch permutation(seed, epoch) -> samples of a step;  anchors(seed, epoch, sample)
+    step -> shares of the ranks -> micro-batches of bounded size;  loss denominator = weights of the whole step
 
 An anchor is a token whose next token was generated: the last prompt token (the first anchor when decoding) and every
 response token but the last. A block supervises up to gamma following tokens of the same response.
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from outrider.data.samples import Sample
 from outrider.drafters.attention import BlockLayout
+from outrider.drafters.dflash import DFlash
 from outrider.training.features import Features
 
 
@@ -35,25 +37,62 @@ class BlockBatch:
     argmax_NK: Tensor
 
 
+Chosen = tuple[int, list[int]]  # a sample's index and its anchor positions, ascending
+
+
 class Schedule:
-    """Deals samples to steps without replacement, epoch after epoch."""
+    """Deals samples to steps without replacement, epoch after epoch.
+
+    A step has `sequences_per_step` samples or, where `anchors_per_step` is given, as many as bring that many anchors:
+    its cost then follows the anchors, however many a sample has. What is left at an epoch's end is not dealt.
+    """
 
     def __init__(
-        self, samples: Sequence[Sample], sequences_per_step: int, anchors_per_sequence: int, seed: int
+        self,
+        samples: Sequence[Sample],
+        sequences_per_step: int,
+        anchors_per_sequence: int,
+        seed: int,
+        anchors_per_step: int | None = None,
     ) -> None:
         self.samples = samples
         self.sequences_per_step = min(sequences_per_step, len(samples))
         self.anchors_per_sequence = anchors_per_sequence
+        self.anchors_per_step = anchors_per_step
         self.seed = seed
-        self.steps_per_epoch = len(samples) // self.sequences_per_step
+        self._epochs: list[int] = []  # steps in each epoch seen so far
+        self._dealt: tuple[int, list[list[int]]] = (-1, [])  # the latest epoch, dealt
 
-    def step(self, step: int) -> list[tuple[int, list[int]]]:
+    def step(self, step: int) -> list[Chosen]:
         """[(sample index, anchor positions ascending)] of a step."""
-        epoch, offset = divmod(step, self.steps_per_epoch)
-        order = torch.randperm(len(self.samples), generator=_generator(self.seed, epoch))
-        first = offset * self.sequences_per_step
-        chosen = order[first : first + self.sequences_per_step].tolist()
-        return [(i, self.anchors(i, epoch)) for i in chosen]
+        epoch = 0
+        while True:
+            if epoch == len(self._epochs):
+                self._epochs.append(len(self._deal(epoch)))
+            if step < self._epochs[epoch]:
+                return [(i, self.anchors(i, epoch)) for i in self._deal(epoch)[step]]
+            step -= self._epochs[epoch]
+            epoch += 1
+
+    def _deal(self, epoch: int) -> list[list[int]]:
+        """The samples of every step of an epoch."""
+        if self._dealt[0] != epoch:
+            order = torch.randperm(len(self.samples), generator=_generator(self.seed, epoch)).tolist()
+            steps: list[list[int]] = [[]]
+            anchors = 0
+            for index in order:
+                steps[-1].append(index)
+                anchors += min(self.samples[index].num_supervised, self.anchors_per_sequence)
+                if self._full(len(steps[-1]), anchors):
+                    steps.append([])
+                    anchors = 0
+            self._dealt = (epoch, steps[:-1] or steps)
+        return self._dealt[1]
+
+    def _full(self, sequences: int, anchors: int) -> bool:
+        if self.anchors_per_step is not None:
+            return anchors >= self.anchors_per_step
+        return sequences == self.sequences_per_step
 
     def anchors(self, index: int, epoch: int) -> list[int]:
         """Anchor positions in one sample for one epoch."""
@@ -63,6 +102,30 @@ class Schedule:
         return sorted(anchors[i] for i in order[: self.anchors_per_sequence].tolist())
 
 
+def micro_batches(
+    chosen: Sequence[Chosen], world: int, max_anchors: int | None = None, max_context: int | None = None
+) -> list[list[list[Chosen]]]:
+    """A step's samples as [rank][micro-batch][sample]: every rank has as many micro-batches, the last ones maybe empty.
+
+    A micro-batch is closed before a sample that would take it beyond `max_anchors` blocks or `max_context` context
+    slots; one sample is never split.
+    """
+    ranks: list[list[list[Chosen]]] = []
+    for rank in range(world):
+        batches: list[list[Chosen]] = []
+        anchors = context = 0
+        for index, positions in chosen[rank::world]:
+            anchors, context = anchors + len(positions), context + positions[-1]
+            over = anchors > (max_anchors or anchors) or context > (max_context or context)
+            if over or not batches:
+                batches.append([])
+                anchors, context = len(positions), positions[-1]
+            batches[-1].append((index, positions))
+        ranks.append(batches)
+    most = max(len(batches) for batches in ranks)
+    return [[*batches, *([] for _ in range(most - len(batches)))] for batches in ranks]
+
+
 def _generator(*key: int) -> torch.Generator:
     seed = 0
     for part in key:
@@ -70,10 +133,27 @@ def _generator(*key: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def _supervision(sample: Sample, anchors_N: Tensor, gamma: int) -> tuple[Tensor, Tensor]:
+    """[N, K] rows of x_k among generated tokens, and whether they are supervised: a block ends with its response."""
+    ahead_NK = (anchors_N[:, None] + 1 + torch.arange(gamma)).clamp(max=len(sample.tokens))
+    rows_n = torch.full((len(sample.tokens) + 1,), -1)  # a token's row; -1 where it was not generated
+    rows_n[sample.supervised_positions] = torch.arange(sample.num_supervised)
+    rows_NK = rows_n[ahead_NK]
+    return rows_NK.clamp(min=0), (rows_NK >= 0).cumprod(-1).bool()
+
+
+def total_weight(chosen: Sequence[Chosen], samples: Sequence[Sample], weights_K: Tensor) -> Tensor:
+    """The summed position weights of a whole step: the denominator of its loss, the same however it is divided."""
+    counts_K = torch.zeros(len(weights_K), dtype=torch.long)
+    for index, positions in chosen:
+        counts_K += _supervision(samples[index], torch.tensor(positions), len(weights_K))[1].sum(0)
+    return (counts_K.to(weights_K.device) * weights_K).sum()
+
+
 def build_batch(
-    chosen: Sequence[tuple[int, list[int]]], samples: Sequence[Sample], features: Sequence[Features], gamma: int
+    chosen: Sequence[Chosen], samples: Sequence[Sample], features: Sequence[Features], gamma: int
 ) -> BlockBatch:
-    """Assemble the blocks of one step; context slots beyond a sample's last anchor are left out."""
+    """Assemble the blocks of one forward; context slots beyond a sample's last anchor are left out."""
     taps, lengths, anchors, sequence = [], [], [], []
     previous, labels, supervised, hidden, lse, argmax = [], [], [], [], [], []
     steps_K = torch.arange(gamma)
@@ -81,13 +161,8 @@ def build_batch(
         sample = samples[index]
         tokens_n = torch.tensor(sample.tokens)
         anchors_N = torch.tensor(positions)
-        ahead_NK = anchors_N[:, None] + 1 + steps_K  # position of x_k
-        ahead_NK = ahead_NK.clamp(max=len(tokens_n))
-        rows_n = torch.full((len(tokens_n) + 1,), -1)  # a token's row in hidden, lse; -1 where it was not generated
-        rows_n[sample.supervised_positions] = torch.arange(sample.num_supervised)
-        rows_NK = rows_n[ahead_NK]
-        inside_NK = (rows_NK >= 0).cumprod(-1).bool()  # a block ends with its response
-        rows_NK = rows_NK.clamp(min=0)
+        ahead_NK = (anchors_N[:, None] + 1 + steps_K).clamp(max=len(tokens_n))  # position of x_k
+        rows_NK, inside_NK = _supervision(sample, anchors_N, gamma)
         labels.append(tokens_n[ahead_NK.clamp(max=len(tokens_n) - 1)] * inside_NK)
         previous.append(tokens_n[ahead_NK - 1])
         supervised.append(inside_NK)
@@ -110,4 +185,22 @@ def build_batch(
         target_hidden_NKD=torch.cat(hidden),
         lse_NK=torch.cat(lse),
         argmax_NK=torch.cat(argmax),
+    )
+
+
+def idle_batch(drafter: DFlash) -> BlockBatch:
+    """One block of nothing, for a rank without work: its forward and backward take part in the others' collectives."""
+    config, device = drafter.config, drafter.tap_scale_L.device
+    nothing_N = torch.zeros(1, dtype=torch.long, device=device)
+    nothing_NK = nothing_N[:, None].expand(1, config.gamma)
+    return BlockBatch(
+        taps_SLD=torch.zeros(1, len(config.target_layer_ids), config.hidden_size, dtype=torch.float16, device=device),
+        layout=BlockLayout([1], nothing_N + 1, nothing_N),
+        anchor_tokens_N=nothing_N,
+        previous_NK=nothing_NK,
+        labels_NK=nothing_NK,
+        supervised_NK=torch.ones_like(nothing_NK, dtype=torch.bool),
+        target_hidden_NKD=torch.zeros(1, config.gamma, config.hidden_size, dtype=torch.float16, device=device),
+        lse_NK=torch.zeros(1, config.gamma, device=device),
+        argmax_NK=nothing_NK,
     )

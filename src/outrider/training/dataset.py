@@ -144,8 +144,9 @@ def recipe_samples(
     data = recipe.data
     path = Path(data.responses) if data.responses else Path(recipe.out) / "responses.jsonl"
     # Once training has begun its samples are fixed, or a resumed run would not be the same run.
-    begun = (Path(recipe.out) / "state" / "state.json").is_file()
-    if data.prompts and not begun:
+    # And the main rank alone, which comes here, cannot decode with a target that is spread over all.
+    fixed = target.sharded or (Path(recipe.out) / "state" / "state.json").is_file()
+    if data.prompts and not fixed:
         replies = make_responses(data, Chat.of(target), target, recipe.seed, path, on_progress).replies
     else:
         replies = existing_responses(path, target)

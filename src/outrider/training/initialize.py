@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from outrider.data.samples import Sample
 from outrider.drafters.dflash import DFlash, DraftLayer
 from outrider.target import Target
+from outrider.training.ranks import whole
 
 
 @torch.no_grad()
@@ -30,21 +31,21 @@ def initialize_from_target(drafter: DFlash, target: Target, samples: Sequence[Sa
     for layer, theirs, (q_rms, k_rms) in zip(drafter.layers, source, rms, strict=True):
         assert isinstance(layer, DraftLayer)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            getattr(layer.self_attn, name).weight.copy_(getattr(theirs.self_attn, name).weight)
+            getattr(layer.self_attn, name).weight.copy_(whole(getattr(theirs.self_attn, name).weight))
         for name in ("gate_proj", "up_proj", "down_proj"):
-            getattr(layer.mlp, name).weight.copy_(getattr(theirs.mlp, name).weight)
-        layer.input_layernorm.weight.copy_(theirs.input_layernorm.weight)
-        layer.post_attention_layernorm.weight.copy_(theirs.post_attention_layernorm.weight)
+            getattr(layer.mlp, name).weight.copy_(whole(getattr(theirs.mlp, name).weight))
+        layer.input_layernorm.weight.copy_(whole(theirs.input_layernorm.weight))
+        layer.post_attention_layernorm.weight.copy_(whole(theirs.post_attention_layernorm.weight))
         if hasattr(theirs.self_attn, "q_norm"):
-            layer.self_attn.q_norm.weight.copy_(theirs.self_attn.q_norm.weight)
-            layer.self_attn.k_norm.weight.copy_(theirs.self_attn.k_norm.weight)
+            layer.self_attn.q_norm.weight.copy_(whole(theirs.self_attn.q_norm.weight))
+            layer.self_attn.k_norm.weight.copy_(whole(theirs.self_attn.k_norm.weight))
         else:
             layer.self_attn.q_norm.weight.fill_(q_rms)
             layer.self_attn.k_norm.weight.fill_(k_rms)
     hidden = drafter.config.hidden_size
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
-    drafter.hidden_norm.weight.copy_(source[0].input_layernorm.weight)
+    drafter.hidden_norm.weight.copy_(whole(source[0].input_layernorm.weight))
 
 
 def _query_key_rms(target: Target, layers: Sequence[Any], samples: Sequence[Sample]) -> list[tuple[float, float]]:
@@ -56,8 +57,9 @@ def _query_key_rms(target: Target, layers: Sequence[Any], samples: Sequence[Samp
 
     hooks = [proj.register_forward_hook(record) for layer in layers for proj in _query_key(layer)]
     try:
-        for sample in samples:
-            target.model(torch.tensor([sample.tokens], device=target.device), logits_to_keep=1)
+        with torch.inference_mode():  # like Target.forward: weights that a sharded target gathers remember the mode
+            for sample in samples:
+                target.model(torch.tensor([sample.tokens], device=target.device), logits_to_keep=1)
     finally:
         for hook in hooks:
             hook.remove()

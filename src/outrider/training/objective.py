@@ -58,6 +58,7 @@ def objective(
     weights_N: Tensor,
     config: ObjectiveConfig,
     products: torch.dtype | None = None,
+    total_weight: Tensor | None = None,
 ) -> ObjectiveOutput:
     """The weighted mean loss over N supervised positions.
 
@@ -69,8 +70,9 @@ def objective(
         weights_N: position weights w_i.
         products: type of the vocabulary-sized matrix products and of the logit buffers, bfloat16 for speed; softmax
             and distances are float32 all the same. None: the type of `hidden_NH`.
+        total_weight: the denominator, where these positions are one part of a step; None: their own sum.
     """
-    w_N = (weights_N / weights_N.sum()).to(view.lse_N.dtype)
+    w_N = (weights_N / (weights_N.sum() if total_weight is None else total_weight)).to(view.lse_N.dtype)
     total, ce_N, distance_N, agree_N = ChunkedDistances.apply(
         hidden_NH,
         latent_Nr,

@@ -79,11 +79,16 @@ class ObjectiveSection(_Section):
 class OptimizerSection(_Section):
     steps: int = Field(1000, ge=1)
     sequences_per_step: int = Field(4, ge=1)
+    anchors_per_step: int | None = Field(None, ge=1)  # as many sequences as bring that many, instead
     anchors_per_sequence: int = Field(28, ge=1)
     learning_rate: float = Field(6e-4, gt=0)
     weight_decay: float = Field(0.01, ge=0)
     warmup_fraction: float = Field(0.04, ge=0, lt=1)
     clip: float = Field(1.0, gt=0)
+    # A rank's share of a step is accumulated over forwards of at most this size; null: one forward.
+    max_anchors_per_forward: int | None = Field(None, ge=1)
+    max_context_per_forward: int | None = Field(None, ge=1)  # context tokens, of all its sequences
+    checkpoint_activations: bool = False  # recompute each draft layer in the backward
 
 
 class FeaturesSection(_Section):
@@ -99,7 +104,11 @@ class Recipe(_Section):
     out: str
     seed: int = 0
     threads: int | None = Field(None, ge=1)  # CPU threads; null: as many as the machine has
-    device: str = "cpu"
+    device: str = "cpu"  # "cuda" under torchrun: each rank's own
+    precision: Literal["float32", "bfloat16"] = "float32"  # target and matrix products; parameters stay float32
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # under torchrun; auto is ddp
+    shard_target: bool = False  # spread the target's layers over the ranks
+    compile: bool = False  # torch.compile the draft layers (CUDA)
     feature_cache_gb: float = Field(2.0, ge=0)  # features in memory, wherever they come from
     features: FeaturesSection = FeaturesSection()
     data: DataSection

@@ -16,6 +16,7 @@ from outrider.training.dataset import recipe_samples
 from outrider.training.features import measure_tap_scale
 from outrider.training.initialize import initialize_from_target
 from outrider.training.objective import ObjectiveConfig
+from outrider.training.ranks import ALONE, Ranks
 from outrider.training.recipe import DrafterSection, Recipe
 from outrider.training.step import BlockObjective
 from outrider.training.vocabulary import choose_draft_ids, inverse_ids
@@ -97,9 +98,12 @@ def mask_token_id(target: Target, wanted: str | None) -> int:
 
 
 def prepare(
-    recipe: Recipe, target: Target, on_progress: Callable[[int, int, int], None] = lambda done, total, tokens: None
+    recipe: Recipe,
+    target: Target,
+    on_progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
+    ranks: Ranks = ALONE,
 ) -> Run:
-    """Samples, drafter and objective of a recipe, ready for the trainer."""
+    """Samples, drafter and objective of a recipe, ready for the trainer. Only the main rank regenerates responses."""
     torch.manual_seed(recipe.seed)
     config = drafter_config(recipe.drafter, target)  # first: a mistake here should not cost the responses' minutes
     longest = recipe.data.max_prompt_tokens + recipe.data.max_new_tokens
@@ -108,7 +112,7 @@ def prepare(
             f"data.max_prompt_tokens + data.max_new_tokens is {longest} and {target.name} reads {target.max_context} "
             "tokens; lower one of them."
         )
-    samples, held_out = recipe_samples(recipe, target, on_progress)
+    samples, held_out = ranks.from_main(lambda: recipe_samples(recipe, target, on_progress))
     drafter = DSpark(config) if isinstance(config, DSparkConfig) else DFlash(config)
     drafter.to(target.device)
     calibration = samples[:_CALIBRATION_SAMPLES]
@@ -118,6 +122,10 @@ def prepare(
     reduced = config.draft_vocab_size < target.vocab_size
     ids = choose_draft_ids(samples, target.vocab_size, config.draft_vocab_size, target.eos_ids).to(target.device)
     objective = BlockObjective(
-        target, ids, inverse_ids(ids, target.vocab_size), ObjectiveConfig(**recipe.objective.model_dump())
+        target,
+        ids,
+        inverse_ids(ids, target.vocab_size),
+        ObjectiveConfig(**recipe.objective.model_dump()),
+        recipe.precision,
     )
     return Run(target, drafter, objective, ids, reduced, samples, held_out)

@@ -1,7 +1,10 @@
 """Training state on disk: raw weights, optimizer moments and the step, as safetensors; no pickle.
 
-Data order and anchors are functions of (seed, step) (training/batches.py) and nothing else is drawn during training, so
-these tensors and one integer are all that an exact resume needs.
+    ranks' shards --gather--> whole tensors --main rank--> OUT/state --every rank--> its own shards
+
+Whole tensors know nothing of how many ranks there were, so a run may go on with another number of them, or under
+another kind of parallelism. Data order and anchors are functions of (seed, step) (training/batches.py) and nothing else
+is drawn during training, so these tensors and one integer are all that an exact resume needs.
 """
 
 from __future__ import annotations
@@ -12,26 +15,39 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from outrider.formats.files import atomic_directory, read_tensors
+from outrider.training.ranks import Ranks, whole
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def save_state(
-    directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer, step: int, settings: dict[str, Any]
+    directory: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    settings: dict[str, Any],
+    ranks: Ranks,
 ) -> None:
-    """Write atomically. `settings` must match on resume."""
-    tensors = {f"weight.{name}": p.detach() for name, p in module.named_parameters()}
-    tensors |= {f"buffer.{name}": b for name, b in module.named_buffers()}
+    """Write atomically, a collective. `settings` must match on resume."""
+    found: dict[str, Tensor] = {f"buffer.{name}": b for name, b in module.named_buffers()}
     for name, parameter in module.named_parameters():
-        for moment in _MOMENTS:
-            if parameter in optimizer.state:
-                tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment]
-    with atomic_directory(directory) as staging:
-        save_file({k: v.contiguous() for k, v in tensors.items()}, staging / "state.safetensors")
-        (staging / "state.json").write_text(json.dumps({"step": step, "settings": settings}, indent=1))
+        found[f"weight.{name}"] = parameter.detach()
+        if parameter in optimizer.state:
+            found |= {f"{moment}.{name}": optimizer.state[parameter][moment] for moment in _MOMENTS}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in found.items():  # gathered one by one: the main rank's host memory takes them
+        gathered = whole(tensor)
+        if ranks.main:
+            tensors[name] = gathered.cpu().contiguous()
+    if ranks.main:
+        with atomic_directory(directory) as staging:
+            save_file(tensors, staging / "state.safetensors")
+            (staging / "state.json").write_text(json.dumps({"step": step, "settings": settings}, indent=1))
+    ranks.wait()
 
 
 def load_state(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> int:
@@ -57,9 +73,17 @@ def load_state(directory: Path, module: nn.Module, optimizer: torch.optim.Optimi
         )
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            parameter.copy_(tensors[f"weight.{name}"])
+            parameter.copy_(_placed(tensors[f"weight.{name}"], parameter))
             if f"exp_avg.{name}" in tensors:
-                optimizer.state[parameter] = {m: tensors[f"{m}.{name}"].to(parameter.device) for m in _MOMENTS}
+                optimizer.state[parameter] = {m: _placed(tensors[f"{m}.{name}"], parameter) for m in _MOMENTS}
         for name, buffer in module.named_buffers():
             buffer.copy_(tensors[f"buffer.{name}"])
     return int(stored["step"])
+
+
+def _placed(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A whole tensor where its parameter lives, cut like it."""
+    tensor = tensor.to(parameter.device)
+    if isinstance(parameter, DTensor) and tensor.dim():  # AdamW's step count is a number on every rank
+        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return tensor

@@ -54,7 +54,7 @@ class BlockObjective:
         taps = batch.taps_SLD.float() * drafter.tap_scale_L[:, None]
         return drafter(taps, embedded, batch.layout)
 
-    def __call__(self, drafter: DFlash, batch: BlockBatch) -> ObjectiveOutput:
+    def __call__(self, drafter: DFlash, batch: BlockBatch, total_weight: Tensor | None = None) -> ObjectiveOutput:
         keep = batch.supervised_NK
         latent_Mr = w2 = confidence_M = embedding_Mr = None
         with torch.autocast(keep.device.type, torch.bfloat16, enabled=self.products == torch.bfloat16):
@@ -77,7 +77,16 @@ class BlockObjective:
             if isinstance(drafter, DSpark) and drafter.confidence_head is not None:
                 confidence_M = drafter.confidence_head(hidden_MH, embedding_Mr)
             return objective(
-                hidden_MH, latent_Mr, w2, confidence_M, self.head_VH, view, weights_M, self.config, self.products
+                hidden_MH,
+                latent_Mr,
+                w2,
+                confidence_M,
+                self.head_VH,
+                view,
+                weights_M,
+                self.config,
+                self.products,
+                total_weight,
             )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.data.prompts import Prompt
+from outrider.data.conversations import Conversation
 from outrider.data.responses import read_responses
 from outrider.data.samples import Reply, Sample, join_turns
 from outrider.drafters import DFlash
@@ -35,7 +35,7 @@ class Case:
     stored: dict[str, Tensor] = field(default_factory=dict)
     replies: list[Reply] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
-    eval_prompts: list[Prompt] = field(default_factory=list)
+    eval_prompts: list[Conversation] = field(default_factory=list)
     thinking: bool = False
     samples: int = 8
     max_new_tokens: int = 48

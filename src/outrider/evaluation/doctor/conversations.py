@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from outrider.data.conversations import messages_of
 from outrider.evaluation.doctor.case import Case
 from outrider.evaluation.doctor.finding import Result, fault, ok, skipped, warning
 from outrider.evaluation.doctor.template import content, shells
@@ -114,7 +115,10 @@ def contamination(case: Case) -> Result:
         return skipped("the data has no first turns")
     exact = {tuple(words) for words in texts}
     wanted: dict[tuple[str, ...], set[int]] = defaultdict(set)
-    asked = [_words(prompt.turns[0]) for prompt in case.eval_prompts]
+    asked = [
+        _words(" ".join(str(m.get("content") or "") for m in messages_of(prompt.turns[0])))
+        for prompt in case.eval_prompts
+    ]
     for number, words in enumerate(asked):
         for gram in _grams(words):
             wanted[gram].add(number)

@@ -1,0 +1,98 @@
+"""This process among its peers: what `torchrun` started, or one process alone.
+
+    torchrun --nproc-per-node N -m outrider.cli.main train RECIPE      WORLD_SIZE, RANK, LOCAL_RANK from torchrun
+    outrider train RECIPE                                              one rank, no process group, no collective
+
+gloo carries collectives on CPUs, NCCL on CUDA devices.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_Found = TypeVar("_Found")
+# Ranks wait for the main one while it regenerates responses; a collective that is merely late must not end the run.
+_TIMEOUT = timedelta(hours=12)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """`rank` of `world` processes, computing on `device`. Every method but `main` is a collective."""
+
+    rank: int = 0
+    world: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def main(self) -> bool:
+        """The rank that writes files and talks."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def from_main(self, make: Callable[[], _Found]) -> _Found:
+        """What `make` returns on the main rank, on every rank; the others wait. It must be picklable."""
+        if self.world == 1:
+            return make()
+        found: list[Any] = [make() if self.main else None]
+        dist.broadcast_object_list(found, src=0, device=self.device)
+        return found[0]
+
+    def copy_from_main(self, tensors: list[Tensor]) -> None:
+        """Overwrite tensors by the main rank's."""
+        if self.world > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), src=0)
+
+    def wait(self) -> None:
+        """Return when every rank has come here."""
+        self.sum(torch.zeros((), device=self.device))
+
+
+ALONE = Ranks()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded over ranks (then a collective)."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def join(device: str) -> Iterator[Ranks]:
+    """Join the processes that torchrun started, or be the only one. `device` "cuda" becomes this rank's own.
+
+    Raises:
+        ValueError: several ranks are given one numbered CUDA device, or CUDA is not there.
+    """
+    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    chosen = torch.device(device)
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device {device!r}: PyTorch sees no CUDA device; use device=cpu.")
+        if world > 1 and chosen.index is not None:
+            raise ValueError(f"device {device!r} names one GPU for {world} ranks; use device=cuda.")
+        index = int(os.environ.get("LOCAL_RANK", 0)) if chosen.index is None else chosen.index
+        chosen = torch.device("cuda", index)
+        torch.cuda.set_device(chosen)
+    if world == 1:
+        yield Ranks(device=chosen)
+        return
+    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=_TIMEOUT)
+    try:
+        yield Ranks(rank, world, chosen)
+    finally:
+        dist.destroy_process_group()
