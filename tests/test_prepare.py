@@ -24,7 +24,7 @@ from outrider.target import Target, load_target
 from outrider.training.dataset import existing_responses, recipe_samples
 from outrider.training.recipe import Recipe
 
-KILLS = 4
+KILLS = 3
 # Imports once, then forks a child for every command it reads: a process that can be killed, without ten slow starts.
 ZYGOTE = """
 import json, os, sys

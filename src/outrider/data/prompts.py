@@ -44,8 +44,8 @@ def load_prompts(path_or_name: str | Path, limit: int | None = None) -> list[Con
 def _lines(path: Path) -> Iterator[Conversation]:
     if not path.is_file():
         raise ValueError(
-            f"no prompt file {str(path)!r}; give a JSONL path, {hub.PREFIX}owner/name for a Hugging Face data set, or "
-            f"one of the shipped sets: {', '.join([*shipped_sets(), stdlib.NAME])}."
+            f"no prompt file {str(path)!r}; give a JSONL path or one of the shipped sets: "
+            f"{', '.join([*shipped_sets(), stdlib.NAME])}; or {hub.PREFIX}owner/name for a Hugging Face data set."
         )
     empty = True
     with path.open(encoding="utf-8") as file:
