@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outrider.evaluation.straightforward import full_logit_objective
+from outrider.evaluation.full_logits import full_logit_objective
 from outrider.training.objective import ObjectiveConfig, objective
 from outrider.training.objective_chunks import HeadProducts
 from outrider.training.target_view import TargetView

@@ -18,38 +18,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from outrider.drafters import DFlash, DSpark
 from outrider.drafters.dflash import BlockAttention, DraftLayer, rope_table
+from outrider.evaluation.full_logits import full_logit_objective
 from outrider.target import Target
 from outrider.target.lean import rotate
 from outrider.training.batches import BlockBatch
 from outrider.training.objective import ObjectiveConfig
 from outrider.training.step import Precision
-
-
-def full_logit_objective(
-    logits_NV: Tensor,
-    target_logits_NT: Tensor,
-    draft_ids_Vd: Tensor | None,
-    labels_N: Tensor,
-    confidence_N: Tensor | None,
-    weights_N: Tensor,
-    config: ObjectiveConfig,
-) -> Tensor:
-    """The loss of training/objective.py from whole logits; `target_logits_NT` cover the target's vocabulary."""
-    with torch.no_grad():
-        p_t = target_logits_NT.float().softmax(-1)
-        if draft_ids_Vd is not None:
-            p_t = p_t[:, draft_ids_Vd]
-        del target_logits_NT
-        outside = 1 - p_t.sum(-1)
-    log_p_d = logits_NV.float().log_softmax(-1)
-    del logits_NV
-    ce = -log_p_d.gather(1, labels_N.clamp(min=0)[:, None])[:, 0] * (labels_N >= 0)
-    distance = (log_p_d.exp() - p_t).abs().sum(-1) + outside
-    loss = config.ce * ce + config.tv * distance
-    if confidence_N is not None:
-        label = (1 - distance.detach() / 2).clamp(0, 1)
-        loss = loss + config.confidence * F.binary_cross_entropy_with_logits(confidence_N, label, reduction="none")
-    return (weights_N * loss).sum() / weights_N.sum()
 
 
 class StraightforwardObjective:
