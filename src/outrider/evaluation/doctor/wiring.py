@@ -109,8 +109,8 @@ def mask_token(case: Case) -> Result:
     right = found.best.config["mask_token_id"]
     return found.mistake(
         f"mask_token_id {own}{_spelled(target, own)} is not the token the drafter was trained with; "
-        f"{right}{_spelled(target, right)}, or one embedded like it, is. "
-        "Every draft position but the anchor starts from the wrong embedding.",
+        f"{right}{_spelled(target, right)}, or one embedded like it, is. Every draft position but the "
+        "anchor starts from the wrong embedding.",
         f"Set mask_token_id to {right} in the drafter's config.json.",
     )
 
