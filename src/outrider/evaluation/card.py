@@ -96,8 +96,8 @@ def _introduction(checkpoint: Checkpoint, facts: CardFacts) -> str:
         f"# {facts.name}\n\n"
         f"A {algorithm} draft model for speculative decoding of **{target_name(checkpoint.metadata)}**, trained with\n"
         "Outrider. It proposes blocks of tokens, the target checks a block in one pass and keeps what fits its own\n"
-        "distribution. The output is distributed exactly as the target's; at temperature 0 it is the same text, numerical\n"
-        "ties apart. On its own this model generates nothing."
+        "distribution. The output is distributed exactly as the target's; at temperature 0 it is the same text,\n"
+        "numerical ties apart. On its own this model generates nothing."
     )
 
 
