@@ -94,10 +94,10 @@ def _introduction(checkpoint: Checkpoint, facts: CardFacts) -> str:
     algorithm = "DSpark" if checkpoint.drafter.algorithm == "dspark" else "DFlash"
     return (
         f"# {facts.name}\n\n"
-        f"A {algorithm} draft model for speculative decoding of **{target_name(checkpoint.metadata)}**, trained with "
-        "Outrider. It proposes blocks of\ntokens, the target checks a block in one pass and keeps what fits its own "
-        "distribution: the output is distributed\nexactly as the target's, and at temperature 0 it is the same text. "
-        "On its own this model generates nothing."
+        f"A {algorithm} draft model for speculative decoding of **{target_name(checkpoint.metadata)}**, trained with\n"
+        "Outrider. It proposes blocks of tokens, the target checks a block in one pass and keeps what fits its own\n"
+        "distribution. The output is distributed exactly as the target's; at temperature 0 it is the same text,\n"
+        "numerical ties apart. On its own this model generates nothing."
     )
 
 
