@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from conftest import TOY_CONFIGS, toy_config, toy_samples, toy_target
 from safetensors.torch import save_file
@@ -129,8 +130,19 @@ def check_stops(out: Path, ranks: Ranks) -> None:
     (out / f"stopped{ranks.rank}.json").write_text(json.dumps(stopped.interrupted))
 
 
+def check_mistake(ranks: Ranks) -> None:
+    """What the main rank alone finds wrong ends every rank."""
+
+    def make() -> None:
+        raise ValueError(f"found by rank {ranks.rank}")
+
+    with pytest.raises(ValueError, match="found by rank 0"):
+        ranks.from_main(make)
+
+
 def main(out: Path) -> None:
     with join("cpu") as ranks:
+        check_mistake(ranks)
         for mode in ("ddp", "fsdp"):
             for name in SETTINGS:
                 train(out / f"{name}-{mode}", name, ranks, parallel=mode)

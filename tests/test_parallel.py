@@ -14,19 +14,22 @@ import pytest
 import torch
 from conftest import TOY, toy_samples, toy_target
 from parallel_worker import OPTIMIZER, SCALE, SETTINGS, TAPS, features_dict, toy_drafter, train
+from rich.console import Console
 from safetensors.torch import load_file
 from test_cli import toy  # noqa: F401  (a fixture)
 from test_trainer import make_run, recipe
 
 import outrider
+from outrider.cli.train import run_training
 from outrider.data.samples import Sample
 from outrider.formats import load_drafter
-from outrider.target import Target
+from outrider.target import Target, load_target
 from outrider.training.batches import Schedule, micro_batches, total_weight
 from outrider.training.features import FeatureSource
 from outrider.training.initialize import initialize_from_target
 from outrider.training.objective import ObjectiveConfig
 from outrider.training.ranks import join
+from outrider.training.recipe import load_recipe
 from outrider.training.trainer import Trainer
 
 TESTS = Path(__file__).parent
@@ -162,15 +165,17 @@ def test_a_watch_or_a_signal_on_any_rank_stops_all_of_them(two: Path, tmp_path: 
 
 
 def test_the_command_runs_under_torchrun(toy: Path, tmp_path: Path) -> None:  # noqa: F811
-    """Regenerates on one rank and trains on two; then again on a sharded target, from the same responses."""
+    """One process regenerates and trains; two do so from the same responses, with drafter and target sharded."""
     path = tmp_path / "recipe.yaml"
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"id": str(i), "turns": [f"add {i} and 3"]}) + "\n" for i in range(8)))
     path.write_text(
         f"""
 target: {toy / "target"}
 out: {tmp_path / "out"}
 threads: 1
 data:
-  prompts: [{{path: train_math, limit: 8}}]
+  prompts: [{{path: {prompts}}}]
   max_new_tokens: 16
   max_prompt_tokens: 200
   held_out: 2
@@ -179,18 +184,17 @@ drafter: {{num_hidden_layers: 1, block_size: 4, target_layer_ids: [0, 2], markov
 optimizer: {{steps: 3, sequences_per_step: 3, anchors_per_sequence: 4}}
 """
     )
-    arguments = ("-m", "outrider.cli.main", "train", path)
-    done = torchrun(*arguments, "parallel=fsdp")
+    run_training(load_recipe(path, ["log_every=1"]), load_target(toy / "target"), Console(quiet=True))
+    responses = (tmp_path / "responses.jsonl").read_bytes()
+    changes = ("log_every=1", "parallel=fsdp", "shard_target=true", f"out={tmp_path / 'two'}")
+    done = torchrun("-m", "outrider.cli.main", "train", path, *changes)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("held-out expected accepted length") == 1, "one rank talks"
-    responses = (tmp_path / "responses.jsonl").read_bytes()
-    spread = torchrun(*arguments, "shard_target=true", f"out={tmp_path / 'sharded'}")
-    assert spread.returncode == 0, spread.stderr[-4000:]
     assert (tmp_path / "responses.jsonl").read_bytes() == responses
-    for out in ("out", "sharded"):
+    for out, ranks in (("out", 1), ("two", 2)):
         metadata = load_drafter(tmp_path / out / "drafter").metadata
-        assert metadata["step"] == 3 and metadata["ranks"] == 2
-    assert logged(tmp_path / "sharded", "loss") == pytest.approx(logged(tmp_path / "out", "loss"), abs=1e-3)
+        assert metadata["step"] == 3 and metadata["ranks"] == ranks
+    assert logged(tmp_path / "two", "loss") == pytest.approx(logged(tmp_path / "out", "loss"), abs=1e-3)
 
 
 def test_every_rank_has_as_many_micro_batches_within_the_bounds() -> None:

@@ -45,12 +45,23 @@ class Ranks:
         return values
 
     def from_main(self, make: Callable[[], _Found]) -> _Found:
-        """What `make` returns on the main rank, on every rank; the others wait. It must be picklable."""
+        """What `make` returns on the main rank, on every rank; the others wait. It must be picklable.
+
+        Raises:
+            ValueError, OSError: what `make` raised, on every rank: none should end by losing its peer.
+        """
         if self.world == 1:
             return make()
-        found: list[Any] = [make() if self.main else None]
-        dist.broadcast_object_list(found, src=0, device=self.device)
-        return found[0]
+        outcome: list[Any] = [None, None]
+        if self.main:
+            try:
+                outcome[0] = make()
+            except (ValueError, OSError) as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0, device=self.device)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
 
     def copy_from_main(self, tensors: list[Tensor]) -> None:
         """Overwrite tensors by the main rank's."""
