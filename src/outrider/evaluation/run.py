@@ -16,9 +16,9 @@ import torch
 
 from outrider.data.chat import render
 from outrider.data.prompts import Prompt, load_prompts
-from outrider.decoding import Generation, StopRules, generate
+from outrider.decoding import Generation, StopRules, acceptance, generate
 from outrider.drafters.packed import PackedDrafter
-from outrider.evaluation.results import Results, TaskResult, acceptance, machine
+from outrider.evaluation.results import Results, TaskResult, machine
 from outrider.sampling import SamplingParams
 from outrider.scheduling import FixedPolicy, Policy
 from outrider.target import Target
