@@ -14,8 +14,9 @@ from pydantic import ValidationError
 import outrider.cli
 from outrider.drafters import DFlashConfig, DSpark, DSparkConfig
 from outrider.target import Target
+from outrider.training.drafter import drafter_config, mask_token_id
 from outrider.training.recipe import DataSection, DrafterSection, PromptSource, Recipe, load_recipe
-from outrider.training.setup import drafter_config, mask_token_id, prepare, recipe_prompts
+from outrider.training.setup import prepare, recipe_prompts
 
 ROOT = Path(__file__).parents[1]
 RECIPES = [*sorted((ROOT / "recipes").glob("**/*.yaml")), Path(outrider.cli.__file__).parent / "demo.yaml"]
