@@ -35,31 +35,32 @@ def plot_training(metrics: Path, picture: Path, best_step: int | None = None) ->
     loss, length, acceptance, rate = axes.flat
     _draw(loss, groups, "train", "loss", "training", alpha=0.5, linewidth=1)
     _draw(loss, groups, "held_out", "loss", "held out", marker="o")
+    if best_step is not None:
+        length.axvline(best_step, color="black", linestyle=":", linewidth=1, label="best drafter")
     _draw(length, groups, "held_out", "expected_length_greedy", "expected, temperature 0", marker="o")
     _draw(length, groups, "held_out", "expected_length_sampled", "expected, temperature 1", marker="o")
     _draw(length, groups, "decode", "tau", "decoded", marker="s", linestyle="--")
-    k = 1
-    while any(f"conditional_acceptance_{k}" in entry for entry in groups.get("held_out", [])):
-        _draw(acceptance, groups, "held_out", f"conditional_acceptance_{k}", f"k = {k}", marker=".")
-        k += 1
+    _draw_positions(acceptance, groups)
     _draw(rate, groups, "train", "learning_rate", "", color="tab:gray")
-    for panel, title in (
-        (loss, "Loss"),
-        (length, "Tokens per round (\u03c4)"),
-        (acceptance, "Held-out P(accept k | 1..k-1 accepted)"),
-        (rate, "Learning rate"),
-    ):
-        panel.set_title(title)
+    loss.set_title("Loss")
+    length.set_title("Tokens per round (\u03c4)")
+    acceptance.set_title("Held-out P(accept k | 1..k-1 accepted)")
+    rate.set_title("Learning rate")
+    for panel in axes.flat:
         panel.grid(alpha=0.3)
-        if best_step is not None and panel is not rate:
-            panel.axvline(best_step, color="black", linestyle=":", linewidth=1, label="best")
         if panel is not rate and panel.get_legend_handles_labels()[0]:
-            panel.legend(frameon=False, fontsize="small", ncols=2 if panel is acceptance else 1)
+            panel.legend(frameon=False, fontsize="small", ncols=3 if panel is acceptance else 1)
     acceptance.set(ylim=(0, 1), xlabel="step")
     rate.set(xlabel="step")
     rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     figure.savefig(picture, dpi=150)
     plt.close(figure)
+
+
+def _draw_positions(panel: Any, groups: Groups) -> None:
+    names = [n for n in groups.get("held_out", [{}])[-1] if n.startswith("conditional_acceptance_")]
+    for k, name in enumerate(names, 1):
+        _draw(panel, groups, "held_out", name, f"k = {k}", marker=".", color=plt.get_cmap("viridis")(k / len(names)))
 
 
 def _draw(panel: Any, groups: Groups, group: str, name: str, label: str, **style: Any) -> None:

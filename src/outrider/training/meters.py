@@ -1,6 +1,6 @@
 """Where the time of training goes, what it buys, and the memory it takes, over one log window.
 
-    step = features + forward_backward + optimizer + the rest;      evaluation is kept apart
+    step = features + forward_backward + optimizer + the rest;      evaluation (checks and saving) is kept apart
     supervised tokens/s, anchors/s = counted / (window - evaluation)
 
 Counts are per process. On CUDA a phase ends when the GPU is done with it.
