@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from outrider.training.initialize import initialize_from_target
 from outrider.training.ranks import ALONE, Ranks, join
 from outrider.training.sharding import LockStep, shard_layers
 from outrider.training.trainer import Trainer
+from outrider.training.watch import Look, Watch
 
 OPTIMIZER: dict[str, Any] = {"steps": 6, "sequences_per_step": 3, "anchors_per_sequence": 4, "learning_rate": 1e-3}
 BOUNDED = {**OPTIMIZER, "sequences_per_step": 5, "max_anchors_per_forward": 4, "checkpoint_activations": True}
@@ -103,29 +105,34 @@ def features_dict(features: Features) -> dict[str, torch.Tensor]:
     return {name: getattr(features, name) for name in ("taps_SLD", "hidden_RD", "lse_R", "argmax_R")}
 
 
-class WatchThree:
+class WatchThree(Watch):
     """Ends the run at its third step; rank 1 is never asked."""
 
-    def after_evaluation(self, step: int, drafter: DFlash, metrics: dict[str, float]) -> bool:
+    def look(self, step: int, drafter: DFlash, held_out: Mapping[str, float]) -> Look:
         assert int(os.environ["RANK"]) == 0 and all(type(p.data) is torch.Tensor for p in drafter.parameters())
-        return step >= 3
+        self.step = step
+        return super().look(step, drafter, held_out)
+
+    @property
+    def stopped(self) -> bool:
+        return getattr(self, "step", 0) >= 3
 
 
 def check_stops(out: Path, ranks: Ranks) -> None:
     """A watch that stops, and a signal that only rank 1 receives."""
-    watched = Trainer(
-        recipe(out / "watched", eval_every=1, parallel="fsdp"), make_run(toy_target()), ranks, WatchThree()
-    )
+    settings = recipe(out / "watched", eval_every=1, parallel="fsdp", watch={"decode_every": None})
+    watched = Trainer(settings, make_run(toy_target()), ranks)
+    watched.watch = WatchThree(settings, watched.run)
     watched.train()
     stopped = Trainer(recipe(out / "signalled", parallel="ddp"), make_run(toy_target()), ranks)
-    batch = stopped.batch
+    forward_backward = stopped.stepper._forward_backward
 
     def signalled(*args: Any) -> Any:
-        if ranks.rank == 1 and stopped.optimizer.state:
+        if ranks.rank == 1 and stopped.stepper.optimizer.state:
             os.kill(os.getpid(), signal.SIGTERM)
-        return batch(*args)
+        return forward_backward(*args)
 
-    stopped.batch = signalled  # type: ignore[method-assign]
+    stopped.stepper._forward_backward = signalled  # type: ignore[method-assign]
     stopped.train()
     (out / f"stopped{ranks.rank}.json").write_text(json.dumps(stopped.interrupted))
 

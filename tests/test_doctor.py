@@ -25,21 +25,21 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
-from outrider.data.chat import render
-from outrider.data.generation import generate_all
-from outrider.data.prompts import Prompt
+from outrider.data.chat import Chat, render
+from outrider.data.conversations import Conversation
+from outrider.data.generation import Response, generate_batch
 from outrider.data.responses import read_responses
 from outrider.data.samples import Reply, join_turns
 from outrider.drafters import DSpark, attention, packed
 from outrider.evaluation.doctor import CHECKS, Case, Result, examine, read_data, read_drafter, run
 from outrider.evaluation.doctor.finding import Check
-from outrider.evaluation.doctor.template import template_digest
 from outrider.sampling import SamplingParams
 from outrider.target import Target, load_target
+from outrider.training.drafter import mask_token_id
 from outrider.training.features import measure_tap_scale
 from outrider.training.objective import ObjectiveConfig
 from outrider.training.recipe import Recipe
-from outrider.training.setup import Run, mask_token_id
+from outrider.training.setup import Run
 from outrider.training.step import BlockObjective
 from outrider.training.trainer import Trainer
 from outrider.training.vocabulary import choose_draft_ids, inverse_ids
@@ -99,6 +99,11 @@ def write_responses(path: Path, settings: dict[str, Any], replies: list[Reply]) 
     return path
 
 
+def decode(target: Target, prompts: list[list[int]], temperature: float = 0.0) -> list[Response]:
+    seeds = list(range(len(prompts)))
+    return generate_batch(target, prompts, 40, SamplingParams(temperature=temperature), seeds)
+
+
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """target/, drafter/ and responses.jsonl that belong together."""
@@ -113,9 +118,8 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     turns = list(dict.fromkeys(alphabet(rng)[0] for _ in range(64)))
     prompts = [render(tokenizer, [turn], []) for turn in turns]
     replies = [
-        Reply(f"c{r.index}", 0, prompts[r.index], r.tokens, r.finished)
-        for batch in generate_all(target, prompts, 40, SamplingParams(), len(prompts))
-        for r in batch
+        Reply(f"c{number}", 0, prompt, r.tokens, r.finished)
+        for number, (prompt, r) in enumerate(zip(prompts, decode(target, prompts), strict=True))
     ]
     settings = {"target": target.name, "temperature": 0.0, "max_new_tokens": 40}
     write_responses(home / "responses.jsonl", settings, replies)
@@ -180,7 +184,7 @@ def edit_replies(home: Path, change: Callable[[Reply], Reply], **settings: Any) 
 
 
 def test_the_healthy_case_is_clean(healthy: Path, target: Target) -> None:
-    findings = diagnose(healthy, target, eval_prompts=[Prompt("e", ("what is the capital of France",))])
+    findings = diagnose(healthy, target, eval_prompts=[Conversation("e", ("what is the capital of France",))])
     wrong = {name: r for name, r in findings.items() if r.status != "ok"}
     assert not wrong
     assert len(findings) == len(CHECKS)
@@ -311,7 +315,7 @@ def test_a_changed_chat_template(home: Path, target: Target) -> None:
     assert found.status == "fault" and "bot:" in found.meaning
     tokenizer.chat_template = "<|spare_1|>" + TEMPLATE  # a system prompt, perhaps
     assert diagnose(home, changed, "data")["chat template"].status == "warning"
-    edit_replies(home, lambda reply: reply, chat_template_sha256=template_digest(toy_tokenizer()))
+    edit_replies(home, lambda reply: reply, chat_template_sha256=Chat.of(target).template_sha256)
     assert diagnose(home, target, "data")["chat template"].status == "ok"
     edit_replies(home, lambda reply: reply, chat_template_sha256="0" * 64)
     found = diagnose(home, target, "data")["chat template"]
@@ -394,11 +398,8 @@ def test_off_policy_responses(home: Path, target: Target, recorded: float | None
 def test_sampled_responses_are_on_policy(home: Path, target: Target) -> None:
     _, replies = read_responses(home / "responses.jsonl")
     prompts = [r.prompt for r in replies]
-    drawn: dict[int, list[int]] = {}
-    for batch in generate_all(target, prompts, 40, SamplingParams(temperature=1.0, seed=3), len(prompts)):
-        drawn |= {r.index: r.tokens for r in batch}
-    order = iter(range(len(replies)))
-    edit_replies(home, lambda r: replace(r, response=drawn[next(order)], finished=False), temperature=1.0)
+    drawn = iter(decode(target, prompts, temperature=1.0))
+    edit_replies(home, lambda r: replace(r, response=next(drawn).tokens, finished=False), temperature=1.0)
     assert diagnose(home, target, "data")["on-policy"].status == "ok"
     edit_replies(home, lambda r: r, temperature=0.0)
     assert diagnose(home, target, "data")["on-policy"].status != "ok", "sampled text is not what temperature 0 says"
@@ -409,7 +410,11 @@ def test_contaminated_data(home: Path, target: Target) -> None:
     long = "Natalia sold clips to forty of her friends in April and then half as many in May"
     turns = iter([long + ", how many in all?", "Say hello!"])
     edit_replies(home, lambda r: replace(r, prompt=render(tokenizer, [next(turns, f"fine {r.id}")], [])))
-    asked = [Prompt("near", (long.upper(),)), Prompt("exact", ("say  hello",)), Prompt("new", ("what is new here",))]
+    asked = [
+        Conversation("near", (long.upper(),)),
+        Conversation("exact", ("say  hello",)),
+        Conversation("new", ("what is new here",)),
+    ]
     found = diagnose(home, target, "data", eval_prompts=asked)["evaluation prompts"]
     assert found.status == "fault" and "2 of 3" in found.figure and "near, exact" in found.figure
 

@@ -231,14 +231,14 @@ def test_the_denominator_counts_supervised_positions() -> None:
 
 def test_a_signal_saves_the_state_and_sets_the_status(tmp_path: Path) -> None:
     def at_step_three(trainer: Trainer) -> None:
-        step = trainer._step
+        step = trainer.stepper._step
 
         def signalled(number: int) -> object:
             if number == 2:
                 os.kill(os.getpid(), signal.SIGINT)
             return step(number)
 
-        trainer._step = signalled  # type: ignore[method-assign, assignment]
+        trainer.stepper._step = signalled  # type: ignore[method-assign, assignment]
 
     trainer = Trainer(recipe(tmp_path / "parts"), make_run(toy_target()))
     at_step_three(trainer)

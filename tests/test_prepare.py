@@ -250,9 +250,9 @@ def test_training_uses_a_finished_file_as_it_is(zygote: Zygote, toy: Path, serve
     status, output = zygote.run(*command(toy, responses))
     assert status == 0, output
     before = responses.read_bytes()
-    train, held_out = recipe_samples(recipe_for(toy, tmp_path / "out", responses), served)
+    train, held_out, settings = recipe_samples(recipe_for(toy, tmp_path / "out", responses), served)
     assert len({s.id for s in held_out}) == 4 and len({s.id for s in train}) == 20
-    assert responses.read_bytes() == before
+    assert responses.read_bytes() == before and settings["target"] == served.name
     tokens = sum(s.num_supervised for s in [*train, *held_out])
     assert tokens == sum(len(r.response) for r in read_responses(responses)[1])
     with pytest.raises(ValueError, match=r"nope\.jsonl do not exist"):

@@ -15,8 +15,9 @@ import outrider.cli
 from outrider.drafters import DFlashConfig, DSpark, DSparkConfig
 from outrider.target import Target
 from outrider.training.dataset import recipe_prompts
+from outrider.training.drafter import drafter_config, mask_token_id
 from outrider.training.recipe import DataSection, DrafterSection, PromptSource, Recipe, load_recipe
-from outrider.training.setup import drafter_config, mask_token_id, prepare
+from outrider.training.setup import prepare
 
 ROOT = Path(__file__).parents[1]
 RECIPES = [*sorted((ROOT / "recipes").glob("**/*.yaml")), Path(outrider.cli.__file__).parent / "demo.yaml"]

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from outrider.cli.runtime import load, set_up
 from outrider.target import Target
 from outrider.target.linear import native_bfloat16
+from outrider.training.curves import plot_training
 from outrider.training.ranks import ALONE, Ranks, join
 from outrider.training.recipe import Recipe, load_recipe
 from outrider.training.setup import Run, prepare
@@ -64,6 +65,11 @@ def run_training(recipe: Recipe, target: Target, console: Console, ranks: Ranks 
         f"{metrics.get('expected_length_sampled', float('nan')):.2f} (temperature 1); "
         f"drafter in {Path(recipe.out) / 'drafter'}"
     )
+    if summary := trainer.watch.summary():
+        console.print(f"{summary} (in {Path(recipe.out) / 'best'})")
+    metrics_file = Path(recipe.out) / "metrics.jsonl"
+    if ranks.main and metrics_file.is_file():
+        plot_training(metrics_file, metrics_file.with_name("training.png"), trainer.watch.best_step or None)
     return run
 
 

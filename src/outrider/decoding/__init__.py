@@ -1,6 +1,18 @@
 """The single-request loop: draft -> schedule -> verify -> commit, and streaming."""
 
+from outrider.decoding.acceptance import acceptance
 from outrider.decoding.generate import Chunk, Generation, RoundStats, StopRules, generate, stream
 from outrider.decoding.round import Lane, RoundResult, run_round
 
-__all__ = ["Chunk", "Generation", "Lane", "RoundResult", "RoundStats", "StopRules", "generate", "run_round", "stream"]
+__all__ = [
+    "Chunk",
+    "Generation",
+    "Lane",
+    "RoundResult",
+    "RoundStats",
+    "StopRules",
+    "acceptance",
+    "generate",
+    "run_round",
+    "stream",
+]

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from pydantic import BaseModel
-
-from outrider.decoding import RoundStats
 
 
 class TaskResult(BaseModel):
@@ -50,18 +47,6 @@ class Results(BaseModel):
     settings: dict[str, Any]
     versions: dict[str, str]
     machine: dict[str, Any]
-
-
-def acceptance(rounds: Sequence[RoundStats], gamma: int) -> tuple[float, list[float | None], list[int]]:
-    """(accepted length, conditional acceptance per position, histogram) of some rounds."""
-    histogram = [0] * (gamma + 1)
-    for r in rounds:
-        histogram[r.accepted] += 1
-    conditional: list[float | None] = []
-    for k in range(1, gamma + 1):
-        reached = sum(r.admitted >= k and r.accepted >= k - 1 for r in rounds)
-        conditional.append(sum(r.accepted >= k for r in rounds) / reached if reached else None)
-    return sum(r.committed for r in rounds) / len(rounds), conditional, histogram
 
 
 def machine() -> dict[str, Any]:

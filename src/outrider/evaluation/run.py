@@ -17,9 +17,9 @@ import torch
 from outrider.data.chat import render
 from outrider.data.conversations import Conversation
 from outrider.data.prompts import load_prompts
-from outrider.decoding import Generation, StopRules, generate
+from outrider.decoding import Generation, StopRules, acceptance, generate
 from outrider.drafters.packed import PackedDrafter
-from outrider.evaluation.results import Results, TaskResult, acceptance, machine
+from outrider.evaluation.results import Results, TaskResult, machine
 from outrider.sampling import SamplingParams
 from outrider.scheduling import FixedPolicy, Policy
 from outrider.target import Target

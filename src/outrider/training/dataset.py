@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from outrider.data.chat import Chat
 from outrider.data.conversations import Conversation
@@ -110,8 +111,8 @@ def server_config(data: DataSection) -> ServerConfig:
     )
 
 
-def existing_responses(path: Path, target: Target) -> list[Reply]:
-    """The replies of a file as they are, whatever sampling made them.
+def existing_responses(path: Path, target: Target) -> tuple[dict[str, Any], list[Reply]]:
+    """Settings and replies of a file as they are, whatever sampling made them.
 
     Raises:
         ValueError: no such file, or made by another target or with another chat template.
@@ -130,30 +131,40 @@ def existing_responses(path: Path, target: Target) -> list[Reply]:
         raise ValueError(
             f"{path} was made with another {what} than {ours.name!r} has; a drafter learns its own target."
         )
-    return replies
+    return settings, replies
 
 
-def recipe_samples(
-    recipe: Recipe, target: Target, on_progress: Progress = no_progress
-) -> tuple[list[Sample], list[Sample]]:
-    """(training, held-out) samples, regenerating what is missing.
+class Dataset(NamedTuple):
+    """Samples to train on and to hold out, and the settings their responses were made with."""
+
+    samples: list[Sample]
+    held_out: list[Sample]
+    responses: dict[str, Any]
+
+
+def responses_path(recipe: Recipe) -> Path:
+    """Where the recipe's responses are, or will be."""
+    return Path(recipe.data.responses) if recipe.data.responses else Path(recipe.out) / "responses.jsonl"
+
+
+def recipe_samples(recipe: Recipe, target: Target, on_progress: Progress = no_progress) -> Dataset:
+    """The recipe's samples, regenerating what is missing.
 
     Raises:
         ValueError: nothing usable came out.
     """
     data = recipe.data
-    path = Path(data.responses) if data.responses else Path(recipe.out) / "responses.jsonl"
+    path = responses_path(recipe)
     # Once training has begun its samples are fixed, or a resumed run would not be the same run.
     # And the main rank alone, which comes here, cannot decode with a target that is spread over all.
     fixed = target.sharded or (Path(recipe.out) / "state" / "state.json").is_file()
     if data.prompts and not fixed:
-        replies = make_responses(data, Chat.of(target), target, recipe.seed, path, on_progress).replies
-    else:
-        replies = existing_responses(path, target)
+        make_responses(data, Chat.of(target), target, recipe.seed, path, on_progress)
+    settings, replies = existing_responses(path, target)
     if data.prompts:
         wanted = {c.id: len(c.turns) for c in recipe_prompts(data)}
         replies = [r for r in replies if r.turn < wanted.get(r.id, 0)]
-    return split_samples(join_turns(replies), data.held_out, recipe.seed, path)
+    return Dataset(*split_samples(join_turns(replies), data.held_out, recipe.seed, path), settings)
 
 
 def split_samples(samples: Sequence[Sample], held_out: int, seed: int, path: Path) -> tuple[list[Sample], list[Sample]]:

@@ -1,4 +1,4 @@
-"""Start a drafter from the target's own layers instead of noise.
+"""How a drafter's weights begin: from the target's own layers instead of noise, or from a drafter that served.
 
     draft layer i   <-  target layer (num_layers - n + i): projections, MLP, norms
     q_norm, k_norm  <-  copied where the target has them, else the mean RMS of the target's own queries and keys, so
@@ -7,6 +7,10 @@
 
 The final norm starts at ones: the target's own makes untrained hidden states overconfident, and the first losses
 explode (a prototype saw a cross-entropy of 24-69).
+
+A drafter from a checkpoint takes raw taps (tap_scale folded into fc). To train it, its scales are measured again and
+
+    fc (taps) = fc' (taps / tap_scale)      with fc' = fc * tap_scale, column by column:    the same function
 """
 
 from __future__ import annotations
@@ -46,6 +50,14 @@ def initialize_from_target(drafter: DFlash, target: Target, samples: Sequence[Sa
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
     drafter.hidden_norm.weight.copy_(whole(source[0].input_layernorm.weight))
+
+
+@torch.no_grad()
+def rescale_taps(drafter: DFlash, scale_L: Tensor) -> None:
+    """Let the drafter divide its taps by `scale_L` [L], in place, without changing what it computes."""
+    factor_L = scale_L / drafter.tap_scale_L
+    drafter.fc.weight.mul_(factor_L.repeat_interleave(drafter.config.hidden_size))
+    drafter.tap_scale_L.copy_(scale_L)
 
 
 def _query_key_rms(target: Target, layers: Sequence[Any], samples: Sequence[Sample]) -> list[tuple[float, float]]:

@@ -12,6 +12,8 @@ from torch.utils.tensorboard import SummaryWriter
 class MetricsLog:
     """One line per entry; entries after the step that a run resumes from are dropped first."""
 
+    speed = ""  # of the latest window, for the progress bar
+
     def __init__(self, out: Path, first: int) -> None:
         out.mkdir(parents=True, exist_ok=True)
         path = out / "metrics.jsonl"
@@ -22,6 +24,11 @@ class MetricsLog:
         self.board = SummaryWriter(str(out / "tensorboard"), purge_step=first)
 
     def write(self, step: int, group: str, values: dict[str, float]) -> None:
+        """An entry; none where there are no values."""
+        if not values:
+            return
+        if "supervised_tokens_per_second" in values:
+            self.speed = f"{values['supervised_tokens_per_second']:.0f} tok/s"
         rounded = {name: round(value, 6) for name, value in values.items()}
         self.file.write(json.dumps({"step": step, "group": group, **rounded}) + "\n")
         self.file.flush()

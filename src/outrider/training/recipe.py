@@ -53,6 +53,9 @@ class DataSection(_Section):
 
 
 class DrafterSection(_Section):
+    """A new drafter; with `start_from`, fields that are not set are those of the checkpoint (training/start.py)."""
+
+    start_from: str | None = None  # a drafter directory to go on from, relative to the recipe or to where you are
     algorithm: Literal["dflash", "dspark"] = "dspark"
     num_hidden_layers: int = Field(2, ge=1)
     block_size: int = Field(7, ge=1)
@@ -99,6 +102,17 @@ class FeaturesSection(_Section):
     shard_tokens: int = Field(16384, ge=1)  # one shard is in memory while it is written
 
 
+class WatchSection(_Section):
+    """Real decoding of held-out prompts during training, the best drafter, early stopping (training/watch.py)."""
+
+    decode_every: int | None = Field(500, ge=1)  # steps; null: never, and held-out metrics choose the best drafter
+    decode_prompts: int = Field(4, ge=1)
+    decode_tokens: int = Field(64, ge=1)
+    temperature: float = Field(0.0, ge=0)
+    patience: int | None = Field(None, ge=1)  # checks in a row that may fail to improve; null: no early stopping
+    min_delta: float = Field(0.0, ge=0)  # the least that counts as an improvement there, in tokens per round
+
+
 class Recipe(_Section):
     target: str
     out: str
@@ -115,6 +129,7 @@ class Recipe(_Section):
     drafter: DrafterSection = DrafterSection()
     objective: ObjectiveSection = ObjectiveSection()
     optimizer: OptimizerSection = OptimizerSection()
+    watch: WatchSection = WatchSection()
     log_every: int = Field(10, ge=1)
     eval_every: int = Field(250, ge=1)
     save_every: int = Field(500, ge=1)
@@ -142,7 +157,12 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         lines = [f"  {'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
         raise ValueError(f"{path}: invalid recipe\n" + "\n".join(lines)) from error
     sources = [s.model_copy(update={"path": _beside(path, s.path)}) for s in recipe.data.prompts]
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"prompts": sources})})
+    data, drafter = recipe.data.model_copy(update={"prompts": sources}), recipe.drafter
+    if drafter.start_from is not None:
+        beside = path.parent / drafter.start_from
+        if (beside / "config.json").is_file():
+            drafter = drafter.model_copy(update={"start_from": str(beside)})
+    return recipe.model_copy(update={"data": data, "drafter": drafter})
 
 
 def _beside(recipe: Path, source: str) -> str:

@@ -31,8 +31,9 @@ def save_state(
     step: int,
     settings: dict[str, Any],
     ranks: Ranks,
+    watch: dict[str, Any],
 ) -> None:
-    """Write atomically, a collective. `settings` must match on resume."""
+    """Write atomically, a collective. `settings` must match on resume; `watch` is the memory of training/watch.py."""
     found: dict[str, Tensor] = {f"buffer.{name}": b for name, b in module.named_buffers()}
     for name, parameter in module.named_parameters():
         found[f"weight.{name}"] = parameter.detach()
@@ -46,7 +47,9 @@ def save_state(
     if ranks.main:
         with atomic_directory(directory) as staging:
             save_file(tensors, staging / "state.safetensors")
-            (staging / "state.json").write_text(json.dumps({"step": step, "settings": settings}, indent=1))
+            (staging / "state.json").write_text(
+                json.dumps({"step": step, "watch": watch, "settings": settings}, indent=1)
+            )
     ranks.wait()
 
 
@@ -79,6 +82,13 @@ def load_state(directory: Path, module: nn.Module, optimizer: torch.optim.Optimi
         for name, buffer in module.named_buffers():
             buffer.copy_(tensors[f"buffer.{name}"])
     return int(stored["step"])
+
+
+def load_watch(directory: Path) -> dict[str, Any]:
+    """The `watch` of a saved state; empty where there is none."""
+    path = directory / "state.json"
+    found: dict[str, Any] = json.loads(path.read_text()).get("watch", {}) if path.is_file() else {}
+    return found
 
 
 def _placed(tensor: Tensor, parameter: Tensor) -> Tensor:

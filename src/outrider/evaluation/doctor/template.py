@@ -9,7 +9,6 @@ compared where there are any; otherwise the template's own shell is looked for i
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -17,6 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from outrider.data.chat import Chat, render
 from outrider.data.samples import Reply
 from outrider.evaluation.doctor.case import Case
 from outrider.evaluation.doctor.finding import Result, fault, ok, skipped, warning
@@ -24,12 +24,6 @@ from outrider.evaluation.doctor.finding import Result, fault, ok, skipped, warni
 _MARKERS = ("<think>", "</think>", "<thinking>", "</thinking>", "<|channel|>analysis")
 _LOOKED_AT = 200  # replies, evenly spread
 _FEW, _MOST = 0.05, 0.95
-
-
-def template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of the chat template in use; of nothing for a base model."""
-    template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
-    return hashlib.sha256(template.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -48,19 +42,12 @@ class Shell:
 
 def shell(tokenizer: PreTrainedTokenizerBase, thinking: bool) -> Shell:
     """Found by rendering messages that share neither beginning nor end."""
-    first, second = (_render(tokenizer, text, thinking) for text in ("alpha 1", "Zulu ?"))
+    first, second = (render(tokenizer, [text], [], thinking=thinking) for text in ("alpha 1", "Zulu ?"))
     return Shell(_shared_beginning(first, second), _shared_beginning(first[::-1], second[::-1])[::-1])
 
 
 def _shared_beginning(first: list[int], second: list[int]) -> list[int]:
     return [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))]
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, text: str, thinking: bool) -> list[int]:
-    encoded: Any = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True, enable_thinking=thinking, return_dict=True
-    )
-    return list(encoded["input_ids"])
 
 
 def shells(case: Case) -> list[Shell]:
@@ -94,7 +81,7 @@ def chat_template(case: Case) -> Result:
     """Do the prompts in the data have the shape that today's template gives them?"""
     tokenizer = case.target.tokenizer
     assert tokenizer is not None
-    now = template_digest(tokenizer)
+    now = Chat.of(case.target).template_sha256
     other = {w: str(v)[:12] for w, v in _records(case, "chat_template_sha256").items() if v != now}
     remedy = "Serve with the template of training, or regenerate the responses and train with today's."
     if other:
@@ -129,7 +116,8 @@ def chat_template(case: Case) -> Result:
             "If the data brings its own system prompts, ignore this; else " + remedy[0].lower() + remedy[1:],
         )
     same = _share(
-        prompts, lambda p: any(_render(tokenizer, content(tokenizer, p, known), on) == p for on in (False, True))
+        prompts,
+        lambda p: any(render(tokenizer, [content(tokenizer, p, known)], [], thinking=on) == p for on in (False, True)),
     )
     if same < _MOST:
         return warning(

@@ -18,7 +18,7 @@ from outrider.evaluation.doctor.case import Case
 from outrider.evaluation.doctor.finding import Result, fault, ok, skipped, warning
 from outrider.evaluation.doctor.probe import Variant, gain
 from outrider.target import Target
-from outrider.training.setup import mask_token_id
+from outrider.training.drafter import mask_token_id
 
 _MOST_MASKS = 24
 _TIE = 0.05  # tokens a round; special tokens that were never trained are embedded alike
