@@ -23,10 +23,10 @@ from outrider.evaluation.forward import forward_curve, plain_against_transformer
 from outrider.evaluation.run import compare_greedy
 from outrider.sampling import SamplingParams, SeededSource
 from outrider.target import Target
+from outrider.training.drafter import drafter_config
 from outrider.training.features import measure_tap_scale
 from outrider.training.initialize import initialize_from_target
 from outrider.training.recipe import DrafterSection
-from outrider.training.setup import drafter_config
 from outrider.training.vocabulary import choose_draft_ids
 
 pytestmark = pytest.mark.slow

@@ -106,7 +106,7 @@ class WatchSection(_Section):
     """Real decoding of held-out prompts during training, the best drafter, early stopping (training/watch.py)."""
 
     decode_every: int | None = Field(500, ge=1)  # steps; null: never, and held-out metrics choose the best drafter
-    decode_prompts: int = Field(4, ge=1)
+    decode_prompts: int = Field(4, ge=1)  # 4 of 64 tokens are some 100 rounds: tau to about 0.2
     decode_tokens: int = Field(64, ge=1)
     temperature: float = Field(0.0, ge=0)
     patience: int | None = Field(None, ge=1)  # checks in a row that may fail to improve; null: no early stopping

@@ -6,6 +6,9 @@
 Without decode checks the held-out expected accepted length takes tau's place, at every evaluation. What is due when is
 a function of the step, and the memory (`state_dict`) is a few numbers that travel with the training state, so a resumed
 run picks the same drafter and stops at the same step as an uninterrupted one.
+
+A few prompts make a noisy measure, and the best of many noisy values looks better than it is: choose by it, but do
+not quote it.
 """
 
 from __future__ import annotations
@@ -77,10 +80,8 @@ class Watch:
         """One line for the end of a run; empty where nothing was checked yet."""
         if self.best is None:
             return ""
-        best = f"best drafter: step {self.best_step}, {self.metric} {self.best:.2f}"
-        if not self.stopped:
-            return best
-        return f"stopped early after {self._failed} checks without improvement; {best}"
+        patience = f"patience of {self.config.patience} checks spent; " if self.stopped else ""
+        return f"{patience}best drafter: step {self.best_step}, {self.metric} {self.best:.2f}"
 
     def _measure(self) -> dict[str, Any]:
         """What makes two values comparable."""
