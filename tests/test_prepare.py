@@ -3,109 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import TOY
 from openai_server import ToyServer, dead_url, serving
 from test_text import byte_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from zygote import Zygote, run_killed, size, write_toy, zygote_in
 
 from outrider.data.responses import beside, read_responses
 from outrider.target import Target, load_target
 from outrider.training.dataset import existing_responses, recipe_samples
 from outrider.training.recipe import Recipe
 
-KILLS = 3
-# Imports once, then forks a child for every command it reads: a process that can be killed, without ten slow starts.
-ZYGOTE = """
-import json, os, sys
-from outrider.cli import main
-print("ready", flush=True)
-for line in sys.stdin:
-    args, log = json.loads(line)
-    child = os.fork()
-    if not child:
-        file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-        os.dup2(file, 1), os.dup2(file, 2)
-        sys.argv = ["outrider", *args]
-        code = 0
-        try:
-            main.main()
-        except SystemExit as end:
-            code = end.code or 0
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-            code = 1
-        sys.stdout.flush()
-        os._exit(code)
-    print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-class Zygote:
-    """Runs commands one after another in processes of their own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.log = folder / "log"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", ZYGOTE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        )  # fmt: skip
-        assert self._read() == "ready"
-
-    def _read(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def run(self, *args: object, kill_when: Callable[[], bool] | None = None) -> tuple[int, str]:
-        """(exit status, output); -9 when it was killed in time."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([list(map(str, args)), str(self.log)]) + "\n")
-        self.process.stdin.flush()
-        child = int(self._read())
-        while kill_when is not None and Path(f"/proc/{child}/stat").exists():
-            if kill_when():
-                os.kill(child, signal.SIGKILL)
-                break
-            time.sleep(0.005)
-        status = int(self._read())
-        return status, self.log.read_text()
+KILLS = 10
 
 
 @pytest.fixture(scope="module")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    zygote = Zygote(tmp_path_factory.mktemp("zygote"))
-    yield zygote
-    assert zygote.process.stdin is not None
-    zygote.process.stdin.close()
-    zygote.process.wait(timeout=10)
+    with zygote_in(tmp_path_factory.mktemp("zygote")) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a random target and 24 conversations of one or two turns (36 turns)."""
-    folder = tmp_path_factory.mktemp("toy")
-    torch.manual_seed(0)
-    tokenizer = byte_tokenizer()
-    model = LlamaForCausalLM(LlamaConfig(**{**TOY, "vocab_size": len(tokenizer), "num_hidden_layers": 2}))
-    for parameter in model.parameters():
-        parameter.data.add_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
-    lines = [{"id": f"c{i}", "turns": ["word " + "abc"[i % 3] * (i % 7 + 1), "more"][: 1 + i % 2]} for i in range(24)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
+    return write_toy(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture(scope="module")
@@ -131,28 +55,23 @@ def command(toy: Path, out: Path, *more: object) -> tuple[object, ...]:
     return ("prepare", "--target", toy / "target", "--prompts", toy / "prompts.jsonl", "--out", out, *fixed, *more)
 
 
-def size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
 def kill_again_and_again(
     zygote: Zygote, whole: Path, args: tuple[object, ...], out: Path, chance: random.Random
 ) -> int:
-    """Run `args` killed at random sizes of the journal until it ends; how many runs died."""
-    killed = 0
-    for _ in range(KILLS):
-        journal = beside(out, "journal")
-        limit = size(journal) + chance.randrange(size(whole) // 3)
-        status, output = zygote.run(*args, kill_when=lambda: size(journal) > limit)  # noqa: B023
-        assert status in (0, -signal.SIGKILL), output
-        killed += status != 0
-        if status == 0:
-            break
+    """Run `args`, killed KILLS times at random moments after random sizes of the journal; how many runs died."""
+    journal = beside(out, "journal")
+
+    def run() -> int:
+        limit = size(journal) + chance.randrange(size(whole) // (2 * KILLS))
+        return run_killed(zygote, args, lambda: size(journal) > limit, chance.random() * 0.05)
+
+    killed = sum(run() for _ in range(KILLS))
     status, output = zygote.run(*args)
     assert status == 0, output
     return killed
 
 
+@pytest.mark.slow
 def test_killed_at_random_points_the_local_engine_ends_with_the_same_bytes(
     zygote: Zygote, toy: Path, tmp_path: Path
 ) -> None:
@@ -162,11 +81,12 @@ def test_killed_at_random_points_the_local_engine_ends_with_the_same_bytes(
     assert "tokens/s in this run" in output and "finished by themselves" in output and "50%" in output
     out = tmp_path / "out.jsonl"
     killed = kill_again_and_again(zygote, tmp_path / "whole.jsonl", command(toy, out), out, random.Random(7))
-    assert killed >= 2
+    assert killed == KILLS
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.jsonl", "whole.jsonl"], "nothing is left behind"
 
 
+@pytest.mark.slow
 def test_killed_at_random_points_servers_end_with_the_same_bytes(
     zygote: Zygote, toy: Path, served: Target, tmp_path: Path
 ) -> None:
@@ -183,7 +103,7 @@ def test_killed_at_random_points_servers_end_with_the_same_bytes(
         assert status == 0 and "36 turns = 36 done" in output, output
         out = tmp_path / "out.jsonl"
         args = command(toy, out, *more)
-        assert kill_again_and_again(zygote, tmp_path / "whole.jsonl", args, out, random.Random(1)) >= 2
+        assert kill_again_and_again(zygote, tmp_path / "whole.jsonl", args, out, random.Random(1)) == KILLS
         assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     status, output = zygote.run(*command(toy, tmp_path / "local.jsonl", "--batch-size", 1))
     assert status == 0

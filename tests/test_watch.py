@@ -30,6 +30,7 @@ from outrider.training.recipe import Recipe, load_recipe
 from outrider.training.setup import Run, prepare
 from outrider.training.state import load_watch
 from outrider.training.step import BlockObjective
+from outrider.training.stepper import Stepper
 from outrider.training.trainer import Trainer
 from outrider.training.vocabulary import choose_draft_ids, inverse_ids
 from outrider.training.watch import Watch
@@ -115,7 +116,7 @@ def test_a_decode_check_between_backward_and_update_leaves_gradients_and_weights
 ) -> None:
     run = make_run(target, samples)
     trainer = Trainer(recipe(Path("unused")), run)
-    run.objective(run.drafter, trainer.batch([(0, [5, 6])], trainer.features, run.samples)).loss.backward()
+    run.objective(run.drafter, trainer.batch([(0, [5, 6])], trainer.held_out, run.held_out)).loss.backward()
     before = weights(run)
     gradients = {n: p.grad.clone() for n, p in run.drafter.named_parameters() if p.grad is not None}
     decode_check(run.drafter, target, run.draft_ids_Vd, first_prompts(run.held_out, 2), 8, temperature=1.0)
@@ -227,14 +228,14 @@ class Killed(BaseException):
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    check = Trainer._check_finite
+    check = Stepper._check_finite
 
-    def checked(self: Trainer, what: str, value: float, now: int) -> None:
+    def checked(self: Stepper, what: str, value: float, now: int) -> None:
         if now == step:
             raise Killed
         check(self, what, value, now)
 
-    monkeypatch.setattr(Trainer, "_check_finite", checked)
+    monkeypatch.setattr(Stepper, "_check_finite", checked)
 
 
 @pytest.mark.parametrize("killed", [3, 7])

@@ -22,6 +22,7 @@ def atomic_directory(destination: Path) -> Iterator[Path]:
         OSError: the disk is full or not writable; what was at `destination` is untouched.
     """
     destination.parent.mkdir(parents=True, exist_ok=True)
+    settle(destination)
     mark = uuid.uuid4().hex[:8]
     staging = destination.parent / f".{destination.name}.{mark}"
     staging.mkdir()  # not mkdtemp: a checkpoint must be readable by whom the umask allows
@@ -50,6 +51,19 @@ def atomic_directory(destination: Path) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def settle(destination: Path) -> None:
+    """Finish what a writer killed inside `atomic_directory` began: its predecessor comes back, its leavings go.
+
+    For the process that writes `destination`, and only one does.
+    """
+    leavings = sorted(destination.parent.glob(f".{destination.name}.????????*"))
+    retired = [path for path in leavings if path.suffix == ".old"]
+    if retired and not destination.exists():
+        retired[0].rename(destination)  # killed between the two renames: it was complete
+    for path in leavings:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from outrider.formats.files import atomic_directory, read_tensors
+from outrider.formats.files import atomic_directory, read_tensors, settle
 from outrider.training.ranks import Ranks, whole
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -59,6 +59,7 @@ def load_state(directory: Path, module: nn.Module, optimizer: torch.optim.Optimi
     Raises:
         ValueError: the state belongs to another recipe, or is damaged.
     """
+    settle(directory)
     if not (directory / "state.json").is_file():
         return 0
     stored = json.loads((directory / "state.json").read_text())

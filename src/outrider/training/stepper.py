@@ -3,7 +3,7 @@
     this rank's share of the step, in micro-batches:  features -> forward -> objective -> backward
     -> gradients reduced over ranks -> clipping -> AdamW
 
-The samples and the loss denominator of a step do not depend on who computes it, so N ranks take the steps that one would.
+The samples and the loss denominator of a step do not depend on who computes it: N ranks take the steps one would.
 """
 
 from __future__ import annotations

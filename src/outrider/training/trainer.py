@@ -112,14 +112,16 @@ class Trainer:
             rate = learning_rate(done - 1, recipe.optimizer)
             log.write(done, "train", {**values, "learning_rate": rate, "seconds": self.seconds})
             log.write(done, "speed", meters.window())
-        with meters.evaluation:
-            if done % recipe.eval_every == 0 or last or self.watch.due(done):
+        if done % recipe.eval_every == 0 or last or self.watch.due(done):
+            with meters.evaluation:
                 self.last_metrics = self.evaluate()
                 log.write(done, "held_out", self.last_metrics)
-            stop = report.stop
-            if self.watch.due(done):
+        stop = report.stop
+        if self.watch.due(done):
+            with meters.evaluation:
                 stop |= self._look(done, log)
-            if done % recipe.save_every == 0 or last or stop:
+        if done % recipe.save_every == 0 or last or stop:
+            with meters.evaluation:
                 self.save(done)
         return stop
 
