@@ -26,6 +26,7 @@ VERBS = {
     "generate": ["PROMPT", "--max-new-tokens", "--temperature", "--show-rounds", "--confidence-threshold"],
     "demo": ["--out", "--eval-samples"],
     "bench-forward": ["--context", "--repeats"],
+    "doctor": ["--target", "--drafter", "--data", "--eval", "--json"],
 }
 Run = Callable[..., tuple[int, str, str]]
 
