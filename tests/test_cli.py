@@ -30,6 +30,7 @@ VERBS = {
     "prepare": ["--target", "--prompts", "--out", "--recipe", "--base-url", "--thinking", "--max-minutes"],
     "inspect": ["PATH", "--target", "--row", "--limit", "--html"],
     "bench-forward": ["--context", "--repeats"],
+    "doctor": ["--target", "--drafter", "--data", "--eval", "--json"],
 }
 Run = Callable[..., tuple[int, str, str]]
 
