@@ -63,7 +63,7 @@ def kill_again_and_again(
 
     def run() -> int:
         limit = size(journal) + chance.randrange(size(whole) // (2 * KILLS))
-        return run_killed(zygote, args, lambda: size(journal) > limit, chance.random() * 0.05)
+        return run_killed(zygote, args, lambda: size(journal) > limit, chance.random() * 0.02)
 
     killed = sum(run() for _ in range(KILLS))
     status, output = zygote.run(*args)
@@ -75,12 +75,13 @@ def kill_again_and_again(
 def test_killed_at_random_points_the_local_engine_ends_with_the_same_bytes(
     zygote: Zygote, toy: Path, tmp_path: Path
 ) -> None:
-    status, output = zygote.run(*command(toy, tmp_path / "whole.jsonl"))
+    single = ("--batch-size", 1)  # as many moments to be killed at as there are turns
+    status, output = zygote.run(*command(toy, tmp_path / "whole.jsonl", *single))
     assert status == 0, output
     assert "36 turns = 36 done + 0 skipped (prompt too long) + 0 failed + 0 waiting" in output
     assert "tokens/s in this run" in output and "finished by themselves" in output and "50%" in output
     out = tmp_path / "out.jsonl"
-    killed = kill_again_and_again(zygote, tmp_path / "whole.jsonl", command(toy, out), out, random.Random(7))
+    killed = kill_again_and_again(zygote, tmp_path / "whole.jsonl", command(toy, out, *single), out, random.Random(7))
     assert killed == KILLS
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.jsonl", "whole.jsonl"], "nothing is left behind"
