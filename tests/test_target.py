@@ -10,7 +10,7 @@ import torch
 from conftest import TOY_CONFIGS, toy_target
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from outrider.data.generation import generate_all
+from outrider.data.generation import generate_batch
 from outrider.sampling import SamplingParams
 from outrider.target import Target, load_target
 from outrider.target import resolve as resolve_module
@@ -45,9 +45,9 @@ def test_left_padded_batch_equals_single_sequences(family: str) -> None:
     target = toy_target(family)
     prompts = [torch.randint(4, 97, (n,)).tolist() for n in (3, 11, 7)]
     params = SamplingParams()
-    together = {r.index: r.tokens for b in generate_all(target, prompts, 12, params, 3) for r in b}
-    alone = [next(iter(generate_all(target, [p], 12, params, 1)))[0].tokens for p in prompts]
-    assert [together[i] for i in range(3)] == alone
+    together = [r.tokens for r in generate_batch(target, prompts, 12, params, [0, 1, 2])]
+    alone = [generate_batch(target, [p], 12, params, [i])[0].tokens for i, p in enumerate(prompts)]
+    assert together == alone
 
 
 def test_packed_linear_equals_f_linear_for_all_row_counts() -> None:
