@@ -45,7 +45,7 @@ TAPS, SCALE = (0, 2, 3), torch.tensor([1.0, 2.0, 3.0])
 def train(out: Path, name: str, ranks: Ranks = ALONE, target: Target | None = None, **changes: Any) -> Trainer:
     """A whole run on the toy target, or its continuation."""
     settings = recipe(out, **{**SETTINGS[name], **changes})
-    run = make_run(target or toy_target(), precision=getattr(torch, settings.precision))
+    run = make_run(target or toy_target(), precision=settings.precision)
     trainer = Trainer(settings, run, ranks)
     trainer.train()
     return trainer

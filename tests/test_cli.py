@@ -30,6 +30,8 @@ VERBS = {
     "prepare": ["--target", "--prompts", "--out", "--recipe", "--base-url", "--thinking", "--max-minutes"],
     "inspect": ["PATH", "--target", "--row", "--limit", "--html"],
     "bench-forward": ["--context", "--repeats"],
+    "bench-objective": ["--anchors", "--vocab", "--hidden"],
+    "bench-training": ["RECIPE", "--responses", "--precision"],
     "doctor": ["--target", "--drafter", "--data", "--eval", "--json"],
 }
 Run = Callable[..., tuple[int, str, str]]

@@ -233,10 +233,10 @@ def test_a_signal_saves_the_state_and_sets_the_status(tmp_path: Path) -> None:
     def at_step_three(trainer: Trainer) -> None:
         step = trainer.stepper._step
 
-        def signalled(number: int) -> object:
+        def signalled(number: int, *rest: object) -> object:
             if number == 2:
                 os.kill(os.getpid(), signal.SIGINT)
-            return step(number)
+            return step(number, *rest)
 
         trainer.stepper._step = signalled  # type: ignore[method-assign, assignment]
 

@@ -23,7 +23,7 @@ from outrider.training.objective import ObjectiveConfig
 from outrider.training.optimizer import learning_rate
 from outrider.training.recipe import Recipe
 from outrider.training.setup import Run
-from outrider.training.step import BlockObjective
+from outrider.training.step import BlockObjective, Precision
 from outrider.training.trainer import Trainer
 from outrider.training.vocabulary import choose_draft_ids, inverse_ids
 
@@ -41,7 +41,7 @@ def recipe(out: Path, **changes: Any) -> Recipe:
     return Recipe.model_validate({**fields, **changes})
 
 
-def make_run(target: Target, head: str = "vanilla", precision: torch.dtype = torch.float32) -> Run:
+def make_run(target: Target, head: str = "vanilla", precision: Precision = "float32") -> Run:
     samples = toy_samples(14)
     config = toy_config(draft_vocab_size=60, markov_head_type=head)
     torch.manual_seed(0)

@@ -58,7 +58,7 @@ def toy_recipe() -> Recipe:
 
 def test_every_variant_trains_on_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     target, recipe = toy_target(), toy_recipe()
-    monkeypatch.setattr("outrider.training.setup.mask_token_id", lambda *_: 3)  # the toy target has no tokenizer
+    monkeypatch.setattr("outrider.training.drafter.mask_token_id", lambda *_: 3)  # the toy target has no tokenizer
     found = training_speed(recipe, target, toy_samples(8), ["float32", "bfloat16"], steps=3)
     assert [(f.variant, f.precision) for f in found] == [
         ("straightforward", "float32"),
