@@ -1,4 +1,4 @@
-"""Conversations of every shape, data sets, tools and templates, later turns on the exact tokens, packing, the split."""
+"""Conversations of every shape, data sets, tools and templates, later turns on the exact tokens, the split."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from test_text import CHAT_TEMPLATE, byte_tokenizer
 
 from outrider.data.chat import Chat, render, render_text
 from outrider.data.conversations import Conversation, Turn, parse_row
-from outrider.data.packing import pack
 from outrider.data.prompts import load_prompts
 from outrider.data.samples import Reply, Sample, join_turns
 from outrider.training.dataset import recipe_prompts, split_samples
@@ -207,36 +206,6 @@ def test_a_template_that_rewrites_the_response_makes_a_sample_of_its_own() -> No
     other_stop = chat_of()
     first, prompts = later(other_stop, [5, other_stop.tokenizer.eos_token_id])
     assert len(prompts) == 1, "the template writes <|im_end|> where the target wrote <|end|>"
-
-
-def test_every_document_is_packed_once_and_no_row_is_too_long() -> None:
-    chance = random.Random(0)
-    for limit, count in ((64, 200), (10, 30), (100, 1)):
-        lengths = [chance.randrange(1, 80) for _ in range(count)]
-        plan = pack(lengths, limit)
-        assert sorted(d for row in plan.rows for d in row.documents) == list(range(count))
-        for row in plan.rows:
-            assert row.length == sum(lengths[d] for d in row.documents)
-            assert row.length <= limit or len(row.documents) == 1
-            for document, start, following in zip(
-                row.documents, row.starts, [*row.starts[1:], row.length], strict=True
-            ):
-                assert following - start == lengths[document], "documents lie end to end"
-        assert plan == pack(lengths, limit)
-        fewest = sum(min(n, limit) for n in lengths) / limit
-        assert len(plan.rows) <= 11 / 9 * max(fewest, sum(n > limit / 2 for n in lengths)) + 1
-
-
-def test_packing_waste_and_edges() -> None:
-    assert [row.documents for row in pack([4, 6, 5, 5, 10], 10).rows] == [(4,), (1, 0), (2, 3)]
-    assert pack([4, 6, 5, 5, 10], 10).waste == 0.0
-    assert pack([8, 8], 10).waste == 0.0 and pack([8, 4], 10).waste == pytest.approx(0.25)
-    assert pack([], 10).rows == () and pack([], 10).waste == 0.0
-    assert [row.length for row in pack([30, 1], 10).rows] == [30, 1]
-    with pytest.raises(ValueError, match="document 1 has no tokens"):
-        pack([3, 0], 10)
-    with pytest.raises(ValueError, match="max_row_tokens=0"):
-        pack([3], 0)
 
 
 def one(name: str) -> Sample:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from outrider.data.conversations import Conversation
 from outrider.data.generation import generate_batch, plan_batches
 from outrider.data.prompts import load_prompts, shipped_sets
 from outrider.data.regeneration import Regeneration, regenerate
-from outrider.data.responses import beside, read_responses
+from outrider.data.responses import beside, read_responses, sole_writer
 from outrider.data.samples import Reply, Sample, join_turns
 from outrider.data.sources import LocalSource, RegenerationConfig
 from outrider.sampling import SamplingParams
@@ -401,3 +402,19 @@ def test_library_functions_become_prompts_without_being_imported() -> None:
     for prompt in prompts:
         code = str(prompt.turns[0]).split("```python\n")[1].removesuffix("\n```")
         assert code.startswith("def ") and code.count('"""') >= 2
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def second() -> None:
+        with sole_writer(tmp_path / "r.jsonl"):
+            order.append("second")
+
+    other = threading.Thread(target=second)
+    with sole_writer(tmp_path / "r.jsonl"):
+        other.start()
+        other.join(timeout=0.3)
+        order.append("first")
+    other.join()
+    assert order == ["first", "second"]

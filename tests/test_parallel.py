@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -258,3 +259,26 @@ def test_devices_that_cannot_be_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"'cuda:0' names one GPU for 2 ranks; use device=cuda"), join("cuda:0"):
         pass
+
+
+def test_two_threads_see_one_schedule() -> None:
+    """Prefetching asks for steps while the trainer does."""
+    samples = toy_samples(3000)
+    for attempt in range(3):
+        shared = Schedule(samples, 1, 30, attempt, anchors_per_step=100)
+        start = threading.Barrier(2)
+
+        def ask(shared: Schedule = shared, start: threading.Barrier = start) -> None:
+            start.wait()
+            shared.step(0)
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        alone = Schedule(samples, 1, 30, attempt, anchors_per_step=100)
+        epochs = len(alone._deal(0)) + len(alone._deal(1))
+        assert [shared.step(s) for s in range(epochs - 3, epochs + 3)] == [
+            alone.step(s) for s in range(epochs - 3, epochs + 3)
+        ]

@@ -18,12 +18,12 @@ from test_text import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.data.chat import Chat
-from outrider.data.completions import Unusable, parse
+from outrider.data.completions import Unusable, parse, retry_after
 from outrider.data.conversations import Conversation
 from outrider.data.regeneration import Regeneration, regenerate
 from outrider.data.responses import beside, read_responses
 from outrider.data.samples import Reply
-from outrider.data.servers import ServerConfig, ServerSource, _retry_after
+from outrider.data.servers import ServerConfig, ServerSource
 from outrider.data.sources import LocalSource, RegenerationConfig, Request
 from outrider.target import Target
 
@@ -147,9 +147,9 @@ def test_retry_after_is_honoured(target: Target, tmp_path: Path) -> None:
     with serving(ToyServer(target, fault, retry_after="0.5")) as toy:
         ask(target, tmp_path / "r.jsonl", [toy.url], concurrency=1)
     assert times[1] - times[0] >= 0.5
-    assert _retry_after("2.5") == 2.5 and _retry_after("soon") is None and _retry_after(None) is None
-    assert _retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
-    later = _retry_after("Wed, 21 Oct 2099 07:28:00 GMT")
+    assert retry_after("2.5") == 2.5 and retry_after("soon") is None and retry_after(None) is None
+    assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
+    later = retry_after("Wed, 21 Oct 2099 07:28:00 GMT")
     assert later is not None and later > 1e9
 
 

@@ -16,6 +16,7 @@ from outrider.drafters import DSpark
 from outrider.drafters.packed import PackedDrafter
 from outrider.formats import load_drafter
 from outrider.target import Target
+from outrider.training.batches import build_batch
 from outrider.training.features import FeatureSource, measure_tap_scale
 from outrider.training.initialize import initialize_from_target
 from outrider.training.metrics import held_out_metrics
@@ -140,7 +141,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pyt
 def test_another_recipe_may_not_resume(tmp_path: Path) -> None:
     target = toy_target()
     Trainer(recipe(tmp_path), make_run(target)).train(stop_after=2)
-    with pytest.raises(ValueError, match=r"another recipe \(seed differ\)"):
+    with pytest.raises(ValueError, match=r"another recipe or version \(seed differ\)"):
         Trainer(recipe(tmp_path, seed=5), make_run(target)).train()
 
 
@@ -180,4 +181,8 @@ def test_held_out_metrics_are_products_of_agreement() -> None:
     trainer = Trainer(recipe(Path("unused")), run)
     metrics = trainer.evaluate()
     assert 1 <= metrics["expected_length_greedy"] <= 1 + run.drafter.config.gamma
-    assert held_out_metrics(run.drafter, run.objective, [trainer.batch([(0, [9])], trainer.held_out, run.held_out)])
+    assert held_out_metrics(
+        run.drafter,
+        run.objective,
+        [build_batch([(0, [9])], run.held_out, [trainer.held_out[0]], run.drafter.config.gamma)],
+    )

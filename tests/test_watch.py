@@ -19,6 +19,7 @@ from outrider.drafters.attention import BlockLayout
 from outrider.drafters.packed import PackedDrafter
 from outrider.formats import Checkpoint, load_drafter, save_drafter
 from outrider.target import Target
+from outrider.training.batches import build_batch
 from outrider.training.curves import plot_training, read_metrics
 from outrider.training.dataset import Dataset
 from outrider.training.decode_check import decode_check, first_prompts
@@ -116,7 +117,9 @@ def test_a_decode_check_between_backward_and_update_leaves_gradients_and_weights
 ) -> None:
     run = make_run(target, samples)
     trainer = Trainer(recipe(Path("unused")), run)
-    run.objective(run.drafter, trainer.batch([(0, [5, 6])], trainer.held_out, run.held_out)).loss.backward()
+    run.objective(
+        run.drafter, build_batch([(0, [5, 6])], run.held_out, [trainer.held_out[0]], run.drafter.config.gamma)
+    ).loss.backward()
     before = weights(run)
     gradients = {n: p.grad.clone() for n, p in run.drafter.named_parameters() if p.grad is not None}
     decode_check(run.drafter, target, run.draft_ids_Vd, first_prompts(run.held_out, 2), 8, temperature=1.0)

@@ -106,10 +106,10 @@ def compare_command(
     """Held-out expected accepted length of a trained drafter with features in each dtype."""
     console = Console()
     chosen, run = _prepare(recipe, overrides, None, console)
-    checkpoint = load_drafter(drafter or Path(chosen.out) / "drafter")
+    checkpoint = load_drafter(drafter or Path(chosen.out) / "drafter", run.target.device)
     ids = checkpoint.draft_ids_Vd
     if ids is None:
-        ids = torch.arange(run.target.vocab_size)
+        ids = torch.arange(run.target.vocab_size, device=run.target.device)
     objective = BlockObjective(
         run.target, ids, inverse_ids(ids, run.target.vocab_size), ObjectiveConfig(**chosen.objective.model_dump())
     )

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from outrider.cli.runtime import load, set_up
 from outrider.data.chat import Chat
 from outrider.data.regeneration import Regeneration
-from outrider.data.responses import beside
+from outrider.data.responses import beside, sole_writer
 from outrider.training.dataset import make_responses
 from outrider.training.recipe import DataSection, PromptSource, load_recipe
 
@@ -104,7 +104,7 @@ def run(data: DataSection, target: str, path: Path, seed: int, device: str, cons
         TimeElapsedColumn(),
     )
     started = time.monotonic()
-    with Progress(*columns, console=console) as bar:
+    with sole_writer(path), Progress(*columns, console=console) as bar:
         task = bar.add_task("responses", total=None, tokens=0)
         made = make_responses(
             data,

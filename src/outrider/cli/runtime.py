@@ -23,7 +23,7 @@ def load(
     dtype: torch.dtype | None = None,
     place: Callable[[Any], None] = lambda model: None,
 ) -> Target:
-    """The target on a device. `dtype` null: float32 on a CPU (bf16 is emulated there), bfloat16 elsewhere."""
+    """The target on a device. `dtype` null: float32 on a CPU (most emulate bf16), bfloat16 elsewhere."""
     if dtype is None:
         dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     return load_target(target, dtype, device, place)

@@ -10,6 +10,8 @@ Where a server gives text only, the text is split into tokens again, which need 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from outrider.data.chat import Chat
@@ -90,3 +92,17 @@ def _ids(value: object) -> list[int]:
     if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
         raise ValueError("token ids that are not a list of numbers")
     return list(value)
+
+
+def retry_after(header: str | None) -> float | None:
+    """Seconds from a Retry-After header, which holds seconds or a date."""
+    if header is None:
+        return None
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, (parsedate_to_datetime(header) - datetime.now(timezone.utc)).total_seconds())
+    except (ValueError, TypeError):
+        return None

@@ -13,9 +13,11 @@ not depend on how often the run was interrupted. Tokens, not text, so that the l
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,15 @@ class ResponseFile:
                 f"{path} was made with other settings ({dict(found)}) than the recipe's ({self.settings}). "
                 "Point data.responses to another file, or delete this one."
             )
+
+
+@contextmanager
+def sole_writer(path: Path) -> Iterator[None]:
+    """Wait until no other process completes the responses at `path`; the lock of one that died is free."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _write_atomically(path: Path, entries: Iterable[Mapping[str, object]]) -> None:

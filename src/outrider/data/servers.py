@@ -18,14 +18,12 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
 
 from outrider.data.chat import Chat
-from outrider.data.completions import Unusable, parse, payload
+from outrider.data.completions import Unusable, parse, payload, retry_after
 from outrider.data.responses import Failure
 from outrider.data.samples import Reply
 from outrider.data.sources import RegenerationConfig, Request
@@ -208,7 +206,7 @@ class _Pool:
                 return None
             if got.status_code not in (408, 425, 429) and got.status_code < 500:
                 return self._failure(job, reason)
-            wait = _retry_after(got.headers.get("Retry-After"))
+            wait = retry_after(got.headers.get("Retry-After"))
             if wait is not None or got.status_code == 429:
                 pause = _delay(source.config, job.attempts + 1) if wait is None else wait
                 server.rest_until = max(server.rest_until, time.monotonic() + pause)
@@ -237,17 +235,3 @@ class _Pool:
 
 def _delay(config: ServerConfig, attempt: int) -> float:
     return min(_BACKOFF_CAP, config.backoff * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
-
-
-def _retry_after(header: str | None) -> float | None:
-    """Seconds from a Retry-After header, which holds seconds or a date."""
-    if header is None:
-        return None
-    try:
-        return max(0.0, float(header))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, (parsedate_to_datetime(header) - datetime.now(timezone.utc)).total_seconds())
-    except (ValueError, TypeError):
-        return None

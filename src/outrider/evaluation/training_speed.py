@@ -23,11 +23,12 @@ from outrider.drafters import DFlash, DSpark, DSparkConfig
 from outrider.evaluation.straightforward import StraightforwardObjective
 from outrider.target import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
+from outrider.training.drafter import drafter_config
 from outrider.training.features import FeatureSource, measure_tap_scale
 from outrider.training.initialize import initialize_from_target
 from outrider.training.objective import ObjectiveConfig
+from outrider.training.optimizer import build_optimizer
 from outrider.training.recipe import Recipe
-from outrider.training.setup import drafter_config
 from outrider.training.step import BlockObjective, Precision
 from outrider.training.vocabulary import choose_draft_ids, inverse_ids
 
@@ -94,9 +95,7 @@ def _stepper(
 ) -> Callable[[BlockBatch], float]:
     """One training step on a drafter of its own, with the trainer's optimizer; returns the loss."""
     config = recipe.optimizer
-    optimizer = torch.optim.AdamW(
-        drafter.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.95), fused=True
-    )
+    optimizer = build_optimizer(drafter, config)
 
     def step(batch: BlockBatch) -> float:
         loss = loss_of(drafter, batch)

@@ -205,7 +205,7 @@ def load_target(
 
     Args:
         id_or_dir: a local directory, a hub id, or "SmolLM2-135M-Instruct" (see target/resolve.py).
-        dtype: float32 on a CPU (bf16 is emulated there); bfloat16 is usual on a GPU.
+        dtype: float32 on a CPU (most emulate bf16, see linear.py); bfloat16 is usual on a GPU.
         place: called with the model before it moves to `device`, to shard its layers.
 
     Raises:

@@ -60,15 +60,16 @@ class Schedule:
         self.anchors_per_sequence = anchors_per_sequence
         self.anchors_per_step = anchors_per_step
         self.seed = seed
-        self._epochs: list[int] = []  # steps in each epoch seen so far
+        # Two threads ask (prefetch.py): what they store for an epoch must not depend on who came first.
+        self._epochs: dict[int, int] = {}  # steps in each epoch seen so far
         self._dealt: tuple[int, list[list[int]]] = (-1, [])  # the latest epoch, dealt
 
     def step(self, step: int) -> list[Chosen]:
         """[(sample index, anchor positions ascending)] of a step."""
         epoch = 0
         while True:
-            if epoch == len(self._epochs):
-                self._epochs.append(len(self._deal(epoch)))
+            if epoch not in self._epochs:
+                self._epochs[epoch] = len(self._deal(epoch))
             if step < self._epochs[epoch]:
                 return [(i, self.anchors(i, epoch)) for i in self._deal(epoch)[step]]
             step -= self._epochs[epoch]
@@ -76,9 +77,10 @@ class Schedule:
 
     def _deal(self, epoch: int) -> list[list[int]]:
         """The samples of every step of an epoch."""
-        if self._dealt[0] != epoch:
+        dealt, steps = self._dealt
+        if dealt != epoch:
             order = torch.randperm(len(self.samples), generator=_generator(self.seed, epoch)).tolist()
-            steps: list[list[int]] = [[]]
+            steps = [[]]
             anchors = 0
             for index in order:
                 steps[-1].append(index)
@@ -86,8 +88,9 @@ class Schedule:
                 if self._full(len(steps[-1]), anchors):
                     steps.append([])
                     anchors = 0
-            self._dealt = (epoch, steps[:-1] or steps)
-        return self._dealt[1]
+            steps = steps[:-1] or steps
+            self._dealt = (epoch, steps)
+        return steps
 
     def _full(self, sequences: int, anchors: int) -> bool:
         if self.anchors_per_step is not None:

@@ -20,10 +20,11 @@ from outrider.data.chat import Chat
 from outrider.data.conversations import Conversation
 from outrider.data.prompts import iterate_prompts
 from outrider.data.regeneration import Regeneration, regenerate
-from outrider.data.responses import beside, read_responses
+from outrider.data.responses import beside, read_responses, sole_writer
 from outrider.data.samples import Reply, Sample, join_turns
 from outrider.data.servers import ServerConfig, ServerSource
 from outrider.data.sources import LocalSource, RegenerationConfig
+from outrider.formats.files import settle
 from outrider.target import Target
 from outrider.training.recipe import DataSection, Recipe
 
@@ -157,10 +158,13 @@ def recipe_samples(recipe: Recipe, target: Target, on_progress: Progress = no_pr
     path = responses_path(recipe)
     # Once training has begun its samples are fixed, or a resumed run would not be the same run.
     # And the main rank alone, which comes here, cannot decode with a target that is spread over all.
-    fixed = target.sharded or (Path(recipe.out) / "state" / "state.json").is_file()
-    if data.prompts and not fixed:
-        make_responses(data, Chat.of(target), target, recipe.seed, path, on_progress)
-    settings, replies = existing_responses(path, target)
+    state = Path(recipe.out) / "state"
+    settle(state)  # a killed writer may have left it under another name
+    fixed = target.sharded or (state / "state.json").is_file()
+    with sole_writer(path):  # the processes of `outrider features write` come here one after another
+        if data.prompts and not fixed:
+            make_responses(data, Chat.of(target), target, recipe.seed, path, on_progress)
+        settings, replies = existing_responses(path, target)
     if data.prompts:
         wanted = {c.id: len(c.turns) for c in recipe_prompts(data)}
         replies = [r for r in replies if r.turn < wanted.get(r.id, 0)]

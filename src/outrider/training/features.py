@@ -26,7 +26,7 @@ from outrider.target import Target
 
 PACK_TOKENS = 2048  # of one packed prefill: matrix products are at full speed, and temporaries stay below 100 MB
 _HEAD_CHUNK = 64
-_LARGEST = 65504.0  # float16's largest number
+LARGEST_FLOAT16 = 65504.0
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ def _prefill(
     taps_of, hidden_of = target.prefill_packed([s.tokens[:-1] for s in group], taps)
     result = []
     for sample, raw_SLD, all_SD in zip(group, taps_of, hidden_of, strict=True):
-        hidden_RD = all_SD[sample.anchors].float().clamp_(-_LARGEST, _LARGEST).to(dtype)
-        scaled_SLD = (raw_SLD.float() / tap_scale_L[:, None]).clamp_(-_LARGEST, _LARGEST)
+        hidden_RD = all_SD[sample.anchors].float().clamp_(-LARGEST_FLOAT16, LARGEST_FLOAT16).to(dtype)
+        scaled_SLD = (raw_SLD.float() / tap_scale_L[:, None]).clamp_(-LARGEST_FLOAT16, LARGEST_FLOAT16)
         result.append(Features(scaled_SLD.to(dtype), hidden_RD, *logit_summary(target, hidden_RD)))
     return result
 

@@ -21,7 +21,7 @@ class MetricsLog:
         whole = [line for line in kept if line.endswith("\n")]  # a killed process may have cut the last one
         path.write_text("".join(line for line in whole if json.loads(line)["step"] <= first))
         self.file = path.open("a")
-        self.board = SummaryWriter(str(out / "tensorboard"), purge_step=first)
+        self.board = SummaryWriter(str(out / "tensorboard"), purge_step=first + 1)
 
     def write(self, step: int, group: str, values: dict[str, float]) -> None:
         """An entry; none where there are no values."""

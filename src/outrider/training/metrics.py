@@ -8,19 +8,37 @@ The teacher-forced product is exactly what decoding measures, because a sequenti
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from outrider.data.samples import Sample
 from outrider.drafters.dflash import DFlash
-from outrider.training.batches import BlockBatch
+from outrider.training.batches import BlockBatch, Schedule, build_batch
+from outrider.training.features import Features
 from outrider.training.step import BlockObjective, scatter
 
 
 def survival(acceptance_NK: Tensor) -> Tensor:
     """Chance that position k is reached and accepted: the running product."""
     return acceptance_NK.cumprod(-1)
+
+
+class FeaturesByIndex(Protocol):
+    """A list of features, or a source that computes them."""
+
+    def __getitem__(self, index: int, /) -> Features: ...
+
+
+def held_out_batches(
+    samples: Sequence[Sample], features: FeaturesByIndex, gamma: int, anchors_per_sample: int
+) -> Iterator[BlockBatch]:
+    """One batch per sample, at the same anchors whenever it is asked for."""
+    schedule = Schedule(samples, 1, anchors_per_sample, seed=0)
+    for index in range(len(samples)):
+        yield build_batch([(index, schedule.anchors(index, 0))], samples, [features[index]], gamma)
 
 
 @torch.no_grad()

@@ -53,7 +53,7 @@ class DataSection(_Section):
 
 
 class DrafterSection(_Section):
-    """A new drafter; with `start_from`, fields that are not set are those of the checkpoint (training/start.py)."""
+    """A new drafter; with `start_from`, fields that are not set are those of the checkpoint (training/drafter.py)."""
 
     start_from: str | None = None  # a drafter directory to go on from, relative to the recipe or to where you are
     algorithm: Literal["dflash", "dspark"] = "dspark"
@@ -100,6 +100,12 @@ class FeaturesSection(_Section):
     dtype: Literal["bf16", "int8", "fp8"] = "bf16"  # on disk; int8 and fp8 with a scale per row
     max_gb: float | None = Field(None, gt=0)  # keep at most this much on disk, as a window that training refreshes
     shard_tokens: int = Field(16384, ge=1)  # one shard is in memory while it is written
+
+    @model_validator(mode="after")
+    def _window_is_a_store(self) -> FeaturesSection:
+        if self.mode == "online" and self.max_gb is not None:
+            raise ValueError("max_gb bounds a store on disk: set mode to store, or leave max_gb out")
+        return self
 
 
 class WatchSection(_Section):

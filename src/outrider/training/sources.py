@@ -7,6 +7,7 @@ store, max_gb set  a directory of bounded size that training fills itself      F
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,6 +59,10 @@ def open_features(
     plan = recipe_plan(recipe, target, samples, taps, tap_scale_L)
     if section.max_gb is None:
         return FeatureStore(store_directory(recipe), plan, samples, target.device, memory)
+    if rank == 0:  # windows of another number of processes would stand beside the budget
+        for stale in store_directory(recipe).glob("window-*-of-*"):
+            if not stale.name.endswith(f"-of-{world_size}"):
+                shutil.rmtree(stale, ignore_errors=True)
     directory = store_directory(recipe) / f"window-{rank}-of-{world_size}"
     budget = int(section.max_gb * 2**30) // world_size
     return FeatureWindow(directory, plan, target, samples, memory, budget, section.shard_tokens)

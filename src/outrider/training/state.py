@@ -66,7 +66,7 @@ def load_state(directory: Path, module: nn.Module, optimizer: torch.optim.Optimi
     different = sorted(k for k in settings if stored["settings"].get(k) != settings[k])
     if different:
         raise ValueError(
-            f"{directory} was written by another recipe ({', '.join(different)} differ). "
+            f"{directory} was written by another recipe or version ({', '.join(different)} differ). "
             "Choose another out=..., or delete that directory to start again."
         )
     tensors = read_tensors(directory / "state.safetensors")

@@ -21,12 +21,11 @@ from torch import Tensor
 
 from outrider.data.samples import Sample
 from outrider.target import Target
-from outrider.training.features import Features, logit_summary
+from outrider.training.features import LARGEST_FLOAT16, Features, logit_summary
 
 StoreDtype = Literal["bf16", "int8", "fp8"]
 STORED = {"bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _LARGEST_STORED = {"int8": 127.0, "fp8": 448.0}
-_LARGEST = 65504.0  # float16's largest number, the type in memory
 # Names in a safetensors header, in the order in which its tensors lie in the file (widest first).
 _HEADER_NAMES = {
     torch.float32: "F32",
@@ -77,7 +76,7 @@ def _decode_rows(name: str, stored: Mapping[str, Tensor]) -> Tensor:
     x_XD = stored[name].float()
     if f"{name}_scale" in stored:
         x_XD = x_XD * stored[f"{name}_scale"][..., None]
-    return x_XD.clamp_(-_LARGEST, _LARGEST).half()  # bf16 rounds 65504 up to 65536
+    return x_XD.clamp_(-LARGEST_FLOAT16, LARGEST_FLOAT16).half()  # bf16 rounds 65504 up to 65536
 
 
 def shapes(size: Extent, taps: int, hidden: int, dtype: StoreDtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

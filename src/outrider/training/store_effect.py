@@ -5,16 +5,15 @@ float16 features -> encode -> decode -> held-out metrics of a trained drafter
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from outrider.data.samples import Sample
 from outrider.drafters.dflash import DFlash
 from outrider.target import Target
-from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.features import Features, compute_features
-from outrider.training.metrics import held_out_metrics
+from outrider.training.metrics import held_out_batches, held_out_metrics
 from outrider.training.step import BlockObjective
 from outrider.training.store_codec import StoreDtype, decode, encode
 
@@ -29,13 +28,12 @@ def store_effect(
 ) -> dict[str, dict[str, float]]:
     """{"float16": metrics, dtype: metrics, ...} on fixed anchors of `samples`."""
     taps, scale_L = drafter.config.target_layer_ids, drafter.tap_scale_L
-    schedule = Schedule(samples, 1, anchors_per_sample, seed=0)
     with torch.no_grad():
         exact = list(compute_features(target, samples, taps, scale_L))
         versions = {"float16": exact} | {d: [decode(encode(target, f, d)) for f in exact] for d in dtypes}
 
-    def batches(features: Sequence[Features]) -> Iterator[BlockBatch]:
-        for index in range(len(samples)):
-            yield build_batch([(index, schedule.anchors(index, 0))], samples, [features[index]], drafter.config.gamma)
+    def metrics(features: Sequence[Features]) -> dict[str, float]:
+        batches = held_out_batches(samples, features, drafter.config.gamma, anchors_per_sample)
+        return held_out_metrics(drafter, objective, batches)
 
-    return {name: held_out_metrics(drafter, objective, batches(features)) for name, features in versions.items()}
+    return {name: metrics(features) for name, features in versions.items()}

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.data.samples import Sample
 from outrider.formats import Checkpoint, save_drafter, versions
-from outrider.training.batches import BlockBatch, Chosen, Schedule, build_batch
-from outrider.training.features import FeatureCache, FeatureSource
+from outrider.training.features import FeatureSource
 from outrider.training.log import MetricsLog, SilentLog, progress_bar
-from outrider.training.metrics import held_out_metrics
+from outrider.training.metrics import held_out_batches, held_out_metrics
 from outrider.training.optimizer import learning_rate
 from outrider.training.parallel import whole_drafter
 from outrider.training.ranks import Ranks
@@ -37,7 +34,16 @@ _FREE_TO_CHANGE: Any = {
     **dict.fromkeys(("out", "threads", "device", "feature_cache_gb", "log_every", "eval_every", "save_every"), True),
     **dict.fromkeys(("parallel", "shard_target", "compile", "watch"), True),
     "features": {"directory", "max_gb", "shard_tokens"},
+    # The samples themselves are compared; who made them, and how fast, does not matter.
+    "data": {"base_urls", "served_model", "chat_api", "concurrency", "timeout", "retries", "batch_size", "max_minutes"},
     "optimizer": {"max_anchors_per_forward", "max_context_per_forward", "checkpoint_activations"},
+}
+
+_NOT_RECORDED: Any = {  # places and addresses, which a published checkpoint should not name
+    "out": True,
+    "data": {"prompts", "responses", "base_urls"},
+    "features": {"directory"},
+    "drafter": {"start_from"},
 }
 
 
@@ -128,34 +134,30 @@ class Trainer:
     def _look(self, step: int, log: MetricsLog) -> bool:
         """Let the watch judge the drafter; only the main rank decodes, unless the target needs them all."""
         checkpoint = self.checkpoint(step)
-        stop = False
-        if self.ranks.main or self.run.target.sharded:
+
+        def judge() -> bool:
             look = self.watch.look(step, checkpoint.drafter, self.last_metrics)
             log.write(step, "decode", look.decode)
             if look.best and self.ranks.main:
                 checkpoint.metadata["decode"] = look.decode
                 save_drafter(checkpoint, self.out / "best")
-            stop = self.watch.stopped
-        return self.ranks.from_main(lambda: stop)
+            return self.watch.stopped
 
-    def batch(self, chosen: list[Chosen], features: FeatureCache, samples: Sequence[Sample]) -> BlockBatch:
-        return build_batch(chosen, samples, [features[i] for i, _ in chosen], self.run.drafter.config.gamma)
+        if not self.run.target.sharded:
+            return self.ranks.from_main(judge)
+        stop = judge()  # with a sharded target a forward of one rank is a forward of all
+        return self.ranks.from_main(lambda: stop)
 
     def evaluate(self) -> dict[str, float]:
         """Held-out metrics on fixed anchors. Every rank computes all of them: a sharded target needs them all."""
-        schedule = Schedule(self.run.held_out, 1, _HELD_OUT_ANCHORS, seed=0)
-
-        def batches() -> Iterator[BlockBatch]:
-            for index in range(len(self.run.held_out)):
-                yield self.batch([(index, schedule.anchors(index, 0))], self.held_out, self.run.held_out)
-
-        return held_out_metrics(whole_drafter(self.run.drafter), self.run.objective, batches())
+        drafter = whole_drafter(self.run.drafter)
+        batches = held_out_batches(self.run.held_out, self.held_out, drafter.config.gamma, _HELD_OUT_ANCHORS)
+        return held_out_metrics(drafter, self.run.objective, batches)
 
     def save(self, step: int) -> None:
         """Write OUT/drafter and OUT/state, each atomically; a collective."""
         checkpoint = self.checkpoint(step)
-        if self.ranks.main:
-            save_drafter(checkpoint, self.out / "drafter")
+        self.ranks.from_main(lambda: save_drafter(checkpoint, self.out / "drafter"))
         memory = self.watch.state_dict()
         save_state(
             self.out / "state", self.run.drafter, self.stepper.optimizer, step, self.settings, self.ranks, memory
@@ -164,7 +166,7 @@ class Trainer:
     def checkpoint(self, step: int) -> Checkpoint:
         """The drafter as it is, gathered from all ranks, with how it was made; a collective."""
         metadata = {
-            "recipe": self.recipe.model_dump(mode="json", exclude={"out": True, "data": {"prompts", "responses"}}),
+            "recipe": self.recipe.model_dump(mode="json", exclude=_NOT_RECORDED),
             "target": self.run.target.name,
             "step": step,
             "ranks": self.ranks.world,
