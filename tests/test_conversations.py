@@ -100,7 +100,8 @@ def test_a_directory_with_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.warns(UserWarning, match="1 of 5 rows passed over; the first: row 3: messages: no user message"):
         found = load_prompts(folder)
     assert found == [Conversation(f"chats-{i + 1}", (f"q{i}",)) for i in (0, 1, 3, 4)]
-    assert load_prompts(f"hf:{folder}:test") == found[:1] and load_prompts(folder, limit=2) == found[:2]
+    assert load_prompts(f"hf:{folder}:test") == [Conversation("chats-test-1", ("q0",))], "its ids are its own"
+    assert load_prompts(folder, limit=2) == found[:2]
     sections = DataSection(prompts=[PromptSource(path=f"hf:{folder}", limit=2)])
     assert recipe_prompts(sections) == found[:2]
     other = data_set(tmp_path / "texts", [{"text": "a"}])

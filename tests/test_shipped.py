@@ -248,7 +248,9 @@ def test_package_writes_a_card_of_what_was_measured(run: Run, toy: Path, tmp_pat
     for fact in ("1,234 conversations", "56,789 response tokens", "* poems of one word", "20 steps of 20", "2.35"):
         assert fact in body, fact
     assert "--tasks chat.jsonl --max-new-tokens 8 --confidence-threshold 0.25 --temperature 0.0" in body
-    assert f"Slower than plain decoding on chat (temperature {float(first.speedup >= 1)})" in body
+    warned = next((line for line in body.splitlines() if "Slower than plain decoding" in line), "")
+    for temperature, result in ((0.0, results[0]), (1.0, results[1])):
+        assert (f"chat (temperature {temperature})" in warned) == (result.tasks[0].speedup < 1)
     assert "licence applies" in body and "## Confidences" not in body
     assert str(tmp_path) not in card and str(toy) not in card, "no paths of this machine"
     generated = run("generate", "hi", "--target", toy / "target", "--max-new-tokens", 4)

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.runtime import load, set_up
-from outrider.data.responses import read_responses
 from outrider.data.samples import join_turns
 from outrider.evaluation.objective_memory import MemoryCase, MemoryResult, measure_apart, relative_errors
 from outrider.evaluation.plots import plot_objective_memory
@@ -22,6 +21,7 @@ from outrider.evaluation.results import machine
 from outrider.evaluation.training_speed import StepSpeed, training_speed
 from outrider.formats import versions
 from outrider.target.linear import native_bfloat16
+from outrider.training.dataset import existing_responses, responses_path
 from outrider.training.recipe import load_recipe
 from outrider.training.step import Precision
 
@@ -81,7 +81,7 @@ def bench_objective(
 def bench_training(
     recipe: Annotated[Path, typer.Argument(help="a recipe: drafter, objective and optimizer settings")],
     overrides: Annotated[list[str] | None, typer.Argument(help="fields to change, as for train")] = None,
-    responses: Annotated[Path, typer.Option(help="responses.jsonl of a training run")] = Path("responses.jsonl"),
+    responses: Annotated[Path | None, typer.Option(help="a responses file; the recipe's own by default")] = None,
     precision: Annotated[
         list[str] | None, typer.Option(help="float32, bfloat16 or both (where the CPU has it)")
     ] = None,
@@ -93,11 +93,10 @@ def bench_training(
     """Supervised tokens per second of whole training steps, ours and the straightforward one taking turns."""
     chosen = load_recipe(recipe, overrides or [])
     precisions = _precisions(precision or list(_PRECISIONS if native_bfloat16() else _PRECISIONS[:1]))
-    if not responses.is_file():
-        raise ValueError(f"no responses file {responses}; outrider train writes one as OUT/responses.jsonl.")
     set_up(threads or chosen.threads)
     target = load(chosen.target, chosen.device)
-    samples = join_turns(read_responses(responses)[1])[: (steps + 1) * chosen.optimizer.sequences_per_step]
+    _, replies = existing_responses(responses or responses_path(chosen), target)
+    samples = join_turns(replies)[: (steps + 1) * chosen.optimizer.sequences_per_step]
     found = training_speed(chosen, target, samples, precisions, steps)
     if full_vocabulary and found[0].draft_vocab < target.vocab_size:
         whole = chosen.drafter.model_copy(update={"draft_vocab_size": None})

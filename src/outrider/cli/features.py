@@ -42,7 +42,7 @@ MaxBytes = Annotated[int | None, typer.Option(help="keep at most this much, as a
 
 @app.command("plan")
 def plan_command(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Say exactly how large the recipe's store will be; writes nothing to it."""
+    """Say exactly how large the recipe's store will be. Writes no features; makes responses that are missing."""
     console = Console()
     chosen, run = _prepare(recipe, overrides, None, console)
     _describe(chosen, run, _plan(chosen, run), console)
@@ -139,6 +139,8 @@ def _plan(recipe: Recipe, run: Run) -> StorePlan:
 def _process(shard: int | None, of: int | None) -> tuple[int, int]:
     number = int(os.environ.get("RANK", 0)) if shard is None else shard
     count = int(os.environ.get("WORLD_SIZE", 1)) if of is None else of
+    if count < 1:
+        raise ValueError(f"--of {count} must be at least 1.")
     if not 0 <= number < count:
         raise ValueError(f"--shard {number} --of {count}: processes are numbered 0 to {count - 1}.")
     return number, count

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from outrider.data.inspection import Row, html_page, rows_of, terminal_text
-from outrider.data.responses import read_responses
+from outrider.data.responses import beside, read_responses
 from outrider.target.resolve import resolve_model
 
 
@@ -43,13 +43,20 @@ def inspect_responses(
         ValueError: no such file or row, or its target's tokenizer cannot be found.
     """
     if not path.is_file():
-        raise ValueError(f"no responses file {path}; `outrider prepare` makes one.")
+        begun = beside(path, "journal").is_file()
+        raise ValueError(
+            f"no responses file {path}; "
+            + ("the `outrider prepare` that began it has to end." if begun else "`outrider prepare` makes one.")
+        )
     settings, replies = read_responses(path)
     rows = rows_of(replies)
     if row is not None and row >= len(rows):
         raise ValueError(f"{path} has {len(rows)} rows, numbered from 0; there is no row {row}.")
     chosen = range(min(limit, len(rows))) if row is None else [row]
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(target or str(settings["target"])))
+    named = target or settings.get("target")
+    if named is None:
+        raise ValueError(f"{path} does not name its target: give --target.")
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(str(named)))
     summary = [(str(name), str(value)) for name, value in settings.items()] + figures(rows)
     if html is not None:
         html.parent.mkdir(parents=True, exist_ok=True)

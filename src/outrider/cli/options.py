@@ -1,4 +1,4 @@
-"""What options of several verbs mean: which drafter, which policy, which tasks; and a progress bar for them."""
+"""What options of several verbs mean: which drafter, which policy, which tasks; and their progress bars."""
 
 from __future__ import annotations
 
@@ -57,8 +57,15 @@ def recommended_threshold(metadata: Mapping[str, Any]) -> float | None:
 
 
 def split_names(names: str) -> list[str]:
-    """`a, b` -> ["a", "b"]"""
-    return [name.strip() for name in names.split(",")]
+    """`a, b` -> ["a", "b"]
+
+    Raises:
+        ValueError: no name in it.
+    """
+    found = [name.strip() for name in names.split(",") if name.strip()]
+    if not found:
+        raise ValueError(f"{names!r} names no task file or shipped set.")
+    return found
 
 
 @contextmanager
@@ -68,3 +75,18 @@ def counting(console: Console, title: str) -> Iterator[Callable[[str, int, int],
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(title, total=None)
         yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
+
+
+@contextmanager
+def responding(console: Console) -> Iterator[Callable[[int, int, int], None]]:
+    """A progress bar for responses, there once any are asked for; gives what moves it: (turns done, total, tokens)."""
+    columns = (
+        TextColumn("[bold]responses"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("responses", total=None, tokens=0, visible=False)
+        yield lambda done, total, tokens: bar.update(task, completed=done, total=total, tokens=tokens, visible=True)

@@ -17,6 +17,7 @@ from outrider.formats import METADATA, load_drafter, save_drafter
 from outrider.scheduling import ThresholdPolicy
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_FILES = {"config.json", "model.safetensors", "README.md", METADATA}
 
 
 def package_command(
@@ -35,8 +36,11 @@ def package_command(
     """Write a drafter with half-size weights, its metadata and a README.md made from what was measured."""
     if dtype not in _DTYPES:
         raise ValueError(f"--dtype {dtype} is not one of {', '.join(_DTYPES)}.")
-    if out.is_dir() and any(out.iterdir()) and not (out / METADATA).is_file():
-        raise ValueError(f"{out} holds something other than a drafter and would be replaced; choose another place.")
+    if lost := foreign(out):
+        raise ValueError(
+            f"{out} holds something other than a drafter ({', '.join(lost[:3])}) and would be replaced; choose another "
+            "place."
+        )
     checkpoint = load_drafter(drafter)
     if confidence_threshold is not None:
         recommended = {"confidence_threshold": ThresholdPolicy(confidence_threshold).threshold}
@@ -46,6 +50,14 @@ def package_command(
     save_drafter(checkpoint, out, _DTYPES[dtype], model_card(checkpoint, facts))
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     Console().print(f"{out}: {size:.1f} MB, model card in README.md", highlight=False, markup=False, soft_wrap=True)
+
+
+def foreign(out: Path) -> list[str]:
+    """Names of what is at `out`, as no part of a drafter of ours, and would be lost if one were written there."""
+    if not out.is_dir():
+        return [out.name] if out.exists() else []
+    names = sorted(path.name for path in out.iterdir())
+    return [name for name in names if name not in _FILES] if METADATA in names else names
 
 
 def read_results(path: Path) -> Results:

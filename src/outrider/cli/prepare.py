@@ -7,15 +7,17 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from pydantic import ValidationError
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from outrider.cli.options import responding
 from outrider.cli.runtime import load, set_up
 from outrider.data.chat import Chat
 from outrider.data.regeneration import Regeneration
 from outrider.data.responses import beside, sole_writer
-from outrider.training.dataset import make_responses
+from outrider.training.dataset import make_responses, responses_path
 from outrider.training.recipe import DataSection, PromptSource, load_recipe
 
 
@@ -45,11 +47,12 @@ def prepare_command(
     max_turns: Annotated[int | None, typer.Option(min=1, help="turns of each conversation of --prompts")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1)] = None,
     max_minutes: Annotated[float | None, typer.Option(help="stop after this long; run again to go on")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; the recipe's, else cpu")] = None,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     """Regenerate responses for training; a run that was killed goes on where it stopped."""
-    set_up(threads)
+    base = load_recipe(recipe) if recipe else None
+    set_up(threads or (base.threads if base else None))
     given: dict[str, Any] = {
         "base_urls": base_url,
         "served_model": model,
@@ -65,30 +68,39 @@ def prepare_command(
         "top_k": top_k,
         "batch_size": batch_size,
         "max_minutes": max_minutes,
-        "responses": None if out is None else str(out),
     }
     if prompts:
         given["prompts"] = [PromptSource(path=path, limit=limit, max_turns=max_turns) for path in prompts]
     elif limit is not None or max_turns is not None:
         raise ValueError("--limit and --max-turns belong to --prompts; a recipe has its own for each source.")
-    base = load_recipe(recipe) if recipe else None
     chosen = {name: value for name, value in given.items() if value is not None}
-    data = DataSection.model_validate({**(base.data.model_dump() if base else {}), **chosen})
+    there = {**(base.data.model_dump() if base else {}), **chosen}
     name = target or (base.target if base else None)
-    path = data.responses or (f"{base.out}/responses.jsonl" if base else None)
-    if name is None or path is None or not data.prompts:
+    path = out or (responses_path(base) if base else None)
+    if name is None or path is None or not there.get("prompts"):
         missing = "--target" if name is None else "--out" if path is None else "--prompts"
         raise ValueError(f"{missing} is missing: give it, or a --recipe that has it.")
-    run(data, name, Path(path), seed if seed is not None else base.seed if base else 0, device, Console())
+    try:
+        data = DataSection.model_validate({**there, "responses": str(path)})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"--{str(first['loc'][0]).replace('_', '-')} {first['input']}: {first['msg']}.") from error
+    chosen_seed = seed if seed is not None else base.seed if base else 0
+    # A recipe's responses are compared with its precision when it trains.
+    dtype = getattr(torch, base.precision) if base else None
+    run(data, name, path, chosen_seed, device or (base.device if base else "cpu"), dtype, Console())
 
 
-def run(data: DataSection, target: str, path: Path, seed: int, device: str, console: Console) -> None:
+def run(
+    data: DataSection, target: str, path: Path, seed: int, device: str, dtype: torch.dtype | None, console: Console
+) -> None:
     """Complete the responses file and say what came out.
 
     Raises:
-        ValueError: a prompt and its response may not fit the target's context; see `make_responses`.
+        ValueError: a prompt and its response may not fit the target's context, or see `make_responses`.
+        typer.Exit: every request failed; the status is 1.
     """
-    loaded = None if data.base_urls else load(target, device)
+    loaded = None if data.base_urls else load(target, device, dtype)
     chat = Chat.of(loaded) if loaded is not None else Chat.load(target)
     longest = data.max_prompt_tokens + data.max_new_tokens
     if longest > chat.max_context:
@@ -96,25 +108,12 @@ def run(data: DataSection, target: str, path: Path, seed: int, device: str, cons
             f"--max-prompt-tokens + --max-new-tokens is {longest} and {chat.name} reads {chat.max_context} tokens; "
             "lower one of them."
         )
-    columns = (
-        TextColumn("[bold]responses"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[tokens]} tokens"),
-        TimeElapsedColumn(),
-    )
     started = time.monotonic()
-    with sole_writer(path), Progress(*columns, console=console) as bar:
-        task = bar.add_task("responses", total=None, tokens=0)
-        made = make_responses(
-            data,
-            chat,
-            loaded,
-            seed,
-            path,
-            lambda done, total, tokens: bar.update(task, completed=done, total=total, tokens=tokens),
-        )
+    with sole_writer(path), responding(console) as on_progress:
+        made = make_responses(data, chat, loaded, seed, path, on_progress)
     report(made, path, time.monotonic() - started, console)
+    if made.failures and not made.replies:
+        raise typer.Exit(1)
 
 
 def report(made: Regeneration, path: Path, seconds: float, console: Console) -> None:
@@ -138,6 +137,7 @@ def report(made: Regeneration, path: Path, seconds: float, console: Console) -> 
             "server that returns token ids."
         )
     if counts.failed:
-        lines.append(f"reasons of the failures: {beside(path, 'failed')}; the next run asks again")
+        lines.append(f"the first failure: {made.failures[0].reason}")
+        lines.append(f"reasons of all: {beside(path, 'failed')}; the next run asks again")
     for line in [*lines, str(path)]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -12,6 +12,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from outrider.target import Target, load_target
+from outrider.target.model import usable_device
 
 # glibc's mallopt parameters (malloc.h)
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -25,7 +26,7 @@ def load(
 ) -> Target:
     """The target on a device. `dtype` null: float32 on a CPU (most emulate bf16), bfloat16 elsewhere."""
     if dtype is None:
-        dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+        dtype = torch.float32 if usable_device(device).type == "cpu" else torch.bfloat16
     return load_target(target, dtype, device, place)
 
 

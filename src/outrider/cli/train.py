@@ -10,8 +10,8 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from outrider.cli.options import responding
 from outrider.cli.runtime import load, set_up
 from outrider.target import Target
 from outrider.target.linear import native_bfloat16
@@ -74,18 +74,6 @@ def run_training(recipe: Recipe, target: Target, console: Console, ranks: Ranks 
 
 
 def prepare_with_progress(recipe: Recipe, target: Target, console: Console, ranks: Ranks = ALONE) -> Run:
-    columns = (
-        TextColumn("[bold]responses"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[tokens]} tokens"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("responses", total=None, tokens=0)
-        return prepare(
-            recipe,
-            target,
-            lambda done, total, tokens: bar.update(task, completed=done, total=total, tokens=tokens),
-            ranks,
-        )
+    """`prepare` with a progress bar."""
+    with responding(console) as on_progress:
+        return prepare(recipe, target, on_progress, ranks)

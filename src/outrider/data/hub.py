@@ -31,11 +31,12 @@ def dataset_conversations(source: str) -> Iterator[Conversation]:
             f"data set {name!r} has the columns {', '.join(known)}; conversations are looked for in "
             f"{', '.join(_COLUMNS)}. Rename a column, or write the prompts to a JSONL file."
         )
+    label = f"{Path(name).name}-{split}" if split else Path(name).name  # two splits may be used together
     bad = total = 0
     reason = ""
     for total, row in enumerate(rows, start=1):
         try:
-            conversation = parse_row(row, f"{Path(name).name}-{total}")
+            conversation = parse_row(row, f"{label}-{total}")
         except ValueError as error:
             bad, reason = bad + 1, reason or f"row {total}: {error}"
             continue

@@ -48,7 +48,7 @@ def _lines(path: Path) -> Iterator[Conversation]:
             f"{', '.join([*shipped_sets(), stdlib.NAME])}; or {hub.PREFIX}owner/name for a Hugging Face data set."
         )
     empty = True
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, text in enumerate(file, start=1):
             if not text.strip():
                 continue

@@ -66,7 +66,8 @@ def regenerate(
     """Complete the responses file at `path`: a response to every turn of every conversation.
 
     Args:
-        on_progress: called after each commit with (turns done, turns in all, response tokens so far).
+        on_progress: called after each commit, and first for what is there already, with (turns done, turns in all,
+            response tokens so far).
         stop: asked between commits; True ends early with what there is.
 
     Raises:
@@ -96,6 +97,8 @@ def regenerate(
                 summary.skipped += turns_left[conversation.id]
                 continue
             requests.append(request)
+        if summary.done and not new_tokens:
+            on_progress(summary.done, summary.total, summary.tokens)  # what an earlier run did
         for answers in source.answer(requests, config, stop):
             new = [answer for answer in answers if isinstance(answer, Reply)]
             if new:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.data.samples import Reply
+from outrider.target.resolve import canonical_id
 
 # What files without these settings were made with.
 _UNWRITTEN = {"thinking": False, "top_p": 1.0, "top_k": 0, "generator": "outrider"}
@@ -41,7 +42,7 @@ def read_responses(path: Path) -> tuple[dict[str, Any], list[Reply]]:
     """Settings and replies of a responses file; a last line cut short by a crash is ignored.
 
     Raises:
-        ValueError: a malformed line elsewhere (file and line named).
+        ValueError: not a responses file, or a malformed line elsewhere (file and line named).
     """
     settings: dict[str, Any] = {}
     replies: list[Reply] = []
@@ -52,22 +53,41 @@ def read_responses(path: Path) -> tuple[dict[str, Any], list[Reply]]:
         try:
             entry = json.loads(text)
             if number == 1:
-                settings = entry["settings"]
+                settings = dict(entry["settings"])
             else:
-                replies.append(Reply(**entry))
+                replies.append(_reply(entry))
         except (ValueError, TypeError, KeyError) as error:
-            if number == len(lines) and number > 1:
+            if number == 1:
+                raise ValueError(
+                    f"{path} is not a responses file: its first line has no settings. `outrider prepare` "
+                    "makes one; give it a name that is free."
+                ) from error
+            if number == len(lines):
                 break  # no newline after it: the process died while writing this line
             raise ValueError(
                 f"{path}:{number}: not a responses line ({error}). Delete the file to regenerate."
             ) from error
+    if not settings:
+        raise ValueError(f"{path} is empty; `outrider prepare` makes a responses file.")
     return settings, replies
 
 
-def same_settings(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether a file with the settings `found` may be used; what an older file did not note is not compared."""
+def _reply(entry: Mapping[str, Any]) -> Reply:
+    reply = Reply(**entry)
+    if not isinstance(reply.prompt, list) or not isinstance(reply.response, list):
+        raise TypeError("prompt and response must be lists of token ids")
+    return reply
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """What speaks against using a file with the settings `found`; what an older file did not note is not compared."""
     known = {**_UNWRITTEN, **found}
-    return all(known[key] == wanted[key] for key in known.keys() & wanted.keys())
+    return [
+        f"{key} {known[key]!r}, not {wanted[key]!r}"
+        for key in wanted
+        if key in known and known[key] != wanted[key]
+        if key != "target" or canonical_id(str(known[key])) != canonical_id(wanted[key])
+    ]
 
 
 def beside(path: Path, kind: str) -> Path:
@@ -83,6 +103,11 @@ class ResponseFile:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        if path.is_dir():
+            raise ValueError(
+                f"{path} is a directory; name a file for the responses, such as {path / 'responses.jsonl'}."
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)  # now: a place that cannot be should not cost a batch
         self.path, self.settings = path, dict(settings)
         self.journal = beside(path, "journal")
         self.replies: dict[tuple[str, int], Reply] = {}
@@ -97,7 +122,6 @@ class ResponseFile:
         text = json.dumps({"replies": [asdict(reply) for reply in replies]}) + "\n"
         if not self._good_bytes:
             text = json.dumps({"settings": self.settings}) + "\n" + text
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.journal.open("ab") as file:
             file.truncate(self._good_bytes)  # half a line from a run that died
             file.write(text.encode())
@@ -131,7 +155,7 @@ class ResponseFile:
                 if number == 1:
                     self._check(self.journal, entry["settings"])
                 else:
-                    self._add(Reply(**reply) for reply in entry["replies"])
+                    self._add(_reply(reply) for reply in entry["replies"])
             except (KeyError, TypeError, json.JSONDecodeError) as error:
                 raise ValueError(
                     f"{self.journal}:{number}: not a journal line ({error}). Cut the file off there, or delete it."
@@ -142,10 +166,10 @@ class ResponseFile:
         self.replies.update(((reply.id, reply.turn), reply) for reply in replies)
 
     def _check(self, path: Path, found: Mapping[str, Any]) -> None:
-        if not same_settings(found, self.settings):
+        if different := differences(found, self.settings):
             raise ValueError(
-                f"{path} was made with other settings ({dict(found)}) than the recipe's ({self.settings}). "
-                "Point data.responses to another file, or delete this one."
+                f"{path} was made with other settings: {'; '.join(different)}. Set them as they were, or write to "
+                "another file (data.responses, --out)."
             )
 
 
@@ -159,7 +183,6 @@ def sole_writer(path: Path) -> Iterator[None]:
 
 
 def _write_atomically(path: Path, entries: Iterable[Mapping[str, object]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.tmp")
     with staging.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(entry) + "\n" for entry in entries)

@@ -106,7 +106,9 @@ class ServerSource:
     def answer(
         self, requests: Sequence[Request], config: RegenerationConfig, stop: Callable[[], bool]
     ) -> Iterator[list[Reply | Failure]]:
-        """Answers in the order in which they come, each a commit of its own."""
+        """Answers in the order in which they come, each a commit of its own; none once all servers are given up."""
+        if self.trouble:
+            return  # a later turn would wait for them all over again
         jobs = [_Job(request) for request in requests if not request.done]
         loop = asyncio.new_event_loop()
         answers = _Pool(self, config, jobs, stop).run()

@@ -81,12 +81,14 @@ def calibrate(
             f"this {drafter.drafter.algorithm} drafter has no confidence head, so there is nothing to calibrate: train "
             "one with drafter.algorithm=dspark and drafter.enable_confidence_head=true."
         )
+    # All are read before the first is decoded: a mistyped name should not cost minutes.
+    prompts = {task: load_prompts(task, config.max_samples) for task in (*fit_tasks, *tasks)}
     fit: list[Rounds] = []
     measured: list[Rounds] = []
     for task in fit_tasks:
-        fit += collect(target, drafter, task, config, on_progress)
+        fit += collect(target, drafter, task, prompts[task], config, on_progress)
     for task in tasks:
-        found = collect(target, drafter, task, config, on_progress)
+        found = collect(target, drafter, task, prompts[task], config, on_progress)
         if not fit_tasks:
             fit += found[::2]
         measured += found if fit_tasks else found[1::2]
@@ -109,10 +111,14 @@ def calibrate(
 
 
 def collect(
-    target: Target, drafter: PackedDrafter, task: str, config: EvaluationConfig, on_progress: Progress
+    target: Target,
+    drafter: PackedDrafter,
+    task: str,
+    prompts: Sequence[Conversation],
+    config: EvaluationConfig,
+    on_progress: Progress,
 ) -> list[Rounds]:
     """Decode a task with whole blocks verified; one entry per conversation."""
-    prompts = load_prompts(task, config.max_samples)
     conversations = []
     for number, prompt in enumerate(prompts):
         on_progress(Path(task).stem, number, len(prompts))

@@ -195,6 +195,21 @@ class Target:
         return logits
 
 
+def usable_device(name: str | torch.device) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ValueError: PyTorch knows none of that name, or CUDA is not there.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r} is none that PyTorch knows; use cpu, cuda or cuda:1.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {str(name)!r}: PyTorch sees no CUDA device; use cpu.")
+    return device
+
+
 def load_target(
     id_or_dir: str | Path,
     dtype: torch.dtype = torch.float32,
@@ -209,8 +224,9 @@ def load_target(
         place: called with the model before it moves to `device`, to shard its layers.
 
     Raises:
-        ValueError: the model cannot be found, or its family is not supported.
+        ValueError: the model or the device cannot be found, or its family is not supported.
     """
+    device = usable_device(device)
     path = resolve_model(str(id_or_dir))
     family_of(AutoConfig.from_pretrained(path))  # refuse before reading gigabytes
     progress = transformers_logging.is_progress_bar_enabled()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -26,6 +27,7 @@ from outrider.data.servers import ServerConfig, ServerSource
 from outrider.data.sources import LocalSource, RegenerationConfig
 from outrider.formats.files import settle
 from outrider.target import Target
+from outrider.target.resolve import canonical_id
 from outrider.training.recipe import DataSection, Recipe
 
 Progress = Callable[[int, int, int], None]
@@ -51,9 +53,12 @@ def recipe_prompts(data: DataSection) -> list[Conversation]:
         sources.append(list(islice(chosen, source.limit)))
     places = [((i + 0.5) / len(prompts), p) for prompts in sources for i, p in enumerate(prompts)]
     prompts = [p for _, p in sorted(places, key=lambda place: place[0])]
-    repeated = len(prompts) - len({p.id for p in prompts})
+    repeated = [name for name, count in Counter(p.id for p in prompts).items() if count > 1]
     if repeated:
-        raise ValueError(f"{repeated} prompt ids occur more than once in data.prompts; give every prompt its own id.")
+        raise ValueError(
+            f"{len(repeated)} prompt ids occur more than once in data.prompts ({', '.join(repeated[:3])}); give "
+            "every prompt its own id (where it has none, that is its file's name and line: rename one of the files)."
+        )
     return prompts
 
 
@@ -127,8 +132,9 @@ def existing_responses(path: Path, target: Target) -> tuple[dict[str, Any], list
     settings, replies = read_responses(path)
     ours = Chat.of(target)
     theirs = settings.get("chat_template_sha256", ours.template_sha256)
-    if settings.get("target") != ours.name or theirs != ours.template_sha256:
-        what = "chat template" if settings.get("target") == ours.name else f"target {settings.get('target')!r}"
+    same_model = canonical_id(str(settings.get("target"))) == canonical_id(ours.name)
+    if not same_model or theirs != ours.template_sha256:
+        what = "chat template" if same_model else f"target {settings.get('target')!r}"
         raise ValueError(
             f"{path} was made with another {what} than {ours.name!r} has; a drafter learns its own target."
         )
@@ -161,10 +167,10 @@ def recipe_samples(recipe: Recipe, target: Target, on_progress: Progress = no_pr
     state = Path(recipe.out) / "state"
     settle(state)  # a killed writer may have left it under another name
     fixed = target.sharded or (state / "state.json").is_file()
-    with sole_writer(path):  # the processes of `outrider features write` come here one after another
-        if data.prompts and not fixed:
+    if data.prompts and not fixed:
+        with sole_writer(path):  # the processes of `outrider features write` come here one after another
             make_responses(data, Chat.of(target), target, recipe.seed, path, on_progress)
-        settings, replies = existing_responses(path, target)
+    settings, replies = existing_responses(path, target)
     if data.prompts:
         wanted = {c.id: len(c.turns) for c in recipe_prompts(data)}
         replies = [r for r in replies if r.turn < wanted.get(r.id, 0)]

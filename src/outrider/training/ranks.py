@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from outrider.target.model import usable_device
+
 _Found = TypeVar("_Found")
 # Ranks wait for the main one while it regenerates responses; a collective that is merely late must not end the run.
 _TIMEOUT = timedelta(hours=12)
@@ -90,10 +92,8 @@ def join(device: str) -> Iterator[Ranks]:
         ValueError: several ranks are given one numbered CUDA device, or CUDA is not there.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    chosen = torch.device(device)
+    chosen = usable_device(device)
     if chosen.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device {device!r}: PyTorch sees no CUDA device; use device=cpu.")
         if world > 1 and chosen.index is not None:
             raise ValueError(f"device {device!r} names one GPU for {world} ranks; use device=cuda.")
         index = int(os.environ.get("LOCAL_RANK", 0)) if chosen.index is None else chosen.index

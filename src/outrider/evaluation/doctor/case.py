@@ -128,5 +128,9 @@ def read_data(case: Case, path: Path) -> Finding | None:
     try:
         case.settings, case.replies = read_responses(path)
     except (ValueError, OSError) as error:
-        return Finding("data", "readable", fault(str(error), "Training would stop at the same place.", "See there."))
+        remedy = "Give the responses file that `outrider prepare` or `outrider train` wrote."
+        return Finding("data", "readable", fault(str(error), "Training would stop at the same place.", remedy))
+    if not case.replies:
+        meaning = "There is nothing to train on, and nothing to check a drafter with."
+        return Finding("data", "readable", fault("no responses in the file", meaning, "Look at what prepare reported."))
     return None
