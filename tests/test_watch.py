@@ -402,6 +402,8 @@ def test_a_run_goes_on_where_the_drafter_stood(
     assert run.drafter.config == stored.drafter.config and run.reduced
     assert stored.draft_ids_Vd is not None and torch.equal(run.draft_ids_Vd, stored.draft_ids_Vd)
     assert not torch.equal(run.drafter.tap_scale_L, torch.ones(3))
+    (first,) = run.history
+    assert first["step"] == stored.metadata["step"] and first["optimizer"] == stored.metadata["recipe"]["optimizer"]
     before = stored.metadata["held_out"]
     trainer = Trainer(chosen, run)
     after = trainer.evaluate()

@@ -147,6 +147,10 @@ def _data(metadata: Mapping[str, Any], sources: Sequence[str]) -> str:
 def _training(metadata: Mapping[str, Any]) -> str:
     recipe = metadata["recipe"]
     lines = ["## Training", "", f"{metadata['step']:,} steps of {recipe['optimizer']['steps']:,}."]
+    if metadata.get("history"):
+        lines += ["It went on from a drafter that was trained before:", ""]
+        lines += [f"{number}. {_stage(stage)}" for number, stage in enumerate(metadata["history"], start=1)]
+        lines += ["", "The last training:"]
     lines += ["", f"* optimizer: {listed(recipe['optimizer'])}", f"* objective: {listed(recipe['objective'])}"]
     if metadata.get("held_out"):
         lengths = {k: f"{v:.2f}" for k, v in metadata["held_out"].items() if k.startswith("expected_length")}
@@ -154,6 +158,12 @@ def _training(metadata: Mapping[str, Any]) -> str:
     if metadata.get("versions"):
         lines.append(f"* versions: {listed(metadata['versions'])}")
     return "\n".join(lines)
+
+
+def _stage(stage: Mapping[str, Any]) -> str:
+    numbers = {name: value for name, value in stage.items() if name != "optimizer"}
+    rate = stage.get("optimizer", {}).get("learning_rate")
+    return listed({**numbers, **({} if rate is None else {"learning rate": rate})})
 
 
 def _read_calibration(stored: object) -> Calibration:

@@ -11,8 +11,10 @@ target is what this is for.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +32,20 @@ _AUTOMATIC = {"sample_from_anchor", "target_layer_ids", "mask_token"}  # null le
 
 @dataclass(frozen=True)
 class Start:
-    """A drafter to train. `origin` identifies the checkpoint it comes from; "" for a new one."""
+    """A drafter to train. `origin` identifies the checkpoint it goes on from, `history` says how that was made."""
 
     drafter: DFlash
     draft_ids_Vd: Tensor
     origin: str = ""
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+def earlier(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The trainings a checkpoint went through, oldest first: steps, data and optimizer of each."""
+    recipe = metadata.get("recipe", {})
+    last = {name: metadata[name] for name in ("step", "samples", "response_tokens") if name in metadata}
+    last |= {name: recipe[name] for name in ("precision", "optimizer") if name in recipe}
+    return [*metadata.get("history", []), last]
 
 
 def drafter_config(section: DrafterSection, target: Target) -> DFlashConfig:
@@ -113,7 +124,7 @@ def load_start(section: DrafterSection, target: Target, out: Path) -> Start:
     ids = checkpoint.draft_ids_Vd
     ids = torch.arange(target.vocab_size, device=target.device) if ids is None else ids
     files = [(directory / name).read_bytes() for name in ("config.json", "model.safetensors")]
-    return Start(drafter, ids, hashlib.sha256(b"".join(files)).hexdigest())
+    return Start(drafter, ids, hashlib.sha256(b"".join(files)).hexdigest(), earlier(checkpoint.metadata))
 
 
 def _check_agrees(section: DrafterSection, drafter: DFlash, target: Target) -> None:

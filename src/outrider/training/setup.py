@@ -39,6 +39,7 @@ class Run:
     held_out: list[Sample]
     responses: dict[str, Any] = field(default_factory=dict)  # settings of the responses file
     origin: str = ""  # digest of the checkpoint that training goes on from
+    history: list[dict[str, Any]] = field(default_factory=list)  # the trainings behind that checkpoint
 
 
 def prepare(
@@ -76,7 +77,9 @@ def prepare(
         recipe.precision,
     )
     reduced = len(ids) < target.vocab_size
-    return Run(target, start.drafter, objective, ids, reduced, samples, held_out, responses, start.origin)
+    return Run(
+        target, start.drafter, objective, ids, reduced, samples, held_out, responses, start.origin, start.history
+    )
 
 
 def _fresh(config: DFlashConfig, recipe: Recipe, target: Target, samples: list[Sample]) -> Start:

@@ -168,6 +168,7 @@ class Trainer:
         metadata = {
             "recipe": self.recipe.model_dump(mode="json", exclude=_NOT_RECORDED),
             "target": self.run.target.name,
+            "history": self.run.history,
             "step": step,
             "ranks": self.ranks.world,
             "training_seconds_this_process": round(self.seconds, 1),
