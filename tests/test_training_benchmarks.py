@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 
 from outrider.cli.main import app
 from outrider.evaluation.objective_memory import MemoryCase, measure_apart
+from outrider.evaluation.run_speed import run_speed
 from outrider.evaluation.training_speed import training_speed
 from outrider.training.recipe import Recipe
+from outrider.training.step import Precision
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
 
@@ -89,3 +91,15 @@ def test_mistakes_are_named(arguments: list[str], message: str) -> None:
     recipe = str(Path(__file__).parents[1] / "recipes" / "smollm2-135m-dspark.yaml")
     with pytest.raises(ValueError, match=message):
         CliRunner().invoke(app, [a.replace("{recipe}", recipe) for a in arguments], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_run_counts_the_target_too(monkeypatch: pytest.MonkeyPatch, precision: Precision) -> None:
+    monkeypatch.setattr("outrider.training.drafter.mask_token_id", lambda *_: 3)
+    forwards: list[int] = []
+    target = toy_target()
+    target.model.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    straightforward, ours = run_speed(toy_recipe(), target, toy_samples(8), precision, epochs=2)
+    assert (straightforward.variant, ours.variant) == ("straightforward", "outrider") and straightforward.ratio == 1
+    assert len(straightforward.epochs) == len(ours.epochs) == 2 and ours.ratio == ours.whole / straightforward.whole
+    assert len(forwards) >= 8, "the straightforward side runs the target in every step of every epoch"

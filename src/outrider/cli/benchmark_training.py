@@ -18,6 +18,7 @@ from outrider.data.samples import join_turns
 from outrider.evaluation.objective_memory import MemoryCase, MemoryResult, measure_apart, relative_errors
 from outrider.evaluation.plots import plot_objective_memory
 from outrider.evaluation.results import machine
+from outrider.evaluation.run_speed import RunSpeed, run_speed
 from outrider.evaluation.training_speed import StepSpeed, training_speed
 from outrider.formats import versions
 from outrider.target.linear import native_bfloat16
@@ -86,6 +87,7 @@ def bench_training(
         list[str] | None, typer.Option(help="float32, bfloat16 or both (where the CPU has it)")
     ] = None,
     steps: Annotated[int, typer.Option(min=2)] = 7,
+    epochs: Annotated[int, typer.Option(min=0, help="of online training, the target included; 0 for none")] = 2,
     full_vocabulary: Annotated[bool, typer.Option(help="measure the target's whole vocabulary too")] = True,
     out: Annotated[Path | None, typer.Option(help="JSON file for the figures")] = None,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
@@ -102,6 +104,12 @@ def bench_training(
         whole = chosen.drafter.model_copy(update={"draft_vocab_size": None})
         found += training_speed(chosen.model_copy(update={"drafter": whole}), target, samples, precisions, steps)
     Console().print(_speed_table(found))
+    runs: list[RunSpeed] = []
+    for each in precisions if epochs else []:
+        loaded = target if each == "float32" else load(chosen.target, chosen.device, torch.bfloat16)
+        runs += run_speed(chosen, loaded, samples, each, epochs)
+    if runs:
+        Console().print(_run_table(runs))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         settings = {
@@ -110,8 +118,22 @@ def bench_training(
             "optimizer": chosen.optimizer.model_dump(),
             "objective": chosen.objective.model_dump(),
         }
-        figures = {"results": [asdict(speed) for speed in found], "settings": settings}
+        figures = {
+            "results": [asdict(speed) for speed in found],
+            "runs": [asdict(speed) for speed in runs],
+            "settings": settings,
+        }
         out.write_text(json.dumps({**figures, "machine": machine(), "versions": versions()}, indent=1) + "\n")
+
+
+def _run_table(runs: list[RunSpeed]) -> Table:
+    view = Table(title="online training, target included: supervised tokens per second")
+    for heading in ("variant", "precision", "by epoch", "whole run", "against straightforward"):
+        view.add_column(heading, justify="right", no_wrap=True)
+    for run in runs:
+        by_epoch = ", ".join(f"{rate:.0f}" for rate in run.epochs)
+        view.add_row(run.variant, run.precision, by_epoch, f"{run.whole:.0f}", f"{run.ratio:.2f}x")
+    return view
 
 
 def _speed_table(found: list[StepSpeed]) -> Table:

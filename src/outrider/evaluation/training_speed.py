@@ -57,40 +57,62 @@ def training_speed(
     Raises:
         ValueError: too few samples for one step.
     """
-    config = recipe.optimizer
-    if len(samples) < config.sequences_per_step:
-        raise ValueError(
-            f"{len(samples)} usable samples, and a step takes optimizer.sequences_per_step={config.sequences_per_step}."
-        )
-    torch.manual_seed(recipe.seed)
-    shape = drafter_config(recipe.drafter, target)
-    drafter = (DSpark(shape) if isinstance(shape, DSparkConfig) else DFlash(shape)).to(target.device)
-    calibration = samples[:_CALIBRATION]
-    drafter.tap_scale_L.copy_(measure_tap_scale(target, calibration, shape.target_layer_ids))
-    if recipe.drafter.initialize_from_target and target.family.lean:
-        initialize_from_target(drafter, target, calibration)
-    features = FeatureSource(target, samples, shape.target_layer_ids, drafter.tap_scale_L, 2**40)
-    schedule = Schedule(samples, config.sequences_per_step, config.anchors_per_sequence, recipe.seed)
+    contest = Contest.of(recipe, target, samples)
+    drafter, schedule, frozen = contest.drafter, contest.schedule, contest.frozen
+    taps = drafter.config.target_layer_ids
+    features = FeatureSource(target, samples, taps, drafter.tap_scale_L, 2**40)
     batches = []
     for step in range(_WARM_UP + steps):
         chosen = schedule.step(step)
-        batches.append(build_batch(chosen, samples, [features[i] for i, _ in chosen], shape.gamma))
-    ids = choose_draft_ids(samples, target.vocab_size, shape.draft_vocab_size, target.eos_ids).to(target.device)
-    objective = ObjectiveConfig(**recipe.objective.model_dump())
-    frozen = (target, ids, inverse_ids(ids, target.vocab_size), objective)
+        batches.append(build_batch(chosen, samples, [features[n] for n, _ in chosen], drafter.config.gamma))
     variants: dict[tuple[str, Precision], Callable[[BlockBatch], float]] = {}
     for precision in precisions:
         theirs, ours = StraightforwardObjective(*frozen, precision), BlockObjective(*frozen, precision)
-        variants["straightforward", precision] = _stepper(theirs, copy.deepcopy(drafter), recipe)
-        variants["outrider", precision] = _stepper(partial(_loss, ours), copy.deepcopy(drafter), recipe)
-    return _race(variants, batches, len(ids))
+        variants["straightforward", precision] = stepper(theirs, copy.deepcopy(drafter), recipe)
+        variants["outrider", precision] = stepper(partial(block_loss, ours), copy.deepcopy(drafter), recipe)
+    return _race(variants, batches, contest.draft_vocab)
 
 
-def _loss(compute: BlockObjective, drafter: DFlash, batch: BlockBatch) -> Tensor:
+@dataclass(frozen=True)
+class Contest:
+    """What all variants share: the drafter they start from, the schedule, and what surrounds a drafter in training."""
+
+    drafter: DFlash
+    schedule: Schedule
+    frozen: tuple[Target, Tensor, Tensor, ObjectiveConfig]
+
+    @property
+    def draft_vocab(self) -> int:
+        return len(self.frozen[1])
+
+    @classmethod
+    def of(cls, recipe: Recipe, target: Target, samples: Sequence[Sample]) -> Contest:
+        config = recipe.optimizer
+        if len(samples) < config.sequences_per_step:
+            raise ValueError(
+                f"{len(samples)} usable samples, and a step takes optimizer.sequences_per_step="
+                f"{config.sequences_per_step}."
+            )
+        torch.manual_seed(recipe.seed)
+        shape = drafter_config(recipe.drafter, target)
+        drafter = (DSpark(shape) if isinstance(shape, DSparkConfig) else DFlash(shape)).to(target.device)
+        calibration = samples[:_CALIBRATION]
+        drafter.tap_scale_L.copy_(measure_tap_scale(target, calibration, shape.target_layer_ids))
+        if recipe.drafter.initialize_from_target and target.family.lean:
+            initialize_from_target(drafter, target, calibration)
+        schedule = Schedule(
+            samples, config.sequences_per_step, config.anchors_per_sequence, recipe.seed, config.anchors_per_step
+        )
+        ids = choose_draft_ids(samples, target.vocab_size, shape.draft_vocab_size, target.eos_ids).to(target.device)
+        objective = ObjectiveConfig(**recipe.objective.model_dump())
+        return cls(drafter, schedule, (target, ids, inverse_ids(ids, target.vocab_size), objective))
+
+
+def block_loss(compute: BlockObjective, drafter: DFlash, batch: BlockBatch) -> Tensor:
     return compute(drafter, batch).loss
 
 
-def _stepper(
+def stepper(
     loss_of: Callable[[DFlash, BlockBatch], Tensor], drafter: DFlash, recipe: Recipe
 ) -> Callable[[BlockBatch], float]:
     """One training step on a drafter of its own, with the trainer's optimizer; returns the loss."""
