@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from transformers import (
@@ -108,6 +110,14 @@ def toy_samples(count: int, seed: int = 0, vocab: int = 97) -> list[Sample]:
         tokens = torch.randint(4, vocab, (prompt + response,), generator=generator).tolist()
         samples.append(Sample(f"s{i}", tokens, ((prompt, prompt + response),)))
     return samples
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    """A verb run inside a test sets this process's threads; the tests after it should not be slower for that."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -87,7 +87,7 @@ def bench_training(
         list[str] | None, typer.Option(help="float32, bfloat16 or both (where the CPU has it)")
     ] = None,
     steps: Annotated[int, typer.Option(min=2)] = 7,
-    epochs: Annotated[int, typer.Option(min=0, help="of online training, the target included; 0 for none")] = 2,
+    epochs: Annotated[int, typer.Option(min=0, help="of online training, the target included; 0 for none")] = 4,
     full_vocabulary: Annotated[bool, typer.Option(help="measure the target's whole vocabulary too")] = True,
     out: Annotated[Path | None, typer.Option(help="JSON file for the figures")] = None,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
