@@ -9,10 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import TOY, randomise
-from test_text import byte_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from conftest import randomise
+from toy_directory import save_toy_target
 from typer.testing import CliRunner
 
 from outrider.cli import calibrate, evaluate, generate, main
@@ -41,14 +39,7 @@ Run = Callable[..., tuple[int, str, str]]
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a random target (target/), its drafter (drafter/) and one for another target (other/)."""
     directory = tmp_path_factory.mktemp("toy")
-    torch.manual_seed(0)
-    tokenizer = byte_tokenizer()
-    vocab = len(tokenizer)
-    model = LlamaForCausalLM(LlamaConfig(**{**TOY, "vocab_size": vocab, "num_hidden_layers": 5}))
-    for parameter in model.parameters():
-        parameter.data.add_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(directory / "target")
-    tokenizer.save_pretrained(directory / "target")
+    vocab = save_toy_target(directory / "target", layers=5)
     shapes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "head_dim": 8, "markov_rank": 4}
     shapes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_target_layers": 5, "mask_token_id": 3}
     for name, size in (("drafter", vocab), ("other", vocab + 1)):

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import TOY, randomise
+from conftest import randomise
 from test_text import byte_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from toy_directory import save_toy_target
 from typer.testing import CliRunner
 
 from outrider.cli import features, main
@@ -28,13 +27,7 @@ Run = Callable[..., tuple[int, str, str]]
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe with a random target and ten prompts; responses are made by the first command."""
     directory = tmp_path_factory.mktemp("toy")
-    torch.manual_seed(0)
-    tokenizer = byte_tokenizer()
-    model = LlamaForCausalLM(LlamaConfig(**{**TOY, "vocab_size": len(tokenizer), "num_hidden_layers": 5}))
-    for parameter in model.parameters():
-        parameter.data.add_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(directory / "target")
-    tokenizer.save_pretrained(directory / "target")
+    save_toy_target(directory / "target", layers=5)
     prompts = [json.dumps({"id": f"p{i}", "turns": [f"prompt {i}"]}) for i in range(10)]
     (directory / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
     (directory / "recipe.yaml").write_text(

@@ -12,10 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-from conftest import TOY
-from test_text import byte_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from toy_directory import save_toy_target
 
 # Imports once, then forks a child for every command it reads: a process that can be killed, without ten slow starts.
 ZYGOTE = """
@@ -86,13 +83,7 @@ def zygote_in(folder: Path) -> Iterator[Zygote]:
 
 def write_toy(folder: Path) -> Path:
     """A directory with a random target and 24 conversations of one or two turns (36 turns)."""
-    torch.manual_seed(0)
-    tokenizer = byte_tokenizer()
-    model = LlamaForCausalLM(LlamaConfig(**{**TOY, "vocab_size": len(tokenizer), "num_hidden_layers": 2}))
-    for parameter in model.parameters():
-        parameter.data.add_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    save_toy_target(folder / "target", layers=2)
     lines = [{"id": f"c{i}", "turns": ["word " + "abc"[i % 3] * (i % 7 + 1), "more"][: 1 + i % 2]} for i in range(24)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder

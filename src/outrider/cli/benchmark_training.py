@@ -73,7 +73,10 @@ def bench_objective(
         highlight=False,
     )
     out.mkdir(parents=True, exist_ok=True)
-    figures = {"results": [asdict(r) for r in results], "ratio": ratio, "gradient_relative_error": errors}
+    measured = [asdict(r) for r in results]
+    for result in measured:
+        del result["case"]["gradients"]  # a temporary file
+    figures = {"results": measured, "ratio": ratio, "gradient_relative_error": errors}
     environment = {"machine": machine(), "versions": versions()}
     (out / "objective_memory.json").write_text(json.dumps({**figures, **environment}, indent=1) + "\n")
     plot_objective_memory(results, out / "objective_memory.png")
