@@ -72,12 +72,17 @@ def logged(out: Path, *names: str) -> list[float]:
     return [entry[name] for entry in entries if entry["group"] == "train" for name in names]
 
 
-def assert_same_end(a: Path, b: Path, atol: float = 1e-5) -> None:
-    """Weights and moments of two runs."""
+def assert_same_end(a: Path, b: Path, tolerance: float = 1e-3) -> None:
+    """Weights and moments of two runs, each tensor as a whole.
+
+    Sums in another order differ in their last bits, and AdamW divides a gradient near zero by its own size: a single
+    element can move by a good part of a learning rate. A wrong step moves whole tensors, by several per cent.
+    """
     left, right = (load_file(out / "state" / "state.safetensors") for out in (a, b))
     assert set(left) == set(right)
     for name, tensor in left.items():
-        torch.testing.assert_close(right[name], tensor, atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        distance = (right[name] - tensor).norm() / tensor.norm().clamp(min=1e-12)
+        assert distance < tolerance, f"{name}: relative distance {distance:.1e}"
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
@@ -162,7 +167,7 @@ def test_a_watch_or_a_signal_on_any_rank_stops_all_of_them(two: Path, tmp_path: 
     assert [json.loads((two / f"stopped{rank}.json").read_text()) for rank in (0, 1)] == [signal.SIGTERM] * 2
     Trainer(recipe(tmp_path / "whole"), make_run(toy_target())).train()
     Trainer(recipe(two / "signalled"), make_run(toy_target())).train()
-    assert_same_end(tmp_path / "whole", two / "signalled", atol=1e-4)
+    assert_same_end(tmp_path / "whole", two / "signalled")
 
 
 def test_the_command_runs_under_torchrun(toy: Path, tmp_path: Path) -> None:  # noqa: F811

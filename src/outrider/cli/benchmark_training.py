@@ -42,18 +42,20 @@ def bench_objective(
     vocab: Annotated[int, typer.Option(min=64)] = 151_936,
     hidden: Annotated[int, typer.Option(min=1)] = 2560,
     rank: Annotated[int, typer.Option(min=1, help="of the sequential head")] = 256,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16: head and vocabulary-sized products")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="of head and vocabulary-sized products: float32, bfloat16, float64 (exact gradients)")
+    ] = "float32",
     device: str = "cpu",
     out: Annotated[Path, typer.Option(help="directory for the figures and the plot")] = Path("runs/bench-objective"),
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     """Peak memory of one forward and backward of the objective, each in a process of its own."""
-    (precision,) = _precisions([dtype])
+    if dtype not in (*_PRECISIONS, "float64"):
+        raise ValueError(f"dtype {dtype!r} is not one of: {', '.join(_PRECISIONS)}, float64.")
     set_up(threads)
     console = Console()
-    largest = MemoryCase(
-        "ours", anchors, gamma, vocab, hidden, rank, precision, device, threads=torch.get_num_threads()
-    )
+    threads_used = torch.get_num_threads()
+    largest = MemoryCase("ours", anchors, gamma, vocab, hidden, rank, cast("Any", dtype), device, threads=threads_used)
     results: list[MemoryResult] = []
     with tempfile.TemporaryDirectory() as place:
         files = {variant: Path(place) / f"{variant}.safetensors" for variant in ("ours", "straightforward")}

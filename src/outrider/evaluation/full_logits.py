@@ -25,13 +25,13 @@ def full_logit_objective(
 ) -> Tensor:
     """The weighted mean; labels index the draft vocabulary (None: the whole one), -1 outside it."""
     with torch.no_grad():
-        target_logits_NV = target_logits_NV.float()
+        target_logits_NV = target_logits_NV.to(torch.promote_types(target_logits_NV.dtype, torch.float32))
         p_t = (target_logits_NV - target_logits_NV.logsumexp(-1, keepdim=True)).exp_()
         if draft_ids_Vd is not None:
             p_t = p_t[:, draft_ids_Vd]
         del target_logits_NV
         outside = 1 - p_t.sum(-1)
-    logits_NVd = logits_NVd.float()
+    logits_NVd = logits_NVd.to(torch.promote_types(logits_NVd.dtype, torch.float32))
     # As precise as log_softmax is not: it sums plainly on a CPU, off by 1e-5 over 150,000 terms.
     log_p_d = logits_NVd - logits_NVd.logsumexp(-1, keepdim=True)
     del logits_NVd

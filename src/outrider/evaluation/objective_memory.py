@@ -35,7 +35,11 @@ _CHECK_ROWS = 64  # of the head's log-sum-exp, while the inputs are made
 
 @dataclass(frozen=True)
 class MemoryCase:
-    """One measurement. `dtype` is that of head and products; `gradients` names a file to write them to."""
+    """One measurement. `dtype` is that of head and products; `gradients` names a file to write them to.
+
+    float64 is there for the gradients: in float32 the total variation's gradient jumps wherever rounding decides
+    which of two probabilities is the larger, on either side.
+    """
 
     variant: Literal["ours", "straightforward"]
     anchors: int
@@ -43,7 +47,7 @@ class MemoryCase:
     vocab: int
     hidden: int
     rank: int = 256
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     device: str = "cpu"
     threads: int = 1
     gradients: str | None = None
@@ -95,18 +99,19 @@ class _Inputs:
 
 def _inputs(case: MemoryCase, positions: int) -> _Inputs:
     """Hidden states with peaked, similar distributions on both sides, as late in training."""
-    dtype = torch.bfloat16 if case.dtype == "bfloat16" else torch.float32
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    work = torch.promote_types(dtype, torch.float32)
     generator = torch.Generator(case.device).manual_seed(0)
 
     def rand(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=case.device)
+        return torch.randn(*shape, generator=generator, device=case.device, dtype=work)
 
     head_VH = torch.empty(case.vocab, case.hidden, dtype=dtype, device=case.device)
     for rows in head_VH.split(4096):
         rows.copy_(rand(len(rows), case.hidden) * (4 / case.hidden**0.5))  # logits of standard deviation 4
     target_NH = rand(positions, case.hidden).to(dtype)
     trained = {
-        "hidden": (target_NH.float() + 0.3 * rand(positions, case.hidden)),
+        "hidden": (target_NH.to(work) + 0.3 * rand(positions, case.hidden)),
         "latent": rand(positions, case.rank),
         "w2": rand(case.vocab, case.rank) * (0.3 / case.rank**0.5),
         "confidence": rand(positions),
@@ -116,7 +121,7 @@ def _inputs(case: MemoryCase, positions: int) -> _Inputs:
     for rows in target_NH.split(_CHECK_ROWS):
         logits = torch.zeros(len(rows), case.vocab, dtype=dtype, device=case.device)
         head.add_logits(logits, rows)
-        lse.append(logits.float().logsumexp(-1))
+        lse.append(logits.to(work).logsumexp(-1))
         argmax.append(logits.argmax(-1))
     labels = torch.cat(argmax)
     view = TargetView(target_NH, torch.cat(lse), labels, labels)
