@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.drafters import Proposal
-from outrider.sampling import RandomSource, SamplingParams, SeenTokens, warp
+from outrider.drafters import DraftCall, Proposal
+from outrider.sampling import SamplingParams, warp
 from outrider.target import Target
 
 GAMMA = 7
@@ -18,26 +18,8 @@ GAMMA = 7
 class _State:
     """Counts the features it is given: a drafter must hear of every committed token once, and of no other."""
 
-    def __init__(self, drafter: Oracle, capacity: int) -> None:
-        self.drafter, self.capacity, self.length = drafter, capacity, 0
-
-    def extend(self, taps_TLD: Tensor) -> None:
-        self.length += len(taps_TLD)
-        assert self.length <= self.capacity
-
-    def propose(
-        self,
-        anchor: int,
-        params: SamplingParams,
-        seen: SeenTokens,
-        source: RandomSource,
-        limit: int | None = None,
-        floor: float = 0.0,
-    ) -> Proposal:
-        tokens = self.drafter.block(self.length, anchor, limit)
-        probs_KV = torch.zeros(len(tokens), self.drafter.target.vocab_size)
-        probs_KV[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.long)] = 1.0
-        return Proposal(tokens, probs_KV, [0.9] * len(tokens))
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.length = capacity, 0
 
 
 class Oracle:
@@ -51,8 +33,24 @@ class Oracle:
         self.random = random.Random(seed)
         self.taps, self.block_size = (1,), GAMMA
 
-    def new_state(self, capacity: int) -> _State:
-        return _State(self, capacity)
+    def new_session(self, capacity: int) -> _State:
+        return _State(capacity)
+
+    def extend(self, sessions: Sequence[_State], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
+        assert taps_TLD is not None and len(taps_TLD) == sum(map(len, tokens))
+        for session, part in zip(sessions, tokens, strict=True):
+            assert list(part) == self.text[session.length : session.length + len(part)], "tokens and features differ"
+            session.length += len(part)
+            assert session.length <= session.capacity
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+        return [self._propose(call) for call in calls]
+
+    def _propose(self, call: DraftCall) -> Proposal:
+        tokens = self.block(call.session.length, call.anchor, call.limit)
+        probs_KV = torch.zeros(len(tokens), self.target.vocab_size)
+        probs_KV[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.long)] = 1.0
+        return Proposal.of(tokens, probs_KV, [0.9] * len(tokens))
 
     def block(self, length: int, anchor: int, limit: int | None) -> list[int]:
         assert self.text[length] == anchor, "the anchor is not the token after the committed features"
@@ -69,8 +67,26 @@ class SelfDrafter:
         self.taps, self.block_size = (1,), gamma
         self.memory: dict[tuple[int, ...], Tensor] = {}
 
-    def new_state(self, capacity: int) -> _SelfState:
-        return _SelfState(self)
+    def new_session(self, capacity: int) -> list[int]:
+        return []
+
+    def extend(self, sessions: Sequence[list[int]], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
+        for session, part in zip(sessions, tokens, strict=True):
+            session.extend(part)
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+        return [self._propose(call) for call in calls]
+
+    def _propose(self, call: DraftCall) -> Proposal:
+        context = (*call.session, call.anchor)
+        tokens: list[int] = []
+        rows = []
+        for _ in range(min(self.block_size, call.limit or 0)):
+            row = self.row(context)
+            rows.append(row)
+            tokens.append(call.source.choose(row))
+            context = (*context, tokens[-1])
+        return Proposal.of(tokens, torch.stack(rows), [])
 
     def row(self, tokens: tuple[int, ...]) -> Tensor:
         if tokens not in self.memory:
@@ -79,34 +95,3 @@ class SelfDrafter:
             assert logits is not None
             self.memory[tokens] = warp(logits[0, -1], self.params)
         return self.memory[tokens]
-
-
-class _SelfState:
-    def __init__(self, drafter: SelfDrafter) -> None:
-        self.drafter = drafter
-        self.tokens: list[int] = []
-
-    def extend(self, taps_TLD: Tensor) -> None:
-        pass
-
-    def propose(
-        self,
-        anchor: int,
-        params: SamplingParams,
-        seen: SeenTokens,
-        source: RandomSource,
-        limit: int | None = None,
-        floor: float = 0.0,
-    ) -> Proposal:
-        # One request decodes from its prompt, so the text so far is the prompt and what `commit` made of it: the test
-        # keeps responses no longer than one block, and drafts only once, right after the prompt.
-        context = tuple(self.drafter.prompt)
-        if anchor != context[-1] or self.tokens:
-            return Proposal([], torch.empty(0), [])
-        rows = []
-        for _ in range(min(self.drafter.block_size, limit or 0)):
-            row = self.drafter.row(context)
-            rows.append(row)
-            self.tokens.append(source.choose(row))
-            context = (*context, self.tokens[-1])
-        return Proposal(self.tokens, torch.stack(rows), [])

@@ -92,12 +92,12 @@ def serve(packed: PackedDrafter, target: Target, sample: Sample, ids: Tensor) ->
         assert lane.anchor == tokens[at]
         following = tokens[at + 1 : at + 1 + gamma]
         lane.source = Forced(following, inverse_ids(ids, target.vocab_size))
-        proposal = lane.draft(0.0)
-        row = lane.score(proposal.tokens)
+        (proposal,) = lane.draft(0.0)
+        (row,) = lane.score([proposal.tokens])
         matching = 0  # a token outside the draft vocabulary cannot be forced: decoding never gets past it
         found[at] = torch.full((gamma,), torch.nan)
         for k in range(len(following)):
-            found[at][k] = torch.minimum(row(k), proposal.probs_KV[k]).sum()
+            found[at][k] = torch.minimum(row(k), proposal.row(k)).sum()
             if proposal.tokens[k] != following[k]:
                 break
             matching += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch import Tensor
 from outrider.decoding import StopRules, generate
 from outrider.drafters import DFlash
 from outrider.drafters.attention import BlockLayout
-from outrider.drafters.packed import DraftState, PackedDrafter
+from outrider.drafters.packed import DraftSession, PackedDrafter
 from outrider.formats import Checkpoint, load_drafter, save_drafter
 from outrider.formats.dialects import default_taps
 from outrider.target import Target
@@ -105,16 +106,16 @@ def test_served_blocks_equal_the_reference_over_rounds(tmp_path: Path, window: i
     generator = torch.Generator().manual_seed(5)
     taps_TLD = 5 * torch.randn(sum(ROUNDS), 3, 32, generator=generator)
     cache, start = _make_cache(model.config), 0
-    states = [packed_before.new_state(64), packed_after.new_state(64)]
+    states = [(packed, packed.new_session(64)) for packed in (packed_before, packed_after)]
     seen: list[Tensor] = []
     for count in ROUNDS:
         new, start = taps_TLD[start : start + count], start + count
         anchor = int(torch.randint(4, 97, (), generator=generator))
         expected = reference_block(model, target, new, anchor, start, cache)
-        for state in states:
-            state.extend(new)
-            assert state.length == start
-            torch.testing.assert_close(state.block_hidden(anchor), expected, atol=TOLERANCE, rtol=0)
+        for packed, session in states:
+            packed.extend([session], [[0] * count], new)
+            assert session.length == start
+            torch.testing.assert_close(packed.block_hidden([session], [anchor])[0], expected, atol=TOLERANCE, rtol=0)
         seen.append(expected)
     assert (seen[0] - seen[1]).abs().max() > 0.1, "blocks that do not differ would prove nothing"
 
@@ -156,13 +157,13 @@ def test_whole_decoding_equals_the_references_round_by_round(
     ours: list[tuple[int, Tensor]] = []
     theirs: list[tuple[int, Tensor]] = []
 
-    def block_hidden(state: DraftState, anchor: int) -> Tensor:
-        hidden = inner(state, anchor)
-        ours.append((state.length, hidden))
+    def block_hidden(packed: PackedDrafter, sessions: Sequence[DraftSession], anchors: Sequence[int]) -> Tensor:
+        hidden = inner(packed, sessions, anchors)
+        ours.append((sessions[0].length, hidden[0]))
         return hidden
 
-    inner = DraftState.block_hidden
-    monkeypatch.setattr(DraftState, "block_hidden", block_hidden)
+    inner = PackedDrafter.block_hidden
+    monkeypatch.setattr(PackedDrafter, "block_hidden", block_hidden)
     draft = reference(tmp_path)
     draft.register_forward_hook(
         lambda module, args, kwargs, output: theirs.append(

@@ -358,16 +358,12 @@ def test_a_leaking_mask(healthy: Path, target: Target, monkeypatch: pytest.Monke
     assert "visibility by index" in findings["leak"].meaning
 
 
-def drops_context(self: packed.DraftState, taps_TLD: Tensor) -> None:
-    end = self.length + len(taps_TLD)
-    for i, (k, v) in enumerate(self.packed.features(torch.zeros_like(taps_TLD), self.length)):
-        self.keys[i][:, self.length : end] = k.transpose(0, 1)
-        self.values[i][:, self.length : end] = v.transpose(0, 1)
-    self.length = end
+def drops_context(self: packed.PackedDrafter, taps_TLD: Tensor, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return FEATURES(self, torch.zeros_like(taps_TLD), positions_T)
 
 
-def shifted_features(self: packed.PackedDrafter, taps_TLT: Tensor, start: int) -> list[tuple[Tensor, Tensor]]:
-    return FEATURES(self, taps_TLT, start + 4)
+def shifted_features(self: packed.PackedDrafter, taps_TLD: Tensor, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return FEATURES(self, taps_TLD, positions_T + 4)
 
 
 FEATURES = packed.PackedDrafter.features
@@ -377,10 +373,8 @@ FEATURES = packed.PackedDrafter.features
 def test_a_drafter_that_serves_otherwise_than_it_trained(
     healthy: Path, target: Target, monkeypatch: pytest.MonkeyPatch, bug: str
 ) -> None:
-    if bug == "context":
-        monkeypatch.setattr(packed.DraftState, "extend", drops_context)
-    else:
-        monkeypatch.setattr(packed.PackedDrafter, "features", shifted_features)
+    broken = drops_context if bug == "context" else shifted_features
+    monkeypatch.setattr(packed.PackedDrafter, "features", broken)
     assert faults(diagnose(healthy, target, "serving")) == {"trained = served"}
 
 

@@ -59,9 +59,9 @@ def made(**changes: object) -> Checkpoint:
 def served(found: Checkpoint) -> Tensor:
     """Draft logits of one block after eleven committed tokens, through the serving path."""
     packed = PackedDrafter(found.drafter, toy_target(), found.draft_ids_Vd)
-    state = packed.new_state(32)
-    state.extend(4 * torch.randn(11, 3, 32, generator=torch.Generator().manual_seed(4)))
-    return packed.head(state.block_hidden(9))
+    session = packed.new_session(32)
+    packed.extend([session], [[0] * 11], 4 * torch.randn(11, 3, 32, generator=torch.Generator().manual_seed(4)))
+    return packed.head(packed.block_hidden([session], [9])[0])
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,7 +6,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafters.chain import sample_chain
+from outrider.drafters.base import DraftCall
+from outrider.drafters.chain import ChainHeads, sample_chain
 from outrider.drafters.sequential import ConfidenceHead, VanillaMarkov, build_sequential_head
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens, warp
 
@@ -160,8 +161,11 @@ def test_chain_reports_what_it_samples(kind: str | None, draft_ids: list[int] | 
 
     def draft() -> tuple[list[int], Tensor, list[float]]:
         source = SeededSource(3)
-        proposal = sample_chain(lambda: base_KVd, hidden_KH, anchor, head, confidence, params, seen, source, ids_Vd)
-        return proposal.tokens, proposal.probs_KV, proposal.confidences
+        heads = ChainHeads(V, head, confidence, ids_Vd)
+        call = DraftCall(None, anchor, params, seen, source)
+        (proposal,) = sample_chain(lambda _: base_KVd, hidden_KH[None], [call], heads)
+        rows = [proposal.row(k).double() for k in range(K)]  # one-hot rows are float32, whatever the logits
+        return proposal.tokens, torch.stack(rows), proposal.confidences
 
     tokens, probs_KV, confidences = draft()
     assert draft()[0] == tokens  # `seen` was not changed by drafting
@@ -186,11 +190,11 @@ def test_chain_reports_what_it_samples(kind: str | None, draft_ids: list[int] | 
 def test_proposal_can_be_cut() -> None:
     source, seen = SeededSource(0), SeenTokens(V)
     confidence = ConfidenceHead(H, R, with_markov=False)
-    proposal = sample_chain(
-        lambda: torch.randn(K, V), torch.randn(K, H), 0, None, confidence, SamplingParams(), seen, source
-    )
+    call = DraftCall(None, 0, SamplingParams(), seen, source)
+    hidden_1KH = torch.randn(1, K, H)
+    (proposal,) = sample_chain(lambda _: torch.randn(K, V), hidden_1KH, [call], ChainHeads(V, None, confidence))
     cut = proposal.truncated(2)
     assert cut.tokens == proposal.tokens[:2] and cut.confidences == proposal.confidences[:2]
-    assert torch.equal(cut.probs_KV, proposal.probs_KV[:2])
-    silent = sample_chain(lambda: torch.randn(K, V), torch.randn(K, H), 0, None, None, SamplingParams(), seen, source)
+    assert cut.drafted_with == proposal.drafted_with[:2]
+    (silent,) = sample_chain(lambda _: torch.randn(K, V), hidden_1KH, [call], ChainHeads(V))
     assert silent.confidences == [] and silent.truncated(1).confidences == []

@@ -88,10 +88,12 @@ def test_training_learns_and_the_checkpoint_serves(tmp_path: Path) -> None:
     served = PackedDrafter(checkpoint.drafter, target, checkpoint.draft_ids_Vd)
     direct = PackedDrafter(run.drafter, target, run.draft_ids_Vd)
     taps = torch.randn(6, 3, 32)
-    states = [packed.new_state(16) for packed in (served, direct)]
-    for state in states:
-        state.extend(taps)
-    torch.testing.assert_close(states[0].block_hidden(5), states[1].block_hidden(5), atol=1e-5, rtol=1e-5)
+    blocks = []
+    for packed in (served, direct):
+        session = packed.new_session(16)
+        packed.extend([session], [[0] * 6], taps)
+        blocks.append(packed.block_hidden([session], [5]))
+    torch.testing.assert_close(*blocks, atol=1e-5, rtol=1e-5)
     assert any((tmp_path / "tensorboard").iterdir())
 
 

@@ -2,12 +2,12 @@
 
 from outrider.decoding.acceptance import acceptance
 from outrider.decoding.generate import Chunk, Generation, RoundStats, StopRules, generate, stream
-from outrider.decoding.round import Lane, RoundResult, run_round
+from outrider.decoding.round import Batch, RoundResult, run_round
 
 __all__ = [
+    "Batch",
     "Chunk",
     "Generation",
-    "Lane",
     "RoundResult",
     "RoundStats",
     "StopRules",

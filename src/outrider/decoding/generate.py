@@ -114,7 +114,7 @@ def stream(
     finish: FinishReason | None = None
     while finish is None:
         with torch.inference_mode():
-            result = run_round([lane], policy)[0]
+            result = run_round(lane, policy)[0]
             lane.commit(result)
         tokens, stopped = _cut(result.tokens, stop_ids, text)
         finish = "stop" if stopped else "length" if lane.remaining == 0 else None

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.round import RoundResult
-from outrider.drafters.base import Drafter, Proposal
-from outrider.sampling import SamplingParams, SeededSource, SeenTokens, warp
+from outrider.drafters.base import DraftCall, Drafter, Proposal
+from outrider.sampling import RandomSource, SamplingParams, SeededSource, SeenTokens, warp
+from outrider.scheduling import StepView
 from outrider.target import Target
 
 _PREFILL_CHUNK = 512  # tokens; bounds the attention mask of a long prompt
@@ -50,7 +51,7 @@ class Clock:
 
 
 class ModelLane:
-    """A `Lane` (decoding/round.py) over a target and, unless decoding is plain, a drafter.
+    """A `Batch` (decoding/round.py) of one request over a target and, unless decoding is plain, a drafter.
 
     Args:
         prompt: prompt tokens, at least one.
@@ -65,16 +66,16 @@ class ModelLane:
         params: SamplingParams,
         capacity: int,
     ) -> None:
-        self.target, self.params = target, params
+        self.target, self.drafter, self.params = target, drafter, params
         self.taps = () if drafter is None else drafter.taps
         block = 0 if drafter is None else drafter.block_size
         self.cache = target.new_cache(capacity + block + 1)
-        self.state = None if drafter is None else drafter.new_state(capacity)
-        self.source = SeededSource(params.seed)
+        self.session = None if drafter is None else drafter.new_session(capacity)
+        self.source: RandomSource = SeededSource(params.seed)
         self.seen = SeenTokens(target.vocab_size, params.repetition_penalty, prompt, target.device)
-        self.remaining = capacity - len(prompt)
+        self.committed, self.remaining = len(prompt), capacity - len(prompt)
         self.draft_clock, self.verify_clock = Clock(target.device), Clock(target.device)
-        self._taps_TLD: Tensor | None = None
+        self._scored: tuple[list[int], Tensor | None] = [], None
         self.anchor = prompt[-1]
         self._prefill(prompt[:-1])
 
@@ -82,42 +83,54 @@ class ModelLane:
         for start in range(0, len(tokens), _PREFILL_CHUNK):
             chunk = torch.tensor([tokens[start : start + _PREFILL_CHUNK]], device=self.target.device)
             output = self.target.forward(chunk, self.cache, self.taps, logits=0)
-            if self.state is not None:
-                assert output.taps_BTLD is not None
-                self.state.extend(output.taps_BTLD[0])
+            self._extend(tokens[start : start + _PREFILL_CHUNK], None if not self.taps else output.taps_BTLD)
 
-    def draft(self, floor: float) -> Proposal:
+    def _extend(self, tokens: Sequence[int], taps_BTLD: Tensor | None) -> None:
+        if self.drafter is not None:
+            self.drafter.extend([self.session], [tokens], None if taps_BTLD is None else taps_BTLD[0])
+
+    @property
+    def sources(self) -> Sequence[RandomSource]:
+        return [self.source]
+
+    def draft(self, floor: float) -> list[Proposal]:
         """A block after the anchor, never longer than what may still be committed besides the target's own token."""
         limit = self.remaining - 1
-        if self.state is None or limit < 1:
-            return Proposal([], torch.empty(0), [])
+        if self.drafter is None or limit < 1:
+            return [Proposal.empty()]
+        call = DraftCall(self.session, self.anchor, self.params, self.seen, self.source, limit)
         with self.draft_clock:
-            return self.state.propose(self.anchor, self.params, self.seen, self.source, limit, floor)
+            return self.drafter.propose([call], floor)
 
-    def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
-        """One forward on [anchor, *tokens]; row k is the warped target distribution after `tokens[:k]`."""
+    def view(self, proposals: Sequence[Proposal]) -> StepView:
+        drafted = [len(proposal.tokens) for proposal in proposals]
+        return StepView.of([proposal.confidences for proposal in proposals], drafted, [self.committed])
+
+    def score(self, parts: Sequence[list[int]]) -> list[Callable[[int], Tensor]]:
+        """One forward on [anchor, *part]; row k is the warped target distribution after `part[:k]`."""
+        (tokens,) = parts
         with self.verify_clock:
             block = torch.tensor([[self.anchor, *tokens]], device=self.target.device)
             output = self.target.forward(block, self.cache, self.taps, logits=None)
         assert output.logits_BTV is not None
-        self._taps_TLD = None if output.taps_BTLD is None else output.taps_BTLD[0]
+        self._scored = [self.anchor, *tokens], output.taps_BTLD
         logits_TV = output.logits_BTV[0]
 
         def row(k: int) -> Tensor:
             logits_V = logits_TV[k].float()
             return warp(logits_V, self.params, self.seen.with_tokens(tokens[:k]))
 
-        return row
+        return [row]
 
     def commit(self, result: RoundResult) -> None:
         """Keep the accepted drafts and make the target's own token the next anchor."""
         kept = result.verdict.accepted + 1  # the old anchor and the accepted drafts
         self.cache.rollback(self.cache.length - (result.admitted + 1) + kept)
-        if self.state is not None:
-            assert self._taps_TLD is not None
-            with self.draft_clock:
-                self.state.extend(self._taps_TLD[:kept])
+        tokens, taps_BTLD = self._scored
+        with self.draft_clock:
+            self._extend(tokens[:kept], None if taps_BTLD is None else taps_BTLD[:, :kept])
         for token in result.tokens:
             self.seen.add(token)
         self.anchor = result.verdict.next_token
+        self.committed += len(result.tokens)
         self.remaining -= len(result.tokens)

@@ -1,7 +1,7 @@
 """Draft models: config, module and how each one drafts."""
 
-from outrider.drafters.base import Drafter, DraftSession, Proposal
+from outrider.drafters.base import DraftCall, Drafter, Proposal
 from outrider.drafters.dflash import DFlash, DFlashConfig
 from outrider.drafters.dspark import DSpark, DSparkConfig
 
-__all__ = ["DFlash", "DFlashConfig", "DSpark", "DSparkConfig", "DraftSession", "Drafter", "Proposal"]
+__all__ = ["DFlash", "DFlashConfig", "DSpark", "DSparkConfig", "DraftCall", "Drafter", "Proposal"]

@@ -1,53 +1,73 @@
 """proposal = x_1..x_l, the exact p_k each x_k was drawn from, and c_1..c_l: what every chain drafter hands over.
 
 The distributions must be those that were *sampled from*, warps included: acceptance min(1, p_t/p_d) is lossless for
-no others (Leviathan et al., arXiv 2211.17192). Shapes: K block positions, V target vocab.
+no others (Leviathan et al., arXiv 2211.17192). Shapes: K block positions, L taps, V target vocab.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from outrider.sampling import RandomSource, SamplingParams, SeenTokens
 
 
-@dataclass
+@dataclass(frozen=True)
 class Proposal:
+    """Draft tokens of one request.
+
+    `drafted_with` holds p_k(x_k); `row(k)` gives p_k over the target's vocabulary [V], whatever the drafter's own, and
+    is asked only where a residual is needed. `confidences` c_k were known before x_k was drawn; [] if there are none.
+    """
+
     tokens: list[int]
-    probs_KV: Tensor  # over the target's vocabulary, whatever the drafter's own
-    confidences: list[float]  # c_k, known before x_k was drawn; [] if the drafter has none
+    drafted_with: list[float]
+    row: Callable[[int], Tensor]
+    confidences: list[float]
 
-    def truncated(self, length: int) -> "Proposal":
-        return Proposal(self.tokens[:length], self.probs_KV[:length], self.confidences[:length])
+    @staticmethod
+    def of(tokens: list[int], probs_KV: Tensor, confidences: list[float]) -> Proposal:
+        """From whole distributions [K, V]."""
+        drafted_with = [probs_KV[k, token].item() for k, token in enumerate(tokens)]
+        return Proposal(tokens, drafted_with, probs_KV.__getitem__, confidences)
+
+    @staticmethod
+    def empty() -> Proposal:
+        """No draft: the target's own token is all the round gives."""
+
+        def row(k: int) -> Tensor:
+            raise IndexError(k)
+
+        return Proposal([], [], row, [])
+
+    def truncated(self, length: int) -> Proposal:
+        return Proposal(self.tokens[:length], self.drafted_with[:length], self.row, self.confidences[:length])
 
 
-class DraftSession(Protocol):
-    """A drafter's memory of one request: the features of its committed tokens, and no others."""
+@dataclass(frozen=True)
+class DraftCall:
+    """One request that wants a block: its session, and what its tokens are drawn with.
 
-    def extend(self, taps_TLD: Tensor) -> None:
-        """Take the raw taps [T, L, D] of T newly committed tokens."""
-        ...
+    `limit`: most tokens of use to it, at least 1; None: the whole block.
+    """
 
-    def propose(
-        self,
-        anchor: int,
-        params: SamplingParams,
-        seen: SeenTokens,
-        source: RandomSource,
-        limit: int | None = None,
-        floor: float = 0.0,
-    ) -> Proposal:
-        """Draft up to `limit` tokens after `anchor`; may stop at the first confidence below `floor`."""
-        ...
+    session: Any
+    anchor: int
+    params: SamplingParams
+    seen: SeenTokens
+    source: RandomSource
+    limit: int | None = None
 
 
 class Drafter(Protocol):
-    """What the decoding loop needs of any drafter."""
+    """What decoding needs of any drafter. A session is its memory of one request's committed tokens, and no others."""
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Target layers whose outputs `extend` takes."""
+        """Target layers whose outputs `extend` takes; () if it reads none."""
         ...
 
     @property
@@ -55,6 +75,19 @@ class Drafter(Protocol):
         """Most rows a draft takes: how far it may reach beyond the committed tokens."""
         ...
 
-    def new_state(self, capacity: int) -> DraftSession:
+    def new_session(self, capacity: int) -> Any:
         """An empty session for at most `capacity` committed tokens."""
+        ...
+
+    def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
+        """Take newly committed tokens of several requests.
+
+        Args:
+            tokens: per session, those the target has just read (old anchor, accepted drafts), not the new anchor.
+            taps_TLD: their raw taps [T, L, D], sessions one after the other; None where `taps` is ().
+        """
+        ...
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+        """One block per call; a block may stop at the first confidence below `floor`."""
         ...

@@ -1,10 +1,11 @@
 """A block drafter ready to serve: packed weights, a draft KV cache of committed features, one block per call.
 
-    extend(taps)    W_c, norm, then K and V of *all* layers in one matrix product -> appended to the cache
-    propose(anchor) one block of K rows over [context KV ; block KV] -> sequential walk -> Proposal
+    extend    W_c, norm, then K and V of *all* layers in one matrix product -> appended to each session's cache
+    propose   one block of K rows per request over [context KV ; block KV] -> sequential walk -> Proposals
 
-Block keys and values are written behind the context and forgotten: the cache's length moves only with committed
-features. Shapes: T new tokens, L taps, K block rows, G kv heads, Q queries per kv head, E head dim, S slots.
+Requests share every matrix product; only attention goes one by one. Block keys and values are written behind the
+context and forgotten: a session's length moves only with committed features.
+Shapes: R requests, N = R * K rows, T new tokens, L taps, K block rows, G kv heads, Q heads, E head dim, S slots.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafters.base import Proposal
-from outrider.drafters.chain import sample_chain
+from outrider.drafters.base import DraftCall, Proposal
+from outrider.drafters.chain import ChainHeads, sample_chain
 from outrider.drafters.dflash import DFlash, DFlashConfig, DraftLayer, rope_table
 from outrider.drafters.dspark import DSpark
-from outrider.sampling import RandomSource, SamplingParams, SeenTokens
 from outrider.target.lean import rotate
 from outrider.target.linear import PackedLinear
 from outrider.target.model import Target
@@ -79,7 +79,6 @@ class PackedDrafter:
                 f"temperatures {list(temperatures)} must be {config.gamma} numbers above 0, one per draft position; "
                 "calibrate this drafter again (outrider calibrate)."
             )
-        self.temperatures = temperatures
         ids = target.vocab_size if draft_ids_Vd is None else len(draft_ids_Vd)
         if ids != config.draft_vocab_size:
             raise ValueError(
@@ -108,98 +107,108 @@ class PackedDrafter:
         self.rope = rope_table(positions, config.head_dim, config.rope_theta)
         masks = [config.mask_token_id] * (config.block_size - 1)
         self.masks_M = torch.tensor(masks, dtype=torch.long, device=target.device)
+        sequential = drafter.markov_head if isinstance(drafter, DSpark) else None
+        confidence = drafter.confidence_head if isinstance(drafter, DSpark) else None
+        self.heads = ChainHeads(target.vocab_size, sequential, confidence, self.draft_ids_Vd, temperatures)
 
-    def new_state(self, capacity: int) -> DraftState:
+    def new_session(self, capacity: int) -> DraftSession:
         """An empty draft KV cache for one request of at most `capacity` committed tokens."""
-        return DraftState(self, capacity)
+        return DraftSession(self, capacity)
 
-    def features(self, taps_TLT: Tensor, start: int) -> list[tuple[Tensor, Tensor]]:
-        """Context keys and values [T, G, E] per layer for committed tokens at positions start.."""
-        T, G, E, eps = len(taps_TLT), self.config.num_key_value_heads, self.config.head_dim, self.config.rms_norm_eps
+    def features(self, taps_TLD: Tensor, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Context keys and values [T, G, E] per layer for committed tokens at these positions."""
+        T, G, E, eps = len(taps_TLD), self.config.num_key_value_heads, self.config.head_dim, self.config.rms_norm_eps
         context_TH = F.rms_norm(
-            self.fc(taps_TLT.reshape(T, -1).float()), (self.config.hidden_size,), self.hidden_norm, eps
+            self.fc(taps_TLD.reshape(T, -1).float()), (self.config.hidden_size,), self.hidden_norm, eps
         )
         kv = self.context_kv(context_TH).view(T, len(self.layers), 2, G, E)
-        cos, sin = (table[start : start + T] for table in self.rope)
+        cos, sin = (table[positions_T] for table in self.rope)
         return [
             (rotate(F.rms_norm(kv[:, i, 0], (E,), layer.k_norm, eps), cos, sin), kv[:, i, 1])
             for i, layer in enumerate(self.layers)
         ]
 
+    def extend(
+        self, sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None
+    ) -> None:
+        """Append the features of newly committed tokens (raw taps [T, L, target hidden], session after session)."""
+        assert taps_TLD is not None
+        counts = [len(part) for part in tokens]
+        positions = [
+            torch.arange(s.length, s.length + n, device=taps_TLD.device) for s, n in zip(sessions, counts, strict=True)
+        ]
+        for i, (k, v) in enumerate(self.features(taps_TLD, torch.cat(positions))):
+            for session, keys, values in zip(sessions, k.split(counts), v.split(counts), strict=True):
+                session.write(i, session.length, keys, values)
+        for session, count in zip(sessions, counts, strict=True):
+            session.length += count
 
-class DraftState:
-    """The draft KV cache of one request."""
+    def block_hidden(self, sessions: Sequence[DraftSession], anchors: Sequence[int]) -> Tensor:
+        """One block pass: normed hidden states of the prediction rows, [R, gamma, H]. No cache grows."""
+        config, R = self.config, len(sessions)
+        K, G, E, eps = config.block_size, config.num_key_value_heads, config.head_dim, config.rms_norm_eps
+        heads, device = config.num_attention_heads, self.embed_VH.device
+        anchors_R1 = torch.tensor(anchors, device=device)[:, None]
+        x = F.embedding(torch.cat((anchors_R1, self.masks_M.expand(R, -1)), dim=1).flatten(), self.embed_VH).float()
+        if self.embed_scale != 1.0:
+            x = x * self.embed_scale
+        starts_R = torch.tensor([session.length for session in sessions], device=device)
+        positions_N = (starts_R[:, None] + torch.arange(K, device=device)).flatten()
+        cos, sin = (table[positions_N] for table in self.rope)
+        masks = [session.mask() for session in sessions]
+        for i, layer in enumerate(self.layers):
+            qkv = layer.qkv(F.rms_norm(x, x.shape[-1:], layer.input_norm, eps)).view(R * K, -1, E)
+            q, k, v = qkv.split((heads, G, G), dim=1)
+            q = rotate(F.rms_norm(q, (E,), layer.q_norm, eps), cos, sin)
+            k = rotate(F.rms_norm(k, (E,), layer.k_norm, eps), cos, sin)
+            out = [
+                session.attend(i, *rows, mask)
+                for session, mask, rows in zip(
+                    sessions, masks, zip(q.split(K), k.split(K), v.split(K), strict=True), strict=True
+                )
+            ]
+            x = x + layer.o(torch.cat(out))
+            gate, up = layer.gate_up(F.rms_norm(x, x.shape[-1:], layer.post_norm, eps)).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate).mul_(up))
+        return F.rms_norm(x.view(R, K, -1)[:, -config.gamma :], x.shape[-1:], self.norm, eps)
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+        """Draft for every call, gamma tokens each at most, while c_k is at least `floor`."""
+        hidden_RKH = self.block_hidden([call.session for call in calls], [call.anchor for call in calls])
+        longest = max(self.config.gamma if call.limit is None else call.limit for call in calls)
+        return sample_chain(self.head, hidden_RKH[:, :longest], calls, self.heads, floor)
+
+
+class DraftSession:
+    """The draft KV cache of one request: `length` committed features, then room for one block."""
 
     def __init__(self, packed: PackedDrafter, capacity: int) -> None:
         config = packed.config
-        self.packed = packed
+        self.block, self.window = config.block_size, config.sliding_window
+        self.groups = config.num_attention_heads // config.num_key_value_heads
         shape = (config.num_key_value_heads, capacity + config.block_size, config.head_dim)
         self.keys = [packed.hidden_norm.new_empty(shape) for _ in packed.layers]
         self.values = [packed.hidden_norm.new_empty(shape) for _ in packed.layers]
         self.length = 0
 
-    def extend(self, taps_TLD: Tensor) -> None:
-        """Append the features of T newly committed tokens (raw taps [T, L, target hidden])."""
-        end = self.length + len(taps_TLD)
-        for i, (k, v) in enumerate(self.packed.features(taps_TLD, self.length)):
-            self.keys[i][:, self.length : end] = k.transpose(0, 1)
-            self.values[i][:, self.length : end] = v.transpose(0, 1)
-        self.length = end
+    def write(self, layer: int, start: int, keys_TGE: Tensor, values_TGE: Tensor) -> None:
+        """Put keys and values of T tokens at `start`; does not move the length."""
+        self.keys[layer][:, start : start + len(keys_TGE)] = keys_TGE.transpose(0, 1)
+        self.values[layer][:, start : start + len(values_TGE)] = values_TGE.transpose(0, 1)
 
-    def block_hidden(self, anchor: int) -> Tensor:
-        """One block pass: normed hidden states of the prediction rows, [gamma, H]. The cache does not move."""
-        packed, config = self.packed, self.packed.config
-        K, G, E, eps = config.block_size, config.num_key_value_heads, config.head_dim, config.rms_norm_eps
-        heads, start, end = config.num_attention_heads, self.length, self.length + config.block_size
-        tokens_K = torch.cat((torch.tensor([anchor], device=packed.embed_VH.device), packed.masks_M))
-        x = F.embedding(tokens_K, packed.embed_VH).float()
-        if packed.embed_scale != 1.0:
-            x = x * packed.embed_scale
-        cos, sin = (table[start:end] for table in packed.rope)
-        mask = None
-        if config.sliding_window is not None:
-            slots = torch.arange(end, device=x.device)
-            distance = slots[start:, None] - slots
-            mask = ((distance < config.sliding_window) | (slots >= start)).repeat(heads // G, 1)
-        for i, layer in enumerate(packed.layers):
-            qkv = layer.qkv(F.rms_norm(x, x.shape[-1:], layer.input_norm, eps)).view(K, -1, E)
-            q, k, v = qkv.split((heads, G, G), dim=1)
-            q = rotate(F.rms_norm(q, (E,), layer.q_norm, eps), cos, sin)
-            self.keys[i][:, start:end] = rotate(F.rms_norm(k, (E,), layer.k_norm, eps), cos, sin).transpose(0, 1)
-            self.values[i][:, start:end] = v.transpose(0, 1)
-            q_GRE = q.transpose(0, 1).reshape(1, G, -1, E)  # rows: query group x block rows
-            keys, values = self.keys[i][None, :, :end], self.values[i][None, :, :end]
-            out = F.scaled_dot_product_attention(q_GRE, keys, values, attn_mask=mask)
-            x = x + layer.o(out.view(heads, K, E).transpose(0, 1).reshape(K, heads * E))
-            gate, up = layer.gate_up(F.rms_norm(x, x.shape[-1:], layer.post_norm, eps)).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate).mul_(up))
-        return F.rms_norm(x[-config.gamma :], x.shape[-1:], packed.norm, eps)
+    def mask(self) -> Tensor | None:
+        """What the rows of a block see, [groups * K, S]; None: everything."""
+        if self.window is None:
+            return None
+        slots = torch.arange(self.length + self.block, device=self.keys[0].device)
+        distance = slots[self.length :, None] - slots
+        return ((distance < self.window) | (slots >= self.length)).repeat(self.groups, 1)
 
-    def propose(
-        self,
-        anchor: int,
-        params: SamplingParams,
-        seen: SeenTokens,
-        source: RandomSource,
-        limit: int | None = None,
-        floor: float = 0.0,
-    ) -> Proposal:
-        """Draft up to `limit` tokens (all gamma by default) after `anchor`, while c_k is at least `floor`."""
-        hidden_KH = self.block_hidden(anchor)[:limit]
-        drafter = self.packed.drafter
-        head = confidence = None
-        if isinstance(drafter, DSpark):
-            head, confidence = drafter.markov_head, drafter.confidence_head
-        return sample_chain(
-            lambda: self.packed.head(hidden_KH),
-            hidden_KH,
-            anchor,
-            head,
-            confidence,
-            params,
-            seen,
-            source,
-            self.packed.draft_ids_Vd,
-            floor,
-            self.packed.temperatures,
-        )
+    def attend(self, layer: int, q_KQE: Tensor, k_KGE: Tensor, v_KGE: Tensor, mask: Tensor | None) -> Tensor:
+        """A block over the context and itself, [K, Q * E]."""
+        self.write(layer, self.length, k_KGE, v_KGE)
+        (K, heads, E), end = q_KQE.shape, self.length + self.block
+        q_GRE = q_KQE.transpose(0, 1).reshape(1, heads // self.groups, -1, E)  # rows: query group x block rows
+        keys, values = self.keys[layer][None, :, :end], self.values[layer][None, :, :end]
+        out = F.scaled_dot_product_attention(q_GRE, keys, values, attn_mask=mask)
+        return out.view(heads, K, E).transpose(0, 1).reshape(K, heads * E)

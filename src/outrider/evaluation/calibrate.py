@@ -75,7 +75,7 @@ def calibrate(
     Raises:
         ValueError: no confidence head, a task file is missing or malformed, or too few rounds.
     """
-    assert drafter.temperatures is None, "calibration starts from raw confidences"
+    assert drafter.heads.temperatures is None, "calibration starts from raw confidences"
     if not getattr(drafter.drafter, "confidence_head", None):
         raise ValueError(
             f"this {drafter.drafter.algorithm} drafter has no confidence head, so there is nothing to calibrate: train "

@@ -14,17 +14,17 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from outrider.decoding.round import Lane, run_round
-from outrider.drafters.base import Proposal
-from outrider.drafters.chain import sample_chain
+from outrider.decoding.round import run_round
+from outrider.drafters.base import DraftCall, Proposal
+from outrider.drafters.chain import ChainHeads, sample_chain
 from outrider.drafters.sequential import ConfidenceHead, VanillaMarkov, build_sequential_head
 from outrider.sampling import RandomSource, SamplingParams, SeenTokens, warp
-from outrider.scheduling import Policy
+from outrider.scheduling import Policy, StepView
 
 T = TypeVar("T")
 Tokens = tuple[int, ...]
@@ -135,18 +135,20 @@ class ToyDrafter:
         base_logits_KVd, hidden_KH = self._blocks[context]
         params = self.target.params
         seen = SeenTokens(self.target.vocab_size, params.repetition_penalty, context)
-        return sample_chain(
-            lambda: base_logits_KVd,
-            hidden_KH,
-            context[-1],
-            self.head,
-            self.confidence,
-            params,
-            seen,
-            source,
-            self.draft_ids_Vd,
-            floor,
-        )
+        call = DraftCall(None, context[-1], params, seen, source)
+        heads = ChainHeads(self.target.vocab_size, self.head, self.confidence, self.draft_ids_Vd)
+        return sample_chain(lambda _: base_logits_KVd, hidden_KH[None], [call], heads, floor)[0]
+
+
+class Lane(Protocol):
+    """One request of a `Lanes` batch."""
+
+    @property
+    def source(self) -> RandomSource: ...
+
+    def draft(self, floor: float) -> Proposal: ...
+
+    def score(self, tokens: list[int]) -> Callable[[int], Tensor]: ...
 
 
 @dataclass
@@ -163,6 +165,26 @@ class ToyLane:
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
         return lambda k: self.target.row(self.context + tuple(tokens[:k]))
+
+
+class Lanes:
+    """A `Batch` (decoding/round.py) of requests that draft and score one by one."""
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self.lanes = lanes
+
+    @property
+    def sources(self) -> Sequence[RandomSource]:
+        return [lane.source for lane in self.lanes]
+
+    def draft(self, floor: float) -> list[Proposal]:
+        return [lane.draft(floor) for lane in self.lanes]
+
+    def view(self, proposals: Sequence[Proposal]) -> StepView:
+        return StepView.of([p.confidences for p in proposals], [len(p.tokens) for p in proposals])
+
+    def score(self, parts: Sequence[list[int]]) -> list[Callable[[int], Tensor]]:
+        return [lane.score(part) for lane, part in zip(self.lanes, parts, strict=True)]
 
 
 LaneFactory = Callable[[Tokens, RandomSource], Lane]
@@ -190,7 +212,7 @@ def exact_output_distribution(
         def one_round(
             source: RandomSource, outputs: tuple[Tokens, ...] = outputs, live: list[int] = live
         ) -> tuple[Tokens, ...]:
-            results = run_round([lane(prompts[r] + outputs[r], source) for r in live], policy)
+            results = run_round(Lanes([lane(prompts[r] + outputs[r], source) for r in live]), policy)
             extended = list(outputs)
             for r, result in zip(live, results, strict=True):
                 extended[r] = (outputs[r] + tuple(result.tokens))[:new_tokens]

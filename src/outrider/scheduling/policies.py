@@ -8,10 +8,15 @@ Source: DSpark, arXiv 2607.05147, algorithm 1. Losslessness demands that admitti
 c_{k+1} does: a search over all confidences, however tempting, biases the output. R requests, B tokens per forward.
 """
 
-import heapq
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
+
+import numpy as np
+
+from outrider.scheduling.cost import StepCost
+from outrider.scheduling.view import Ints, StepView
 
 
 class Policy(Protocol):
@@ -20,8 +25,8 @@ class Policy(Protocol):
         """No token whose confidence is below this is ever admitted, so a drafter need not draw it."""
         ...
 
-    def lengths(self, confidences: Sequence[Sequence[float]], drafted: Sequence[int]) -> list[int]:
-        """How many of the `drafted` tokens each request has verified; confidences are [] where a drafter has none."""
+    def lengths(self, view: StepView) -> Ints:
+        """How many of its draft tokens each request has verified, [R]."""
         ...
 
 
@@ -36,8 +41,8 @@ class FixedPolicy:
         if self.length is not None and self.length < 0:
             raise ValueError(f"length={self.length} must be >= 0; use None to verify the whole block")
 
-    def lengths(self, confidences: Sequence[Sequence[float]], drafted: Sequence[int]) -> list[int]:
-        return [count if self.length is None else min(self.length, count) for count in drafted]
+    def lengths(self, view: StepView) -> Ints:
+        return view.drafted_R if self.length is None else np.minimum(view.drafted_R, self.length)
 
 
 @dataclass(frozen=True)
@@ -54,54 +59,38 @@ class ThresholdPolicy:
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold={self.threshold} must be in [0, 1]; it is compared with a probability")
 
-    def lengths(self, confidences: Sequence[Sequence[float]], drafted: Sequence[int]) -> list[int]:
-        _require_confidences(confidences, drafted)
-        lengths = []
-        for request, count in enumerate(drafted):
-            length = 0
-            while length < count and confidences[request][length] >= self.threshold:
-                length += 1
-            lengths.append(length)
-        return lengths
+    def lengths(self, view: StepView) -> Ints:
+        view.survival_RK()  # refuses drafts without confidences
+        positions_K = np.arange(view.confidences_RK.shape[1])
+        passing_RK = (view.confidences_RK >= self.threshold) & (positions_K < view.drafted_R[:, None])
+        lengths_R: Ints = np.logical_and.accumulate(passing_RK, axis=1).sum(axis=1)
+        return lengths_R
 
 
 @dataclass(frozen=True)
 class PrefixScheduler:
-    """Spend verification where survival is highest, while expected tokens per second improve.
+    """Spend verification where survival is highest, while expected tokens per second improve (Algorithm 1)."""
 
-    `sps(B)` is the measured number of target forward passes per second at B tokens.
-    """
-
-    sps: Callable[[int], float]
+    cost: StepCost
     floor: ClassVar[float] = 0.0
 
-    def lengths(self, confidences: Sequence[Sequence[float]], drafted: Sequence[int]) -> list[int]:
-        _require_confidences(confidences, drafted)
-        requests = len(drafted)
-        lengths = [0] * requests
-        # Popped by largest survival, ties by (position, request). Only the frontier is in the heap: c_{k+1} is
-        # read after x_k has been admitted, never before.
-        frontier = [(-confidences[r][0], 0, r) for r in range(requests) if drafted[r] > 0]
-        heapq.heapify(frontier)
-        budget, tau = requests, float(requests)  # every request verifies its anchor and gains one token by it
-        throughput = tau * self.sps(budget) if frontier else 0.0
-        while frontier:
-            negative_survival, position, request = heapq.heappop(frontier)
-            improved = (tau - negative_survival) * self.sps(budget + 1)
-            if improved <= throughput:
-                break  # searching on for a later improvement would look at confidences not yet revealed
-            budget, tau, throughput = budget + 1, tau - negative_survival, improved
-            lengths[request] = position + 1
-            if position + 1 < drafted[request]:
-                survival = negative_survival * confidences[request][position + 1]
-                heapq.heappush(frontier, (survival, position + 1, request))
-        return lengths
-
-
-def _require_confidences(confidences: Sequence[Sequence[float]], drafted: Sequence[int]) -> None:
-    for request, count in enumerate(drafted):
-        if len(confidences[request]) < count:
-            raise ValueError(
-                f"request {request} has {len(confidences[request])} confidences for {count} draft tokens: its drafter "
-                "has no confidence head; verify a fixed length instead, or train the drafter with one"
-            )
+    def lengths(self, view: StepView) -> Ints:
+        requests, drafting = len(view.drafted_R), int((view.drafted_R > 0).sum())
+        survival_RK = view.survival_RK()
+        lengths_R = np.zeros(requests, dtype=np.int64)
+        if not drafting:
+            return lengths_R
+        # Survival never rises along a block, so sorting all of it is popping a heap of frontiers: x_k's admission
+        # depends on nothing behind it. Position-major, so that a stable sort resolves ties by (position, request).
+        drafted_KR = np.arange(survival_RK.shape[1])[:, None] < view.drafted_R
+        order = np.argsort(np.where(drafted_KR, -survival_RK.T, np.inf), axis=None, kind="stable")
+        order = order[: int(drafted_KR.sum())]
+        gained = np.concatenate(([0.0], survival_RK.T.flat[order]))
+        budgets = requests + view.other_tokens + np.arange(len(gained))
+        seconds = self.cost.seconds(budgets, requests, drafting, float(view.contexts_R.mean()))
+        throughput = (requests + np.cumsum(gained)) / seconds
+        # The first non-improvement ends it: searching on would look at confidences not yet revealed.
+        worse = np.flatnonzero(throughput[1:] <= throughput[:-1])
+        admitted = order[: worse[0] if worse.size else len(order)]
+        np.add.at(lengths_R, admitted % requests, 1)
+        return lengths_R

@@ -25,9 +25,8 @@ class Verdict:
 def verify_chain(proposal: Proposal, target_row: Callable[[int], Tensor], source: RandomSource) -> Verdict:
     """Rows are asked for one by one, so that nothing is warped behind the first rejection."""
     for k, token in enumerate(proposal.tokens):
-        target_V, draft_V = target_row(k), proposal.probs_KV[k]
-        drafted_with = draft_V[token].item()
+        target_V, drafted_with = target_row(k), proposal.drafted_with[k]
         assert drafted_with > 0.0, f"draft token {token} at position {k} has probability 0 in its own proposal"
         if not source.accept(target_V[token].item() / drafted_with):
-            return Verdict(k, source.choose(residual(target_V, draft_V)))
+            return Verdict(k, source.choose(residual(target_V, proposal.row(k))))
     return Verdict(len(proposal.tokens), source.choose(target_row(len(proposal.tokens))))
