@@ -1,0 +1,194 @@
+"""Which requests are in the next step, with how many rows, and which blocks their keys live in.
+
+    waiting --admit--> prefilling --all but the anchor cached--> decoding --commit--> ... --finish / cancel--> gone
+       ^                                                            |
+       +------------- preempted: blocks freed, recomputed later ----+
+
+Counts only: no tokens, no tensors, no clock, so the simulator drives this very object. Verification comes first and
+prefill fills what is left of the token budget, in order of arrival. A step's forward holds, per request, a chunk of
+prefill, or the anchor and its drafts, or the end of its prefill and the anchor.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from outrider.engine.blocks import BlockAllocator
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits of an engine.
+
+    Args:
+        max_requests: running at once.
+        token_budget: most rows of one target forward.
+        block_size: tokens per KV block.
+        num_blocks: of the KV pool; with `block_size`, how many tokens all running requests may hold.
+    """
+
+    max_requests: int = 32
+    token_budget: int = 512
+    block_size: int = 16
+    num_blocks: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "token_budget", "block_size", "num_blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.token_budget < self.max_requests:
+            raise ValueError(
+                f"token_budget={self.token_budget} is below max_requests={self.max_requests}: every request needs a row "
+                "per step; raise the one or lower the other."
+            )
+
+
+@dataclass
+class Progress:
+    """One request in counts: `length` committed tokens, of which `cached` are in the KV pool."""
+
+    length: int
+    last: int  # the length at which it ends at the latest
+    cached: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A request's part of a step.
+
+    `prefill` rows of known tokens come first; with `decodes` the anchor follows and at most `limit` drafts.
+    """
+
+    id: str
+    prefill: int
+    decodes: bool
+    limit: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step's work, and who lost its place or got one (drafters keep a session per running request)."""
+
+    work: list[Work]
+    admitted: list[str]
+    preempted: list[str]
+
+
+class Scheduler:
+    """Queues and blocks.
+
+    Args:
+        reach: most draft tokens per request and step; 0 without a drafter.
+    """
+
+    def __init__(self, config: EngineConfig, reach: int) -> None:
+        self.config, self.reach = config, reach
+        self.allocator = BlockAllocator(config.num_blocks)
+        self.running: dict[str, Progress] = {}  # in order of arrival
+        self.waiting: deque[tuple[str, Progress]] = deque()
+
+    def add(self, id: str, length: int, max_new_tokens: int) -> None:
+        """Queue a request of `length` prompt tokens.
+
+        Raises:
+            ValueError: it could never fit into the pool.
+        """
+        last = length + max_new_tokens
+        if self._blocks_for(last) > self.config.num_blocks:
+            raise ValueError(
+                f"request {id!r}: {length} prompt and {max_new_tokens} new tokens need {self._blocks_for(last)} KV blocks "
+                f"of {self.config.block_size}, the pool has {self.config.num_blocks}; shorten it or raise num_blocks."
+            )
+        self.waiting.append((id, Progress(length, last)))
+
+    def remove(self, id: str) -> bool:
+        """Forget a request, finished or cancelled; frees its blocks. False where there is none of that id."""
+        progress = self.running.pop(id, None)
+        if progress is not None:
+            self.allocator.release(progress.blocks)
+            return True
+        waiting = len(self.waiting)
+        self.waiting = deque(entry for entry in self.waiting if entry[0] != id)
+        return len(self.waiting) < waiting
+
+    def plan(self) -> StepPlan:
+        """The next step; blocks for all its rows are allocated when this returns."""
+        preempted: list[str] = []
+        limits = self._decoding_limits(preempted)
+        budget = self.config.token_budget - sum(1 + limit for limit in limits.values())
+        admitted: list[str] = []
+        work = [Work(id, 0, True, limit) for id, limit in limits.items()]
+        for id, progress in list(self.running.items()):
+            if id not in limits and budget > 0:
+                work.append(self._prefill(id, progress, budget))
+                budget -= work[-1].prefill + work[-1].decodes
+        while budget > 0 and self.waiting and not preempted and len(self.running) < self.config.max_requests:
+            id, progress = self.waiting[0]
+            needed = self._blocks_for(progress.length)
+            if needed > self.allocator.available:
+                break
+            self.waiting.popleft()
+            progress.blocks = self.allocator.allocate(needed)
+            self.running[id] = progress
+            admitted.append(id)
+            work.append(self._prefill(id, progress, budget))
+            budget -= work[-1].prefill + work[-1].decodes
+        return StepPlan(work, admitted, preempted)
+
+    def advance(self, id: str, rows: int) -> None:
+        """`rows` of prefill are cached now."""
+        self.running[id].cached += rows
+
+    def commit(self, id: str, tokens: int) -> None:
+        """A decoding request got `tokens` more; all but the last are cached."""
+        progress = self.running[id]
+        progress.length += tokens
+        progress.cached = progress.length - 1
+
+    def _prefill(self, id: str, progress: Progress, budget: int) -> Work:
+        missing = progress.length - 1 - progress.cached
+        if missing < budget:  # the anchor fits as well
+            return Work(id, missing, True, 0)
+        return Work(id, budget, False, 0)
+
+    def _decoding_limits(self, preempted: list[str]) -> dict[str, int]:
+        """Most drafts of every decoding request, blocks allocated.
+
+        Every request gets a slot for its anchor first, the youngest giving way where there are too few blocks; what is
+        left then goes to drafts.
+        """
+        decoding = [id for id, p in self.running.items() if p.cached == p.length - 1]
+        for id in decoding:
+            while id in self.running and not self._grow(self.running[id], 0):
+                self._preempt(next(reversed(self.running)), preempted)
+        decoding = [id for id in decoding if id in self.running]
+        share = self.config.token_budget // max(len(decoding), 1) - 1
+        limits: dict[str, int] = {}
+        for id in decoding:
+            progress = self.running[id]
+            limit = max(0, min(self.reach, share, progress.last - progress.length - 1))
+            while not self._grow(progress, limit):
+                limit -= 1
+            limits[id] = limit
+        return limits
+
+    def _grow(self, progress: Progress, drafts: int) -> bool:
+        """Room for the anchor and some drafts; False where the pool has too little left."""
+        missing = self._blocks_for(progress.length + drafts) - len(progress.blocks)
+        if missing > self.allocator.available:
+            return False
+        if missing > 0:
+            progress.blocks += self.allocator.allocate(missing, progress.blocks[-1])
+        return True
+
+    def _preempt(self, id: str, preempted: list[str]) -> None:
+        progress = self.running.pop(id)
+        self.allocator.release(progress.blocks)
+        progress.blocks, progress.cached = [], 0
+        self.waiting.appendleft((id, progress))
+        preempted.append(id)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.config.block_size)
