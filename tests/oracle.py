@@ -31,7 +31,7 @@ class Oracle:
     def __init__(self, target: Target, text: Sequence[int], spoil: float, seed: int = 0) -> None:
         self.target, self.text, self.spoil = target, list(text), spoil
         self.random = random.Random(seed)
-        self.taps, self.block_size = (1,), GAMMA
+        self.taps, self.gamma = (1,), GAMMA
 
     def new_session(self, capacity: int) -> _State:
         return _State(capacity)
@@ -64,7 +64,7 @@ class SelfDrafter:
     def __init__(self, target: Target, prompt: Sequence[int], temperature: float, gamma: int) -> None:
         self.target, self.prompt = target, list(prompt)
         self.params = SamplingParams(temperature=temperature)
-        self.taps, self.block_size = (1,), gamma
+        self.taps, self.gamma = (1,), gamma
         self.memory: dict[tuple[int, ...], Tensor] = {}
 
     def new_session(self, capacity: int) -> list[int]:
@@ -81,7 +81,7 @@ class SelfDrafter:
         context = (*call.session, call.anchor)
         tokens: list[int] = []
         rows = []
-        for _ in range(min(self.block_size, call.limit or 0)):
+        for _ in range(min(self.gamma, call.limit or 0)):
             row = self.row(context)
             rows.append(row)
             tokens.append(call.source.choose(row))

@@ -78,6 +78,25 @@ class StopRules:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1.")
 
+    def ids(self, target: Target) -> frozenset[int]:
+        """The stop tokens."""
+        return target.eos_ids if self.stop_ids is None else frozenset(self.stop_ids)
+
+
+def check_prompt(target: Target, prompt: Sequence[int]) -> None:
+    """A prompt must leave room for a response.
+
+    Raises:
+        ValueError: it is empty or does not fit the target's context.
+    """
+    if not prompt:
+        raise ValueError("the prompt is empty: give at least one token.")
+    if len(prompt) >= target.max_context:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens and {target.name} reads {target.max_context}, the response included: "
+            "shorten the prompt."
+        )
+
 
 def stream(
     target: Target,
@@ -98,14 +117,8 @@ def stream(
         ValueError: the prompt is empty or does not fit the target's context.
     """
     params, rules, policy = params or SamplingParams(), rules or StopRules(), policy or FixedPolicy()
-    if not prompt:
-        raise ValueError("the prompt is empty: give at least one token.")
-    if len(prompt) >= target.max_context:
-        raise ValueError(
-            f"the prompt has {len(prompt)} tokens and {target.name} reads {target.max_context}, the response included: "
-            "shorten the prompt."
-        )
-    stop_ids = target.eos_ids if rules.stop_ids is None else frozenset(rules.stop_ids)
+    check_prompt(target, prompt)
+    stop_ids = rules.ids(target)
     text = TextStream(target.tokenizer, rules.stop_strings)
     capacity = min(len(prompt) + rules.max_new_tokens, target.max_context)
     started = time.perf_counter()
@@ -116,7 +129,7 @@ def stream(
         with torch.inference_mode():
             result = run_round(lane, policy)[0]
             lane.commit(result)
-        tokens, stopped = _cut(result.tokens, stop_ids, text)
+        tokens, stopped = text.cut(result.tokens, stop_ids)
         finish = "stop" if stopped else "length" if lane.remaining == 0 else None
         piece = text.release(final=finish is not None)
         accepted = min(result.verdict.accepted, len(tokens))
@@ -135,14 +148,6 @@ def stream(
         )
         yield Chunk(tokens, _kinds(result, len(tokens)), piece, stats, finish)
         started = time.perf_counter()
-
-
-def _cut(tokens: Sequence[int], stop_ids: frozenset[int], text: TextStream) -> tuple[list[int], bool]:
-    """Tokens up to and including the first that stops the response."""
-    for position, token in enumerate(tokens):
-        if text.push(token) or token in stop_ids:
-            return list(tokens[: position + 1]), True
-    return list(tokens), False
 
 
 def _kinds(result: RoundResult, count: int) -> list[Kind]:

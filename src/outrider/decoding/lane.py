@@ -68,8 +68,8 @@ class ModelLane:
     ) -> None:
         self.target, self.drafter, self.params = target, drafter, params
         self.taps = () if drafter is None else drafter.taps
-        block = 0 if drafter is None else drafter.block_size
-        self.cache = target.new_cache(capacity + block + 1)
+        gamma = 0 if drafter is None else drafter.gamma
+        self.cache = target.new_cache(capacity + gamma + 1)
         self.session = None if drafter is None else drafter.new_session(capacity)
         self.source: RandomSource = SeededSource(params.seed)
         self.seen = SeenTokens(target.vocab_size, params.repetition_penalty, prompt, target.device)

@@ -49,6 +49,13 @@ class TextStream:
         self._final = len(self._window(self.tokenizer))
         return self._cut()
 
+    def cut(self, tokens: Sequence[int], stop_ids: frozenset[int]) -> tuple[list[int], bool]:
+        """Push tokens up to and including the first that stops the response; says whether one did."""
+        for position, token in enumerate(tokens):
+            if self.push(token) or token in stop_ids:
+                return list(tokens[: position + 1]), True
+        return list(tokens), False
+
     def _window(self, tokenizer: PreTrainedTokenizerBase) -> str:
         return str(tokenizer.decode(self._tokens[self._start :], skip_special_tokens=True))
 

@@ -71,8 +71,8 @@ class Drafter(Protocol):
         ...
 
     @property
-    def block_size(self) -> int:
-        """Most rows a draft takes: how far it may reach beyond the committed tokens."""
+    def gamma(self) -> int:
+        """Most tokens a draft has."""
         ...
 
     def new_session(self, capacity: int) -> Any:

@@ -88,7 +88,7 @@ class PackedDrafter:
         # A copy on the target's device and in float32: heads and distributions need it, and drafters are small.
         drafter = copy.deepcopy(drafter).to(target.device, torch.float32)
         self.config, self.drafter = config, drafter
-        self.taps, self.block_size = tuple(config.target_layer_ids), config.block_size
+        self.taps, self.gamma = tuple(config.target_layer_ids), config.gamma
         self.draft_ids_Vd = None if draft_ids_Vd is None else draft_ids_Vd.to(target.device)
         self.embed_VH, self.embed_scale = target.embed_VD, target.embed_scale
         whole = self.draft_ids_Vd is None and target.dtype == torch.float32

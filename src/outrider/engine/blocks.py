@@ -1,8 +1,8 @@
 """Blocks of the KV pool: who has which, and a preference for neighbours.
 
-    | A A A . . . . | B B . . . . . . |       a new request starts in the middle of the largest gap, a growing one takes
-                                              the block behind its last: most requests stay one run of blocks, which
-                                              attention can view without copying. Correctness never depends on it.
+| A A A . . . . | B B . . . . . . |       a new request starts in the middle of the largest gap, a growing one takes
+                                          the block behind its last: most requests stay one run of blocks, which
+                                          attention can view without copying. Correctness never depends on it.
 """
 
 from __future__ import annotations

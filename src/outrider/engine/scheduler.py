@@ -39,8 +39,8 @@ class EngineConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.token_budget < self.max_requests:
             raise ValueError(
-                f"token_budget={self.token_budget} is below max_requests={self.max_requests}: every request needs a row "
-                "per step; raise the one or lower the other."
+                f"token_budget={self.token_budget} is below max_requests={self.max_requests}: every request needs a "
+                "row per step; raise the one or lower the other."
             )
 
 
@@ -98,8 +98,8 @@ class Scheduler:
         last = length + max_new_tokens
         if self._blocks_for(last) > self.config.num_blocks:
             raise ValueError(
-                f"request {id!r}: {length} prompt and {max_new_tokens} new tokens need {self._blocks_for(last)} KV blocks "
-                f"of {self.config.block_size}, the pool has {self.config.num_blocks}; shorten it or raise num_blocks."
+                f"request {id!r}: {length} prompt and {max_new_tokens} new tokens need {self._blocks_for(last)} KV "
+                f"blocks of {self.config.block_size}, the pool has {self.config.num_blocks}; shorten it or raise num_blocks."
             )
         self.waiting.append((id, Progress(length, last)))
 

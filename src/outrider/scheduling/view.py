@@ -64,7 +64,7 @@ class StepView:
         if missing_R.any():
             raise ValueError(
                 f"request {int(missing_R.argmax())} has draft tokens without confidences: its drafter has neither "
-                "confidence head nor estimator; verify a fixed length instead, or calibrate the drafter (outrider calibrate)."
+                "confidence head nor estimator; verify a fixed length instead, or calibrate it (outrider calibrate)."
             )
         survival_RK: Floats = np.cumprod(self.confidences_RK, axis=1, dtype=np.float64)
         return survival_RK

@@ -1,0 +1,134 @@
+"""The requests of one step as a `Batch` (decoding/round.py).
+
+    rows of the forward    | prefill chunk | prefill end, anchor | anchor, d_1 .. d_l | anchor, d_1 | ...
+    logits                   none            1                     l + 1                2
+
+Shapes: N rows with logits, T rows, L taps, V vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.lane import Clock
+from outrider.drafters.base import DraftCall, Drafter, Proposal
+from outrider.engine.request import LiveRequest
+from outrider.engine.scheduler import Progress, StepPlan
+from outrider.sampling import RandomSource, warp
+from outrider.scheduling import DraftGate, History, StepView
+from outrider.target import Target
+from outrider.target.paged import PagedKV, Span
+
+
+class StepBatch:
+    """One step. Its requests are those of the plan that decode, in the plan's order.
+
+    Args:
+        live, progress: of every request in the plan.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        kv: PagedKV,
+        drafter: Drafter | None,
+        gate: DraftGate,
+        history: History,
+        plan: StepPlan,
+        live: Mapping[str, LiveRequest],
+        progress: Mapping[str, Progress],
+    ) -> None:
+        self.target, self.kv, self.drafter, self.gate, self.history = target, kv, drafter, gate, history
+        self.work, self.live, self.progress = plan.work, live, progress
+        self.deciding = [work for work in plan.work if work.decodes]
+        self.ids = [work.id for work in self.deciding]
+        self.prefill_tokens = sum(work.prefill for work in plan.work)
+        self.draft_clock, self.verify_clock = Clock(target.device), Clock(target.device)
+        self.drafting = self.rows = 0
+        self._taps_TLD: Tensor | None = None
+        self._shown: StepView | None = None
+        self._first_row: dict[str, int] = {}
+
+    @property
+    def sources(self) -> Sequence[RandomSource]:
+        return [self.live[id].source for id in self.ids]
+
+    def draft(self, floor: float) -> list[Proposal]:
+        """A block for every request that may use one and that the gate lets draft."""
+        proposals = [Proposal.empty() for _ in self.deciding]
+        able = [i for i, work in enumerate(self.deciding) if work.limit > 0]
+        if self.drafter is None or not able:
+            return proposals
+        ids = [self.ids[i] for i in able]
+        contexts = [len(self.live[id].tokens) for id in ids]
+        others = self.prefill_tokens + len(self.deciding) - len(able)
+        drafting = self.gate.drafting(self.history.gate_view(ids, contexts, others))
+        chosen = [i for i, drafts in zip(able, drafting.tolist(), strict=True) if drafts]
+        self.drafting = len(chosen)
+        if chosen:
+            with self.draft_clock:
+                found = self.drafter.propose([self._call(i) for i in chosen], floor)
+            for i, proposal in zip(chosen, found, strict=True):
+                proposals[i] = proposal
+        return proposals
+
+    def _call(self, index: int) -> DraftCall:
+        live = self.live[self.ids[index]]
+        return DraftCall(live.session, live.tokens[-1], live.params, live.seen, live.source, self.deciding[index].limit)
+
+    def view(self, proposals: Sequence[Proposal]) -> StepView:
+        confidences = [proposal.confidences for proposal in proposals]
+        drafted = [len(proposal.tokens) for proposal in proposals]
+        contexts = [len(self.live[id].tokens) for id in self.ids]
+        self._shown = self.history.step_view(self.ids, confidences, drafted, contexts, self.prefill_tokens)
+        return self._shown
+
+    def score(self, parts: Sequence[list[int]]) -> list[Callable[[int], Tensor]]:
+        """The step's one forward, prefill included; `row(k)` is the warped distribution after `part[:k]`."""
+        drafts = dict(zip(self.ids, parts, strict=True))
+        spans = []
+        for work in self.work:
+            live, progress = self.live[work.id], self.progress[work.id]
+            known = live.tokens[progress.cached : progress.cached + work.prefill + work.decodes]
+            part = drafts.get(work.id, [])
+            spans.append(Span([*known, *part], progress.cached, progress.blocks, len(part) + 1 if work.decodes else 0))
+            self._first_row[work.id] = self.rows
+            self.rows += len(known) + len(part)
+        taps = () if self.drafter is None else self.drafter.taps
+        with self.verify_clock:
+            output = self.target.forward_ragged(spans, self.kv, taps)
+        self._taps_TLD = output.taps_TLD
+        rows: list[Callable[[int], Tensor]] = []
+        first = 0
+        for id, part in drafts.items():
+            assert output.logits_NV is not None
+            rows.append(partial(self._row, output.logits_NV, first, self.live[id], part))
+            first += len(part) + 1
+        return rows
+
+    @staticmethod
+    def _row(logits_NV: Tensor, first: int, live: LiveRequest, part: list[int], k: int) -> Tensor:
+        return warp(logits_NV[first + k].float(), live.params, live.seen.with_tokens(part[:k]))
+
+    def close(self, kept: Mapping[str, int]) -> None:
+        """Give the drafter the rows that stay: `kept` rows per request, those of finished requests left out."""
+        if self._shown is not None:
+            self.history.record(self.ids, self._shown)
+        if self.drafter is None or not kept:
+            return
+        ids = list(kept)
+        tokens = []
+        for id in ids:
+            cached = self.progress[id].cached
+            tokens.append(self.live[id].tokens[cached - kept[id] : cached])
+        taps_TLD = None
+        if self._taps_TLD is not None:
+            firsts = [self._first_row[id] for id in ids]
+            rows = torch.cat([torch.arange(f, f + kept[id]) for f, id in zip(firsts, ids, strict=True)])
+            taps_TLD = self._taps_TLD[rows.to(self._taps_TLD.device)]
+        with self.draft_clock:
+            self.drafter.extend([self.live[id].session for id in ids], tokens, taps_TLD)

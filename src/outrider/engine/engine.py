@@ -1,0 +1,154 @@
+"""Continuous batching: requests in and out at any time, one flattened target forward per step.
+
+    plan      Scheduler: who decodes, who prefills, in which blocks            (engine/scheduler.py)
+    round     draft all -> policy -> one forward -> verify                     (decoding/round.py, engine/batch.py)
+    commit    outputs, stops, draft sessions
+
+A request's tokens come from its own generator and its own rows, so they do not depend on who else is in the step; at
+temperature 0 they are plain decoding's (up to ties of rounding, docs/architecture.md).
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from outrider.decoding.round import RoundResult, run_round
+from outrider.drafters.base import Drafter
+from outrider.engine.batch import StepBatch
+from outrider.engine.request import LiveRequest, Output, Request, StepRecord
+from outrider.engine.scheduler import EngineConfig, Scheduler
+from outrider.scheduling import AlwaysDraft, DraftGate, FixedPolicy, History, Policy
+from outrider.target import Target
+from outrider.target.paged import PagedKV
+
+
+class Engine:
+    """Decodes many requests of one target together.
+
+    Args:
+        drafter: None for plain decoding.
+        policy: how many drafts to verify; all of them by default.
+        gate: which requests draft at all; every one by default.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        policy: Policy | None = None,
+        gate: DraftGate | None = None,
+        config: EngineConfig | None = None,
+    ) -> None:
+        self.target, self.drafter = target, drafter
+        self.policy: Policy = policy or FixedPolicy()
+        self.gate: DraftGate = gate or AlwaysDraft()
+        self.config = config or EngineConfig()
+        gamma = 0 if drafter is None else drafter.gamma
+        self.scheduler = Scheduler(self.config, gamma)
+        self.history = History(gamma)
+        self.kv = PagedKV(target, self.config.num_blocks, self.config.block_size)
+        self.last: StepRecord | None = None
+        self._live: dict[str, LiveRequest] = {}
+
+    @property
+    def idle(self) -> bool:
+        return not self._live
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: its id is in use, its prompt is empty or too long, or it could never fit into the KV pool.
+        """
+        if request.id in self._live:
+            raise ValueError(f"request id {request.id!r} is in use; give every request its own.")
+        live = LiveRequest(request, self.target)
+        self.scheduler.add(request.id, len(live.tokens), live.last - len(live.tokens))
+        self._live[request.id] = live
+
+    def cancel(self, id: str) -> bool:
+        """Forget a request between two steps and free all it holds; False where there is none of that id."""
+        if self._live.pop(id, None) is None:
+            return False
+        self._forget(id)
+        return True
+
+    @torch.inference_mode()
+    def step(self) -> list[Output]:
+        """One step; an output for every request that got tokens."""
+        started = time.perf_counter()
+        plan = self.scheduler.plan()
+        for id in plan.preempted:
+            self._live[id].session = None
+        if self.drafter is not None:
+            for id in plan.admitted:
+                self._live[id].session = self.drafter.new_session(self._live[id].last)
+        if not plan.work:
+            return []
+        batch = StepBatch(
+            self.target,
+            self.kv,
+            self.drafter,
+            self.gate,
+            self.history,
+            plan,
+            self._live,
+            self.scheduler.running,
+        )
+        results: list[RoundResult] = []
+        if batch.deciding:
+            results = run_round(batch, self.policy)
+        else:
+            batch.score([])
+        outputs = self._commit(batch, results)
+        self.last = self._record(batch, results, outputs, time.perf_counter() - started)
+        return outputs
+
+    def _commit(self, batch: StepBatch, results: list[RoundResult]) -> list[Output]:
+        by_id = dict(zip(batch.ids, results, strict=True))
+        outputs: list[Output] = []
+        kept: dict[str, int] = {}
+        for work in batch.work:
+            if not work.decodes:
+                self.scheduler.advance(work.id, work.prefill)
+                kept[work.id] = work.prefill
+                continue
+            output = self._live[work.id].commit(by_id[work.id].tokens)
+            outputs.append(output)
+            if output.finish is None:
+                self.scheduler.commit(work.id, len(output.tokens))
+                kept[work.id] = work.prefill + len(output.tokens)
+        batch.close(kept)
+        for output in outputs:
+            if output.finish is not None:
+                del self._live[output.id]
+                self._forget(output.id)
+        return outputs
+
+    def _forget(self, id: str) -> None:
+        self.scheduler.remove(id)
+        self.history.forget(id)
+
+    def _record(
+        self, batch: StepBatch, results: list[RoundResult], outputs: list[Output], seconds: float
+    ) -> StepRecord:
+        draft, verify = batch.draft_clock.take(), batch.verify_clock.take()
+        return StepRecord(
+            seconds=seconds,
+            draft_seconds=draft,
+            verify_seconds=verify,
+            other_seconds=seconds - draft - verify,
+            requests=len(batch.deciding),
+            drafting=batch.drafting,
+            tokens=batch.rows,
+            prefill_tokens=batch.prefill_tokens,
+            proposed=sum(len(result.proposal.tokens) for result in results),
+            admitted=sum(result.admitted for result in results),
+            accepted=sum(result.verdict.accepted for result in results),
+            committed=sum(len(output.tokens) for output in outputs),
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            used_blocks=self.scheduler.allocator.used,
+        )
