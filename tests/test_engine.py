@@ -13,7 +13,6 @@ from hypothesis import given, settings
 
 from outrider.decoding import StopRules, generate
 from outrider.drafters import DSpark, DSparkConfig
-from outrider.drafters.base import Drafter
 from outrider.drafters.packed import PackedDrafter
 from outrider.engine import Engine, EngineConfig, Output, Request, Scheduler
 from outrider.engine.blocks import BlockAllocator
@@ -35,7 +34,7 @@ def toy_drafter(target: Target, seed: int = 0) -> PackedDrafter:
 def target() -> Target:
     """A toy with few likely tokens: a random drafter is right now and then."""
     found = toy_target()
-    found.model.lm_head.weight.data[12:] *= 0.1
+    found.model.lm_head.weight.data[3:] *= 0.01
     return Target(found.model, None, "toy")
 
 
@@ -110,28 +109,39 @@ def test_drafts_are_accepted_in_batches(target: Target, drafter: PackedDrafter) 
     assert sum(accepted) > 20
 
 
-@pytest.mark.parametrize("drafting", [True, False])
-def test_a_seed_decides_not_the_company(target: Target, drafter: PackedDrafter, drafting: bool) -> None:
-    params = [
-        SamplingParams(temperature=0.8, top_k=k, top_p=p, seed=s) for s, (k, p) in enumerate([(0, 1.0), (5, 0.9)] * 3)
+def sampled(coupled: bool) -> list[Request]:
+    """Requests with settings and seeds of their own."""
+    settings = [(0, 1.0, 1.0), (5, 0.9, 1.0), (0, 0.95, 1.3)] * 2
+    return [
+        Request(str(i), prompt, SamplingParams(0.8, k, p, 0.0, penalty, i, coupled), StopRules(20, stop_ids=()))
+        for i, (prompt, (k, p, penalty)) in enumerate(zip(prompts(6, seed=1), settings, strict=True))
     ]
-    requests = [
-        Request(str(i), prompt, chosen, StopRules(20, stop_ids=()))
-        for i, (prompt, chosen) in enumerate(zip(prompts(6, seed=1), params, strict=True))
-    ]
-    chosen_drafter: Drafter | None = drafter if drafting else None
-    together = finish(Engine(target, chosen_drafter), requests)
+
+
+def test_a_seed_decides_where_drafts_are_equally_long(target: Target, drafter: PackedDrafter) -> None:
+    requests = sampled(coupled=False)
+    for chosen in (drafter, None):
+        together = finish(Engine(target, chosen), requests)
+        for request in requests:
+            assert finish(Engine(target, chosen), [request])[request.id] == together[request.id]
+    for request in requests:  # without a drafter the engine asks for randomness as the single request does
+        assert generate(target, request.prompt, None, request.params, request.rules).tokens == together[request.id]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_coupled_tokens_depend_on_the_seed_alone(target: Target, drafter: PackedDrafter, policy: Policy) -> None:
+    """No policy, no drafter, no company, no preemption changes a token."""
+    requests = sampled(coupled=True)
+    config = EngineConfig(max_requests=6, token_budget=40, block_size=4, num_blocks=40)
+    together = finish(Engine(target, drafter, policy, config=config), requests)
     for request in requests:
-        assert finish(Engine(target, chosen_drafter), [request])[request.id] == together[request.id]
-        solo = generate(target, request.prompt, chosen_drafter, request.params, request.rules)
-        assert solo.tokens == together[request.id], "one request decodes the same without an engine"
-    penalised = Request(
-        "p", requests[0].prompt, SamplingParams(0.8, repetition_penalty=1.3), StopRules(20, stop_ids=())
-    )
-    assert (
-        finish(Engine(target, chosen_drafter), [penalised, *requests])["p"]
-        == generate(target, penalised.prompt, chosen_drafter, penalised.params, penalised.rules).tokens
-    )
+        for chosen in (drafter, None):
+            solo = generate(target, request.prompt, chosen, request.params, request.rules, policy)
+            assert solo.tokens == together[request.id]
+    seeds = {
+        tuple(generate(target, [5, 6], None, SamplingParams(0.8, seed=s, coupled=True)).tokens[:8]) for s in range(9)
+    }
+    assert len(seeds) == 9
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"])
