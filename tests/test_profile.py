@@ -23,7 +23,9 @@ from outrider.cli import profile as profile_verb
 from outrider.drafters import DSpark
 from outrider.evaluation.profile import setting_of
 from outrider.evaluation.profile_jobs import forward_jobs, sweep
+from outrider.evaluation.results import machine
 from outrider.formats import Checkpoint, load_drafter, save_drafter
+from outrider.scheduling import PrefixScheduler, StepView
 from outrider.scheduling.additive import Additive, Cell
 from outrider.scheduling.profile import Curve, Profile, Setting
 from outrider.target import load_target
@@ -193,6 +195,13 @@ def test_files(tmp_path: Path) -> None:
         Profile.load(tmp_path / "none.json")
 
 
+def test_a_policy_decides_with_it() -> None:
+    """Ten draft tokens of survival 0.9 and less: on this machine a first cliff of 2 ms behind 4 tokens stops them."""
+    view = StepView.of([[0.9] * 5, [0.5] * 5], [5, 5], [64, 64])
+    assert PrefixScheduler(profile_of(cells_of(staircase))).lengths(view).tolist() == [2, 0]
+    assert PrefixScheduler(profile_of(cells_of(linear))).lengths(view).tolist() == [5, 2]
+
+
 def test_policies_may_ask_at_every_step() -> None:
     """A generous bound on one call, for 32 requests that drafted 7 tokens each."""
     profile, tokens = profile_of(cells_of(staircase)), np.arange(32, 257)
@@ -250,6 +259,7 @@ def test_the_verb_measures_what_fits_its_own_setting(run: Run, toy: Path, tmp_pa
     assert profile.draft and profile.extend and profile.draft.requests == profile.other.requests == [1, 2, 3]
     assert (profile.seconds(np.arange(3, 40), 3, 2, 10.0) > 0).all()
 
+    assert (profile.setting.threads, profile.setting.processor) == (1, machine()["cpu"])
     target = load_target(str(toy / "target"))
     checkpoint = load_drafter(toy / "drafter")
     profile.check(setting_of(target, checkpoint.packed(target)))

@@ -9,9 +9,8 @@ S context      cached tokens per request
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from hashlib import sha256
-from typing import Any
 
 import numpy as np
 import torch
@@ -71,10 +70,10 @@ def setting_of(target: Target, drafter: Drafter | None) -> Setting:
 
 
 def _shape_name(drafter: Drafter) -> str:
-    config: Any = getattr(drafter, "config", None)
-    if isinstance(config, type) or not is_dataclass(config):
+    config = getattr(drafter, "config", None)
+    if not is_dataclass(config):
         return f"{type(drafter).__name__}, gamma {drafter.gamma}"
-    digest = sha256(repr(sorted(asdict(config).items())).encode()).hexdigest()[:8]
+    digest = sha256(repr(config).encode()).hexdigest()[:8]
     return f"{type(config).__name__.removesuffix('Config')}, gamma {drafter.gamma}, shape {digest}"
 
 

@@ -6,9 +6,9 @@
     R = 4        o       o          o         o . as R = 2 . . . . . . .
 
 A row is the row of fewer requests plus their difference, which is linear between cells and constant outside of them:
-steps of the staircase come from matrix products over all B rows, whoever they belong to, and need to be measured densely
-but once. Below the first row lies the additive form's theta B (scheduling/additive.py). Requests and contexts in between
-are linear; beyond the last cells the additive form goes on. Shapes: N token counts asked for; B = 0..edge.
+steps of the staircase come from matrix products over all B rows, whoever they belong to, and need to be measured one by
+one only once. Below the first row lies the additive form's theta B (scheduling/additive.py). Requests and contexts in
+between are linear; beyond the last cells the additive form goes on. Shapes: N token counts asked for; B = 0..edge.
 """
 
 from __future__ import annotations
