@@ -196,10 +196,10 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_a_policy_decides_with_it() -> None:
-    """Ten draft tokens of survival 0.9 and less: on this machine a first cliff of 2 ms behind 4 tokens stops them."""
+    """The ninth token of the forward costs a step of 2 ms; the three behind it are free, and an early stop is early."""
     view = StepView.of([[0.9] * 5, [0.5] * 5], [5, 5], [64, 64])
-    assert PrefixScheduler(profile_of(cells_of(staircase))).lengths(view).tolist() == [2, 0]
     assert PrefixScheduler(profile_of(cells_of(linear))).lengths(view).tolist() == [5, 2]
+    assert PrefixScheduler(profile_of(cells_of(staircase))).lengths(view).tolist() == [5, 1]
 
 
 def test_policies_may_ask_at_every_step() -> None:
@@ -248,7 +248,15 @@ def test_the_verb_measures_what_fits_its_own_setting(run: Run, toy: Path, tmp_pa
     sizes = ("--max-requests", 3, "--max-tokens", 20, "--contexts", "16,5", "--repeats", 2, "--plot")
     printed = run("--target", toy / "target", "--drafter", toy / "drafter", "--out", out, *sizes)
     assert "(2 repeats)" in printed and out.with_suffix(".png").stat().st_size > 10_000
-    for words in ("after 16 cached tokens", "3 req.", "drafter reads", "additive form: ", "% at worst", "per cent"):
+    for words in (
+        "after 16 cached tokens",
+        "forwards per second",
+        "3 req.",
+        "drafter reads",
+        "additive form: ",
+        "% at worst",
+        "per cent",
+    ):
         assert words in printed, printed
 
     profile = Profile.load(out)

@@ -61,13 +61,10 @@ def _contexts(text: str) -> tuple[int, ...]:
 
 def show(profile: Profile, context: int, console: Console) -> None:
     """Forwards at one context, what a step costs besides, and how far the additive form is off."""
+    title = f"one forward after {context} cached tokens each"
+    console.print(grid_table(profile, context, f"{title}: milliseconds", lambda cell, _: f"{1e3 * cell.median:.1f}"))
     console.print(
-        grid_table(
-            profile,
-            context,
-            f"one forward after {context} cached tokens each: milliseconds (forwards per second)",
-            lambda cell, _: f"{1e3 * cell.median:.1f} ({1 / cell.median:.1f})",
-        )
+        grid_table(profile, context, f"{title}: forwards per second (SPS)", lambda cell, _: f"{1 / cell.median:.1f}")
     )
     console.print(requests_table(profile))
     fit = profile.fit
@@ -77,7 +74,7 @@ def show(profile: Profile, context: int, console: Console) -> None:
         f"{100 * max(map(abs, fit.residuals)):.1f} % at worst",
         highlight=False,
     )
-    title = f"additive form against measured after {context} tokens, per cent"
+    title = f"additive form against measured after {context} cached tokens: per cent"
     console.print(grid_table(profile, context, title, lambda _, residual: f"{100 * residual:+.1f}"))
 
 
@@ -107,5 +104,5 @@ def requests_table(profile: Profile) -> Table:
         view.add_column(heading, justify="right", no_wrap=True)
     for i, count in enumerate(profile.other.requests):
         quartiles = [curve.seconds[i] for curve in measured.values()]
-        view.add_row(str(count), *(f"{1e3 * m:.2f} ({1e3 * low:.2f}-{1e3 * high:.2f})" for low, m, high in quartiles))
+        view.add_row(str(count), *(f"{1e3 * m:.1f} ({1e3 * low:.1f}-{1e3 * high:.1f})" for low, m, high in quartiles))
     return view
