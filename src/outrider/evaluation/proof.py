@@ -82,6 +82,45 @@ def enumerate_traces(run: Callable[[RandomSource], T]) -> Iterator[tuple[T, floa
             return
 
 
+class DraftTree:
+    """All that one draft may become, computed once; `draw` asks a source the same questions again."""
+
+    def __init__(self, draft: Callable[[RandomSource], Proposal]) -> None:
+        self._questions: dict[Tokens, Tensor] = {}  # choices so far -> the distribution of the next
+        self._proposals: dict[Tokens, Proposal] = {}
+
+        def recorded(source: RandomSource) -> tuple[Tokens, Proposal]:
+            recorder = _Recorder(source, self._questions)
+            proposal = draft(recorder)
+            return recorder.chosen, proposal
+
+        for (chosen, proposal), _ in enumerate_traces(recorded):
+            self._proposals[chosen] = proposal
+
+    def draw(self, source: RandomSource) -> Proposal:
+        chosen: Tokens = ()
+        while chosen in self._questions:
+            chosen = (*chosen, source.choose(self._questions[chosen]))
+        return self._proposals[chosen]
+
+
+class _Recorder:
+    """Passes questions on, and writes them down."""
+
+    def __init__(self, source: RandomSource, questions: dict[Tokens, Tensor]) -> None:
+        self.source, self.questions = source, questions
+        self.chosen: Tokens = ()
+
+    def accept(self, probability: float) -> bool:
+        raise AssertionError("a draft accepts nothing")
+
+    def choose(self, probs_V: Tensor) -> int:
+        self.questions[self.chosen] = probs_V
+        choice = self.source.choose(probs_V)
+        self.chosen = (*self.chosen, choice)
+        return choice
+
+
 class ToyTarget:
     """Random logits for every context, as a table that is filled when asked."""
 
@@ -124,16 +163,17 @@ class ToyDrafter:
         for module in (self.head, self.confidence):
             for weight in () if module is None else module.parameters():
                 torch.nn.init.normal_(weight, generator=generator)
-        self._blocks: dict[Tokens, tuple[Tensor, Tensor]] = {}
+        self._trees: dict[tuple[Tokens, float], DraftTree] = {}
 
     def draft(self, context: Tokens, source: RandomSource, floor: float = 0.0) -> Proposal:
-        if context not in self._blocks:
-            columns = self.draft_vocab_size + self.hidden_size
-            generator = _generator(self.seed, context)
-            block = torch.randn(self.gamma, columns, generator=generator, dtype=torch.float64)
-            base_logits_KVd, hidden_KH = block.split([self.draft_vocab_size, self.hidden_size], dim=1)
-            self._blocks[context] = base_logits_KVd, hidden_KH
-        base_logits_KVd, hidden_KH = self._blocks[context]
+        if (context, floor) not in self._trees:
+            self._trees[context, floor] = DraftTree(lambda recorder: self._walk(context, recorder, floor))
+        return self._trees[context, floor].draw(source)
+
+    def _walk(self, context: Tokens, source: RandomSource, floor: float) -> Proposal:
+        columns = self.draft_vocab_size + self.hidden_size
+        block = torch.randn(self.gamma, columns, generator=_generator(self.seed, context), dtype=torch.float64)
+        base_logits_KVd, hidden_KH = block.split([self.draft_vocab_size, self.hidden_size], dim=1)
         params = self.target.params
         seen = SeenTokens(self.target.vocab_size, params.repetition_penalty, context)
         call = DraftCall(None, context[-1], params, seen, source)
