@@ -1,7 +1,7 @@
 """Losslessness by enumeration of the production code, and proof that the tool would see it broken."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import outrider.decoding.round as round_module
+import outrider.scheduling.lookahead as lookahead_module
 import outrider.verification.chain as chain_module
 from outrider.decoding.round import RoundResult
 from outrider.drafters.base import Proposal
@@ -31,6 +32,7 @@ from outrider.scheduling import (
     AsyncScheduler,
     DraftGate,
     FixedPolicy,
+    GateView,
     GoodputPolicy,
     History,
     LookAhead,
@@ -43,6 +45,7 @@ from outrider.scheduling import (
     ThresholdPolicy,
 )
 from outrider.scheduling.cost import StepCost, step_seconds
+from outrider.scheduling.gate import Flags
 from outrider.scheduling.order import causal_order, gains, lengths_of
 from outrider.scheduling.view import Floats, Ints
 from outrider.verification import Verdict, verify_chain
@@ -152,6 +155,173 @@ def test_rows_behind_a_rejection_are_not_asked_for() -> None:
     assert asked == [0, 1]
 
 
+# Several rounds, with what a policy and a gate remember of them.
+
+TABLES = {
+    "smooth": SpsTable([1 / (1 + 0.35 * tokens) for tokens in range(10)]),
+    "jagged": SpsTable([1.0, 1.0, 0.75, 0.7, 0.69, 0.68, 0.67]),
+}
+REMEMBERING: dict[str, Callable[[StepCost], Policy]] = {
+    "fixed": lambda cost: FixedPolicy(1),
+    "threshold": lambda cost: ThresholdPolicy(0.5),
+    "prefix": PrefixScheduler,
+    "goodput": GoodputPolicy,
+    "async": AsyncScheduler,
+    "look-ahead": LookAhead,
+}
+SHAPES = {1: 4, 2: 3, 3: 2}  # gamma -> new tokens
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A policy that notes what it decided."""
+
+    policy: Policy
+    decisions: set[tuple[int, ...]] = field(default_factory=set)
+
+    @property
+    def floor(self) -> float:
+        return self.policy.floor
+
+    def lengths(self, view: StepView) -> Ints:
+        lengths_R = self.policy.lengths(view)
+        if view.past and view.drafted_R.all():
+            self.decisions.add(tuple(lengths_R.tolist()))
+        return lengths_R
+
+
+@dataclass(frozen=True)
+class DraftsCost:
+    """The seconds of a table and as many again for each draft."""
+
+    table: SpsTable
+    per_draft: float
+
+    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float) -> Floats:
+        return self.table.seconds(tokens_N, requests, drafting, context) + self.per_draft * drafting
+
+
+@dataclass(frozen=True)
+class WatchedGate:
+    gate: DraftGate
+    decisions: set[tuple[bool, ...]] = field(default_factory=set)
+
+    def drafting(self, view: GateView) -> Flags:
+        drafting_R = self.gate.drafting(view)
+        self.decisions.add(tuple(drafting_R.tolist()))
+        return drafting_R
+
+
+def two_requests(policy: Policy, gamma: int, gate: DraftGate | None = None) -> float:
+    """Deviation of the joint distribution, over rounds that remember."""
+    drafter = ToyDrafter(ToyTarget(2, WARPS["plain"]), gamma, "vanilla", seed=2)
+    prompts: list[Tokens] = [(0,), (1, 1)]
+    history = History(gamma, decay=0.5)
+    actual = exact_output_distribution(lanes_of(drafter), prompts, policy, SHAPES[gamma], history, gate)
+    assert abs(sum(actual.values()) - 1) < TOLERANCE
+    return max_deviation(actual, exact_target_distribution(drafter.target.row, prompts, SHAPES[gamma]))
+
+
+@pytest.mark.parametrize("gamma", SHAPES)
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("name", REMEMBERING)
+def test_two_requests_over_rounds_that_remember(name: str, table: str, gamma: int) -> None:
+    watched = Watched(REMEMBERING[name](TABLES[table]))
+    assert two_requests(watched, gamma) <= TOLERANCE
+    if name != "fixed" and (table, gamma) == ("jagged", 2):  # a policy that always answers alike would prove little
+        assert len({lengths for lengths in watched.decisions if len(lengths) == 2}) >= 2
+
+
+# Policies that look at what they must not, in the same harness.
+
+
+@dataclass(frozen=True)
+class GlobalSearch:
+    """Looks for the best lengths among all, current confidences included."""
+
+    cost: StepCost
+    floor: ClassVar[float] = 0.0
+
+    def lengths(self, view: StepView) -> Ints:
+        survival_RK = view.survival_RK()
+        order_N = causal_order(survival_RK, view.drafted_R)
+        seconds = step_seconds(self.cost, view, np.arange(len(order_N) + 1))
+        throughput = (len(survival_RK) + gains(survival_RK)[: len(seconds)]) / seconds
+        return lengths_of(order_N[: int(throughput.argmax())], len(survival_RK))
+
+
+class ImpatientAsync(AsyncScheduler):
+    """Takes its budget from the confidences of this very step."""
+
+    def lengths(self, view: StepView) -> Ints:
+        return super().lengths(replace(view, past=(Past(view.confidences_RK, view.drafted_R),)))
+
+
+@pytest.mark.parametrize("policy", [GlobalSearch, ImpatientAsync])
+def test_a_search_over_current_confidences_is_caught(policy: type[GlobalSearch] | type[ImpatientAsync]) -> None:
+    assert two_requests(policy(TABLES["jagged"]), 2) > VISIBLE
+
+
+def test_look_ahead_at_realised_confidences_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def realised(survival_RK: Floats, lengths_R: Ints, drafted_R: Ints, promise_K: Floats) -> Floats:
+        return np.where(np.arange(survival_RK.shape[1]) >= lengths_R[:, None], survival_RK, 0.0)
+
+    monkeypatch.setattr(lookahead_module, "expected_survival", realised)
+    assert two_requests(LookAhead(TABLES["jagged"]), 2) > VISIBLE
+
+
+class PeekingEstimatorLane(ToyLane):
+    """Confidence = the probability of the token that was drawn."""
+
+    def draft(self, floor: float) -> Proposal:
+        proposal = super().draft(0.0)
+        return replace(proposal, confidences=proposal.drafted_with)
+
+
+@pytest.mark.parametrize("name", ["threshold", "prefix", "async", "look-ahead"])
+def test_an_estimator_that_peeks_at_the_drawn_token_is_caught(name: str) -> None:
+    drafter = toy(WARPS["plain"], 2, "vanilla", vocab=2)
+    lane, policy = lanes_of(drafter, PeekingEstimatorLane), REMEMBERING[name](TABLES["smooth"])
+    assert deviation(lane, drafter.target, [(0,), (1, 1)], policy, 2) > VISIBLE
+
+
+class TiedConfidences(ToyLane):
+    """Drafts one token with the same confidence for all, and shows it to `TiesByToken`."""
+
+    drawn: ClassVar[list[int]] = []
+
+    def draft(self, floor: float) -> Proposal:
+        proposal = replace(super().draft(floor).truncated(1), confidences=[0.5])
+        self.drawn.append(proposal.tokens[0])
+        return proposal
+
+
+class TiesByToken(PrefixScheduler):
+    """Where survivals tie, the request whose drafted token is larger goes first."""
+
+    def lengths(self, view: StepView) -> Ints:
+        turned = len(view.drafted_R) == 2 and TiedConfidences.drawn[-2] < TiedConfidences.drawn[-1]
+        return super().lengths(view)[::-1] if turned else super().lengths(view)
+
+
+@pytest.mark.parametrize(("policy", "lossless"), [(PrefixScheduler, True), (TiesByToken, False)])
+def test_ties_broken_by_token_values_are_caught(policy: type[PrefixScheduler], lossless: bool) -> None:
+    one_token = policy(SpsTable([1.0, 1.0, 1.0, 1e-9]))  # two requests may verify one draft token between them
+    drafter = toy(WARPS["plain"], 1, "vanilla", vocab=2)
+    found = deviation(lanes_of(drafter, TiedConfidences), drafter.target, [(0,), (1, 1)], one_token, 2)
+    assert found <= TOLERANCE if lossless else found > VISIBLE
+
+
+@pytest.mark.parametrize("gamma", SHAPES)
+@pytest.mark.parametrize("table", TABLES)
+def test_two_requests_that_may_skip_their_drafts(table: str, gamma: int) -> None:
+    cost = DraftsCost(TABLES[table], per_draft=0.2)
+    gate = WatchedGate(SkipDrafting(cost, probe_share=0.3))
+    assert two_requests(LookAhead(cost), gamma, gate) <= TOLERANCE
+    if gamma < 3:
+        assert len(gate.decisions) >= 2
+
+
 # The counterexample: c_2 tells x_1: a search that reads it verifies exactly the lucky drafts.
 
 
@@ -169,21 +339,6 @@ class CounterexampleLane:
 
 
 PAPER_SPS = SpsTable([1.0, 0.5, 0.45])
-
-
-@dataclass(frozen=True)
-class GlobalSearch:
-    """Looks for the best lengths among all, current confidences included."""
-
-    cost: StepCost
-    floor: ClassVar[float] = 0.0
-
-    def lengths(self, view: StepView) -> Ints:
-        survival_RK = view.survival_RK()
-        order_N = causal_order(survival_RK, view.drafted_R)
-        seconds = step_seconds(self.cost, view, np.arange(len(order_N) + 1))
-        throughput = (len(survival_RK) + gains(survival_RK)[: len(seconds)]) / seconds
-        return lengths_of(order_N[: int(throughput.argmax())], len(survival_RK))
 
 
 def test_global_search_is_caught() -> None:

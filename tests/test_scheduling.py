@@ -430,7 +430,9 @@ COST = SpsTable([1 / (0.02 + 0.001 * (tokens // 32)) for tokens in range(5000)])
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "policy", [FixedPolicy(5), ThresholdPolicy(0.5), *(type(policy)(COST) for policy in ADAPTIVE)], ids=lambda p: type(p).__name__
+    "policy",
+    [FixedPolicy(5), ThresholdPolicy(0.5), *(type(policy)(COST) for policy in ADAPTIVE)],
+    ids=lambda p: type(p).__name__,
 )
 def test_planning_takes_less_than_300_microseconds(policy: Policy) -> None:
     """256 requests, 16 positions. The least of several medians: other processes may hold the cores meanwhile."""
