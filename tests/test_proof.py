@@ -1,19 +1,23 @@
 """Losslessness by enumeration of the production code, and proof that the tool would see it broken."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import outrider.decoding.round as round_module
+import outrider.scheduling.lookahead as lookahead_module
 import outrider.verification.chain as chain_module
 from outrider.decoding.round import RoundResult
 from outrider.drafters.base import Proposal
 from outrider.evaluation.proof import (
     EnumeratingSource,
     LaneFactory,
+    Lanes,
     Tokens,
     ToyDrafter,
     ToyLane,
@@ -24,7 +28,26 @@ from outrider.evaluation.proof import (
     max_deviation,
 )
 from outrider.sampling import RandomSource, SamplingParams, SeenTokens, residual, warp
-from outrider.scheduling import FixedPolicy, Policy, PrefixScheduler, ThresholdPolicy
+from outrider.scheduling import (
+    AsyncScheduler,
+    DraftGate,
+    FixedPolicy,
+    GateView,
+    GoodputPolicy,
+    History,
+    LookAhead,
+    Past,
+    Policy,
+    PrefixScheduler,
+    SkipDrafting,
+    SpsTable,
+    StepView,
+    ThresholdPolicy,
+)
+from outrider.scheduling.cost import StepCost, step_seconds
+from outrider.scheduling.gate import Flags
+from outrider.scheduling.order import causal_order, gains, lengths_of
+from outrider.scheduling.view import Floats, Ints
 from outrider.verification import Verdict, verify_chain
 
 TOLERANCE, VISIBLE = 1e-12, 1e-3
@@ -42,7 +65,7 @@ HEADS = ["vanilla", "gated", "rnn", None]
 POLICIES: list[Policy] = [
     FixedPolicy(),
     ThresholdPolicy(0.5),
-    PrefixScheduler(lambda tokens: (1.0, 0.68, 0.56, 0.5, 0.46, 0.43, 0.41, 0.39)[tokens - 1]),
+    PrefixScheduler(SpsTable([1.0, 0.68, 0.56, 0.5, 0.46, 0.43, 0.41, 0.39])),
 ]
 
 
@@ -102,7 +125,7 @@ def test_the_policies_of_these_tests_follow_the_draft(policy: Policy) -> None:
 
     def lengths(context: Tokens) -> set[int]:
         def admitted(source: RandomSource) -> int:
-            return round_module.run_round([lanes_of(drafter)(context, source)], policy)[0].admitted
+            return round_module.run_round(Lanes([lanes_of(drafter)(context, source)]), policy)[0].admitted
 
         return {length for length, _ in enumerate_traces(admitted)}
 
@@ -127,9 +150,176 @@ def test_rows_behind_a_rejection_are_not_asked_for() -> None:
         return torch.tensor([0.0, 1.0])
 
     one_hot_KV = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
-    verdict = verify_chain(Proposal([1, 0, 1], one_hot_KV, []), row, EnumeratingSource())
+    verdict = verify_chain(Proposal.of([1, 0, 1], one_hot_KV, []), row, EnumeratingSource())
     assert verdict == Verdict(accepted=1, next_token=1)
     assert asked == [0, 1]
+
+
+# Several rounds, with what a policy and a gate remember of them.
+
+TABLES = {
+    "smooth": SpsTable([1 / (1 + 0.35 * tokens) for tokens in range(10)]),
+    "jagged": SpsTable([1.0, 1.0, 0.75, 0.7, 0.69, 0.68, 0.67]),
+}
+REMEMBERING: dict[str, Callable[[StepCost], Policy]] = {
+    "fixed": lambda cost: FixedPolicy(1),
+    "threshold": lambda cost: ThresholdPolicy(0.5),
+    "prefix": PrefixScheduler,
+    "goodput": GoodputPolicy,
+    "async": AsyncScheduler,
+    "look-ahead": LookAhead,
+}
+SHAPES = {1: 4, 2: 3, 3: 2}  # gamma -> new tokens
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A policy that notes what it decided."""
+
+    policy: Policy
+    decisions: set[tuple[int, ...]] = field(default_factory=set)
+
+    @property
+    def floor(self) -> float:
+        return self.policy.floor
+
+    def lengths(self, view: StepView) -> Ints:
+        lengths_R = self.policy.lengths(view)
+        if view.past and view.drafted_R.all():
+            self.decisions.add(tuple(lengths_R.tolist()))
+        return lengths_R
+
+
+@dataclass(frozen=True)
+class DraftsCost:
+    """The seconds of a table and as many again for each draft."""
+
+    table: SpsTable
+    per_draft: float
+
+    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float) -> Floats:
+        return self.table.seconds(tokens_N, requests, drafting, context) + self.per_draft * drafting
+
+
+@dataclass(frozen=True)
+class WatchedGate:
+    gate: DraftGate
+    decisions: set[tuple[bool, ...]] = field(default_factory=set)
+
+    def drafting(self, view: GateView) -> Flags:
+        drafting_R = self.gate.drafting(view)
+        self.decisions.add(tuple(drafting_R.tolist()))
+        return drafting_R
+
+
+def two_requests(policy: Policy, gamma: int, gate: DraftGate | None = None) -> float:
+    """Deviation of the joint distribution, over rounds that remember."""
+    drafter = ToyDrafter(ToyTarget(2, WARPS["plain"]), gamma, "vanilla", seed=2)
+    prompts: list[Tokens] = [(0,), (1, 1)]
+    history = History(gamma, decay=0.5)
+    actual = exact_output_distribution(lanes_of(drafter), prompts, policy, SHAPES[gamma], history, gate)
+    assert abs(sum(actual.values()) - 1) < TOLERANCE
+    return max_deviation(actual, exact_target_distribution(drafter.target.row, prompts, SHAPES[gamma]))
+
+
+@pytest.mark.parametrize("gamma", SHAPES)
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("name", REMEMBERING)
+def test_two_requests_over_rounds_that_remember(name: str, table: str, gamma: int) -> None:
+    watched = Watched(REMEMBERING[name](TABLES[table]))
+    assert two_requests(watched, gamma) <= TOLERANCE
+    if name != "fixed" and (table, gamma) == ("jagged", 2):  # a policy that always answers alike would prove little
+        assert len({lengths for lengths in watched.decisions if len(lengths) == 2}) >= 2
+
+
+# Policies that look at what they must not, in the same harness.
+
+
+@dataclass(frozen=True)
+class GlobalSearch:
+    """Looks for the best lengths among all, current confidences included."""
+
+    cost: StepCost
+    floor: ClassVar[float] = 0.0
+
+    def lengths(self, view: StepView) -> Ints:
+        survival_RK = view.survival_RK()
+        order_N = causal_order(survival_RK, view.drafted_R)
+        seconds = step_seconds(self.cost, view, np.arange(len(order_N) + 1))
+        throughput = (len(survival_RK) + gains(survival_RK)[: len(seconds)]) / seconds
+        return lengths_of(order_N[: int(throughput.argmax())], len(survival_RK))
+
+
+class ImpatientAsync(AsyncScheduler):
+    """Takes its budget from the confidences of this very step."""
+
+    def lengths(self, view: StepView) -> Ints:
+        return super().lengths(replace(view, past=(Past(view.confidences_RK, view.drafted_R),)))
+
+
+@pytest.mark.parametrize("policy", [GlobalSearch, ImpatientAsync])
+def test_a_search_over_current_confidences_is_caught(policy: type[GlobalSearch] | type[ImpatientAsync]) -> None:
+    assert two_requests(policy(TABLES["jagged"]), 2) > VISIBLE
+
+
+def test_look_ahead_at_realised_confidences_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def realised(survival_RK: Floats, lengths_R: Ints, drafted_R: Ints, promise_K: Floats) -> Floats:
+        return np.where(np.arange(survival_RK.shape[1]) >= lengths_R[:, None], survival_RK, 0.0)
+
+    monkeypatch.setattr(lookahead_module, "expected_survival", realised)
+    assert two_requests(LookAhead(TABLES["jagged"]), 2) > VISIBLE
+
+
+class PeekingEstimatorLane(ToyLane):
+    """Confidence = the probability of the token that was drawn."""
+
+    def draft(self, floor: float) -> Proposal:
+        proposal = super().draft(0.0)
+        return replace(proposal, confidences=proposal.drafted_with)
+
+
+@pytest.mark.parametrize("name", ["threshold", "prefix", "async", "look-ahead"])
+def test_an_estimator_that_peeks_at_the_drawn_token_is_caught(name: str) -> None:
+    drafter = toy(WARPS["plain"], 2, "vanilla", vocab=2)
+    lane, policy = lanes_of(drafter, PeekingEstimatorLane), REMEMBERING[name](TABLES["smooth"])
+    assert deviation(lane, drafter.target, [(0,), (1, 1)], policy, 2) > VISIBLE
+
+
+class TiedConfidences(ToyLane):
+    """Drafts one token with the same confidence for all, and shows it to `TiesByToken`."""
+
+    drawn: ClassVar[list[int]] = []
+
+    def draft(self, floor: float) -> Proposal:
+        proposal = replace(super().draft(floor).truncated(1), confidences=[0.5])
+        self.drawn.append(proposal.tokens[0])
+        return proposal
+
+
+class TiesByToken(PrefixScheduler):
+    """Where survivals tie, the request whose drafted token is larger goes first."""
+
+    def lengths(self, view: StepView) -> Ints:
+        turned = len(view.drafted_R) == 2 and TiedConfidences.drawn[-2] < TiedConfidences.drawn[-1]
+        return super().lengths(view)[::-1] if turned else super().lengths(view)
+
+
+@pytest.mark.parametrize(("policy", "lossless"), [(PrefixScheduler, True), (TiesByToken, False)])
+def test_ties_broken_by_token_values_are_caught(policy: type[PrefixScheduler], lossless: bool) -> None:
+    one_token = policy(SpsTable([1.0, 1.0, 1.0, 1e-9]))  # two requests may verify one draft token between them
+    drafter = toy(WARPS["plain"], 1, "vanilla", vocab=2)
+    found = deviation(lanes_of(drafter, TiedConfidences), drafter.target, [(0,), (1, 1)], one_token, 2)
+    assert found <= TOLERANCE if lossless else found > VISIBLE
+
+
+@pytest.mark.parametrize("gamma", SHAPES)
+@pytest.mark.parametrize("table", TABLES)
+def test_two_requests_that_may_skip_their_drafts(table: str, gamma: int) -> None:
+    cost = DraftsCost(TABLES[table], per_draft=0.2)
+    gate = WatchedGate(SkipDrafting(cost, probe_share=0.3))
+    assert two_requests(LookAhead(cost), gamma, gate) <= TOLERANCE
+    if gamma < 3:
+        assert len(gate.decisions) >= 2
 
 
 # The counterexample: c_2 tells x_1: a search that reads it verifies exactly the lucky drafts.
@@ -142,29 +332,13 @@ class CounterexampleLane:
     def draft(self, floor: float) -> Proposal:
         probs_KV = torch.full((2, 2), 0.5, dtype=torch.float64)
         tokens = [self.source.choose(probs_KV[0]), self.source.choose(probs_KV[1])]
-        return Proposal(tokens, probs_KV, [0.8, 1.0 if tokens[0] == 0 else 0.0])
+        return Proposal.of(tokens, probs_KV, [0.8, 1.0 if tokens[0] == 0 else 0.0])
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
         return lambda k: torch.tensor([0.7, 0.3], dtype=torch.float64)
 
 
-def sps(tokens: int) -> float:
-    return (1.0, 0.5, 0.45)[tokens - 1]
-
-
-class GlobalSearch:
-    """Looks for the best length among all, current confidences included."""
-
-    floor = 0.0
-
-    def lengths(self, confidences: Sequence[Sequence[float]], drafted: Sequence[int]) -> list[int]:
-        survival, tau, best, best_length = 1.0, 1.0, sps(1), 0
-        for k, confidence in enumerate(confidences[0]):
-            survival *= confidence
-            tau += survival
-            if tau * sps(k + 2) > best:
-                best, best_length = tau * sps(k + 2), k + 1
-        return [best_length]
+PAPER_SPS = SpsTable([1.0, 0.5, 0.45])
 
 
 def test_global_search_is_caught() -> None:
@@ -172,8 +346,8 @@ def test_global_search_is_caught() -> None:
         outputs = exact_output_distribution(lambda context, source: CounterexampleLane(source), [(0,)], policy, 1)
         return [outputs[((token,),)] for token in range(2)]
 
-    assert output(GlobalSearch()) == pytest.approx([0.85, 0.15], abs=TOLERANCE)
-    assert output(PrefixScheduler(sps)) == pytest.approx([0.7, 0.3], abs=TOLERANCE)
+    assert output(GlobalSearch(PAPER_SPS)) == pytest.approx([0.85, 0.15], abs=TOLERANCE)
+    assert output(PrefixScheduler(PAPER_SPS)) == pytest.approx([0.7, 0.3], abs=TOLERANCE)
 
 
 # Deliberately broken rules. Each must show.
@@ -184,7 +358,7 @@ def with_verify(monkeypatch: pytest.MonkeyPatch, accept: Callable[..., bool], bo
 
     def broken(proposal: Proposal, target_row: Callable[[int], Tensor], source: RandomSource) -> Verdict:
         for k, token in enumerate(proposal.tokens):
-            target_V, draft_V = target_row(k), proposal.probs_KV[k]
+            target_V, draft_V = target_row(k), proposal.row(k)
             if not accept(target_V, draft_V, token, source):
                 return Verdict(k, source.choose(residual(target_V, draft_V)))
         return Verdict(len(proposal.tokens), bonus(proposal, target_row, source))
@@ -249,7 +423,7 @@ def test_mutation_bonus_repeats_the_last_draft(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_mutation_bonus_left_to_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_verify(monkeypatch, fair_accept, lambda p, row, s: s.choose(p.probs_KV[-1]))
+    with_verify(monkeypatch, fair_accept, lambda p, row, s: s.choose(p.row(len(p.tokens) - 1)))
     assert broken_deviation() > VISIBLE
 
 
@@ -260,7 +434,7 @@ class TiedLane:
         self.source = source
 
     def draft(self, floor: float) -> Proposal:
-        return Proposal([1], torch.tensor([[0.0, 1.0]], dtype=torch.float64), [])
+        return Proposal.of([1], torch.tensor([[0.0, 1.0]], dtype=torch.float64), [])
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
         return lambda k: warp(torch.zeros(2, dtype=torch.float64), SamplingParams())
@@ -283,8 +457,10 @@ class PeekingPolicy:
 
     floor = 0.0
 
-    def lengths(self, confidences: Sequence[Sequence[float]], drafted: Sequence[int]) -> list[int]:
-        return ThresholdPolicy(0.5).lengths([[*row[1:], 0.0] for row in confidences], drafted)
+    def lengths(self, view: StepView) -> Ints:
+        peeked_RK = np.roll(view.confidences_RK, -1, axis=1)
+        peeked_RK[:, -1] = 0.0
+        return ThresholdPolicy(0.5).lengths(replace(view, confidences_RK=peeked_RK))
 
 
 def test_mutation_policy_peeks() -> None:
@@ -296,8 +472,10 @@ class UnwarpedDraftLane(ToyLane):
 
     def draft(self, floor: float) -> Proposal:
         proposal = super().draft(floor)
-        unwarped_KV = proposal.probs_KV**self.target.params.temperature
-        return replace(proposal, probs_KV=unwarped_KV / unwarped_KV.sum(-1, keepdim=True))
+        rows_KV = torch.stack([proposal.row(k) for k in range(len(proposal.tokens))])
+        unwarped_KV = rows_KV**self.target.params.temperature
+        unwarped_KV = unwarped_KV / unwarped_KV.sum(-1, keepdim=True)
+        return Proposal.of(proposal.tokens, unwarped_KV, proposal.confidences)
 
 
 def test_mutation_draft_reports_unwarped_probabilities() -> None:
@@ -322,8 +500,8 @@ def test_mutation_two_requests_share_their_luck(monkeypatch: pytest.MonkeyPatch)
     """Each request alone is right; only the joint distribution shows it."""
     real = round_module.run_round
 
-    def shared(lanes: Sequence[ToyLane], policy: Policy) -> list[RoundResult]:
-        return real(lanes[:1], policy) * len(lanes)
+    def shared(batch: Lanes, policy: Policy) -> list[RoundResult]:
+        return real(Lanes(batch.lanes[:1]), policy) * len(batch.lanes)
 
     monkeypatch.setattr("outrider.evaluation.proof.run_round", shared)
     drafter = toy(WARPS["plain"], 1, "vanilla", vocab=2)
