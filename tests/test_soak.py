@@ -147,7 +147,7 @@ def test_soak_of_a_small_model() -> None:
     randomise(module)
     chance = random.Random(7)
     pool = [[chance.randrange(4, 97) for _ in range(chance.randint(1, 60))] for _ in range(100)]
-    engine = EngineConfig(max_requests=8, token_budget=48, block_size=4, num_blocks=110)
+    engine = EngineConfig(max_requests=8, token_budget=48, block_size=4, num_blocks=56)
     total = Counter[str]()
     for policy in (FixedPolicy(), ThresholdPolicy(0.5), PrefixScheduler(COSTS), LookAhead(COSTS)):
         tally = soak(target, PackedDrafter(module.eval(), target), policy, pool, 425, engine)
