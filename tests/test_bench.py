@@ -1,4 +1,4 @@
-"""Load generators and the frontier on a fake engine and a simulated clock, with exact numbers; the verb on a toy model."""
+"""Load generators and the frontier on a fake engine and a simulated clock, exact numbers; the verb on a toy model."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from outrider.benchmark.plots import write_plots
 from outrider.benchmark.prompts import mixed_prompts
 from outrider.benchmark.summary import Frontier, level_verdicts, overall_verdicts, summarise_points
 from outrider.benchmark.variants import Shortened, build_variant, default_variants
+from outrider.cli import bench
 from outrider.drafters import DSpark, DSparkConfig
 from outrider.engine import Output, Request, StepRecord
+from outrider.evaluation.profile import ProfileConfig, measure_profile
 from outrider.formats import Checkpoint, save_drafter
 from outrider.scheduling import AlwaysDraft, LookAhead, SkipDrafting, SpsTable
 
@@ -74,7 +76,7 @@ def closed(users: int, engine: FakeEngine, **changes: object) -> Window:
 
 
 def test_closed_loop_counts_exactly_what_its_window_holds() -> None:
-    """Two users; warm-up of 2 and 4 tokens; the window opens at 1.0 s, counted requests start 1.0, 1.5, 2.0, end 3.0."""
+    """Two users; warm-up of 2 and 4 tokens; window from 1.0 s, when the first counted one comes, to 3.0 s."""
     engine = FakeEngine()
     window = closed(2, engine)
     assert [served.arrived for served in window.requests] == [1.0, 1.5, 2.0]
@@ -110,11 +112,11 @@ def test_window_by_seconds() -> None:
 def test_poisson_waits_count_from_the_arrival() -> None:
     engine, clock = FakeEngine(per_step=4, seconds=1.0), SimulatedClock()
     config = LoadConfig(requests=6, max_new_tokens=4, warmup=1)
-    window = run_load(engine, [[0]], Poisson(0.7, 5, 0.0), config, clock)
+    window = run_load(engine, [[0]], Poisson(2.0, 5, 0.0), config, clock)
     gaps = random.Random(5)
     moments = [0.0]
-    while len(moments) < 30:
-        moments.append(moments[-1] + gaps.expovariate(0.7))
+    while len(moments) < 60:
+        moments.append(moments[-1] + gaps.expovariate(2.0))
     starts, now, arrived = [], 0.0, 0
     while arrived < 20:  # who has come by the beginning of a step is answered at its end
         now = max(now, moments[arrived])
@@ -207,7 +209,12 @@ def test_verdicts() -> None:
         "none": (10.0, 40.0), "fixed-1": (12.0, 50.0), "fixed-3": (15.0, 30.0),
         "prefix": (14.0, 44.0), "look-ahead+skip": (15.0, 49.0),
     }  # fmt: skip
-    points = [point(v, c, r, x + r - 1) for v, found in rates.items() for c, x in zip((1, 8), found) for r in range(3)]
+    points = [
+        point(variant, level, repeat, rate + repeat - 1)
+        for variant, found in rates.items()
+        for level, rate in zip((1, 8), found, strict=True)
+        for repeat in range(3)
+    ]
     summaries = summarise_points(points)
     assert summaries[0].quartiles["tokens_per_second"] == (9.5, 10.0, 10.5)
     first, second = level_verdicts(summaries)
@@ -249,7 +256,7 @@ def test_variants_by_name() -> None:
             build(bad)
     with pytest.raises(ValueError, match="recommends none"):
         build("threshold", threshold=None)
-    with pytest.raises(ValueError, match="variant prefix decides by what steps cost here.*outrider profile"):
+    with pytest.raises(ValueError, match=r"variant prefix decides by what steps cost here.*outrider profile"):
         build("prefix", cost=None)
 
 
@@ -306,9 +313,6 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_verb_on_a_toy_model(
     toy: Path, tmp_path: Path, arrivals: str, levels: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from outrider.cli import bench
-    from outrider.evaluation.profile import ProfileConfig, measure_profile
-
     monkeypatch.setattr(bench, "set_up", lambda threads: None)
     loaded = bench.load(str(toy / "target"), "cpu")
     packed = bench.load_drafter(toy / "drafter").packed(loaded)
@@ -318,8 +322,8 @@ def test_the_verb_on_a_toy_model(
     app = bench.typer.Typer()
     app.command()(bench.bench_command)
     command = ["--target", toy / "target", "--drafter", toy / "drafter", "--tasks", toy / "tasks.jsonl", "--out", out]
-    command += ["--arrivals", arrivals, *levels, "--variants", "none,fixed-2,threshold,look-ahead+skip"]
-    command += ["--confidence-threshold", 0.1, "--requests-per-point", 5, "--max-new-tokens", 12, "--repeats", 2]
+    command += ["--arrivals", arrivals, *levels, "--variants", "none,fixed-2,look-ahead+skip"]
+    command += ["--requests-per-point", 5, "--max-new-tokens", 8, "--repeats", 1]
     found = run.invoke(app, list(map(str, command)))
     assert isinstance(found.exception, ValueError) and "--profile FILE" in str(found.exception)
     command += ["--profile", tmp_path / "profile.json"]
@@ -327,9 +331,9 @@ def test_the_verb_on_a_toy_model(
     assert found.exit_code == 0, (found.output, found.exception)
     frontier = Frontier.model_validate_json((out / "frontier.json").read_text())
     count = 2 if arrivals == "closed" else 1
-    assert len(frontier.points) == 4 * count and len(frontier.levels) == (count if arrivals == "closed" else 0)
+    assert len(frontier.points) == 3 * count and len(frontier.levels) == (count if arrivals == "closed" else 0)
     for p in frontier.points:
-        assert p.repeats == 2 and p.same + p.ties == 10 and p.mismatches == 0 and p.throughput > 0
+        assert p.repeats == 1 and p.same + p.ties == 5 and p.mismatches == 0 and p.throughput > 0
         assert p.median("budget") == 1 if p.variant == "none" else p.median("budget") is not None
         assert p.variant != "fixed-2" or 1 < (p.median("budget") or 0) <= 3
     assert (out / "frontier.png").is_file() and (out / "load.png").is_file()

@@ -9,7 +9,6 @@ its own. Responses are compared with plain decoding's, made before the first poi
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -93,7 +92,6 @@ def run_sweep(
         on_progress(f"{variant} at {level:g}", number, len(turns))
         if (variant, level, repeat) in done:
             continue
-        gc.collect()  # the last engine's memory comes back now, not inside the window
         ticking = clock()
         arrivals = sweep.arriving(level, repeat, ticking.now())
         window = run_load(serve(variant, level), prompts, arrivals, sweep.load(level), ticking)

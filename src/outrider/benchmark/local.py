@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 
 from outrider.benchmark.frontier import Serve
@@ -27,6 +28,7 @@ def local_engines(target: Target, variants: Sequence[Variant], config_at: Callab
 
     def serve(name: str, level: float) -> Engine:
         variant = by_name[name]
+        gc.collect()  # the last engine's memory comes back now, not inside the window
         return Engine(target, variant.drafter, variant.policy, variant.gate, config_at(level))
 
     return serve
