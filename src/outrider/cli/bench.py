@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -92,7 +93,7 @@ def bench_command(
     configs = {level: engine_config(mixed, max_new_tokens, users[level], token_budget) for level in levels}
     settings = {key: value for key, value in asdict(sweep).items() if key not in ("levels", "variants", "repeats")}
     settings |= {"backend": backend, "target": target, "drafter": drafter, "tasks": tasks, "prompts": len(mixed)}
-    settings |= {"threshold": threshold, "profile": None if profile is None else str(profile), "device": device}
+    settings |= {"threshold": threshold, "profile_sha256": _digest(profile), "device": device}
     settings |= {"token_budget": token_budget, "max_requests": None if arrivals == "closed" else max_requests}
     journal = Journal(out, settings | {"machine": machine(), "versions": versions()})
     with counting(console, "bench") as on_progress:
@@ -110,6 +111,11 @@ def _variants(
         cost = Profile.load(profile)
         cost.check(setting_of(target, drafter))
     return [build_variant(name, drafter, threshold, cost) for name in dict.fromkeys([NO_SPECULATION, *names])]
+
+
+def _digest(profile: Path | None) -> str | None:
+    """A profile measured anew gives other decisions."""
+    return None if profile is None else hashlib.sha256(profile.read_bytes()).hexdigest()
 
 
 def _numbers(text: str) -> tuple[float, ...]:
