@@ -1,0 +1,140 @@
+"""Throughput against user speed: every variant at every level, again and again, taking turns.
+
+    repeat 0:  level 1: A B C   level 2: B C A   ...        neighbours in time are compared, who comes first changes:
+    repeat 1:  level 1: B C A   level 2: C A B   ...        drift of the machine falls on all alike
+
+Figures 7 and 8 of DSpark (arXiv 2607.05147) are made of such points. Every measurement starts with an idle backend of
+its own. Responses are compared with plain decoding's, made before the first point (and warming the machine up).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from outrider.benchmark.journal import Journal, Point
+from outrider.benchmark.load import Arrivals, Backend, Clock, ClosedLoop, LoadConfig, Poisson, Window, run_load
+from outrider.benchmark.metrics import Sla, summarise
+from outrider.benchmark.variants import NO_SPECULATION
+from outrider.decoding import StopRules
+from outrider.engine import Request
+
+Serve = Callable[[str, float], Backend]  # (variant, level) -> an idle backend
+Compare = Callable[[Sequence[int], Sequence[int], Sequence[int]], str]  # (prompt, plain, other) -> same, tie, mismatch
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is measured. `levels`: concurrent users (closed), or requests per second (poisson)."""
+
+    arrivals: Literal["closed", "poisson"]
+    levels: tuple[float, ...]
+    variants: tuple[str, ...]
+    repeats: int
+    requests: int | None
+    seconds: float | None
+    max_new_tokens: int
+    sla: Sla
+    seed: int = 0
+    warmup_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise ValueError(f"repeats={self.repeats} must be at least 1.")
+        if not self.levels or min(self.levels) <= 0 or len(set(self.levels)) < len(self.levels):
+            raise ValueError(f"levels {list(self.levels)} must be different numbers above 0.")
+        if self.arrivals == "closed" and any(level != int(level) for level in self.levels):
+            raise ValueError(f"concurrency {list(self.levels)}: users come whole.")
+        if len(set(self.variants)) < len(self.variants):
+            raise ValueError(f"variants {', '.join(self.variants)}: one is named twice.")
+        for level in self.levels:
+            self.load(level)
+
+    def load(self, level: float) -> LoadConfig:
+        """One warm-up request per user, so that all are at work when the window opens."""
+        warmup = int(level) if self.arrivals == "closed" else 4
+        return LoadConfig(self.requests, self.seconds, self.max_new_tokens, warmup, self.warmup_tokens)
+
+    def arriving(self, level: float, repeat: int, now: float) -> Arrivals:
+        """The same moments for every variant."""
+        if self.arrivals == "closed":
+            return ClosedLoop(int(level))
+        return Poisson(level, 1000 * self.seed + repeat, now)
+
+    def turns(self) -> Iterator[tuple[str, float, int]]:
+        """(variant, level, repeat) in the order they are measured."""
+        for repeat in range(self.repeats):
+            for place, level in enumerate(self.levels):
+                first = (repeat + place) % len(self.variants)
+                for variant in self.variants[first:] + self.variants[:first]:
+                    yield variant, level, repeat
+
+
+def run_sweep(
+    sweep: Sweep,
+    serve: Serve,
+    prompts: Sequence[Sequence[int]],
+    compare: Compare,
+    journal: Journal,
+    clock: Callable[[], Clock],
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> None:
+    """Measure whatever the journal does not hold yet; the clock is made anew for every point."""
+    turns = list(sweep.turns())
+    done = {point.key for point in journal.points}
+    if all(turn in done for turn in turns):
+        return
+    on_progress("plain responses", 0, len(turns))
+    reference = _reference(sweep, serve, prompts, journal)
+    for number, (variant, level, repeat) in enumerate(turns):
+        on_progress(f"{variant} at {level:g}", number, len(turns))
+        if (variant, level, repeat) in done:
+            continue
+        ticking = clock()
+        arrivals = sweep.arriving(level, repeat, ticking.now())
+        window = run_load(serve(variant, level), prompts, arrivals, sweep.load(level), ticking)
+        verdicts = _verdicts(window, prompts, reference, compare)
+        journal.append(
+            Point(
+                variant=variant,
+                level=level,
+                repeat=repeat,
+                metrics=summarise(window, sweep.sla),
+                same=verdicts["same"],
+                ties=verdicts["tie"],
+                mismatches=verdicts["mismatch"],
+            )
+        )
+    on_progress("done", len(turns), len(turns))
+
+
+def _reference(
+    sweep: Sweep, serve: Serve, prompts: Sequence[Sequence[int]], journal: Journal
+) -> Sequence[Sequence[int]]:
+    """Plain responses of every prompt that may count."""
+    known = journal.reference()
+    if known is not None:
+        return known
+    backend, rules = serve(NO_SPECULATION, max(sweep.levels)), StopRules(sweep.max_new_tokens)
+    responses: list[list[int]] = [[] for _ in prompts[: sweep.requests]]
+    for index, prompt in enumerate(prompts[: sweep.requests]):
+        backend.submit(Request(str(index), list(prompt), rules=rules))
+    while not backend.idle:
+        for output in backend.step():
+            responses[int(output.id)] += output.tokens
+    journal.keep_reference(responses)
+    return responses
+
+
+def _verdicts(
+    window: Window, prompts: Sequence[Sequence[int]], reference: Sequence[Sequence[int]], compare: Compare
+) -> Counter[str]:
+    verdicts: Counter[str] = Counter()
+    for served in window.requests:
+        assert served.index is not None
+        plain = reference[served.index]
+        same = served.tokens == list(plain)
+        verdicts["same" if same else compare(prompts[served.index], plain, served.tokens)] += 1
+    return verdicts

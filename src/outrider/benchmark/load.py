@@ -1,0 +1,259 @@
+"""Users on an engine: who asks when, and when each token came.
+
+    warm-up requests         |  window: every step counts                                      |
+    of growing lengths -----> opens                counted requests 0, 1, .. M - 1  all finished
+    fillers: whenever somebody must ask and it is not a counted request's turn: the load never falls
+
+Closed loop: N users, each asks again when answered. Fillers keep all N busy until the last counted request is done, so
+the window has no drain tail, and no counted request is cut off for being long. Counted requests are the same prompts
+in the same order for every variant. Warm-up requests end one after the other, so users do not move in step.
+Poisson: requests come at a rate whatever happens; waiting counts as time to the first token.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from outrider.decoding import StopRules
+from outrider.engine import Output, Request, StepRecord
+from outrider.sampling import SamplingParams
+
+
+class Backend(Protocol):
+    """What takes the load: an `Engine`, a simulated one, or a client of a server.
+
+    `step` returns what came since the last call, waiting for something if need be. `last` is None where the inside is
+    not to be seen; then only what users see is measured.
+    """
+
+    @property
+    def idle(self) -> bool: ...
+
+    @property
+    def last(self) -> StepRecord | None: ...
+
+    def submit(self, request: Request) -> None: ...
+
+    def cancel(self, id: str) -> bool: ...
+
+    def step(self) -> list[Output]: ...
+
+
+class Clock(Protocol):
+    """Seconds, measured or simulated."""
+
+    def now(self) -> float: ...
+
+    def stepped(self, last: StepRecord | None) -> None:
+        """A step is over."""
+        ...
+
+    def wait_until(self, moment: float) -> None: ...
+
+
+class WallClock:
+    """The time that passes."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def stepped(self, last: StepRecord | None) -> None:
+        """Steps take the time they take."""
+
+    def wait_until(self, moment: float) -> None:
+        time.sleep(max(0.0, moment - self.now()))
+
+
+class SimulatedClock:
+    """Steps take what their records say; waiting takes no time."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def stepped(self, last: StepRecord | None) -> None:
+        assert last is not None, "a simulated step says how long it took"
+        self._now += last.seconds
+
+    def wait_until(self, moment: float) -> None:
+        self._now = max(self._now, moment)
+
+
+class Arrivals(Protocol):
+    def next(self, now: float, live: int) -> float | None:
+        """When the next request comes, `live` being in; None: once one of them has left."""
+        ...
+
+    def taken(self) -> None:
+        """That request has come."""
+        ...
+
+
+class ClosedLoop:
+    """`users` of which each asks again as soon as it is answered."""
+
+    def __init__(self, users: int) -> None:
+        self.users = users
+
+    def next(self, now: float, live: int) -> float | None:
+        return now if live < self.users else None
+
+    def taken(self) -> None:
+        """Nothing to remember."""
+
+
+class Poisson:
+    """Independent users: exponential gaps, `rate` requests per second on average."""
+
+    def __init__(self, rate: float, seed: int, start: float) -> None:
+        self._rate, self._random, self._next = rate, random.Random(seed), start
+
+    def next(self, now: float, live: int) -> float | None:
+        return self._next
+
+    def taken(self) -> None:
+        self._next += self._random.expovariate(self._rate)
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """How much is asked.
+
+    Args:
+        requests: counted ones; the window ends when all are finished. None: it ends after `seconds`, and the requests
+            are those that came and finished within it, which favours short ones: prefer a number.
+        warmup: requests before the window, of up to `warmup_tokens` tokens each.
+    """
+
+    requests: int | None = 32
+    seconds: float | None = None
+    max_new_tokens: int = 64
+    warmup: int = 1
+    warmup_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        if (self.requests is None) == (self.seconds is None):
+            raise ValueError(f"requests={self.requests}, seconds={self.seconds}: give one of the two.")
+        for name in ("requests", "seconds", "max_new_tokens", "warmup", "warmup_tokens"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value} must be above 0.")
+
+
+@dataclass
+class Served:
+    """One request: `times[i]` is when its i-th output came and `sizes[i]` how many tokens it held."""
+
+    index: int | None  # of its prompt, if it counts
+    arrived: float
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    finished: bool = False
+
+    def take(self, output: Output, now: float) -> None:
+        self.tokens += output.tokens
+        if output.tokens:
+            self.times.append(now)
+            self.sizes.append(len(output.tokens))
+        self.finished = output.finish is not None
+
+
+@dataclass(frozen=True)
+class Window:
+    """What happened in it. `finished`: all requests that ended, counted or not; `tokens` those of all requests."""
+
+    seconds: float
+    tokens: int
+    finished: int
+    requests: list[Served]
+    steps: list[StepRecord]
+
+
+def run_load(
+    backend: Backend, prompts: Sequence[Sequence[int]], arrivals: Arrivals, config: LoadConfig, clock: Clock
+) -> Window:
+    """Drive a backend through one window; it is idle before and after."""
+    assert backend.idle and prompts
+    return _Run(backend, prompts, arrivals, config, clock).run()
+
+
+class _Run:
+    def __init__(
+        self, backend: Backend, prompts: Sequence[Sequence[int]], arrivals: Arrivals, config: LoadConfig, clock: Clock
+    ) -> None:
+        self.backend, self.prompts, self.arrivals, self.config, self.clock = backend, prompts, arrivals, config, clock
+        self.live: dict[str, Served] = {}
+        self.counted: list[Served] = []
+        self.steps: list[StepRecord] = []
+        self.submitted = self.warm = self.tokens = self.finished = 0
+        self.opened: float | None = None
+
+    def run(self) -> Window:
+        while not self._over():
+            self._admit()
+            outputs = self.backend.step()
+            self.clock.stepped(self.backend.last)
+            self._take(outputs)
+        assert self.opened is not None
+        seconds = self.clock.now() - self.opened
+        for id in self.live:
+            self.backend.cancel(id)
+        requests = [served for served in self.counted if served.finished]
+        return Window(seconds, self.tokens, self.finished, requests, self.steps)
+
+    def _over(self) -> bool:
+        if self.opened is None:
+            return False
+        if self.config.seconds is not None:
+            return self.clock.now() - self.opened >= self.config.seconds
+        return len(self.counted) == self.config.requests and all(served.finished for served in self.counted)
+
+    def _admit(self) -> None:
+        """Everybody who has come by now; if nobody is there, the next one is waited for."""
+        while (moment := self.arrivals.next(self.clock.now(), len(self.live))) is not None:
+            if moment > self.clock.now():
+                if self.live:
+                    return
+                self.clock.wait_until(moment)
+            self._submit(moment)
+            self.arrivals.taken()
+
+    def _submit(self, arrived: float) -> None:
+        config, number = self.config, self.submitted
+        length, index = config.max_new_tokens, None
+        if number < config.warmup:
+            length = max(1, config.warmup_tokens * (number + 1) // config.warmup)
+        elif self.opened is not None and (config.requests is None or len(self.counted) < config.requests):
+            index = len(self.counted) % len(self.prompts)
+        # Warm-up and fillers come from the other end, so that counted requests do not depend on how many there were.
+        prompt = self.prompts[-1 - number % len(self.prompts) if index is None else index]
+        served = Served(index, arrived)
+        if index is not None:
+            self.counted.append(served)
+        self.live[str(number)] = served
+        self.submitted += 1
+        params = SamplingParams(temperature=0.0)
+        self.backend.submit(Request(str(number), list(prompt), params, StopRules(min(length, config.max_new_tokens))))
+
+    def _take(self, outputs: Sequence[Output]) -> None:
+        now, counting = self.clock.now(), self.opened is not None
+        if counting and self.backend.last is not None:
+            self.steps.append(self.backend.last)
+        for output in outputs:
+            served = self.live[output.id]
+            served.take(output, now)
+            if counting:
+                self.tokens += len(output.tokens)
+                self.finished += served.finished
+            if served.finished:
+                del self.live[output.id]
+                self.warm += int(output.id) < self.config.warmup
+        if self.opened is None and self.warm == self.config.warmup:
+            self.opened = now

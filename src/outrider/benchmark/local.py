@@ -1,0 +1,34 @@
+"""The engine of this process as a backend, sized so that a level's requests fit."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+
+from outrider.benchmark.frontier import Serve
+from outrider.benchmark.variants import Variant
+from outrider.engine import Engine, EngineConfig
+from outrider.target import Target
+
+
+def engine_config(prompts: Sequence[Sequence[int]], max_new_tokens: int, users: int, token_budget: int) -> EngineConfig:
+    """Room for `users` requests at once, none of which is ever preempted.
+
+    Raises:
+        ValueError: `token_budget` is below `users`.
+    """
+    longest = max(len(prompt) for prompt in prompts) + max_new_tokens
+    blocks = users * -(-longest // EngineConfig.block_size)
+    return EngineConfig(users, token_budget, num_blocks=max(blocks, EngineConfig.num_blocks))
+
+
+def local_engines(target: Target, variants: Sequence[Variant], config_at: Callable[[float], EngineConfig]) -> Serve:
+    """A new engine for every point; `config_at` a level."""
+    by_name = {variant.name: variant for variant in variants}
+
+    def serve(name: str, level: float) -> Engine:
+        variant = by_name[name]
+        gc.collect()  # the last engine's memory comes back now, not inside the window
+        return Engine(target, variant.drafter, variant.policy, variant.gate, config_at(level))
+
+    return serve

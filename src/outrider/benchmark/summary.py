@@ -1,0 +1,138 @@
+"""frontier.json: medians and quartiles over repeats, and who won.
+
+    at a level      best adaptive / best static variant, by median throughput
+    over the sweep  mean over levels of throughput / that without speculation, and the worst of these ratios
+
+Static variants are chosen once, adaptive ones look at the load (benchmark/variants.py). Verdicts are of the closed
+loop: Poisson throughput is the rate of arrivals until a variant gives way, so there goodput is what to read.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+
+from outrider.benchmark.journal import Point
+from outrider.benchmark.metrics import Metrics
+from outrider.benchmark.variants import NO_SPECULATION, is_adaptive
+
+
+class PointSummary(BaseModel):
+    """One variant at one level. `quartiles`: of each figure of `Metrics`, (low, median, high); None: never known."""
+
+    variant: str
+    level: float
+    repeats: int
+    quartiles: dict[str, tuple[float, float, float] | None]
+    same: int
+    ties: int
+    mismatches: int
+
+    def median(self, figure: str) -> float | None:
+        found = self.quartiles[figure]
+        return None if found is None else found[1]
+
+    @property
+    def throughput(self) -> float:
+        """Median tokens per second."""
+        found = self.median("tokens_per_second")
+        assert found is not None
+        return found
+
+
+class LevelVerdict(BaseModel):
+    """The best of both kinds at one level; `ratio` is adaptive / static."""
+
+    level: float
+    static: str
+    adaptive: str
+    ratio: float
+
+
+class VariantVerdict(BaseModel):
+    """One variant over all levels, in multiples of no speculation."""
+
+    variant: str
+    adaptive: bool
+    mean_ratio: float
+    worst_ratio: float
+
+
+class Frontier(BaseModel):
+    """The whole file. `levels` and `overall` are empty where there is nothing to compare."""
+
+    arrivals: str
+    points: list[PointSummary]
+    levels: list[LevelVerdict]
+    overall: list[VariantVerdict]
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    versions: dict[str, str]
+
+
+def summarise_points(points: Sequence[Point]) -> list[PointSummary]:
+    """Repeats together, in order of level, variants as they first came."""
+    groups: dict[tuple[str, float], list[Point]] = {}
+    for point in points:
+        groups.setdefault((point.variant, point.level), []).append(point)
+    found = []
+    for (variant, level), group in sorted(groups.items(), key=lambda entry: entry[0][1]):
+        figures = {name: _quartiles([getattr(p.metrics, name) for p in group]) for name in Metrics.model_fields}
+        found.append(
+            PointSummary(
+                variant=variant,
+                level=level,
+                repeats=len(group),
+                quartiles=figures,
+                same=sum(p.same for p in group),
+                ties=sum(p.ties for p in group),
+                mismatches=sum(p.mismatches for p in group),
+            )
+        )
+    return found
+
+
+def level_verdicts(points: Sequence[PointSummary]) -> list[LevelVerdict]:
+    """Where both kinds were measured."""
+    verdicts = []
+    for level in sorted({p.level for p in points}):
+        here = sorted((p for p in points if p.level == level), key=lambda p: -p.throughput)
+        static = next((p for p in here if not is_adaptive(p.variant)), None)
+        adaptive = next((p for p in here if is_adaptive(p.variant)), None)
+        if static and adaptive:
+            ratio = adaptive.throughput / static.throughput
+            verdicts.append(LevelVerdict(level=level, static=static.variant, adaptive=adaptive.variant, ratio=ratio))
+    return verdicts
+
+
+def overall_verdicts(points: Sequence[PointSummary]) -> list[VariantVerdict]:
+    """Best first; only variants measured at every level that plain decoding was."""
+    plain = {p.level: p.throughput for p in points if p.variant == NO_SPECULATION}
+    if not plain:
+        return []
+    verdicts = []
+    for variant in dict.fromkeys(p.variant for p in points):
+        mine = {p.level: p.throughput for p in points if p.variant == variant}
+        if plain.keys() <= mine.keys():
+            ratios = [mine[level] / plain[level] for level in plain]
+            verdicts.append(
+                VariantVerdict(
+                    variant=variant,
+                    adaptive=is_adaptive(variant),
+                    mean_ratio=statistics.mean(ratios),
+                    worst_ratio=min(ratios),
+                )
+            )
+    return sorted(verdicts, key=lambda v: -v.mean_ratio)
+
+
+def _quartiles(values: Sequence[float | None]) -> tuple[float, float, float] | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    low, median, high = np.quantile(known, (0.25, 0.5, 0.75)).tolist()
+    return low, median, high

@@ -1,0 +1,185 @@
+"""outrider bench --backend local --tasks FILES --concurrency 1,2,4,8,16,32 --out DIR"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outrider.benchmark.frontier import Sweep, run_sweep
+from outrider.benchmark.journal import Journal
+from outrider.benchmark.load import WallClock
+from outrider.benchmark.local import engine_config, local_engines
+from outrider.benchmark.metrics import Sla
+from outrider.benchmark.plots import write_plots
+from outrider.benchmark.prompts import mixed_prompts
+from outrider.benchmark.summary import Frontier, level_verdicts, overall_verdicts, summarise_points
+from outrider.benchmark.variants import NO_SPECULATION, Variant, build_variant, default_variants
+from outrider.cli.options import AUTO, counting, recommended_threshold, require_drafter, split_names
+from outrider.cli.runtime import load, set_up
+from outrider.drafters.base import Drafter
+from outrider.evaluation.profile import setting_of
+from outrider.evaluation.results import machine
+from outrider.evaluation.run import compare_greedy
+from outrider.formats import load_drafter, versions
+from outrider.scheduling.profile import Profile
+from outrider.target import Target
+from outrider.target.resolve import EMBEDDED_ID
+
+_COLUMNS = {
+    "tokens_per_second": ("tok/s", 1.0, ".1f"),
+    "user_p50": ("user p50", 1.0, ".1f"),
+    "user_p95": ("user p95", 1.0, ".1f"),
+    "ttft_p50": ("TTFT ms", 1e3, ".0f"),
+    "ttft_p95": ("p95", 1e3, ".0f"),
+    "goodput": ("goodput/s", 1.0, ".2f"),
+    "budget": ("budget", 1.0, ".2f"),
+    "acceptance": ("accept", 1.0, ".2f"),
+    "tau": ("tau", 1.0, ".2f"),
+    "draft_share": ("draft", 100.0, ".0f"),
+}
+
+
+def bench_command(
+    tasks: Annotated[str, typer.Option(help="comma-separated JSONL files or shipped sets, mixed evenly")],
+    out: Annotated[Path, typer.Option(help="directory for points, summary and plots; what is there is gone on with")],
+    target: Annotated[str, typer.Option(help="model id or directory")] = EMBEDDED_ID,
+    drafter: Annotated[str, typer.Option(help="directory; auto: the shipped one for the target")] = AUTO,
+    backend: Annotated[Literal["local"], typer.Option(help="what serves")] = "local",
+    arrivals: Annotated[Literal["closed", "poisson"], typer.Option(help="users that wait, or a rate")] = "closed",
+    concurrency: Annotated[str, typer.Option(help="users (closed)")] = "1,2,4,8,16,32",
+    rates: Annotated[str, typer.Option(help="requests per second (poisson)")] = "0.5,1,2",
+    variants: Annotated[str | None, typer.Option(help="none,fixed-3,threshold,prefix,...,look-ahead+skip")] = None,
+    profile: Annotated[Path | None, typer.Option(help="from outrider profile; adaptive variants need it")] = None,
+    confidence_threshold: Annotated[float | None, typer.Option(help="of variant threshold")] = None,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    requests_per_point: Annotated[int | None, typer.Option(min=1, help="counted requests; 32 by default")] = None,
+    seconds_per_point: Annotated[float | None, typer.Option(help="a window of that length instead")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="how many prompts there are in all")] = 100,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    max_requests: Annotated[int, typer.Option(min=1, help="served at once (poisson)")] = 32,
+    token_budget: Annotated[int, typer.Option(min=1, help="most rows of one forward")] = 512,
+    sla_ttft: Annotated[float, typer.Option(help="seconds to the first token")] = Sla.ttft,
+    sla_tokens_per_second: Annotated[float, typer.Option(help="of each user")] = Sla.tokens_per_second,
+    seed: Annotated[int, typer.Option()] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+) -> None:
+    """Load on an engine: throughput against user speed, for every way to verify, with identical output checked."""
+    set_up(threads)
+    console = Console()
+    loaded = load(target, device)
+    checkpoint = load_drafter(require_drafter(drafter, target))
+    packed = checkpoint.packed(loaded)
+    threshold = recommended_threshold(checkpoint.metadata) if confidence_threshold is None else confidence_threshold
+    names = default_variants(packed.gamma, threshold) if variants is None else split_names(variants)
+    built = _variants(names, loaded, packed, threshold, profile)
+    if requests_per_point is None and seconds_per_point is None:
+        requests_per_point = 32
+    levels = _numbers(concurrency if arrivals == "closed" else rates)
+    sla = Sla(sla_ttft, sla_tokens_per_second)
+    sweep = Sweep(
+        arrivals, levels, tuple(names), repeats, requests_per_point, seconds_per_point, max_new_tokens, sla, seed
+    )
+    assert loaded.tokenizer is not None
+    mixed = [prompt.tokens for prompt in mixed_prompts(loaded.tokenizer, split_names(tasks), prompts, seed)]
+    users = {level: int(level) if arrivals == "closed" else max_requests for level in levels}
+    configs = {level: engine_config(mixed, max_new_tokens, users[level], token_budget) for level in levels}
+    settings = {key: value for key, value in asdict(sweep).items() if key not in ("levels", "variants", "repeats")}
+    settings |= {"backend": backend, "target": target, "drafter": drafter, "tasks": tasks, "prompts": len(mixed)}
+    settings |= {"threshold": threshold, "profile_sha256": _digest(profile), "device": device}
+    settings |= {"token_budget": token_budget, "max_requests": None if arrivals == "closed" else max_requests}
+    journal = Journal(out, settings | {"machine": machine(), "versions": versions()})
+    with counting(console, "bench") as on_progress:
+        serve, compare = local_engines(loaded, built, configs.__getitem__), partial(compare_greedy, loaded)
+        run_sweep(sweep, serve, mixed, compare, journal, WallClock, on_progress)
+    report(journal, sweep, settings, out, console)
+
+
+def _variants(
+    names: list[str], target: Target, drafter: Drafter, threshold: float | None, profile: Path | None
+) -> list[Variant]:
+    """All of them, the one without speculation in any case; a profile of something else is refused."""
+    cost = None
+    if profile is not None:
+        cost = Profile.load(profile)
+        cost.check(setting_of(target, drafter))
+    return [build_variant(name, drafter, threshold, cost) for name in dict.fromkeys([NO_SPECULATION, *names])]
+
+
+def _digest(profile: Path | None) -> str | None:
+    """A profile measured anew gives other decisions."""
+    return None if profile is None else hashlib.sha256(profile.read_bytes()).hexdigest()
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"{text!r}: give numbers, as 1,2,4.") from error
+
+
+def report(journal: Journal, sweep: Sweep, settings: dict[str, object], out: Path, console: Console) -> None:
+    """Write frontier.json and the plots, print tables and verdicts.
+
+    Raises:
+        ValueError: greedy output differed from plain decoding: a bug worth reporting.
+    """
+    points, closed = summarise_points(journal.points), sweep.arrivals == "closed"
+    frontier = Frontier(
+        arrivals=sweep.arrivals,
+        points=points,
+        levels=level_verdicts(points) if closed else [],
+        overall=overall_verdicts(points) if closed else [],
+        settings=settings,
+        machine=machine(),
+        versions=versions(),
+    )
+    path = out / "frontier.json"
+    path.write_text(frontier.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    _print(frontier, console)
+    for written in [path, *write_plots(frontier, out)]:
+        console.print(f"  {written}", highlight=False, markup=False, soft_wrap=True)
+    wrong = sorted({point.variant for point in points if point.mismatches})
+    if wrong:
+        raise ValueError(
+            f"output differs from plain decoding with {', '.join(wrong)}; this is a bug, please report it."
+        )
+
+
+def _print(frontier: Frontier, console: Console) -> None:
+    table = Table(title=f"medians over repeats; {frontier.arrivals} arrivals, draft in % of the time")
+    for heading in ("load", "variant", *(title for title, _, _ in _COLUMNS.values()), "same", "ties", "other"):
+        table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=True)
+    for point in frontier.points:
+        cells = []
+        for figure, (_, scale, shape) in _COLUMNS.items():
+            found = point.median(figure)
+            cells.append("" if found is None else format(scale * found, shape))
+        counts = (str(point.same), str(point.ties), str(point.mismatches))
+        table.add_row(f"{point.level:g}", point.variant, *cells, *counts)
+    console.print(table)
+    for level in frontier.levels:
+        console.print(
+            f"load {level.level:g}: best adaptive {level.adaptive} is {level.ratio:.3f}x best static {level.static}",
+            highlight=False,
+        )
+    for verdict in frontier.overall:
+        kind = "adaptive" if verdict.adaptive else "static"
+        console.print(
+            f"{verdict.variant} ({kind}): {verdict.mean_ratio:.3f}x no speculation on average over the loads, "
+            f"{verdict.worst_ratio:.3f}x at worst",
+            highlight=False,
+        )
+    statics = [v for v in frontier.overall if not v.adaptive]
+    if frontier.overall and statics and frontier.overall[0].adaptive and len(statics) < len(frontier.overall):
+        best, beaten = frontier.overall[0], statics[0]
+        console.print(
+            f"{best.variant} beats every static choice over the sweep; {beaten.variant} is the best of those."
+        )
