@@ -1,0 +1,1 @@
+"""Load on an engine, real or simulated, and what it gives."""
