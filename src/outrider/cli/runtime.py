@@ -12,7 +12,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from outrider.target import Target, load_target
-from outrider.target.model import usable_device
+from outrider.target.resolve import usable_device
 
 # glibc's mallopt parameters (malloc.h)
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4

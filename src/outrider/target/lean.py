@@ -22,7 +22,7 @@ from outrider.target.cache import KVCache, KVLayer
 from outrider.target.linear import PackedLinear
 
 # (layer, q [B, K * G, T, E], k [B, K, T, E], v [B, K, T, E]) -> [B, K * G, T, E]
-_Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class LeanDecoder:
             out = F.scaled_dot_product_attention(q.reshape(B, K, G * T, E), keys, values, attn_mask=mask)
             return out.view(B, K * G, T, E)
 
-        return self._run(tokens_BT, positions_BT, taps, attend)
+        return self.run(tokens_BT, positions_BT, taps, attend)
 
     def forward_packed(
         self, tokens_T: torch.Tensor, lengths: Sequence[int], taps: tuple[int, ...]
@@ -129,10 +129,10 @@ class LeanDecoder:
             return torch.cat(seen, dim=2)
 
         positions_T = torch.cat([torch.arange(length) for length in lengths])
-        return self._run(tokens_T[None], positions_T[None], taps, attend)
+        return self.run(tokens_T[None], positions_T[None], taps, attend)
 
-    def _run(
-        self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor, taps: tuple[int, ...], attend: _Attend
+    def run(
+        self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor, taps: tuple[int, ...], attend: Attend
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim

@@ -22,7 +22,9 @@ from outrider.target.cache import KVCache
 from outrider.target.families import family_of
 from outrider.target.lean import LeanDecoder
 from outrider.target.linear import PackedLinear
-from outrider.target.resolve import resolve_model
+from outrider.target.paged import PagedKV, RaggedOutput, Span
+from outrider.target.ragged import RaggedStep, ragged_attention_in
+from outrider.target.resolve import resolve_model, usable_device
 
 
 @dataclass(frozen=True)
@@ -135,16 +137,38 @@ class Target:
         if cache.pad_B is not None:
             slots = torch.arange(cache.length + T, device=self.device)
             mask = (slots[None] >= cache.pad_B[:, None]).long()
-        self._wanted, self._captured = taps, {}
-        output = self.model.model(
-            input_ids=tokens_BT,
-            past_key_values=cache,
-            attention_mask=mask,
-            position_ids=positions_BT.expand(B, T),
-            use_cache=True,
+        positions_BT = positions_BT.expand(B, T)
+        return self._tapped(
+            taps, input_ids=tokens_BT, past_key_values=cache, attention_mask=mask, position_ids=positions_BT
         )
+
+    def _tapped(self, taps: tuple[int, ...], **inputs: Any) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """The family's own decoder: (normed last hidden states [B, T, D], {tap: [B, T, D]})."""
+        self._wanted, self._captured = taps, {}
+        output = self.model.model(use_cache="past_key_values" in inputs, **inputs)
         captured, self._wanted, self._captured = self._captured, (), {}
         return output.last_hidden_state, captured
+
+    @torch.inference_mode()
+    def forward_ragged(self, spans: Sequence[Span], kv: PagedKV, taps: tuple[int, ...] = ()) -> RaggedOutput:
+        """Run the new tokens of many requests in one flattened pass and write their keys into the pool.
+
+        Args:
+            spans: one per request, at least one; no two may write the same slot.
+            taps: ascending layer ids to capture (see `check_taps`).
+        """
+        step = RaggedStep(spans, kv)
+        if self._lean is not None:
+            hidden_1TD, captured = self._lean.run(step.tokens_1T, step.positions_1T, taps, step.attend)
+        else:
+            with ragged_attention_in(self.config):
+                hidden_1TD, captured = self._tapped(
+                    taps, input_ids=step.tokens_1T, position_ids=step.positions_1T, ragged_step=step
+                )
+        hidden_TD = hidden_1TD[0]
+        logits_NV = self.logits(hidden_TD[step.logit_rows_N]) if len(step.logit_rows_N) else None
+        taps_TLD = torch.stack([captured[tap][0] for tap in taps], dim=1) if taps else None
+        return RaggedOutput(logits_NV, taps_TLD, hidden_TD)
 
     @property
     def packs_exactly(self) -> bool:
@@ -171,9 +195,7 @@ class Target:
         else:
             rows = [torch.tensor(document) for document in documents]
             tokens_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.device)
-            self._wanted, self._captured = taps, {}
-            last_BTD = self.model.model(input_ids=tokens_BT, use_cache=False).last_hidden_state
-            captured, self._wanted, self._captured = self._captured, (), {}
+            last_BTD, captured = self._tapped(taps, input_ids=tokens_BT)
             hidden = [last_BTD[i, :n] for i, n in enumerate(lengths)]
             taps_of = {tap: [captured[tap][i, :n] for i, n in enumerate(lengths)] for tap in taps}
         return [torch.stack([taps_of[tap][i] for tap in taps], dim=1) for i in range(len(lengths))], hidden
@@ -193,21 +215,6 @@ class Target:
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
-
-
-def usable_device(name: str | torch.device) -> torch.device:
-    """The device of that name.
-
-    Raises:
-        ValueError: PyTorch knows none of that name, or CUDA is not there.
-    """
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device {name!r} is none that PyTorch knows; use cpu, cuda or cuda:1.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {str(name)!r}: PyTorch sees no CUDA device; use cpu.")
-    return device
 
 
 def load_target(

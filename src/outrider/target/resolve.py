@@ -28,6 +28,21 @@ _MANIFEST = "outrider_manifest.json"
 _PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
+def usable_device(name: str | torch.device) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ValueError: PyTorch knows none of that name, or CUDA is not there.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r} is none that PyTorch knows; use cpu, cuda or cuda:1.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {str(name)!r}: PyTorch sees no CUDA device; use cpu.")
+    return device
+
+
 def canonical_id(id_or_dir: str) -> str:
     """One name per model: the embedded model's short name becomes its id, a local directory its absolute path."""
     if id_or_dir in _EMBEDDED_NAMES:

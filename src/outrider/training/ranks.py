@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from outrider.target.model import usable_device
+from outrider.target.resolve import usable_device
 
 _Found = TypeVar("_Found")
 # Ranks wait for the main one while it regenerates responses; a collective that is merely late must not end the run.

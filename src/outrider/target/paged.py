@@ -1,0 +1,112 @@
+"""Keys and values of many requests in blocks of one pool.
+
+    pool       | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 |     blocks of block_size slots, the same in every layer
+    requests     .   .   c   c   a   a   .   c   .   b       a: 4 5      b: 9      c: 7 2 3
+
+Block i of a request holds its positions i * block_size and on. Who owns which block is the caller's business; a `Span`
+carries what one forward needs to know. Going back to an earlier token is a smaller `past`: later slots keep stale
+values that are overwritten before they are read. Source: Kwon et al., arXiv 2309.06180.
+
+Shapes: L layers, K kv heads, S slots of the pool, E head dim, T new tokens of all spans, N rows with logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PretrainedConfig
+
+if TYPE_CHECKING:
+    from outrider.target.model import Target
+
+_PAGEABLE = {"full_attention", "sliding_attention"}
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+@dataclass(frozen=True)
+class Span:
+    """New tokens of one request.
+
+    Attributes:
+        tokens: at positions `past`, `past + 1`, ...; at least one.
+        past: tokens of the request whose keys are in the pool. Smaller than before: the later ones are forgotten.
+        blocks: of the request, in order of positions; more than are needed may be listed.
+        logits: how many of the last tokens get logits.
+    """
+
+    tokens: list[int]
+    past: int
+    blocks: list[int]
+    logits: int
+
+    @property
+    def end(self) -> int:
+        """Positions the request has after this forward."""
+        return self.past + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class RaggedOutput:
+    """Rows in the order of the spans. `logits_NV` holds the rows asked for, None when there are none."""
+
+    logits_NV: torch.Tensor | None
+    taps_TLD: torch.Tensor | None
+    hidden_TD: torch.Tensor
+
+
+class PagedKV:
+    """Keys and values of all layers, allocated once.
+
+    Raises:
+        ValueError: the model keeps more than keys and values, or a request's positions depend on other requests.
+    """
+
+    def __init__(self, target: Target, num_blocks: int, block_size: int) -> None:
+        config = target.config
+        check_pageable(config)
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.kv_heads: int = config.num_key_value_heads
+        self.groups: int = config.num_attention_heads // self.kv_heads
+        head_dim = target.model.model.layers[0].self_attn.head_dim
+        shape = (target.num_layers, self.kv_heads, num_blocks * block_size, head_dim)
+        # Not zeroed: the system gives memory as blocks are first written, and a slot is written before it is read.
+        self.keys_LKSE = target.embed_VD.new_empty(shape)
+        self.values_LKSE = target.embed_VD.new_empty(shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys_LKSE.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys_LKSE.dtype
+
+    def slots(self, blocks: list[int], start: int, end: int) -> torch.Tensor:
+        """[end - start] int64 on the CPU: the slots of positions start .. end - 1 of the request with these blocks."""
+        size, first = self.block_size, start // self.block_size
+        used = torch.tensor(blocks[first : -(-end // size)])
+        slots = (used[:, None] * size + torch.arange(size)).view(-1)
+        return slots[start - first * size : end - first * size]
+
+    def first_slot(self, blocks: list[int], start: int, end: int) -> int | None:
+        """The slot of position `start` if positions start .. end - 1 lie one after another, else None."""
+        first = start // self.block_size
+        used = blocks[first : -(-end // self.block_size)]
+        if used != list(range(used[0], used[0] + len(used))):
+            return None
+        return (used[0] - first) * self.block_size + start
+
+
+def check_pageable(config: PretrainedConfig) -> None:
+    """Refuse what a pool of keys and values cannot serve (see `PagedKV`)."""
+    hint = f"model_type {config.model_type!r} cannot be batched here; use `outrider generate` for it:"
+    if others := set(getattr(config, "layer_types", None) or ()) - _PAGEABLE:
+        raise ValueError(f"{hint} layers of type {', '.join(sorted(others))} keep a state that cannot be rolled back.")
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise ValueError(f"{hint} it caches latents (kv_lora_rank {config.kv_lora_rank}), not keys and values.")
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if dependent := kinds & _LENGTH_DEPENDENT_ROPE:
+        raise ValueError(f"{hint} rope_type {dependent.pop()!r} rotates a request by the longest one of its batch.")
