@@ -63,7 +63,7 @@ class Scaled:
 
 
 class Table(BaseModel):
-    """`{"sps": [...], "draft_seconds": [...], "other_seconds": s}`: rates by rows, drafts by drafting requests, both from 1.
+    """`{"sps": [...], "draft_seconds": [...], "other_seconds": s}`: rates by rows, drafts by requests, both from 1 on.
 
     Beyond its end a list goes on as it ended: the rate stays, and so do the seconds of one more drafting request.
     """

@@ -34,6 +34,7 @@ class _Live:
     place: int
     end: int
     limited: bool  # it ends there because of max_new_tokens
+
     @property
     def row(self) -> int:
         """Of the traces' arrays."""
@@ -88,7 +89,7 @@ class SimulatedEngine:
         """Queue a request; its text is the recorded one.
 
         Raises:
-            ValueError: its id is in use, it is not greedy, its prompt was not recorded, or it wants more tokens than were.
+            ValueError: its id is in use, it is not greedy, or its prompt or so long a response was not recorded.
         """
         if request.id in self._live:
             raise ValueError(f"request id {request.id!r} is in use; give every request its own.")
@@ -134,7 +135,7 @@ class SimulatedEngine:
         drafted_R = np.where(drafting_R, np.minimum(self.traces.drafted_N[rows_R], limits_R), 0)
         doubted_RK = confidences_RK < self.policy.floor  # False for NaN: without confidences nothing is left out
         drafted_R = np.where(doubted_RK.any(axis=1), np.minimum(drafted_R, doubted_RK.argmax(axis=1)), drafted_R)
-        view = self.history.step_view(ids, confidences_RK, drafted_R, contexts, prefill)
+        view = self.history.step_view(ids, confidences_RK.tolist(), drafted_R.tolist(), contexts, prefill)
         admitted_R = self.policy.lengths(view)
         accepted_R = np.minimum(self.traces.accepted_N[rows_R], admitted_R)
         parts = [one.commit(count + 1) for one, count in zip(live, accepted_R.tolist(), strict=True)]
