@@ -97,7 +97,7 @@ def serve(packed: PackedDrafter, target: Target, sample: Sample, ids: Tensor) ->
         matching = 0  # a token outside the draft vocabulary cannot be forced: decoding never gets past it
         found[at] = torch.full((gamma,), torch.nan)
         for k in range(len(following)):
-            found[at][k] = torch.minimum(row(k), proposal.row(k)).sum()
+            found[at][k] = torch.minimum(row.row(k), proposal.row(k)).sum()
             if proposal.tokens[k] != following[k]:
                 break
             matching += 1

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from outrider.sampling import SamplingParams, SeededSource, SeenTokens, residual, warp
+from outrider.sampling import PositionNoise, SamplingParams, SeededSource, SeenTokens, residual, warp
 
 TOKENS = [3, 5, 5, 17]
 WARPS = {
@@ -165,3 +165,35 @@ def test_choose_has_the_right_frequencies(dtype: torch.dtype) -> None:
     assert (counts_V / draws - probs_V).abs().max() < 0.015  # > 4 standard deviations
     accepted = sum(source.accept(0.3) for _ in range(draws))
     assert abs(accepted / draws - 0.3) < 0.015
+
+
+def test_coupled_picks_follow_the_distribution() -> None:
+    probs_V = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
+    noise = PositionNoise(seed=3, vocab_size=5)
+    counts = torch.bincount(torch.tensor([noise.pick(probs_V, n) for n in range(20_000)]), minlength=5).double()
+    expected = probs_V.double() * 20_000
+    assert counts[1] == 0
+    chi_square = ((counts - expected)[expected > 0] ** 2 / expected[expected > 0]).sum()
+    assert chi_square < 16.3, "three degrees of freedom, p = 0.001"
+
+
+def test_coupled_noise_belongs_to_seed_and_position() -> None:
+    noise = PositionNoise(7, 50)
+    first = noise.row(3).clone()
+    for position in range(4, 60):  # forgotten and made again
+        noise.row(position)
+    assert torch.equal(noise.row(3), first)
+    assert not torch.equal(PositionNoise(8, 50).row(3), first) and not torch.equal(PositionNoise(8, 50).row(2), first)
+    ids = torch.tensor([4, 9, 30])
+    probs = torch.tensor([0.2, 0.5, 0.3])
+    whole = torch.zeros(50).scatter_(0, ids, probs)
+    assert all(int(ids[noise.pick(probs, n, ids)]) == noise.pick(whole, n) for n in range(100))
+
+
+def test_coupled_drafts_agree_as_often_as_the_bound_says() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(30, generator=generator).softmax(-1) for _ in range(2))
+    distance = float((p - q).abs().sum() / 2)
+    noise = PositionNoise(1, 30)
+    agreed = sum(noise.pick(p, n) == noise.pick(q, n) for n in range(5000)) / 5000
+    assert (1 - distance) / (1 + distance) - 0.02 <= agreed <= 1 - distance + 0.02

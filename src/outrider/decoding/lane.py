@@ -12,14 +12,14 @@ See docs/architecture.md, The decode round. Shapes: B = 1, T tokens, L taps, V v
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from outrider.decoding.round import RoundResult
+from outrider.decoding.round import RoundResult, TargetRows
 from outrider.drafters.base import DraftCall, Drafter, Proposal
-from outrider.sampling import RandomSource, SamplingParams, SeededSource, SeenTokens, warp
+from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeededSource, SeenTokens, warp
 from outrider.scheduling import StepView
 from outrider.target import Target
 
@@ -50,6 +50,33 @@ class Clock:
         return seconds
 
 
+def target_rows(
+    logits_KV: Tensor,
+    part: Sequence[int],
+    params: SamplingParams,
+    seen: SeenTokens,
+    noise: PositionNoise | None,
+    position: int,
+    likeliest: Sequence[int] | None = None,
+) -> TargetRows:
+    """One request's rows after its anchor and `part`.
+
+    Args:
+        logits_KV: of rows 0 .. len(part).
+        position: of the token after the anchor.
+        likeliest: argmax of every row, where it is known already.
+    """
+
+    def row(k: int) -> Tensor:
+        return warp(logits_KV[k].float(), params, seen.with_tokens(part[:k]))
+
+    if noise is not None:
+        return TargetRows(row, lambda k: noise.pick(row(k), position + k))
+    if params.temperature == 0.0 and likeliest is not None and params.repetition_penalty == 1.0:
+        return TargetRows(row, likeliest.__getitem__)
+    return TargetRows(row)
+
+
 class ModelLane:
     """A `Batch` (decoding/round.py) of one request over a target and, unless decoding is plain, a drafter.
 
@@ -72,6 +99,7 @@ class ModelLane:
         self.cache = target.new_cache(capacity + gamma + 1)
         self.session = None if drafter is None else drafter.new_session(capacity)
         self.source: RandomSource = SeededSource(params.seed)
+        self.noise = PositionNoise(params.seed, target.vocab_size) if params.coupled else None
         self.seen = SeenTokens(target.vocab_size, params.repetition_penalty, prompt, target.device)
         self.committed, self.remaining = len(prompt), capacity - len(prompt)
         self.draft_clock, self.verify_clock = Clock(target.device), Clock(target.device)
@@ -98,7 +126,9 @@ class ModelLane:
         limit = self.remaining - 1
         if self.drafter is None or limit < 1:
             return [Proposal.empty()]
-        call = DraftCall(self.session, self.anchor, self.params, self.seen, self.source, limit)
+        call = DraftCall(
+            self.session, self.anchor, self.params, self.seen, self.source, limit, self.noise, self.committed
+        )
         with self.draft_clock:
             return self.drafter.propose([call], floor)
 
@@ -106,21 +136,15 @@ class ModelLane:
         drafted = [len(proposal.tokens) for proposal in proposals]
         return StepView.of([proposal.confidences for proposal in proposals], drafted, [self.committed])
 
-    def score(self, parts: Sequence[list[int]]) -> list[Callable[[int], Tensor]]:
-        """One forward on [anchor, *part]; row k is the warped target distribution after `part[:k]`."""
+    def score(self, parts: Sequence[list[int]]) -> list[TargetRows]:
+        """One forward on [anchor, *part]."""
         (tokens,) = parts
         with self.verify_clock:
             block = torch.tensor([[self.anchor, *tokens]], device=self.target.device)
             output = self.target.forward(block, self.cache, self.taps, logits=None)
         assert output.logits_BTV is not None
         self._scored = [self.anchor, *tokens], output.taps_BTLD
-        logits_TV = output.logits_BTV[0]
-
-        def row(k: int) -> Tensor:
-            logits_V = logits_TV[k].float()
-            return warp(logits_V, self.params, self.seen.with_tokens(tokens[:k]))
-
-        return [row]
+        return [target_rows(output.logits_BTV[0], tokens, self.params, self.seen, self.noise, self.committed)]
 
     def commit(self, result: RoundResult) -> None:
         """Keep the accepted drafts and make the target's own token the next anchor."""

@@ -18,7 +18,24 @@ from torch import Tensor
 from outrider.drafters.base import Proposal
 from outrider.sampling import RandomSource
 from outrider.scheduling import Policy, StepView
-from outrider.verification import Verdict, verify_chain
+from outrider.verification import Verdict, verify_chain, verify_picks
+
+
+@dataclass(frozen=True)
+class TargetRows:
+    """What the target says after `anchor, x_1 .. x_k`.
+
+    `row(k)` is its warped distribution [V]. `pick(k)` is the token it emits, where the draft has no say in that: greedy
+    and coupled decoding; None elsewhere.
+    """
+
+    row: Callable[[int], Tensor]
+    pick: Callable[[int], int] | None = None
+
+    def verdict(self, proposal: Proposal, source: RandomSource) -> Verdict:
+        if self.pick is not None:
+            return verify_picks(proposal.tokens, self.pick)
+        return verify_chain(proposal, self.row, source)
 
 
 class Batch(Protocol):
@@ -37,8 +54,8 @@ class Batch(Protocol):
         """What the policy is shown."""
         ...
 
-    def score(self, parts: Sequence[list[int]]) -> list[Callable[[int], Tensor]]:
-        """One forward on [anchor, *part] each; per request, gives the warped target distribution of a row asked for."""
+    def score(self, parts: Sequence[list[int]]) -> list[TargetRows]:
+        """One forward on [anchor, *part] each."""
         ...
 
 
@@ -56,8 +73,8 @@ def run_round(batch: Batch, policy: Policy) -> list[RoundResult]:
     admitted = [proposal.truncated(length) for proposal, length in zip(proposals, lengths, strict=True)]
     rows = batch.score([part.tokens for part in admitted])
     results = []
-    for proposal, part, target_row, source in zip(proposals, admitted, rows, batch.sources, strict=True):
-        verdict = verify_chain(part, target_row, source)
+    for proposal, part, target, source in zip(proposals, admitted, rows, batch.sources, strict=True):
+        verdict = target.verdict(part, source)
         tokens = [*part.tokens[: verdict.accepted], verdict.next_token]
         results.append(RoundResult(proposal, len(part.tokens), verdict, tokens))
     return results

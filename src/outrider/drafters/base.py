@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from outrider.sampling import RandomSource, SamplingParams, SeenTokens
+from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeenTokens
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Proposal:
 class DraftCall:
     """One request that wants a block: its session, and what its tokens are drawn with.
 
-    `limit`: most tokens of use to it, at least 1; None: the whole block.
+    `limit`: most tokens of use to it, at least 1; None: the whole block. With `noise` (coupled sampling) x_1 is drawn
+    with that of `position`, the number of committed tokens, and `source` is not asked.
     """
 
     session: Any
@@ -60,6 +61,8 @@ class DraftCall:
     seen: SeenTokens
     source: RandomSource
     limit: int | None = None
+    noise: PositionNoise | None = None
+    position: int = 0
 
 
 class Drafter(Protocol):

@@ -103,7 +103,7 @@ def _draw(walks: Sequence[_Walk], logits_AVd: Tensor, draft_ids_Vd: Tensor | Non
         else:
             seen_Vd = walk.seen_V if walk.seen_V is None or draft_ids_Vd is None else walk.seen_V[draft_ids_Vd]
             row = warp(logits_Vd, walk.call.params, seen_Vd)
-            index = walk.call.source.choose(row)
+            index = _choose(walk, row, draft_ids_Vd)
             probability = row[index].item()
         walk.previous = index if draft_ids_Vd is None else int(draft_ids_Vd[index])
         if walk.seen_V is not None:
@@ -111,6 +111,13 @@ def _draw(walks: Sequence[_Walk], logits_AVd: Tensor, draft_ids_Vd: Tensor | Non
         walk.tokens.append(walk.previous)
         walk.drafted_with.append(probability)
         walk.rows.append(row)
+
+
+def _choose(walk: _Walk, probs_Vd: Tensor, draft_ids_Vd: Tensor | None) -> int:
+    call = walk.call
+    if call.noise is None:
+        return call.source.choose(probs_Vd)
+    return call.noise.pick(probs_Vd, call.position + len(walk.tokens), draft_ids_Vd)
 
 
 def _proposal(walk: _Walk, heads: ChainHeads) -> Proposal:

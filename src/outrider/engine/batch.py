@@ -8,17 +8,17 @@ Shapes: N rows with logits, T rows, L taps, V vocab.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from outrider.decoding.lane import Clock
+from outrider.decoding.lane import Clock, target_rows
+from outrider.decoding.round import TargetRows
 from outrider.drafters.base import DraftCall, Drafter, Proposal
 from outrider.engine.request import LiveRequest
 from outrider.engine.scheduler import Progress, StepPlan
-from outrider.sampling import RandomSource, warp
+from outrider.sampling import RandomSource
 from outrider.scheduling import DraftGate, History, StepView
 from outrider.target import Target
 from outrider.target.paged import PagedKV, Span
@@ -78,7 +78,10 @@ class StepBatch:
 
     def _call(self, index: int) -> DraftCall:
         live = self.live[self.ids[index]]
-        return DraftCall(live.session, live.tokens[-1], live.params, live.seen, live.source, self.deciding[index].limit)
+        limit, position = self.deciding[index].limit, len(live.tokens)
+        return DraftCall(
+            live.session, live.tokens[-1], live.params, live.seen, live.source, limit, live.noise, position
+        )
 
     def view(self, proposals: Sequence[Proposal]) -> StepView:
         confidences = [proposal.confidences for proposal in proposals]
@@ -87,8 +90,8 @@ class StepBatch:
         self._shown = self.history.step_view(self.ids, confidences, drafted, contexts, self.prefill_tokens)
         return self._shown
 
-    def score(self, parts: Sequence[list[int]]) -> list[Callable[[int], Tensor]]:
-        """The step's one forward, prefill included; `row(k)` is the warped distribution after `part[:k]`."""
+    def score(self, parts: Sequence[list[int]]) -> list[TargetRows]:
+        """The step's one forward, prefill included."""
         drafts = dict(zip(self.ids, parts, strict=True))
         spans = []
         for work in self.work:
@@ -102,17 +105,19 @@ class StepBatch:
         with self.verify_clock:
             output = self.target.forward_ragged(spans, self.kv, taps)
         self._taps_TLD = output.taps_TLD
-        rows: list[Callable[[int], Tensor]] = []
-        first = 0
-        for id, part in drafts.items():
-            assert output.logits_NV is not None
-            rows.append(partial(self._row, output.logits_NV, first, self.live[id], part))
-            first += len(part) + 1
-        return rows
+        return [] if output.logits_NV is None else self._target_rows(output.logits_NV, drafts)
 
-    @staticmethod
-    def _row(logits_NV: Tensor, first: int, live: LiveRequest, part: list[int], k: int) -> Tensor:
-        return warp(logits_NV[first + k].float(), live.params, live.seen.with_tokens(part[:k]))
+    def _target_rows(self, logits_NV: Tensor, drafts: Mapping[str, list[int]]) -> list[TargetRows]:
+        greedy = any(self.live[id].params.temperature == 0.0 for id in drafts)
+        likeliest_N = logits_NV.argmax(-1).tolist() if greedy else None
+        rows, first = [], 0
+        for id, part in drafts.items():
+            live, mine = self.live[id], slice(first, first + len(part) + 1)
+            likeliest = None if likeliest_N is None else likeliest_N[mine]
+            position = len(live.tokens)
+            rows.append(target_rows(logits_NV[mine], part, live.params, live.seen, live.noise, position, likeliest))
+            first = mine.stop
+        return rows
 
     def close(self, kept: Mapping[str, int]) -> None:
         """Give the drafter the rows that stay: `kept` rows per request, those of finished requests left out."""

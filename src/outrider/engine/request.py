@@ -8,13 +8,17 @@ from typing import Any
 
 from outrider.decoding.generate import FinishReason, StopRules, check_prompt
 from outrider.decoding.text import TextStream
-from outrider.sampling import SamplingParams, SeededSource, SeenTokens
+from outrider.sampling import PositionNoise, SamplingParams, SeededSource, SeenTokens
 from outrider.target import Target
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt. Its seed is in `params`: the same request gives the same tokens in any company."""
+    """One prompt.
+
+    At temperature 0, and with `params.coupled` at any, its tokens are the same in any company. Otherwise they depend on
+    its seed and on how many drafts were verified in each step, which company may change.
+    """
 
     id: str
     prompt: Sequence[int]
@@ -66,6 +70,7 @@ class LiveRequest:
         self.tokens = list(request.prompt)
         self.last = min(len(self.tokens) + request.rules.max_new_tokens, target.max_context)
         self.source = SeededSource(request.params.seed)
+        self.noise = PositionNoise(request.params.seed, target.vocab_size) if request.params.coupled else None
         self.seen = SeenTokens(target.vocab_size, request.params.repetition_penalty, self.tokens, target.device)
         self.text = TextStream(target.tokenizer, request.rules.stop_strings)
         self.stop_ids = request.rules.ids(target)

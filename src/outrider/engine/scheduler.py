@@ -99,7 +99,8 @@ class Scheduler:
         if self._blocks_for(last) > self.config.num_blocks:
             raise ValueError(
                 f"request {id!r}: {length} prompt and {max_new_tokens} new tokens need {self._blocks_for(last)} KV "
-                f"blocks of {self.config.block_size}, the pool has {self.config.num_blocks}; shorten it or raise num_blocks."
+                f"blocks of {self.config.block_size}, the pool has {self.config.num_blocks}; shorten it or raise "
+                "num_blocks."
             )
         self.waiting.append((id, Progress(length, last)))
 

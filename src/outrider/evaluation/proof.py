@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from outrider.decoding.round import run_round
+from outrider.decoding.round import TargetRows, run_round
 from outrider.drafters.base import DraftCall, Proposal
 from outrider.drafters.chain import ChainHeads, sample_chain
 from outrider.drafters.sequential import ConfidenceHead, VanillaMarkov, build_sequential_head
@@ -183,8 +183,8 @@ class Lanes:
     def view(self, proposals: Sequence[Proposal]) -> StepView:
         return StepView.of([p.confidences for p in proposals], [len(p.tokens) for p in proposals])
 
-    def score(self, parts: Sequence[list[int]]) -> list[Callable[[int], Tensor]]:
-        return [lane.score(part) for lane, part in zip(self.lanes, parts, strict=True)]
+    def score(self, parts: Sequence[list[int]]) -> list[TargetRows]:
+        return [TargetRows(lane.score(part)) for lane, part in zip(self.lanes, parts, strict=True)]
 
 
 LaneFactory = Callable[[Tokens, RandomSource], Lane]

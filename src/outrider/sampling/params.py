@@ -16,6 +16,7 @@ class SamplingParams:
     min_p: float = 0.0  # 0: off; relative to the most likely token
     repetition_penalty: float = 1.0  # 1: off; over prompt and output, as in Hugging Face
     seed: int = 0
+    coupled: bool = False  # tokens depend on the seed and the target alone, not on drafts (sampling/coupled.py)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):

@@ -1,5 +1,5 @@
 """proposal + target rows -> verdict: the only place where draft tokens are accepted."""
 
-from outrider.verification.chain import Verdict, verify_chain
+from outrider.verification.chain import Verdict, verify_chain, verify_picks
 
-__all__ = ["Verdict", "verify_chain"]
+__all__ = ["Verdict", "verify_chain", "verify_picks"]

@@ -7,7 +7,7 @@ Speculative sampling, Leviathan et al., arXiv 2211.17192, algorithm 1. Temperatu
 distributions turn the ratio into "equal or not" and the residual into the target's argmax. Shapes: K, V vocab.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,6 +20,19 @@ from outrider.sampling import RandomSource, residual
 class Verdict:
     accepted: int  # draft tokens kept
     next_token: int  # the correction or the bonus: the next anchor
+
+
+def verify_picks(tokens: Sequence[int], pick: Callable[[int], int]) -> Verdict:
+    """Accept while the draft is what the target itself emits at row k.
+
+    That is the same rule where the target's token is settled without the draft: at temperature 0 (both distributions
+    one-hot), and in coupled sampling (sampling/coupled.py).
+    """
+    for k, token in enumerate(tokens):
+        own = pick(k)
+        if own != token:
+            return Verdict(k, own)
+    return Verdict(len(tokens), pick(len(tokens)))
 
 
 def verify_chain(proposal: Proposal, target_row: Callable[[int], Tensor], source: RandomSource) -> Verdict:

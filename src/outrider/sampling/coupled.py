@@ -1,0 +1,41 @@
+"""pick(p, n) = argmin_v E_{n,v} / p_v,   E_{n,v} ~ Exp(1) a function of (seed, position n, token v) alone
+
+An exponential race: `pick` is distributed as p. Because the noise belongs to the position and not to the order of
+questions, the token at position n is a function of the target's row and the seed, whatever was drafted, admitted or
+batched with it: the same request gives the same tokens with any drafter, policy and company, or without any. A drafter
+that races with the same noise agrees with the target at least (1 - d) / (1 + d) of the time at total variation d;
+rejection sampling reaches 1 - d, so this costs some acceptance.
+
+Source: Daliri, Musco and Suresh, arXiv 2408.07978 (drafter-invariant speculative decoding). Shapes: V vocab.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_KEPT = 32  # positions whose noise is remembered: drafter and target ask for the same ones
+
+
+class PositionNoise:
+    """The noise of one request."""
+
+    def __init__(self, seed: int, vocab_size: int) -> None:
+        self.seed, self.vocab_size = seed, vocab_size
+        self._rows: dict[int, Tensor] = {}
+
+    def row(self, position: int) -> Tensor:
+        """E_n [V] of an absolute position, float32 on the CPU."""
+        if position not in self._rows:
+            while len(self._rows) >= _KEPT:
+                del self._rows[next(iter(self._rows))]
+            # The two numbers are mixed so that (seed, n) and (seed + 1, n - 1) have nothing in common.
+            mixed = (self.seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03) % 2**63
+            generator = torch.Generator().manual_seed(mixed)
+            self._rows[position] = torch.empty(self.vocab_size).exponential_(generator=generator)
+        return self._rows[position]
+
+    def pick(self, probs: Tensor, position: int, ids: Tensor | None = None) -> int:
+        """An index into `probs`, which covers the whole vocabulary or, in its order, the tokens `ids`."""
+        noise = self.row(position).to(probs.device)
+        return int((probs / (noise if ids is None else noise[ids])).argmax())
