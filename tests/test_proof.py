@@ -1,8 +1,10 @@
 """Losslessness by enumeration of the production code, and proof that the tool would see it broken."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from outrider.drafters.base import Proposal
 from outrider.evaluation.proof import (
     EnumeratingSource,
     LaneFactory,
+    Lanes,
     Tokens,
     ToyDrafter,
     ToyLane,
@@ -24,7 +27,24 @@ from outrider.evaluation.proof import (
     max_deviation,
 )
 from outrider.sampling import RandomSource, SamplingParams, SeenTokens, residual, warp
-from outrider.scheduling import FixedPolicy, Policy, PrefixScheduler, ThresholdPolicy
+from outrider.scheduling import (
+    AsyncScheduler,
+    DraftGate,
+    FixedPolicy,
+    GoodputPolicy,
+    History,
+    LookAhead,
+    Past,
+    Policy,
+    PrefixScheduler,
+    SkipDrafting,
+    SpsTable,
+    StepView,
+    ThresholdPolicy,
+)
+from outrider.scheduling.cost import StepCost, step_seconds
+from outrider.scheduling.order import causal_order, gains, lengths_of
+from outrider.scheduling.view import Floats, Ints
 from outrider.verification import Verdict, verify_chain
 
 TOLERANCE, VISIBLE = 1e-12, 1e-3
@@ -42,7 +62,7 @@ HEADS = ["vanilla", "gated", "rnn", None]
 POLICIES: list[Policy] = [
     FixedPolicy(),
     ThresholdPolicy(0.5),
-    PrefixScheduler(lambda tokens: (1.0, 0.68, 0.56, 0.5, 0.46, 0.43, 0.41, 0.39)[tokens - 1]),
+    PrefixScheduler(SpsTable([1.0, 0.68, 0.56, 0.5, 0.46, 0.43, 0.41, 0.39])),
 ]
 
 
@@ -102,7 +122,7 @@ def test_the_policies_of_these_tests_follow_the_draft(policy: Policy) -> None:
 
     def lengths(context: Tokens) -> set[int]:
         def admitted(source: RandomSource) -> int:
-            return round_module.run_round([lanes_of(drafter)(context, source)], policy)[0].admitted
+            return round_module.run_round(Lanes([lanes_of(drafter)(context, source)]), policy)[0].admitted
 
         return {length for length, _ in enumerate_traces(admitted)}
 
@@ -127,7 +147,7 @@ def test_rows_behind_a_rejection_are_not_asked_for() -> None:
         return torch.tensor([0.0, 1.0])
 
     one_hot_KV = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
-    verdict = verify_chain(Proposal([1, 0, 1], one_hot_KV, []), row, EnumeratingSource())
+    verdict = verify_chain(Proposal.of([1, 0, 1], one_hot_KV, []), row, EnumeratingSource())
     assert verdict == Verdict(accepted=1, next_token=1)
     assert asked == [0, 1]
 
@@ -142,29 +162,28 @@ class CounterexampleLane:
     def draft(self, floor: float) -> Proposal:
         probs_KV = torch.full((2, 2), 0.5, dtype=torch.float64)
         tokens = [self.source.choose(probs_KV[0]), self.source.choose(probs_KV[1])]
-        return Proposal(tokens, probs_KV, [0.8, 1.0 if tokens[0] == 0 else 0.0])
+        return Proposal.of(tokens, probs_KV, [0.8, 1.0 if tokens[0] == 0 else 0.0])
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
         return lambda k: torch.tensor([0.7, 0.3], dtype=torch.float64)
 
 
-def sps(tokens: int) -> float:
-    return (1.0, 0.5, 0.45)[tokens - 1]
+PAPER_SPS = SpsTable([1.0, 0.5, 0.45])
 
 
+@dataclass(frozen=True)
 class GlobalSearch:
-    """Looks for the best length among all, current confidences included."""
+    """Looks for the best lengths among all, current confidences included."""
 
-    floor = 0.0
+    cost: StepCost
+    floor: ClassVar[float] = 0.0
 
-    def lengths(self, confidences: Sequence[Sequence[float]], drafted: Sequence[int]) -> list[int]:
-        survival, tau, best, best_length = 1.0, 1.0, sps(1), 0
-        for k, confidence in enumerate(confidences[0]):
-            survival *= confidence
-            tau += survival
-            if tau * sps(k + 2) > best:
-                best, best_length = tau * sps(k + 2), k + 1
-        return [best_length]
+    def lengths(self, view: StepView) -> Ints:
+        survival_RK = view.survival_RK()
+        order_N = causal_order(survival_RK, view.drafted_R)
+        seconds = step_seconds(self.cost, view, np.arange(len(order_N) + 1))
+        throughput = (len(survival_RK) + gains(survival_RK)[: len(seconds)]) / seconds
+        return lengths_of(order_N[: int(throughput.argmax())], len(survival_RK))
 
 
 def test_global_search_is_caught() -> None:
@@ -172,8 +191,8 @@ def test_global_search_is_caught() -> None:
         outputs = exact_output_distribution(lambda context, source: CounterexampleLane(source), [(0,)], policy, 1)
         return [outputs[((token,),)] for token in range(2)]
 
-    assert output(GlobalSearch()) == pytest.approx([0.85, 0.15], abs=TOLERANCE)
-    assert output(PrefixScheduler(sps)) == pytest.approx([0.7, 0.3], abs=TOLERANCE)
+    assert output(GlobalSearch(PAPER_SPS)) == pytest.approx([0.85, 0.15], abs=TOLERANCE)
+    assert output(PrefixScheduler(PAPER_SPS)) == pytest.approx([0.7, 0.3], abs=TOLERANCE)
 
 
 # Deliberately broken rules. Each must show.
@@ -184,7 +203,7 @@ def with_verify(monkeypatch: pytest.MonkeyPatch, accept: Callable[..., bool], bo
 
     def broken(proposal: Proposal, target_row: Callable[[int], Tensor], source: RandomSource) -> Verdict:
         for k, token in enumerate(proposal.tokens):
-            target_V, draft_V = target_row(k), proposal.probs_KV[k]
+            target_V, draft_V = target_row(k), proposal.row(k)
             if not accept(target_V, draft_V, token, source):
                 return Verdict(k, source.choose(residual(target_V, draft_V)))
         return Verdict(len(proposal.tokens), bonus(proposal, target_row, source))
@@ -249,7 +268,7 @@ def test_mutation_bonus_repeats_the_last_draft(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_mutation_bonus_left_to_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_verify(monkeypatch, fair_accept, lambda p, row, s: s.choose(p.probs_KV[-1]))
+    with_verify(monkeypatch, fair_accept, lambda p, row, s: s.choose(p.row(len(p.tokens) - 1)))
     assert broken_deviation() > VISIBLE
 
 
@@ -260,7 +279,7 @@ class TiedLane:
         self.source = source
 
     def draft(self, floor: float) -> Proposal:
-        return Proposal([1], torch.tensor([[0.0, 1.0]], dtype=torch.float64), [])
+        return Proposal.of([1], torch.tensor([[0.0, 1.0]], dtype=torch.float64), [])
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
         return lambda k: warp(torch.zeros(2, dtype=torch.float64), SamplingParams())
@@ -283,8 +302,10 @@ class PeekingPolicy:
 
     floor = 0.0
 
-    def lengths(self, confidences: Sequence[Sequence[float]], drafted: Sequence[int]) -> list[int]:
-        return ThresholdPolicy(0.5).lengths([[*row[1:], 0.0] for row in confidences], drafted)
+    def lengths(self, view: StepView) -> Ints:
+        peeked_RK = np.roll(view.confidences_RK, -1, axis=1)
+        peeked_RK[:, -1] = 0.0
+        return ThresholdPolicy(0.5).lengths(replace(view, confidences_RK=peeked_RK))
 
 
 def test_mutation_policy_peeks() -> None:
@@ -296,8 +317,10 @@ class UnwarpedDraftLane(ToyLane):
 
     def draft(self, floor: float) -> Proposal:
         proposal = super().draft(floor)
-        unwarped_KV = proposal.probs_KV**self.target.params.temperature
-        return replace(proposal, probs_KV=unwarped_KV / unwarped_KV.sum(-1, keepdim=True))
+        rows_KV = torch.stack([proposal.row(k) for k in range(len(proposal.tokens))])
+        unwarped_KV = rows_KV**self.target.params.temperature
+        unwarped_KV = unwarped_KV / unwarped_KV.sum(-1, keepdim=True)
+        return Proposal.of(proposal.tokens, unwarped_KV, proposal.confidences)
 
 
 def test_mutation_draft_reports_unwarped_probabilities() -> None:
@@ -322,8 +345,8 @@ def test_mutation_two_requests_share_their_luck(monkeypatch: pytest.MonkeyPatch)
     """Each request alone is right; only the joint distribution shows it."""
     real = round_module.run_round
 
-    def shared(lanes: Sequence[ToyLane], policy: Policy) -> list[RoundResult]:
-        return real(lanes[:1], policy) * len(lanes)
+    def shared(batch: Lanes, policy: Policy) -> list[RoundResult]:
+        return real(Lanes(batch.lanes[:1]), policy) * len(batch.lanes)
 
     monkeypatch.setattr("outrider.evaluation.proof.run_round", shared)
     drafter = toy(WARPS["plain"], 1, "vanilla", vocab=2)

@@ -6,10 +6,11 @@
 
 What runs is the production code: `run_round`, `verify_chain`, `sample_chain`, the policies, the warps, the sequential
 and confidence heads. Only the two networks are toys: tables of random numbers that depend on the whole context.
-Rounds are enumerated one at a time, and equal contexts merged, until every request has its tokens.
+Rounds are enumerated one at a time, and equal contexts (and histories) merged, until every request has its tokens.
 Theory: Leviathan et al., arXiv 2211.17192; DSpark, arXiv 2607.05147. Shapes: K, V, Vd draft vocab, H draft hidden.
 """
 
+import copy
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from outrider.drafters.base import DraftCall, Proposal
 from outrider.drafters.chain import ChainHeads, sample_chain
 from outrider.drafters.sequential import ConfidenceHead, VanillaMarkov, build_sequential_head
 from outrider.sampling import RandomSource, SamplingParams, SeenTokens, warp
-from outrider.scheduling import Policy, StepView
+from outrider.scheduling import DraftGate, History, Policy, StepView
 
 T = TypeVar("T")
 Tokens = tuple[int, ...]
@@ -168,59 +169,106 @@ class ToyLane:
 
 
 class Lanes:
-    """A `Batch` (decoding/round.py) of requests that draft and score one by one."""
+    """A `Batch` (decoding/round.py) of requests that draft and score one by one.
 
-    def __init__(self, lanes: Sequence[Lane]) -> None:
-        self.lanes = lanes
+    Without a history a policy sees this step alone, and every request drafts.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        ids: Sequence[int] = (),
+        contexts: Sequence[int] = (),
+        history: History | None = None,
+        gate: DraftGate | None = None,
+    ) -> None:
+        self.lanes, self.ids, self.contexts, self.history = lanes, ids, contexts, history
+        self.drafting = [True] * len(lanes)
+        if gate is not None:
+            assert history is not None, "a gate decides by history"
+            self.drafting = gate.drafting(history.gate_view(ids, contexts)).tolist()
+        self.shown = StepView.of([], [])
 
     @property
     def sources(self) -> Sequence[RandomSource]:
         return [lane.source for lane in self.lanes]
 
     def draft(self, floor: float) -> list[Proposal]:
-        return [lane.draft(floor) for lane in self.lanes]
+        pairs = zip(self.lanes, self.drafting, strict=True)
+        return [lane.draft(floor) if drafting else Proposal.empty() for lane, drafting in pairs]
 
     def view(self, proposals: Sequence[Proposal]) -> StepView:
-        return StepView.of([p.confidences for p in proposals], [len(p.tokens) for p in proposals])
+        confidences, drafted = [p.confidences for p in proposals], [len(p.tokens) for p in proposals]
+        if self.history is None:
+            self.shown = StepView.of(confidences, drafted)
+        else:
+            self.shown = self.history.step_view(self.ids, confidences, drafted, self.contexts)
+        return self.shown
 
     def score(self, parts: Sequence[list[int]]) -> list[TargetRows]:
         return [TargetRows(lane.score(part)) for lane, part in zip(self.lanes, parts, strict=True)]
 
 
 LaneFactory = Callable[[Tokens, RandomSource], Lane]
+Trail = tuple[bytes, ...]  # all that was drafted so far: what a history is a function of
 
 
 @torch.inference_mode()
 def exact_output_distribution(
-    lane: LaneFactory, prompts: Sequence[Tokens], policy: Policy, new_tokens: int
+    lane: LaneFactory,
+    prompts: Sequence[Tokens],
+    policy: Policy,
+    new_tokens: int,
+    history: History | None = None,
+    gate: DraftGate | None = None,
 ) -> Distribution:
     """The joint distribution of what speculative decoding makes of the prompts, cut at `new_tokens` each.
 
-    `lane(context, source)` makes a request's lane for one round. A request that has its tokens leaves the batch.
+    `lane(context, source)` makes a request's lane for one round. A request that has its tokens leaves the batch. With a
+    `history` (still empty), what policy and `gate` remember is part of the state, and only states alike in it merge.
     """
-    pending: Distribution = {tuple(() for _ in prompts): 1.0}
+    # Every round adds tokens, so a state has gathered all its mass when all states with fewer tokens are done.
+    levels: list[dict[tuple[tuple[Tokens, ...], Trail], float]] = [{} for _ in range(len(prompts) * new_tokens + 1)]
+    levels[0][tuple(() for _ in prompts), ()] = 1.0
+    histories: dict[Trail, History | None] = {(): history}
+    for level in levels[:-1]:
+        for (outputs, trail), weight in level.items():
+            live = [r for r, output in enumerate(outputs) if len(output) < new_tokens]
+            contexts = [prompts[r] + outputs[r] for r in live]
+            remembered = histories[trail]
+
+            def one_round(
+                source: RandomSource,
+                outputs: tuple[Tokens, ...] = outputs,
+                live: list[int] = live,
+                contexts: list[Tokens] = contexts,
+                remembered: History | None = remembered,
+            ) -> tuple[tuple[Tokens, ...], StepView]:
+                lanes = [lane(context, source) for context in contexts]
+                batch = Lanes(lanes, live, [len(context) for context in contexts], remembered, gate)
+                extended = list(outputs)
+                for r, result in zip(live, run_round(batch, policy), strict=True):
+                    extended[r] = (outputs[r] + tuple(result.tokens))[:new_tokens]
+                return tuple(extended), batch.shown
+
+            for (extended, view), probability in enumerate_traces(one_round):
+                after = trail
+                if remembered is not None:
+                    after = (*trail, repr((live, view.drafted_R.tolist(), view.confidences_RK.tolist())).encode())
+                    if after not in histories:
+                        histories[after] = _remembering(remembered, live, view)
+                reached = levels[sum(map(len, extended))]
+                reached[extended, after] = reached.get((extended, after), 0.0) + weight * probability
     finished: Distribution = {}
-    while pending:
-        # Every round adds a token to every live request, so the shortest state has gathered all its mass.
-        outputs = min(pending, key=lambda state: sum(map(len, state)))
-        weight = pending.pop(outputs)
-        live = [r for r, output in enumerate(outputs) if len(output) < new_tokens]
-        if not live:
-            finished[outputs] = weight
-            continue
-
-        def one_round(
-            source: RandomSource, outputs: tuple[Tokens, ...] = outputs, live: list[int] = live
-        ) -> tuple[Tokens, ...]:
-            results = run_round(Lanes([lane(prompts[r] + outputs[r], source) for r in live]), policy)
-            extended = list(outputs)
-            for r, result in zip(live, results, strict=True):
-                extended[r] = (outputs[r] + tuple(result.tokens))[:new_tokens]
-            return tuple(extended)
-
-        for extended, probability in enumerate_traces(one_round):
-            pending[extended] = pending.get(extended, 0.0) + weight * probability
+    for (outputs, _), weight in levels[-1].items():
+        finished[outputs] = finished.get(outputs, 0.0) + weight
     return finished
+
+
+def _remembering(history: History, live: Sequence[int], view: StepView) -> History:
+    grown = copy.deepcopy(history)
+    grown.record(live, view)
+    return grown
 
 
 def exact_target_distribution(

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from outrider.scheduling.view import Floats, Ints
+from outrider.scheduling.view import Floats, Ints, StepView
 
 
 class StepCost(Protocol):
@@ -26,6 +26,13 @@ class StepCost(Protocol):
             context: their mean number of committed tokens.
         """
         ...
+
+
+def step_seconds(cost: StepCost, view: StepView, admitted_N: Ints) -> Floats:
+    """Seconds [N] of the step of `view` if it verifies so many draft tokens in all; it has at least one request."""
+    requests = len(view.drafted_R)
+    drafting = int(np.count_nonzero(view.drafted_R))
+    return cost.seconds(requests + view.other_tokens + admitted_N, requests, drafting, float(view.contexts_R.mean()))
 
 
 class SpsTable:

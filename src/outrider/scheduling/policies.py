@@ -15,7 +15,8 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from outrider.scheduling.cost import StepCost
+from outrider.scheduling.cost import StepCost, step_seconds
+from outrider.scheduling.order import causal_order, lengths_of
 from outrider.scheduling.view import Ints, StepView
 
 
@@ -75,22 +76,13 @@ class PrefixScheduler:
     floor: ClassVar[float] = 0.0
 
     def lengths(self, view: StepView) -> Ints:
-        requests, drafting = len(view.drafted_R), int((view.drafted_R > 0).sum())
+        if not view.drafted_R.any():
+            return np.zeros_like(view.drafted_R)
         survival_RK = view.survival_RK()
-        lengths_R = np.zeros(requests, dtype=np.int64)
-        if not drafting:
-            return lengths_R
-        # Survival never rises along a block, so sorting all of it is popping a heap of frontiers: x_k's admission
-        # depends on nothing behind it. Position-major, so that a stable sort resolves ties by (position, request).
-        drafted_KR = np.arange(survival_RK.shape[1])[:, None] < view.drafted_R
-        order = np.argsort(np.where(drafted_KR, -survival_RK.T, np.inf), axis=None, kind="stable")
-        order = order[: int(drafted_KR.sum())]
-        gained = np.concatenate(([0.0], survival_RK.T.flat[order]))
-        budgets = requests + view.other_tokens + np.arange(len(gained))
-        seconds = self.cost.seconds(budgets, requests, drafting, float(view.contexts_R.mean()))
-        throughput = (requests + np.cumsum(gained)) / seconds
+        order_N = causal_order(survival_RK, view.drafted_R)
+        gained = np.concatenate(([0.0], np.cumsum(survival_RK.T.ravel()[order_N])))
+        throughput = (len(survival_RK) + gained) / step_seconds(self.cost, view, np.arange(len(gained)))
         # The first non-improvement ends it: searching on would look at confidences not yet revealed.
-        worse = np.flatnonzero(throughput[1:] <= throughput[:-1])
-        admitted = order[: worse[0] if worse.size else len(order)]
-        np.add.at(lengths_R, admitted % requests, 1)
-        return lengths_R
+        worse = throughput[1:] <= throughput[:-1]
+        admitted = int(worse.argmax()) if worse.any() else len(order_N)
+        return lengths_of(order_N[:admitted], len(survival_RK))

@@ -60,11 +60,10 @@ class StepView:
         Raises:
             ValueError: a drafted token has no confidence.
         """
-        missing_R = np.isnan(self.confidences_RK).any(axis=1)
-        if missing_R.any():
+        if np.isnan(self.confidences_RK).any():
+            missing_R = np.isnan(self.confidences_RK).any(axis=1)
             raise ValueError(
                 f"request {int(missing_R.argmax())} has draft tokens without confidences: its drafter has neither "
                 "confidence head nor estimator; verify a fixed length instead, or calibrate it (outrider calibrate)."
             )
-        survival_RK: Floats = np.cumprod(self.confidences_RK, axis=1, dtype=np.float64)
-        return survival_RK
+        return np.cumprod(self.confidences_RK, axis=1, dtype=np.float64)

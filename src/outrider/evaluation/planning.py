@@ -1,0 +1,50 @@
+"""microseconds of `policy.lengths(view)`: what deciding costs a step, apart from any model
+
+The step is drawn at random, with two steps of history behind it: R requests that all draft gamma tokens, confidences
+spread as a mixture of easy and hard texts would spread them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from outrider.scheduling import DraftGate, GateView, History, Policy, StepView
+
+
+def planning_microseconds(policy: Policy, requests: int = 256, gamma: int = 16, repeats: int = 200) -> float:
+    """Median over repeats."""
+    _, view = busy_step(requests, gamma)
+    return _median_microseconds(lambda: policy.lengths(view), repeats)
+
+
+def gate_microseconds(gate: DraftGate, requests: int = 256, gamma: int = 16, repeats: int = 200) -> float:
+    """Median over repeats."""
+    before, _ = busy_step(requests, gamma)
+    return _median_microseconds(lambda: gate.drafting(before), repeats)
+
+
+def busy_step(requests: int, gamma: int, seed: int = 0) -> tuple[GateView, StepView]:
+    """A step before its draft and before its verification."""
+    generator = np.random.default_rng(seed)
+    ease_R = generator.uniform(1.0, 8.0, requests)  # mean confidence 0.5 to 0.9
+    history, ids = History(gamma), list(range(requests))
+    contexts = generator.integers(50, 2000, requests).tolist()
+    for _ in range(3):
+        before = history.gate_view(ids, contexts)
+        confidences = generator.beta(ease_R[:, None], 1.0, (requests, gamma)).tolist()
+        view = history.step_view(ids, confidences, [gamma] * requests, contexts)
+        history.record(ids, view)
+    return before, view
+
+
+def _median_microseconds(call: Callable[[], object], repeats: int) -> float:
+    taken = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - started)
+    return 1e6 * statistics.median(taken)

@@ -1,0 +1,134 @@
+"""which requests draft at all:   D* = argmax_D  max_m (R + the m largest expected survivals of D) / seconds(R + m, |D|)
+
+A draft is paid for whatever is verified of it, and under load that is more than a request of poor survival returns: the
+open limitation of DSpark (arXiv 2607.05147). Such a request skips its draft and rides along as plain decoding, which is
+also how a block of length 0 enters the adaptive lengths. Requests are ranked by expected accepted drafts, and D is the
+best of 0, R, R/2, R/4, ..., 1 of them: neighbouring sizes cost nearly the same.
+
+A request that skips learns nothing, so it probes. It saves `probe_share` of its share of every step it skips, and some
+of those that have waited longest draft once their savings pay for it: all probing together costs `probe_share` of the
+time at most, and at most a quarter of the requests probe in one step.
+
+Everything read comes from earlier steps, so the output stays exact. Shapes: R requests, K draft positions, N, M counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.scheduling.cost import StepCost
+from outrider.scheduling.order import gains
+from outrider.scheduling.view import Floats, Ints
+
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class GateView:
+    """What is known before a step drafts.
+
+    `expected_RK`: a request's own mean calibrated confidence per position, NaN where it has never drafted; `idle_R`:
+    steps since it last drafted, or since it came; `typical_K`: the same mean over all requests there ever were, None
+    before there were any. `contexts_R` and `other_tokens` as in `StepView`.
+    """
+
+    expected_RK: Floats
+    idle_R: Ints
+    contexts_R: Ints
+    other_tokens: int = 0
+    typical_K: Floats | None = None
+
+
+class DraftGate(Protocol):
+    def drafting(self, view: GateView) -> Flags:
+        """Which requests draft in this step, [R]."""
+        ...
+
+
+@dataclass(frozen=True)
+class AlwaysDraft:
+    """Every request drafts in every step."""
+
+    def drafting(self, view: GateView) -> Flags:
+        return np.ones(len(view.idle_R), dtype=np.bool_)
+
+
+@dataclass(frozen=True)
+class SkipDrafting:
+    """Draft where it pays, judged by what the step costs as a whole; for policies that choose lengths by `cost` too.
+
+    Args:
+        probe_share: of the time, spent at most on finding out whether drafting pays again.
+        prior: confidence of every position before anything has been drafted. A request that has never drafted counts as
+            the mean of those present that have, else as `typical_K`, else as this.
+    """
+
+    cost: StepCost
+    probe_share: float = 0.01
+    prior: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.probe_share < 1:
+            raise ValueError(f"probe_share={self.probe_share} must be in [0, 1); 0.01 is a hundredth of the time")
+        if not 0 <= self.prior <= 1:
+            raise ValueError(f"prior={self.prior} must be in [0, 1]; it is the confidence in a token nobody has seen")
+
+    def drafting(self, view: GateView) -> Flags:
+        requests = len(view.idle_R)
+        chosen_R = np.zeros(requests, dtype=np.bool_)
+        if not requests:
+            return chosen_R
+        survival_RK = np.cumprod(self._beliefs(view), axis=1, dtype=np.float64)
+        ranked_R = np.argsort(-survival_RK.sum(axis=1), kind="stable")
+        best, tokens, seconds = 0, 0, self._seconds(view, np.zeros(1, dtype=np.int64), 0)[0]
+        throughput = requests / seconds
+        for count in _halves(requests):
+            curve = gains(survival_RK[ranked_R[:count]])
+            seconds_M = self._seconds(view, np.arange(len(curve)), count)
+            throughput_M: Floats = (requests + curve) / seconds_M
+            admitted = int(throughput_M.argmax())
+            if throughput_M[admitted] > throughput:
+                best, tokens, throughput = count, admitted, throughput_M[admitted]
+                seconds = seconds_M[admitted]
+        chosen_R[ranked_R[:best]] = True
+        chosen_R[self._probing(view, ~chosen_R, np.array([tokens]), float(seconds))] = True
+        return chosen_R
+
+    def _beliefs(self, view: GateView) -> Floats:
+        """Expected confidences of every request, [R, K]."""
+        unknown_R: Flags = np.asarray(np.isnan(view.expected_RK).any(axis=1))
+        if not unknown_R.any():
+            return view.expected_RK
+        if not unknown_R.all():  # each once, drafting or not: those that draft are better than the rest
+            stranger_K = view.expected_RK[~unknown_R].mean(axis=0)
+        elif view.typical_K is not None:
+            stranger_K = view.typical_K
+        else:
+            stranger_K = np.full(view.expected_RK.shape[1], self.prior)
+        return np.where(unknown_R[:, None], stranger_K, view.expected_RK)
+
+    def _probing(self, view: GateView, skipping_R: Flags, tokens: Ints, seconds: float) -> Ints:
+        """Those of the skipping requests that draft all the same."""
+        requests, drafting = len(skipping_R), int(np.count_nonzero(~skipping_R))
+        waiting = np.flatnonzero(skipping_R & (view.idle_R > 0))
+        waiting = waiting[np.argsort(-view.idle_R[waiting], kind="stable")]
+        saved = self.probe_share * seconds / requests * np.cumsum(view.idle_R[waiting], dtype=np.float64)
+        without = float(self._seconds(view, tokens, drafting)[0])
+        for count in _halves(min(len(waiting), max(1, requests // 4))):
+            if float(self._seconds(view, tokens, drafting + count)[0]) - without <= float(saved[count - 1]):
+                return waiting[:count]
+        return waiting[:0]
+
+    def _seconds(self, view: GateView, admitted_M: Ints, drafting: int) -> Floats:
+        requests = len(view.idle_R)
+        tokens_M = requests + view.other_tokens + admitted_M
+        return self.cost.seconds(tokens_M, requests, drafting, float(view.contexts_R.mean()))
+
+
+def _halves(count: int) -> list[int]:
+    """count, count / 2, ..., 1; [] for 0."""
+    return [count >> shift for shift in range(count.bit_length())]
