@@ -23,6 +23,7 @@ VERBS = {
     "eval": ["--target", "--drafter", "--tasks", "--draft-length", "--confidence-threshold"],
     "generate": ["PROMPT", "--max-new-tokens", "--temperature", "--show-rounds", "--confidence-threshold"],
     "calibrate": ["--tasks", "--fit-tasks", "--plot"],
+    "profile": ["--target", "--drafter", "--max-requests", "--contexts", "--seconds", "--plot"],
     "package": ["DRAFTER", "--dtype", "--results", "--license"],
     "demo": ["--out", "--eval-samples"],
     "prepare": ["--target", "--prompts", "--out", "--recipe", "--base-url", "--thinking", "--max-minutes"],

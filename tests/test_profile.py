@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from conftest import randomise, toy_config, toy_target
+from toy_directory import save_toy_target
+from typer.testing import CliRunner
 
+from outrider.cli import main
+from outrider.cli import profile as profile_verb
+from outrider.drafters import DSpark
+from outrider.evaluation.profile import setting_of
+from outrider.evaluation.profile_jobs import forward_jobs, sweep
+from outrider.formats import Checkpoint, load_drafter, save_drafter
 from outrider.scheduling.additive import Additive, Cell
 from outrider.scheduling.profile import Curve, Profile, Setting
+from outrider.target import load_target
+from outrider.target.paged import PagedKV, Span
 
 SETTING = Setting(target="t (5 x 32)", dtype="float32", processor="a CPU", threads=2, drafter="d")
 Shape = tuple[int, int, int]
@@ -97,6 +113,16 @@ def test_between_cells_a_staircase_stays_between_them() -> None:
     assert verify(profile, 6, 8, 64) < verify(profile, 6, 9, 64), "the cliff is there between measured requests too"
 
 
+def test_one_dense_row_gives_the_others_their_cliffs() -> None:
+    every = cells_of(staircase)
+    sparse = profile_of([c for c in every if c.requests == 1 or c.tokens % c.requests == 0])
+    assert len(sparse.cells) < 0.7 * len(every)
+    for requests, tokens, context in product((2, 4, 8), range(8, 17), (64, 256)):
+        assert verify(sparse, requests, tokens, context) == pytest.approx(
+            staircase(requests, tokens, context), rel=1e-9
+        )
+
+
 def test_a_step_is_draft_verify_and_the_rest() -> None:
     profile, tokens = profile_of(cells_of(linear)), np.array([4, 5, 12])
     whole = profile.seconds(tokens, 4, 3, 100.0)
@@ -177,3 +203,114 @@ def test_policies_may_ask_at_every_step() -> None:
             profile.seconds(tokens, 7, 7, 123.4)
         best = min(best, (time.perf_counter() - started) / 20)
     assert best < 100e-6, best
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target (target/) and its drafter (drafter/)."""
+    directory = tmp_path_factory.mktemp("toy")
+    vocab = save_toy_target(directory / "target", layers=5)
+    drafter = DSpark(toy_config(vocab_size=vocab, draft_vocab_size=vocab))
+    randomise(drafter)
+    save_drafter(Checkpoint(drafter), directory / "drafter")
+    return directory
+
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`outrider profile ARGS` in this process, on one thread: what it prints, or the mistake it names."""
+    monkeypatch.setattr(profile_verb, "set_up", lambda threads: torch.set_num_threads(1))
+
+    def call(*args: object) -> str:
+        result = CliRunner().invoke(main.app, ["profile", *map(str, args)], env={"COLUMNS": "160"})
+        if isinstance(result.exception, ValueError):
+            return str(result.exception)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    return call
+
+
+def test_the_verb_measures_what_fits_its_own_setting(run: Run, toy: Path, tmp_path: Path) -> None:
+    out = tmp_path / "p" / "profile.json"
+    sizes = ("--max-requests", 3, "--max-tokens", 20, "--contexts", "16,5", "--repeats", 2, "--plot")
+    printed = run("--target", toy / "target", "--drafter", toy / "drafter", "--out", out, *sizes)
+    assert "(2 repeats)" in printed and out.with_suffix(".png").stat().st_size > 10_000
+    for words in ("after 16 cached tokens", "3 req.", "drafter reads", "additive form: ", "% at worst", "per cent"):
+        assert words in printed, printed
+
+    profile = Profile.load(out)
+    assert {(c.requests, c.context) for c in profile.cells} == set(product((1, 2, 3), (5, 16)))
+    assert {c.tokens for c in profile.cells if c.requests == 3} == {3, 6, 9, 12, 15}
+    assert {c.tokens for c in profile.cells if c.requests == 1} == set(range(1, 21))
+    assert all(c.low <= c.median <= c.high for c in profile.cells) and len(profile.fit.residuals) == len(profile.cells)
+    assert profile.draft and profile.extend and profile.draft.requests == profile.other.requests == [1, 2, 3]
+    assert (profile.seconds(np.arange(3, 40), 3, 2, 10.0) > 0).all()
+
+    target = load_target(str(toy / "target"))
+    checkpoint = load_drafter(toy / "drafter")
+    profile.check(setting_of(target, checkpoint.packed(target)))
+    profile.check(setting_of(target, checkpoint.packed(target, calibrated=False)))  # costs the same
+    other = DSpark(replace(checkpoint.drafter.config, num_hidden_layers=1)).eval()
+    with pytest.raises(
+        ValueError, match=r"else: drafter is DSpark, gamma 4, shape .* here it is DSpark, gamma 4, shape"
+    ):
+        profile.check(setting_of(target, Checkpoint(other).packed(target)))
+    with pytest.raises(ValueError, match=r"else: target is target \(5 x 32\), here it is toy-qwen3 \(5 x 32\)\. "):
+        profile.check(setting_of(toy_target("qwen3"), None))
+
+
+def test_the_verb_without_a_drafter_and_its_mistakes(run: Run, toy: Path, tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    command = ("--target", toy / "target", "--drafter", "none", "--out", out, "--repeats", 1)
+    run(*command, "--max-requests", 1, "--max-tokens", 2, "--contexts", "8")
+    profile = Profile.load(out)
+    assert profile.draft is None and profile.setting.drafter is None and len(profile.cells) == 2
+    out.unlink()
+    for options, message in (
+        (("--contexts", "300", "--max-tokens", 32), r"need 332 positions, .*/target has 256; lower --contexts"),
+        (("--contexts", "8,x"), "--contexts '8,x': give numbers of tokens"),
+        (("--contexts", "8,8"), r"contexts \[8, 8\] must be different"),
+        (("--max-tokens", 8), "max_tokens=8 is below max_requests=32"),
+    ):
+        found = run(*command, *options)
+        assert re.search(message, found), found
+        assert not out.exists()
+
+
+def test_jobs_take_turns_and_end_in_time() -> None:
+    calls: list[int] = []
+
+    def job(number: int) -> float:
+        calls.append(number)
+        time.sleep(0.002)
+        return 1.0
+
+    jobs = {("forward", (1, n, 8)): partial(job, n) for n in range(6)}
+    timed = sweep(jobs, 20, 0.01, lambda what, done, total: None)
+    assert len(calls) == 6 + 18, "a warm-up that is not counted, then three sweeps although they take too long"
+    assert all(seconds == [1.0] * 3 for seconds in timed.values())
+    sweeps = [calls[i : i + 6] for i in range(6, 24, 6)]
+    assert all(sorted(s) == list(range(6)) for s in sweeps) and len({tuple(s) for s in sweeps}) == 3
+
+
+def test_a_request_verifies_a_block_at_most_and_prefills_beyond() -> None:
+    target = toy_target()
+    asked: list[list[Span]] = []
+
+    def forward_ragged(spans: list[Span], kv: PagedKV, taps: tuple[int, ...]) -> None:
+        asked.append(spans)
+
+    target.forward_ragged = forward_ragged  # type: ignore[method-assign,assignment]
+    jobs = forward_jobs(target, (), [(3, 17, 20), (1, 40, 8)], 6)
+    for job in jobs.values():
+        job()
+    spans, prefill = asked
+    assert [len(span.tokens) for span in spans] == [6, 6, 5] and {span.past for span in spans} == {20}
+    assert [span.logits for span in spans] == [6, 6, 5]
+    assert [(len(span.tokens), span.logits, span.past) for span in prefill] == [(40, 6, 8)]
+    blocks = [block for span in spans for block in span.blocks]
+    assert len(set(blocks)) == len(blocks) and all(len(span.blocks) * 16 >= span.end for span in spans)

@@ -20,6 +20,7 @@ from outrider.cli import (
     inspect,
     package,
     prepare,
+    profile,
     train,
 )
 
@@ -34,6 +35,7 @@ app.command("inspect")(inspect.inspect_command)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate_command)
 app.command("calibrate")(calibrate.calibrate_command)
+app.command("profile")(profile.profile_command)
 app.command("package")(package.package_command)
 app.command("generate")(generate.generate_command)
 app.command("demo")(demo.demo)

@@ -1,13 +1,14 @@
 """seconds of a target forward by (R requests, B tokens, S mean context), from measured cells
 
-       B = 1 2 3 4 ...          16       32            64          128
-    R = 1  o o o o o o o o o o o o o o o o              o           o  . . theta
-    R = 2    o o o o o o o o o o o o o o o . . . . . . as R = 1 . . . . . .
-    R = 4  <<<<  o o o o o o o o o o o o o . . . . . . as R = 2 . . . . . .
+       B = 1 2 3 4 5 6 7 8 ...      16        32        64        128
+    R = 1  o o o o o o o o o o o o o o o o o o o         o          o . . theta      o cells: exact
+    R = 2    o   o   o   o    o     o . . . . . . as R = 1 . . . . . . .
+    R = 4        o       o          o         o . as R = 2 . . . . . . .
 
-Piecewise linear in each axis between cells: cells are exact, and steps of a staircase stay steps where tokens were
-measured one by one. Outside its own cells a row has the shape of the row of fewer requests; outside all of them the
-additive form (scheduling/additive.py) goes on from the last. Shapes: N token counts asked for; B = 0..edge.
+A row is the row of fewer requests plus their difference, which is linear between cells and constant outside of them:
+steps of the staircase come from matrix products over all B rows, whoever they belong to, and need to be measured densely
+but once. Below the first row lies the additive form's theta B (scheduling/additive.py). Requests and contexts in between
+are linear; beyond the last cells the additive form goes on. Shapes: N token counts asked for; B = 0..edge.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class ForwardTable:
         self._seconds_RSB = np.empty((len(self.requests), len(self.contexts), self.edge + 1))
         measured = _by_row(cells)
         for s, context in enumerate(self.contexts):
-            shape_B: Floats = self.theta * np.arange(self.edge + 1.0)
+            row_B: Floats = self.theta * np.arange(self.edge + 1.0)
             for r, requests in enumerate(self.requests):
                 if (requests, context) not in measured:
                     raise ValueError(f"cells: {requests} requests were not measured at context {context}")
-                shape_B = self._seconds_RSB[r, s] = _row(measured[requests, context], shape_B)
+                row_B = self._seconds_RSB[r, s] = _row(measured[requests, context], row_B)
 
     def seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
         """Medians [N]; contexts shorter than the shortest cost as much as that."""
@@ -72,12 +73,12 @@ def _by_row(cells: Sequence[Cell]) -> dict[tuple[int, int], dict[int, float]]:
     return measured
 
 
-def _row(measured: dict[int, float], shape_B: Floats) -> Floats:
-    """Seconds of 0, 1, 2, ... tokens: linear between the measured counts, of the given shape outside of them."""
+def _row(measured: dict[int, float], base_B: Floats) -> Floats:
+    """Seconds of 0, 1, 2, ... tokens: the cells, and between them as `base_B`."""
     counts = np.array(sorted(measured))
-    tokens_B = np.arange(len(shape_B))
-    row_B: Floats = np.interp(tokens_B, counts, [measured[count] for count in counts.tolist()])
-    return row_B + shape_B - shape_B[np.clip(tokens_B, counts[0], counts[-1])]
+    over = np.array([measured[count] for count in counts.tolist()]) - base_B[counts]
+    row_B: Floats = base_B + np.interp(np.arange(len(base_B)), counts, over)
+    return row_B
 
 
 def _between(grid: Sequence[int], value: float) -> tuple[int, int, float]:
