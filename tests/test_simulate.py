@@ -149,7 +149,7 @@ def test_the_simulator_takes_the_steps_of_the_engine(
 def test_plain_decoding_is_the_engine_without_a_drafter(target: Target, recorded: Traces) -> None:
     config = EngineConfig(max_requests=3, token_budget=16, block_size=4, num_blocks=40)
     real, _ = run(Engine(target, config=config), requests_for(recorded, 12))
-    simulated, _ = run(SimulatedEngine(recorded, LINEAR, config=config, drafting=False), requests_for(recorded, 12))
+    simulated, _ = run(SimulatedEngine(recorded, LINEAR, config=config, gamma=0), requests_for(recorded, 12))
     assert [[getattr(r, n) for n in COUNTED] for r in simulated] == [[getattr(r, n) for n in COUNTED] for r in real]
 
 
@@ -184,7 +184,7 @@ def test_preemption_by_hand() -> None:
     """6 blocks of 2 for two requests that need 4 each in the end: the younger starts again once the elder is done."""
     traces = made((3, [0] * 5), (3, [0] * 5))
     config = EngineConfig(max_requests=2, token_budget=8, block_size=2, num_blocks=6)
-    simulated = SimulatedEngine(traces, LINEAR, FixedPolicy(0), config=config, drafting=False)
+    simulated = SimulatedEngine(traces, LINEAR, FixedPolicy(0), config=config, gamma=0)
     records, outputs = run(simulated, requests_for(traces, 5))
     assert [[o.id for o in step] for step in outputs] == [["0", "1"]] * 4 + [["0"], ["1"]]
     assert [r.waiting for r in records] == [0, 0, 0, 0, 1, 0]
@@ -207,12 +207,12 @@ def test_nothing_is_lost_whatever_the_load(seed: int) -> None:
     for request in requests_for(traces, 30):
         cluster.submit(request)
     found: dict[str, list[int]] = {}
-    before = cluster.now
+    before = cluster.now()
     while not cluster.idle:
         for output in cluster.step():
             found.setdefault(output.id, []).extend(output.tokens)
-        assert cluster.now >= before
-        before = cluster.now
+        assert cluster.now() >= before
+        before = cluster.now()
     assert found == {str(i): r.tokens for i, r in enumerate(traces.responses)}
     assert all(replica.scheduler.allocator.used == 0 for replica in replicas)
 
@@ -220,15 +220,15 @@ def test_nothing_is_lost_whatever_the_load(seed: int) -> None:
 def test_replicas_by_hand() -> None:
     """Prompts of 2, 10 and 2 tokens, two tokens each; the third request comes when the first step has ended."""
     traces = made((2, [0, 0]), (10, [0, 0]), (2, [0, 0]))
-    plain = [SimulatedEngine(traces, LINEAR, drafting=False) for _ in range(2)]
+    plain = [SimulatedEngine(traces, LINEAR, gamma=0) for _ in range(2)]
     cluster = Cluster(plain, "round-robin")
     first, second, third = requests_for(traces, 2)
     cluster.submit(first)
     cluster.submit(second)
-    events = [([o.id for o in cluster.step()], cluster.now)]
+    events = [([o.id for o in cluster.step()], cluster.now())]
     cluster.submit(third)
     while not cluster.idle:
-        events.append(([o.id for o in cluster.step()], cluster.now))
+        events.append(([o.id for o in cluster.step()], cluster.now()))
     # A step takes 0.102 + 0.01 a row. Replica 0: 2 rows, 3 (an anchor, the third prompt), 1. Replica 1: 10, 1.
     times = [0.122, 0.202, 0.122 + 0.132, 0.202 + 0.112, 0.254 + 0.112]
     assert [ids for ids, _ in events] == [["0"], ["1"], ["0", "2"], ["1"], ["2"]]
@@ -237,7 +237,7 @@ def test_replicas_by_hand() -> None:
 
 def test_the_least_loaded_replica_gets_the_request() -> None:
     traces = made((2, [0] * 9), (2, [0, 0]), (2, [0] * 9))
-    engines = [SimulatedEngine(traces, LINEAR, drafting=False) for _ in range(2)]
+    engines = [SimulatedEngine(traces, LINEAR, gamma=0) for _ in range(2)]
     cluster = Cluster(engines)
     first, second, third = requests_for(traces, 9)
     cluster.submit(first)
@@ -299,11 +299,11 @@ def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
 def test_machines_scale_and_extrapolate(tmp_path: Path) -> None:
     table = {"sps": [10, 5], "draft_seconds": [0.02, 0.03], "other_seconds": 0.001}
     (tmp_path / "table.json").write_text(json.dumps(table))
-    machine: Machine = load_machine(tmp_path / "table.json")
+    machine: Machine = load_machine(tmp_path / "table.json", {})
     assert [machine.draft_seconds(n) for n in range(5)] == pytest.approx([0, 0.02, 0.03, 0.04, 0.05])
     tokens = np.array([1, 2, 9])
     assert machine.seconds(tokens, 3, 2, 100).tolist() == pytest.approx([0.131, 0.231, 0.231])
-    scaled = load_machine(tmp_path / "table.json", draft=2, verify=0.5)
+    scaled = load_machine(tmp_path / "table.json", {}, draft=2, verify=0.5)
     assert isinstance(scaled, Scaled)
     assert scaled.seconds(tokens, 3, 2, 100).tolist() == pytest.approx([0.111, 0.161, 0.161])
 
@@ -321,6 +321,6 @@ def test_machines_scale_and_extrapolate(tmp_path: Path) -> None:
 def test_files_that_are_no_machine_are_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "machine.json").write_text(content)
     with pytest.raises(ValueError, match=message):
-        load_machine(tmp_path / "machine.json")
+        load_machine(tmp_path / "machine.json", {})
     with pytest.raises(ValueError, match="no profile at"):
-        load_machine(tmp_path / "absent.json")
+        load_machine(tmp_path / "absent.json", {})

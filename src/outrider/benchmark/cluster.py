@@ -21,10 +21,9 @@ Routing = Literal["round-robin", "least-loaded"]
 
 
 class Cluster:
-    """Simulated engines behind a router; to a load generator, one engine.
+    """Simulated engines behind a router: to a load generator one engine (`Backend`), and the `Clock` it goes by.
 
     Attributes:
-        now: simulated seconds.
         last: the step whose outputs came last.
     """
 
@@ -32,7 +31,7 @@ class Cluster:
         if not replicas:
             raise ValueError("a cluster needs at least one replica.")
         self.replicas, self.routing = list(replicas), routing
-        self.now = 0.0
+        self._now = 0.0
         self.last: StepRecord | None = None
         self._routed = 0
         self._flying: list[tuple[float, int, StepRecord, list[Output]]] = []  # a heap by end, then by replica
@@ -42,18 +41,17 @@ class Cluster:
     def idle(self) -> bool:
         return not self._flying and all(replica.idle for replica in self.replicas)
 
-    def clock(self) -> float:
-        """The time, as `time.perf_counter` would tell it."""
-        return self.now
+    def now(self) -> float:
+        """Simulated seconds."""
+        return self._now
 
-    def wait(self, seconds: float) -> None:
-        """Nothing happens for a while.
+    def stepped(self, last: StepRecord | None) -> None:
+        """`step` moves the time itself."""
 
-        Raises:
-            AssertionError: there is work to do.
-        """
+    def wait_until(self, moment: float) -> None:
+        """Nothing happens for a while."""
         assert self.idle, "time passes by steps while there is work"
-        self.now += max(seconds, 0.0)
+        self._now = max(self._now, moment)
 
     def submit(self, request: Request) -> None:
         """Send a request to the next replica, or to the one with the fewest requests."""
@@ -75,10 +73,10 @@ class Cluster:
             if not replica.idle:
                 outputs = replica.step()
                 assert replica.last is not None
-                heapq.heappush(self._flying, (self.now + replica.last.seconds, number, replica.last, outputs))
+                heapq.heappush(self._flying, (self._now + replica.last.seconds, number, replica.last, outputs))
                 self._resting.remove(number)
         if not self._flying:
             return []
-        self.now, number, self.last, outputs = heapq.heappop(self._flying)
+        self._now, number, self.last, outputs = heapq.heappop(self._flying)
         self._resting.add(number)
         return outputs

@@ -7,9 +7,10 @@ a larger target) and a plain table somebody published.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -32,6 +33,10 @@ class Machine(StepCost, Protocol):
 
     def other_seconds(self, requests: int) -> float:
         """Sampling and bookkeeping."""
+        ...
+
+    def plain(self) -> Machine:
+        """The same machine serving without a drafter."""
         ...
 
 
@@ -60,6 +65,9 @@ class Scaled:
 
     def other_seconds(self, requests: int) -> float:
         return self.machine.other_seconds(requests)
+
+    def plain(self) -> Scaled:
+        return replace(self, machine=self.machine.plain())
 
 
 class Table(BaseModel):
@@ -103,12 +111,18 @@ class TableMachine:
     def other_seconds(self, requests: int) -> float:
         return self._other
 
+    def plain(self) -> TableMachine:
+        return self
 
-def load_machine(path: Path, draft: float = 1.0, verify: float = 1.0) -> Machine:
+
+def load_machine(path: Path, recorded: Mapping[str, Any], draft: float = 1.0, verify: float = 1.0) -> Machine:
     """A profile or a table file, scaled.
 
+    Args:
+        recorded: the setting of the traces; a profile must be of the same target and drafter.
+
     Raises:
-        ValueError: missing or neither of the two.
+        ValueError: missing, neither of the two, or of something else.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -124,5 +138,9 @@ def load_machine(path: Path, draft: float = 1.0, verify: float = 1.0) -> Machine
             first = error.errors()[0]
             raise ValueError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}.") from None
     else:
-        found = Profile.load(path)
+        found = profile = Profile.load(path)
+        for name in ("target", "drafter"):
+            mine, theirs = getattr(profile.setting, name), recorded.get(name)
+            if mine != theirs:
+                raise ValueError(f"{path}: {name} is {mine}, the traces are of {theirs}: record and profile the same.")
     return found if draft == verify == 1.0 else Scaled(found, draft, verify)

@@ -1,178 +1,126 @@
-"""what the simulated machine gives under a load, and how far that is from what a real one gave
+"""the sweep of a load test on simulated machines, and how far it is from the real one
 
-    closed loop   `users` users, each with one request at a time, the next one sent when it ends
-    Poisson       requests arrive at `rate` per second, whoever is still waiting
+    error = predicted / measured - 1     of aggregate tokens per second, per variant and level
 
-Counting starts when as many requests have ended as run side by side (a load from nothing is no steady one) and stops
-with the last of `requests` more, while others still run: neither the ramp nor a draining tail is in it.
-error = predicted / measured - 1, of aggregate tokens per second.
+Load generator, numbers, verdicts and plots are those of real runs (load.py, metrics.py, summary.py, plots.py): only
+engine and clock are simulated.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from pydantic import BaseModel
+from torch import Tensor
 
-from outrider.benchmark.cluster import Cluster
-from outrider.engine import Request, StepRecord
-
-
-@dataclass(frozen=True)
-class Load:
-    """Exactly one of `users` (closed loop) and `rate` (Poisson, requests per second)."""
-
-    users: int | None = None
-    rate: float | None = None
-
-    def __post_init__(self) -> None:
-        if (self.users is None) == (self.rate is None):
-            raise ValueError(f"users={self.users} and rate={self.rate}: give one of the two.")
-        if (self.users or self.rate or 0) <= 0:
-            raise ValueError(f"a load of {self.users or self.rate} is none: give numbers above 0.")
-
-
-class Point(BaseModel):
-    """A variant under a load. Speeds are tokens per second; a user's is over its response, waiting included."""
-
-    variant: str
-    concurrency: int | None
-    rate: float | None
-    replicas: int
-    requests: int  # counted
-    seconds: float
-    tokens_per_second: float
-    user_tokens_per_second_p50: float
-    user_tokens_per_second_p95: float  # what 95 % of users exceed
-    ttft_p50: float
-    ttft_p95: float
-    verified_per_request: float  # rows per request and step, anchor included
-    acceptance_rate: float | None  # accepted / verified drafts; None: none were verified
-    accepted_length: float
-    draft_share: float  # of the time of steps
+from outrider.benchmark.cluster import Cluster, Routing
+from outrider.benchmark.frontier import Sweep
+from outrider.benchmark.journal import Point
+from outrider.benchmark.load import run_load
+from outrider.benchmark.machines import Machine
+from outrider.benchmark.metrics import summarise
+from outrider.benchmark.simulate import SimulatedEngine
+from outrider.benchmark.summary import PointSummary
+from outrider.benchmark.traces import Traces
+from outrider.benchmark.variants import build_variant
+from outrider.drafters.base import DraftCall, Proposal
+from outrider.engine import EngineConfig
 
 
 class Comparison(BaseModel):
-    """One point of both kinds; `error` in per cent of the measured throughput."""
+    """Aggregate tokens per second of one point, simulated and measured; `error` in per cent."""
 
     variant: str
-    concurrency: int | None
-    rate: float | None
+    level: float
     measured: float
     predicted: float
     error: float
 
 
-@dataclass
-class _Timeline:
-    sent: float
-    first: float | None = None
-    tokens: int = 0
+class RecordedDrafter:
+    """The drafter of traces, as far as variants ask for one: how long its blocks are."""
+
+    taps = ()
+
+    def __init__(self, gamma: int) -> None:
+        self.gamma = gamma
+
+    def new_session(self, capacity: int) -> Any:
+        raise NotImplementedError("its drafts are in the traces")
+
+    def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
+        raise NotImplementedError("its drafts are in the traces")
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+        raise NotImplementedError("its drafts are in the traces")
 
 
-@dataclass
-class _Window:
-    """What happened while counting."""
-
-    began: float = 0.0
-    tokens: int = 0
-    steps: list[StepRecord] = field(default_factory=list)
-    ended: list[tuple[float, float]] = field(default_factory=list)  # speed and time to first token
-
-    def point(self, variant: str, load: Load, replicas: int, now: float) -> Point:
-        speeds_N, ttft_N = np.array(self.ended).T
-        admitted, accepted, rounds = (
-            sum(getattr(step, name) for step in self.steps) for name in ("admitted", "accepted", "requests")
-        )
-        busy = sum(step.seconds for step in self.steps)
-        return Point(
-            variant=variant,
-            concurrency=load.users,
-            rate=load.rate,
-            replicas=replicas,
-            requests=len(self.ended),
-            seconds=now - self.began,
-            tokens_per_second=self.tokens / (now - self.began),
-            user_tokens_per_second_p50=float(np.median(speeds_N)),
-            user_tokens_per_second_p95=float(np.quantile(speeds_N, 0.05)),
-            ttft_p50=float(np.median(ttft_N)),
-            ttft_p95=float(np.quantile(ttft_N, 0.95)),
-            verified_per_request=(admitted + rounds) / rounds,
-            acceptance_rate=accepted / admitted if admitted else None,
-            accepted_length=sum(step.committed for step in self.steps) / rounds,
-            draft_share=sum(step.draft_seconds for step in self.steps) / busy,
-        )
-
-
-def predict(variant: str, cluster: Cluster, requests: Iterator[Request], load: Load, measured: int, seed: int) -> Point:
-    """One point: `measured` of endless `requests`, whose ids differ.
+def serve(
+    name: str,
+    traces: Traces,
+    machine: Machine,
+    engine: EngineConfig,
+    threshold: float | None,
+    replicas: int = 1,
+    routing: Routing = "least-loaded",
+) -> Cluster:
+    """Replicas that serve by the variant of that name (variants.py).
 
     Raises:
-        ValueError: a request that no trace answers.
+        ValueError: no such variant, or it needs what is not there.
     """
-    arrivals = _arrivals(load, seed)
-    due = next(arrivals)
-    live, window = dict[str, _Timeline](), _Window()
-    warm = load.users or len(cluster.replicas)
-    ended = 0
-    while len(window.ended) < measured:
-        if cluster.idle and load.rate is not None:
-            cluster.wait(due - cluster.now)
-        while (len(live) < load.users) if load.users else (due <= cluster.now):
-            request = next(requests)
-            cluster.submit(request)
-            live[request.id] = _Timeline(cluster.now if load.users else due)
-            due = next(arrivals)
-        outputs = cluster.step()
-        if ended >= warm and cluster.last is not None:
-            window.steps.append(cluster.last)
-            window.tokens += sum(len(output.tokens) for output in outputs)
-        for output in outputs:
-            timeline = live[output.id]
-            timeline.first = cluster.now if timeline.first is None else timeline.first
-            timeline.tokens += len(output.tokens)
-            if output.finish is not None:
-                del live[output.id]
-                if ended >= warm:
-                    window.ended.append(
-                        (timeline.tokens / (cluster.now - timeline.sent), timeline.first - timeline.sent)
-                    )
-                ended += 1
-                if ended == warm:
-                    window.began = cluster.now
-    return window.point(variant, load, len(cluster.replicas), cluster.now)
+    variant = build_variant(name, RecordedDrafter(traces.gamma), threshold, machine)
+    gamma = 0 if variant.drafter is None else variant.drafter.gamma
+    return Cluster(
+        [SimulatedEngine(traces, machine, variant.policy, variant.gate, engine, gamma) for _ in range(replicas)],
+        routing,
+    )
 
 
-def _arrivals(load: Load, seed: int) -> Iterator[float]:
-    """Times of Poisson arrivals; of no interest in a closed loop."""
-    chooser, now = random.Random(seed), 0.0
-    while True:
-        yield now
-        now += chooser.expovariate(load.rate or 1.0)
+def simulate_sweep(
+    sweep: Sweep,
+    serving: Callable[[str, float], Cluster],
+    prompts: Sequence[Sequence[int]],
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> list[Point]:
+    """Every point of a sweep; `serving` gives an idle cluster for a variant and a level.
+
+    Raises:
+        ValueError: the traces do not answer what the load asks.
+    """
+    turns, points = list(sweep.turns()), list[Point]()
+    for number, (variant, level, repeat) in enumerate(turns):
+        on_progress(f"{variant} at {level:g}", number, len(turns))
+        cluster = serving(variant, level)
+        arrivals = sweep.arriving(level, repeat, cluster.now())
+        window = run_load(cluster, prompts, arrivals, sweep.load(level), cluster)
+        metrics, same = summarise(window, sweep.sla), len(window.requests)  # the text is the recorded one
+        points.append(
+            Point(variant=variant, level=level, repeat=repeat, metrics=metrics, same=same, ties=0, mismatches=0)
+        )
+    on_progress("done", len(turns), len(turns))
+    return points
 
 
-def compare(predicted: Sequence[Point], measured: Sequence[Mapping[str, Any]]) -> list[Comparison]:
-    """The points both have, in the order of the measured ones.
+def compare(predicted: Sequence[PointSummary], measured: Sequence[PointSummary]) -> list[Comparison]:
+    """The points both have, in the order of the predicted ones; medians over repeats.
 
     Raises:
         ValueError: they have none in common.
     """
-    ours = {(p.variant, p.concurrency, p.rate): p.tokens_per_second for p in predicted}
-    found = []
-    for point in measured:
-        key = point["variant"], point.get("concurrency"), point.get("rate")
-        if key in ours:
-            real = float(point["tokens_per_second"])
-            error = 100 * (ours[key] / real - 1)
-            found.append(
-                Comparison(
-                    variant=key[0], concurrency=key[1], rate=key[2], measured=real, predicted=ours[key], error=error
-                )
-            )
+    real = {(point.variant, point.level): point.throughput for point in measured}
+    found = [
+        Comparison(
+            variant=point.variant,
+            level=point.level,
+            measured=real[point.variant, point.level],
+            predicted=point.throughput,
+            error=100 * (point.throughput / real[point.variant, point.level] - 1),
+        )
+        for point in predicted
+        if (point.variant, point.level) in real
+    ]
     if not found:
-        raise ValueError("no measured point has the variant and load of a simulated one: choose the same for both.")
+        raise ValueError("no measured point has the variant and level of a simulated one: choose the same for both.")
     return found

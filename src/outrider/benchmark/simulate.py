@@ -56,7 +56,7 @@ class SimulatedEngine:
     """What `Engine` is, but for the models: the same calls, the same records, seconds from `machine`.
 
     Args:
-        drafting: False simulates plain decoding.
+        gamma: most drafts of a block, as recorded by default; 0 simulates plain decoding.
     """
 
     def __init__(
@@ -66,12 +66,14 @@ class SimulatedEngine:
         policy: Policy | None = None,
         gate: DraftGate | None = None,
         config: EngineConfig | None = None,
-        drafting: bool = True,
+        gamma: int | None = None,
     ) -> None:
-        self.traces, self.machine, self.config = traces, machine, config or EngineConfig()
+        self.traces, self.config = traces, config or EngineConfig()
         self.policy: Policy = policy or FixedPolicy()
         self.gate: DraftGate = gate or AlwaysDraft()
-        gamma = traces.gamma if drafting else 0
+        gamma = traces.gamma if gamma is None else gamma
+        assert gamma <= traces.gamma, f"blocks of {gamma} asked for, {traces.gamma} recorded"
+        self.machine = machine if gamma else machine.plain()
         self.scheduler, self.history = Scheduler(self.config, gamma), History(gamma)
         self.last: StepRecord | None = None
         self._live: dict[str, _Live] = {}
