@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,15 +16,25 @@ import torch
 from conftest import randomise, toy_config, toy_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_profile import SETTING, cells_of, linear, profile_of
+from toy_directory import save_toy_target
 
 from outrider.benchmark.cluster import Cluster
+from outrider.benchmark.frontier import Sweep
+from outrider.benchmark.journal import Point
 from outrider.benchmark.machines import Machine, Scaled, Table, TableMachine, load_machine
+from outrider.benchmark.metrics import Sla
+from outrider.benchmark.predict import compare, serve, simulate_sweep
 from outrider.benchmark.simulate import SimulatedEngine
+from outrider.benchmark.summary import summarise_points
 from outrider.benchmark.traces import Response, Traces, record
+from outrider.benchmark.variants import default_variants
+from outrider.cli import main, simulate
 from outrider.decoding import StopRules, generate
 from outrider.drafters import DSpark, DSparkConfig
 from outrider.drafters.packed import PackedDrafter
 from outrider.engine import Engine, EngineConfig, Output, Request, StepRecord
+from outrider.formats import Checkpoint, save_drafter
 from outrider.sampling import SamplingParams
 from outrider.scheduling import FixedPolicy, LookAhead, Policy, PrefixScheduler, SkipDrafting, ThresholdPolicy
 from outrider.target import Target
@@ -324,3 +336,141 @@ def test_files_that_are_no_machine_are_refused(tmp_path: Path, content: str, mes
         load_machine(tmp_path / "machine.json", {})
     with pytest.raises(ValueError, match="no profile at"):
         load_machine(tmp_path / "absent.json", {})
+
+
+def steady(count: int = 12) -> Traces:
+    """Responses alike in length, half of whose drafts are right."""
+    traces = made(*((6, [2 if n % 2 else 1 for n in range(17)] + [0] * 3) for _ in range(count)), stopped=False)
+    traces.about |= {"threshold": 0.5}
+    return traces
+
+
+def sweep_of(*variants: str, levels: tuple[float, ...], arrivals: Literal["closed", "poisson"] = "closed") -> Sweep:
+    return Sweep(arrivals, levels, variants, 1, 24, None, 20, Sla())
+
+
+def simulated(
+    traces: Traces, sweep: Sweep, replicas: int = 1, machine: Machine = LINEAR
+) -> dict[tuple[str, float], Point]:
+    def serving(name: str, level: float) -> Cluster:
+        return serve(name, traces, machine, EngineConfig(), 0.5, replicas)
+
+    points = simulate_sweep(sweep, serving, [r.prompt for r in traces.responses])
+    return {(point.variant, point.level): point for point in points}
+
+
+def test_one_user_gets_what_the_steps_cost() -> None:
+    """Plain decoding of 20 tokens: one step of 6 rows, 19 of one, whoever comes next."""
+    points = simulated(steady(), sweep_of("none", levels=(1, 2)))
+    response = 0.102 + 0.06 + 19 * 0.112
+    metrics = points["none", 1].metrics
+    assert metrics.tokens_per_second == pytest.approx(20 / response)
+    assert (metrics.ttft_p50, metrics.ttft_p95) == pytest.approx((0.162, 0.162))
+    assert metrics.user_p50 == pytest.approx(1 / 0.112) and metrics.budget == metrics.tau == 1
+    assert points["none", 2].metrics.tokens_per_second > 1.5 * metrics.tokens_per_second
+
+
+def test_replicas_multiply_throughput_and_share_poisson_arrivals() -> None:
+    traces = steady()
+    alone, four = (
+        simulated(traces, sweep_of("fixed-2", levels=(8,))),
+        simulated(traces, sweep_of("fixed-2", levels=(32,)), 4),
+    )
+    one, many = alone["fixed-2", 8].metrics, four["fixed-2", 32].metrics
+    assert many.tokens_per_second == pytest.approx(4 * one.tokens_per_second, rel=0.05)
+    assert many.tau == pytest.approx(one.tau, rel=0.02)
+    light = sweep_of("fixed-2", levels=(0.5,), arrivals="poisson")
+    waiting = [simulated(traces, light, replicas)["fixed-2", 0.5].metrics.ttft_p95 for replicas in (1, 4)]
+    assert waiting[1] < waiting[0]
+
+
+def test_every_variant_can_be_simulated_and_better_machines_are_faster() -> None:
+    names = default_variants(GAMMA, 0.5)
+    slow = simulated(steady(), sweep_of(*names, levels=(4,)))
+    fast = simulated(steady(), sweep_of(*names, levels=(4,)), machine=Scaled(LINEAR, verify=0.5))
+    assert {"none", "fixed-1", "threshold", "async", "look-ahead+skip"} <= {name for name, _ in slow}
+    for key, point in slow.items():
+        assert fast[key].metrics.tokens_per_second > 1.2 * point.metrics.tokens_per_second
+        assert point.same == point.metrics.requests == 24
+
+
+def test_errors_are_in_per_cent_of_the_measured() -> None:
+    points = summarise_points(list(simulated(steady(), sweep_of("none", "fixed-2", levels=(1, 4))).values()))
+    real = [p.model_copy(deep=True) for p in points if p.variant == "none"]
+    for point in real:
+        point.quartiles["tokens_per_second"] = (0.0, point.throughput / (1.25 if point.level == 4 else 1), 0.0)
+    assert [(c.variant, c.level, round(c.error, 6)) for c in compare(points, real)] == [("none", 1, 0), ("none", 4, 25)]
+    with pytest.raises(ValueError, match="no measured point has the variant and level"):
+        compare(points[:1], real[1:])
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def outrider(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """`outrider ARGS` in this process: (exit status, stdout, stderr)."""
+    monkeypatch.setattr(simulate, "set_up", lambda threads: None)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["outrider", *map(str, args)])
+        capfd.readouterr()
+        try:
+            main.main()
+            status = 0
+        except SystemExit as exit_:
+            status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        return status, *capfd.readouterr()
+
+    return call
+
+
+def test_the_verb_records_simulates_and_validates(outrider: Run, tmp_path: Path) -> None:
+    vocab = save_toy_target(tmp_path / "target", layers=5)
+    shapes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "head_dim": 8, "markov_rank": 4}
+    shapes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_target_layers": 5, "mask_token_id": 3}
+    module = DSpark(DSparkConfig(**shapes, vocab_size=vocab, draft_vocab_size=vocab, target_layer_ids=(1, 3)))
+    randomise(module)
+    save_drafter(Checkpoint(module), tmp_path / "drafter")
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"turns": [f"say {i}"]}) + "\n" for i in range(5)))
+    (tmp_path / "table.json").write_text(json.dumps({"sps": [10, 9, 8, 7], "draft_seconds": [0.01]}))
+    traces, models = tmp_path / "traces.npz", ("--target", tmp_path / "target", "--drafter", tmp_path / "drafter")
+    asked = ("--tasks", tmp_path / "p.jsonl", "--max-new-tokens", 8)
+    status, stdout, stderr = outrider("simulate", "--record", traces, *models, *asked)
+    assert status == 0 and "5 responses" in stdout, stderr
+    given = ("simulate", "--traces", traces, "--profile", tmp_path / "table.json", "--max-new-tokens", 8)
+    chosen = ("--variants", "none,fixed-2,look-ahead+skip", "--concurrency", "1,3", "--requests", 6)
+    status, stdout, stderr = outrider(*given, *chosen, "--out", tmp_path / "first")
+    assert status == 0 and "look-ahead+skip" in stdout, stderr
+    assert {path.name for path in (tmp_path / "first").iterdir()} == {"frontier.json", "frontier.png", "load.png"}
+    validate = ("--validate", tmp_path / "first" / "frontier.json", "--scale-verify", 2)
+    status, stdout, stderr = outrider(*given, *chosen, "--out", tmp_path / "second", *validate)
+    assert status == 0 and "worst: none at 1, -50.0 %" in stdout, stderr + stdout
+    found = json.loads((tmp_path / "second" / "validation.json").read_text())
+    assert len(found["points"]) == 6 and all(-50.1 < point["error"] < 0 for point in found["points"])
+
+    for arguments, message in (
+        (("simulate",), "give --traces, --profile and --out"),
+        (("simulate", "--record", traces), "--record needs --tasks"),
+        ((*given, "--out", tmp_path / "x", "--variants", "threshold"), "the drafter recommends none"),
+        ((*given, "--out", tmp_path / "x", "--routing", "best"), "--routing 'best'"),
+        ((*given, "--out", tmp_path / "x", "--concurrency", "many"), "--concurrency 'many'"),
+        ((*given[:-1], 9, "--out", tmp_path / "x"), "its trace has 8"),
+        ((*given, "--out", tmp_path / "x", "--validate", tmp_path / "table.json"), "is no frontier.json"),
+        ((*given, "--out", tmp_path / "x", "--validate", tmp_path / "none.json"), "no measured points"),
+    ):
+        status, _, stderr = outrider(*arguments)
+        assert status == 2 and message in stderr and "Traceback" not in stderr, stderr
+
+
+def test_a_profile_of_something_else_is_refused(tmp_path: Path) -> None:
+    profile = profile_of(cells_of(linear))
+    profile.save(tmp_path / "profile.json")
+    same = {"target": SETTING.target, "drafter": SETTING.drafter}
+    machine = load_machine(tmp_path / "profile.json", same)
+    assert machine.seconds(np.array([9]), 2, 1, 100) == profile.seconds(np.array([9]), 2, 1, 100)
+    assert machine.plain().other_seconds(3) < machine.other_seconds(3), "plain decoding has no drafter to read for"
+    for name in same:
+        with pytest.raises(ValueError, match=f"{name} is .*, the traces are of another"):
+            load_machine(tmp_path / "profile.json", same | {name: "another"})

@@ -69,7 +69,7 @@ class Traces:
 
     @property
     def gamma(self) -> int:
-        return self.confidences_NK.shape[1]
+        return int(self.confidences_NK.shape[1])
 
     def find(self, prompt: Sequence[int]) -> Response:
         """The response recorded for these prompt tokens.

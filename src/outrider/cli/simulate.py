@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -14,6 +15,7 @@ from rich.table import Table
 from outrider.benchmark.cluster import Cluster, Routing
 from outrider.benchmark.frontier import Sweep
 from outrider.benchmark.journal import Point
+from outrider.benchmark.local import engine_config
 from outrider.benchmark.machines import load_machine
 from outrider.benchmark.metrics import Sla
 from outrider.benchmark.plots import write_plots
@@ -57,9 +59,10 @@ def simulate_command(
     repeats: Annotated[int, typer.Option(min=1, help="other arrivals each; a closed loop needs one")] = 1,
     replicas: Annotated[int, typer.Option(min=1, help="engines behind one router")] = 1,
     routing: Annotated[str, typer.Option(help="least-loaded or round-robin")] = "least-loaded",
-    max_requests: Annotated[int, typer.Option(min=1, help="running at once, per engine")] = EngineConfig.max_requests,
+    max_requests: Annotated[
+        int | None, typer.Option(min=1, help="running at once, per engine; all users, or 32 of Poisson arrivals")
+    ] = None,
     token_budget: Annotated[int, typer.Option(min=1, help="rows per step")] = EngineConfig.token_budget,
-    num_blocks: Annotated[int, typer.Option(min=1, help="KV blocks per engine")] = EngineConfig.num_blocks,
     sla_ttft: Annotated[float, typer.Option(help="seconds to the first token")] = Sla.ttft,
     sla_tokens_per_second: Annotated[float, typer.Option(help="of a user")] = Sla.tokens_per_second,
     scale_verify: Annotated[float, typer.Option(help="target forwards take so many times as long")] = 1.0,
@@ -86,14 +89,17 @@ def simulate_command(
     levels = _numbers("--concurrency", concurrency) if rates is None else _numbers("--rates", rates)
     sla = Sla(sla_ttft, sla_tokens_per_second)
     sweep = Sweep(kind, levels, tuple(names), repeats, requests, None, max_new_tokens, sla, seed)
-    engine, router = EngineConfig(max_requests, token_budget, num_blocks=num_blocks), _routing(routing)
+    router, prompts = _routing(routing), [response.prompt for response in recorded.responses]
 
     def serving(variant: str, level: float) -> Cluster:
+        users = math.ceil(level / replicas) if kind == "closed" else EngineConfig.max_requests
+        engine = engine_config(prompts, max_new_tokens, min(users, max_requests or users), token_budget)
         return serve(variant, recorded, machine, engine, threshold, replicas, router)
 
     with counting(console, "simulate") as on_progress:
-        points = simulate_sweep(sweep, serving, [response.prompt for response in recorded.responses], on_progress)
-    settings = {"sweep": asdict(sweep), "engine": asdict(engine), "replicas": replicas, "routing": routing}
+        points = simulate_sweep(sweep, serving, prompts, on_progress)
+    settings = {"sweep": asdict(sweep), "token_budget": token_budget, "max_requests": max_requests}
+    settings |= {"replicas": replicas, "routing": routing}
     settings |= {"simulated": {"scale_verify": scale_verify, "scale_draft": scale_draft, "traces": recorded.about}}
     frontier = _frontier(kind, points, settings)
     out.mkdir(parents=True, exist_ok=True)
