@@ -21,6 +21,7 @@ from outrider.cli import (
     package,
     prepare,
     profile,
+    simulate,
     train,
 )
 
@@ -41,6 +42,7 @@ app.command("generate")(generate.generate_command)
 app.command("demo")(demo.demo)
 app.add_typer(features.app, name="features")
 app.command("doctor")(doctor.doctor)
+app.command("simulate")(simulate.simulate_command)
 app.command("bench-forward")(benchmark.bench_forward)
 app.command("bench-objective")(benchmark_training.bench_objective)
 app.command("bench-training")(benchmark_training.bench_training)
