@@ -2,8 +2,8 @@
 
 The confidence of a drafter that has no confidence head: a logistic regression on how sure p_k is (maximum probability,
 entropy in nats) and on the position. All of it is known before x_k is drawn. The drawn token's own probability says
-more, and must not be used: admission would then depend on x_k, and the output would no longer be the target's (the stopping
-rule of DSpark, arXiv 2607.05147). Shapes: A requests, Vd draft vocab, F = 2 features.
+more, and must not be used: admission would then depend on x_k, and the output would no longer be the target's (the
+stopping rule of DSpark, arXiv 2607.05147). Shapes: A requests, Vd draft vocab, F = 2 features.
 """
 
 from __future__ import annotations

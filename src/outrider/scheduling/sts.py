@@ -5,8 +5,8 @@
 
 Source: DSpark, arXiv 2607.05147, for the first. A temperature cannot move c = 1/2, so it leaves a bias where a head is
 too hopeful at any certainty; the offset removes it. Tied to the mean, it adds no second dimension to the search, that
-would follow the noise of 20 bins. A position gets one where held-out folds say that it pays. Both depend on the position
-only: a calibrated c_k is still known before x_k is drawn. Shapes: N rounds, K block positions, G grid.
+would follow the noise of 20 bins. A position gets one where held-out folds say that it pays. Both depend on the
+position only: a calibrated c_k is still known before x_k is drawn. Shapes: N rounds, K block positions, G grid.
 """
 
 from __future__ import annotations
