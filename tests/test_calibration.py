@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import randomise, toy_config, toy_target
-from test_proof import TOLERANCE, deviation, lanes_of, toy
+from test_proof import TOLERANCE, VISIBLE, deviation, lanes_of, toy
 
 import outrider.evaluation.proof as proof
 from outrider.decoding import RoundStats, StopRules, generate
 from outrider.drafters import DFlash, DSpark, DSparkConfig
-from outrider.drafters.chain import sample_chain
+from outrider.drafters.base import Proposal
+from outrider.drafters.chain import ChainHeads
+from outrider.drafters.estimator import CertaintyEstimator, certainty
 from outrider.drafters.packed import PackedDrafter
-from outrider.evaluation.calibrate import as_rounds, calibrate, quality
-from outrider.evaluation.run import EvaluationConfig
+from outrider.evaluation.calibrate import quality
+from outrider.evaluation.collect import Probe, as_rounds, everywhere, visited
+from outrider.evaluation.rounds_file import load_rounds, save_rounds
+from outrider.evaluation.sweep import sweep
+from outrider.formats.sglang_schedule import write_confidence_sts, write_sps_table
 from outrider.sampling import SamplingParams
 from outrider.scheduling import ThresholdPolicy
 from outrider.scheduling.calibration import (
     Floats,
     Rounds,
+    Scaling,
     at_position,
     brier,
     ece,
     ece_noise,
-    fit_sts,
     reliability,
     roc_auc,
     survival,
 )
+from outrider.scheduling.logistic import fit_estimator
+from outrider.scheduling.sts import fit_sts
 
 
 def drawn(count: int, temperatures: list[float], seed: int = 0) -> Rounds:
@@ -94,9 +106,9 @@ def test_auc() -> None:
 
 
 def test_right_confidences_have_no_error_but_chance() -> None:
-    found = quality(drawn(60_000, [1.0, 1.0, 1.0]), [1.0] * 3)
+    found = quality(drawn(60_000, [1.0, 1.0, 1.0]), Scaling.identity(3))
     assert max(found.ece) < 0.006
-    small = [quality(drawn(400, [1.0, 1.0, 1.0], seed), [1.0] * 3) for seed in range(20)]
+    small = [quality(drawn(400, [1.0, 1.0, 1.0], seed), Scaling.identity(3)) for seed in range(20)]
     for k in range(3):
         mean = float(np.mean([q.ece[k] for q in small]))
         assert mean == pytest.approx(np.mean([q.ece_noise[k] for q in small]), rel=0.15) and mean > 0.015
@@ -106,10 +118,10 @@ def test_right_confidences_have_no_error_but_chance() -> None:
 def test_known_temperatures_are_recovered_left_to_right() -> None:
     known = [2.0, 0.6, 1.0, 3.0]
     rounds = drawn(20_000, known)
-    found = fit_sts(rounds)
-    assert found == pytest.approx(known, rel=0.2)
+    found = fit_sts(rounds, offsets=False)
+    assert found.temperatures == pytest.approx(known, rel=0.2) and found.offsets == [0.0] * 4
     fresh = drawn(30_000, known, seed=5)
-    before, after = quality(fresh, [1.0] * 4), quality(fresh, found)
+    before, after = quality(fresh, Scaling.identity(4)), quality(fresh, found)
     assert before.ece[0] > 0.05 and max(after.ece) < 0.015
     assert all(b <= a for a, b in zip(before.brier, after.brier, strict=True))
     assert after.roc_auc[0] == before.roc_auc[0], "one position's temperature keeps its order"
@@ -117,20 +129,23 @@ def test_known_temperatures_are_recovered_left_to_right() -> None:
 
 def test_each_temperature_is_the_best_given_the_earlier_ones() -> None:
     rounds = drawn(500, [1.5, 0.7, 2.5], seed=3)
-    found = fit_sts(rounds, bins=10)
+    found = fit_sts(rounds, offsets=False, bins=10).temperatures
     for k in range(1, 4):
-        best = ece(*at_position(rounds, found[:k], k), 10)
-        tried = [ece(*at_position(rounds, [*found[: k - 1], t], k), 10) for t in np.geomspace(0.1, 10, 401)]
+        best = ece(*at_position(rounds, Scaling(found, [0.0] * 3), k), 10)
+        tried = [
+            ece(*at_position(rounds, Scaling([*found[: k - 1], t], [0.0] * k), k), 10)
+            for t in np.geomspace(0.1, 10, 401)
+        ]
         assert best == pytest.approx(min(tried), abs=1e-12)
 
 
 def test_unjudged_positions_count_for_nothing() -> None:
     confidences_NK = np.array([[0.8, 0.6], [0.8, np.nan]])
     rounds = Rounds(confidences_NK, np.array([2, 1]), np.array([2, 1]))
-    predicted_N, outcome_N = at_position(rounds, [1.0, 1.0], 2)
+    predicted_N, outcome_N = at_position(rounds, Scaling.identity(2), 2)
     assert predicted_N == pytest.approx([0.48]) and outcome_N.tolist() == [1.0]
-    assert survival(rounds, [1.0, 1.0])[0] == pytest.approx([0.8, 0.48])
-    assert survival(rounds, [2.0])[0] == pytest.approx([2 / 3]), "sigmoid(log(4) / 2)"
+    assert survival(rounds, Scaling.identity(2), 2)[0] == pytest.approx([0.8, 0.48])
+    assert survival(rounds, Scaling([2.0], [0.0]), 1)[0] == pytest.approx([2 / 3]), "sigmoid(log(4) / 2)"
     with pytest.raises(ValueError, match="no round judged draft position 2"):
         fit_sts(Rounds(confidences_NK[1:], np.array([1]), np.array([1])))
     with pytest.raises(ValueError, match="accepted <= admitted <= 2"):
@@ -186,17 +201,10 @@ def test_temperatures_that_do_not_fit_the_block_are_refused(temperatures: list[f
 
 @pytest.mark.parametrize("temperatures", [[0.3, 4.0, 0.5], [5.0, 0.2, 2.0]])
 def test_calibrated_confidences_are_lossless(monkeypatch: pytest.MonkeyPatch, temperatures: list[float]) -> None:
-    monkeypatch.setattr(proof, "sample_chain", partial(sample_chain, temperatures=temperatures))
+    offsets = [1.0, -2.0, 0.5]
+    monkeypatch.setattr(proof, "ChainHeads", partial(ChainHeads, temperatures=temperatures, offsets=offsets))
     drafter = toy(SamplingParams(temperature=1.0), 3, "rnn")
     assert deviation(lanes_of(drafter), drafter.target, [(0,)], ThresholdPolicy(0.5), 3) <= TOLERANCE
-
-
-def test_a_drafter_without_a_confidence_head_is_refused() -> None:
-    headless = DSpark(toy_config(enable_confidence_head=False))
-    for drafter in (headless, DFlash(toy_config(dspark=False))):
-        packed = PackedDrafter(drafter, toy_target())
-        with pytest.raises(ValueError, match="no confidence head, so there is nothing to calibrate"):
-            calibrate(toy_target(), packed, ["eval_math"], [], EvaluationConfig(), {})
 
 
 def test_a_head_that_reads_only_hidden_states_is_tempered_too() -> None:
@@ -207,3 +215,118 @@ def test_a_head_that_reads_only_hidden_states_is_tempered_too() -> None:
     packed = PackedDrafter(drafter, toy_target(), temperatures=[100.0] * 4)
     found = generate(toy_target(), [5, 6], packed, rules=StopRules(9, stop_ids=()))
     assert all(abs(c - 0.5) < 0.05 for r in found.rounds for c in r.confidences)
+
+
+def test_a_bias_that_no_temperature_removes_is_offset() -> None:
+    def biased(count: int, seed: int) -> Rounds:
+        right = drawn(count, [1.0, 1.0], seed)
+        logits_NK = np.log(right.confidences_NK) - np.log1p(-right.confidences_NK)
+        return Rounds(sigmoid((logits_NK - [0.8, -1.1]) * [1.0, 1.4]), right.accepted_N, right.admitted_N)
+
+    fit, fresh = biased(12_000, 1), biased(30_000, 2)
+    found, without = fit_sts(fit), fit_sts(fit, offsets=False)
+    assert found.offsets == pytest.approx([0.8, -1.1], abs=0.25) and found.temperatures == pytest.approx(
+        [1, 1.4], rel=0.25
+    )
+    raw, plain, best = (quality(fresh, s) for s in (Scaling.identity(2), without, found))
+    assert max(best.ece) < 0.012 and plain.ece[0] > 0.03 < raw.ece[0]
+
+
+def test_an_offset_needs_evidence() -> None:
+    unneeded = sum(fit_sts(drawn(300, [1.0], seed)).offsets[0] != 0 for seed in range(20))
+    assert unneeded <= 16, "folds decide, and confidences that are right need none"
+
+
+@pytest.mark.parametrize("dspark", [True, False])
+def test_blocks_after_every_token_contain_the_rounds_of_decoding(dspark: bool) -> None:
+    target, params = toy_target(), SamplingParams()
+    module = DSpark(toy_config()) if dspark else DFlash(toy_config(dspark=False))
+    randomise(module)
+    drafter, probe = PackedDrafter(module, target, estimator=None if dspark else Probe()), Probe()
+    drafter.heads = ChainHeads(97, drafter.heads.sequential, drafter.heads.confidence, estimator=probe)
+    prompt, found = [5, 6, 7], generate(target, [5, 6, 7], drafter, params, StopRules(60, stop_ids=()))
+    real = as_rounds(found.rounds, drafter.config.gamma, probe)
+    probe.seen.clear()
+    every = everywhere(target, drafter, prompt, found.tokens, params, probe)
+    assert len(every.accepted_N) == 60
+    played, whole = visited(every), slice(0, len(real.accepted_N) - drafter.config.gamma)
+    assert real.accepted_N[whole].tolist() == played.accepted_N[whole].tolist()
+    np.testing.assert_allclose(real.confidences_NK[whole], played.confidences_NK[whole], atol=1e-5)
+    if not dspark:
+        assert real.features_NKF is not None and played.features_NKF is not None
+        np.testing.assert_allclose(real.features_NKF[whole], played.features_NKF[whole], atol=1e-4)
+
+
+def test_certainty_and_its_fit() -> None:
+    features = certainty(torch.tensor([[0.0, 0.0], [50.0, 0.0], [np.log(3.0), 0.0]]))
+    expected = [[0.0, np.log(2)], [20.0, 0.0], [np.log(3), -0.75 * np.log(0.75) - 0.25 * np.log(0.25)]]
+    np.testing.assert_allclose(features.numpy(), expected, atol=1e-5)
+    generator, weights, biases = np.random.default_rng(0), np.array([0.8, -0.5]), np.array([0.3, -0.4])
+    features_NKF = generator.normal(0, 1.5, (20_000, 2, 2))
+    accepted_NK = generator.random((20_000, 2)) < sigmoid(features_NKF @ weights + biases)
+    accepted_N = np.cumprod(accepted_NK, axis=1).sum(axis=1)
+    rounds = Rounds(np.full((20_000, 2), 0.5), accepted_N, np.full(20_000, 2), features_NKF)
+    found = fit_estimator(rounds)
+    assert found.weights == pytest.approx(weights, abs=0.07) and found.biases == pytest.approx(biases, abs=0.07)
+
+
+@pytest.mark.parametrize("peeks", [False, True])
+def test_an_estimator_that_knew_the_drawn_token_would_show(monkeypatch: pytest.MonkeyPatch, peeks: bool) -> None:
+    """Peeking: the policy is shown the probability of the token that was drawn, in place of the estimate."""
+    drafter = toy(SamplingParams(temperature=1.0), 2, None)
+    drafter.confidence = None  # type: ignore[assignment]
+    estimator = CertaintyEstimator([1.0, -0.4], [0.2, -0.1])
+    monkeypatch.setattr(proof, "ChainHeads", partial(ChainHeads, estimator=estimator))
+    if peeks:
+        real = proof.sample_chain
+
+        def peeking(*args: Any) -> list[Proposal]:
+            (found,) = real(*args[:-1])  # no floor
+            return [dataclasses.replace(found, confidences=found.drafted_with)]
+
+        monkeypatch.setattr(proof, "sample_chain", peeking)
+    error = deviation(lanes_of(drafter), drafter.target, [(0,)], ThresholdPolicy(0.4), 3)
+    assert error > VISIBLE if peeks else error <= TOLERANCE
+
+
+def test_the_sweep_replays_decoding_and_is_monotone() -> None:
+    rounds = Rounds(np.array([[0.9, 0.6], [0.9, 0.9], [0.3, 0.8], [0.7, 0.2]]), np.array([1, 2, 0, 1]), np.full(4, 2))
+    points = sweep({"t": [[rounds]]}, Scaling.identity(2), True, [0.0, 0.5, 0.95])
+    assert [p.steps for p in points] == [2 + 1, 3, 4] and points[2].acceptance_rate is None
+    assert points[0].tokens_per_step == pytest.approx(5 / 3) and points[1].acceptance_rate == pytest.approx(2 / 3)
+    many = sweep({"t": [[drawn(4000, [1.0, 1.0, 1.0])]]}, Scaling.identity(3), False)
+    for a, b in pairwise(many):
+        assert a.tokens_per_step >= b.tokens_per_step and a.verified_per_step >= b.verified_per_step
+    rates = [p.acceptance_rate for p in many if p.acceptance_rate is not None]
+    assert rates[-1] > rates[0] + 0.1
+
+
+def test_rounds_survive_a_file_and_foreign_ones_are_refused(tmp_path: Path) -> None:
+    tasks = {"a": [[drawn(5, [1.0], 1), drawn(3, [1.0], 2)], [drawn(2, [1.0], 3)]], "b": [[drawn(4, [1.0], 4)]]}
+    save_rounds(tmp_path / "r.npz", tasks, {"drafter": "x"})
+    found = load_rounds(tmp_path / "r.npz", {"drafter": "x"})
+    assert [[len(t.accepted_N) for t in c] for c in found["a"]] == [[5, 3], [2]] and len(found["b"]) == 1
+    np.testing.assert_array_equal(found["a"][0][1].confidences_NK, tasks["a"][0][1].confidences_NK)
+    with pytest.raises(ValueError, match="collected with drafter 'x', not 'y'"):
+        load_rounds(tmp_path / "r.npz", {"drafter": "y"})
+    (tmp_path / "bad.npz").write_text("no")
+    with pytest.raises(ValueError, match="not a file of rounds"):
+        load_rounds(tmp_path / "bad.npz", {})
+
+
+def test_files_for_sglang(tmp_path: Path) -> None:
+    write_confidence_sts(tmp_path / "c.json", [1.5, 0.7], [0.0, 0.0], "math", 9, [0.2, 0.1], [0.1, 0.1])
+    assert json.loads((tmp_path / "c.json").read_text()) == {
+        "temperatures": [1.5, 0.7],
+        "dataset": "math",
+        "num_samples": 9,
+        "ece_before": [0.2, 0.1],
+        "ece_after": [0.1, 0.1],
+    }
+    with pytest.raises(ValueError, match="cannot be expressed for SGLang"):
+        write_confidence_sts(tmp_path / "d.json", [1.5], [0.1], "math", 9, [0.2], [0.1])
+    write_sps_table(tmp_path / "s.json", [(1, 0.5), (4, 0.8)])
+    table = json.loads((tmp_path / "s.json").read_text())
+    assert table == {"sample_batch_tokens": [1, 4], "sample_steps_per_sec": [2.0, 1.25], "max_batch_tokens": 4}
+    with pytest.raises(ValueError, match="strictly increasing"):
+        write_sps_table(tmp_path / "s.json", [(4, 0.5), (4, 0.8)])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -11,11 +15,16 @@ from rich.table import Table
 
 from outrider.cli.options import counting, require_drafter, split_names
 from outrider.cli.runtime import load, set_up
-from outrider.evaluation.calibrate import Calibration, calibrate
-from outrider.evaluation.plots import plot_reliability
+from outrider.evaluation.calibrate import Calibrated, Calibration, calibrate, collect_tasks, quality
+from outrider.evaluation.plots import plot_reliability, plot_sweep
+from outrider.evaluation.rounds_file import load_rounds, save_rounds
 from outrider.evaluation.run import EvaluationConfig
+from outrider.evaluation.sweep import SweepPoint
+from outrider.evaluation.sweep import sweep as sweep_thresholds
 from outrider.formats import add_metadata, load_drafter, versions
+from outrider.formats.sglang_schedule import CALIBRATION_FILE, write_confidence_sts
 from outrider.sampling import SamplingParams
+from outrider.scheduling.sts import fit_sts
 
 
 def calibrate_command(
@@ -26,6 +35,13 @@ def calibrate_command(
         str | None, typer.Option(help="fit on these and measure on --tasks; by default every other conversation fits")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG file for reliability diagrams")] = None,
+    rounds: Annotated[
+        Path | None, typer.Option(help="NPZ file of collected rounds: used if it exists, else written")
+    ] = None,
+    sweep: Annotated[
+        Path | None, typer.Option(help="PNG file: tokens per step and acceptance rate per threshold; JSON beside it")
+    ] = None,
+    export_sglang: Annotated[Path | None, typer.Option(help="directory for SGLang's calibration file")] = None,
     max_samples: Annotated[int | None, typer.Option(min=1, help="prompts per task; all by default")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="of decoding: calibrate for how you will serve")] = 0.0,
@@ -37,41 +53,87 @@ def calibrate_command(
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
-    """Make a drafter's confidences mean what they say: a temperature per position, fitted on real decode rounds."""
+    """Make a drafter's confidences mean what they say: temperature and offset per position, fitted on decode rounds."""
     set_up(threads)
     console = Console()
-    params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    loaded = load(target, device)
+    config = EvaluationConfig(
+        max_samples, max_new_tokens, SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    )
     directory = require_drafter(drafter, target)
-    packed = load_drafter(directory).packed(loaded, calibrated=False)
-    config = EvaluationConfig(max_samples, max_new_tokens, params)
-    with counting(console, "calibrate") as on_progress:
-        calibration, held_out = calibrate(
-            loaded,
-            packed,
-            split_names(tasks),
-            split_names(fit_tasks) if fit_tasks else [],
-            config,
-            versions(),
-            on_progress,
-        )
-    add_metadata(directory, calibration=calibration.model_dump(mode="json"))
-    console.print(quality_table(calibration))
+    measured, fitted = split_names(tasks), split_names(fit_tasks) if fit_tasks else []
+    names = list(dict.fromkeys((*fitted, *measured)))
+    about = {"target": target, "drafter": _digest(directory), "settings": asdict(config), "tasks": names}
+    if rounds is not None and rounds.exists():
+        collected = load_rounds(rounds, about)
+    else:
+        loaded = load(target, device)
+        packed = load_drafter(directory).packed(loaded, calibrated=False)
+        with counting(console, "calibrate") as on_progress:
+            collected = collect_tasks(loaded, packed, names, config, on_progress)
+        if rounds is not None:
+            save_rounds(rounds, collected, about)
+    found = calibrate(collected, measured, fitted, config, versions())
+    add_metadata(directory, calibration=found.calibration.model_dump(mode="json"))
+    console.print(quality_table(found.calibration))
     console.print(f"temperatures stored in {directory}", highlight=False, markup=False, soft_wrap=True)
+    written = []
     if plot is not None:
         plot.parent.mkdir(parents=True, exist_ok=True)
-        plot_reliability(held_out, calibration.temperatures, plot)
-        console.print(f"  {plot}", highlight=False, markup=False, soft_wrap=True)
+        plot_reliability(found.held_out, found.scaling, plot)
+        written.append(plot)
+    if sweep is not None:
+        points = sweep_thresholds(found.measured, found.scaling, replay=temperature == 0.0)
+        plot_sweep(points, sweep)
+        sweep.with_suffix(".json").write_text(json.dumps([point.model_dump() for point in points], indent=2) + "\n")
+        console.print(sweep_table(points))
+        written += [sweep, sweep.with_suffix(".json")]
+    if export_sglang is not None:
+        written.append(_export(found, export_sglang))
+        if any(found.scaling.offsets):
+            console.print("SGLang has no offsets: temperatures were fitted alone for its file", soft_wrap=True)
+    for path in written:
+        console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _digest(directory: Path) -> str:
+    return hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
+
+
+def _export(found: Calibrated, directory: Path) -> Path:
+    """SGLang's calibration file, from temperatures fitted without offsets."""
+    path, alone = directory / CALIBRATION_FILE, fit_sts(found.fit, offsets=False)
+    write_confidence_sts(
+        path,
+        alone.temperatures,
+        alone.offsets,
+        ",".join(found.calibration.fitted_on),
+        found.calibration.fit_rounds,
+        found.calibration.before.ece,
+        quality(found.held_out, alone).ece,
+    )
+    return path
+
+
+def sweep_table(points: Sequence[SweepPoint]) -> Table:
+    """A row per task and threshold."""
+    view = Table(title="Verify while c_k >= threshold")
+    for heading in ("task", "threshold", "tokens per step", "verified per step", "acceptance rate"):
+        view.add_column(heading, justify="left" if heading == "task" else "right", no_wrap=True)
+    for point in points:
+        rate = "-" if point.acceptance_rate is None else f"{point.acceptance_rate:.3f}"
+        numbers = (f"{point.threshold:.2f}", f"{point.tokens_per_step:.3f}", f"{point.verified_per_step:.2f}", rate)
+        view.add_row(Path(point.task).stem, *numbers)
+    return view
 
 
 def quality_table(calibration: Calibration) -> Table:
-    """One row per draft position: temperature, ECE, Brier and ROC-AUC of the survival, before -> after.
+    """One row per draft position: temperature, offset, ECE, Brier and ROC-AUC of the survival, before -> after.
 
     `by chance` is the ECE that so few rounds would show of perfect confidences.
     """
     fit, measured = calibration.fit_rounds, calibration.measured_rounds
     view = Table(title=f"Survival to position k: fitted on {fit} rounds, measured on {measured} others")
-    for heading in ("k", "temperature", "ECE", "by chance", "Brier", "ROC-AUC"):
+    for heading in ("k", "temperature", "offset", "ECE", "by chance", "Brier", "ROC-AUC"):
         view.add_column(heading, justify="right", no_wrap=True)
     before, after = calibration.before, calibration.after
     for i, t in enumerate(calibration.temperatures):
@@ -83,5 +145,6 @@ def quality_table(calibration: Calibration) -> Table:
                 (before.roc_auc[i], after.roc_auc[i]),
             )
         ]
-        view.add_row(str(i + 1), f"{t:.2f}", cells[0], f"{after.ece_noise[i]:.3f}", *cells[1:])
+        offset = "-" if calibration.offsets is None else f"{calibration.offsets[i]:+.2f}"
+        view.add_row(str(i + 1), f"{t:.2f}", offset, cells[0], f"{after.ece_noise[i]:.3f}", *cells[1:])
     return view

@@ -1,8 +1,9 @@
-"""anchor -> x_1 -> x_2 -> ... -> x_K,   x_k ~ p_k = warp(U_k + W2 l_k),   c_k = sigmoid(w^T [h_k; W1[x_{k-1}]] / T_k)
+"""anchor -> x_1 -> x_2 -> ... -> x_K,   x_k ~ p_k = warp(U_k + W2 l_k),   c_k = sigmoid(s_k / T_k + b_k)
 
 The sequential half of a semi-autoregressive drafter (DSpark, arXiv 2607.05147), for any number of requests at once: U_k
 and h_k come from one parallel pass, and only this walk is serial. Each p_k is a plain, exact distribution; that keeps
-verification lossless. Shapes: R requests, K block positions, V target vocab, Vd draft vocab, H draft hidden, r rank.
+verification lossless. s_k = w^T [h_k; W1[x_{k-1}]], or what an estimator reads off p_k.
+Shapes: R requests, K block positions, V target vocab, Vd draft vocab, H draft hidden, r rank.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import DraftCall, Proposal
+from outrider.drafters.estimator import Estimator
 from outrider.drafters.sequential import ConfidenceHead, VanillaMarkov
 from outrider.sampling import warp
 
@@ -22,8 +24,9 @@ from outrider.sampling import warp
 class ChainHeads:
     """What a walk reads besides hidden states.
 
-    `draft_ids_Vd` maps a reduced draft vocabulary into the target's (None: the same); `temperatures` are T_k per
-    position, for calibrated confidences (None: all 1).
+    `draft_ids_Vd` maps a reduced draft vocabulary into the target's (None: the same). Confidences come from the
+    `confidence` head or, where there is none, from an `estimator`; `temperatures` T_k and `offsets` b_k per position
+    calibrate them (None: all 1, all 0).
     """
 
     vocab_size: int
@@ -31,6 +34,14 @@ class ChainHeads:
     confidence: ConfidenceHead | None = None
     draft_ids_Vd: Tensor | None = None
     temperatures: Sequence[float] | None = None
+    offsets: Sequence[float] | None = None
+    estimator: Estimator | None = None
+
+    def calibrated(self, logit_N: Tensor, k: int) -> Tensor:
+        """c_k [N] at position k, counted from 0."""
+        temperature = 1.0 if self.temperatures is None else self.temperatures[k]
+        offset = 0.0 if self.offsets is None else self.offsets[k]
+        return (logit_N / temperature + offset).sigmoid()
 
 
 @dataclass
@@ -76,11 +87,10 @@ def sample_chain(
             previous_R = torch.tensor([walk.previous for walk in walks], device=hidden_RKH.device)
             latent_Rr, embedding_Rr, state = head.step(previous_R, hidden_RKH[:, k], state)
         if heads.confidence is not None:  # before x_k is drawn: c_k must not know it
-            logit_R = heads.confidence(hidden_RKH[:, k], embedding_Rr)
-            certainty = (logit_R if heads.temperatures is None else logit_R / heads.temperatures[k]).sigmoid().tolist()
-            active = [r for r in active if certainty[r] >= floor]
+            certain_R = heads.calibrated(heads.confidence(hidden_RKH[:, k], embedding_Rr), k).tolist()
+            active = [r for r in active if certain_R[r] >= floor]
             for r in active:
-                walks[r].confidences.append(certainty[r])
+                walks[r].confidences.append(certain_R[r])
         if not active:
             break
         if base_NKVd is None:
@@ -89,6 +99,14 @@ def sample_chain(
         logits_AVd = base_NKVd[[rows_of[r] for r in active], k]
         if head is not None and latent_Rr is not None:
             logits_AVd = logits_AVd + head.bias(latent_Rr[active])
+        if heads.confidence is None and heads.estimator is not None:  # knows p_k, not yet x_k
+            certain_A = heads.calibrated(heads.estimator(logits_AVd, k), k).tolist()
+            kept = [a for a, certain in enumerate(certain_A) if certain >= floor]
+            for a in kept:
+                walks[active[a]].confidences.append(certain_A[a])
+            active, logits_AVd = [active[a] for a in kept], logits_AVd[kept]
+            if not active:
+                break
         _draw([walks[r] for r in active], logits_AVd, heads.draft_ids_Vd)
     return [_proposal(walk, heads) for walk in walks]
 

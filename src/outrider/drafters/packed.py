@@ -21,6 +21,7 @@ from outrider.drafters.base import DraftCall, Proposal
 from outrider.drafters.chain import ChainHeads, sample_chain
 from outrider.drafters.dflash import DFlash, DFlashConfig, DraftLayer, rope_table
 from outrider.drafters.dspark import DSpark
+from outrider.drafters.estimator import Estimator
 from outrider.target.lean import rotate
 from outrider.target.linear import PackedLinear
 from outrider.target.model import Target
@@ -63,6 +64,8 @@ class PackedDrafter:
     Args:
         draft_ids_Vd: the target's id of every draft token; None where the draft vocabulary is the target's.
         temperatures: T_k > 0 per draft position, that calibrate the confidences; None leaves them as the head says.
+        offsets: b_k per draft position, added to the logits after the temperatures; None: no offset.
+        estimator: gives confidences where the drafter has no head for them.
     """
 
     def __init__(
@@ -71,12 +74,19 @@ class PackedDrafter:
         target: Target,
         draft_ids_Vd: Tensor | None = None,
         temperatures: Sequence[float] | None = None,
+        offsets: Sequence[float] | None = None,
+        estimator: Estimator | None = None,
     ) -> None:
         config = drafter.config
         check_fits(config, target)
         if temperatures is not None and (len(temperatures) != config.gamma or min(temperatures) <= 0):
             raise ValueError(
                 f"temperatures {list(temperatures)} must be {config.gamma} numbers above 0, one per draft position; "
+                "calibrate this drafter again (outrider calibrate)."
+            )
+        if offsets is not None and len(offsets) != config.gamma:
+            raise ValueError(
+                f"offsets {list(offsets)} must be {config.gamma} numbers, one per draft position; "
                 "calibrate this drafter again (outrider calibrate)."
             )
         ids = target.vocab_size if draft_ids_Vd is None else len(draft_ids_Vd)
@@ -109,7 +119,9 @@ class PackedDrafter:
         self.masks_M = torch.tensor(masks, dtype=torch.long, device=target.device)
         sequential = drafter.markov_head if isinstance(drafter, DSpark) else None
         confidence = drafter.confidence_head if isinstance(drafter, DSpark) else None
-        self.heads = ChainHeads(target.vocab_size, sequential, confidence, self.draft_ids_Vd, temperatures)
+        self.heads = ChainHeads(
+            target.vocab_size, sequential, confidence, self.draft_ids_Vd, temperatures, offsets, estimator
+        )
 
     def new_session(self, capacity: int) -> DraftSession:
         """An empty draft KV cache for one request of at most `capacity` committed tokens."""

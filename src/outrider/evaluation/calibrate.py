@@ -1,29 +1,29 @@
-"""held-out prompts -> decode rounds with raw confidences and outcomes -> temperatures, and how much they help.
+"""held-out prompts -> labelled blocks (evaluation/collect.py) -> temperatures and offsets, and how much they help.
 
-Blocks are verified whole, so every position is judged whatever the drafter thinks of it. Conversations are split in
-two: temperatures are fitted on one part and every reported figure is measured on the other.
-Source: Sequential Temperature Scaling, DSpark, arXiv 2607.05147 (scheduling/calibration.py). Shapes: N rounds, K gamma.
+Blocks are judged whole, so every position counts whatever the drafter thinks of it. Conversations are split in two:
+one part is for fitting and every reported figure is measured on the other. The sequential fit and the figures use the
+rounds that decoding plays: blocks in the middle of accepted runs are easier, and confidences right for those are too
+high for these. An estimator, for drafters without a confidence head, learns from all blocks.
+Source: Sequential Temperature Scaling, DSpark, arXiv 2607.05147 (scheduling/sts.py). Shapes: N rounds, K gamma.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import BaseModel
 
-from outrider.data.chat import render
-from outrider.data.conversations import Conversation
 from outrider.data.prompts import load_prompts
-from outrider.decoding import RoundStats, StopRules, generate
 from outrider.drafters.packed import PackedDrafter
+from outrider.evaluation.collect import collect, visited, with_estimates
 from outrider.evaluation.results import machine
 from outrider.evaluation.run import EvaluationConfig
-from outrider.scheduling import FixedPolicy
-from outrider.scheduling.calibration import Rounds, at_position, brier, ece, ece_noise, fit_sts, roc_auc
+from outrider.scheduling.calibration import Rounds, Scaling, at_position, brier, ece, ece_noise, roc_auc
+from outrider.scheduling.logistic import fit_estimator
+from outrider.scheduling.sts import fit_sts
 from outrider.target import Target
 
 _FEWEST_ROUNDS = 100  # a 20-bin error of fewer is mostly noise
@@ -44,6 +44,8 @@ class Calibration(BaseModel):
     """What outrider.json keeps under `calibration`. `before` and `after` are measured on rounds not fitted on."""
 
     temperatures: list[float]
+    offsets: list[float] | None = None  # None: a calibration from before there were any
+    estimator: dict[str, list[float]] | None = None  # of a drafter without a confidence head
     fitted_on: list[str]
     measured_on: list[str]
     fit_rounds: int
@@ -56,89 +58,95 @@ class Calibration(BaseModel):
     machine: dict[str, Any]
 
 
-def calibrate(
+@dataclass(frozen=True)
+class Calibrated:
+    """The result, with the rounds behind it: those decoding plays, and every collected block per measured task."""
+
+    calibration: Calibration
+    scaling: Scaling
+    fit: Rounds
+    held_out: Rounds
+    measured: dict[str, list[list[Rounds]]]
+
+
+def collect_tasks(
     target: Target,
     drafter: PackedDrafter,
+    tasks: Sequence[str],
+    config: EvaluationConfig,
+    on_progress: Progress = lambda task, done, total: None,
+) -> dict[str, list[list[Rounds]]]:
+    """Per task, conversation and turn.
+
+    Raises:
+        ValueError: a task file is missing or malformed.
+    """
+    assert drafter.heads.temperatures is None, "calibration starts from raw confidences"
+    # All are read before the first is decoded: a mistyped name should not cost minutes.
+    prompts = {task: load_prompts(task, config.max_samples) for task in tasks}
+    found: dict[str, list[list[Rounds]]] = {task: [] for task in tasks}
+    for task in tasks:
+        for number, conversation in enumerate(prompts[task]):
+            on_progress(Path(task).stem, number, len(prompts[task]))
+            found[task].append(collect(target, drafter, conversation, config))
+        on_progress(Path(task).stem, len(prompts[task]), len(prompts[task]))
+    return found
+
+
+def calibrate(
+    collected: Mapping[str, Sequence[Sequence[Rounds]]],
     tasks: Sequence[str],
     fit_tasks: Sequence[str],
     config: EvaluationConfig,
     versions: dict[str, str],
-    on_progress: Progress = lambda task, done, total: None,
-) -> tuple[Calibration, Rounds]:
-    """Fit and measure; also gives the rounds the figures were measured on.
+) -> Calibrated:
+    """Fit and measure.
 
     Args:
-        drafter: with raw confidences, no temperatures.
-        tasks: task files or shipped sets to measure on.
-        fit_tasks: to fit on; when empty, every other conversation of each of `tasks` is for fitting instead.
+        tasks: of `collected`, to measure on.
+        fit_tasks: of `collected`, to fit on; when empty, every other conversation of each of `tasks` is for fitting.
 
     Raises:
-        ValueError: no confidence head, a task file is missing or malformed, or too few rounds.
+        ValueError: too few rounds.
     """
-    assert drafter.heads.temperatures is None, "calibration starts from raw confidences"
-    if not getattr(drafter.drafter, "confidence_head", None):
-        raise ValueError(
-            f"this {drafter.drafter.algorithm} drafter has no confidence head, so there is nothing to calibrate: train "
-            "one with drafter.algorithm=dspark and drafter.enable_confidence_head=true."
-        )
-    # All are read before the first is decoded: a mistyped name should not cost minutes.
-    prompts = {task: load_prompts(task, config.max_samples) for task in (*fit_tasks, *tasks)}
-    fit: list[Rounds] = []
-    measured: list[Rounds] = []
-    for task in fit_tasks:
-        fit += collect(target, drafter, task, prompts[task], config, on_progress)
-    for task in tasks:
-        found = collect(target, drafter, task, prompts[task], config, on_progress)
-        if not fit_tasks:
-            fit += found[::2]
-        measured += found if fit_tasks else found[1::2]
-    fit_rounds, held_out = _enough(fit, "to fit on"), _enough(measured, "to measure on")
-    temperatures = fit_sts(fit_rounds)
+    fit = [turns for task in fit_tasks or tasks for turns in collected[task][:: 1 if fit_tasks else 2]]
+    measured = {
+        task: [list(turns) for turns in collected[task][0 if fit_tasks else 1 :: 1 if fit_tasks else 2]]
+        for task in tasks
+    }
+    estimator = None
+    if any(rounds.features_NKF is not None for turns in fit for rounds in turns):
+        estimator = fit_estimator(Rounds.joined([rounds for turns in fit for rounds in turns]))
+        fit = [[with_estimates(rounds, estimator) for rounds in turns] for turns in fit]
+        measured = {
+            task: [[with_estimates(rounds, estimator) for rounds in turns] for turns in conversations]
+            for task, conversations in measured.items()
+        }
+    replay = config.params.temperature == 0.0
+    fit_rounds = _enough(fit, replay, "to fit on")
+    held_out = _enough([turns for found in measured.values() for turns in found], replay, "to measure on")
+    scaling = fit_sts(fit_rounds)
     calibration = Calibration(
-        temperatures=temperatures,
+        temperatures=scaling.temperatures,
+        offsets=scaling.offsets,
+        estimator=None if estimator is None else {k: list(v) for k, v in asdict(estimator).items()},
         fitted_on=[Path(task).stem for task in fit_tasks or tasks],
         measured_on=[Path(task).stem for task in tasks],
         fit_rounds=len(fit_rounds.accepted_N),
         measured_rounds=len(held_out.accepted_N),
-        before=quality(held_out, [1.0] * len(temperatures)),
-        after=quality(held_out, temperatures),
+        before=quality(held_out, Scaling.identity(len(scaling.temperatures))),
+        after=quality(held_out, scaling),
         sampling=asdict(config.params),
         max_new_tokens=config.max_new_tokens,
         versions=versions,
         machine=machine(),
     )
-    return calibration, held_out
+    return Calibrated(calibration, scaling, fit_rounds, held_out, measured)
 
 
-def collect(
-    target: Target,
-    drafter: PackedDrafter,
-    task: str,
-    prompts: Sequence[Conversation],
-    config: EvaluationConfig,
-    on_progress: Progress,
-) -> list[Rounds]:
-    """Decode a task with whole blocks verified; one entry per conversation."""
-    conversations = []
-    for number, prompt in enumerate(prompts):
-        on_progress(Path(task).stem, number, len(prompts))
-        conversations.append(as_rounds(_decode(target, drafter, prompt, config), drafter.config.gamma))
-    on_progress(Path(task).stem, len(prompts), len(prompts))
-    return conversations
-
-
-def as_rounds(stats: Sequence[RoundStats], gamma: int) -> Rounds:
-    """The judged rounds among `stats`; unjudged positions hold NaN."""
-    judged = [r for r in stats if r.admitted]
-    confidences_NK = np.full((len(judged), gamma), np.nan)
-    for row_K, r in zip(confidences_NK, judged, strict=True):
-        row_K[: r.admitted] = r.confidences[: r.admitted]
-    return Rounds(confidences_NK, np.array([r.accepted for r in judged]), np.array([r.admitted for r in judged]))
-
-
-def quality(rounds: Rounds, temperatures: Sequence[float]) -> Quality:
+def quality(rounds: Rounds, scaling: Scaling) -> Quality:
     """ECE (20 bins), Brier score and ROC-AUC of the survival at every position."""
-    pairs = [at_position(rounds, temperatures, k) for k in range(1, len(temperatures) + 1)]
+    pairs = [at_position(rounds, scaling, k) for k in range(1, len(scaling.temperatures) + 1)]
     return Quality(
         ece=[ece(*pair) for pair in pairs],
         ece_noise=[ece_noise(predicted_N) for predicted_N, _ in pairs],
@@ -147,18 +155,9 @@ def quality(rounds: Rounds, temperatures: Sequence[float]) -> Quality:
     )
 
 
-def _decode(target: Target, drafter: PackedDrafter, prompt: Conversation, config: EvaluationConfig) -> list[RoundStats]:
-    assert target.tokenizer is not None
-    rules, history, rounds = StopRules(config.max_new_tokens), list[str](), list[RoundStats]()
-    for turn in range(len(prompt.turns)):
-        tokens = render(target.tokenizer, prompt.turns[: turn + 1], history, prompt.tools)
-        generation = generate(target, tokens, drafter, config.params, rules, FixedPolicy())
-        rounds += generation.rounds
-        history.append(generation.text)
-    return rounds
-
-
-def _enough(parts: Sequence[Rounds], purpose: str) -> Rounds:
+def _enough(conversations: Sequence[Sequence[Rounds]], replay: bool, purpose: str) -> Rounds:
+    """The rounds that decoding plays. `replay`: those collected are blocks after every token."""
+    parts = [visited(rounds) if replay else rounds for turns in conversations for rounds in turns]
     found = sum(len(part.accepted_N) for part in parts)
     if found < _FEWEST_ROUNDS:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Pictures: acceptance by position, drafts accepted in a round, reliability of confidences, the objective's memory."""
+"""Pictures: acceptance by position, drafts accepted in a round, reliability and thresholds, the objective's memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import matplotlib.pyplot as plt
 
 from outrider.evaluation.objective_memory import MemoryResult
 from outrider.evaluation.results import Results
-from outrider.scheduling.calibration import Rounds, at_position, ece, reliability
+from outrider.evaluation.sweep import SweepPoint
+from outrider.scheduling.calibration import Rounds, Scaling, at_position, ece, reliability
 
 
 def plot_acceptance(results: Results, path: Path) -> None:
@@ -51,12 +52,12 @@ def plot_histogram(results: Results, path: Path) -> None:
     plt.close(figure)
 
 
-def plot_reliability(rounds: Rounds, temperatures: Sequence[float], path: Path) -> None:
+def plot_reliability(rounds: Rounds, scaling: Scaling, path: Path) -> None:
     """Predicted against observed survival, a column per position: raw above, calibrated below."""
-    gamma = len(temperatures)
+    gamma = len(scaling.temperatures)
     size = (1.9 * gamma + 0.6, 4.4)
     figure, grid = plt.subplots(2, gamma, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained")
-    for row, (name, used) in enumerate((("raw", [1.0] * gamma), ("calibrated", temperatures))):
+    for row, (name, used) in enumerate((("raw", Scaling.identity(gamma)), ("calibrated", scaling))):
         for k in range(1, gamma + 1):
             axes, pair = grid[row][k - 1], at_position(rounds, used, k)
             found = reliability(*pair)
@@ -70,6 +71,25 @@ def plot_reliability(rounds: Rounds, temperatures: Sequence[float], path: Path) 
             axes.grid(alpha=0.3)
     figure.supxlabel("predicted survival (area: share of rounds)", fontsize=9)
     figure.supylabel("rounds with positions 1..k accepted", fontsize=9)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_sweep(points: Sequence[SweepPoint], path: Path) -> None:
+    """Tokens per step (left) and acceptance rate (right) against the threshold, a line per task."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for task in dict.fromkeys(point.task for point in points):
+        mine = [point for point in points if point.task == task]
+        thresholds = [point.threshold for point in mine]
+        left.plot(thresholds, [point.tokens_per_step for point in mine], marker="o", markersize=3, label=task)
+        rates = [math.nan if point.acceptance_rate is None else point.acceptance_rate for point in mine]
+        right.plot(thresholds, rates, marker="o", markersize=3, label=task)
+    left.set(xlabel="threshold", ylabel="tokens per step", ylim=(1, None))
+    right.set(xlabel="threshold", ylabel="accepted / verified", ylim=(0, 1))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    left.legend(frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

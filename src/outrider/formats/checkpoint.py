@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.drafters import DFlash
+from outrider.drafters.estimator import CertaintyEstimator
 from outrider.drafters.packed import PackedDrafter
 from outrider.formats.dialects import DIALECTS, dialect_of
 from outrider.formats.files import atomic_directory, check_tensors, read_tensors
@@ -47,13 +48,13 @@ class Checkpoint:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def packed(self, target: Target, calibrated: bool = True) -> PackedDrafter:
-        """Ready to serve `target`, with the temperatures of its calibration if it has one.
+        """Ready to serve `target`, with its calibration if it has one.
 
         Raises:
-            ValueError: made for another target, or temperatures that do not fit the block.
+            ValueError: made for another target, or a calibration that does not fit the block.
         """
-        temperatures = _temperatures(self.metadata) if calibrated else None
-        return PackedDrafter(self.drafter, target, self.draft_ids_Vd, temperatures)
+        stored = _calibration(self.metadata) if calibrated else (None, None, None)
+        return PackedDrafter(self.drafter, target, self.draft_ids_Vd, *stored)
 
 
 def save_drafter(
@@ -141,14 +142,24 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _temperatures(metadata: Mapping[str, Any]) -> list[float] | None:
+def _calibration(
+    metadata: Mapping[str, Any],
+) -> tuple[list[float] | None, list[float] | None, CertaintyEstimator | None]:
+    """Temperatures, offsets and estimator; calibrations of old have temperatures only."""
     if "calibration" not in metadata:
-        return None
+        return None, None, None
     try:
-        return [float(temperature) for temperature in metadata["calibration"]["temperatures"]]
-    except (KeyError, TypeError, ValueError) as error:
+        stored = metadata["calibration"]
+        temperatures = [float(temperature) for temperature in stored["temperatures"]]
+        offsets = [float(offset) for offset in stored.get("offsets") or []] or None
+        estimator = None if stored.get("estimator") is None else CertaintyEstimator(**stored["estimator"])
+        if estimator is not None and len(estimator.biases) != len(temperatures):
+            raise ValueError(f"{len(estimator.biases)} biases for {len(temperatures)} positions")
+        return temperatures, offsets, estimator
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{METADATA}: calibration has no list of temperatures ({error!r}); run outrider calibrate again."
+            f"{METADATA}: calibration has no list of temperatures, or offsets or an estimator of another kind "
+            f"({error!r}); run outrider calibrate again."
         ) from error
 
 

@@ -1,12 +1,9 @@
-"""a_k = prod_{i <= k} sigmoid(logit(c_i) / T_i)   should be   P(positions 1..k are accepted)
+"""a_k = prod_{i <= k} sigmoid(logit(c_i) / T_i + b_i)   should be   P(positions 1..k are accepted)
 
-Sequential Temperature Scaling (DSpark, arXiv 2607.05147), left to right, earlier temperatures fixed:
+    ECE = sum_b n_b / N |mean(a_k) - mean(outcome)| in bin b,   20 equal bins over [0, 1]
 
-    T_k = argmin over a grid of  ECE(a_k, [accepted >= k]),   ECE = sum_b n_b / N |mean(a_k) - mean(outcome)| in bin b
-
-The product is what is calibrated, not each c_k alone: schedulers weigh survival. A temperature per position is a
-function of the position only, so a calibrated c_k is still known before x_k is drawn.
-Shapes: N rounds, K block positions, G temperatures on the grid, M bins.
+The product is what is calibrated, not each c_k alone: schedulers weigh survival (DSpark, arXiv 2607.05147). How T and b
+are found: scheduling/sts.py. Shapes: N rounds, K block positions, M bins.
 """
 
 from __future__ import annotations
@@ -21,8 +18,6 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 BINS = 20
-_GRID = np.geomspace(0.1, 10.0, 401)  # steps of 1.2 %
-_GRID_FROM_ONE = _GRID[np.argsort(np.abs(np.log(_GRID)), kind="stable")]  # of equal errors the mildest change wins
 _EDGE = 1e-9  # float32 sigmoids reach 0 and 1, whose logits are infinite
 
 
@@ -31,12 +26,14 @@ class Rounds:
     """Decode rounds with their outcome.
 
     `confidences_NK` [N, K] are raw c_k, `admitted_N` says how many of a row were judged by the target and
-    `accepted_N` how many of those it accepted; what stands behind `admitted` in a row is not read.
+    `accepted_N` how many of those it accepted; what stands behind `admitted` in a row is not read. `features_NKF` are
+    what an estimator of confidences reads (drafters/estimator.py), where the drafter has no confidence head.
     """
 
     confidences_NK: Floats
     accepted_N: Ints
     admitted_N: Ints
+    features_NKF: Floats | None = None
 
     def __post_init__(self) -> None:
         count, width = self.confidences_NK.shape
@@ -48,14 +45,34 @@ class Rounds:
         if (self.accepted_N > self.admitted_N).any() or (self.admitted_N > width).any():
             raise ValueError(f"counts must satisfy accepted <= admitted <= {width} in every round.")
 
+    def chosen(self, which: Ints) -> Rounds:
+        """Some of the rounds, by their places or by a mask."""
+        features_NKF = None if self.features_NKF is None else self.features_NKF[which]
+        return Rounds(self.confidences_NK[which], self.accepted_N[which], self.admitted_N[which], features_NKF)
+
     @staticmethod
     def joined(parts: Sequence[Rounds]) -> Rounds:
         """All rounds of `parts`, at least one of them, in order."""
+        features = [p.features_NKF for p in parts if p.features_NKF is not None]
         return Rounds(
             np.concatenate([p.confidences_NK for p in parts]),
             np.concatenate([p.accepted_N for p in parts]),
             np.concatenate([p.admitted_N for p in parts]),
+            np.concatenate(features) if features else None,
         )
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """T_k and b_k per position: a calibrated confidence is sigmoid(logit(c_k) / T_k + b_k)."""
+
+    temperatures: list[float]
+    offsets: list[float]
+
+    @staticmethod
+    def identity(gamma: int) -> Scaling:
+        """Confidences as they are."""
+        return Scaling([1.0] * gamma, [0.0] * gamma)
 
 
 @dataclass(frozen=True)
@@ -67,38 +84,19 @@ class Reliability:
     happened_M: Floats
 
 
-def survival(rounds: Rounds, temperatures: Sequence[float]) -> Floats:
-    """a_1..a_j [N, j] for j = len(temperatures); rows hold nonsense behind their `admitted`."""
-    logits_NJ = _logit(rounds.confidences_NK[:, : len(temperatures)])
-    survival_NJ: Floats = np.cumprod(_sigmoid(logits_NJ / np.asarray(temperatures)), axis=1, dtype=np.float64)
+def survival(rounds: Rounds, scaling: Scaling, width: int) -> Floats:
+    """a_1..a_j [N, j] for j = `width`; rows hold nonsense behind their `admitted`."""
+    temperatures_J, offsets_J = np.asarray(scaling.temperatures[:width]), np.asarray(scaling.offsets[:width])
+    logits_NJ = logit(rounds.confidences_NK[:, :width]) / temperatures_J + offsets_J
+    survival_NJ: Floats = np.cumprod(sigmoid(logits_NJ), axis=1, dtype=np.float64)
     return survival_NJ
 
 
-def at_position(rounds: Rounds, temperatures: Sequence[float], k: int) -> tuple[Floats, Floats]:
+def at_position(rounds: Rounds, scaling: Scaling, k: int) -> tuple[Floats, Floats]:
     """(a_k, 1 where positions 1..k were accepted else 0) over the rounds that judged position k, counted from 1."""
     judged_N = rounds.admitted_N >= k
-    predicted_N = survival(rounds, temperatures[:k])[judged_N, k - 1]
+    predicted_N = survival(rounds, scaling, k)[judged_N, k - 1]
     return predicted_N, (rounds.accepted_N[judged_N] >= k).astype(np.float64)
-
-
-def fit_sts(rounds: Rounds, bins: int = BINS) -> list[float]:
-    """One temperature per position.
-
-    Raises:
-        ValueError: no round judged a position.
-    """
-    temperatures: list[float] = []
-    for k in range(1, rounds.confidences_NK.shape[1] + 1):
-        judged_N = rounds.admitted_N >= k
-        if not judged_N.any():
-            raise ValueError(f"no round judged draft position {k}: decode more, with blocks verified whole.")
-        before_N = survival(rounds, temperatures)[judged_N, -1] if temperatures else np.ones(int(judged_N.sum()))
-        logits_N = _logit(rounds.confidences_NK[judged_N, k - 1])
-        outcome_N = (rounds.accepted_N[judged_N] >= k).astype(np.float64)
-        predicted_GN = before_N * _sigmoid(logits_N / _GRID_FROM_ONE[:, None])
-        errors = [ece(predicted_N, outcome_N, bins) for predicted_N in predicted_GN]
-        temperatures.append(float(_GRID_FROM_ONE[int(np.argmin(errors))]))
-    return temperatures
 
 
 def reliability(predicted_N: Floats, outcome_N: Floats, bins: int = BINS) -> Reliability:
@@ -148,10 +146,13 @@ def _bin(predicted_N: Floats, bins: int) -> Ints:
     return np.minimum((predicted_N * bins).astype(np.int64), bins - 1)  # 1.0 belongs to the last bin
 
 
-def _logit(probability: Floats) -> Floats:
+def logit(probability: Floats) -> Floats:
+    """Finite for 0 and 1, too."""
     inside = np.clip(probability, _EDGE, 1 - _EDGE)
     return np.log(inside) - np.log1p(-inside)
 
 
-def _sigmoid(logit: Floats) -> Floats:
-    return 0.5 * (1.0 + np.tanh(0.5 * logit))
+def sigmoid(x: Floats) -> Floats:
+    """1 / (1 + exp(-x)), without overflow."""
+    result: Floats = 0.5 * (1.0 + np.tanh(0.5 * x))
+    return result

@@ -1,0 +1,31 @@
+"""`outrider calibrate` with files: rounds kept and used again, the sweep, and the export for SGLang."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import test_shipped
+from test_shipped import Run, tasks_file, trained
+
+from outrider.formats import read_metadata
+
+run, toy = test_shipped.run, test_shipped.toy  # fixtures
+
+
+def test_rounds_sweep_and_export(run: Run, toy: Path, tmp_path: Path) -> None:
+    drafter, tasks = trained(toy, tmp_path / "d"), tasks_file(tmp_path / "mine.jsonl", 8)
+    command = ("calibrate", "--target", toy / "target", "--drafter", drafter, "--tasks", tasks)
+    files = ("--rounds", tmp_path / "r.npz", "--sweep", tmp_path / "s.png", "--export-sglang", tmp_path / "sglang")
+    found = run(*command, "--max-new-tokens", 32, *files)
+    assert found[0] == 0, found[2]
+    stored, written = read_metadata(drafter)["calibration"], (tmp_path / "r.npz").read_bytes()
+    assert len(stored["offsets"]) == 7 and stored["estimator"] is None
+    points = json.loads((tmp_path / "s.json").read_text())
+    assert len(points) == 20 and points[0]["verified_per_step"] >= points[-1]["verified_per_step"]
+    assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
+    assert len(json.loads((tmp_path / "sglang" / "confidence_sts.json").read_text())["temperatures"]) == 7
+    assert run(*command, "--max-new-tokens", 32, *files)[0] == 0
+    assert read_metadata(drafter)["calibration"] == stored and (tmp_path / "r.npz").read_bytes() == written
+    refused = run(*command, "--max-new-tokens", 31, *files)
+    assert refused[0] == 2 and "was collected with settings" in refused[2]
