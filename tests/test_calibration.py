@@ -13,7 +13,7 @@ from test_proof import TOLERANCE, deviation, lanes_of, toy
 import outrider.evaluation.proof as proof
 from outrider.decoding import RoundStats, StopRules, generate
 from outrider.drafters import DFlash, DSpark, DSparkConfig
-from outrider.drafters.chain import sample_chain
+from outrider.drafters.chain import ChainHeads
 from outrider.drafters.packed import PackedDrafter
 from outrider.evaluation.calibrate import as_rounds, calibrate, quality
 from outrider.evaluation.run import EvaluationConfig
@@ -186,7 +186,7 @@ def test_temperatures_that_do_not_fit_the_block_are_refused(temperatures: list[f
 
 @pytest.mark.parametrize("temperatures", [[0.3, 4.0, 0.5], [5.0, 0.2, 2.0]])
 def test_calibrated_confidences_are_lossless(monkeypatch: pytest.MonkeyPatch, temperatures: list[float]) -> None:
-    monkeypatch.setattr(proof, "sample_chain", partial(sample_chain, temperatures=temperatures))
+    monkeypatch.setattr(proof, "ChainHeads", partial(ChainHeads, temperatures=temperatures))
     drafter = toy(SamplingParams(temperature=1.0), 3, "rnn")
     assert deviation(lanes_of(drafter), drafter.target, [(0,)], ThresholdPolicy(0.5), 3) <= TOLERANCE
 
