@@ -24,6 +24,8 @@ VERBS = {
     "generate": ["PROMPT", "--max-new-tokens", "--temperature", "--show-rounds", "--confidence-threshold"],
     "calibrate": ["--tasks", "--fit-tasks", "--plot"],
     "profile": ["--target", "--drafter", "--max-requests", "--contexts", "--seconds", "--plot"],
+    "bench": ["--backend", "--concurrency", "--variants", "--profile", "--arrivals", "--sla-ttft"],
+    "simulate": ["--record", "--traces", "--profile", "--validate"],
     "package": ["DRAFTER", "--dtype", "--results", "--license"],
     "demo": ["--out", "--eval-samples"],
     "prepare": ["--target", "--prompts", "--out", "--recipe", "--base-url", "--thinking", "--max-minutes"],

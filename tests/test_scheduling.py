@@ -242,12 +242,13 @@ def throughput(cost: SpsTable | DraftCost, view: StepView, lengths_R: Ints) -> f
 def test_look_ahead_on_stairs_beats_the_others(requests: int) -> None:
     """Means over random steps on stairs of eight tokens; no causal policy may win by more than a hundredth."""
     stairs = SpsTable([1 / (1 + tokens // 8) for tokens in range(512)])
-    means = dict.fromkeys((LookAhead, PrefixScheduler, AsyncScheduler, GoodputPolicy), 0.0)
+    policies: list[Policy] = [policy(stairs) for policy in (LookAhead, PrefixScheduler, AsyncScheduler, GoodputPolicy)]
+    means = [0.0] * len(policies)
     for seed in range(40):
         _, view = busy_step(requests, 8, seed)
-        for policy in means:
-            means[policy] += throughput(stairs, view, policy(stairs).lengths(view)) / 40
-    assert means[LookAhead] >= 0.99 * max(means.values()), means
+        for number, policy in enumerate(policies):
+            means[number] += throughput(stairs, view, policy.lengths(view)) / 40
+    assert means[0] >= 0.99 * max(means), means
 
 
 # Non-anticipation
@@ -431,7 +432,14 @@ COST = SpsTable([1 / (0.02 + 0.001 * (tokens // 32)) for tokens in range(5000)])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
-    [FixedPolicy(5), ThresholdPolicy(0.5), *(type(policy)(COST) for policy in ADAPTIVE)],
+    [
+        FixedPolicy(5),
+        ThresholdPolicy(0.5),
+        PrefixScheduler(COST),
+        AsyncScheduler(COST),
+        GoodputPolicy(COST),
+        LookAhead(COST),
+    ],
     ids=lambda p: type(p).__name__,
 )
 def test_planning_takes_less_than_300_microseconds(policy: Policy) -> None:
@@ -440,5 +448,5 @@ def test_planning_takes_less_than_300_microseconds(policy: Policy) -> None:
 
 
 @pytest.mark.slow
-def test_the_gate_takes_less_than_300_microseconds_more() -> None:
+def test_the_gate_takes_less_than_400_microseconds() -> None:
     assert min(gate_microseconds(SkipDrafting(COST), repeats=50) for _ in range(10)) < 400

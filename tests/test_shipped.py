@@ -179,8 +179,8 @@ def test_a_checkpoint_serves_its_temperatures() -> None:
     drafter = DSpark(toy_config())
     temperatures = [1.0, 2.0, 0.5, 3.0]
     checkpoint = Checkpoint(drafter, None, {"calibration": {"temperatures": temperatures}})
-    assert checkpoint.packed(toy_target()).temperatures == temperatures
-    assert checkpoint.packed(toy_target(), calibrated=False).temperatures is None
+    assert checkpoint.packed(toy_target()).heads.temperatures == temperatures
+    assert checkpoint.packed(toy_target(), calibrated=False).heads.temperatures is None
     for broken in ({}, {"temperatures": ["hot"]}, {"temperatures": 3}, None):
         with pytest.raises(ValueError, match="calibrat"):
             Checkpoint(drafter, None, {"calibration": broken}).packed(toy_target())

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from outrider.cli import (
+    bench,
     benchmark,
     benchmark_training,
     calibrate,
@@ -37,6 +38,7 @@ app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate_command)
 app.command("calibrate")(calibrate.calibrate_command)
 app.command("profile")(profile.profile_command)
+app.command("bench")(bench.bench_command)
 app.command("package")(package.package_command)
 app.command("generate")(generate.generate_command)
 app.command("demo")(demo.demo)
