@@ -66,7 +66,9 @@ def profile_of(cells: list[Cell]) -> Profile:
         setting=SETTING,
         cells=cells,
         fit=Additive.fit(cells),
+        gamma=7,
         draft=curve(0.001),
+        draft_one=curve(0.0005),
         extend=curve(0.0001),
         other=curve(0.0002),
         repeats=3,
@@ -133,6 +135,9 @@ def test_a_step_is_draft_verify_and_the_rest() -> None:
     assert profile.draft_seconds(0) == 0.0
     assert profile.draft_seconds(3) == pytest.approx(0.004)
     assert profile.draft_seconds(20) == pytest.approx(0.021)
+    # Blocks kept short: linear in depth between one token and gamma = 7.
+    assert [profile.draft_seconds(3, k) for k in (0, 1, 4, 7, 9)] == pytest.approx([0, 0.0025, 0.00325, 0.004, 0.004])
+    np.testing.assert_allclose(profile.seconds(tokens, 4, 3, 100.0, 1), whole - 0.0015)
     assert profile.other_seconds(4) == pytest.approx(0.0018 + 0.0014)
     plain = profile.plain()
     assert plain.draft_seconds(3) == 0.0 and plain.other_seconds(4) == pytest.approx(0.0018)

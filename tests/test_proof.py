@@ -45,7 +45,6 @@ from outrider.scheduling import (
     ThresholdPolicy,
 )
 from outrider.scheduling.cost import StepCost, step_seconds
-from outrider.scheduling.gate import Flags
 from outrider.scheduling.order import causal_order, gains, lengths_of
 from outrider.scheduling.view import Floats, Ints
 from outrider.verification import Verdict, verify_chain
@@ -198,19 +197,19 @@ class DraftsCost:
     table: SpsTable
     per_draft: float
 
-    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float) -> Floats:
+    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
         return self.table.seconds(tokens_N, requests, drafting, context) + self.per_draft * drafting
 
 
 @dataclass(frozen=True)
 class WatchedGate:
     gate: DraftGate
-    decisions: set[tuple[bool, ...]] = field(default_factory=set)
+    decisions: set[tuple[int, ...]] = field(default_factory=set)
 
-    def drafting(self, view: GateView) -> Flags:
-        drafting_R = self.gate.drafting(view)
-        self.decisions.add(tuple(drafting_R.tolist()))
-        return drafting_R
+    def depths(self, view: GateView) -> Ints:
+        depths_R = self.gate.depths(view)
+        self.decisions.add(tuple(depths_R.tolist()))
+        return depths_R
 
 
 def two_requests(policy: Policy, gamma: int, gate: DraftGate | None = None, remember: bool = True) -> float:

@@ -8,11 +8,13 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from numpy.typing import NDArray
 
 from outrider.evaluation.planning import busy_step, gate_microseconds, planning_microseconds
 from outrider.scheduling import (
     AlwaysDraft,
     AsyncScheduler,
+    DraftGate,
     FixedPolicy,
     GateView,
     GoodputPolicy,
@@ -59,7 +61,7 @@ class DraftCost:
     draft: float = 0.0
     per_draft: float = 0.0
 
-    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float) -> Floats:
+    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
         drafts = (drafting > 0) * self.draft + drafting * self.per_draft
         return self.base + self.per_token * tokens_N.astype(np.float64) + drafts
 
@@ -357,32 +359,53 @@ def gate_view(
 UNKNOWN = [np.nan, np.nan]
 
 
+def drafting(gate: DraftGate, view: GateView) -> NDArray[np.bool_]:
+    """Who drafts, however deep."""
+    return gate.depths(view) > 0
+
+
 def test_always_draft() -> None:
-    assert AlwaysDraft().drafting(gate_view([UNKNOWN] * 3)).tolist() == [True] * 3
+    assert AlwaysDraft().depths(gate_view([UNKNOWN] * 3)).tolist() == [2] * 3
 
 
 def test_skip_drafting_sorts_the_good_from_the_bad() -> None:
     cost = DraftCost(base=1.0, per_token=0.05, per_draft=0.1)
     good, bad = [0.9, 0.9], [0.1, 0.1]
-    assert SkipDrafting(cost).drafting(gate_view([bad, good, bad, good])).tolist() == [False, True, False, True]
-    assert SkipDrafting(DraftCost()).drafting(gate_view([bad, good])).all()
-    assert SkipDrafting(cost).drafting(gate_view(np.empty((0, 2)).tolist())).tolist() == []
+    assert drafting(SkipDrafting(cost), gate_view([bad, good, bad, good])).tolist() == [False, True, False, True]
+    assert drafting(SkipDrafting(DraftCost()), gate_view([bad, good])).all()
+    assert drafting(SkipDrafting(cost), gate_view(np.empty((0, 2)).tolist())).tolist() == []
     with pytest.raises(ValueError, match=r"probe_share=2"):
         SkipDrafting(cost, probe_share=2)
     with pytest.raises(ValueError, match=r"prior=-1"):
         SkipDrafting(cost, prior=-1)
 
 
+@dataclass(frozen=True)
+class DepthCost(DraftCost):
+    """`per_draft` for every drafted token."""
+
+    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
+        return super().seconds(tokens_N, requests, drafting * (4 if depth is None else depth), context)
+
+
+def test_a_draft_is_as_deep_as_it_pays() -> None:
+    steep, flat = [0.9, 0.2, 0.2, 0.2], [0.9, 0.9, 0.9, 0.9]
+    gate = SkipDrafting(DepthCost(base=1.0, per_token=0.02, per_draft=0.05))
+    assert gate.depths(gate_view([steep] * 4)).tolist() == [1] * 4
+    assert gate.depths(gate_view([flat] * 4)).tolist() == [4] * 4
+    assert SkipDrafting(DepthCost(base=0.1, per_token=1.0)).depths(gate_view([flat] * 4)).tolist() == [0] * 4
+
+
 def test_newcomers_count_as_those_present_then_as_typical_then_as_the_prior() -> None:
     gate = SkipDrafting(DraftCost(base=1.0, per_draft=0.2))
     good, bad = [0.9, 0.9], [0.1, 0.1]
-    assert gate.drafting(gate_view([good, UNKNOWN], typical=bad)).tolist() == [True, True]
-    assert gate.drafting(gate_view([bad, UNKNOWN], typical=good)).tolist() == [False, False]
-    assert gate.drafting(gate_view([UNKNOWN], typical=good)).tolist() == [True]
-    assert gate.drafting(gate_view([UNKNOWN], typical=bad)).tolist() == [False]
-    assert gate.drafting(gate_view([UNKNOWN])).tolist() == [True]
+    assert drafting(gate, gate_view([good, UNKNOWN], typical=bad)).tolist() == [True, True]
+    assert drafting(gate, gate_view([bad, UNKNOWN], typical=good)).tolist() == [False, False]
+    assert drafting(gate, gate_view([UNKNOWN], typical=good)).tolist() == [True]
+    assert drafting(gate, gate_view([UNKNOWN], typical=bad)).tolist() == [False]
+    assert drafting(gate, gate_view([UNKNOWN])).tolist() == [True]
     # Under load, tokens are dear and the prior is too poor.
-    assert not SkipDrafting(DraftCost(0.1, 1.0, 0.0, 0.1)).drafting(gate_view([UNKNOWN] * 8)).any()
+    assert not drafting(SkipDrafting(DraftCost(0.1, 1.0, 0.0, 0.1)), gate_view([UNKNOWN] * 8)).any()
 
 
 def run_gate(cost: DraftCost, truth_RK: Floats, steps: int) -> tuple[list[Ints], float]:
@@ -391,7 +414,7 @@ def run_gate(cost: DraftCost, truth_RK: Floats, steps: int) -> tuple[list[Ints],
     spent = total = 0.0
     drafts = []
     for _ in range(steps):
-        drafting_R = gate.drafting(history.gate_view(ids, [100] * len(ids)))
+        drafting_R = drafting(gate, history.gate_view(ids, [100] * len(ids)))
         drafted = np.where(drafting_R, truth_RK.shape[1], 0).tolist()
         rows = [row if d else [] for row, d in zip(truth_RK.tolist(), drafted, strict=True)]
         history.record(ids, history.step_view(ids, rows, drafted, [100] * len(ids)))
@@ -416,10 +439,10 @@ def test_a_request_that_turned_good_drafts_again() -> None:
     gate, history = SkipDrafting(DraftCost(base=1.0, per_draft=0.2)), History(2)
     drafted_in = []
     for step in range(400):
-        drafting = bool(gate.drafting(history.gate_view([0], [100]))[0])
+        drafts = bool(drafting(gate, history.gate_view([0], [100]))[0])
         confidence = 0.05 if step < 200 else 0.95
-        history.record([0], history.step_view([0], [[confidence] * 2 * drafting], [2 * drafting], [100]))
-        drafted_in.append(drafting)
+        history.record([0], history.step_view([0], [[confidence] * 2 * drafts], [2 * drafts], [100]))
+        drafted_in.append(drafts)
     assert sum(drafted_in[20:200]) < 15
     assert all(drafted_in[-50:])
 

@@ -27,7 +27,11 @@ Compare = Callable[[Sequence[int], Sequence[int], Sequence[int]], str]  # (promp
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is measured. `levels`: concurrent users (closed), or requests per second (poisson)."""
+    """What is measured.
+
+    `levels`: concurrent users (closed), or requests per second (poisson). `requests` are counted at each, and one per
+    user where that is more.
+    """
 
     arrivals: Literal["closed", "poisson"]
     levels: tuple[float, ...]
@@ -55,7 +59,13 @@ class Sweep:
     def load(self, level: float) -> LoadConfig:
         """One warm-up request per user, so that all are at work when the window opens."""
         warmup = int(level) if self.arrivals == "closed" else 4
-        return LoadConfig(self.requests, self.seconds, self.max_new_tokens, warmup, self.warmup_tokens)
+        return LoadConfig(self.counted(level), self.seconds, self.max_new_tokens, warmup, self.warmup_tokens)
+
+    def counted(self, level: float) -> int | None:
+        """Requests that count at a level."""
+        if self.requests is None or self.arrivals != "closed":
+            return self.requests
+        return max(self.requests, int(level))
 
     def arriving(self, level: float, repeat: int, now: float) -> Arrivals:
         """The same moments for every variant."""
@@ -118,8 +128,9 @@ def _reference(
     if known is not None:
         return known
     backend, rules = serve(NO_SPECULATION, max(sweep.levels)), StopRules(sweep.max_new_tokens)
-    responses: list[list[int]] = [[] for _ in prompts[: sweep.requests]]
-    for index, prompt in enumerate(prompts[: sweep.requests]):
+    count = sweep.counted(max(sweep.levels))
+    responses: list[list[int]] = [[] for _ in prompts[:count]]
+    for index, prompt in enumerate(prompts[:count]):
         backend.submit(Request(str(index), list(prompt), rules=rules))
     while not backend.idle:
         for output in backend.step():

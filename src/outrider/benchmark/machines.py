@@ -23,8 +23,8 @@ from outrider.scheduling.view import Floats, Ints
 class Machine(StepCost, Protocol):
     """A step cost that says what each part takes; `seconds` is their sum."""
 
-    def draft_seconds(self, drafting: int) -> float:
-        """One block for each of `drafting` requests; 0 for none."""
+    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
+        """A block of `depth` tokens (None: a whole one) for each of `drafting` requests; 0 for none."""
         ...
 
     def verify_seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
@@ -53,12 +53,12 @@ class Scaled:
             if getattr(self, name) <= 0:
                 raise ValueError(f"--scale-{name} {getattr(self, name)} must be above 0: it multiplies seconds.")
 
-    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float) -> Floats:
-        fixed = self.draft_seconds(drafting) + self.other_seconds(requests)
+    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
+        fixed = self.draft_seconds(drafting, depth) + self.other_seconds(requests)
         return fixed + self.verify_seconds(tokens_N, requests, context)
 
-    def draft_seconds(self, drafting: int) -> float:
-        return self.draft * self.machine.draft_seconds(drafting)
+    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
+        return self.draft * self.machine.draft_seconds(drafting, depth)
 
     def verify_seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
         return self.verify * self.machine.verify_seconds(tokens_N, requests, context)
@@ -96,10 +96,10 @@ class TableMachine:
         self._forward, self._other = SpsTable(table.sps), table.per_step_seconds
         self._draft = np.concatenate(([0.0], table.draft_seconds))
 
-    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float) -> Floats:
-        return self.draft_seconds(drafting) + self._other + self.verify_seconds(tokens_N, requests, context)
+    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
+        return self.draft_seconds(drafting, depth) + self._other + self.verify_seconds(tokens_N, requests, context)
 
-    def draft_seconds(self, drafting: int) -> float:
+    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
         last = len(self._draft) - 1
         if drafting <= last:
             return float(self._draft[drafting])

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider.benchmark.machines import Machine
 from outrider.benchmark.traces import Response, Traces
@@ -24,6 +23,7 @@ from outrider.decoding.generate import FinishReason
 from outrider.engine import EngineConfig, Output, Request, Scheduler, StepRecord
 from outrider.engine.scheduler import StepPlan, Work
 from outrider.scheduling import AlwaysDraft, DraftGate, FixedPolicy, History, Policy
+from outrider.scheduling.view import Ints
 
 
 @dataclass
@@ -131,10 +131,9 @@ class SimulatedEngine:
     def _round(self, deciding: Sequence[Work], prefill: int) -> tuple[_Counts, list[Output]]:
         ids, live = [work.id for work in deciding], [self._live[work.id] for work in deciding]
         contexts, rows_R = [one.length for one in live], np.array([one.row for one in live])
-        drafting_R = self._drafting(deciding, contexts, prefill)
+        depths_R = self._depths(deciding, contexts, prefill)
         confidences_RK = self.traces.confidences_NK[rows_R].astype(np.float64)
-        limits_R = np.array([work.limit for work in deciding])
-        drafted_R = np.where(drafting_R, np.minimum(self.traces.drafted_N[rows_R], limits_R), 0)
+        drafted_R = np.minimum(self.traces.drafted_N[rows_R], depths_R)
         doubted_RK = confidences_RK < self.policy.floor  # False for NaN: without confidences nothing is left out
         drafted_R = np.where(doubted_RK.any(axis=1), np.minimum(drafted_R, doubted_RK.argmax(axis=1)), drafted_R)
         view = self.history.step_view(ids, confidences_RK.tolist(), drafted_R.tolist(), contexts, prefill)
@@ -142,18 +141,24 @@ class SimulatedEngine:
         accepted_R = np.minimum(self.traces.accepted_N[rows_R], admitted_R)
         parts = [one.commit(count + 1) for one, count in zip(live, accepted_R.tolist(), strict=True)]
         self.history.record(ids, view)
-        counts = _Counts(*(int(n_R.sum()) for n_R in (drafting_R, drafted_R, admitted_R, accepted_R)))
+        counts = _Counts(
+            drafting=int((depths_R > 0).sum()),
+            proposed=int(drafted_R.sum()),
+            admitted=int(admitted_R.sum()),
+            accepted=int(accepted_R.sum()),
+            depth=int(drafted_R.max()),
+        )
         return counts, [Output(id, tokens, "", finish) for id, (tokens, finish) in zip(ids, parts, strict=True)]
 
-    def _drafting(self, deciding: Sequence[Work], contexts: Sequence[int], prefill: int) -> NDArray[np.bool_]:
-        """Who has a block drafted, [R]: who may use one and is let by the gate."""
+    def _depths(self, deciding: Sequence[Work], contexts: Sequence[int], prefill: int) -> Ints:
+        """How many tokens are drafted for each at most, [R]: as many as it may use and the gate lets it."""
         able = [i for i, work in enumerate(deciding) if work.limit > 0]
-        drafting_R = np.zeros(len(deciding), dtype=bool)
+        depths_R = np.zeros(len(deciding), dtype=np.int64)
         if able:
             ids, others = [deciding[i].id for i in able], prefill + len(deciding) - len(able)
             view = self.history.gate_view(ids, [contexts[i] for i in able], others)
-            drafting_R[able] = self.gate.drafting(view)
-        return drafting_R
+            depths_R[able] = np.minimum(self.gate.depths(view), [deciding[i].limit for i in able])
+        return depths_R
 
     def _settle(self, plan: StepPlan, outputs: Sequence[Output]) -> None:
         for work in plan.work:
@@ -173,7 +178,7 @@ class SimulatedEngine:
     def _record(self, plan: StepPlan, counts: _Counts, outputs: Sequence[Output], context: float) -> StepRecord:
         requests, prefill = len(plan.work), sum(work.prefill for work in plan.work)
         tokens = prefill + len(outputs) + counts.admitted
-        draft = self.machine.draft_seconds(counts.drafting)
+        draft = self.machine.draft_seconds(counts.drafting, counts.depth)
         verify = float(self.machine.verify_seconds(np.array([tokens]), requests, context)[0])
         other = self.machine.other_seconds(requests)
         return StepRecord(
@@ -197,9 +202,10 @@ class SimulatedEngine:
 
 @dataclass(frozen=True)
 class _Counts:
-    """Of one step's round: drafting requests; draft tokens proposed, admitted, accepted."""
+    """Of one step's round: drafting requests; draft tokens proposed, admitted, accepted; the longest draft."""
 
     drafting: int = 0
     proposed: int = 0
     admitted: int = 0
     accepted: int = 0
+    depth: int = 0

@@ -59,7 +59,9 @@ def bench_command(
     profile: Annotated[Path | None, typer.Option(help="from outrider profile; adaptive variants need it")] = None,
     confidence_threshold: Annotated[float | None, typer.Option(help="of variant threshold")] = None,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
-    requests_per_point: Annotated[int | None, typer.Option(min=1, help="counted requests; 32 by default")] = None,
+    requests_per_point: Annotated[
+        int | None, typer.Option(min=1, help="counted requests, one per user where that is more; 12 by default")
+    ] = None,
     seconds_per_point: Annotated[float | None, typer.Option(help="a window of that length instead")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="how many prompts there are in all")] = 100,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
@@ -81,7 +83,7 @@ def bench_command(
     names = default_variants(packed.gamma, threshold) if variants is None else split_names(variants)
     built = _variants(names, loaded, packed, threshold, profile)
     if requests_per_point is None and seconds_per_point is None:
-        requests_per_point = 32
+        requests_per_point = 12
     levels = _numbers(concurrency if arrivals == "closed" else rates)
     sla = Sla(sla_ttft, sla_tokens_per_second)
     sweep = Sweep(

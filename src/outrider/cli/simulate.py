@@ -55,7 +55,7 @@ def simulate_command(
     confidence_threshold: Annotated[
         float | None, typer.Option(help="of `threshold`; as recommended if not given")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="counted per point; more for more users")] = 96,
+    requests: Annotated[int, typer.Option(min=1, help="counted per point, one per user where that is more")] = 12,
     repeats: Annotated[int, typer.Option(min=1, help="other arrivals each; a closed loop needs one")] = 1,
     replicas: Annotated[int, typer.Option(min=1, help="engines behind one router")] = 1,
     routing: Annotated[str, typer.Option(help="least-loaded or round-robin")] = "least-loaded",

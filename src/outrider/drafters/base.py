@@ -43,7 +43,7 @@ class Proposal:
 
         return Proposal([], [], row, [])
 
-    def truncated(self, length: int) -> Proposal:
+    def truncated(self, length: int | None) -> Proposal:
         return Proposal(self.tokens[:length], self.drafted_with[:length], self.row, self.confidences[:length])
 
 

@@ -66,19 +66,20 @@ class StepBatch:
         ids = [self.ids[i] for i in able]
         contexts = [len(self.live[id].tokens) for id in ids]
         others = self.prefill_tokens + len(self.deciding) - len(able)
-        drafting = self.gate.drafting(self.history.gate_view(ids, contexts, others))
-        chosen = [i for i, drafts in zip(able, drafting.tolist(), strict=True) if drafts]
+        depths = self.gate.depths(self.history.gate_view(ids, contexts, others)).tolist()
+        limits = {i: min(self.deciding[i].limit, depth) for i, depth in zip(able, depths, strict=True)}
+        chosen = [i for i in able if limits[i]]
         self.drafting = len(chosen)
         if chosen:
             with self.draft_clock:
-                found = self.drafter.propose([self._call(i) for i in chosen], floor)
+                found = self.drafter.propose([self._call(i, limits[i]) for i in chosen], floor)
             for i, proposal in zip(chosen, found, strict=True):
                 proposals[i] = proposal
         return proposals
 
-    def _call(self, index: int) -> DraftCall:
+    def _call(self, index: int, limit: int) -> DraftCall:
         live = self.live[self.ids[index]]
-        limit, position = self.deciding[index].limit, len(live.tokens)
+        position = len(live.tokens)
         return DraftCall(
             live.session, live.tokens[-1], live.params, live.seen, live.source, limit, live.noise, position
         )

@@ -24,7 +24,7 @@ def planning_microseconds(policy: Policy, requests: int = 256, gamma: int = 16, 
 def gate_microseconds(gate: DraftGate, requests: int = 256, gamma: int = 16, repeats: int = 200) -> float:
     """Median over repeats."""
     before, _ = busy_step(requests, gamma)
-    return _median_microseconds(lambda: gate.drafting(before), repeats)
+    return _median_microseconds(lambda: gate.depths(before), repeats)
 
 
 def busy_step(requests: int, gamma: int, seed: int = 0) -> tuple[GateView, StepView]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -70,6 +71,8 @@ def draft_jobs(target: Target, drafter: Drafter, counts: Sequence[int], context:
     jobs: Jobs = {}
     for n in counts:
         jobs["draft", (n, n * drafter.gamma, context)] = _timed(target.device, partial(drafter.propose, calls[:n]))
+        shorts = [replace(call, limit=1) for call in calls[:n]]
+        jobs["draft_one", (n, n, context)] = _timed(target.device, partial(drafter.propose, shorts))
         jobs["extend", (n, n * _READ, 0)] = partial(extend, n)
     return jobs
 

@@ -223,10 +223,10 @@ class Lanes:
         gate: DraftGate | None = None,
     ) -> None:
         self.lanes, self.ids, self.contexts, self.history = lanes, ids, contexts, history
-        self.drafting = [True] * len(lanes)
+        self.depths: list[int | None] = [None] * len(lanes)
         if gate is not None:
             assert history is not None, "a gate decides by history"
-            self.drafting = gate.drafting(history.gate_view(ids, contexts)).tolist()
+            self.depths = gate.depths(history.gate_view(ids, contexts)).tolist()
         self.shown = StepView.of([], [])
 
     @property
@@ -234,8 +234,8 @@ class Lanes:
         return [lane.source for lane in self.lanes]
 
     def draft(self, floor: float) -> list[Proposal]:
-        pairs = zip(self.lanes, self.drafting, strict=True)
-        return [lane.draft(floor) if drafting else Proposal.empty() for lane, drafting in pairs]
+        pairs = zip(self.lanes, self.depths, strict=True)
+        return [Proposal.empty() if depth == 0 else lane.draft(floor).truncated(depth) for lane, depth in pairs]
 
     def view(self, proposals: Sequence[Proposal]) -> StepView:
         confidences, drafted = [p.confidences for p in proposals], [len(p.tokens) for p in proposals]

@@ -17,13 +17,14 @@ from outrider.scheduling.view import Floats, Ints, StepView
 class StepCost(Protocol):
     """What steps cost on some machine."""
 
-    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float) -> Floats:
+    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
         """Seconds [N] of steps with forwards of `tokens_N` tokens.
 
         Args:
             requests: sequences in the step.
             drafting: how many of them a block was drafted for.
             context: their mean number of committed tokens.
+            depth: tokens of the longest draft, where drafts were kept short; None: a whole block.
         """
         ...
 
@@ -32,7 +33,8 @@ def step_seconds(cost: StepCost, view: StepView, admitted_N: Ints) -> Floats:
     """Seconds [N] of the step of `view` if it verifies so many draft tokens in all; it has at least one request."""
     requests = len(view.drafted_R)
     drafting = int(np.count_nonzero(view.drafted_R))
-    return cost.seconds(requests + view.other_tokens + admitted_N, requests, drafting, float(view.contexts_R.mean()))
+    tokens_N, context = requests + view.other_tokens + admitted_N, float(view.contexts_R.mean())
+    return cost.seconds(tokens_N, requests, drafting, context, view.confidences_RK.shape[1])
 
 
 class SpsTable:
@@ -44,6 +46,6 @@ class SpsTable:
             raise ValueError(f"SPS values {list(sps)} must be positive numbers, one per token count from 1.")
         self._seconds = 1.0 / rates
 
-    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float) -> Floats:
+    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
         found_N: Floats = self._seconds[np.minimum(tokens_N, len(self._seconds)) - 1]
         return found_N

@@ -1,9 +1,12 @@
-"""which requests draft at all:   D* = argmax_D  max_m (R + the m largest expected survivals of D) / seconds(R + m, |D|)
+"""D*, k* = argmax_{D, k}  max_m (R + the m largest a_{r,j} with r in D, j <= k) / seconds(R + m, |D|, k)
+
+Which requests draft at all, and how many tokens: a_{r,j} is what earlier steps let one expect of each.
 
 A draft is paid for whatever is verified of it, and under load that is more than a request of poor survival returns: the
 open limitation of DSpark (arXiv 2607.05147). Such a request skips its draft and rides along as plain decoding, which is
 also how a block of length 0 enters the adaptive lengths. Requests are ranked by expected accepted drafts, and D is the
-best of 0, R, R/2, R/4, ..., 1 of them: neighbouring sizes cost nearly the same.
+best of 0, R, R/2, R/4, ..., 1 of them: neighbouring sizes cost nearly the same. All that draft draft equally deep: a
+step of the drafter is paid for once.
 
 A request that skips learns nothing, so it probes. It saves `probe_share` of its share of every step it skips, and some
 of those that have waited longest draft once their savings pay for it: all probing together costs `probe_share` of the
@@ -44,17 +47,17 @@ class GateView:
 
 
 class DraftGate(Protocol):
-    def drafting(self, view: GateView) -> Flags:
-        """Which requests draft in this step, [R]."""
+    def depths(self, view: GateView) -> Ints:
+        """How many tokens each request drafts at most, [R]; 0 where it skips."""
         ...
 
 
 @dataclass(frozen=True)
 class AlwaysDraft:
-    """Every request drafts in every step."""
+    """Every request drafts a whole block in every step."""
 
-    def drafting(self, view: GateView) -> Flags:
-        return np.ones(len(view.idle_R), dtype=np.bool_)
+    def depths(self, view: GateView) -> Ints:
+        return np.full(len(view.idle_R), view.expected_RK.shape[1])
 
 
 @dataclass(frozen=True)
@@ -77,26 +80,32 @@ class SkipDrafting:
         if not 0 <= self.prior <= 1:
             raise ValueError(f"prior={self.prior} must be in [0, 1]; it is the confidence in a token nobody has seen")
 
-    def drafting(self, view: GateView) -> Flags:
+    def depths(self, view: GateView) -> Ints:
         requests = len(view.idle_R)
-        chosen_R = np.zeros(requests, dtype=np.bool_)
+        depths_R = np.zeros(requests, dtype=np.int64)
         if not requests:
-            return chosen_R
+            return depths_R
+        gamma = view.expected_RK.shape[1]
         survival_RK = np.cumprod(self._beliefs(view), axis=1, dtype=np.float64)
         ranked_R = np.argsort(-survival_RK.sum(axis=1), kind="stable")
-        best, tokens, seconds = 0, 0, self._seconds(view, np.zeros(1, dtype=np.int64), 0)[0]
-        throughput = requests / seconds
-        for count in _halves(requests):
-            curve = gains(survival_RK[ranked_R[:count]])
-            seconds_M = self._seconds(view, np.arange(len(curve)), count)
-            throughput_M: Floats = (requests + curve) / seconds_M
-            admitted = int(throughput_M.argmax())
-            if throughput_M[admitted] > throughput:
-                best, tokens, throughput = count, admitted, throughput_M[admitted]
-                seconds = seconds_M[admitted]
-        chosen_R[ranked_R[:best]] = True
-        chosen_R[self._probing(view, ~chosen_R, np.array([tokens]), float(seconds))] = True
-        return chosen_R
+        plain = float(self._seconds(view, np.zeros(1, dtype=np.int64), 0, 0)[0])
+        plan = _Plan(0, 1, 0, float(requests), plain)
+        # The best depth with everybody drafting, then the best number of requests at that depth.
+        tried = [self._tried(view, survival_RK, requests, depth) for depth in _halves(gamma)]
+        depth = max(tried, key=_Plan.throughput).depth
+        tried += [self._tried(view, survival_RK[ranked_R[:n]], n, depth) for n in _halves(requests)[1:]]
+        plan = max([plan, *tried], key=_Plan.throughput)
+        depths_R[ranked_R[: plan.drafting]] = plan.depth
+        depths_R[self._probing(view, depths_R == 0, plan)] = plan.depth
+        return depths_R
+
+    def _tried(self, view: GateView, survival_RK: Floats, drafting: int, depth: int) -> _Plan:
+        """The best a step can make of these drafts, [drafting, K] by expected survival."""
+        curve = gains(survival_RK[:, :depth])
+        seconds_M = self._seconds(view, np.arange(len(curve)), drafting, depth)
+        tokens_M = len(view.idle_R) + curve
+        best = int((tokens_M / seconds_M).argmax())
+        return _Plan(drafting, depth, best, float(tokens_M[best]), float(seconds_M[best]))
 
     def _beliefs(self, view: GateView) -> Floats:
         """Expected confidences of every request, [R, K]."""
@@ -111,22 +120,36 @@ class SkipDrafting:
             stranger_K = np.full(view.expected_RK.shape[1], self.prior)
         return np.where(unknown_R[:, None], stranger_K, view.expected_RK)
 
-    def _probing(self, view: GateView, skipping_R: Flags, tokens: Ints, seconds: float) -> Ints:
+    def _probing(self, view: GateView, skipping_R: Flags, plan: _Plan) -> Ints:
         """Those of the skipping requests that draft all the same."""
-        requests, drafting = len(skipping_R), int(np.count_nonzero(~skipping_R))
         waiting = np.flatnonzero(skipping_R & (view.idle_R > 0))
         waiting = waiting[np.argsort(-view.idle_R[waiting], kind="stable")]
-        saved = self.probe_share * seconds / requests * np.cumsum(view.idle_R[waiting], dtype=np.float64)
-        without = float(self._seconds(view, tokens, drafting)[0])
-        for count in _halves(min(len(waiting), max(1, requests // 4))):
-            if float(self._seconds(view, tokens, drafting + count)[0]) - without <= float(saved[count - 1]):
+        share = self.probe_share * plan.seconds / len(skipping_R)
+        saved = share * np.cumsum(view.idle_R[waiting], dtype=np.float64)
+        for count in _halves(min(len(waiting), max(1, len(skipping_R) // 4))):
+            more = self._seconds(view, np.array([plan.admitted]), plan.drafting + count, plan.depth)
+            if float(more[0]) - plan.seconds <= float(saved[count - 1]):
                 return waiting[:count]
         return waiting[:0]
 
-    def _seconds(self, view: GateView, admitted_M: Ints, drafting: int) -> Floats:
+    def _seconds(self, view: GateView, admitted_M: Ints, drafting: int, depth: int) -> Floats:
         requests = len(view.idle_R)
         tokens_M = requests + view.other_tokens + admitted_M
-        return self.cost.seconds(tokens_M, requests, drafting, float(view.contexts_R.mean()))
+        return self.cost.seconds(tokens_M, requests, drafting, float(view.contexts_R.mean()), depth)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Requests that draft, how deep, how many of their tokens are verified; what the step gives and takes."""
+
+    drafting: int
+    depth: int
+    admitted: int
+    tokens: float
+    seconds: float
+
+    def throughput(self) -> float:
+        return self.tokens / self.seconds
 
 
 def _halves(count: int) -> list[int]:

@@ -1,7 +1,7 @@
 """seconds of one step  =  draft(D)  +  verify(R, B, S)  +  other(R)          measured on the machine that serves
 
     verify     a table over requests R, tokens B >= R and mean context S (scheduling/forward_table.py)
-    draft      one block for each of D requests; 0 for none
+    draft      for each of D requests a block of some depth (linear between one token and gamma); 0 for none
     other      what else a step does for R requests: the drafter reads new tokens, rows are warped and judged, text
 
 SPS(B) = 1 / seconds is the curve of DSpark, arXiv 2607.05147. Shapes: N token counts asked for.
@@ -64,7 +64,10 @@ class Curve(BaseModel):
 
 
 class Profile(BaseModel):
-    """A measured machine; a `StepCost`. `extend` is the drafter's reading of new tokens, which all requests need.
+    """A measured machine; a `StepCost`.
+
+    `draft` are whole blocks of `gamma` tokens, `draft_one` blocks kept to one; `extend` is the drafter's reading of new
+    tokens, which all requests need.
 
     Raises:
         ValueError: cells that are no grid (some requests were not measured at some context), or twice the same.
@@ -72,11 +75,13 @@ class Profile(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     setting: Setting
     cells: list[Cell] = Field(min_length=1)
     fit: Additive
+    gamma: int
     draft: Curve | None
+    draft_one: Curve | None
     extend: Curve | None
     other: Curve
     repeats: int
@@ -93,9 +98,9 @@ class Profile(BaseModel):
         assert self.table  # building it checks the cells
         return self
 
-    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float) -> Floats:
+    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
         """Whole steps, [N]; see `StepCost`."""
-        around = self.draft_seconds(drafting) + self.other_seconds(requests)
+        around = self.draft_seconds(drafting, depth) + self.other_seconds(requests)
         seconds_N: Floats = self.verify_seconds(tokens_N, requests, context) + around
         return seconds_N
 
@@ -103,9 +108,15 @@ class Profile(BaseModel):
         """Target forwards [N] of `tokens_N` tokens, those of prefill chunks included."""
         return self.table.seconds(tokens_N, requests, context)
 
-    def draft_seconds(self, drafting: int) -> float:
-        """One block each for `drafting` requests."""
-        return 0.0 if self.draft is None else self.draft.at(drafting)
+    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
+        """A block of `depth` tokens (None: gamma) for each of `drafting` requests."""
+        if self.draft is None or self.draft_one is None or depth == 0:
+            return 0.0
+        whole = self.draft.at(drafting)
+        if depth is None or depth >= self.gamma:
+            return whole
+        one = self.draft_one.at(drafting)
+        return one + (whole - one) * (depth - 1) / (self.gamma - 1)
 
     def other_seconds(self, requests: int) -> float:
         """What a step of `requests` costs besides drafting and the target."""
@@ -114,7 +125,12 @@ class Profile(BaseModel):
     def plain(self) -> Profile:
         """The same machine serving without a drafter."""
         return self.model_copy(
-            update={"setting": self.setting.model_copy(update={"drafter": None}), "draft": None, "extend": None}
+            update={
+                "setting": self.setting.model_copy(update={"drafter": None}),
+                "draft": None,
+                "draft_one": None,
+                "extend": None,
+            }
         )
 
     def check(self, used: Setting) -> None:
