@@ -6,13 +6,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint clean
+.PHONY: demo test soak lint clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+soak: $(READY)
+	$(BIN)/python -m pytest -m soak
 
 lint: $(READY)
 	$(BIN)/ruff check src tests

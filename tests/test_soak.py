@@ -137,7 +137,7 @@ def check(tally: Tally, count: int) -> None:
 COSTS = SpsTable([1 / (20 + b + 6 * (b > 16)) for b in range(1, 200)])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_soak_of_a_small_model() -> None:
     target = toy_target()
     target.model.lm_head.weight.data[3:] *= 0.01
@@ -157,7 +157,7 @@ def test_soak_of_a_small_model() -> None:
     print(dict(total))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_soak_of_the_real_model(smollm: Target) -> None:
     path = shipped_drafter("SmolLM2-135M-Instruct")
     assert path is not None and smollm.tokenizer is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +85,16 @@ def collect_tasks(
     assert drafter.heads.temperatures is None, "calibration starts from raw confidences"
     # All are read before the first is decoded: a mistyped name should not cost minutes.
     prompts = {task: load_prompts(task, config.max_samples) for task in tasks}
-    found: dict[str, list[list[Rounds]]] = {task: [] for task in tasks}
+    found: dict[str, list[list[Rounds]]] = {}
     for task in tasks:
-        for number, conversation in enumerate(prompts[task]):
-            on_progress(Path(task).stem, number, len(prompts[task]))
-            found[task].append(collect(target, drafter, conversation, config))
-        on_progress(Path(task).stem, len(prompts[task]), len(prompts[task]))
+        count = len(prompts[task])
+        on_progress(Path(task).stem, 0, count)
+        found[task] = collect(target, drafter, prompts[task], config, partial(_forward, on_progress, task, count))
     return found
+
+
+def _forward(on_progress: Progress, task: str, total: int, done: int) -> None:
+    on_progress(Path(task).stem, done, total)
 
 
 def calibrate(

@@ -1,7 +1,7 @@
 """prompts -> blocks with raw confidences and what became of them.
 
     temperature > 0   decode; one labelled block per round
-    temperature 0     y_1 .. y_T = the target's own text (one pass reads it), then a block after *every* y_i:
+    temperature 0     y_1 .. y_T = the target's own text (many at once), then a block after *every* y_i:
                       accepted = the longest prefix of x_1 x_2 ... that is y_{i+1} y_{i+2} ...
 
 At temperature 0 the text does not depend on the drafter, so a block anywhere in it has a known outcome. Decoding with
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from outrider.decoding.lane import ModelLane
 from outrider.drafters.base import DraftCall
 from outrider.drafters.estimator import CertaintyEstimator, certainty
 from outrider.drafters.packed import PackedDrafter
+from outrider.engine import Engine, EngineConfig, Request
 from outrider.evaluation.run import EvaluationConfig
 from outrider.sampling import SamplingParams, SeenTokens
 from outrider.scheduling import FixedPolicy
@@ -33,6 +34,7 @@ from outrider.scheduling.calibration import Rounds, sigmoid
 from outrider.target import Target
 
 _AT_ONCE = 16  # positions drafted together; more only take memory
+_TOGETHER = 16  # texts decoded together
 
 
 class Probe:
@@ -47,26 +49,54 @@ class Probe:
 
 
 def collect(
-    target: Target, drafter: PackedDrafter, conversation: Conversation, config: EvaluationConfig
-) -> list[Rounds]:
-    """The rounds of a conversation, one entry per turn; with features where the drafter has no confidence head."""
+    target: Target,
+    drafter: PackedDrafter,
+    conversations: Sequence[Conversation],
+    config: EvaluationConfig,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> list[list[Rounds]]:
+    """The rounds of each turn of each conversation; with features where the drafter has no confidence head."""
     assert target.tokenizer is not None
     probe = Probe()
     if drafter.heads.confidence is None:
         drafter = copy.copy(drafter)
         drafter.heads = dataclasses.replace(drafter.heads, estimator=probe)
-    rules, history, turns = StopRules(config.max_new_tokens), list[str](), list[Rounds]()
-    for turn in range(len(conversation.turns)):
-        prompt = render(target.tokenizer, conversation.turns[: turn + 1], history, conversation.tools)
-        generation = generate(target, prompt, drafter, config.params, rules, FixedPolicy())
-        history.append(generation.text)
-        if config.params.temperature == 0.0:
+    found: list[list[Rounds]] = [[] for _ in conversations]
+    history: list[list[str]] = [[] for _ in conversations]
+    for turn in range(max(len(conversation.turns) for conversation in conversations)):
+        going = [i for i, conversation in enumerate(conversations) if turn < len(conversation.turns)]
+        prompts = [
+            render(target.tokenizer, conversations[i].turns[: turn + 1], history[i], conversations[i].tools)
+            for i in going
+        ]
+        greedy = config.params.temperature == 0.0
+        texts = _texts(target, prompts, config) if greedy else [[] for _ in going]
+        for i, prompt, text in zip(going, prompts, texts, strict=True):
+            if greedy:
+                found[i].append(everywhere(target, drafter, prompt, text, config.params, probe))
+                history[i].append(target.tokenizer.decode(text, skip_special_tokens=True))
+            else:
+                rules = StopRules(config.max_new_tokens)
+                generation = generate(target, prompt, drafter, config.params, rules, FixedPolicy())
+                found[i].append(as_rounds(generation.rounds, drafter.config.gamma, probe))
+                history[i].append(generation.text)
             probe.seen.clear()
-            turns.append(everywhere(target, drafter, prompt, generation.tokens, config.params, probe))
-        else:
-            turns.append(as_rounds(generation.rounds, drafter.config.gamma, probe))
-        probe.seen.clear()
-    return turns
+            on_progress(sum(len(turns) == len(c.turns) for turns, c in zip(found, conversations, strict=True)))
+    return found
+
+
+def _texts(target: Target, prompts: Sequence[list[int]], config: EvaluationConfig) -> list[list[int]]:
+    """The target's own responses, decoded together."""
+    rules, longest = StopRules(config.max_new_tokens), max(map(len, prompts)) + config.max_new_tokens
+    together = EngineConfig(_TOGETHER, num_blocks=_TOGETHER * -(-longest // EngineConfig.block_size))
+    engine = Engine(target, config=together)
+    for i, prompt in enumerate(prompts):
+        engine.submit(Request(str(i), prompt, config.params, rules))
+    texts: list[list[int]] = [[] for _ in prompts]
+    while not engine.idle:
+        for output in engine.step():
+            texts[int(output.id)] += output.tokens
+    return texts
 
 
 def as_rounds(stats: Sequence[RoundStats], gamma: int, probe: Probe | None = None) -> Rounds:
