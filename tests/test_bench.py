@@ -243,10 +243,11 @@ class NoDrafter:
 def test_variants_by_name() -> None:
     drafter, cost = NoDrafter(), SpsTable([1.0])
     build: Callable[..., object] = lambda name, threshold=0.2, cost=cost: build_variant(name, drafter, threshold, cost)  # type: ignore[arg-type] # noqa: E731
-    for name in default_variants(4, 0.2):
+    for name in default_variants(4, 0.2, confident=True):
         variant = build_variant(name, drafter, 0.2, cost)  # type: ignore[arg-type]
         assert variant.name == name and (variant.drafter is None) == (name == "none")
-    assert default_variants(4, None)[:5] == ["none", "fixed-1", "fixed-2", "fixed-3", "prefix"]
+    assert default_variants(4, None, confident=True)[:5] == ["none", "fixed-1", "fixed-2", "fixed-3", "prefix"]
+    assert default_variants(4, 0.2, confident=False) == ["none", "fixed-1", "fixed-2", "fixed-3"]
     fixed = build_variant("fixed-3", drafter, None, None)  # type: ignore[arg-type]
     assert isinstance(fixed.drafter, Shortened) and fixed.drafter.gamma == 3
     skipping = build_variant("look-ahead+skip", drafter, None, cost)  # type: ignore[arg-type]

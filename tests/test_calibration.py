@@ -293,7 +293,7 @@ def test_the_sweep_replays_decoding_and_is_monotone() -> None:
     rounds = Rounds(np.array([[0.9, 0.6], [0.9, 0.9], [0.3, 0.8], [0.7, 0.2]]), np.array([1, 2, 0, 1]), np.full(4, 2))
     points = sweep({"t": [[rounds]]}, Scaling.identity(2), True, [0.0, 0.5, 0.95])
     assert [p.steps for p in points] == [2 + 1, 3, 4] and points[2].acceptance_rate is None
-    assert points[0].tokens_per_step == pytest.approx(5 / 3) and points[1].acceptance_rate == pytest.approx(2 / 3)
+    assert points[0].tokens_per_step == pytest.approx(4 / 3) and points[1].acceptance_rate == pytest.approx(1 / 3)
     many = sweep({"t": [[drawn(4000, [1.0, 1.0, 1.0])]]}, Scaling.identity(3), False)
     for a, b in pairwise(many):
         assert a.tokens_per_step >= b.tokens_per_step and a.verified_per_step >= b.verified_per_step

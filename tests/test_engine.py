@@ -18,7 +18,7 @@ from outrider.engine import Engine, EngineConfig, Output, Request, Scheduler
 from outrider.engine.blocks import BlockAllocator
 from outrider.evaluation.run import compare_greedy
 from outrider.sampling import SamplingParams
-from outrider.scheduling import FixedPolicy, Policy, PrefixScheduler, SpsTable, ThresholdPolicy
+from outrider.scheduling import FixedPolicy, Policy, PrefixScheduler, SkipDrafting, SpsTable, ThresholdPolicy
 from outrider.target import Target
 
 
@@ -209,6 +209,10 @@ def test_refusals(target: Target) -> None:
         engine.submit(Request("b", [5] * 7, rules=StopRules(10)))
     with pytest.raises(ValueError, match="prompt is empty"):
         engine.submit(Request("c", []))
+    with pytest.raises(ValueError, match="prompt token 4000 is outside toy's vocabulary of 97"):
+        engine.submit(Request("d", [5, 4000]))
+    with pytest.raises(ValueError, match="ends drafts at its floor"):
+        Engine(target, policy=ThresholdPolicy(0.5), gate=SkipDrafting(SpsTable([1.0])))
     with pytest.raises(ValueError, match=r"token_budget=8 is below max_requests=9"):
         EngineConfig(max_requests=9, token_budget=8)
     with pytest.raises(ValueError, match="num_blocks=0"):
@@ -271,6 +275,24 @@ def test_the_scheduler_serves_everyone(
             if progress.length == progress.last:
                 assert scheduler.remove(work.id)
     assert not scheduler.running and not scheduler.waiting and scheduler.allocator.used == 0
+
+
+def test_slots_of_unused_drafts_come_back_before_anybody_is_preempted() -> None:
+    """Two requests and five blocks: the first drafted over three of them and kept one token."""
+    scheduler = Scheduler(EngineConfig(max_requests=2, token_budget=16, block_size=4, num_blocks=5), reach=7)
+    scheduler.add("a", 1, 12)
+    assert scheduler.plan().work[0].decodes
+    scheduler.commit("a", 1)
+    scheduler.add("b", 4, 8)
+    assert [work.limit for work in scheduler.plan().work if work.id == "a"] == [7]
+    scheduler.commit("a", 1)
+    scheduler.commit("b", 1)
+    plan = scheduler.plan()
+    assert not plan.preempted and {work.id for work in plan.work} == {"a", "b"}
+    scheduler.commit("a", 2)
+    for _ in range(5):
+        scheduler.commit("b", 1)
+        assert not scheduler.plan().preempted
 
 
 @pytest.mark.slow

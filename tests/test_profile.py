@@ -181,7 +181,7 @@ def test_files(tmp_path: Path) -> None:
 
     raw = json.loads(path.read_text())
     wrongs: list[tuple[str, object, str]] = [
-        ("format", 2, "format: Input should be 1"),
+        ("format", 1, "format: Input should be 2"),
         ("setting", {**raw["setting"], "threads": "many"}, "setting.threads"),
         ("cells", [{**raw["cells"][0], "median": -1.0}], "cells.0.median"),
         ("cells", raw["cells"][:1] * 2, "come twice"),

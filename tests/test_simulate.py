@@ -135,7 +135,7 @@ def test_a_stop_ends_a_trace(recorded: Traces) -> None:
         assert response.stopped == (response.tokens[-1] == STOP) and len(response.tokens) <= 30
 
 
-COUNTED = ("requests", "drafting", "tokens", "prefill_tokens", "proposed", "admitted", "committed")
+COUNTED = ("requests", "drafting", "tokens", "prefill_tokens", "proposed", "admitted", "accepted", "committed")
 QUEUES = ("running", "waiting", "used_blocks")
 
 
@@ -385,7 +385,7 @@ def test_replicas_multiply_throughput_and_share_poisson_arrivals() -> None:
 
 
 def test_every_variant_can_be_simulated_and_better_machines_are_faster() -> None:
-    names = default_variants(GAMMA, 0.5)
+    names = default_variants(GAMMA, 0.5, confident=True)
     slow = simulated(steady(), sweep_of(*names, levels=(4,)))
     fast = simulated(steady(), sweep_of(*names, levels=(4,)), machine=Scaled(LINEAR, verify=0.5))
     assert {"none", "fixed-1", "threshold", "async", "look-ahead+skip"} <= {name for name, _ in slow}

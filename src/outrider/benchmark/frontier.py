@@ -124,11 +124,10 @@ def _reference(
     sweep: Sweep, serve: Serve, prompts: Sequence[Sequence[int]], journal: Journal
 ) -> Sequence[Sequence[int]]:
     """Plain responses of every prompt that may count."""
-    known = journal.reference()
-    if known is not None:
+    known, count = journal.reference(), sweep.counted(max(sweep.levels))
+    if known is not None and len(known) >= len(prompts[:count]):
         return known
     backend, rules = serve(NO_SPECULATION, max(sweep.levels)), StopRules(sweep.max_new_tokens)
-    count = sweep.counted(max(sweep.levels))
     responses: list[list[int]] = [[] for _ in prompts[:count]]
     for index, prompt in enumerate(prompts[:count]):
         backend.submit(Request(str(index), list(prompt), rules=rules))

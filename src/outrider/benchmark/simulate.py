@@ -155,8 +155,8 @@ class SimulatedEngine:
         able = [i for i, work in enumerate(deciding) if work.limit > 0]
         depths_R = np.zeros(len(deciding), dtype=np.int64)
         if able:
-            ids, others = [deciding[i].id for i in able], prefill + len(deciding) - len(able)
-            view = self.history.gate_view(ids, [contexts[i] for i in able], others)
+            ids = [deciding[i].id for i in able]
+            view = self.history.gate_view(ids, [contexts[i] for i in able], prefill, len(deciding) - len(able))
             depths_R[able] = np.minimum(self.gate.depths(view), [deciding[i].limit for i in able])
         return depths_R
 
@@ -178,7 +178,7 @@ class SimulatedEngine:
     def _record(self, plan: StepPlan, counts: _Counts, outputs: Sequence[Output], context: float) -> StepRecord:
         requests, prefill = len(plan.work), sum(work.prefill for work in plan.work)
         tokens = prefill + len(outputs) + counts.admitted
-        draft = self.machine.draft_seconds(counts.drafting, counts.depth)
+        draft = self.machine.draft_seconds(counts.drafting, max(counts.depth, 1))
         verify = float(self.machine.verify_seconds(np.array([tokens]), requests, context)[0])
         other = self.machine.other_seconds(requests)
         return StepRecord(

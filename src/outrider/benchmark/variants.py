@@ -78,9 +78,11 @@ def is_adaptive(name: str) -> bool:
     return name.removesuffix(SKIP) in BY_COST
 
 
-def default_variants(gamma: int, threshold: float | None) -> list[str]:
-    """All that this drafter allows."""
+def default_variants(gamma: int, threshold: float | None, confident: bool) -> list[str]:
+    """All that this drafter allows; without confidences, fixed lengths."""
     fixed = [f"fixed-{k}" for k in FIXED if k <= gamma]
+    if not confident:
+        return [NO_SPECULATION, *fixed]
     recommended = [] if threshold is None else ["threshold"]
     return [NO_SPECULATION, *fixed, *recommended, *BY_COST, f"look-ahead{SKIP}"]
 

@@ -21,7 +21,7 @@ from outrider.benchmark.plots import write_plots
 from outrider.benchmark.prompts import mixed_prompts
 from outrider.benchmark.summary import Frontier, level_verdicts, overall_verdicts, summarise_points
 from outrider.benchmark.variants import NO_SPECULATION, Variant, build_variant, default_variants
-from outrider.cli.options import AUTO, counting, recommended_threshold, require_drafter, split_names
+from outrider.cli.options import AUTO, counting, recommended_threshold, require_drafter, split_names, split_numbers
 from outrider.cli.runtime import load, set_up
 from outrider.drafters.base import Drafter
 from outrider.evaluation.profile import setting_of
@@ -44,6 +44,9 @@ _COLUMNS = {
     "tau": ("tau", 1.0, ".2f"),
     "draft_share": ("draft", 100.0, ".0f"),
 }
+
+
+_OF_A_DRAFTER = {".json", ".safetensors"}
 
 
 def bench_command(
@@ -77,14 +80,16 @@ def bench_command(
     set_up(threads)
     console = Console()
     loaded = load(target, device)
-    checkpoint = load_drafter(require_drafter(drafter, target))
+    directory = require_drafter(drafter, target)
+    checkpoint = load_drafter(directory)
     packed = checkpoint.packed(loaded)
+    confident = packed.heads.confidence is not None or packed.heads.estimator is not None
     threshold = recommended_threshold(checkpoint.metadata) if confidence_threshold is None else confidence_threshold
-    names = default_variants(packed.gamma, threshold) if variants is None else split_names(variants)
+    names = default_variants(packed.gamma, threshold, confident) if variants is None else split_names(variants)
     built = _variants(names, loaded, packed, threshold, profile)
     if requests_per_point is None and seconds_per_point is None:
         requests_per_point = 12
-    levels = _numbers(concurrency if arrivals == "closed" else rates)
+    levels = split_numbers("--concurrency", concurrency) if arrivals == "closed" else split_numbers("--rates", rates)
     sla = Sla(sla_ttft, sla_tokens_per_second)
     sweep = Sweep(
         arrivals, levels, tuple(names), repeats, requests_per_point, seconds_per_point, max_new_tokens, sla, seed
@@ -96,6 +101,8 @@ def bench_command(
     settings = {key: value for key, value in asdict(sweep).items() if key not in ("levels", "variants", "repeats")}
     settings |= {"backend": backend, "target": target, "drafter": drafter, "tasks": tasks, "prompts": len(mixed)}
     settings |= {"threshold": threshold, "profile_sha256": _digest(profile), "device": device}
+    settings |= {"drafter_sha256": _digest(*sorted(p for p in directory.iterdir() if p.suffix in _OF_A_DRAFTER))}
+    settings |= {"prompts_sha256": hashlib.sha256(repr(mixed).encode()).hexdigest()}
     settings |= {"token_budget": token_budget, "max_requests": None if arrivals == "closed" else max_requests}
     journal = Journal(out, settings | {"machine": machine(), "versions": versions()})
     with counting(console, "bench") as on_progress:
@@ -115,16 +122,10 @@ def _variants(
     return [build_variant(name, drafter, threshold, cost) for name in dict.fromkeys([NO_SPECULATION, *names])]
 
 
-def _digest(profile: Path | None) -> str | None:
-    """A profile measured anew gives other decisions."""
-    return None if profile is None else hashlib.sha256(profile.read_bytes()).hexdigest()
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise ValueError(f"{text!r}: give numbers, as 1,2,4.") from error
+def _digest(*paths: Path | None) -> str | None:
+    """Of files that decide: a profile measured anew, a drafter trained or calibrated again."""
+    content = [path.read_bytes() for path in paths if path is not None]
+    return hashlib.sha256(b"".join(content)).hexdigest() if content else None
 
 
 def report(journal: Journal, sweep: Sweep, settings: dict[str, object], out: Path, console: Console) -> None:

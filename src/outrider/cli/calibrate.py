@@ -61,6 +61,8 @@ def calibrate_command(
     )
     directory = require_drafter(drafter, target)
     measured, fitted = split_names(tasks), split_names(fit_tasks) if fit_tasks else []
+    if both := sorted(set(measured) & set(fitted)):
+        raise ValueError(f"{', '.join(both)}: in --tasks and --fit-tasks; measure on what was not fitted on.")
     names = list(dict.fromkeys((*fitted, *measured)))
     about = {"target": target, "drafter": _digest(directory), "settings": asdict(config), "tasks": names}
     if rounds is not None and rounds.exists():

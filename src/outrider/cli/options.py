@@ -68,6 +68,18 @@ def split_names(names: str) -> list[str]:
     return found
 
 
+def split_numbers(option: str, text: str) -> tuple[float, ...]:
+    """`1, 2` -> (1.0, 2.0)
+
+    Raises:
+        ValueError: not numbers.
+    """
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{option} {text!r}: give numbers, as 1,2,4.") from None
+
+
 @contextmanager
 def counting(console: Console, title: str) -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar; gives the function that moves it: (what, done, total)."""

@@ -15,6 +15,7 @@ from outrider.cli.runtime import load, set_up
 from outrider.evaluation.profile import ProfileConfig, measure_profile
 from outrider.evaluation.profile_plot import plot_profile
 from outrider.formats import load_drafter
+from outrider.formats.sglang_schedule import TABLE_FILE, write_sps_table
 from outrider.scheduling.additive import Cell
 from outrider.scheduling.profile import Curve, Profile
 from outrider.target.resolve import EMBEDDED_ID
@@ -32,6 +33,7 @@ def profile_command(
     repeats: Annotated[int, typer.Option(min=1)] = ProfileConfig.repeats,
     seconds: Annotated[float, typer.Option(min=0, help="fewer repeats, but three, rather than longer")] = 120.0,
     plot: Annotated[bool, typer.Option(help="a PNG beside the profile")] = False,
+    export_sglang: Annotated[Path | None, typer.Option(help="directory for SGLang's table of steps per second")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
@@ -47,6 +49,10 @@ def profile_command(
     profile.save(out)
     show(profile, config.middle, console)
     console.print(f"  {out} ({profile.repeats} repeats)", highlight=False, markup=False, soft_wrap=True)
+    if export_sglang is not None:
+        one = sorted((c.tokens, c.median) for c in profile.cells if (c.requests, c.context) == (1, config.middle))
+        write_sps_table(export_sglang / TABLE_FILE, one)
+        console.print(f"  {export_sglang / TABLE_FILE}", highlight=False, markup=False, soft_wrap=True)
     if plot:
         plot_profile(profile, config.middle, out.with_suffix(".png"))
         console.print(f"  {out.with_suffix('.png')}", highlight=False, markup=False, soft_wrap=True)

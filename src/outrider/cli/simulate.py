@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -24,7 +25,7 @@ from outrider.benchmark.prompts import mixed_prompts
 from outrider.benchmark.summary import Frontier, PointSummary, level_verdicts, overall_verdicts, summarise_points
 from outrider.benchmark.traces import Traces, record
 from outrider.benchmark.variants import default_variants
-from outrider.cli.options import AUTO, counting, recommended_threshold, require_drafter, split_names
+from outrider.cli.options import AUTO, counting, recommended_threshold, require_drafter, split_names, split_numbers
 from outrider.cli.runtime import load, set_up
 from outrider.decoding import StopRules
 from outrider.engine import EngineConfig
@@ -41,7 +42,7 @@ def simulate_command(
     target: Annotated[str, typer.Option(help="to record: model id or directory")] = EMBEDDED_ID,
     drafter: Annotated[str, typer.Option(help="to record: directory; auto: the shipped one")] = AUTO,
     tasks: Annotated[str | None, typer.Option(help="to record: JSONL files or shipped sets; first turns")] = None,
-    max_samples: Annotated[int, typer.Option(min=1, help="to record: prompts in all, mixed from the tasks")] = 96,
+    max_samples: Annotated[int, typer.Option(min=1, help="to record: prompts in all, mixed from the tasks")] = 100,
     device: Annotated[str, typer.Option(help="to record: cpu, cuda, ...")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="to record")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="per response; no more than was recorded")] = 64,
@@ -83,17 +84,24 @@ def simulate_command(
         raise ValueError("give --traces, --profile and --out; or --record FILE to make traces first.")
     recorded, measured = Traces.load(traces), None if validate is None else load_frontier(validate)
     machine = load_machine(profile, recorded.about["setting"], scale_draft, scale_verify)
+    if measured is not None and measured.arrivals != ("closed" if rates is None else "poisson"):
+        raise ValueError(f"{validate} was measured with {measured.arrivals} arrivals: simulate the same.")
     threshold = recorded.about["threshold"] if confidence_threshold is None else confidence_threshold
-    names = default_variants(recorded.gamma, threshold) if variants is None else split_names(variants)
+    allowed = default_variants(recorded.gamma, threshold, not np.isnan(recorded.confidences_NK).all())
+    names = allowed if variants is None else split_names(variants)
     kind: Literal["closed", "poisson"] = "closed" if rates is None else "poisson"
-    levels = _numbers("--concurrency", concurrency) if rates is None else _numbers("--rates", rates)
+    levels = split_numbers("--concurrency", concurrency) if rates is None else split_numbers("--rates", rates)
     sla = Sla(sla_ttft, sla_tokens_per_second)
     sweep = Sweep(kind, levels, tuple(names), repeats, requests, None, max_new_tokens, sla, seed)
     router, prompts = _routing(routing), [response.prompt for response in recorded.responses]
 
     def serving(variant: str, level: float) -> Cluster:
-        users = math.ceil(level / replicas) if kind == "closed" else EngineConfig.max_requests
-        engine = engine_config(prompts, max_new_tokens, min(users, max_requests or users), token_budget)
+        if kind == "poisson":
+            limit = max_requests or EngineConfig.max_requests
+        else:  # the least loaded replica never has more than its share
+            users = math.ceil(level / replicas) if routing == "least-loaded" else int(level)
+            limit = min(users, max_requests or users)
+        engine = engine_config(prompts, max_new_tokens, limit, token_budget)
         return serve(variant, recorded, machine, engine, threshold, replicas, router)
 
     with counting(console, "simulate") as on_progress:
@@ -192,13 +200,6 @@ def _frontier(arrivals: str, points: list[Point], settings: dict[str, object]) -
         machine=this_machine(),
         versions=versions(),
     )
-
-
-def _numbers(option: str, text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"{option} {text!r}: give numbers, as 1,2,4.") from None
 
 
 def _routing(name: str) -> Routing:

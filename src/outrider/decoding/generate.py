@@ -87,8 +87,13 @@ def check_prompt(target: Target, prompt: Sequence[int]) -> None:
     """A prompt must leave room for a response.
 
     Raises:
-        ValueError: it is empty or does not fit the target's context.
+        ValueError: it is empty, does not fit the target's context, or has tokens the target does not know.
     """
+    if bad := [token for token in prompt if not 0 <= token < target.vocab_size]:
+        raise ValueError(
+            f"prompt token {bad[0]} is outside {target.name}'s vocabulary of {target.vocab_size}: tokenise the "
+            "prompt for this model."
+        )
     if not prompt:
         raise ValueError("the prompt is empty: give at least one token.")
     if len(prompt) >= target.max_context:

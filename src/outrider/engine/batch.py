@@ -65,8 +65,8 @@ class StepBatch:
             return proposals
         ids = [self.ids[i] for i in able]
         contexts = [len(self.live[id].tokens) for id in ids]
-        others = self.prefill_tokens + len(self.deciding) - len(able)
-        depths = self.gate.depths(self.history.gate_view(ids, contexts, others)).tolist()
+        view = self.history.gate_view(ids, contexts, self.prefill_tokens, len(self.deciding) - len(able))
+        depths = self.gate.depths(view).tolist()
         limits = {i: min(self.deciding[i].limit, depth) for i, depth in zip(able, depths, strict=True)}
         chosen = [i for i in able if limits[i]]
         self.drafting = len(chosen)

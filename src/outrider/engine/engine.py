@@ -45,6 +45,11 @@ class Engine:
         self.policy: Policy = policy or FixedPolicy()
         self.gate: DraftGate = gate or AlwaysDraft()
         self.config = config or EngineConfig()
+        if self.policy.floor > 0 and not isinstance(self.gate, AlwaysDraft):
+            raise ValueError(
+                f"{self.policy} ends drafts at its floor, so a gate would learn from the better ones only: use a "
+                "policy that decides by cost, or no gate."
+            )
         gamma = 0 if drafter is None else drafter.gamma
         self.scheduler = Scheduler(self.config, gamma)
         self.history = History(gamma)
@@ -146,7 +151,7 @@ class Engine:
             prefill_tokens=batch.prefill_tokens,
             proposed=sum(len(result.proposal.tokens) for result in results),
             admitted=sum(result.admitted for result in results),
-            accepted=sum(result.verdict.accepted for result in results),
+            accepted=sum(min(r.verdict.accepted, len(o.tokens)) for r, o in zip(results, outputs, strict=True)),
             committed=sum(len(output.tokens) for output in outputs),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),

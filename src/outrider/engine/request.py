@@ -41,7 +41,7 @@ class StepRecord:
     """One engine step; seconds add up to its length.
 
     `requests` decoded, `drafting` of them with a block. `tokens` are the rows of the target forward, `prefill_tokens`
-    among them. `running` and `waiting` are counted after the step.
+    among them; `accepted` drafts behind a stop are not counted. `running` and `waiting` are counted after the step.
     """
 
     seconds: float

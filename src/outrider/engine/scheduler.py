@@ -12,6 +12,7 @@ prefill, or the anchor and its drafts, or the end of its prefill and the anchor.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.engine.blocks import BlockAllocator
@@ -161,11 +162,15 @@ class Scheduler:
         left then goes to drafts.
         """
         decoding = [id for id, p in self.running.items() if p.cached == p.length - 1]
+        self._take_back([self.running[id] for id in decoding])
         for id in decoding:
             while id in self.running and not self._grow(self.running[id], 0):
                 self._preempt(next(reversed(self.running)), preempted)
         decoding = [id for id in decoding if id in self.running]
-        share = self.config.token_budget // max(len(decoding), 1) - 1
+        budget = self.config.token_budget
+        if self.waiting or len(decoding) < len(self.running):  # a quarter for prompts: drafts wait sooner than people
+            budget = max(len(decoding), budget - budget // 4)
+        share = budget // max(len(decoding), 1) - 1
         limits: dict[str, int] = {}
         for id in decoding:
             progress = self.running[id]
@@ -174,6 +179,15 @@ class Scheduler:
                 limit -= 1
             limits[id] = limit
         return limits
+
+    def _take_back(self, decoding: Sequence[Progress]) -> None:
+        """Where anchors lack slots, those that earlier drafts left unused: drafts are the first to go."""
+        missing = sum(max(0, self._blocks_for(p.length) - len(p.blocks)) for p in decoding)
+        if missing > self.allocator.available:
+            for progress in decoding:
+                needed = self._blocks_for(progress.length)
+                self.allocator.release(progress.blocks[needed:])
+                del progress.blocks[needed:]
 
     def _grow(self, progress: Progress, drafts: int) -> bool:
         """Room for the anchor and some drafts; False where the pool has too little left."""

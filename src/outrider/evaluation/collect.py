@@ -74,7 +74,7 @@ def collect(
         for i, prompt, text in zip(going, prompts, texts, strict=True):
             if greedy:
                 found[i].append(everywhere(target, drafter, prompt, text, config.params, probe))
-                history[i].append(target.tokenizer.decode(text, skip_special_tokens=True))
+                history[i].append(str(target.tokenizer.decode(text, skip_special_tokens=True)))
             else:
                 rules = StopRules(config.max_new_tokens)
                 generation = generate(target, prompt, drafter, config.params, rules, FixedPolicy())

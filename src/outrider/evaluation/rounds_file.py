@@ -9,9 +9,11 @@ Shapes: N rounds, K gamma.
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -38,8 +40,13 @@ def save_rounds(path: Path, tasks: Mapping[str, Conversations], about: Mapping[s
     if joined.features_NKF is not None:
         arrays["features"] = joined.features_NKF
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:  # a name, and numpy would append .npz
-        np.savez_compressed(file, about=json.dumps({**about, "names": list(tasks)}), **arrays)
+    staging = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}"
+    try:
+        with staging.open("wb") as file:  # a name, and numpy would append .npz
+            np.savez_compressed(file, about=json.dumps({**about, "names": list(tasks)}), **arrays)
+        staging.replace(path)
+    finally:
+        staging.unlink(missing_ok=True)
 
 
 def load_rounds(path: Path, about: Mapping[str, Any]) -> dict[str, list[list[Rounds]]]:
@@ -54,7 +61,7 @@ def load_rounds(path: Path, about: Mapping[str, Any]) -> dict[str, list[list[Rou
             arrays = {name: file[name] for name in file.files if name != "about"}
         everything = Rounds(arrays["confidences"], arrays["accepted"], arrays["admitted"], arrays.get("features"))
         keys = np.stack([arrays[name] for name in ("task", "conversation", "turn")], axis=1)
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, TypeError, EOFError, BadZipFile) as error:
         raise ValueError(f"{path}: not a file of rounds ({error}); remove it to collect again.") from error
     tasks: list[str] = found["names"]
     for name, wanted in json.loads(json.dumps(dict(about))).items():

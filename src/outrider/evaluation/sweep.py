@@ -41,6 +41,8 @@ def sweep(
     points = []
     for task, conversations in tasks.items():
         turns = [rounds for turns in conversations for rounds in turns if len(rounds.accepted_N)]
+        if not turns:  # its only conversation was fitted on
+            continue
         calibrated = [_calibrated(rounds, scaling) for rounds in turns]
         for threshold in thresholds:
             played = [
@@ -76,6 +78,7 @@ def _steps(accepted_N: Ints, lengths_N: Ints, replay: bool) -> Iterator[tuple[in
     """(accepted, verified) of the steps that are played."""
     place = 0
     while place < len(accepted_N):
-        accepted = int(min(accepted_N[place], lengths_N[place]))
+        left = len(accepted_N) - place - 1 if replay else int(accepted_N[place])  # the text may end before the block
+        accepted = int(min(accepted_N[place], lengths_N[place], left))
         yield accepted, int(lengths_N[place])
         place += accepted + 1 if replay else 1

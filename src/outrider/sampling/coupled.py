@@ -11,6 +11,8 @@ Source: Daliri, Musco and Suresh, arXiv 2408.07978 (drafter-invariant speculativ
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -29,9 +31,9 @@ class PositionNoise:
         if position not in self._rows:
             while len(self._rows) >= _KEPT:
                 del self._rows[next(iter(self._rows))]
-            # The two numbers are mixed so that (seed, n) and (seed + 1, n - 1) have nothing in common.
-            mixed = (self.seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03) % 2**63
-            generator = torch.Generator().manual_seed(mixed)
+            # Hashed: two requests with other seeds must not share noise at shifted positions. PyTorch uses 32 bits.
+            digest = hashlib.blake2b(f"{self.seed} {position}".encode(), digest_size=4).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
             self._rows[position] = torch.empty(self.vocab_size).exponential_(generator=generator)
         return self._rows[position]
 

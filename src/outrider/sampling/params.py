@@ -21,6 +21,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature={self.temperature} must be finite and >= 0; use 0 for greedy decoding")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(
+                f"seed={self.seed} must be from 0 to 2^64 - 1 (PyTorch's CPU generator uses the low 32 bits)"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be >= 0; use 0 to keep every token")
         if not 0 < self.top_p <= 1:

@@ -35,14 +35,16 @@ class GateView:
     """What is known before a step drafts.
 
     `expected_RK`: a request's own mean calibrated confidence per position, NaN where it has never drafted; `idle_R`:
-    steps since it last drafted, or since it came; `typical_K`: the same mean over all requests there ever were, None
-    before there were any. `contexts_R` and `other_tokens` as in `StepView`.
+    steps since it last drafted, or since it came; `other_requests` decode in the same step and cannot draft in it;
+    `typical_K`: the same mean over all requests there ever were, None before there were any. `contexts_R` and
+    `other_tokens` as in `StepView`.
     """
 
     expected_RK: Floats
     idle_R: Ints
     contexts_R: Ints
     other_tokens: int = 0
+    other_requests: int = 0
     typical_K: Floats | None = None
 
 
@@ -89,7 +91,7 @@ class SkipDrafting:
         survival_RK = np.cumprod(self._beliefs(view), axis=1, dtype=np.float64)
         ranked_R = np.argsort(-survival_RK.sum(axis=1), kind="stable")
         plain = float(self._seconds(view, np.zeros(1, dtype=np.int64), 0, 0)[0])
-        plan = _Plan(0, 1, 0, float(requests), plain)
+        plan = _Plan(0, gamma, 0, float(requests + view.other_requests), plain)  # probes learn about every position
         # The best depth with everybody drafting, then the best number of requests at that depth.
         tried = [self._tried(view, survival_RK, requests, depth) for depth in _halves(gamma)]
         depth = max(tried, key=_Plan.throughput).depth
@@ -103,7 +105,7 @@ class SkipDrafting:
         """The best a step can make of these drafts, [drafting, K] by expected survival."""
         curve = gains(survival_RK[:, :depth])
         seconds_M = self._seconds(view, np.arange(len(curve)), drafting, depth)
-        tokens_M = len(view.idle_R) + curve
+        tokens_M = len(view.idle_R) + view.other_requests + curve
         best = int((tokens_M / seconds_M).argmax())
         return _Plan(drafting, depth, best, float(tokens_M[best]), float(seconds_M[best]))
 
@@ -111,20 +113,20 @@ class SkipDrafting:
         """Expected confidences of every request, [R, K]."""
         unknown_R: Flags = np.asarray(np.isnan(view.expected_RK).any(axis=1))
         if not unknown_R.any():
-            return view.expected_RK
+            return _carried(view.expected_RK)
         if not unknown_R.all():  # each once, drafting or not: those that draft are better than the rest
             stranger_K = view.expected_RK[~unknown_R].mean(axis=0)
         elif view.typical_K is not None:
             stranger_K = view.typical_K
         else:
             stranger_K = np.full(view.expected_RK.shape[1], self.prior)
-        return np.where(unknown_R[:, None], stranger_K, view.expected_RK)
+        return _carried(np.where(unknown_R[:, None], stranger_K, view.expected_RK))
 
     def _probing(self, view: GateView, skipping_R: Flags, plan: _Plan) -> Ints:
         """Those of the skipping requests that draft all the same."""
         waiting = np.flatnonzero(skipping_R & (view.idle_R > 0))
         waiting = waiting[np.argsort(-view.idle_R[waiting], kind="stable")]
-        share = self.probe_share * plan.seconds / len(skipping_R)
+        share = self.probe_share * plan.seconds / (len(skipping_R) + view.other_requests)
         saved = share * np.cumsum(view.idle_R[waiting], dtype=np.float64)
         for count in _halves(min(len(waiting), max(1, len(skipping_R) // 4))):
             more = self._seconds(view, np.array([plan.admitted]), plan.drafting + count, plan.depth)
@@ -133,7 +135,7 @@ class SkipDrafting:
         return waiting[:0]
 
     def _seconds(self, view: GateView, admitted_M: Ints, drafting: int, depth: int) -> Floats:
-        requests = len(view.idle_R)
+        requests = len(view.idle_R) + view.other_requests
         tokens_M = requests + view.other_tokens + admitted_M
         return self.cost.seconds(tokens_M, requests, drafting, float(view.contexts_R.mean()), depth)
 
@@ -150,6 +152,13 @@ class _Plan:
 
     def throughput(self) -> float:
         return self.tokens / self.seconds
+
+
+def _carried(beliefs_RK: Floats) -> Floats:
+    """A position no draft got to is believed to be like the last that one did: 0 would keep drafts short for ever."""
+    reached_RK = np.where(beliefs_RK > 0, np.arange(beliefs_RK.shape[1]), 0)
+    carried_RK: Floats = np.take_along_axis(beliefs_RK, np.maximum.accumulate(reached_RK, axis=1), axis=1)
+    return carried_RK
 
 
 def _halves(count: int) -> list[int]:

@@ -24,7 +24,7 @@ class History:
 
     Args:
         gamma: most draft tokens of a block.
-        decay: what one more draft leaves of the weight of those before, in [0, 1).
+        decay: what one more draft leaves of the weight of those before (over all requests: one more step), in [0, 1).
     """
 
     def __init__(self, gamma: int, decay: float = 0.9) -> None:
@@ -38,13 +38,14 @@ class History:
         self._means_S2K = np.empty((0, 2, gamma))  # the same by request, NaN before its first draft
         self._idle_S = np.empty(0, dtype=np.int64)
 
-    def gate_view(self, ids: Sequence[Hashable], contexts: Sequence[int], other_tokens: int = 0) -> GateView:
+    def gate_view(
+        self, ids: Sequence[Hashable], contexts: Sequence[int], other_tokens: int = 0, other_requests: int = 0
+    ) -> GateView:
         """What a `DraftGate` is shown of these requests before they draft."""
         slots_R = self._slots_of(ids)
         contexts_R = np.asarray(contexts, dtype=np.int64)
-        return GateView(
-            _ratio(self._means_S2K[slots_R]), self._idle_S[slots_R], contexts_R, other_tokens, self._expected_K()
-        )
+        means_RK, idle_R = _ratio(self._means_S2K[slots_R]), self._idle_S[slots_R]
+        return GateView(means_RK, idle_R, contexts_R, other_tokens, other_requests, self._expected_K())
 
     def step_view(
         self,

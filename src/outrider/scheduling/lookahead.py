@@ -25,7 +25,7 @@ from outrider.scheduling.order import causal_order, falling, gains, lengths_of
 from outrider.scheduling.view import Floats, Ints, StepView
 
 _LEAST = 1e-6  # of an expected confidence: products of 16 of them are divided by
-_SORTED = 12_288  # candidates in all plans of a step together, which bounds its time; 3 plans for 256 requests of 16
+_SORTED = 8_192  # candidates in all plans of a step together, which bounds its time; 2 plans for 256 requests of 16
 
 
 @dataclass(frozen=True)
