@@ -32,7 +32,7 @@ def demo(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="recipe fields to change: optimizer.steps=20 ...")
     ] = None,
-    eval_samples: Annotated[int, typer.Option(min=1, help="held-out prompts per task and drafter")] = 4,
+    eval_samples: Annotated[int, typer.Option(min=1, help="held-out prompts per task and drafter")] = 3,
     eval_tokens: Annotated[int, typer.Option(min=1, help="new tokens per response")] = 128,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
