@@ -101,7 +101,7 @@ def soak(
             del chosen[gone], found[gone]
             tally.cancelled += 1
         assert engine.scheduler.allocator.used == sum(len(p.blocks) for p in engine.scheduler.running.values())
-        if submitted == count // 2 and not memory:
+        if submitted >= count // 2 and not memory:
             memory = resident_mib()
     assert engine.scheduler.allocator.used == 0 and not engine.scheduler.waiting
     tally.grown_mib = resident_mib() - memory
