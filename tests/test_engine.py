@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from conftest import randomise, toy_config, toy_target
 from hypothesis import given, settings
+from numpy.typing import NDArray
+from torch import Tensor
 
 from outrider.decoding import StopRules, generate
 from outrider.drafters import DSpark, DSparkConfig
-from outrider.drafters.packed import PackedDrafter
-from outrider.engine import Engine, EngineConfig, Output, Request, Scheduler
+from outrider.drafters.base import DraftCall, Proposal
+from outrider.drafters.packed import DraftSession, PackedDrafter
+from outrider.engine import Engine, EngineConfig, Output, Request, Scheduler, batch
 from outrider.engine.blocks import BlockAllocator
 from outrider.evaluation.run import compare_greedy
 from outrider.sampling import SamplingParams
 from outrider.scheduling import FixedPolicy, Policy, PrefixScheduler, SkipDrafting, SpsTable, ThresholdPolicy
+from outrider.scheduling.gate import GateView
 from outrider.target import Target
 
 
@@ -293,6 +299,56 @@ def test_slots_of_unused_drafts_come_back_before_anybody_is_preempted() -> None:
     for _ in range(5):
         scheduler.commit("b", 1)
         assert not scheduler.plan().preempted
+
+
+@dataclass
+class Sometimes:
+    """A gate: everybody drafts in every `period`-th step, 0 for never."""
+
+    period: int
+    step: int = 0
+
+    def depths(self, view: GateView) -> NDArray[np.int64]:
+        self.step += 1
+        drafts = self.period > 0 and self.step % self.period == 0
+        return np.full(len(view.idle_R), view.expected_RK.shape[1] * drafts)
+
+
+@pytest.mark.parametrize("period", [0, 1, 3])
+def test_the_drafter_reads_when_it_drafts(
+    target: Target, drafter: PackedDrafter, period: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+
+    def extend(sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
+        read.extend(map(len, tokens))
+        PackedDrafter.extend(drafter, sessions, tokens, taps_TLD)
+
+    def propose(calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+        assert [call.session.length for call in calls] == [call.position - 1 for call in calls]
+        return PackedDrafter.propose(drafter, calls, floor)
+
+    monkeypatch.setattr(drafter, "extend", extend)
+    monkeypatch.setattr(drafter, "propose", propose)
+    engine = Engine(target, drafter, gate=Sometimes(period), config=EngineConfig(4, 24, 4, 40))
+    requests = [Request(str(i), prompt, rules=StopRules(12)) for i, prompt in enumerate(prompts(6))]
+    tokens = finish(engine, requests)
+    for request in requests:
+        assert_solo(target, request, tokens[request.id])
+    assert bool(read) == (period > 0)
+    if period == 3:
+        assert max(read[6:]) > 1, "what was skipped is read at once"
+
+
+def test_unread_taps_are_bounded(target: Target, drafter: PackedDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "_MOST_UNREAD", 40)
+    engine = Engine(target, drafter, gate=Sometimes(0), config=EngineConfig(1, 16, 16, 64))
+    engine.submit(Request("long", prompts(1, longest=1)[0] * 200, rules=StopRules(4)))
+    most = 0
+    while not engine.idle:
+        engine.step()
+        most = max([most, *(live.unread_tokens for live in engine._live.values())])
+    assert 24 < most <= 40
 
 
 @pytest.mark.slow

@@ -388,6 +388,15 @@ class DepthCost(DraftCost):
         return super().seconds(tokens_N, requests, drafting * (4 if depth is None else depth), context)
 
 
+def test_a_gain_too_small_to_trust_is_left() -> None:
+    # 1.5 tokens in 1.45 seconds against 1 in 1.
+    cost, view = DraftCost(base=1.0, per_token=0.0, per_draft=0.45), gate_view([[0.5, 0.0]])
+    assert SkipDrafting(cost, margin=0.03).depths(view).tolist() != [0]
+    assert SkipDrafting(cost, margin=0.3).depths(view).tolist() == [0]
+    with pytest.raises(ValueError, match=r"margin=1"):
+        SkipDrafting(cost, margin=1)
+
+
 def test_a_draft_is_as_deep_as_it_pays() -> None:
     steep, flat = [0.9, 0.2, 0.2, 0.2], [0.9, 0.9, 0.9, 0.9]
     gate = SkipDrafting(DepthCost(base=1.0, per_token=0.02, per_draft=0.05))

@@ -3,6 +3,9 @@
     rows of the forward    | prefill chunk | prefill end, anchor | anchor, d_1 .. d_l | anchor, d_1 | ...
     logits                   none            1                     l + 1                2
 
+The drafter reads committed tokens late, all at once when their request drafts next: a request that skips its drafts
+pays nothing for them, and what it skips for long is read in one product.
+
 Shapes: N rows with logits, T rows, L taps, V vocab.
 """
 
@@ -22,6 +25,8 @@ from outrider.sampling import RandomSource
 from outrider.scheduling import DraftGate, History, StepView
 from outrider.target import Target
 from outrider.target.paged import PagedKV, Span
+
+_MOST_UNREAD = 256  # tokens of a request whose taps wait for the drafter; bounds memory
 
 
 class StepBatch:
@@ -72,6 +77,7 @@ class StepBatch:
         self.drafting = len(chosen)
         if chosen:
             with self.draft_clock:
+                self._read([self.live[self.ids[i]] for i in chosen])
                 found = self.drafter.propose([self._call(i, limits[i]) for i in chosen], floor)
             for i, proposal in zip(chosen, found, strict=True):
                 proposals[i] = proposal
@@ -121,20 +127,26 @@ class StepBatch:
         return rows
 
     def close(self, kept: Mapping[str, int]) -> None:
-        """Give the drafter the rows that stay: `kept` rows per request, those of finished requests left out."""
+        """Note for the drafter the rows that stay: `kept` rows per request, those of finished requests left out."""
         if self._shown is not None:
             self.history.record(self.ids, self._shown)
-        if self.drafter is None or not kept:
+        if self.drafter is None:
             return
-        ids = list(kept)
-        tokens = []
-        for id in ids:
-            cached = self.progress[id].cached
-            tokens.append(self.live[id].tokens[cached - kept[id] : cached])
-        taps_TLD = None
-        if self._taps_TLD is not None:
-            firsts = [self._first_row[id] for id in ids]
-            rows = torch.cat([torch.arange(f, f + kept[id]) for f, id in zip(firsts, ids, strict=True)])
-            taps_TLD = self._taps_TLD[rows.to(self._taps_TLD.device)]
+        for id, count in kept.items():
+            live, cached, first = self.live[id], self.progress[id].cached, self._first_row[id]
+            # A copy: a view would keep the taps of the whole step.
+            taps_TLD = None if self._taps_TLD is None else self._taps_TLD[first : first + count].clone()
+            live.unread.append((live.tokens[cached - count : cached], taps_TLD))
         with self.draft_clock:
-            self.drafter.extend([self.live[id].session for id in ids], tokens, taps_TLD)
+            self._read([self.live[id] for id in kept if self.live[id].unread_tokens > _MOST_UNREAD])
+
+    def _read(self, requests: Sequence[LiveRequest]) -> None:
+        """Give the drafter what it has not seen of these requests."""
+        behind = [live for live in requests if live.unread]
+        if self.drafter is None or not behind:
+            return
+        tokens = [[token for part, _ in live.unread for token in part] for live in behind]
+        taps = [taps_TLD for live in behind for _, taps_TLD in live.unread if taps_TLD is not None]
+        self.drafter.extend([live.session for live in behind], tokens, torch.cat(taps) if taps else None)
+        for live in behind:
+            live.unread.clear()

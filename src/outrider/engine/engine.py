@@ -86,7 +86,7 @@ class Engine:
         started = time.perf_counter()
         plan = self.scheduler.plan()
         for id in plan.preempted:
-            self._live[id].session = None
+            self._live[id].leave()
         if self.drafter is not None:
             for id in plan.admitted:
                 self._live[id].session = self.drafter.new_session(self._live[id].last)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from outrider.decoding.generate import FinishReason, StopRules, check_prompt
 from outrider.decoding.text import TextStream
 from outrider.sampling import PositionNoise, SamplingParams, SeededSource, SeenTokens
@@ -62,7 +64,11 @@ class StepRecord:
 
 
 class LiveRequest:
-    """A request's tokens and everything that belongs to them; `session` is its drafter's while it runs."""
+    """A request's tokens and everything that belongs to them.
+
+    `session` is its drafter's while it runs; `unread` are tokens in the target's cache that the drafter has yet to
+    read, with their taps [T, L, D].
+    """
 
     def __init__(self, request: Request, target: Target) -> None:
         check_prompt(target, request.prompt)
@@ -75,6 +81,16 @@ class LiveRequest:
         self.text = TextStream(target.tokenizer, request.rules.stop_strings)
         self.stop_ids = request.rules.ids(target)
         self.session: Any = None
+        self.unread: list[tuple[list[int], Tensor | None]] = []
+
+    @property
+    def unread_tokens(self) -> int:
+        return sum(len(tokens) for tokens, _ in self.unread)
+
+    def leave(self) -> None:
+        """Forget what its KV blocks and its session held: it will be prefilled anew."""
+        self.session = None
+        self.unread.clear()
 
     def commit(self, tokens: Sequence[int]) -> Output:
         """Take the tokens of a round, up to the first that ends the response."""

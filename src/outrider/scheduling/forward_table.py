@@ -1,9 +1,13 @@
 """seconds of a target forward by (R requests, B tokens, S mean context), from measured cells
 
        B = 1 2 3 4 5 6 7 8 ...      16        32        64        128
-    R = 1  o o o o o o o o o o o o o o o o o o o         o          o . . theta      o cells: exact
+    R = 1  o o o o o o o o o o o o o o o o o o o         o          o . . theta      o cells
     R = 2    o   o   o   o    o     o . . . . . . as R = 1 . . . . . . .
     R = 4        o       o          o         o . as R = 2 . . . . . . .
+
+Cells of one row rise with the tokens: where measurements fall, the nearest rising line in squares takes their place
+(isotonic regression). More tokens are not cheaper by more than noise, and a policy that searches the table would find
+just those cells that noise made cheap, and pay what they really cost. Cliffs upward stay as they are.
 
 A row is the row of fewer requests plus their difference, which is linear between cells and constant outside of them:
 steps of the staircase come from matrix products over all B rows, whoever they belong to, and need to be measured one by
@@ -76,9 +80,21 @@ def _by_row(cells: Sequence[Cell]) -> dict[tuple[int, int], dict[int, float]]:
 def _row(measured: dict[int, float], base_B: Floats) -> Floats:
     """Seconds of 0, 1, 2, ... tokens: the cells, and between them as `base_B`."""
     counts = np.array(sorted(measured))
-    over = np.array([measured[count] for count in counts.tolist()]) - base_B[counts]
-    row_B: Floats = base_B + np.interp(np.arange(len(base_B)), counts, over)
+    over = _rising([measured[count] for count in counts.tolist()]) - base_B[counts]
+    row_B: Floats = np.maximum.accumulate(base_B + np.interp(np.arange(len(base_B)), counts, over))
     return row_B
+
+
+def _rising(values: Sequence[float]) -> Floats:
+    """Isotonic regression: neighbours that fall are pooled into their mean until none do."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, size = pools.pop()
+            mean, count = (mean * count + before * size) / (count + size), count + size
+        pools.append((mean, count))
+    return np.repeat([mean for mean, _ in pools], [count for _, count in pools])
 
 
 def _between(grid: Sequence[int], value: float) -> tuple[int, int, float]:

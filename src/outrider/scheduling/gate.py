@@ -6,7 +6,8 @@ A draft is paid for whatever is verified of it, and under load that is more than
 open limitation of DSpark (arXiv 2607.05147). Such a request skips its draft and rides along as plain decoding, which is
 also how a block of length 0 enters the adaptive lengths. Requests are ranked by expected accepted drafts, and D is the
 best of 0, R, R/2, R/4, ..., 1 of them: neighbouring sizes cost nearly the same. All that draft draft equally deep: a
-step of the drafter is paid for once.
+step of the drafter is paid for once. The best of many estimates is the luckiest as well, so drafting has to promise
+`margin` more than plain decoding.
 
 A request that skips learns nothing, so it probes. It saves `probe_share` of its share of every step it skips, and some
 of those that have waited longest draft once their savings pay for it: all probing together costs `probe_share` of the
@@ -68,17 +69,21 @@ class SkipDrafting:
 
     Args:
         probe_share: of the time, spent at most on finding out whether drafting pays again.
+        margin: share of throughput that drafting must promise to gain.
         prior: confidence of every position before anything has been drafted. A request that has never drafted counts as
             the mean of those present that have, else as `typical_K`, else as this.
     """
 
     cost: StepCost
     probe_share: float = 0.01
+    margin: float = 0.03
     prior: float = 0.5
 
     def __post_init__(self) -> None:
         if not 0 <= self.probe_share < 1:
             raise ValueError(f"probe_share={self.probe_share} must be in [0, 1); 0.01 is a hundredth of the time")
+        if not 0 <= self.margin < 1:
+            raise ValueError(f"margin={self.margin} must be in [0, 1); 0.03 asks for 3 % more tokens per second")
         if not 0 <= self.prior <= 1:
             raise ValueError(f"prior={self.prior} must be in [0, 1]; it is the confidence in a token nobody has seen")
 
@@ -96,7 +101,9 @@ class SkipDrafting:
         tried = [self._tried(view, survival_RK, requests, depth) for depth in _halves(gamma)]
         depth = max(tried, key=_Plan.throughput).depth
         tried += [self._tried(view, survival_RK[ranked_R[:n]], n, depth) for n in _halves(requests)[1:]]
-        plan = max([plan, *tried], key=_Plan.throughput)
+        best = max(tried, key=_Plan.throughput)
+        if best.throughput() > (1 + self.margin) * plan.throughput():
+            plan = best
         depths_R[ranked_R[: plan.drafting]] = plan.depth
         depths_R[self._probing(view, depths_R == 0, plan)] = plan.depth
         return depths_R

@@ -1,8 +1,9 @@
 """seconds of one step  =  draft(D)  +  verify(R, B, S)  +  other(R)          measured on the machine that serves
 
     verify     a table over requests R, tokens B >= R and mean context S (scheduling/forward_table.py)
-    draft      for each of D requests a block of some depth (linear between one token and gamma); 0 for none
-    other      what else a step does for R requests: the drafter reads new tokens, rows are warped and judged, text
+    draft      for each of D requests: the drafter reads its new tokens, then a block of some depth (linear between one
+               token and gamma); 0 for none
+    other      what else a step does for R requests: rows are warped and judged, text
 
 SPS(B) = 1 / seconds is the curve of DSpark, arXiv 2607.05147. Shapes: N token counts asked for.
 """
@@ -67,7 +68,7 @@ class Profile(BaseModel):
     """A measured machine; a `StepCost`.
 
     `draft` are whole blocks of `gamma` tokens, `draft_one` blocks kept to one; `extend` is the drafter's reading of new
-    tokens, which all requests need.
+    tokens, which comes with each block.
 
     Raises:
         ValueError: cells that are no grid (some requests were not measured at some context), or twice the same.
@@ -109,18 +110,18 @@ class Profile(BaseModel):
         return self.table.seconds(tokens_N, requests, context)
 
     def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
-        """A block of `depth` tokens (None: gamma) for each of `drafting` requests."""
-        if self.draft is None or self.draft_one is None or depth == 0:
+        """Reading, and a block of `depth` tokens (None: gamma), for each of `drafting` requests."""
+        if self.draft is None or self.draft_one is None or self.extend is None or depth == 0:
             return 0.0
-        whole = self.draft.at(drafting)
+        reading, whole = self.extend.at(drafting), self.draft.at(drafting)
         if depth is None or depth >= self.gamma:
-            return whole
+            return reading + whole
         one = self.draft_one.at(drafting)
-        return one + (whole - one) * (depth - 1) / (self.gamma - 1)
+        return reading + one + (whole - one) * (depth - 1) / (self.gamma - 1)
 
     def other_seconds(self, requests: int) -> float:
         """What a step of `requests` costs besides drafting and the target."""
-        return self.other.at(requests) + (0.0 if self.extend is None else self.extend.at(requests))
+        return self.other.at(requests)
 
     def plain(self) -> Profile:
         """The same machine serving without a drafter."""
