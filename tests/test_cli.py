@@ -31,6 +31,7 @@ VERBS = {
     "prepare": ["--target", "--prompts", "--out", "--recipe", "--base-url", "--thinking", "--max-minutes"],
     "inspect": ["PATH", "--target", "--row", "--limit", "--html"],
     "bench-forward": ["--context", "--repeats"],
+    "bench-planning": ["--requests", "--gamma"],
     "bench-objective": ["--anchors", "--vocab", "--hidden"],
     "bench-training": ["RECIPE", "--responses", "--precision"],
     "doctor": ["--target", "--drafter", "--data", "--eval", "--json"],

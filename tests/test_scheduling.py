@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from numpy.typing import NDArray
 
-from outrider.evaluation.planning import busy_step, gate_microseconds, planning_microseconds
+from outrider.evaluation.planning import CLIFFS, POLICIES, busy_step, gate_microseconds, planning_microseconds
 from outrider.scheduling import (
     AlwaysDraft,
     AsyncScheduler,
@@ -471,22 +471,9 @@ def test_a_request_that_turned_good_drafts_again() -> None:
 
 # Planning time
 
-COST = SpsTable([1 / (0.02 + 0.001 * (tokens // 32)) for tokens in range(5000)])
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "policy",
-    [
-        FixedPolicy(5),
-        ThresholdPolicy(0.5),
-        PrefixScheduler(COST),
-        AsyncScheduler(COST),
-        GoodputPolicy(COST),
-        LookAhead(COST),
-    ],
-    ids=lambda p: type(p).__name__,
-)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_planning_takes_less_than_300_microseconds(policy: Policy) -> None:
     """256 requests, 16 positions. The least of several medians: other processes may hold the cores meanwhile."""
     assert min(planning_microseconds(policy, repeats=50) for _ in range(10)) < 300
@@ -494,4 +481,4 @@ def test_planning_takes_less_than_300_microseconds(policy: Policy) -> None:
 
 @pytest.mark.slow
 def test_the_gate_takes_less_than_700_microseconds() -> None:
-    assert min(gate_microseconds(SkipDrafting(COST), repeats=50) for _ in range(10)) < 700
+    assert min(gate_microseconds(SkipDrafting(CLIFFS), repeats=50) for _ in range(10)) < 700

@@ -124,23 +124,23 @@ def sweep_table(points: Sequence[SweepPoint]) -> Table:
     for point in points:
         rate = "-" if point.acceptance_rate is None else f"{point.acceptance_rate:.3f}"
         numbers = (f"{point.threshold:.2f}", f"{point.tokens_per_step:.3f}", f"{point.verified_per_step:.2f}", rate)
-        view.add_row(Path(point.task).stem, *numbers)
+        view.add_row(point.task, *numbers)
     return view
 
 
 def quality_table(calibration: Calibration) -> Table:
     """One row per draft position: temperature, offset, ECE, Brier and ROC-AUC of the survival, before -> after.
 
-    `by chance` is the ECE that so few rounds would show of perfect confidences.
+    `chance` is the ECE that so few rounds would show of perfect confidences. Fits a terminal of 80 columns.
     """
     fit, measured = calibration.fit_rounds, calibration.measured_rounds
     view = Table(title=f"Survival to position k: fitted on {fit} rounds, measured on {measured} others")
-    for heading in ("k", "temperature", "offset", "ECE", "by chance", "Brier", "ROC-AUC"):
+    for heading in ("k", "T", "offset", "ECE", "chance", "Brier", "ROC-AUC"):
         view.add_column(heading, justify="right", no_wrap=True)
     before, after = calibration.before, calibration.after
     for i, t in enumerate(calibration.temperatures):
         cells = [
-            " -> ".join("-" if value is None else f"{value:.3f}" for value in pair)
+            "→".join("-" if value is None else f"{value:.3f}" for value in pair)
             for pair in (
                 (before.ece[i], after.ece[i]),
                 (before.brier[i], after.brier[i]),

@@ -20,6 +20,7 @@ from outrider.cli import (
     generate,
     inspect,
     package,
+    planning,
     prepare,
     profile,
     simulate,
@@ -46,6 +47,7 @@ app.add_typer(features.app, name="features")
 app.command("doctor")(doctor.doctor)
 app.command("simulate")(simulate.simulate_command)
 app.command("bench-forward")(benchmark.bench_forward)
+app.command("bench-planning")(planning.bench_planning)
 app.command("bench-objective")(benchmark_training.bench_objective)
 app.command("bench-training")(benchmark_training.bench_training)
 

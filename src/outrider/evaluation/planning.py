@@ -12,7 +12,42 @@ from collections.abc import Callable
 
 import numpy as np
 
-from outrider.scheduling import DraftGate, GateView, History, Policy, StepView
+from outrider.scheduling import (
+    AsyncScheduler,
+    DraftGate,
+    FixedPolicy,
+    GateView,
+    GoodputPolicy,
+    History,
+    LookAhead,
+    Policy,
+    PrefixScheduler,
+    SkipDrafting,
+    SpsTable,
+    StepView,
+    ThresholdPolicy,
+)
+
+# Cliffs every 32 tokens: the search has something to search.
+CLIFFS = SpsTable([1 / (0.02 + 0.001 * (tokens // 32)) for tokens in range(5000)])
+POLICIES: dict[str, Policy] = {
+    "fixed": FixedPolicy(5),
+    "threshold": ThresholdPolicy(0.5),
+    "prefix": PrefixScheduler(CLIFFS),
+    "async": AsyncScheduler(CLIFFS),
+    "goodput": GoodputPolicy(CLIFFS),
+    "look-ahead": LookAhead(CLIFFS),
+}
+
+
+def planning_medians(requests: int, gamma: int, repeats: int, rounds: int) -> dict[str, list[float]]:
+    """Per policy, and for the gate that goes before them, `rounds` medians in microseconds, taking turns."""
+    found: dict[str, list[float]] = {name: [] for name in [*POLICIES, "gate"]}
+    for _ in range(rounds):
+        for name, policy in POLICIES.items():
+            found[name].append(planning_microseconds(policy, requests, gamma, repeats))
+        found["gate"].append(gate_microseconds(SkipDrafting(CLIFFS), requests, gamma, repeats))
+    return found
 
 
 def planning_microseconds(policy: Policy, requests: int = 256, gamma: int = 16, repeats: int = 200) -> float:

@@ -9,6 +9,7 @@ Real rounds at a temperature cannot be replayed; each is cut where it stands.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from pydantic import BaseModel
@@ -53,7 +54,7 @@ def sweep(
             accepted, verified = (int(total) for total in np.sum(played, axis=0))
             points.append(
                 SweepPoint(
-                    task=task,
+                    task=Path(task).stem,
                     threshold=threshold,
                     steps=len(played),
                     tokens_per_step=accepted / len(played) + 1,
