@@ -14,9 +14,10 @@ from test_text import byte_tokenizer
 from toy_directory import save_toy_target
 from typer.testing import CliRunner
 
+from outrider.benchmark.arrivals import ClosedLoop, Poisson, SimulatedClock, WallClock
 from outrider.benchmark.frontier import Sweep, run_sweep
 from outrider.benchmark.journal import Journal, Point
-from outrider.benchmark.load import ClosedLoop, LoadConfig, Poisson, SimulatedClock, WallClock, Window, run_load
+from outrider.benchmark.load import LoadConfig, Window, run_load
 from outrider.benchmark.metrics import Sla, summarise
 from outrider.benchmark.plots import write_plots
 from outrider.benchmark.prompts import mixed_prompts

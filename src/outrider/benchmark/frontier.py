@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from outrider.benchmark.arrivals import Arrivals, Clock, ClosedLoop, Poisson
 from outrider.benchmark.journal import Journal, Point
-from outrider.benchmark.load import Arrivals, Backend, Clock, ClosedLoop, LoadConfig, Poisson, Window, run_load
+from outrider.benchmark.load import Backend, LoadConfig, Window, run_load
 from outrider.benchmark.metrics import Sla, summarise
 from outrider.benchmark.variants import NO_SPECULATION
 from outrider.decoding import StopRules

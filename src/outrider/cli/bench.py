@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from outrider.benchmark.arrivals import WallClock
 from outrider.benchmark.frontier import Sweep, run_sweep
 from outrider.benchmark.journal import Journal
-from outrider.benchmark.load import WallClock
 from outrider.benchmark.local import engine_config, local_engines
 from outrider.benchmark.metrics import Sla
 from outrider.benchmark.plots import write_plots
