@@ -24,7 +24,7 @@ from outrider.benchmark.frontier import Sweep
 from outrider.benchmark.journal import Point
 from outrider.benchmark.machines import Machine, Scaled, Table, TableMachine, load_machine
 from outrider.benchmark.metrics import Sla
-from outrider.benchmark.predict import compare, serve, simulate_sweep
+from outrider.benchmark.predict import check_comparable, compare, serve, simulate_sweep
 from outrider.benchmark.simulate import SimulatedEngine
 from outrider.benchmark.summary import summarise_points
 from outrider.benchmark.traces import Response, Traces, record
@@ -190,6 +190,22 @@ def test_two_requests_by_hand() -> None:
         [("1", 1)],
     ]
     assert [(r.tokens, r.drafting) for r in records] == [(6, 0), (4, 2), (4, 2), (2, 1), (1, 0)]
+
+
+def test_reading_committed_tokens_is_drafting_here_and_there(target: Target, drafter: PackedDrafter) -> None:
+    """A chunk of prefill: nothing is drafted, but the drafter reads it."""
+    machine, traces = profile_of(cells_of(linear)), made((6, [0] * 5))
+    config = EngineConfig(max_requests=1, token_budget=4)
+    real, _ = run(Engine(target, drafter, config=config), requests_for(traces, 5))
+    replayed, _ = run(SimulatedEngine(traces, machine, config=config), requests_for(traces, 5))
+    plain, _ = run(SimulatedEngine(traces, machine, config=config, gamma=0), requests_for(traces, 5))
+    for records in (real, replayed):
+        assert records[0].drafting == 0 and records[0].draft_seconds > 0
+    assert machine.extend is not None and replayed[0].draft_seconds == pytest.approx(machine.extend.at(1))
+    for step in replayed:
+        assert step.other_seconds == pytest.approx(machine.other.at(1))
+        assert step.seconds == pytest.approx(step.draft_seconds + step.verify_seconds + step.other_seconds)
+    assert all(step.draft_seconds == 0 for step in plain)
 
 
 def test_preemption_by_hand() -> None:
@@ -450,6 +466,8 @@ def test_the_verb_records_simulates_and_validates(outrider: Run, tmp_path: Path)
     found = json.loads((tmp_path / "second" / "validation.json").read_text())
     assert len(found["points"]) == 6 and all(-50.1 < point["error"] < 0 for point in found["points"])
 
+    status, _, stderr = outrider(*given, *chosen[:-1], 7, "--out", tmp_path / "x", *validate)
+    assert status == 2 and "requests is 6, here it is 7" in stderr and not (tmp_path / "x").exists(), stderr
     for arguments, message in (
         (("simulate",), "give --traces, --profile and --out"),
         (("simulate", "--record", traces), "--record needs --tasks"),
@@ -459,9 +477,23 @@ def test_the_verb_records_simulates_and_validates(outrider: Run, tmp_path: Path)
         ((*given[:-1], 9, "--out", tmp_path / "x"), "its trace has 8"),
         ((*given, "--out", tmp_path / "x", "--validate", tmp_path / "table.json"), "is no frontier.json"),
         ((*given, "--out", tmp_path / "x", "--validate", tmp_path / "none.json"), "no measured points"),
+        ((*given, "--out", tmp_path / "x", "--variants", ","), "',' names no variant; there are none, fixed-K"),
     ):
         status, _, stderr = outrider(*arguments)
         assert status == 2 and message in stderr and "Traceback" not in stderr, stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_only_what_was_measured_under_the_same_load_is_compared() -> None:
+    measured: dict[str, object] = sweep_of("none", levels=(1, 2)).settings() | {"token_budget": 512, "target": "t"}
+    check_comparable(sweep_of("fixed-1", levels=(4,)).settings() | {"token_budget": 512, "replicas": 1}, measured)
+    changes = {"max_new_tokens": 9, "requests": None, "seed": 3, "token_budget": 64, "arrivals": "poisson"}
+    for name, value in changes.items():
+        with pytest.raises(ValueError, match=rf"another load: {name} is {value}, here it is {measured[name]}\. "):
+            check_comparable(measured, measured | {name: value})
+    with pytest.raises(ValueError) as every:
+        check_comparable(measured, {})
+    assert all(f"{name} is None" in str(every.value) for name in changes)
 
 
 def test_a_profile_of_something_else_is_refused(tmp_path: Path) -> None:

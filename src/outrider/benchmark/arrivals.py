@@ -1,4 +1,4 @@
-"""Seconds that pass or are charged, and when the next request comes.
+"""Whose seconds count, and when the next request comes.
 
     closed loop   N users:   ask ---- answer, ask -- answer, ask ------ answer, ...     never more than N at once
     Poisson       a rate:    ask  ask      ask ask  ask           ask    ...            whatever happens
@@ -38,23 +38,6 @@ class WallClock:
 
     def wait_until(self, moment: float) -> None:
         time.sleep(max(0.0, moment - self.now()))
-
-
-class SimulatedClock:
-    """Steps take what their records say; waiting takes no time."""
-
-    def __init__(self) -> None:
-        self._now = 0.0
-
-    def now(self) -> float:
-        return self._now
-
-    def stepped(self, last: StepRecord | None) -> None:
-        assert last is not None, "a simulated step says how long it took"
-        self._now += last.seconds
-
-    def wait_until(self, moment: float) -> None:
-        self._now = max(self._now, moment)
 
 
 class Arrivals(Protocol):
