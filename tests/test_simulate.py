@@ -192,22 +192,6 @@ def test_two_requests_by_hand() -> None:
     assert [(r.tokens, r.drafting) for r in records] == [(6, 0), (4, 2), (4, 2), (2, 1), (1, 0)]
 
 
-def test_reading_committed_tokens_is_drafting_here_and_there(target: Target, drafter: PackedDrafter) -> None:
-    """A chunk of prefill: nothing is drafted, but the drafter reads it."""
-    machine, traces = profile_of(cells_of(linear)), made((6, [0] * 5))
-    config = EngineConfig(max_requests=1, token_budget=4)
-    real, _ = run(Engine(target, drafter, config=config), requests_for(traces, 5))
-    replayed, _ = run(SimulatedEngine(traces, machine, config=config), requests_for(traces, 5))
-    plain, _ = run(SimulatedEngine(traces, machine, config=config, gamma=0), requests_for(traces, 5))
-    for records in (real, replayed):
-        assert records[0].drafting == 0 and records[0].draft_seconds > 0
-    assert machine.extend is not None and replayed[0].draft_seconds == pytest.approx(machine.extend.at(1))
-    for step in replayed:
-        assert step.other_seconds == pytest.approx(machine.other.at(1))
-        assert step.seconds == pytest.approx(step.draft_seconds + step.verify_seconds + step.other_seconds)
-    assert all(step.draft_seconds == 0 for step in plain)
-
-
 def test_preemption_by_hand() -> None:
     """6 blocks of 2 for two requests that need 4 each in the end: the younger starts again once the elder is done."""
     traces = made((3, [0] * 5), (3, [0] * 5))

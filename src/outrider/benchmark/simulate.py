@@ -6,9 +6,6 @@
     commit    min(A_n, l) + 1 tokens                                                    exact for greedy decoding
     clock  += draft(D) + verify(B, R, S) + other(R)                                     measured, or supposed
 
-As in the engine's records, what a drafter takes to read committed tokens is part of drafting. Machines count it among
-`other`; it is what that costs more than without a drafter.
-
 So nothing is modelled but seconds. Step for step it is what engine/engine.py does, without tensors.
 Shapes: R requests that decode, K draft positions.
 """
@@ -77,7 +74,6 @@ class SimulatedEngine:
         gamma = traces.gamma if gamma is None else gamma
         assert gamma <= traces.gamma, f"blocks of {gamma} asked for, {traces.gamma} recorded"
         self.machine = machine if gamma else machine.plain()
-        self._without_drafter = machine.plain()
         self.scheduler, self.history = Scheduler(self.config, gamma), History(gamma)
         self.last: StepRecord | None = None
         self._live: dict[str, _Live] = {}
@@ -185,12 +181,11 @@ class SimulatedEngine:
         draft = self.machine.draft_seconds(counts.drafting, max(counts.depth, 1))
         verify = float(self.machine.verify_seconds(np.array([tokens]), requests, context)[0])
         other = self.machine.other_seconds(requests)
-        reading = other - self._without_drafter.other_seconds(requests)
         return StepRecord(
             seconds=draft + verify + other,
-            draft_seconds=draft + reading,
+            draft_seconds=draft,
             verify_seconds=verify,
-            other_seconds=other - reading,
+            other_seconds=other,
             requests=len(outputs),
             drafting=counts.drafting,
             tokens=tokens,
