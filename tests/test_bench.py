@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import randomise
+from conftest import randomise, toy_config, toy_target
 from test_text import byte_tokenizer
 from toy_directory import save_toy_target
 from typer.testing import CliRunner
 
+from outrider.benchmark.arrivals import ClosedLoop, Poisson, WallClock
 from outrider.benchmark.frontier import Sweep, run_sweep
 from outrider.benchmark.journal import Journal, Point
-from outrider.benchmark.load import ClosedLoop, LoadConfig, Poisson, SimulatedClock, WallClock, Window, run_load
+from outrider.benchmark.load import LoadConfig, Window, run_load
+from outrider.benchmark.local import drafter_of
 from outrider.benchmark.metrics import Sla, summarise
 from outrider.benchmark.plots import write_plots
 from outrider.benchmark.prompts import mixed_prompts
 from outrider.benchmark.summary import Frontier, level_verdicts, overall_verdicts, summarise_points
-from outrider.benchmark.variants import Shortened, build_variant, default_variants
+from outrider.benchmark.variants import build_variant, default_variants
+from outrider.benchmark.wrapped import Shortened
 from outrider.cli import bench
+from outrider.decoding import StopRules
 from outrider.drafters import DSpark, DSparkConfig
-from outrider.engine import Output, Request, StepRecord
+from outrider.drafters.packed import PackedDrafter
+from outrider.engine import Engine, Output, Request, StepRecord
 from outrider.evaluation.profile import ProfileConfig, measure_profile
 from outrider.formats import Checkpoint, save_drafter
 from outrider.scheduling import AlwaysDraft, LookAhead, SkipDrafting, SpsTable
@@ -67,6 +72,23 @@ class FakeEngine:
         parts = (0.2 * self.seconds, 0.7 * self.seconds, 0.1 * self.seconds)
         self.last = StepRecord(self.seconds, *parts, n, n, 4 * n, 0, 3 * n, 3 * n, n, committed, n, 0, 0)
         return outputs
+
+
+class SimulatedClock:
+    """Steps take what their records say; waiting takes no time."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def stepped(self, last: StepRecord | None) -> None:
+        assert last is not None, "a simulated step says how long it took"
+        self._now += last.seconds
+
+    def wait_until(self, moment: float) -> None:
+        self._now = max(self._now, moment)
 
 
 def closed(users: int, engine: FakeEngine, **changes: object) -> Window:
@@ -236,30 +258,43 @@ def test_plots_are_written(tmp_path: Path) -> None:
     assert all(path.stat().st_size > 10_000 for path in write_plots(frontier, tmp_path))
 
 
-class NoDrafter:
-    gamma, taps = 4, (1,)
-
-
 def test_variants_by_name() -> None:
-    drafter, cost = NoDrafter(), SpsTable([1.0])
-    build: Callable[..., object] = lambda name, threshold=0.2, cost=cost: build_variant(name, drafter, threshold, cost)  # type: ignore[arg-type] # noqa: E731
-    for name in default_variants(4, 0.2, confident=True):
-        variant = build_variant(name, drafter, 0.2, cost)  # type: ignore[arg-type]
-        assert variant.name == name and (variant.drafter is None) == (name == "none")
+    cost = SpsTable([1.0])
+    names = default_variants(4, 0.2, confident=True)
+    built = {name: build_variant(name, 4, 0.2, cost) for name in names}
+    lengths = {"none": 0, "fixed-1": 1, "fixed-2": 2, "fixed-3": 3}
+    assert {name: variant.drafts for name, variant in built.items()} == {name: lengths.get(name, 4) for name in names}
+    assert all(variant.name == name for name, variant in built.items())
+    assert names[:5] == ["none", "fixed-1", "fixed-2", "fixed-3", "threshold"]
     assert default_variants(4, None, confident=True)[:5] == ["none", "fixed-1", "fixed-2", "fixed-3", "prefix"]
     assert default_variants(4, 0.2, confident=False) == ["none", "fixed-1", "fixed-2", "fixed-3"]
-    fixed = build_variant("fixed-3", drafter, None, None)  # type: ignore[arg-type]
-    assert isinstance(fixed.drafter, Shortened) and fixed.drafter.gamma == 3
-    skipping = build_variant("look-ahead+skip", drafter, None, cost)  # type: ignore[arg-type]
+    skipping = build_variant("look-ahead+skip", 4, None, cost)
     assert isinstance(skipping.policy, LookAhead) and isinstance(skipping.gate, SkipDrafting)
-    assert isinstance(build_variant("look-ahead", drafter, None, cost).gate, AlwaysDraft)  # type: ignore[arg-type]
+    assert isinstance(build_variant("look-ahead", 4, None, cost).gate, AlwaysDraft)
     for bad, message in (("fixed-5", "drafts 1 to 4"), ("fixed-0", "drafts 1 to 4"), ("best", "no variant 'best'")):
         with pytest.raises(ValueError, match=message):
-            build(bad)
+            build_variant(bad, 4, 0.2, cost)
     with pytest.raises(ValueError, match="recommends none"):
-        build("threshold", threshold=None)
+        build_variant("threshold", 4, None, cost)
     with pytest.raises(ValueError, match=r"variant prefix decides by what steps cost here.*outrider profile"):
-        build("prefix", cost=None)
+        build_variant("prefix", 4, 0.2, None)
+
+
+def test_a_variant_gets_as_much_of_the_drafter_as_it_wants() -> None:
+    target = toy_target()
+    drafter = PackedDrafter(DSpark(toy_config()).eval(), target)
+    found = {name: drafter_of(build_variant(name, 4, 0.2, None), drafter) for name in ("none", "fixed-3", "threshold")}
+    shortened = found["fixed-3"]
+    assert found["none"] is None and found["threshold"] is drafter
+    assert isinstance(shortened, Shortened) and (shortened.gamma, shortened.taps) == (3, drafter.taps)
+    engine = Engine(target, shortened)
+    engine.submit(Request("a", [5, 6, 7], rules=StopRules(12, stop_ids=())))
+    proposed = []
+    while not engine.idle:
+        engine.step()
+        assert engine.last is not None
+        proposed.append(engine.last.proposed)
+    assert max(proposed) == 3, "blocks are not drawn in full and cut"
 
 
 def test_mixed_prompts(tmp_path: Path) -> None:
@@ -328,6 +363,11 @@ def test_the_verb_on_a_toy_model(
     command += ["--requests-per-point", 5, "--max-new-tokens", 8, "--repeats", 1]
     found = run.invoke(app, list(map(str, command)))
     assert isinstance(found.exception, ValueError) and "--profile FILE" in str(found.exception)
+    found = run.invoke(app, [*map(str, command), "--variants", " , "])
+    assert isinstance(found.exception, ValueError) and "names no variant; there are none, fixed-K" in str(
+        found.exception
+    )
+    assert not out.exists()
     command += ["--profile", tmp_path / "profile.json"]
     found = run.invoke(app, list(map(str, command)), env={"COLUMNS": "200"})
     assert found.exit_code == 0, (found.output, found.exception)

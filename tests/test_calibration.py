@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from functools import partial
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,21 @@ import pytest
 import torch
 from conftest import randomise, toy_config, toy_target
 from test_proof import TOLERANCE, VISIBLE, deviation, lanes_of, toy
+from toy_directory import save_toy_target
 
 import outrider.evaluation.proof as proof
+from outrider.data.conversations import Conversation
 from outrider.decoding import RoundStats, StopRules, generate
 from outrider.drafters import DFlash, DSpark, DSparkConfig
 from outrider.drafters.base import Proposal
 from outrider.drafters.chain import ChainHeads
 from outrider.drafters.estimator import CertaintyEstimator, certainty
 from outrider.drafters.packed import PackedDrafter
+from outrider.engine import Engine
 from outrider.evaluation.calibrate import quality
-from outrider.evaluation.collect import Probe, as_rounds, everywhere, visited
+from outrider.evaluation.collect import Probe, as_rounds, collect, everywhere, visited
 from outrider.evaluation.rounds_file import load_rounds, save_rounds
+from outrider.evaluation.run import EvaluationConfig
 from outrider.evaluation.sweep import sweep
 from outrider.formats.sglang_schedule import write_confidence_sts, write_sps_table
 from outrider.sampling import SamplingParams
@@ -43,6 +47,7 @@ from outrider.scheduling.calibration import (
 )
 from outrider.scheduling.logistic import fit_estimator
 from outrider.scheduling.sts import fit_sts
+from outrider.target import load_target
 
 
 def drawn(count: int, temperatures: list[float], seed: int = 0) -> Rounds:
@@ -255,6 +260,26 @@ def test_blocks_after_every_token_contain_the_rounds_of_decoding(dspark: bool) -
     if not dspark:
         assert real.features_NKF is not None and played.features_NKF is not None
         np.testing.assert_allclose(real.features_NKF[whole], played.features_NKF[whole], atol=1e-4)
+
+
+def test_families_that_cannot_be_batched_are_calibrated_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    vocab = save_toy_target(tmp_path, layers=5)
+    target = load_target(str(tmp_path))
+    module = DSpark(toy_config(vocab_size=vocab, draft_vocab_size=vocab))
+    randomise(module)
+    drafter, config = PackedDrafter(module, target), EvaluationConfig(max_new_tokens=12)
+    conversations = [Conversation(str(i), (f"say {i}", "more")[: i + 1]) for i in range(2)]
+    together = collect(target, drafter, conversations, config)
+    changed = type(target.config)(**target.config.to_dict())
+    object.__setattr__(changed, "rope_parameters", {"rope_type": "dynamic"})
+    monkeypatch.setattr(target, "config", changed)
+    with pytest.raises(ValueError, match="dynamic"):
+        Engine(target)
+    alone = collect(target, drafter, conversations, config)
+    assert [len(turns) for turns in alone] == [1, 2]
+    for mine, theirs in zip(chain.from_iterable(alone), chain.from_iterable(together), strict=True):
+        assert mine.accepted_N.tolist() == theirs.accepted_N.tolist() and len(mine.accepted_N)
+        np.testing.assert_allclose(mine.confidences_NK, theirs.confidences_NK, atol=1e-5)
 
 
 def test_certainty_and_its_fit() -> None:

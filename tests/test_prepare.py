@@ -178,10 +178,10 @@ def test_training_uses_a_finished_file_as_it_is(zygote: Zygote, toy: Path, serve
     assert responses.read_bytes() == before and settings["target"] == served.name
     tokens = sum(s.num_supervised for s in [*train, *held_out])
     assert tokens == sum(len(r.response) for r in read_responses(responses)[1])
-    with pytest.raises(ValueError, match=r"nope\.jsonl do not exist"):
+    with pytest.raises(ValueError, match=r"no responses file .*nope\.jsonl; `outrider prepare` makes one"):
         recipe_samples(recipe_for(toy, tmp_path, tmp_path / "nope.jsonl"), served)
     beside(tmp_path / "half.jsonl", "journal").write_text("{}\n")
-    with pytest.raises(ValueError, match="not complete: run the `outrider prepare`"):
+    with pytest.raises(ValueError, match="the `outrider prepare` that began it has to end"):
         recipe_samples(recipe_for(toy, tmp_path, tmp_path / "half.jsonl"), served)
     assert served.tokenizer is not None
     plain = byte_tokenizer()

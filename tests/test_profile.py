@@ -21,14 +21,16 @@ from typer.testing import CliRunner
 from outrider.cli import main
 from outrider.cli import profile as profile_verb
 from outrider.drafters import DSpark
-from outrider.evaluation.profile import setting_of
+from outrider.drafters.base import Drafter
+from outrider.evaluation import profile as profile_module
+from outrider.evaluation.profile import ProfileConfig, measure_profile, setting_of
 from outrider.evaluation.profile_jobs import forward_jobs, sweep
 from outrider.evaluation.results import machine
 from outrider.formats import Checkpoint, load_drafter, save_drafter
 from outrider.scheduling import PrefixScheduler, StepView
 from outrider.scheduling.additive import Additive, Cell
 from outrider.scheduling.profile import Curve, Profile, Setting
-from outrider.target import load_target
+from outrider.target import Target, load_target
 from outrider.target.paged import PagedKV, Span
 
 SETTING = Setting(target="t (5 x 32)", dtype="float32", processor="a CPU", threads=2, drafter="d")
@@ -316,6 +318,18 @@ def test_the_verb_without_a_drafter_and_its_mistakes(run: Run, toy: Path, tmp_pa
         found = run(*command, *options)
         assert re.search(message, found), found
         assert not out.exists()
+
+
+def test_what_a_step_does_besides_is_repeated_as_often_as_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def other_seconds(target: Target, drafter: Drafter | None, requests: int, repeats: int) -> list[float]:
+        asked.append(repeats)
+        return [0.001] * repeats
+
+    monkeypatch.setattr(profile_module, "other_seconds", other_seconds)
+    config = ProfileConfig(max_requests=2, max_tokens=2, contexts=(4,), repeats=9, seconds=0.0)
+    assert measure_profile(toy_target(), None, config).repeats == 3 and asked == [3, 3]
 
 
 def test_jobs_take_turns_and_end_in_time() -> None:

@@ -306,6 +306,17 @@ def test_the_card_shows_the_calibration() -> None:
     assert "| 1 | 1.50 | 0.200 -> 0.030 | 0.010 | 0.250 -> 0.250 | 0.750 |" in card
     assert "| 2 | 0.75 | 0.100 -> 0.040 | 0.020 | 0.125 -> 0.125 | - |" in card
     assert "1,000 rounds of a; measured on 2,000 other rounds of b" in card and "temperature 0.7" in card
+    assert "offset" not in card and "no confidence head" not in card
+    more = {"offsets": [0.25, -1.5], "estimator": {"weights": [0.8, -0.4], "biases": [0.1, -0.2]}}
+    metadata["calibration"] = calibration | more
+    card = model_card(Checkpoint(DSpark(toy_config()), None, metadata), CardFacts("d", torch.float32))
+    assert "| k | temperature | offset | ECE |" in card and "sigmoid(logit(c) / temperature + offset)" in card
+    assert "| 1 | 1.50 | +0.25 | 0.200 -> 0.030 |" in card and "| 2 | 0.75 | -1.50 | 0.100 -> 0.040 |" in card
+    assert "sigmoid(0.80 logit(max p_k) -0.40 entropy(p_k) + bias_k), biases +0.10, -0.20." in card
+    metadata["calibration"] = calibration | {"offsets": [0.0, 0.0]}
+    card = model_card(Checkpoint(DSpark(toy_config()), None, metadata), CardFacts("d", torch.float32))
+    assert "offset" not in card, "there are none"
+    metadata["calibration"] = calibration
     del calibration["before"]
     with pytest.raises(ValueError, match=r"calibration\.before: Field required; run outrider calibrate again"):
         model_card(Checkpoint(DSpark(toy_config()), None, metadata), CardFacts("d", torch.float32))

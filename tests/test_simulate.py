@@ -24,7 +24,7 @@ from outrider.benchmark.frontier import Sweep
 from outrider.benchmark.journal import Point
 from outrider.benchmark.machines import Machine, Scaled, Table, TableMachine, load_machine
 from outrider.benchmark.metrics import Sla
-from outrider.benchmark.predict import compare, serve, simulate_sweep
+from outrider.benchmark.predict import check_comparable, compare, serve, simulate_sweep
 from outrider.benchmark.simulate import SimulatedEngine
 from outrider.benchmark.summary import summarise_points
 from outrider.benchmark.traces import Response, Traces, record
@@ -451,6 +451,8 @@ def test_the_verb_records_simulates_and_validates(outrider: Run, tmp_path: Path)
     assert len(found["points"]) == 6 and all(-60 < point["error"] < 0 for point in found["points"])
     assert found["points"][0]["variant"] == "none" and found["points"][0]["error"] == pytest.approx(-50.0)
 
+    status, _, stderr = outrider(*given, *chosen[:-1], 7, "--out", tmp_path / "x", *validate)
+    assert status == 2 and "requests is 6, here it is 7" in stderr and not (tmp_path / "x").exists(), stderr
     for arguments, message in (
         (("simulate",), "give --traces, --profile and --out"),
         (("simulate", "--record", traces), "--record needs --tasks"),
@@ -460,9 +462,23 @@ def test_the_verb_records_simulates_and_validates(outrider: Run, tmp_path: Path)
         ((*given[:-1], 9, "--out", tmp_path / "x"), "its trace has 8"),
         ((*given, "--out", tmp_path / "x", "--validate", tmp_path / "table.json"), "is no frontier.json"),
         ((*given, "--out", tmp_path / "x", "--validate", tmp_path / "none.json"), "no measured points"),
+        ((*given, "--out", tmp_path / "x", "--variants", ","), "',' names no variant; there are none, fixed-K"),
     ):
         status, _, stderr = outrider(*arguments)
         assert status == 2 and message in stderr and "Traceback" not in stderr, stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_only_what_was_measured_under_the_same_load_is_compared() -> None:
+    measured: dict[str, object] = sweep_of("none", levels=(1, 2)).settings() | {"token_budget": 512, "target": "t"}
+    check_comparable(sweep_of("fixed-1", levels=(4,)).settings() | {"token_budget": 512, "replicas": 1}, measured)
+    changes = {"max_new_tokens": 9, "requests": None, "seed": 3, "token_budget": 64, "arrivals": "poisson"}
+    for name, value in changes.items():
+        with pytest.raises(ValueError, match=rf"another load: {name} is {value}, here it is {measured[name]}\. "):
+            check_comparable(measured, measured | {name: value})
+    with pytest.raises(ValueError) as every:
+        check_comparable(measured, {})
+    assert all(f"{name} is None" in str(every.value) for name in changes)
 
 
 def test_a_profile_of_something_else_is_refused(tmp_path: Path) -> None:

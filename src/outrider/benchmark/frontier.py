@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
+from outrider.benchmark.arrivals import Arrivals, Clock, ClosedLoop, Poisson
 from outrider.benchmark.journal import Journal, Point
-from outrider.benchmark.load import Arrivals, Backend, Clock, ClosedLoop, LoadConfig, Poisson, Window, run_load
+from outrider.benchmark.load import Backend, LoadConfig, Window, run_load
 from outrider.benchmark.metrics import Sla, summarise
 from outrider.benchmark.variants import NO_SPECULATION
 from outrider.decoding import StopRules
@@ -55,6 +56,10 @@ class Sweep:
             raise ValueError(f"variants {', '.join(self.variants)}: one is named twice.")
         for level in self.levels:
             self.load(level)
+
+    def settings(self) -> dict[str, Any]:
+        """What every single measurement is made with: not levels, variants and repeats, which may grow."""
+        return {name: value for name, value in asdict(self).items() if name not in ("levels", "variants", "repeats")}
 
     def load(self, level: float) -> LoadConfig:
         """One warm-up request per user, so that all are at work when the window opens."""

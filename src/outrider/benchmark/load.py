@@ -12,12 +12,11 @@ Poisson: requests come at a rate whatever happens; waiting counts as time to the
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from outrider.benchmark.arrivals import Arrivals, Clock
 from outrider.decoding import StopRules
 from outrider.engine import Output, Request, StepRecord
 from outrider.sampling import SamplingParams
@@ -41,84 +40,6 @@ class Backend(Protocol):
     def cancel(self, id: str) -> bool: ...
 
     def step(self) -> list[Output]: ...
-
-
-class Clock(Protocol):
-    """Seconds, measured or simulated."""
-
-    def now(self) -> float: ...
-
-    def stepped(self, last: StepRecord | None) -> None:
-        """A step is over."""
-        ...
-
-    def wait_until(self, moment: float) -> None: ...
-
-
-class WallClock:
-    """The time that passes."""
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def stepped(self, last: StepRecord | None) -> None:
-        """Steps take the time they take."""
-
-    def wait_until(self, moment: float) -> None:
-        time.sleep(max(0.0, moment - self.now()))
-
-
-class SimulatedClock:
-    """Steps take what their records say; waiting takes no time."""
-
-    def __init__(self) -> None:
-        self._now = 0.0
-
-    def now(self) -> float:
-        return self._now
-
-    def stepped(self, last: StepRecord | None) -> None:
-        assert last is not None, "a simulated step says how long it took"
-        self._now += last.seconds
-
-    def wait_until(self, moment: float) -> None:
-        self._now = max(self._now, moment)
-
-
-class Arrivals(Protocol):
-    def next(self, now: float, live: int) -> float | None:
-        """When the next request comes, `live` being in; None: once one of them has left."""
-        ...
-
-    def taken(self) -> None:
-        """That request has come."""
-        ...
-
-
-class ClosedLoop:
-    """`users` of which each asks again as soon as it is answered."""
-
-    def __init__(self, users: int) -> None:
-        self.users = users
-
-    def next(self, now: float, live: int) -> float | None:
-        return now if live < self.users else None
-
-    def taken(self) -> None:
-        """Nothing to remember."""
-
-
-class Poisson:
-    """Independent users: exponential gaps, `rate` requests per second on average."""
-
-    def __init__(self, rate: float, seed: int, start: float) -> None:
-        self._rate, self._random, self._next = rate, random.Random(seed), start
-
-    def next(self, now: float, live: int) -> float | None:
-        return self._next
-
-    def taken(self) -> None:
-        self._next += self._random.expovariate(self._rate)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 from outrider.benchmark.frontier import Serve
 from outrider.benchmark.variants import Variant
+from outrider.benchmark.wrapped import Shortened
+from outrider.drafters.base import Drafter
 from outrider.engine import Engine, EngineConfig
 from outrider.target import Target
 
@@ -22,13 +24,22 @@ def engine_config(prompts: Sequence[Sequence[int]], max_new_tokens: int, users: 
     return EngineConfig(users, token_budget, num_blocks=max(blocks, EngineConfig.num_blocks))
 
 
-def local_engines(target: Target, variants: Sequence[Variant], config_at: Callable[[float], EngineConfig]) -> Serve:
+def drafter_of(variant: Variant, drafter: Drafter) -> Drafter | None:
+    """What drafts for a variant: this drafter, no more of it than the variant wants, or none."""
+    if variant.drafts == 0:
+        return None
+    return drafter if variant.drafts == drafter.gamma else Shortened(drafter, variant.drafts)
+
+
+def local_engines(
+    target: Target, drafter: Drafter, variants: Sequence[Variant], config_at: Callable[[float], EngineConfig]
+) -> Serve:
     """A new engine for every point; `config_at` a level."""
     by_name = {variant.name: variant for variant in variants}
 
     def serve(name: str, level: float) -> Engine:
         variant = by_name[name]
         gc.collect()  # the last engine's memory comes back now, not inside the window
-        return Engine(target, variant.drafter, variant.policy, variant.gate, config_at(level))
+        return Engine(target, drafter_of(variant, drafter), variant.policy, variant.gate, config_at(level))
 
     return serve

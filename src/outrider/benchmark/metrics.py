@@ -4,7 +4,8 @@ tokens/s      all tokens of the window / its seconds
 user speed    (tokens - those of the first output) / (last - first output) of a request; p95 is what 95 % at least get
 TTFT          first output - arrival
 budget        (admitted + requests) / requests: rows verified per request and step        tau  committed / requests
-acceptance    accepted / admitted                                                draft share  of the steps' seconds
+acceptance    accepted / admitted
+draft share   of the steps' seconds: blocks, and what drafters take to read committed tokens
 goodput       finished requests per second * share of the counted that met the limits
 """
 

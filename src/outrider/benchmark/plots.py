@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +88,9 @@ def _finish(axes: Axes) -> None:
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def write_plots(frontier: Frontier, directory: Path, names: Sequence[str] = ("frontier.png", "load.png")) -> list[Path]:
+def write_plots(frontier: Frontier, directory: Path) -> list[Path]:
     """Both pictures; says where they are."""
-    paths = [directory / name for name in names]
+    paths = [directory / "frontier.png", directory / "load.png"]
     plot_frontier(frontier, paths[0])
     plot_load(frontier, paths[1])
     return paths

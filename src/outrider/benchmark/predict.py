@@ -8,11 +8,10 @@ engine and clock are simulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
-from torch import Tensor
 
 from outrider.benchmark.cluster import Cluster, Routing
 from outrider.benchmark.frontier import Sweep
@@ -24,8 +23,9 @@ from outrider.benchmark.simulate import SimulatedEngine
 from outrider.benchmark.summary import PointSummary
 from outrider.benchmark.traces import Traces
 from outrider.benchmark.variants import build_variant
-from outrider.drafters.base import DraftCall, Proposal
 from outrider.engine import EngineConfig
+
+_SAME = ("arrivals", "max_new_tokens", "requests", "seed", "token_budget")
 
 
 class Comparison(BaseModel):
@@ -36,24 +36,6 @@ class Comparison(BaseModel):
     measured: float
     predicted: float
     error: float
-
-
-class RecordedDrafter:
-    """The drafter of traces, as far as variants ask for one: how long its blocks are."""
-
-    taps = ()
-
-    def __init__(self, gamma: int) -> None:
-        self.gamma = gamma
-
-    def new_session(self, capacity: int) -> Any:
-        raise NotImplementedError("its drafts are in the traces")
-
-    def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
-        raise NotImplementedError("its drafts are in the traces")
-
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
-        raise NotImplementedError("its drafts are in the traces")
 
 
 def serve(
@@ -70,12 +52,9 @@ def serve(
     Raises:
         ValueError: no such variant, or it needs what is not there.
     """
-    variant = build_variant(name, RecordedDrafter(traces.gamma), threshold, machine)
-    gamma = 0 if variant.drafter is None else variant.drafter.gamma
-    return Cluster(
-        [SimulatedEngine(traces, machine, variant.policy, variant.gate, engine, gamma) for _ in range(replicas)],
-        routing,
-    )
+    variant = build_variant(name, traces.gamma, threshold, machine)
+    parts = (traces, machine, variant.policy, variant.gate, engine, variant.drafts)
+    return Cluster([SimulatedEngine(*parts) for _ in range(replicas)], routing)
 
 
 def simulate_sweep(
@@ -101,6 +80,23 @@ def simulate_sweep(
         )
     on_progress("done", len(turns), len(turns))
     return points
+
+
+def check_comparable(simulated: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
+    """Settings of a simulation and of what it is to be compared with: the load must be the same.
+
+    Raises:
+        ValueError: naming each field that differs.
+    """
+    differing = [
+        f"{name} is {measured.get(name)}, here it is {simulated[name]}"
+        for name in _SAME
+        if measured.get(name) != simulated[name]
+    ]
+    if differing:
+        raise ValueError(
+            f"--validate: measured under another load: {'; '.join(differing)}. Simulate what was measured."
+        )
 
 
 def compare(predicted: Sequence[PointSummary], measured: Sequence[PointSummary]) -> list[Comparison]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from pydantic import BaseModel
 from outrider.benchmark.journal import Point
 from outrider.benchmark.metrics import Metrics
 from outrider.benchmark.variants import NO_SPECULATION, is_adaptive
+from outrider.evaluation.results import machine
+from outrider.formats import versions
 
 
 class PointSummary(BaseModel):
@@ -72,6 +75,41 @@ class Frontier(BaseModel):
     settings: dict[str, Any]
     machine: dict[str, Any]
     versions: dict[str, str]
+
+    @staticmethod
+    def of(arrivals: str, points: Sequence[Point], settings: dict[str, Any]) -> Frontier:
+        """Points made on this machine, summed up."""
+        found, closed = summarise_points(points), arrivals == "closed"
+        return Frontier(
+            arrivals=arrivals,
+            points=found,
+            levels=level_verdicts(found) if closed else [],
+            overall=overall_verdicts(found) if closed else [],
+            settings=settings,
+            machine=machine(),
+            versions=versions(),
+        )
+
+    def save(self, directory: Path) -> Path:
+        """Write frontier.json; says where it is."""
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / "frontier.json"
+        path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        return path
+
+    @staticmethod
+    def load(path: Path) -> Frontier:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: missing, or something else.
+        """
+        if not path.is_file():
+            raise ValueError(f"no measured points at {path}: measure them (outrider bench --out {path.parent}).")
+        try:
+            return Frontier.model_validate_json(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path} is no frontier.json of outrider bench ({str(error).splitlines()[0]}).") from None
 
 
 def summarise_points(points: Sequence[Point]) -> list[PointSummary]:

@@ -22,10 +22,10 @@ from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
+from outrider.benchmark.wrapped import Listening
 from outrider.decoding import StopRules, generate
-from outrider.drafters.base import DraftCall, Drafter, Proposal
+from outrider.drafters.base import Drafter, Proposal
 from outrider.scheduling import FixedPolicy
 from outrider.scheduling.view import Ints
 from outrider.target import Target
@@ -154,7 +154,7 @@ def record(
     distinct = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
     for number, prompt in enumerate(distinct):
         on_progress("traces", number, len(distinct))
-        listener = _Listener(drafter)
+        listener = Listening(drafter)
         generation = generate(target, prompt, listener, rules=rules, policy=FixedPolicy(0))
         tokens = generation.tokens
         # The last position of a response that ends by length is not drafted: nothing of a block could be used.
@@ -176,23 +176,3 @@ def _matching(draft: Sequence[int], text: Sequence[int]) -> int:
     while count < min(len(draft), len(text)) and draft[count] == text[count]:
         count += 1
     return count
-
-
-class _Listener:
-    """A drafter that remembers what it proposed to its one request."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
-        self.taps, self.gamma = drafter.taps, drafter.gamma
-        self.heard: list[Proposal] = []
-
-    def new_session(self, capacity: int) -> Any:
-        return self.drafter.new_session(capacity)
-
-    def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
-        self.drafter.extend(sessions, tokens, taps_TLD)
-
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
-        found = self.drafter.propose(calls, floor)
-        self.heard += found
-        return found

@@ -1,4 +1,4 @@
-"""Variants by name: what serves, how many drafts it verifies, who drafts.
+"""Variants by name: how long drafts are, how many of them are verified, who drafts.
 
 none                                no speculation
 fixed-K                             K drafts of everybody; no more than K are drawn (fixed-1: as an MTP head of depth 1)
@@ -9,13 +9,9 @@ prefix, async, goodput, look-ahead  chosen by cost, from a profile of this machi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor
-
-from outrider.drafters.base import DraftCall, Drafter, Proposal
 from outrider.scheduling import (
     AlwaysDraft,
     AsyncScheduler,
@@ -39,38 +35,17 @@ BY_COST: dict[str, Callable[[StepCost], Policy]] = {
 }
 FIXED = (1, 2, 3, 5, 7)
 SKIP = "+skip"
+KNOWN = f"{', '.join([NO_SPECULATION, 'fixed-K', 'threshold', *BY_COST])}, and NAME{SKIP} for those chosen by cost"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to serve. `drafter` None: no speculation."""
+    """A way to serve. `drafts`: most tokens of a draft; 0 without a drafter."""
 
     name: str
-    drafter: Drafter | None
+    drafts: int
     policy: Policy
     gate: DraftGate
-
-
-@dataclass(frozen=True)
-class Shortened:
-    """A drafter asked for no more than `gamma` tokens: a fixed length pays for no draft it never verifies."""
-
-    drafter: Drafter
-    gamma: int
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.drafter.taps
-
-    def new_session(self, capacity: int) -> Any:
-        return self.drafter.new_session(capacity)
-
-    def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
-        self.drafter.extend(sessions, tokens, taps_TLD)
-
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
-        assert all(call.limit is not None and call.limit <= self.gamma for call in calls), "engines plan with our gamma"
-        return self.drafter.propose(calls, floor)
 
 
 def is_adaptive(name: str) -> bool:
@@ -87,10 +62,11 @@ def default_variants(gamma: int, threshold: float | None, confident: bool) -> li
     return [NO_SPECULATION, *fixed, *recommended, *BY_COST, f"look-ahead{SKIP}"]
 
 
-def build_variant(name: str, drafter: Drafter, threshold: float | None, cost: StepCost | None) -> Variant:
+def build_variant(name: str, gamma: int, threshold: float | None, cost: StepCost | None) -> Variant:
     """The variant of that name.
 
     Args:
+        gamma: most tokens the drafter drafts.
         threshold: what the drafter was found to serve best with, if anything.
         cost: of steps on this machine; only adaptive variants need it.
 
@@ -99,26 +75,25 @@ def build_variant(name: str, drafter: Drafter, threshold: float | None, cost: St
     """
     always = AlwaysDraft()
     if name == NO_SPECULATION:
-        return Variant(name, None, FixedPolicy(), always)
+        return Variant(name, 0, FixedPolicy(), always)
     if name == "threshold":
         if threshold is None:
             raise ValueError(
                 "variant threshold: the drafter recommends none; give --confidence-threshold, store one "
                 "(outrider package --confidence-threshold), or leave the variant out."
             )
-        return Variant(name, drafter, ThresholdPolicy(threshold), always)
+        return Variant(name, gamma, ThresholdPolicy(threshold), always)
     if found := re.fullmatch(r"fixed-(\d+)", name):
         length = int(found[1])
-        if not 1 <= length <= drafter.gamma:
-            raise ValueError(f"variant {name}: this drafter drafts 1 to {drafter.gamma} tokens; choose among those.")
-        return Variant(name, Shortened(drafter, length), FixedPolicy(), always)
+        if not 1 <= length <= gamma:
+            raise ValueError(f"variant {name}: this drafter drafts 1 to {gamma} tokens; choose among those.")
+        return Variant(name, length, FixedPolicy(), always)
     if not is_adaptive(name):
-        known = ", ".join([NO_SPECULATION, "fixed-K", "threshold", *BY_COST])
-        raise ValueError(f"no variant {name!r}; there are {known}, and NAME{SKIP} for those chosen by cost.")
+        raise ValueError(f"no variant {name!r}; there are {KNOWN}.")
     if cost is None:
         raise ValueError(
             f"variant {name} decides by what steps cost here: measure that (outrider profile --out FILE) and give "
             "--profile FILE, or leave the variant out."
         )
     gate = SkipDrafting(cost) if name.endswith(SKIP) else always
-    return Variant(name, drafter, BY_COST[name.removesuffix(SKIP)](cost), gate)
+    return Variant(name, gamma, BY_COST[name.removesuffix(SKIP)](cost), gate)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,16 +11,24 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from outrider.benchmark.arrivals import WallClock
 from outrider.benchmark.frontier import Sweep, run_sweep
 from outrider.benchmark.journal import Journal
-from outrider.benchmark.load import WallClock
 from outrider.benchmark.local import engine_config, local_engines
 from outrider.benchmark.metrics import Sla
 from outrider.benchmark.plots import write_plots
 from outrider.benchmark.prompts import mixed_prompts
-from outrider.benchmark.summary import Frontier, level_verdicts, overall_verdicts, summarise_points
-from outrider.benchmark.variants import NO_SPECULATION, Variant, build_variant, default_variants
-from outrider.cli.options import AUTO, counting, recommended_threshold, require_drafter, split_names, split_numbers
+from outrider.benchmark.summary import Frontier
+from outrider.benchmark.variants import KNOWN, NO_SPECULATION, Variant, build_variant, default_variants
+from outrider.cli.options import (
+    AUTO,
+    counting,
+    recommended_threshold,
+    require_drafter,
+    show_paths,
+    split_names,
+    split_numbers,
+)
 from outrider.cli.runtime import load, set_up
 from outrider.drafters.base import Drafter
 from outrider.evaluation.profile import setting_of
@@ -85,7 +92,8 @@ def bench_command(
     packed = checkpoint.packed(loaded)
     confident = packed.heads.confidence is not None or packed.heads.estimator is not None
     threshold = recommended_threshold(checkpoint.metadata) if confidence_threshold is None else confidence_threshold
-    names = default_variants(packed.gamma, threshold, confident) if variants is None else split_names(variants)
+    allowed = default_variants(packed.gamma, threshold, confident)
+    names = allowed if variants is None else split_names(variants, f"variant; there are {KNOWN}")
     built = _variants(names, loaded, packed, threshold, profile)
     if requests_per_point is None and seconds_per_point is None:
         requests_per_point = 12
@@ -98,7 +106,7 @@ def bench_command(
     mixed = [prompt.tokens for prompt in mixed_prompts(loaded.tokenizer, split_names(tasks), prompts, seed)]
     users = {level: int(level) if arrivals == "closed" else max_requests for level in levels}
     configs = {level: engine_config(mixed, max_new_tokens, users[level], token_budget) for level in levels}
-    settings = {key: value for key, value in asdict(sweep).items() if key not in ("levels", "variants", "repeats")}
+    settings = sweep.settings()
     settings |= {"backend": backend, "target": target, "drafter": drafter, "tasks": tasks, "prompts": len(mixed)}
     settings |= {"threshold": threshold, "profile_sha256": _digest(profile), "device": device}
     settings |= {"drafter_sha256": _digest(*sorted(p for p in directory.iterdir() if p.suffix in _OF_A_DRAFTER))}
@@ -106,9 +114,9 @@ def bench_command(
     settings |= {"token_budget": token_budget, "max_requests": None if arrivals == "closed" else max_requests}
     journal = Journal(out, settings | {"machine": machine(), "versions": versions()})
     with counting(console, "bench") as on_progress:
-        serve, compare = local_engines(loaded, built, configs.__getitem__), partial(compare_greedy, loaded)
+        serve, compare = local_engines(loaded, packed, built, configs.__getitem__), partial(compare_greedy, loaded)
         run_sweep(sweep, serve, mixed, compare, journal, WallClock, on_progress)
-    report(journal, sweep, settings, out, console)
+    report(Frontier.of(arrivals, journal.points, settings), out, console)
 
 
 def _variants(
@@ -119,7 +127,7 @@ def _variants(
     if profile is not None:
         cost = Profile.load(profile)
         cost.check(setting_of(target, drafter))
-    return [build_variant(name, drafter, threshold, cost) for name in dict.fromkeys([NO_SPECULATION, *names])]
+    return [build_variant(name, drafter.gamma, threshold, cost) for name in dict.fromkeys([NO_SPECULATION, *names])]
 
 
 def _digest(*paths: Path | None) -> str | None:
@@ -128,28 +136,16 @@ def _digest(*paths: Path | None) -> str | None:
     return hashlib.sha256(b"".join(content)).hexdigest() if content else None
 
 
-def report(journal: Journal, sweep: Sweep, settings: dict[str, object], out: Path, console: Console) -> None:
+def report(frontier: Frontier, out: Path, console: Console) -> None:
     """Write frontier.json and the plots, print tables and verdicts.
 
     Raises:
         ValueError: greedy output differed from plain decoding: a bug worth reporting.
     """
-    points, closed = summarise_points(journal.points), sweep.arrivals == "closed"
-    frontier = Frontier(
-        arrivals=sweep.arrivals,
-        points=points,
-        levels=level_verdicts(points) if closed else [],
-        overall=overall_verdicts(points) if closed else [],
-        settings=settings,
-        machine=machine(),
-        versions=versions(),
-    )
-    path = out / "frontier.json"
-    path.write_text(frontier.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    path = frontier.save(out)
     _print(frontier, console)
-    for written in [path, *write_plots(frontier, out)]:
-        console.print(f"  {written}", highlight=False, markup=False, soft_wrap=True)
-    wrong = sorted({point.variant for point in points if point.mismatches})
+    show_paths(console, path, *write_plots(frontier, out))
+    wrong = sorted({point.variant for point in frontier.points if point.mismatches})
     if wrong:
         raise ValueError(
             f"output differs from plain decoding with {', '.join(wrong)}; this is a bug, please report it."

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options import counting, require_drafter, split_names
+from outrider.cli.options import counting, require_drafter, show_paths, split_names
 from outrider.cli.runtime import load, set_up
 from outrider.evaluation.calibrate import Calibrated, Calibration, calibrate, collect_tasks, quality
 from outrider.evaluation.plots import plot_reliability, plot_sweep
@@ -93,8 +93,7 @@ def calibrate_command(
         written.append(_export(found, export_sglang))
         if any(found.scaling.offsets):
             console.print("SGLang has no offsets: temperatures were fitted alone for its file", soft_wrap=True)
-    for path in written:
-        console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
+    show_paths(console, *written)
 
 
 def _digest(directory: Path) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from outrider.cli.options import AUTO, choose_policy, counting, require_drafter, split_names
+from outrider.cli.options import AUTO, choose_policy, counting, require_drafter, show_paths, split_names
 from outrider.cli.runtime import load, set_up
 from outrider.drafters.packed import PackedDrafter
 from outrider.evaluation.report import table, write_report
@@ -88,8 +88,7 @@ def report(results: Results, out: Path, console: Console) -> None:
     """
     paths = write_report(results, out)
     console.print(table(results))
-    for path in paths:
-        console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
+    show_paths(console, *paths)
     wrong = [t.task for t in results.tasks if t.greedy_mismatches]
     if wrong:
         raise ValueError(f"output differs from plain decoding on {', '.join(wrong)}; this is a bug, please report it.")

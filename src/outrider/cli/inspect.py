@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from outrider.data.inspection import Row, html_page, rows_of, terminal_text
-from outrider.data.responses import beside, read_responses
+from outrider.data.responses import read_responses
 from outrider.target.resolve import resolve_model
 
 
@@ -42,12 +42,6 @@ def inspect_responses(
     Raises:
         ValueError: no such file or row, or its target's tokenizer cannot be found.
     """
-    if not path.is_file():
-        begun = beside(path, "journal").is_file()
-        raise ValueError(
-            f"no responses file {path}; "
-            + ("the `outrider prepare` that began it has to end." if begun else "`outrider prepare` makes one.")
-        )
     settings, replies = read_responses(path)
     rows = rows_of(replies)
     if row is not None and row >= len(rows):

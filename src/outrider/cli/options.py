@@ -56,15 +56,15 @@ def recommended_threshold(metadata: Mapping[str, Any]) -> float | None:
     return metadata.get("recommended", {}).get("confidence_threshold")
 
 
-def split_names(names: str) -> list[str]:
-    """`a, b` -> ["a", "b"]
+def split_names(names: str, kind: str = "task file or shipped set") -> list[str]:
+    """`a, b` -> ["a", "b"]; `kind` is what they should name.
 
     Raises:
         ValueError: no name in it.
     """
     found = [name.strip() for name in names.split(",") if name.strip()]
     if not found:
-        raise ValueError(f"{names!r} names no task file or shipped set.")
+        raise ValueError(f"{names!r} names no {kind}.")
     return found
 
 
@@ -78,6 +78,12 @@ def split_numbers(option: str, text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"{option} {text!r}: give numbers, as 1,2,4.") from None
+
+
+def show_paths(console: Console, *paths: Path) -> None:
+    """What was written, a line each."""
+    for path in paths:
+        console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options import AUTO, counting, find_drafter
+from outrider.cli.options import AUTO, counting, find_drafter, show_paths
 from outrider.cli.runtime import load, set_up
 from outrider.evaluation.profile import ProfileConfig, measure_profile
 from outrider.evaluation.profile_plot import plot_profile
@@ -52,10 +52,10 @@ def profile_command(
     if export_sglang is not None:
         one = sorted((c.tokens, c.median) for c in profile.cells if (c.requests, c.context) == (1, config.middle))
         write_sps_table(export_sglang / TABLE_FILE, one)
-        console.print(f"  {export_sglang / TABLE_FILE}", highlight=False, markup=False, soft_wrap=True)
+        show_paths(console, export_sglang / TABLE_FILE)
     if plot:
         plot_profile(profile, config.middle, out.with_suffix(".png"))
-        console.print(f"  {out.with_suffix('.png')}", highlight=False, markup=False, soft_wrap=True)
+        show_paths(console, out.with_suffix(".png"))
 
 
 def _contexts(text: str) -> tuple[int, ...]:

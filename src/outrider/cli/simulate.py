@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -15,17 +14,24 @@ from rich.table import Table
 
 from outrider.benchmark.cluster import Cluster, Routing
 from outrider.benchmark.frontier import Sweep
-from outrider.benchmark.journal import Point
 from outrider.benchmark.local import engine_config
 from outrider.benchmark.machines import load_machine
 from outrider.benchmark.metrics import Sla
 from outrider.benchmark.plots import write_plots
-from outrider.benchmark.predict import Comparison, compare, serve, simulate_sweep
+from outrider.benchmark.predict import Comparison, check_comparable, compare, serve, simulate_sweep
 from outrider.benchmark.prompts import mixed_prompts
-from outrider.benchmark.summary import Frontier, PointSummary, level_verdicts, overall_verdicts, summarise_points
+from outrider.benchmark.summary import Frontier, PointSummary
 from outrider.benchmark.traces import Traces, record
-from outrider.benchmark.variants import default_variants
-from outrider.cli.options import AUTO, counting, recommended_threshold, require_drafter, split_names, split_numbers
+from outrider.benchmark.variants import KNOWN, default_variants
+from outrider.cli.options import (
+    AUTO,
+    counting,
+    recommended_threshold,
+    require_drafter,
+    show_paths,
+    split_names,
+    split_numbers,
+)
 from outrider.cli.runtime import load, set_up
 from outrider.decoding import StopRules
 from outrider.engine import EngineConfig
@@ -78,21 +84,24 @@ def simulate_command(
         set_up(threads)
         found = record_traces(target, drafter, split_names(tasks), max_samples, max_new_tokens, seed, device, console)
         found.save(recording)
-        console.print(f"  {recording}", highlight=False, markup=False, soft_wrap=True)
+        show_paths(console, recording)
         return
     if traces is None or profile is None or out is None:
         raise ValueError("give --traces, --profile and --out; or --record FILE to make traces first.")
-    recorded, measured = Traces.load(traces), None if validate is None else load_frontier(validate)
+    recorded, measured = Traces.load(traces), None if validate is None else Frontier.load(validate)
     machine = load_machine(profile, recorded.about["setting"], scale_draft, scale_verify)
-    if measured is not None and measured.arrivals != ("closed" if rates is None else "poisson"):
-        raise ValueError(f"{validate} was measured with {measured.arrivals} arrivals: simulate the same.")
     threshold = recorded.about["threshold"] if confidence_threshold is None else confidence_threshold
     allowed = default_variants(recorded.gamma, threshold, not np.isnan(recorded.confidences_NK).all())
-    names = allowed if variants is None else split_names(variants)
+    names = allowed if variants is None else split_names(variants, f"variant; there are {KNOWN}")
     kind: Literal["closed", "poisson"] = "closed" if rates is None else "poisson"
     levels = split_numbers("--concurrency", concurrency) if rates is None else split_numbers("--rates", rates)
     sla = Sla(sla_ttft, sla_tokens_per_second)
     sweep = Sweep(kind, levels, tuple(names), repeats, requests, None, max_new_tokens, sla, seed)
+    settings = sweep.settings() | {"token_budget": token_budget, "max_requests": max_requests}
+    settings |= {"replicas": replicas, "routing": routing}
+    settings |= {"simulated": {"scale_verify": scale_verify, "scale_draft": scale_draft, "traces": recorded.about}}
+    if measured is not None:
+        check_comparable(settings, measured.settings)
     router, prompts = _routing(routing), [response.prompt for response in recorded.responses]
 
     def serving(variant: str, level: float) -> Cluster:
@@ -106,15 +115,10 @@ def simulate_command(
 
     with counting(console, "simulate") as on_progress:
         points = simulate_sweep(sweep, serving, prompts, on_progress)
-    settings = {"sweep": asdict(sweep), "token_budget": token_budget, "max_requests": max_requests}
-    settings |= {"replicas": replicas, "routing": routing}
-    settings |= {"simulated": {"scale_verify": scale_verify, "scale_draft": scale_draft, "traces": recorded.about}}
-    frontier = _frontier(kind, points, settings)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "frontier.json").write_text(frontier.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    frontier = Frontier.of(kind, points, settings)
+    path = frontier.save(out)
     console.print(points_table(frontier.points))
-    for path in (out / "frontier.json", *write_plots(frontier, out)):
-        console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
+    show_paths(console, path, *write_plots(frontier, out))
     if measured is not None:
         report(compare(frontier.points, measured.points), out / "validation.json", console)
 
@@ -172,34 +176,7 @@ def report(compared: list[Comparison], path: Path, console: Console) -> None:
     console.print(f"worst: {worst.variant} at {worst.level:g}, {worst.error:+.1f} %", highlight=False)
     content = {"points": [one.model_dump() for one in compared], "worst": worst.model_dump()}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
-
-
-def load_frontier(path: Path) -> Frontier:
-    """A measured frontier.json.
-
-    Raises:
-        ValueError: missing, or something else.
-    """
-    if not path.is_file():
-        raise ValueError(f"no measured points at {path}: measure them (outrider bench --out {path.parent}).")
-    try:
-        return Frontier.model_validate_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is no frontier.json of outrider bench ({str(error).splitlines()[0]}).") from None
-
-
-def _frontier(arrivals: str, points: list[Point], settings: dict[str, object]) -> Frontier:
-    summed = summarise_points(points)
-    return Frontier(
-        arrivals=arrivals,
-        points=summed,
-        levels=level_verdicts(summed) if arrivals == "closed" else [],
-        overall=overall_verdicts(summed) if arrivals == "closed" else [],
-        settings=settings,
-        machine=this_machine(),
-        versions=versions(),
-    )
+    show_paths(console, path)
 
 
 def _routing(name: str) -> Routing:

@@ -42,8 +42,16 @@ def read_responses(path: Path) -> tuple[dict[str, Any], list[Reply]]:
     """Settings and replies of a responses file; a last line cut short by a crash is ignored.
 
     Raises:
-        ValueError: not a responses file, or a malformed line elsewhere (file and line named).
+        ValueError: missing, not a responses file, or a malformed line elsewhere (file and line named).
     """
+    if not path.is_file():
+        begun = beside(path, "journal").is_file()
+        how = (
+            "the `outrider prepare` that began it has to end: run it again."
+            if begun
+            else "`outrider prepare` makes one."
+        )
+        raise ValueError(f"no responses file {path}; {how}")
     settings: dict[str, Any] = {}
     replies: list[Reply] = []
     lines = path.read_text(encoding="utf-8").split("\n")

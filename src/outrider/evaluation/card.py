@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 import yaml
-from pydantic import ValidationError
 
 from outrider.drafters import DSparkConfig
-from outrider.evaluation.calibrate import Calibration
+from outrider.evaluation.card_confidences import confidences
 from outrider.evaluation.card_results import listed, measured, target_name
 from outrider.evaluation.results import Results
 from outrider.formats import Checkpoint
@@ -61,7 +60,7 @@ def model_card(checkpoint: Checkpoint, facts: CardFacts) -> str:
     if facts.results:
         parts.append(measured(facts.results))
     if "calibration" in metadata:
-        parts.append(_calibration(_read_calibration(metadata["calibration"])))
+        parts.append(confidences(metadata["calibration"]))
     parts += [_limits(checkpoint, facts.results), _licence(metadata, facts.license)]
     return "\n\n".join(parts) + "\n"
 
@@ -164,44 +163,6 @@ def _stage(stage: Mapping[str, Any]) -> str:
     numbers = {name: value for name, value in stage.items() if name != "optimizer"}
     rate = stage.get("optimizer", {}).get("learning_rate")
     return listed({**numbers, **({} if rate is None else {"learning rate": rate})})
-
-
-def _read_calibration(stored: object) -> Calibration:
-    try:
-        return Calibration.model_validate(stored)
-    except ValidationError as error:
-        where = ".".join(str(part) for part in error.errors()[0]["loc"])
-        raise ValueError(
-            f"outrider.json: calibration.{where}: {error.errors()[0]['msg']}; run outrider calibrate again."
-        ) from error
-
-
-def _calibration(found: Calibration) -> str:
-    lines = [
-        "## Confidences",
-        "",
-        "A temperature per position (Sequential Temperature Scaling) is applied when the drafter is served.\n"
-        "Survival to position k against what was accepted, 20 bins, before -> after:",
-        "",
-        "| k | temperature | ECE | ECE by chance | Brier | ROC-AUC after |",
-        "|---:|---:|---:|---:|---:|---:|",
-    ]
-    for i, t in enumerate(found.temperatures):
-        auc = found.after.roc_auc[i]
-        errors = f"{found.before.ece[i]:.3f} -> {found.after.ece[i]:.3f}"
-        squares = f"{found.before.brier[i]:.3f} -> {found.after.brier[i]:.3f}"
-        noise, area = f"{found.after.ece_noise[i]:.3f}", "-" if auc is None else f"{auc:.3f}"
-        lines.append(f"| {i + 1} | {t:.2f} | {errors} | {noise} | {squares} | {area} |")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"Fitted on {found.fit_rounds:,} rounds of {', '.join(found.fitted_on)}; measured on "
-            f"{found.measured_rounds:,} other rounds of {', '.join(found.measured_on)};\n"
-            f"decoding at temperature {found.sampling['temperature']}. By chance: what as many rounds would show of "
-            "perfect confidences.",
-        ]
-    )
 
 
 def _limits(checkpoint: Checkpoint, many: Sequence[Results]) -> str:

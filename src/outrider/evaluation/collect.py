@@ -32,6 +32,7 @@ from outrider.sampling import SamplingParams, SeenTokens
 from outrider.scheduling import FixedPolicy
 from outrider.scheduling.calibration import Rounds, sigmoid
 from outrider.target import Target
+from outrider.target.paged import check_pageable
 
 _AT_ONCE = 16  # positions drafted together; more only take memory
 _TOGETHER = 16  # texts decoded together
@@ -86,8 +87,12 @@ def collect(
 
 
 def _texts(target: Target, prompts: Sequence[list[int]], config: EvaluationConfig) -> list[list[int]]:
-    """The target's own responses, decoded together."""
+    """The target's own responses, decoded together where its family allows that."""
     rules, longest = StopRules(config.max_new_tokens), max(map(len, prompts)) + config.max_new_tokens
+    try:
+        check_pageable(target.config)
+    except ValueError:
+        return [generate(target, prompt, params=config.params, rules=rules).tokens for prompt in prompts]
     together = EngineConfig(_TOGETHER, num_blocks=_TOGETHER * -(-longest // EngineConfig.block_size))
     engine = Engine(target, config=together)
     for i, prompt in enumerate(prompts):

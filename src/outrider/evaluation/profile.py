@@ -123,7 +123,8 @@ def measure_profile(
     for r, b, s in shapes:
         low, median, high = _quartiles(timed["forward", (r, b, s)])
         cells.append(Cell(requests=r, tokens=b, context=s, low=low, median=median, high=high))
-    others = [other_seconds(target, drafter, n, config.repeats) for n in counts]
+    repeats = len(timed["forward", shapes[0]])  # as many as there was time for
+    others = [other_seconds(target, drafter, n, repeats) for n in counts]
     return Profile(
         setting=setting_of(target, drafter),
         cells=cells,
@@ -133,7 +134,7 @@ def measure_profile(
         draft_one=_curve("draft_one", timed),
         extend=_curve("extend", timed),
         other=Curve(requests=counts, seconds=[_quartiles(seconds) for seconds in others]),
-        repeats=len(timed["forward", shapes[0]]),
+        repeats=repeats,
         machine=machine(),
         versions=versions(),
     )

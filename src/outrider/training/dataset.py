@@ -21,7 +21,7 @@ from outrider.data.chat import Chat
 from outrider.data.conversations import Conversation
 from outrider.data.prompts import iterate_prompts
 from outrider.data.regeneration import Regeneration, regenerate
-from outrider.data.responses import beside, read_responses, sole_writer
+from outrider.data.responses import read_responses, sole_writer
 from outrider.data.samples import Reply, Sample, join_turns
 from outrider.data.servers import ServerConfig, ServerSource
 from outrider.data.sources import LocalSource, RegenerationConfig
@@ -123,12 +123,6 @@ def existing_responses(path: Path, target: Target) -> tuple[dict[str, Any], list
     Raises:
         ValueError: no such file, or made by another target or with another chat template.
     """
-    if not path.is_file():
-        begun = beside(path, "journal").is_file()
-        raise ValueError(
-            f"the responses {path} "
-            + ("are not complete: run the `outrider prepare` that began them again." if begun else "do not exist.")
-        )
     settings, replies = read_responses(path)
     ours = Chat.of(target)
     theirs = settings.get("chat_template_sha256", ours.template_sha256)
