@@ -119,6 +119,30 @@ def test_eval_writes_results_with_identical_output(run: Run, toy: Path, tmp_path
     assert sum(task.acceptance_histogram) == task.rounds and not any(task.acceptance_histogram[4:])
 
 
+def test_drafters_without_training(run: Run, toy: Path, tmp_path: Path) -> None:
+    """Copies, and the target drafting for itself: results say which drafter they are of."""
+    tasks = tmp_path / "mine.jsonl"
+    tasks.write_text('{"turns": ["one two one two"]}\n')
+    command = ("eval", "--target", toy / "target", "--tasks", tasks, "--max-new-tokens", 10)
+    for drafter, name, gamma in (
+        ("ngram", "ngram@10", 10),
+        ("ngram@3", "ngram@3", 3),
+        (f"lm:{toy / 'target'}@2", f"lm:{toy / 'target'}@2", 2),
+    ):
+        found = run(*command, "--drafter", drafter, "--out", tmp_path / "out")
+        assert found[0] == 0, found[2]
+        results = Results.model_validate_json((tmp_path / "out" / "results.json").read_text())
+        assert results.settings["drafter"] == name and results.settings["gamma"] == gamma
+        assert results.tasks[0].greedy_identical
+        if drafter.startswith("lm:"):
+            assert not results.tasks[0].acceptance_histogram[0], "it agrees with itself"
+    check_error(run(*command, "--drafter", "lm:", "--out", tmp_path / "out"), "write ngram, ngram@8, lm:ID_OR_DIR")
+    check_error(run(*command, "--drafter", "ngram@0", "--out", tmp_path / "out"), "gamma=0")
+    check_error(run("calibrate", "--tasks", tasks, "--target", toy / "target", "--drafter", "ngram"), "no directory")
+    shown = run("generate", "word", "--target", toy / "target", "--max-new-tokens", 8, "--drafter", "ngram")
+    assert shown[0] == 0 and "drafter ngram@10" in shown[2]
+
+
 def test_mistakes_in_recipes(run: Run, tmp_path: Path) -> None:
     check_error(run("train", tmp_path / "nope.yaml"), "no recipe")
     check_error(run("train", tmp_path / "[/nope].yaml"), "[/nope].yaml")  # not markup

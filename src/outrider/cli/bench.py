@@ -20,21 +20,14 @@ from outrider.benchmark.plots import write_plots
 from outrider.benchmark.prompts import mixed_prompts
 from outrider.benchmark.summary import Frontier
 from outrider.benchmark.variants import KNOWN, NO_SPECULATION, Variant, build_variant, default_variants
-from outrider.cli.options import (
-    AUTO,
-    counting,
-    recommended_threshold,
-    require_drafter,
-    show_paths,
-    split_names,
-    split_numbers,
-)
+from outrider.cli.drafters import AUTO, CHOICES, require_drafter
+from outrider.cli.options import counting, show_paths, split_names, split_numbers
 from outrider.cli.runtime import load, set_up
 from outrider.drafters.base import Drafter
 from outrider.evaluation.profile import setting_of
 from outrider.evaluation.results import machine
 from outrider.evaluation.run import compare_greedy
-from outrider.formats import load_drafter, versions
+from outrider.formats import versions
 from outrider.scheduling.profile import Profile
 from outrider.target import Target
 from outrider.target.resolve import EMBEDDED_ID
@@ -60,7 +53,7 @@ def bench_command(
     tasks: Annotated[str, typer.Option(help="comma-separated JSONL files or shipped sets, mixed evenly")],
     out: Annotated[Path, typer.Option(help="directory for points, summary and plots; what is there is gone on with")],
     target: Annotated[str, typer.Option(help="model id or directory")] = EMBEDDED_ID,
-    drafter: Annotated[str, typer.Option(help="directory; auto: the shipped one for the target")] = AUTO,
+    drafter: Annotated[str, typer.Option(help=CHOICES)] = AUTO,
     backend: Annotated[Literal["local"], typer.Option(help="what serves")] = "local",
     arrivals: Annotated[Literal["closed", "poisson"], typer.Option(help="users that wait, or a rate")] = "closed",
     concurrency: Annotated[str, typer.Option(help="users (closed)")] = "1,2,4,8,16,32",
@@ -86,15 +79,14 @@ def bench_command(
     """Load on an engine: throughput against user speed, for every way to verify, with identical output checked."""
     set_up(threads)
     console = Console()
+    choice = require_drafter(drafter, target)
     loaded = load(target, device)
-    directory = require_drafter(drafter, target)
-    checkpoint = load_drafter(directory)
-    packed = checkpoint.packed(loaded)
-    confident = packed.heads.confidence is not None or packed.heads.estimator is not None
-    threshold = recommended_threshold(checkpoint.metadata) if confidence_threshold is None else confidence_threshold
-    allowed = default_variants(packed.gamma, threshold, confident)
+    opened = choice.open(loaded)
+    ready = opened.drafter
+    threshold = opened.recommended_threshold if confidence_threshold is None else confidence_threshold
+    allowed = default_variants(ready.gamma, threshold, opened.confident)
     names = allowed if variants is None else split_names(variants, f"variant; there are {KNOWN}")
-    built = _variants(names, loaded, packed, threshold, profile)
+    built = _variants(names, loaded, ready, threshold, profile)
     if requests_per_point is None and seconds_per_point is None:
         requests_per_point = 12
     levels = split_numbers("--concurrency", concurrency) if arrivals == "closed" else split_numbers("--rates", rates)
@@ -109,12 +101,13 @@ def bench_command(
     settings = sweep.settings()
     settings |= {"backend": backend, "target": target, "drafter": drafter, "tasks": tasks, "prompts": len(mixed)}
     settings |= {"threshold": threshold, "profile_sha256": _digest(profile), "device": device}
-    settings |= {"drafter_sha256": _digest(*sorted(p for p in directory.iterdir() if p.suffix in _OF_A_DRAFTER))}
+    files = [] if choice.directory is None else sorted(choice.directory.iterdir())
+    settings |= {"drafter_sha256": _digest(*(path for path in files if path.suffix in _OF_A_DRAFTER))}
     settings |= {"prompts_sha256": hashlib.sha256(repr(mixed).encode()).hexdigest()}
     settings |= {"token_budget": token_budget, "max_requests": None if arrivals == "closed" else max_requests}
     journal = Journal(out, settings | {"machine": machine(), "versions": versions()})
     with counting(console, "bench") as on_progress:
-        serve, compare = local_engines(loaded, packed, built, configs.__getitem__), partial(compare_greedy, loaded)
+        serve, compare = local_engines(loaded, ready, built, configs.__getitem__), partial(compare_greedy, loaded)
         run_sweep(sweep, serve, mixed, compare, journal, WallClock, on_progress)
     report(Frontier.of(arrivals, journal.points, settings), out, console)
 

@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options import counting, require_drafter, show_paths, split_names
+from outrider.cli.drafters import require_directory
+from outrider.cli.options import counting, show_paths, split_names
 from outrider.cli.runtime import load, set_up
 from outrider.evaluation.calibrate import Calibrated, Calibration, calibrate, collect_tasks, quality
 from outrider.evaluation.plots import plot_reliability, plot_sweep
@@ -59,7 +60,7 @@ def calibrate_command(
     config = EvaluationConfig(
         max_samples, max_new_tokens, SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     )
-    directory = require_drafter(drafter, target)
+    directory = require_directory(drafter, target)
     measured, fitted = split_names(tasks), split_names(fit_tasks) if fit_tasks else []
     if both := sorted(set(measured) & set(fitted)):
         raise ValueError(f"{', '.join(both)}: in --tasks and --fit-tasks; measure on what was not fitted on.")

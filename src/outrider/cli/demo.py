@@ -14,8 +14,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from outrider.cli.drafters import recommended_threshold
 from outrider.cli.evaluate import report, run_evaluation
-from outrider.cli.options import choose_policy, recommended_threshold
+from outrider.cli.options import choose_policy
 from outrider.cli.runtime import load, set_up
 from outrider.cli.train import run_training
 from outrider.evaluation.run import EvaluationConfig

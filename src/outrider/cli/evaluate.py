@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from outrider.cli.options import AUTO, choose_policy, counting, require_drafter, show_paths, split_names
+from outrider.cli.drafters import AUTO, CHOICES, require_drafter
+from outrider.cli.options import choose_policy, counting, show_paths, split_names
 from outrider.cli.runtime import load, set_up
-from outrider.drafters.packed import PackedDrafter
+from outrider.drafters.base import Drafter
 from outrider.evaluation.report import table, write_report
 from outrider.evaluation.results import Results
 from outrider.evaluation.run import EvaluationConfig, evaluate
-from outrider.formats import load_drafter, versions
+from outrider.formats import versions
 from outrider.sampling import SamplingParams
 from outrider.scheduling import Policy
 from outrider.target import Target
@@ -24,7 +25,7 @@ def evaluate_command(
     target: Annotated[str, typer.Option(help="model id or directory")],
     tasks: Annotated[str, typer.Option(help="comma-separated JSONL files or shipped sets (eval_math, ...)")],
     out: Annotated[Path, typer.Option(help="directory for results.json and plots")],
-    drafter: Annotated[str, typer.Option(help="drafter directory; auto: the shipped one for the target")] = AUTO,
+    drafter: Annotated[str, typer.Option(help=CHOICES)] = AUTO,
     max_samples: Annotated[int | None, typer.Option(min=1, help="prompts per task; all by default")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
@@ -44,20 +45,20 @@ def evaluate_command(
     set_up(threads)
     console = Console()
     policy = choose_policy(draft_length, confidence_threshold)
-    directory = require_drafter(drafter, target)
+    choice = require_drafter(drafter, target)
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     loaded = load(target, device)
-    checkpoint = load_drafter(directory)
+    opened = choice.open(loaded)
     config = EvaluationConfig(max_samples, max_new_tokens, params)
     results = run_evaluation(
         loaded,
-        checkpoint.packed(loaded),
+        opened.drafter,
         split_names(tasks),
         config,
         policy,
         {
-            "drafter": str(directory),
-            "drafter_step": checkpoint.metadata.get("step"),
+            "drafter": opened.name,
+            "drafter_step": opened.metadata.get("step"),
             "draft_length": draft_length,
             "confidence_threshold": confidence_threshold,
         },
@@ -68,7 +69,7 @@ def evaluate_command(
 
 def run_evaluation(
     target: Target,
-    drafter: PackedDrafter,
+    drafter: Drafter,
     tasks: list[str],
     config: EvaluationConfig,
     policy: Policy,

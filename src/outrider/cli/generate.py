@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from outrider.cli.options import AUTO, HOW_TO_TRAIN, choose_policy, find_drafter, recommended_threshold
+from outrider.cli.drafters import AUTO, CHOICES, HOW_TO_TRAIN, choose_drafter
+from outrider.cli.options import choose_policy
 from outrider.cli.runtime import load, set_up
 from outrider.data.chat import render
 from outrider.decoding import Chunk, StopRules, stream
-from outrider.formats import load_drafter
 from outrider.sampling import SamplingParams
 from outrider.target import Target
 from outrider.target.resolve import EMBEDDED_ID
@@ -25,9 +25,7 @@ STYLES = {"draft": "green", "correction": "bold red", "bonus": "bold blue"}
 def generate_command(
     prompt: Annotated[str, typer.Argument(help="what to answer")],
     target: Annotated[str, typer.Option(help="model id or directory")] = EMBEDDED_ID,
-    drafter: Annotated[
-        str, typer.Option(help="drafter directory; auto: the shipped one for the target; none: plain decoding")
-    ] = AUTO,
+    drafter: Annotated[str, typer.Option(help=f"{CHOICES}; none: plain decoding")] = AUTO,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     top_k: Annotated[int, typer.Option(min=0)] = 0,
@@ -49,14 +47,14 @@ def generate_command(
     console = Console(highlight=False, soft_wrap=True)
     if not prompt.strip():
         raise ValueError("the prompt is empty: give at least one word to answer.")
+    choice = choose_drafter(drafter, target)
     loaded = load(target, device)
-    packed, used = None, "plain decoding"
-    directory = find_drafter(drafter, target)
-    if directory is not None:
-        checkpoint = load_drafter(directory)
-        packed, used = checkpoint.packed(loaded), f"drafter {directory}"
+    opened, used = None, "plain decoding"
+    if choice is not None:
+        opened = choice.open(loaded)
+        used = f"drafter {opened.name}"
         if confidence_threshold is None:
-            confidence_threshold = recommended_threshold(checkpoint.metadata)
+            confidence_threshold = opened.recommended_threshold
     elif drafter == AUTO:
         used = f"plain decoding, no drafter for {target} in models/; {HOW_TO_TRAIN}"
     assert loaded.tokenizer is not None
@@ -64,7 +62,8 @@ def generate_command(
     chunks = []
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     rules = StopRules(max_new_tokens, stop_strings=stop or ())
-    for chunk in stream(loaded, tokens, packed, params, rules, choose_policy(None, confidence_threshold)):
+    ready = None if opened is None else opened.drafter
+    for chunk in stream(loaded, tokens, ready, params, rules, choose_policy(None, confidence_threshold)):
         chunks.append(chunk)
         if show_rounds:
             console.print(coloured(chunk, loaded), end="")

@@ -1,41 +1,15 @@
-"""What options of several verbs mean: which drafter, which policy, which tasks; and their progress bars."""
+"""What options of several verbs mean: which policy, which tasks; and their progress bars."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from outrider.formats import shipped_drafter
 from outrider.scheduling import FixedPolicy, Policy, ThresholdPolicy
-
-AUTO, NONE = "auto", "none"  # a directory of such a name is ./auto
-HOW_TO_TRAIN = "train one: outrider train recipes/smollm2-135m-dspark.yaml with your target and prompts in it"
-
-
-def find_drafter(choice: str, target: str) -> Path | None:
-    """The directory `--drafter` means: auto is the shipped drafter of the target, if there is one."""
-    if choice == AUTO:
-        return shipped_drafter(target)
-    return None if choice == NONE else Path(choice)
-
-
-def require_drafter(choice: str, target: str) -> Path:
-    """`find_drafter` where there must be one.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = find_drafter(choice, target)
-    if found is None:
-        raise ValueError(
-            f"--drafter {choice}: no drafter for {target}. Give its directory, put it into models/, or {HOW_TO_TRAIN}."
-        )
-    return found
 
 
 def choose_policy(draft_length: int | None, confidence_threshold: float | None) -> Policy:
@@ -49,11 +23,6 @@ def choose_policy(draft_length: int | None, confidence_threshold: float | None) 
     if draft_length is not None:
         raise ValueError("give --draft-length or --confidence-threshold, not both.")
     return ThresholdPolicy(confidence_threshold)
-
-
-def recommended_threshold(metadata: Mapping[str, Any]) -> float | None:
-    """The confidence threshold a drafter was found to serve best with (`outrider package` stores it)."""
-    return metadata.get("recommended", {}).get("confidence_threshold")
 
 
 def split_names(names: str, kind: str = "task file or shipped set") -> list[str]:

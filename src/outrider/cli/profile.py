@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options import AUTO, counting, find_drafter, show_paths
+from outrider.cli.drafters import AUTO, CHOICES, choose_drafter
+from outrider.cli.options import counting, show_paths
 from outrider.cli.runtime import load, set_up
 from outrider.evaluation.profile import ProfileConfig, measure_profile
 from outrider.evaluation.profile_plot import plot_profile
-from outrider.formats import load_drafter
 from outrider.formats.sglang_schedule import TABLE_FILE, write_sps_table
 from outrider.scheduling.additive import Cell
 from outrider.scheduling.profile import Curve, Profile
@@ -26,7 +26,7 @@ _SHOWN = {*range(1, 9), *range(10, 33, 2), 48, 64, 96, 128, 192, 256, 512, 1024,
 def profile_command(
     out: Annotated[Path, typer.Option(help="JSON file for the profile")],
     target: Annotated[str, typer.Option(help="model id or directory")] = EMBEDDED_ID,
-    drafter: Annotated[str, typer.Option(help="directory; auto: the shipped one; none: target only")] = AUTO,
+    drafter: Annotated[str, typer.Option(help=f"{CHOICES}; none: target only")] = AUTO,
     max_requests: Annotated[int, typer.Option(min=1, help="in one step")] = ProfileConfig.max_requests,
     max_tokens: Annotated[int, typer.Option(min=1, help="of one forward")] = ProfileConfig.max_tokens,
     contexts: Annotated[str, typer.Option(help="cached tokens per request")] = "64,256,768",
@@ -41,11 +41,11 @@ def profile_command(
     set_up(threads)
     console = Console()
     config = ProfileConfig(max_requests, max_tokens, _contexts(contexts), repeats, seconds)
+    choice = choose_drafter(drafter, target)
     loaded = load(target, device)
-    directory = find_drafter(drafter, target)
-    packed = None if directory is None else load_drafter(directory).packed(loaded)
+    ready = None if choice is None else choice.open(loaded).drafter
     with counting(console, "profile") as on_progress:
-        profile = measure_profile(loaded, packed, config, on_progress)
+        profile = measure_profile(loaded, ready, config, on_progress)
     profile.save(out)
     show(profile, config.middle, console)
     console.print(f"  {out} ({profile.repeats} repeats)", highlight=False, markup=False, soft_wrap=True)

@@ -23,21 +23,14 @@ from outrider.benchmark.prompts import mixed_prompts
 from outrider.benchmark.summary import Frontier, PointSummary
 from outrider.benchmark.traces import Traces, record
 from outrider.benchmark.variants import KNOWN, default_variants
-from outrider.cli.options import (
-    AUTO,
-    counting,
-    recommended_threshold,
-    require_drafter,
-    show_paths,
-    split_names,
-    split_numbers,
-)
+from outrider.cli.drafters import AUTO, CHOICES, require_drafter
+from outrider.cli.options import counting, show_paths, split_names, split_numbers
 from outrider.cli.runtime import load, set_up
 from outrider.decoding import StopRules
 from outrider.engine import EngineConfig
 from outrider.evaluation.profile import setting_of
 from outrider.evaluation.results import machine as this_machine
-from outrider.formats import load_drafter, versions
+from outrider.formats import versions
 from outrider.target.resolve import EMBEDDED_ID
 
 
@@ -46,7 +39,7 @@ def simulate_command(
         Path | None, typer.Option("--record", help="decode --tasks here, write traces to this .npz, and stop")
     ] = None,
     target: Annotated[str, typer.Option(help="to record: model id or directory")] = EMBEDDED_ID,
-    drafter: Annotated[str, typer.Option(help="to record: directory; auto: the shipped one")] = AUTO,
+    drafter: Annotated[str, typer.Option(help=f"to record: {CHOICES}")] = AUTO,
     tasks: Annotated[str | None, typer.Option(help="to record: JSONL files or shipped sets; first turns")] = None,
     max_samples: Annotated[int, typer.Option(min=1, help="to record: prompts in all, mixed from the tasks")] = 100,
     device: Annotated[str, typer.Option(help="to record: cpu, cuda, ...")] = "cpu",
@@ -91,7 +84,7 @@ def simulate_command(
     recorded, measured = Traces.load(traces), None if validate is None else Frontier.load(validate)
     machine = load_machine(profile, recorded.about["setting"], scale_draft, scale_verify)
     threshold = recorded.about["threshold"] if confidence_threshold is None else confidence_threshold
-    allowed = default_variants(recorded.gamma, threshold, not np.isnan(recorded.confidences_NK).all())
+    allowed = default_variants(recorded.gamma, threshold, not np.isnan(recorded.confidences_NK).any())
     names = allowed if variants is None else split_names(variants, f"variant; there are {KNOWN}")
     kind: Literal["closed", "poisson"] = "closed" if rates is None else "poisson"
     levels = split_numbers("--concurrency", concurrency) if rates is None else split_numbers("--rates", rates)
@@ -127,21 +120,21 @@ def record_traces(
     target: str, drafter: str, tasks: list[str], count: int, tokens: int, seed: int, device: str, console: Console
 ) -> Traces:
     """Decode the prompts a load test would ask, with a draft at every position."""
+    choice = require_drafter(drafter, target)
     loaded = load(target, device)
-    checkpoint = load_drafter(require_drafter(drafter, target))
-    packed = checkpoint.packed(loaded)
+    opened = choice.open(loaded)
     assert loaded.tokenizer is not None
     prompts = [prompt.tokens for prompt in mixed_prompts(loaded.tokenizer, tasks, count, seed)]
     about = {
-        "setting": setting_of(loaded, packed).model_dump(),
+        "setting": setting_of(loaded, opened.drafter).model_dump(),
         "tasks": [Path(task).stem for task in tasks],
         "max_new_tokens": tokens,
-        "threshold": recommended_threshold(checkpoint.metadata),
+        "threshold": opened.recommended_threshold,
         "versions": versions(),
         "machine": this_machine(),
     }
     with counting(console, "record") as on_progress:
-        found = record(loaded, packed, prompts, StopRules(tokens), about, on_progress)
+        found = record(loaded, opened.drafter, prompts, StopRules(tokens), about, on_progress)
     positions, matching = len(found.accepted_N), int(found.accepted_N.sum())
     console.print(
         f"{len(prompts)} responses, {positions} positions, on average {matching / positions:.2f} drafts right"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeenTokens
@@ -33,6 +34,17 @@ class Proposal:
         """From whole distributions [K, V]."""
         drafted_with = [probs_KV[k, token].item() for k, token in enumerate(tokens)]
         return Proposal(tokens, drafted_with, probs_KV.__getitem__, confidences)
+
+    @staticmethod
+    def certain(tokens: list[int], vocab_size: int, device: torch.device | str | None = None) -> Proposal:
+        """Tokens that chance had no part in: every p_k is one-hot."""
+
+        def row(k: int) -> Tensor:
+            one_hot_V = torch.zeros(vocab_size, device=device)
+            one_hot_V[tokens[k]] = 1.0
+            return one_hot_V
+
+        return Proposal(tokens, [1.0] * len(tokens), row, [])
 
     @staticmethod
     def empty() -> Proposal:

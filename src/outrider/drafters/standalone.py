@@ -1,0 +1,181 @@
+"""x_k ~ p_k = warp(LM(x_0 .. x_{k-1})): a smaller language model of the target's tokenizer drafts, token by token
+
+    tokens   x_0 .. x_{n-2}                 committed, as `extend` gave them
+    keys     x_0 .. x_{m-1} | d_1 d_2 ..    what the model has read: at the next `extend`, accepted drafts stay read,
+                                            and the others are forgotten by setting the length back
+    pass 1   [unread tokens, anchor] -> p_1        pass k   [x_{k-1}] -> p_k        all requests in one forward each
+
+Vanilla speculative decoding, Leviathan et al., arXiv 2211.17192. It reads no features of the target, so any checkpoint
+of the same tokenizer will do, and each draft token costs a whole pass of the small model. c_k is the largest
+probability of p_k before the warp, known before x_k is drawn; it is uncalibrated.
+Shapes: R requests, T tokens, N rows, D hidden of the small model, V vocab, Vd rows both models have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.base import DraftCall, Proposal
+from outrider.drafters.chain import ChainHeads, sample_steps
+from outrider.drafters.estimator import CertaintyEstimator
+from outrider.drafters.pool import GrowingKV, Room
+from outrider.target.model import Target
+from outrider.target.paged import Span
+
+
+@dataclass(frozen=True)
+class StandaloneConfig:
+    """What the cost of a draft depends on."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    gamma: int = 4
+
+    def __post_init__(self) -> None:
+        if self.gamma < 1:
+            raise ValueError(f"gamma={self.gamma} of a language model as drafter must be at least 1.")
+
+
+def check_same_tokens(model: Target, target: Target) -> None:
+    """Token i must be the same text in both models. Embedding rows behind the tokenizer's last token do not count.
+
+    Raises:
+        ValueError: it is not (the message gives a token).
+    """
+    if difference := _difference(model, target):
+        raise ValueError(
+            f"{model.name} cannot draft for {target.name}: their vocabularies differ ({difference}). Choose a smaller "
+            "model of the target's family, with the same tokenizer."
+        )
+
+
+def _difference(model: Target, target: Target) -> str | None:
+    if model.tokenizer is None or target.tokenizer is None:
+        if model.vocab_size == target.vocab_size:
+            return None
+        return f"{model.vocab_size} and {target.vocab_size} embedding rows, and no two tokenizers to compare"
+    ours, theirs = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
+    differing = [token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)]
+    if not differing:
+        return None
+    token = min(differing)
+    return f"{len(differing)} tokens, as {token!r}: {ours.get(token)} in one, {theirs.get(token)} in the other"
+
+
+class StandaloneSession:
+    """One request as the small model knows it. Ids it has no embedding for read as its last, `vocab_size` - 1."""
+
+    def __init__(self, room: Room, vocab_size: int) -> None:
+        self.room, self.vocab_size = room, vocab_size
+        self.tokens: list[int] = []  # committed
+        self.keys: list[int] = []  # the tokens whose keys are in the room, position by position
+
+    def take(self, part: Sequence[int]) -> None:
+        """Commit tokens; keys of drafts that turned out otherwise are forgotten."""
+        agreed = len(self.tokens)
+        self.tokens += part
+        while agreed < min(len(self.keys), len(self.tokens)) and self.keys[agreed] == self.tokens[agreed]:
+            agreed += 1
+        del self.keys[agreed:]
+
+    @property
+    def unread(self) -> list[int]:
+        """Committed tokens that have no keys."""
+        return self.tokens[len(self.keys) :]
+
+    def read(self, tokens: Sequence[int]) -> Span:
+        """The forward of `tokens` after all that was read before."""
+        past = len(self.keys)
+        self.keys += tokens
+        return Span([min(token, self.vocab_size - 1) for token in tokens], past, self.room.blocks, 0)
+
+
+class StandaloneDrafter:
+    """A `Drafter` over a whole small model.
+
+    Args:
+        model: the small model, on the target's device.
+        gamma: most tokens of a draft; `StandaloneConfig`'s by default.
+
+    Raises:
+        ValueError: the vocabularies differ, or the model's state is more than keys and values.
+    """
+
+    def __init__(self, model: Target, target: Target, gamma: int = StandaloneConfig.gamma) -> None:
+        check_same_tokens(model, target)
+        self.model = model
+        self.config = StandaloneConfig(model.num_layers, model.hidden_size, model.vocab_size, gamma)
+        self.taps: tuple[int, ...] = ()
+        self.gamma = gamma
+        self.shared = min(model.vocab_size, target.vocab_size)
+        ids_Vd = None if self.shared == target.vocab_size else torch.arange(self.shared, device=target.device)
+        # The logit of the largest probability as it is; `CertaintyEstimator` can learn more (drafters/estimator.py).
+        estimator = CertaintyEstimator((1.0, 0.0), (0.0,) * gamma)
+        self.heads = ChainHeads(target.vocab_size, draft_ids_Vd=ids_Vd, estimator=estimator)
+        self.memory = GrowingKV(model)
+
+    def new_session(self, capacity: int) -> StandaloneSession:
+        """An empty KV cache for one request of at most `capacity` committed tokens."""
+        room = self.memory.room(min(capacity + self.gamma, self.model.max_context))
+        return StandaloneSession(room, self.model.vocab_size)
+
+    def extend(
+        self, sessions: Sequence[StandaloneSession], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None
+    ) -> None:
+        """Take newly committed tokens. Many are read at once; few wait for the next draft, where they cost nothing."""
+        spans = []
+        for session, part in zip(sessions, tokens, strict=True):
+            session.take(part)
+            if len(session.unread) > self.gamma + 1 and len(session.tokens) <= session.room.slots:
+                spans.append(session.read(session.unread))
+        if spans:
+            self.model.forward_ragged(spans, self.memory.kv)
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+        """A chain for every call; empty where the text is longer than the small model reads."""
+        lengths = [self._length(call) for call in calls]
+        able = [r for r, length in enumerate(lengths) if length > 0]
+        proposals = [Proposal.empty() for _ in calls]
+        if not able:
+            return proposals
+        limited = [replace(calls[r], limit=lengths[r]) for r in able]
+        for call in limited:
+            session: StandaloneSession = call.session
+            del session.keys[len(session.tokens) :]  # of a draft that nothing was committed after
+
+        def step(k: int, previous: list[int]) -> Tensor:
+            return self._step(limited, k, previous)
+
+        drawn = sample_steps(self._logits, step, max(lengths), limited, self.heads, floor)
+        for r, proposal in zip(able, drawn, strict=True):
+            proposals[r] = proposal
+        return proposals
+
+    def _length(self, call: DraftCall) -> int:
+        """How many tokens may be drafted: the small model reads all of them but the last."""
+        session: StandaloneSession = call.session
+        left = self.model.max_context - len(session.tokens)
+        return min(self.gamma, left, self.gamma if call.limit is None else call.limit)
+
+    def _step(self, calls: Sequence[DraftCall], k: int, previous: Sequence[int]) -> Tensor:
+        """Normed last hidden states [R, D] that p_k comes from; rows of calls that want no k-th token are zero."""
+        wanting = [r for r, call in enumerate(calls) if k < (call.limit or 0)]
+        spans = []
+        for r in wanting:
+            session: StandaloneSession = calls[r].session
+            spans.append(session.read([*session.unread, previous[r]]))  # behind the first step nothing is unread
+        hidden_TD = self.model.forward_ragged(spans, self.memory.kv).hidden_TD
+        ends = torch.tensor([len(span.tokens) for span in spans], device=hidden_TD.device).cumsum(0)
+        hidden_RD = hidden_TD.new_zeros(len(calls), hidden_TD.shape[1])
+        hidden_RD[wanting] = hidden_TD[ends - 1]
+        return hidden_RD
+
+    def _logits(self, hidden_ND: Tensor) -> Tensor:
+        """Over the tokens both models have, [N, Vd]; in float32 at least."""
+        logits_NV = self.model.logits(hidden_ND)[:, : self.shared]
+        return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
