@@ -14,7 +14,7 @@ from outrider.data.generation import generate_batch
 from outrider.sampling import SamplingParams
 from outrider.target import Target, load_target
 from outrider.target import resolve as resolve_module
-from outrider.target.linear import PackedLinear, packing_disabled
+from outrider.target.linear import PackedLinear, packing_disabled, warm_up
 from outrider.target.resolve import EMBEDDED_ID, converted, resolve_model
 
 TOLERANCE = 1e-4
@@ -59,6 +59,23 @@ def test_packed_linear_equals_f_linear_for_all_row_counts() -> None:
         torch.testing.assert_close(packed(x), torch.nn.functional.linear(x, weight, bias), atol=1e-5, rtol=1e-5)
     with packing_disabled():
         assert not PackedLinear(weight).packed
+
+
+def test_warming_up_meets_every_row_count_of_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [PackedLinear(torch.randn(shape)) for shape in ((5, 3), (7, 3), (5, 3))]
+    gone = PackedLinear(torch.randn(11, 3))
+    del gone
+    met: set[tuple[int, int]] = set()
+    call = PackedLinear.__call__
+
+    def noting(self: PackedLinear, x_ND: torch.Tensor) -> torch.Tensor:
+        met.add((self.out_features, len(x_ND)))
+        return call(self, x_ND)
+
+    monkeypatch.setattr(PackedLinear, "__call__", noting)
+    warm_up(6)
+    assert {(out, rows) for out in (5, 7) for rows in (4, 5, 6)} <= met if kept[0].packed else not met
+    assert all(out != 11 and rows in (4, 5, 6) for out, rows in met)
 
 
 def test_logits_only_where_asked() -> None:

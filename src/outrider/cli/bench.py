@@ -30,6 +30,7 @@ from outrider.evaluation.run import compare_greedy
 from outrider.formats import versions
 from outrider.scheduling.profile import Profile
 from outrider.target import Target
+from outrider.target.linear import warm_up
 from outrider.target.resolve import EMBEDDED_ID
 
 _COLUMNS = {
@@ -106,6 +107,7 @@ def bench_command(
     settings |= {"prompts_sha256": hashlib.sha256(repr(mixed).encode()).hexdigest()}
     settings |= {"token_budget": token_budget, "max_requests": None if arrivals == "closed" else max_requests}
     journal = Journal(out, settings | {"machine": machine(), "versions": versions()})
+    warm_up(max(users.values()) * (ready.gamma + 1))
     with counting(console, "bench") as on_progress:
         serve, compare = local_engines(loaded, ready, built, configs.__getitem__), partial(compare_greedy, loaded)
         run_sweep(sweep, serve, mixed, compare, journal, WallClock, on_progress)

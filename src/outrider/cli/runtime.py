@@ -38,6 +38,8 @@ def set_up(threads: int | None) -> None:
         threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = max(1, threads // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     torch.set_num_threads(threads)
+    # One kernel per matrix shape and row count: a busy engine meets more than the 1,024 that oneDNN keeps.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")
     if platform.libc_ver()[0] == "glibc":
         # Keep large temporaries in the heap: fresh pages from mmap would fault again on every step.
         libc = ctypes.CDLL(None)

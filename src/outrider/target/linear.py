@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,9 @@ from torch import nn
 _PACK_ROWS = 16  # a hint for the layout; every row count runs from the same copy
 _MIN_ROWS = 4  # fewer rows take a slower kernel than four do
 
-
 _enabled = True
+# A packed matrix of every shape there is: kernels depend on shapes, not on weights.
+_packed: WeakValueDictionary[tuple[int, int, torch.dtype, bool], PackedLinear] = WeakValueDictionary()
 
 
 @contextmanager
@@ -63,6 +65,8 @@ class PackedLinear:
             if self.packed
             else weight.detach()
         )
+        if self.packed:
+            _packed[self.out_features, self.in_features, weight.dtype, bias is None] = self
 
     @classmethod
     def fused(cls, *linears: nn.Linear) -> PackedLinear:
@@ -81,3 +85,16 @@ class PackedLinear:
             x_ND = F.pad(x_ND, (0, 0, 0, _MIN_ROWS - rows))
         y_NO = torch.ops.mkldnn._linear_pointwise(x_ND, self.weight, self.bias, "none", [], "")
         return y_NO[:rows]
+
+
+@torch.inference_mode()
+def warm_up(most_rows: int) -> None:
+    """Build oneDNN's kernels for every packed matrix there is and every number of rows up to `most_rows`.
+
+    Each is built at its first use, which takes several times as long as the next, and a batch whose size follows its
+    confidences keeps meeting new ones.
+    """
+    for linear in list(_packed.values()):
+        x_ND = torch.zeros(most_rows, linear.in_features, dtype=linear.weight.dtype)
+        for rows in range(_MIN_ROWS, most_rows + 1):
+            linear(x_ND[:rows])
