@@ -63,9 +63,12 @@ def split_attention(
     layout: BlockLayout,
     window: int | None,
 ) -> Tensor:
-    """Attention under the block mask, [N, K, H, E]; one pass per sequence, no masked-out block pairs computed."""
+    """Attention under the block mask, [N, K, H, E]; one pass per sequence, no masked-out block pairs computed.
+
+    A block may have another number of own keys than of queries, all visible: a chain's next row has those before it.
+    """
     K, H, E = q_NKHE.shape[1:]
-    G = context_k_SGE.shape[1]
+    J, G = block_k_NKGE.shape[1:3]
     per_sequence = torch.bincount(layout.sequence_N, minlength=len(layout.lengths)).tolist()
     out, n0, s0 = [], 0, 0
     for count, length in zip(per_sequence, layout.lengths, strict=True):
@@ -79,14 +82,14 @@ def split_attention(
         visible = visible_context(layout.anchors_N[blocks], length, K, window)
         ctx = ctx.masked_fill(~visible, -torch.inf)
         q_own = q.permute(2, 0, 3, 1, 4).reshape(G, count, -1, E)  # [G, N, Q K, E]
-        own = q_own @ block_k_NKGE[blocks].permute(2, 0, 3, 1)  # [G, N, Q K, K]
-        own = own.view(G, count, H // G, K, K).transpose(1, 2)
+        own = q_own @ block_k_NKGE[blocks].permute(2, 0, 3, 1)  # [G, N, Q K, J]
+        own = own.view(G, count, H // G, K, J).transpose(1, 2)
         weights = torch.cat((ctx, own), dim=-1).softmax(-1)
-        w_ctx, w_own = weights.split((length, K), dim=-1)
+        w_ctx, w_own = weights.split((length, J), dim=-1)
         y = (w_ctx.reshape(G, H // G * count * K, length) @ context_v_SGE[slots].transpose(0, 1)).view(
             G, H // G, count, K, E
         )
-        y_own = w_own.transpose(1, 2).reshape(G, count, -1, K) @ block_v_NKGE[blocks].permute(2, 0, 1, 3)
+        y_own = w_own.transpose(1, 2).reshape(G, count, -1, J) @ block_v_NKGE[blocks].permute(2, 0, 1, 3)
         y = y + y_own.view(G, count, H // G, K, E).transpose(1, 2)
         out.append(y.permute(2, 3, 0, 1, 4).reshape(count, K, H, E))
     return torch.cat(out)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from outrider.drafters.block import DFLASH, DSPARK
 from outrider.drafters.method import Method
+from outrider.drafters.mtp import MTP_METHOD
 
 METHODS: tuple[Method, ...] = (
     DFLASH,
     DSPARK,
+    MTP_METHOD,
 )
 
 
