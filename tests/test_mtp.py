@@ -149,6 +149,19 @@ def test_the_training_forward_is_the_definition(family: str, modules: int, gamma
             np.testing.assert_allclose(next(rows), expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize(("modules", "gamma"), [(1, 4), (3, 4)])
+@torch.no_grad()
+def test_bfloat16_precision_keeps_states_in_float32(modules: int, gamma: int) -> None:
+    target = toy_target("qwen3")
+    drafter = make(target, modules, gamma)
+    inputs = block_inputs(target, [(*text(30, 0), [0, 2, 9]), (*text(30, 1), [4, 12])], gamma)
+    expected = drafter.rows(inputs).hidden_NKH
+    with torch.autocast("cpu", torch.bfloat16):
+        found = drafter.rows(inputs).hidden_NKH
+    assert found.dtype == torch.float32
+    assert 0 < (found - expected).abs().mean() < 0.02 * expected.abs().mean()
+
+
 class Drawn:
     """A random source that draws the given tokens."""
 
@@ -166,7 +179,7 @@ class Drawn:
 @pytest.mark.parametrize(("modules", "gamma"), DEPTHS)
 @torch.inference_mode()
 def test_served_rounds_are_the_definition(family: str, modules: int, gamma: int) -> None:
-    """Two requests at once, over uneven rounds; one begins with nothing but its anchor; drafts of the other are rejected."""
+    """Two requests at once, over uneven rounds. One begins with its anchor alone; drafts of the other are rejected."""
     target = toy_target(family)
     drafter = make(target, modules, gamma)
     served, reference = MTP_METHOD.serve(drafter, target, Serving()), Reference(drafter, target)

@@ -18,10 +18,11 @@ and training runs the very same rows, so what is trained is what is served, at e
 Choices. h^0 is what the target's head reads, which is also what engines hand over. The embedding comes first in the
 concatenation, as in DeepSeek's checkpoints (the paper writes the state first). States go from depth to depth behind the
 norm, as in SGLang: h^k is then the same kind of quantity for every k. vLLM hands them on before the norm, and takes the
-embedding at position 0 for zero; with gamma = 1 only the latter remains. A checkpoint trained by the paper's recipe with one
-depth fits for draft 1, and is off its training for later ones in every engine: only its own training unrolls the reuse.
+embedding at position 0 for zero; with gamma = 1 only the latter remains. Weights trained as in the paper with one depth
+know draft 1 only: any engine that reuses them asks for more than they learned, and this training is what unrolls it.
 
-Source: DeepSeek-V3, arXiv 2412.19437, section 2.2. Parameter names within a module are those of its checkpoints.
+Source: DeepSeek-V3, arXiv 2412.19437, section 2.2. Parameter names of a module are those of its checkpoints, but
+for `norm`: `shared_head.norm` there.
 Shapes: S context slots, N anchors, K = gamma draft positions, H hidden, Q heads, G kv heads, E head dim.
 """
 
