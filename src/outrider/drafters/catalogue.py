@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from outrider.drafters.block import DFLASH, DSPARK
+from outrider.drafters.eagle3_method import EAGLE3
 from outrider.drafters.method import Method
 
 METHODS: tuple[Method, ...] = (
     DFLASH,
     DSPARK,
+    EAGLE3,
 )
 
 

@@ -7,8 +7,8 @@
 
 For an anchor at position a, draft 1 comes from the pair (f_{a-1}, anchor). The feature of x_1 is not known yet, and h
 takes its place: draft k + 1 comes from the pair (h, x_k), where h is the layer's output for draft k *before* the final
-norm. Training unrolls exactly this ("training-time test"): every step attends to the keys of the true pairs before its
-and to those of its own chain, so the drafter learns on the inputs that it will have.
+norm. Training unrolls exactly this ("training-time test"): every step attends to the keys of the true pairs before
+its anchor and to those of its own chain, so the drafter learns on the inputs that it will have.
 
 Context pairs need keys and values only: nobody reads their outputs, because committed tokens have true features. So a
 training forward is one product over all context slots and gamma small steps over the anchors' rows.

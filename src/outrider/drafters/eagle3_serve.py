@@ -106,7 +106,7 @@ class Eagle3Drafter:
         counts = [len(part) for part in completing]
         starts = [session.pairs for session in sessions]
         flat = [token for part in completing for token in part]
-        kv = self.kv(self._pairs(torch.cat(states), flat)).view(sum(counts), 2, -1, self.config.head_dim)
+        kv = self.kv(self._pairs(torch.cat(states), flat)).unflatten(1, (2, -1, self.config.head_dim))
         keys = rotate(kv[:, 0], *self._rope([s + 1 + i for s, n in zip(starts, counts, strict=True) for i in range(n)]))
         for session, part, start, k, v in zip(
             sessions, tokens, starts, keys.split(counts), kv[:, 1].split(counts), strict=True
