@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -42,6 +43,13 @@ class BlockLayout:
     def block_positions_NK(self, rows: int) -> Tensor:
         """Absolute position of every block row: the anchor's own, then the following ones."""
         return self.anchors_N[:, None] + torch.arange(rows, device=self.anchors_N.device)
+
+    def before_anchors(self, x_SH: Tensor) -> Tensor:
+        """[N, H] rows of the slots right before the anchors; zeros where nothing precedes an anchor."""
+        lengths = torch.tensor(self.lengths, device=x_SH.device)
+        starts_N = (lengths.cumsum(0) - lengths)[self.sequence_N]
+        slots_N = torch.where(self.anchors_N > 0, starts_N + self.anchors_N - 1, len(x_SH))
+        return F.pad(x_SH, (0, 0, 0, 1))[slots_N]  # the row behind the last: nothing
 
 
 def visible_context(anchors_N: Tensor, slots: int, rows: int, window: int | None) -> Tensor:

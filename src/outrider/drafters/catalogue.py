@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from outrider.drafters.block import DFLASH, DSPARK
+from outrider.drafters.eagle3_method import EAGLE3
 from outrider.drafters.method import Method
 from outrider.drafters.mtp import MTP_METHOD
 
 METHODS: tuple[Method, ...] = (
     DFLASH,
     DSPARK,
+    EAGLE3,
     MTP_METHOD,
 )
 

@@ -171,7 +171,7 @@ class MTP(DraftModule):
         before = replace(layout, anchors_N=layout.anchors_N - 1)
         rope_S = rope_table(layout.positions_S() + 1, E, theta)  # a pair stands where its token does
         state_SH = inputs.taps_SLD[:, 0]
-        state_NH = _at_anchors(state_SH, inputs)
+        state_NH = layout.before_anchors(state_SH)
         hidden = []
         for k in range(config.gamma):
             module = self.module(k)
@@ -190,20 +190,6 @@ class MTP(DraftModule):
             state_NH = module.finish(u_NH, attended[:, 0])
             hidden.append(state_NH)
         return DraftRows(torch.stack(hidden, dim=1))
-
-
-def _first_slots(inputs: BlockInputs) -> Tensor:
-    """[N] index of slot 0 of each anchor's sequence."""
-    lengths = torch.tensor(inputs.layout.lengths, device=inputs.layout.anchors_N.device)
-    return (lengths.cumsum(0) - lengths)[inputs.layout.sequence_N]
-
-
-def _at_anchors(state_SH: Tensor, inputs: BlockInputs) -> Tensor:
-    """[N, H] states of the slot before each anchor; zero where there is none."""
-    anchors_N = inputs.layout.anchors_N
-    padded_SH = F.pad(state_SH, (0, 0, 0, 1))
-    slots_N = torch.where(anchors_N > 0, _first_slots(inputs) + anchors_N - 1, len(state_SH))
-    return padded_SH[slots_N]
 
 
 def _tokens_ahead(inputs: BlockInputs, more: int) -> Tensor:
