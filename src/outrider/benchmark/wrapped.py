@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall, Drafter, Proposal
+from outrider.drafters.base import Draft, DraftCall, Drafter, Proposal
 
 
 class Wrapped:
@@ -28,7 +28,7 @@ class Wrapped:
     def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
         self.drafter.extend(sessions, tokens, taps_TLD)
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> Sequence[Draft]:
         return self.drafter.propose(calls, floor)
 
 
@@ -40,7 +40,7 @@ class Shortened(Wrapped):
         assert 1 <= gamma <= drafter.gamma
         self.gamma = gamma
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> Sequence[Draft]:
         assert all(call.limit is not None and call.limit <= self.gamma for call in calls), "engines plan with our gamma"
         return super().propose(calls, floor)
 
@@ -53,6 +53,10 @@ class Listening(Wrapped):
         self.heard: list[Proposal] = []
 
     def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
-        found = super().propose(calls, floor)
+        found: list[Proposal] = []
+        for draft in super().propose(calls, floor):
+            if not isinstance(draft, Proposal):
+                raise ValueError("drafts that branch cannot be recorded: traces hold one chain per position.")
+            found.append(draft)
         self.heard += found
         return found

@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -43,6 +44,13 @@ class BlockLayout:
         """Absolute position of every block row: the anchor's own, then the following ones."""
         return self.anchors_N[:, None] + torch.arange(rows, device=self.anchors_N.device)
 
+    def before_anchors(self, x_SH: Tensor) -> Tensor:
+        """[N, H] rows of the slots right before the anchors; zeros where nothing precedes an anchor."""
+        lengths = torch.tensor(self.lengths, device=x_SH.device)
+        starts_N = (lengths.cumsum(0) - lengths)[self.sequence_N]
+        slots_N = torch.where(self.anchors_N > 0, starts_N + self.anchors_N - 1, len(x_SH))
+        return F.pad(x_SH, (0, 0, 0, 1))[slots_N]  # the row behind the last: nothing
+
 
 def visible_context(anchors_N: Tensor, slots: int, rows: int, window: int | None) -> Tensor:
     """Bool [N, K, S]: which context slots of its own sequence a block row sees."""
@@ -63,9 +71,12 @@ def split_attention(
     layout: BlockLayout,
     window: int | None,
 ) -> Tensor:
-    """Attention under the block mask, [N, K, H, E]; one pass per sequence, no masked-out block pairs computed."""
+    """Attention under the block mask, [N, K, H, E]; one pass per sequence, no masked-out block pairs computed.
+
+    A block may have another number of own keys than of queries, all visible: a chain's next row has those before it.
+    """
     K, H, E = q_NKHE.shape[1:]
-    G = context_k_SGE.shape[1]
+    J, G = block_k_NKGE.shape[1:3]
     per_sequence = torch.bincount(layout.sequence_N, minlength=len(layout.lengths)).tolist()
     out, n0, s0 = [], 0, 0
     for count, length in zip(per_sequence, layout.lengths, strict=True):
@@ -79,14 +90,14 @@ def split_attention(
         visible = visible_context(layout.anchors_N[blocks], length, K, window)
         ctx = ctx.masked_fill(~visible, -torch.inf)
         q_own = q.permute(2, 0, 3, 1, 4).reshape(G, count, -1, E)  # [G, N, Q K, E]
-        own = q_own @ block_k_NKGE[blocks].permute(2, 0, 3, 1)  # [G, N, Q K, K]
-        own = own.view(G, count, H // G, K, K).transpose(1, 2)
+        own = q_own @ block_k_NKGE[blocks].permute(2, 0, 3, 1)  # [G, N, Q K, J]
+        own = own.view(G, count, H // G, K, J).transpose(1, 2)
         weights = torch.cat((ctx, own), dim=-1).softmax(-1)
-        w_ctx, w_own = weights.split((length, K), dim=-1)
+        w_ctx, w_own = weights.split((length, J), dim=-1)
         y = (w_ctx.reshape(G, H // G * count * K, length) @ context_v_SGE[slots].transpose(0, 1)).view(
             G, H // G, count, K, E
         )
-        y_own = w_own.transpose(1, 2).reshape(G, count, -1, K) @ block_v_NKGE[blocks].permute(2, 0, 1, 3)
+        y_own = w_own.transpose(1, 2).reshape(G, count, -1, J) @ block_v_NKGE[blocks].permute(2, 0, 1, 3)
         y = y + y_own.view(G, count, H // G, K, E).transpose(1, 2)
         out.append(y.permute(2, 3, 0, 1, 4).reshape(count, K, H, E))
     return torch.cat(out)

@@ -2,8 +2,8 @@
 
     tokens_BT, cache  ->  logits at the last `logits` tokens [B, n, V], taps [B, T, L, D], last hidden [B, T, D]
 
-Tap i is the *output* of decoder layer i (HF `hidden_states[i + 1]`); -1 is the embedding output. The final layer
-cannot be tapped: drafters read features that exist before the head does (docs/architecture.md, Checkpoints).
+Tap i is HF's `hidden_states[i + 1]`: the output of decoder layer i, after the final norm for the last layer; -1 is the
+embedding output. Only drafters that are made for it read the last one (docs/architecture.md, Checkpoints).
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from outrider.target.branches import Branches
 from outrider.target.cache import KVCache
 from outrider.target.families import family_of
 from outrider.target.lean import LeanDecoder
 from outrider.target.linear import PackedLinear
 from outrider.target.paged import PagedKV, RaggedOutput, Span
-from outrider.target.ragged import RaggedStep, ragged_attention_in
+from outrider.target.ragged import BranchedStep, RaggedStep, ragged_attention_in
 from outrider.target.resolve import resolve_model, usable_device
 
 
@@ -64,7 +65,7 @@ class Target:
         self._wanted: tuple[int, ...] = ()
         if self._lean is None:
             model.get_input_embeddings().register_forward_hook(self._hook(-1))
-            for index, layer in enumerate(model.model.layers):
+            for index, layer in enumerate(model.model.layers[:-1]):  # the last one's tap is the model's own output
                 layer.register_forward_hook(self._hook(index))
 
     def _lean_shaped(self) -> bool:
@@ -86,18 +87,23 @@ class Target:
             eos = self.config.eos_token_id
         return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
 
-    def check_taps(self, taps: Sequence[int]) -> tuple[int, ...]:
+    def check_taps(self, taps: Sequence[int], final: bool = False) -> tuple[int, ...]:
         """The taps, ascending.
 
+        Args:
+            final: whether the last hidden state may be one of them.
+
         Raises:
-            ValueError: a tap is out of range, repeated, or the final layer.
+            ValueError: a tap is out of range, repeated, or the final layer where that is not wanted.
         """
         last = self.num_layers - 1
-        bad = [tap for tap in taps if not -1 <= tap < last]
+        highest = last if final else last - 1
+        bad = [tap for tap in taps if not -1 <= tap <= highest]
         if bad or len(set(taps)) != len(taps) or not taps:
             raise ValueError(
                 f"target_layer_ids {list(taps)} do not fit a target of {self.num_layers} layers: use distinct ids from "
-                f"-1 (embedding output) to {last - 1}; the final layer {last} cannot be tapped."
+                f"-1 (embedding output) to {highest}"
+                + ("." if final else f"; the final layer {last} cannot be tapped by this drafter.")
             )
         return tuple(sorted(taps))
 
@@ -107,7 +113,12 @@ class Target:
 
     @torch.inference_mode()
     def forward(
-        self, tokens_BT: torch.Tensor, cache: KVCache, taps: tuple[int, ...] = (), logits: int | None = 1
+        self,
+        tokens_BT: torch.Tensor,
+        cache: KVCache,
+        taps: tuple[int, ...] = (),
+        logits: int | None = 1,
+        parents: Sequence[int] | None = None,
     ) -> TargetOutput:
         """Run T new tokens after the cached ones and append them to the cache.
 
@@ -116,12 +127,23 @@ class Target:
             cache: extended by T slots; roll it back to drop tokens.
             taps: ascending layer ids to capture (see `check_taps`).
             logits: how many of the last tokens get logits; None for all T, 0 for none.
+            parents: where the tokens of one sequence branch (target/branches.py): the parent of each, -1 for the first.
         """
         T = tokens_BT.shape[1]
+        branches = None if parents is None else Branches.of(parents)
         slots_T = torch.arange(cache.length, cache.length + T, device=self.device)
+        if branches is not None:
+            slots_T = cache.length + branches.depths_T.to(self.device)
         positions_BT = slots_T[None] if cache.pad_B is None else (slots_T[None] - cache.pad_B[:, None]).clamp_(min=0)
         if self._lean is not None:
-            hidden_BTD, captured = self._lean.forward(tokens_BT, cache, positions_BT, taps)
+            hidden_BTD, captured = self._lean.forward(tokens_BT, cache, positions_BT, taps, branches)
+        elif branches is not None:
+            config = self.config
+            step = BranchedStep(cache, branches, config.num_attention_heads // config.num_key_value_heads)
+            with ragged_attention_in(config):
+                hidden_BTD, captured = self._tapped(
+                    taps, input_ids=tokens_BT, position_ids=positions_BT, ragged_step=step
+                )
         else:
             hidden_BTD, captured = self._forward_transformers(tokens_BT, cache, positions_BT, taps)
         wanted = T if logits is None else logits
@@ -147,6 +169,8 @@ class Target:
         self._wanted, self._captured = taps, {}
         output = self.model.model(use_cache="past_key_values" in inputs, **inputs)
         captured, self._wanted, self._captured = self._captured, (), {}
+        if self.num_layers - 1 in taps:
+            captured[self.num_layers - 1] = output.last_hidden_state
         return output.last_hidden_state, captured
 
     @torch.inference_mode()

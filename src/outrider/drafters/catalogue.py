@@ -1,0 +1,27 @@
+"""Every drafter that recipes can train: one line each (docs/add-a-drafter.md)."""
+
+from __future__ import annotations
+
+from outrider.drafters.block import DFLASH, DSPARK
+from outrider.drafters.eagle3_method import EAGLE3
+from outrider.drafters.method import Method
+from outrider.drafters.mtp import MTP_METHOD
+
+METHODS: tuple[Method, ...] = (
+    DFLASH,
+    DSPARK,
+    EAGLE3,
+    MTP_METHOD,
+)
+
+
+def method_of(name: str) -> Method:
+    """The method of that name, as in a recipe's `drafter.algorithm` or a module's `algorithm`.
+
+    Raises:
+        ValueError: there is none; the message lists those there are.
+    """
+    for method in METHODS:
+        if method.name == name:
+            return method
+    raise ValueError(f"{name!r} is no drafter; choose one of: {', '.join(method.name for method in METHODS)}.")
