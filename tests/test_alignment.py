@@ -124,7 +124,7 @@ class Forced:
 
 def base_logits(drafter: DFlash, compute: BlockObjective, batch: BlockBatch) -> Tensor:
     with torch.no_grad():
-        return compute.hidden(drafter, batch) @ compute.head_VH.T
+        return compute.rows(drafter, batch).hidden_NKH @ compute.head_VH.T
 
 
 @pytest.mark.parametrize("sample_from_anchor", [True, False])
@@ -141,9 +141,9 @@ def test_nothing_at_or_after_the_anchor_and_no_other_block_leaks_into_a_block(sa
         taps = torch.randn_like(batch.taps_SLD)
         taps[start : start + anchor] = batch.taps_SLD[start : start + anchor]
         # 2. tokens of all other blocks
-        anchors = torch.randint(4, 97, batch.anchor_tokens_N.shape)
-        anchors[block] = batch.anchor_tokens_N[block]
-        changed = replace(batch, taps_SLD=taps, anchor_tokens_N=anchors)
+        previous = torch.randint(4, 97, batch.previous_NK.shape)
+        previous[block] = batch.previous_NK[block]
+        changed = replace(batch, taps_SLD=taps, previous_NK=previous)
         torch.testing.assert_close(base_logits(drafter, compute, changed)[block], before[block], atol=1e-6, rtol=1e-6)
         # and the test can fail: a feature before the anchor does matter
         taps = batch.taps_SLD.clone()

@@ -2,7 +2,7 @@
 
     z-lab     architectures ["DFlashDraftModel"]   DFlash; taps and mask in `dflash_config`; anchor + masks layout
     DeepSpec  architectures ["Qwen3DSparkModel"]   DSpark (and DFlash as markov_rank 0); taps and mask at the top level
-    Outrider  architectures ["Outrider...Model"]   any other method, by its name in `algorithm`: the fields of its config
+    Outrider  architectures ["Outrider...Model"]   any other method: `algorithm` and the fields of its config
 
 In the engines' dialects every field a loader may default differently is written explicitly, and an absent confidence
 head field means none, as in engines. In ours every field is there and no other.

@@ -98,7 +98,10 @@ class LeanDecoder:
     def forward(
         self, tokens_BT: torch.Tensor, cache: KVCache, positions_BT: torch.Tensor, taps: tuple[int, ...]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """The normed last hidden states [B, T, D] and {tap: hidden state after that layer [B, T, D], normed for the last}."""
+        """The normed last hidden states [B, T, D] and {tap: hidden state after that layer [B, T, D]}.
+
+        The last layer's tap is the normed one.
+        """
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim
         mask = visibility_mask(cache, B, T, G)
