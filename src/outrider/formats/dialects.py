@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, Protocol
 
-from outrider.drafters import DFlashConfig, DSparkConfig
+from outrider.drafters import DFlashConfig, DSparkConfig, catalogue
 from outrider.drafters.block import DFLASH, DSPARK, default_taps
-from outrider.drafters.catalogue import METHODS
 from outrider.drafters.method import Method
 
 
@@ -191,7 +190,7 @@ def dialect_of(raw: Mapping[str, Any], where: object) -> Dialect:
         ValueError: its architecture belongs to no dialect we read.
     """
     named = raw.get("architectures") or []
-    dialects = [dialect_for(method) for method in METHODS]
+    dialects = [dialect_for(method) for method in catalogue.METHODS]
     for dialect in dialects:
         if dialect.architecture in named:
             return dialect
