@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from alignment import build, serve
 from conftest import randomise, toy_samples, toy_target
 from numpy.typing import NDArray
-from test_alignment import build, serve
 from torch import Tensor
 
 from outrider.decoding import StopRules, generate

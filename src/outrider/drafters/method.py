@@ -4,7 +4,7 @@
                                                      DraftModule --serve--> Drafter          (decoding)
 
 Training knows a drafter by `DraftModule` alone, decoding by `Drafter` (drafters/base.py) alone, checkpoints by the
-fields of `config` and the tensors of the module. Embedding and LM head are the target's, frozen, and never the module's.
+fields of `config` and the tensors of the module. Embedding and LM head are the target's, frozen, never the module's.
 
 Shapes: S context slots of all sequences, N anchors (one draft each), K = gamma draft positions, L taps, D target hidden
 size, H draft hidden size (= D, because the head is the target's), V vocabulary, Vd draft vocabulary, r rank.
@@ -23,19 +23,19 @@ from torch import Tensor, nn
 
 from outrider.drafters.attention import BlockLayout
 from outrider.drafters.base import Drafter
-from outrider.drafters.chain import ChainHeads
-from outrider.drafters.estimator import Estimator
-from outrider.drafters.sequential import ConfidenceHead, VanillaMarkov
+from outrider.drafters.serving import Serving, check_fits
 from outrider.target import Target
-from outrider.target.linear import PackedLinear
+
+__all__ = ["BlockInputs", "DraftModule", "DraftRows", "Method", "MethodSection", "Serving", "check_fits"]
 
 
 @dataclass(frozen=True)
 class BlockInputs:
     """One training forward.
 
-    Context slots are those of each sequence before its last anchor, one sequence after the other. An anchor at position
-    a may use slots 0 .. a-1 of its own sequence: the taps there, and the tokens after them, the last of which is itself.
+    Context slots are those of each sequence before its last anchor, one sequence after the other. An anchor at
+    position a may use slots 0 .. a-1 of its own sequence: the taps there, and the tokens after them, the last of which
+    is itself.
 
     Attributes:
         taps_SLD: raw float32 taps, in the order of `config.target_layer_ids`.
@@ -60,7 +60,7 @@ class DraftRows:
         hidden_NKH: normed hidden states; row (n, k) predicts x_k and may depend on previous_NK[n, :k+1] only.
         latent_NKr, w2_Vr: a sequential head's latents and its output matrix [Vd, r]; None without one.
         embedding_NKr: what `confidence` reads beside the hidden state; None if nothing.
-        confidence: (hidden [M, H], embedding [M, r] or None) -> logits of c [M], called for supervised rows, in float32.
+        confidence: (hidden [M, H], embedding [M, r] or None) -> logits of c [M], asked of supervised rows, in float32.
     """
 
     hidden_NKH: Tensor
@@ -144,7 +144,7 @@ class MethodSection(BaseModel):
     def beside(self, config: Any, target: Target) -> dict[str, tuple[object, object]]:
         """{field: (what the recipe sets it to, what a checkpoint with this config has)}, in comparable terms.
 
-        Fields that the config has under the same name need nothing more; a subclass adds those that it turns into others.
+        Fields that the config has under the same name need nothing more; a subclass adds those it turns into others.
         """
         set_here = {name: getattr(self, name) for name in self.model_fields_set - {"start_from", "algorithm"}}
         asked = {name: value for name, value in set_here.items() if value is not None or name not in self.automatic}
@@ -156,66 +156,6 @@ class MethodSection(BaseModel):
         if "initialize_from_target" in pairs:
             pairs["initialize_from_target"] = (self.initialize_from_target, False)
         return pairs
-
-
-@dataclass(frozen=True)
-class Serving:
-    """What a drafter is served with besides its weights.
-
-    Attributes:
-        draft_ids_Vd: the target's id of every draft token; None where the draft vocabulary is the target's.
-        temperatures: T_k > 0 per draft position, that calibrate the confidences; None leaves them as they are.
-        offsets: b_k per draft position, added to the logits after the temperatures; None: no offset.
-        estimator: gives confidences where the drafter has no head for them.
-    """
-
-    draft_ids_Vd: Tensor | None = None
-    temperatures: Sequence[float] | None = None
-    offsets: Sequence[float] | None = None
-    estimator: Estimator | None = None
-
-    def check(self, config: Any) -> None:
-        """All of it fits the drafter.
-
-        Raises:
-            ValueError: another number of draft positions or draft ids, or a temperature that is not above 0.
-        """
-        if self.temperatures is not None and (len(self.temperatures) != config.gamma or min(self.temperatures) <= 0):
-            raise ValueError(
-                f"temperatures {list(self.temperatures)} must be {config.gamma} numbers above 0, one per draft "
-                "position; calibrate this drafter again (outrider calibrate)."
-            )
-        if self.offsets is not None and len(self.offsets) != config.gamma:
-            raise ValueError(
-                f"offsets {list(self.offsets)} must be {config.gamma} numbers, one per draft position; "
-                "calibrate this drafter again (outrider calibrate)."
-            )
-        ids = config.vocab_size if self.draft_ids_Vd is None else len(self.draft_ids_Vd)
-        if ids != config.draft_vocab_size:
-            raise ValueError(
-                f"{ids} draft ids for a draft vocabulary of {config.draft_vocab_size}; "
-                "pass the checkpoint's draft_ids_Vd."
-            )
-
-    def head(self, target: Target) -> PackedLinear:
-        """The target's LM head over the draft vocabulary: hidden states [N, H] -> draft logits [N, Vd] in float32."""
-        if self.draft_ids_Vd is None and target.dtype == torch.float32:
-            return target.head
-        ids = self.draft_ids_Vd
-        head_VH = target.head_VD if ids is None else target.head_VD[ids.to(target.device)]
-        return PackedLinear(head_VH.float())
-
-    def chain_heads(
-        self,
-        target: Target,
-        sequential: VanillaMarkov | None = None,
-        confidence: ConfidenceHead | None = None,
-    ) -> ChainHeads:
-        """What `sample_chain` reads besides hidden states."""
-        ids = None if self.draft_ids_Vd is None else self.draft_ids_Vd.to(target.device)
-        return ChainHeads(
-            target.vocab_size, sequential, confidence, ids, self.temperatures, self.offsets, self.estimator
-        )
 
 
 @dataclass(frozen=True)
@@ -240,25 +180,3 @@ class Method:
     module: Callable[[Any], DraftModule]
     serve: Callable[[Any, Target, Serving], Drafter]
     initialize: Callable[[Any, Target, Sequence[Sequence[int]]], None] | None = None
-
-
-def check_fits(config: Any, target: Target, final: bool = False) -> None:
-    """A drafter must have been made for this target.
-
-    Args:
-        final: whether its taps may include the last hidden state.
-
-    Raises:
-        ValueError: hidden size, vocabulary, depth or taps differ (the message says which).
-    """
-    for name, mine, theirs in (
-        ("hidden_size", config.hidden_size, target.hidden_size),
-        ("vocab_size", config.vocab_size, target.vocab_size),
-        ("num_target_layers", config.num_target_layers, target.num_layers),
-    ):
-        if mine != theirs:
-            raise ValueError(
-                f"this drafter was made for another target: {name} is {mine}, {target.name} has {theirs}. "
-                "Load the target it was trained on, or train a drafter for this one (outrider train)."
-            )
-    target.check_taps(config.target_layer_ids, final)

@@ -1,0 +1,103 @@
+"""What a drafter is served with besides its weights: the target's head, the draft vocabulary, calibration.
+
+    draft logits = head[draft_ids] h        c_k = sigmoid(s_k / T_k + b_k)
+
+Shapes: N rows, H draft hidden, V target vocab, Vd draft vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.chain import ChainHeads
+from outrider.drafters.estimator import Estimator
+from outrider.drafters.sequential import ConfidenceHead, VanillaMarkov
+from outrider.target import Target
+from outrider.target.linear import PackedLinear
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What a drafter is served with besides its weights.
+
+    Attributes:
+        draft_ids_Vd: the target's id of every draft token; None where the draft vocabulary is the target's.
+        temperatures: T_k > 0 per draft position, that calibrate the confidences; None leaves them as they are.
+        offsets: b_k per draft position, added to the logits after the temperatures; None: no offset.
+        estimator: gives confidences where the drafter has no head for them.
+    """
+
+    draft_ids_Vd: Tensor | None = None
+    temperatures: Sequence[float] | None = None
+    offsets: Sequence[float] | None = None
+    estimator: Estimator | None = None
+
+    def check(self, config: Any) -> None:
+        """All of it fits the drafter.
+
+        Raises:
+            ValueError: another number of draft positions or draft ids, or a temperature that is not above 0.
+        """
+        if self.temperatures is not None and (len(self.temperatures) != config.gamma or min(self.temperatures) <= 0):
+            raise ValueError(
+                f"temperatures {list(self.temperatures)} must be {config.gamma} numbers above 0, one per draft "
+                "position; calibrate this drafter again (outrider calibrate)."
+            )
+        if self.offsets is not None and len(self.offsets) != config.gamma:
+            raise ValueError(
+                f"offsets {list(self.offsets)} must be {config.gamma} numbers, one per draft position; "
+                "calibrate this drafter again (outrider calibrate)."
+            )
+        ids = config.vocab_size if self.draft_ids_Vd is None else len(self.draft_ids_Vd)
+        if ids != config.draft_vocab_size:
+            raise ValueError(
+                f"{ids} draft ids for a draft vocabulary of {config.draft_vocab_size}; "
+                "pass the checkpoint's draft_ids_Vd."
+            )
+
+    def head(self, target: Target) -> PackedLinear:
+        """The target's LM head over the draft vocabulary: hidden states [N, H] -> draft logits [N, Vd] in float32."""
+        if self.draft_ids_Vd is None and target.dtype == torch.float32:
+            return target.head
+        ids = self.draft_ids_Vd
+        head_VH = target.head_VD if ids is None else target.head_VD[ids.to(target.device)]
+        return PackedLinear(head_VH.float())
+
+    def chain_heads(
+        self,
+        target: Target,
+        sequential: VanillaMarkov | None = None,
+        confidence: ConfidenceHead | None = None,
+    ) -> ChainHeads:
+        """What `sample_chain` reads besides hidden states."""
+        ids = None if self.draft_ids_Vd is None else self.draft_ids_Vd.to(target.device)
+        return ChainHeads(
+            target.vocab_size, sequential, confidence, ids, self.temperatures, self.offsets, self.estimator
+        )
+
+
+def check_fits(config: Any, target: Target, final: bool = False) -> None:
+    """A drafter must have been made for this target.
+
+    Args:
+        final: whether its taps may include the last hidden state.
+
+    Raises:
+        ValueError: hidden size, vocabulary, depth or taps differ (the message says which).
+    """
+    for name, mine, theirs in (
+        ("hidden_size", config.hidden_size, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("num_target_layers", config.num_target_layers, target.num_layers),
+    ):
+        if mine != theirs:
+            raise ValueError(
+                f"this drafter was made for another target: {name} is {mine}, {target.name} has {theirs}. "
+                "Load the target it was trained on, or train a drafter for this one (outrider train)."
+            )
+    target.check_taps(config.target_layer_ids, final)
