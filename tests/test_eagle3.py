@@ -1,4 +1,4 @@
-"""EAGLE-3 against a second implementation in numpy; trained equals served; nothing leaks; output is plain decoding's."""
+"""EAGLE-3 against a second implementation in numpy; trained equals served; nothing leaks; text is plain decoding's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import randomise, toy_samples, toy_target
 from eagle_reference import EagleReference
-from test_alignment import Forced, build, check_alignment
+from test_alignment import build, check_alignment
 from torch import Tensor
 
 from outrider.decoding import StopRules, generate
