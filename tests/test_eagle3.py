@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from alignment import build, check_alignment
 from conftest import randomise, toy_samples, toy_target
 from eagle_reference import EagleReference
-from test_alignment import build, check_alignment
 from torch import Tensor
 
 from outrider.decoding import StopRules, generate
