@@ -132,14 +132,15 @@ def easy_target(family: str = "llama") -> Target:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_output_is_plain_decodings(family: str) -> None:
     target = easy_target(family)
-    drafter = DynamicTreeDrafter(Eagle3Drafter(make_drafter(target), target, Serving()), TreeShape(4, 3, 12))
+    inner = Eagle3Drafter(make_drafter(target, draft_vocab=4), target, Serving(torch.arange(4)))
+    drafter = DynamicTreeDrafter(inner, TreeShape(4, 3, 12))
     rules = StopRules(40, stop_ids=())
     for params in (SamplingParams(), SamplingParams(temperature=1.0, seed=3, coupled=True)):
         plain = generate(target, TEXT, params=params, rules=rules)
         fast = generate(target, TEXT, drafter, params, rules)
         assert fast.tokens == plain.tokens and len(plain.tokens) == 40
         assert all(r.admitted <= 12 for r in fast.rounds)
-        assert sum(r.accepted for r in fast.rounds) > 2
+        assert sum(r.accepted for r in fast.rounds) > 20
 
 
 def test_the_engine_serves_trees() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -106,7 +106,9 @@ class BlockAttention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, config: DFlashConfig) -> None:
+    """The MLP of every draft layer; `config` has hidden_size and intermediate_size."""
+
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
