@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.data.samples import Sample
 from outrider.decoding.lane import ModelLane
 from outrider.decoding.round import RoundResult
-from outrider.drafters.base import Drafter
+from outrider.drafters.base import Drafter, Proposal
 from outrider.drafters.catalogue import method_of
 from outrider.drafters.method import DraftModule, Serving
 from outrider.sampling import SamplingParams
@@ -71,6 +71,7 @@ def serve(drafter: Drafter, target: Target, sample: Sample, ids: Tensor) -> dict
         following = tokens[at + 1 : at + 1 + gamma]
         lane.source = Forced(following, inverse_ids(ids, target.vocab_size))
         (proposal,) = lane.draft(0.0)
+        assert isinstance(proposal, Proposal)
         (row,) = lane.score([proposal])
         matching = 0  # a token outside the draft vocabulary cannot be forced: decoding never gets past it
         found[at] = torch.full((gamma,), torch.nan)

@@ -1,4 +1,4 @@
-"""EAGLE-3 against a second implementation in numpy; trained equals served; nothing leaks; output is plain decoding's."""
+"""EAGLE-3 against a second implementation in numpy; trained equals served; nothing leaks; text is plain decoding's."""
 
 from __future__ import annotations
 
