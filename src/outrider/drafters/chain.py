@@ -1,15 +1,17 @@
 """anchor -> x_1 -> x_2 -> ... -> x_K,   x_k ~ p_k = warp(U_k + W2 l_k),   c_k = sigmoid(s_k / T_k + b_k)
 
-The sequential half of a semi-autoregressive drafter (DSpark, arXiv 2607.05147), for any number of requests at once: U_k
-and h_k come from one parallel pass, and only this walk is serial. Each p_k is a plain, exact distribution; that keeps
-verification lossless. s_k = w^T [h_k; W1[x_{k-1}]], or what an estimator reads off p_k.
-Shapes: R requests, K block positions, V target vocab, Vd draft vocab, H draft hidden, r rank.
+Draws a chain for any number of requests at once. `sample_chain`: h_1..h_K come from one parallel pass, only this walk
+is serial (DSpark, arXiv 2607.05147). `sample_steps`: h_k itself depends on x_{k-1}, and is asked for position by
+position (EAGLE, arXiv 2401.15077). Each p_k is a plain, exact distribution; that keeps verification lossless.
+s_k = w^T [h_k; W1[x_{k-1}]], or what an estimator reads off p_k.
+Shapes: R requests, A those still drawing, K block positions, V target vocab, Vd draft vocab, H draft hidden, r rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from outrider.drafters.base import DraftCall, Proposal
 from outrider.drafters.estimator import Estimator
 from outrider.drafters.sequential import ConfidenceHead, VanillaMarkov
 from outrider.sampling import warp
+
+Step = Callable[[int, list[int]], Tensor]  # (k from 0, x_{k-1} of every request) -> h_k [R, H] of every request
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,56 @@ class _Walk:
     call: DraftCall
     previous: int
     seen_V: Tensor | None
-    device: torch.device
+    device: torch.device | None = None  # of the logits it draws from
     tokens: list[int] = field(default_factory=list)
     drafted_with: list[float] = field(default_factory=list)
     rows: list[Tensor | None] = field(default_factory=list)  # p_k [Vd]; None where it is one-hot at the token
     confidences: list[float] = field(default_factory=list)
+
+
+class _Rows(Protocol):
+    """Where hidden states and logits of position k, counted from 0, come from; asked for in order."""
+
+    def hidden(self, k: int, previous: list[int]) -> Tensor:
+        """h_k [R, H] of all requests, whose last tokens are `previous`."""
+        ...
+
+    def logits(self, k: int, active: list[int]) -> Tensor:
+        """U_k [A, Vd] of the requests that are `active`; never one that was not at k - 1."""
+        ...
+
+
+class _Block:
+    """All hidden states at once: their logits are one product, at the first position that asks."""
+
+    def __init__(self, base_logits: Callable[[Tensor], Tensor], hidden_RKH: Tensor) -> None:
+        self.base_logits, self.hidden_RKH = base_logits, hidden_RKH
+        self.rows_of: dict[int, int] = {}  # request -> its rows of the base logits
+        self.base_NKVd: Tensor | None = None
+
+    def hidden(self, k: int, previous: list[int]) -> Tensor:
+        return self.hidden_RKH[:, k]
+
+    def logits(self, k: int, active: list[int]) -> Tensor:
+        if self.base_NKVd is None:
+            self.rows_of = {r: n for n, r in enumerate(active)}
+            base = self.base_logits(self.hidden_RKH[active].flatten(0, 1))
+            self.base_NKVd = base.view(len(active), self.hidden_RKH.shape[1], -1)
+        return self.base_NKVd[[self.rows_of[r] for r in active], k]
+
+
+class _Steps:
+    """One hidden state after the other."""
+
+    def __init__(self, base_logits: Callable[[Tensor], Tensor], step: Step) -> None:
+        self.base_logits, self.step = base_logits, step
+
+    def hidden(self, k: int, previous: list[int]) -> Tensor:
+        self.hidden_RH = self.step(k, previous)
+        return self.hidden_RH
+
+    def logits(self, k: int, active: list[int]) -> Tensor:
+        return self.base_logits(self.hidden_RH[active])
 
 
 def sample_chain(
@@ -73,30 +122,50 @@ def sample_chain(
         base_logits: rows of hidden states [N, H] -> U [N, Vd]; called once at most, for the requests that draw a token.
         floor: compared with the confidences that are handed over, after the temperatures.
     """
-    R, K, _ = hidden_RKH.shape
+    return _walk(_Block(base_logits, hidden_RKH), hidden_RKH.shape[1], calls, heads, floor)
+
+
+def sample_steps(
+    base_logits: Callable[[Tensor], Tensor],
+    step: Step,
+    steps: int,
+    calls: Sequence[DraftCall],
+    heads: ChainHeads,
+    floor: float = 0.0,
+) -> list[Proposal]:
+    """As `sample_chain`, with hidden states that depend on the tokens drawn so far.
+
+    Args:
+        base_logits: rows of hidden states [A, H] -> U [A, Vd]; called at every position.
+        step: called with k = 0, 1, .. while a request draws; requests that have stopped walk along.
+        steps: most positions of any request.
+    """
+    return _walk(_Steps(base_logits, step), steps, calls, heads, floor)
+
+
+def _walk(rows: _Rows, steps: int, calls: Sequence[DraftCall], heads: ChainHeads, floor: float) -> list[Proposal]:
     head = heads.sequential
-    walks = [_Walk(call, call.anchor, call.seen.with_tokens(), hidden_RKH.device) for call in calls]
-    state = head.initial_state(R) if head is not None else None
-    active = list(range(R))
-    rows_of: dict[int, int] = {}  # request -> its rows of the base logits
-    base_NKVd: Tensor | None = None
-    for k in range(K):
+    walks = [_Walk(call, call.anchor, call.seen.with_tokens()) for call in calls]
+    state = head.initial_state(len(calls)) if head is not None else None
+    active = list(range(len(calls)))
+    for k in range(steps):
         active = [r for r in active if walks[r].call.limit is None or k < (walks[r].call.limit or 0)]
+        if not active:
+            break
+        previous = [walk.previous for walk in walks]
+        hidden_RH = rows.hidden(k, previous)
         latent_Rr = embedding_Rr = None
         if head is not None:  # requests that have stopped walk along: fewer rows cost the same
-            previous_R = torch.tensor([walk.previous for walk in walks], device=hidden_RKH.device)
-            latent_Rr, embedding_Rr, state = head.step(previous_R, hidden_RKH[:, k], state)
+            previous_R = torch.tensor(previous, device=hidden_RH.device)
+            latent_Rr, embedding_Rr, state = head.step(previous_R, hidden_RH, state)
         if heads.confidence is not None:  # before x_k is drawn: c_k must not know it
-            certain_R = heads.calibrated(heads.confidence(hidden_RKH[:, k], embedding_Rr), k).tolist()
+            certain_R = heads.calibrated(heads.confidence(hidden_RH, embedding_Rr), k).tolist()
             active = [r for r in active if certain_R[r] >= floor]
             for r in active:
                 walks[r].confidences.append(certain_R[r])
         if not active:
             break
-        if base_NKVd is None:
-            rows_of = {r: n for n, r in enumerate(active)}
-            base_NKVd = base_logits(hidden_RKH[active].flatten(0, 1)).view(len(active), K, -1)
-        logits_AVd = base_NKVd[[rows_of[r] for r in active], k]
+        logits_AVd = rows.logits(k, active)
         if head is not None and latent_Rr is not None:
             logits_AVd = logits_AVd + head.bias(latent_Rr[active])
         if heads.confidence is None and heads.estimator is not None:  # knows p_k, not yet x_k
@@ -123,6 +192,7 @@ def _draw(walks: Sequence[_Walk], logits_AVd: Tensor, draft_ids_Vd: Tensor | Non
             row = warp(logits_Vd, walk.call.params, seen_Vd)
             index = _choose(walk, row, draft_ids_Vd)
             probability = row[index].item()
+        walk.device = logits_Vd.device
         walk.previous = index if draft_ids_Vd is None else int(draft_ids_Vd[index])
         if walk.seen_V is not None:
             walk.seen_V[walk.previous] = True
