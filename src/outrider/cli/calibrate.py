@@ -15,6 +15,7 @@ from rich.table import Table
 
 from outrider.cli.options import counting, require_drafter, split_names
 from outrider.cli.runtime import load, set_up
+from outrider.drafters.packed import PackedDrafter
 from outrider.evaluation.calibrate import Calibrated, Calibration, calibrate, collect_tasks, quality
 from outrider.evaluation.plots import plot_reliability, plot_sweep
 from outrider.evaluation.rounds_file import load_rounds, save_rounds
@@ -70,6 +71,8 @@ def calibrate_command(
     else:
         loaded = load(target, device)
         packed = load_drafter(directory).packed(loaded, calibrated=False)
+        if not isinstance(packed, PackedDrafter):
+            raise ValueError(f"{directory} is no block drafter (dflash, dspark): its drafts cannot be calibrated.")
         with counting(console, "calibrate") as on_progress:
             collected = collect_tasks(loaded, packed, names, config, on_progress)
         if rounds is not None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from outrider.cli.options import AUTO, choose_policy, counting, require_drafter, split_names
 from outrider.cli.runtime import load, set_up
-from outrider.drafters.packed import PackedDrafter
+from outrider.drafters.base import Drafter
 from outrider.evaluation.report import table, write_report
 from outrider.evaluation.results import Results
 from outrider.evaluation.run import EvaluationConfig, evaluate
@@ -68,7 +68,7 @@ def evaluate_command(
 
 def run_evaluation(
     target: Target,
-    drafter: PackedDrafter,
+    drafter: Drafter,
     tasks: list[str],
     config: EvaluationConfig,
     policy: Policy,

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.drafters.attention import BlockLayout, flex_block_attention, split_attention
+from outrider.drafters.method import BlockInputs, DraftModule, DraftRows
 from outrider.target.lean import rotate, signed_sin
 
 
@@ -141,22 +142,19 @@ def rope_table(positions: Tensor, head_dim: int, theta: float) -> _Rope:
     return angles.cos(), signed_sin(angles.sin())
 
 
-class DFlash(nn.Module):
+class DFlash(DraftModule):
     """The backbone all block drafters share. Parameter names are those of the z-lab dialect."""
 
     algorithm: ClassVar[str] = "dflash"
-    tap_scale_L: Tensor
+    tap_weight: ClassVar[str | None] = "fc.weight"
+    config: DFlashConfig
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        # Massive activations: taps differ in size by orders of magnitude, so training sees taps / tap_scale. The
-        # constants fold into `fc` when weights are saved (`folded_state_dict`); a loaded drafter has ones.
-        self.register_buffer("tap_scale_L", torch.ones(len(config.target_layer_ids)), persistent=False)
 
     def context(self, taps_SLT: Tensor) -> Tensor:
         """Features of committed tokens [S, L, T] -> H_ctx [S, H]."""
@@ -164,7 +162,7 @@ class DFlash(nn.Module):
         return self.hidden_norm(features_SH.to(self.hidden_norm.weight.dtype))
 
     def forward(self, taps_SLT: Tensor, embedded_NKH: Tensor, layout: BlockLayout) -> Tensor:
-        """The training forward: normed hidden states of the prediction rows, [N, gamma, H].
+        """The backbone in training: normed hidden states of the prediction rows, [N, gamma, H].
 
         Args:
             taps_SLT: raw taps of the context slots of all sequences, concatenated.
@@ -185,9 +183,6 @@ class DFlash(nn.Module):
         masks = anchors_N.new_full((len(anchors_N), self.config.block_size - 1), self.config.mask_token_id)
         return torch.cat((anchors_N[:, None], masks), dim=1)
 
-    def folded_state_dict(self) -> dict[str, Tensor]:
-        """Weights that take raw taps: `tap_scale` divided out of the columns of `fc`. What checkpoints hold."""
-        state = {name: tensor.detach() for name, tensor in self.state_dict().items()}
-        scale = self.tap_scale_L.repeat_interleave(self.config.hidden_size)
-        state["fc.weight"] = state["fc.weight"] / scale
-        return {name: tensor.contiguous() for name, tensor in state.items()}
+    def rows(self, inputs: BlockInputs) -> DraftRows:
+        embedded_NKH = inputs.embed(self.block_tokens(inputs.previous_NK[:, 0]))
+        return DraftRows(self(inputs.taps_SLD, embedded_NKH, inputs.layout))

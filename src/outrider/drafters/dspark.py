@@ -9,10 +9,11 @@ confidence head is DeepSpec's own spelling of DFlash.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from outrider.drafters.dflash import DFlash, DFlashConfig
+from outrider.drafters.method import BlockInputs, DraftRows
 from outrider.drafters.sequential import ConfidenceHead, VanillaMarkov, build_sequential_head
 
 
@@ -62,3 +63,11 @@ class DSpark(DFlash):
             if config.enable_confidence_head
             else None
         )
+
+    def rows(self, inputs: BlockInputs) -> DraftRows:
+        rows = replace(super().rows(inputs), confidence=self.confidence_head)
+        if self.markov_head is None:
+            return rows
+        latent_NKr, embedding_NKr = self.markov_head.unroll(inputs.previous_NK, rows.hidden_NKH)
+        w2_Vr = self.markov_head.markov_w2.weight
+        return replace(rows, latent_NKr=latent_NKr, w2_Vr=w2_Vr, embedding_NKr=embedding_NKr)

@@ -23,8 +23,11 @@ from torch import Tensor, nn
 
 from outrider.drafters.attention import BlockLayout
 from outrider.drafters.base import Drafter
+from outrider.drafters.chain import ChainHeads
 from outrider.drafters.estimator import Estimator
+from outrider.drafters.sequential import ConfidenceHead, VanillaMarkov
 from outrider.target import Target
+from outrider.target.linear import PackedLinear
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class BlockInputs:
     a may use slots 0 .. a-1 of its own sequence: the taps there, and the tokens after them, the last of which is itself.
 
     Attributes:
-        taps_SLD: raw float32 taps (`config.target_layer_ids`, ascending).
+        taps_SLD: raw float32 taps, in the order of `config.target_layer_ids`.
         next_tokens_S: token i + 1 of its sequence, for slot i.
         layout: slots per sequence, positions of the anchors, whose anchors they are.
         previous_NK: x_{k-1} for draft position k = 1..gamma; column 0 holds the anchors.
@@ -127,21 +130,92 @@ class MethodSection(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    automatic: ClassVar[frozenset[str]] = frozenset({"target_layer_ids"})  # fields that null leaves to the method
 
     algorithm: str
     start_from: str | None = None  # a drafter directory to go on from, relative to the recipe or to where you are
     draft_vocab_size: int | None = Field(None, ge=2)  # null: the target's
     initialize_from_target: bool = True  # where the method knows how; noise otherwise
 
+    def draft_vocab(self, target: Target) -> int:
+        """Tokens that can be drafted."""
+        return min(self.draft_vocab_size or target.vocab_size, target.vocab_size)
+
+    def beside(self, config: Any, target: Target) -> dict[str, tuple[object, object]]:
+        """{field: (what the recipe sets it to, what a checkpoint with this config has)}, in comparable terms.
+
+        Fields that the config has under the same name need nothing more; a subclass adds those that it turns into others.
+        """
+        set_here = {name: getattr(self, name) for name in self.model_fields_set - {"start_from", "algorithm"}}
+        asked = {name: value for name, value in set_here.items() if value is not None or name not in self.automatic}
+        pairs = {name: (value, getattr(config, name, None)) for name, value in asked.items()}
+        if "target_layer_ids" in pairs:
+            pairs["target_layer_ids"] = (sorted(asked["target_layer_ids"]), sorted(config.target_layer_ids))
+        if "draft_vocab_size" in pairs:
+            pairs["draft_vocab_size"] = (self.draft_vocab(target), config.draft_vocab_size)
+        if "initialize_from_target" in pairs:
+            pairs["initialize_from_target"] = (self.initialize_from_target, False)
+        return pairs
+
 
 @dataclass(frozen=True)
 class Serving:
-    """What a drafter is served with besides its weights: see `ChainHeads` for the meaning of each."""
+    """What a drafter is served with besides its weights.
+
+    Attributes:
+        draft_ids_Vd: the target's id of every draft token; None where the draft vocabulary is the target's.
+        temperatures: T_k > 0 per draft position, that calibrate the confidences; None leaves them as they are.
+        offsets: b_k per draft position, added to the logits after the temperatures; None: no offset.
+        estimator: gives confidences where the drafter has no head for them.
+    """
 
     draft_ids_Vd: Tensor | None = None
     temperatures: Sequence[float] | None = None
     offsets: Sequence[float] | None = None
     estimator: Estimator | None = None
+
+    def check(self, config: Any) -> None:
+        """All of it fits the drafter.
+
+        Raises:
+            ValueError: another number of draft positions or draft ids, or a temperature that is not above 0.
+        """
+        if self.temperatures is not None and (len(self.temperatures) != config.gamma or min(self.temperatures) <= 0):
+            raise ValueError(
+                f"temperatures {list(self.temperatures)} must be {config.gamma} numbers above 0, one per draft "
+                "position; calibrate this drafter again (outrider calibrate)."
+            )
+        if self.offsets is not None and len(self.offsets) != config.gamma:
+            raise ValueError(
+                f"offsets {list(self.offsets)} must be {config.gamma} numbers, one per draft position; "
+                "calibrate this drafter again (outrider calibrate)."
+            )
+        ids = config.vocab_size if self.draft_ids_Vd is None else len(self.draft_ids_Vd)
+        if ids != config.draft_vocab_size:
+            raise ValueError(
+                f"{ids} draft ids for a draft vocabulary of {config.draft_vocab_size}; "
+                "pass the checkpoint's draft_ids_Vd."
+            )
+
+    def head(self, target: Target) -> PackedLinear:
+        """The target's LM head over the draft vocabulary: hidden states [N, H] -> draft logits [N, Vd] in float32."""
+        if self.draft_ids_Vd is None and target.dtype == torch.float32:
+            return target.head
+        ids = self.draft_ids_Vd
+        head_VH = target.head_VD if ids is None else target.head_VD[ids.to(target.device)]
+        return PackedLinear(head_VH.float())
+
+    def chain_heads(
+        self,
+        target: Target,
+        sequential: VanillaMarkov | None = None,
+        confidence: ConfidenceHead | None = None,
+    ) -> ChainHeads:
+        """What `sample_chain` reads besides hidden states."""
+        ids = None if self.draft_ids_Vd is None else self.draft_ids_Vd.to(target.device)
+        return ChainHeads(
+            target.vocab_size, sequential, confidence, ids, self.temperatures, self.offsets, self.estimator
+        )
 
 
 @dataclass(frozen=True)

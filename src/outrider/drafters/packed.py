@@ -18,32 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.drafters.base import DraftCall, Proposal
-from outrider.drafters.chain import ChainHeads, sample_chain
-from outrider.drafters.dflash import DFlash, DFlashConfig, DraftLayer, rope_table
+from outrider.drafters.chain import sample_chain
+from outrider.drafters.dflash import DFlash, DraftLayer, rope_table
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.estimator import Estimator
+from outrider.drafters.method import Serving, check_fits
 from outrider.target.lean import rotate
 from outrider.target.linear import PackedLinear
 from outrider.target.model import Target
-
-
-def check_fits(config: DFlashConfig, target: Target) -> None:
-    """A drafter must have been made for this target.
-
-    Raises:
-        ValueError: hidden size, vocabulary, depth or taps differ (the message says which).
-    """
-    for name, mine, theirs in (
-        ("hidden_size", config.hidden_size, target.hidden_size),
-        ("vocab_size", config.vocab_size, target.vocab_size),
-        ("num_target_layers", config.num_target_layers, target.num_layers),
-    ):
-        if mine != theirs:
-            raise ValueError(
-                f"this drafter was made for another target: {name} is {mine}, {target.name} has {theirs}. "
-                "Load the target it was trained on, or train a drafter for this one (outrider train)."
-            )
-    target.check_taps(config.target_layer_ids)
 
 
 class _PackedLayer:
@@ -59,13 +41,9 @@ class _PackedLayer:
 
 
 class PackedDrafter:
-    """Serves one drafter for one target. Weights are copied; train the module, then build this again.
+    """Serves one drafter for one target; see `Serving` for what it is served with.
 
-    Args:
-        draft_ids_Vd: the target's id of every draft token; None where the draft vocabulary is the target's.
-        temperatures: T_k > 0 per draft position, that calibrate the confidences; None leaves them as the head says.
-        offsets: b_k per draft position, added to the logits after the temperatures; None: no offset.
-        estimator: gives confidences where the drafter has no head for them.
+    Weights are copied; train the module, then build this again.
     """
 
     def __init__(
@@ -79,31 +57,15 @@ class PackedDrafter:
     ) -> None:
         config = drafter.config
         check_fits(config, target)
-        if temperatures is not None and (len(temperatures) != config.gamma or min(temperatures) <= 0):
-            raise ValueError(
-                f"temperatures {list(temperatures)} must be {config.gamma} numbers above 0, one per draft position; "
-                "calibrate this drafter again (outrider calibrate)."
-            )
-        if offsets is not None and len(offsets) != config.gamma:
-            raise ValueError(
-                f"offsets {list(offsets)} must be {config.gamma} numbers, one per draft position; "
-                "calibrate this drafter again (outrider calibrate)."
-            )
-        ids = target.vocab_size if draft_ids_Vd is None else len(draft_ids_Vd)
-        if ids != config.draft_vocab_size:
-            raise ValueError(
-                f"{ids} draft ids for a draft vocabulary of {config.draft_vocab_size}; "
-                "pass the checkpoint's draft_ids_Vd."
-            )
+        serving = Serving(draft_ids_Vd, temperatures, offsets, estimator)
+        serving.check(config)
         # A copy on the target's device and in float32: heads and distributions need it, and drafters are small.
         drafter = copy.deepcopy(drafter).to(target.device, torch.float32)
         self.config, self.drafter = config, drafter
         self.taps, self.gamma = tuple(config.target_layer_ids), config.gamma
         self.draft_ids_Vd = None if draft_ids_Vd is None else draft_ids_Vd.to(target.device)
         self.embed_VH, self.embed_scale = target.embed_VD, target.embed_scale
-        whole = self.draft_ids_Vd is None and target.dtype == torch.float32
-        head_VH = target.head_VD if self.draft_ids_Vd is None else target.head_VD[self.draft_ids_Vd]
-        self.head = target.head if whole else PackedLinear(head_VH.float())
+        self.head = serving.head(target)
         folded = drafter.folded_state_dict()
         self.fc = PackedLinear(folded["fc.weight"])
         self.hidden_norm, self.norm = folded["hidden_norm.weight"], folded["norm.weight"]
@@ -119,9 +81,7 @@ class PackedDrafter:
         self.masks_M = torch.tensor(masks, dtype=torch.long, device=target.device)
         sequential = drafter.markov_head if isinstance(drafter, DSpark) else None
         confidence = drafter.confidence_head if isinstance(drafter, DSpark) else None
-        self.heads = ChainHeads(
-            target.vocab_size, sequential, confidence, self.draft_ids_Vd, temperatures, offsets, estimator
-        )
+        self.heads = serving.chain_heads(target, sequential, confidence)
 
     def new_session(self, capacity: int) -> DraftSession:
         """An empty draft KV cache for one request of at most `capacity` committed tokens."""

@@ -91,10 +91,9 @@ def _front_matter(metadata: Mapping[str, Any], facts: CardFacts, algorithm: str)
 
 
 def _introduction(checkpoint: Checkpoint, facts: CardFacts) -> str:
-    algorithm = "DSpark" if checkpoint.drafter.algorithm == "dspark" else "DFlash"
     return (
         f"# {facts.name}\n\n"
-        f"A {algorithm} draft model for speculative decoding of **{target_name(checkpoint.metadata)}**, trained with\n"
+        f"A {type(checkpoint.drafter).__name__} draft model for speculative decoding of **{target_name(checkpoint.metadata)}**, trained with\n"
         "Outrider. It proposes blocks of tokens, the target checks a block in one pass and keeps what fits its own\n"
         "distribution. The output is distributed exactly as the target's; at temperature 0 it is the same text,\n"
         "numerical ties apart. On its own this model generates nothing."
@@ -116,7 +115,7 @@ def _settings(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
     parameters = sum(p.numel() for p in checkpoint.drafter.parameters())
     rows = [
         ("parameters", f"{parameters / 1e6:.1f} million, {parameters * dtype.itemsize / 1e6:.1f} MB as {_word(dtype)}"),
-        ("draft layers", str(config.num_hidden_layers)),
+        *([("draft layers", str(config.num_hidden_layers))] if hasattr(config, "num_hidden_layers") else []),
         ("drafts per block (gamma)", str(config.gamma)),
         ("tapped target layers", ", ".join(map(str, config.target_layer_ids))),
         ("draft vocabulary", f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens"),

@@ -78,7 +78,7 @@ def collect(
             else:
                 rules = StopRules(config.max_new_tokens)
                 generation = generate(target, prompt, drafter, config.params, rules, FixedPolicy())
-                found[i].append(as_rounds(generation.rounds, drafter.config.gamma, probe))
+                found[i].append(as_rounds(generation.rounds, drafter.gamma, probe))
                 history[i].append(generation.text)
             probe.seen.clear()
             on_progress(sum(len(turns) == len(c.turns) for turns, c in zip(found, conversations, strict=True)))
@@ -129,7 +129,7 @@ def everywhere(
 
     A block that agrees with all that is left of the text is judged that far only.
     """
-    tokens, gamma = [*prompt, *text], drafter.config.gamma
+    tokens, gamma = [*prompt, *text], drafter.gamma
     lane = ModelLane(target, drafter, tokens[:-1], params, len(tokens))
     ends = range(len(tokens) - 1, len(prompt) - 1, -1)
     confidences, accepted, admitted = list[list[float]](), list[int](), list[int]()

@@ -18,7 +18,7 @@ from outrider.data.chat import render
 from outrider.data.conversations import Conversation
 from outrider.data.prompts import load_prompts
 from outrider.decoding import Generation, StopRules, acceptance, generate
-from outrider.drafters.packed import PackedDrafter
+from outrider.drafters.base import Drafter
 from outrider.evaluation.results import Results, TaskResult, machine
 from outrider.sampling import SamplingParams
 from outrider.scheduling import FixedPolicy, Policy
@@ -48,7 +48,7 @@ class Pair:
 
 def evaluate(
     target: Target,
-    drafter: PackedDrafter,
+    drafter: Drafter,
     tasks: Sequence[str],
     config: EvaluationConfig,
     policy: Policy | None = None,
@@ -76,15 +76,15 @@ def evaluate(
             except ValueError as error:
                 raise ValueError(f"{name}, prompt {prompt.id}: {error}") from error
         on_progress(name, len(prompts), len(prompts))
-        results.append(summarise(name, len(prompts), pairs, drafter.config.gamma))
+        results.append(summarise(name, len(prompts), pairs, drafter.gamma))
     described = {"temperature": config.params.temperature, "policy": repr(policy), "target": target.name}
     described |= {"max_new_tokens": config.max_new_tokens, "max_samples": config.max_samples}
-    described |= {"sampling": asdict(config.params), "gamma": drafter.config.gamma, **(settings or {})}
+    described |= {"sampling": asdict(config.params), "gamma": drafter.gamma, **(settings or {})}
     return Results(tasks=results, settings=described, versions=versions or {}, machine=machine())
 
 
 def decode_turns(
-    target: Target, drafter: PackedDrafter, prompt: Conversation, config: EvaluationConfig, policy: Policy, flip: bool
+    target: Target, drafter: Drafter, prompt: Conversation, config: EvaluationConfig, policy: Policy, flip: bool
 ) -> list[Pair]:
     """All turns of one conversation, each both ways; the plain responses form the history."""
     assert target.tokenizer is not None

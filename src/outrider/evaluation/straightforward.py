@@ -75,7 +75,7 @@ class StraightforwardObjective:
         counts = torch.bincount(layout.sequence_N, minlength=len(layout.lengths)).tolist()
         taps = [taps.flatten(-2) for taps in batch.taps_SLD.float().split(layout.lengths)]
         context_BSH = drafter.hidden_norm(drafter.fc(pad_sequence(taps, batch_first=True)).float())
-        embedded = F.embedding(drafter.block_tokens(batch.anchor_tokens_N), self.target.embed_VD).float()
+        embedded = F.embedding(drafter.block_tokens(batch.previous_NK[:, 0]), self.target.embed_VD).float()
         embedded_NKH = embedded * self.target.embed_scale
         x_BPH = pad_sequence(list(embedded_NKH.split(counts)), batch_first=True).flatten(1, 2)
         anchors_Bn = pad_sequence(list(layout.anchors_N.split(counts)), batch_first=True)

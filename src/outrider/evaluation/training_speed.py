@@ -19,21 +19,20 @@ import torch
 from torch import Tensor
 
 from outrider.data.samples import Sample
-from outrider.drafters import DFlash, DSpark, DSparkConfig
+from outrider.drafters import DFlash
+from outrider.drafters.catalogue import method_of
 from outrider.evaluation.straightforward import StraightforwardObjective
 from outrider.target import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
-from outrider.training.drafter import drafter_config
-from outrider.training.features import FeatureSource, measure_tap_scale
-from outrider.training.initialize import initialize_from_target
+from outrider.training.drafter import fresh
+from outrider.training.features import FeatureSource
 from outrider.training.objective import ObjectiveConfig
 from outrider.training.optimizer import build_optimizer
 from outrider.training.recipe import Recipe
 from outrider.training.step import BlockObjective, Precision
-from outrider.training.vocabulary import choose_draft_ids, inverse_ids
+from outrider.training.vocabulary import inverse_ids
 
 _WARM_UP = 1
-_CALIBRATION = 4
 
 
 @dataclass(frozen=True)
@@ -94,18 +93,18 @@ class Contest:
                 f"{config.sequences_per_step}."
             )
         torch.manual_seed(recipe.seed)
-        shape = drafter_config(recipe.drafter, target)
-        drafter = (DSpark(shape) if isinstance(shape, DSparkConfig) else DFlash(shape)).to(target.device)
-        calibration = samples[:_CALIBRATION]
-        drafter.tap_scale_L.copy_(measure_tap_scale(target, calibration, shape.target_layer_ids))
-        if recipe.drafter.initialize_from_target and target.family.lean:
-            initialize_from_target(drafter, target, calibration)
+        method = method_of(recipe.drafter.algorithm)
+        start = fresh(method, method.configure(recipe.drafter, target), recipe, target, samples)
+        if not isinstance(start.drafter, DFlash):
+            raise ValueError(
+                f"drafter.algorithm={method.name}: the straightforward step knows block drafters only (dflash, dspark)."
+            )
         schedule = Schedule(
             samples, config.sequences_per_step, config.anchors_per_sequence, recipe.seed, config.anchors_per_step
         )
-        ids = choose_draft_ids(samples, target.vocab_size, shape.draft_vocab_size, target.eos_ids).to(target.device)
+        ids = start.draft_ids_Vd
         objective = ObjectiveConfig(**recipe.objective.model_dump())
-        return cls(drafter, schedule, (target, ids, inverse_ids(ids, target.vocab_size), objective))
+        return cls(start.drafter, schedule, (target, ids, inverse_ids(ids, target.vocab_size), objective))
 
 
 def block_loss(compute: BlockObjective, drafter: DFlash, batch: BlockBatch) -> Tensor:

@@ -1,4 +1,4 @@
-"""A drafter on disk: config.json and model.safetensors in an engine's dialect, outrider.json with how it was made.
+"""A drafter on disk: config.json and model.safetensors in its dialect, outrider.json with how it was made.
 
     DIR/config.json         the dialect (formats/dialects.py)
     DIR/model.safetensors   the drafter's weights; `d2t` [Vd] (target id = i + d2t[i]) when the vocabulary is reduced
@@ -23,10 +23,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.drafters import DFlash
+from outrider.drafters.base import Drafter
+from outrider.drafters.catalogue import method_of
 from outrider.drafters.estimator import CertaintyEstimator
-from outrider.drafters.packed import PackedDrafter
-from outrider.formats.dialects import DIALECTS, dialect_of
+from outrider.drafters.method import DraftModule, Serving
+from outrider.formats.dialects import dialect_for, dialect_of
 from outrider.formats.files import atomic_directory, check_tensors, read_tensors
 from outrider.target import Target
 
@@ -43,18 +44,19 @@ def versions() -> dict[str, str]:
 class Checkpoint:
     """A drafter with its draft vocabulary (`draft_ids_Vd` None: the target's own) and metadata."""
 
-    drafter: DFlash
+    drafter: DraftModule
     draft_ids_Vd: Tensor | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
-    def packed(self, target: Target, calibrated: bool = True) -> PackedDrafter:
+    def packed(self, target: Target, calibrated: bool = True) -> Drafter:
         """Ready to serve `target`, with its calibration if it has one.
 
         Raises:
             ValueError: made for another target, or a calibration that does not fit the block.
         """
         stored = _calibration(self.metadata) if calibrated else (None, None, None)
-        return PackedDrafter(self.drafter, target, self.draft_ids_Vd, *stored)
+        serving = Serving(self.draft_ids_Vd, *stored)
+        return method_of(self.drafter.algorithm).serve(self.drafter, target, serving)
 
 
 def save_drafter(
@@ -70,8 +72,8 @@ def save_drafter(
         OSError: the disk is full; nothing half-written is left.
     """
     drafter = checkpoint.drafter
-    dialect = next(d for d in DIALECTS if d.drafter is type(drafter))
-    tensors = {name: tensor.to(dtype) for name, tensor in drafter.folded_state_dict().items()}
+    dialect = dialect_for(method_of(drafter.algorithm))
+    tensors = {name: _cast(tensor, dtype) for name, tensor in drafter.folded_state_dict().items()}
     config = {**dialect.to_config(drafter.config), "dtype": str(dtype).removeprefix("torch.")}
     if checkpoint.draft_ids_Vd is not None:
         ids = checkpoint.draft_ids_Vd
@@ -124,12 +126,17 @@ def load_drafter(directory: str | Path, device: str | torch.device = "cpu") -> C
     for name in _SHARED:
         found.pop(name, None)
     draft_ids = _draft_ids(found.pop("d2t", None), config.vocab_size, config.draft_vocab_size, directory)
-    drafter = dialect.drafter(config)
+    drafter = dialect.method.module(config)
     check_tensors(directory / "model.safetensors", found, drafter.state_dict())
-    drafter.load_state_dict({name: tensor.float() for name, tensor in found.items()})
+    drafter.load_state_dict({name: _cast(tensor, torch.float32) for name, tensor in found.items()})
     metadata = read_metadata(directory)
     ids = None if draft_ids is None else draft_ids.to(device)
     return Checkpoint(drafter.to(device).eval().requires_grad_(False), ids, metadata)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights in another type; what is not a weight (an index, a mask) as it is."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:

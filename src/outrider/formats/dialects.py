@@ -1,18 +1,23 @@
-"""config.json of the two block-drafter dialects, to and from our config dataclasses.
+"""config.json of every drafter, to and from our config dataclasses.
 
     z-lab     architectures ["DFlashDraftModel"]   DFlash; taps and mask in `dflash_config`; anchor + masks layout
     DeepSpec  architectures ["Qwen3DSparkModel"]   DSpark (and DFlash as markov_rank 0); taps and mask at the top level
+    Outrider  architectures ["Outrider...Model"]   any other method, by its name in `algorithm`: the fields of its config
 
-Every field a loader may default differently is written explicitly. An absent confidence head field means none, as in
-engines.
+In the engines' dialects every field a loader may default differently is written explicitly, and an absent confidence
+head field means none, as in engines. In ours every field is there and no other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, fields
 from typing import Any, Protocol
 
-from outrider.drafters import DFlash, DFlashConfig, DSpark, DSparkConfig
+from outrider.drafters import DFlashConfig, DSparkConfig
+from outrider.drafters.block import DFLASH, DSPARK, default_taps
+from outrider.drafters.catalogue import METHODS
+from outrider.drafters.method import Method
 
 
 class Dialect(Protocol):
@@ -20,11 +25,11 @@ class Dialect(Protocol):
 
     name: str
     architecture: str
-    drafter: type[DFlash]
+    method: Method
 
-    def to_config(self, config: DFlashConfig) -> dict[str, Any]: ...
+    def to_config(self, config: Any) -> dict[str, Any]: ...
 
-    def from_config(self, raw: Mapping[str, Any]) -> DFlashConfig: ...
+    def from_config(self, raw: Mapping[str, Any]) -> Any: ...
 
 
 def _backbone_to(config: DFlashConfig) -> dict[str, Any]:
@@ -92,7 +97,7 @@ class ZLab:
 
     name = "z-lab"
     architecture = "DFlashDraftModel"
-    drafter: type[DFlash] = DFlash
+    method = DFLASH
 
     def to_config(self, config: DFlashConfig) -> dict[str, Any]:
         if config.sample_from_anchor:
@@ -129,10 +134,9 @@ class DeepSpec:
 
     name = "DeepSpec"
     architecture = "Qwen3DSparkModel"
-    drafter: type[DFlash] = DSpark
+    method = DSPARK
 
-    def to_config(self, config: DFlashConfig) -> dict[str, Any]:
-        assert isinstance(config, DSparkConfig)
+    def to_config(self, config: DSparkConfig) -> dict[str, Any]:
         own = {name: getattr(config, name) for name in _DSPARK_FIELDS}
         taps = list(config.target_layer_ids)
         return {**_backbone_to(config), "architectures": [self.architecture], "target_layer_ids": taps, **own}
@@ -143,15 +147,41 @@ class DeepSpec:
         return DSparkConfig(**_backbone_from(raw), target_layer_ids=tuple(raw["target_layer_ids"]), **own)
 
 
-DIALECTS: tuple[Dialect, ...] = (ZLab(), DeepSpec())
+_OWN_TYPE = "outrider_drafter"
+_OWN_FIELDS = {"architectures", "algorithm", "model_type", "dtype"}  # beside those of the config
 
 
-def default_taps(num_target_layers: int, count: int) -> list[int]:
-    """z-lab's choice: one tap in the middle, or `count` evenly spaced over [1, layers - 3], rounded."""
-    if count == 1:
-        return [num_target_layers // 2]
-    first, last = 1, num_target_layers - 3
-    return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
+class Own:
+    """Our dialect for one method."""
+
+    name = "Outrider"
+
+    def __init__(self, method: Method) -> None:
+        self.method = method
+        self.architecture = f"Outrider{''.join(part.capitalize() for part in method.name.split('_'))}Model"
+
+    def to_config(self, config: Any) -> dict[str, Any]:
+        own = {"architectures": [self.architecture], "algorithm": self.method.name, "model_type": _OWN_TYPE}
+        return {**own, **asdict(config)}
+
+    def from_config(self, raw: Mapping[str, Any]) -> Any:
+        wanted = {field.name for field in fields(self.method.config)}
+        if unknown := sorted(set(raw) - wanted - _OWN_FIELDS):
+            raise ValueError(f"config.json: a {self.method.name} drafter has no fields {', '.join(unknown)}.")
+        return self.method.config(**{name: _frozen(raw[name]) for name in sorted(wanted)})
+
+
+def _frozen(value: Any) -> Any:
+    """JSON's lists as the tuples of a frozen config."""
+    return tuple(_frozen(part) for part in value) if isinstance(value, list) else value
+
+
+ENGINE_DIALECTS: tuple[Dialect, ...] = (ZLab(), DeepSpec())
+
+
+def dialect_for(method: Method) -> Dialect:
+    """The dialect that a method's drafters are saved in."""
+    return next((dialect for dialect in ENGINE_DIALECTS if dialect.method is method), Own(method))
 
 
 def dialect_of(raw: Mapping[str, Any], where: object) -> Dialect:
@@ -161,8 +191,9 @@ def dialect_of(raw: Mapping[str, Any], where: object) -> Dialect:
         ValueError: its architecture belongs to no dialect we read.
     """
     named = raw.get("architectures") or []
-    for dialect in DIALECTS:
+    dialects = [dialect_for(method) for method in METHODS]
+    for dialect in dialects:
         if dialect.architecture in named:
             return dialect
-    known = ", ".join(f"{d.architecture} ({d.name})" for d in DIALECTS)
+    known = ", ".join(f"{d.architecture} ({d.name})" for d in dialects)
     raise ValueError(f"{where}: architectures {named} is not a drafter dialect Outrider reads. Known: {known}.")

@@ -98,7 +98,7 @@ class LeanDecoder:
     def forward(
         self, tokens_BT: torch.Tensor, cache: KVCache, positions_BT: torch.Tensor, taps: tuple[int, ...]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """The normed last hidden states [B, T, D] and {tap: hidden state after that layer [B, T, D]}."""
+        """The normed last hidden states [B, T, D] and {tap: hidden state after that layer [B, T, D], normed for the last}."""
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim
         mask = visibility_mask(cache, B, T, G)
@@ -158,5 +158,7 @@ class LeanDecoder:
             hidden = hidden + layer.down(F.silu(gate).mul_(up))
             if index in taps:
                 captured[index] = hidden.view(B, T, -1)
-        normed = F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.eps)
-        return normed.view(B, T, -1), captured
+        normed = F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.eps).view(B, T, -1)
+        if len(self.layers) - 1 in taps:
+            captured[len(self.layers) - 1] = normed
+        return normed, captured

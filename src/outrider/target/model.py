@@ -2,8 +2,8 @@
 
     tokens_BT, cache  ->  logits at the last `logits` tokens [B, n, V], taps [B, T, L, D], last hidden [B, T, D]
 
-Tap i is the *output* of decoder layer i (HF `hidden_states[i + 1]`); -1 is the embedding output. The final layer
-cannot be tapped: drafters read features that exist before the head does (docs/architecture.md, Checkpoints).
+Tap i is HF's `hidden_states[i + 1]`: the output of decoder layer i, after the final norm for the last layer; -1 is the
+embedding output. Only drafters that are made for it read the last one (docs/architecture.md, Checkpoints).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Target:
         self._wanted: tuple[int, ...] = ()
         if self._lean is None:
             model.get_input_embeddings().register_forward_hook(self._hook(-1))
-            for index, layer in enumerate(model.model.layers):
+            for index, layer in enumerate(model.model.layers[:-1]):  # the last one's tap is the model's own output
                 layer.register_forward_hook(self._hook(index))
 
     def _lean_shaped(self) -> bool:
@@ -86,18 +86,23 @@ class Target:
             eos = self.config.eos_token_id
         return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
 
-    def check_taps(self, taps: Sequence[int]) -> tuple[int, ...]:
+    def check_taps(self, taps: Sequence[int], final: bool = False) -> tuple[int, ...]:
         """The taps, ascending.
 
+        Args:
+            final: whether the last hidden state may be one of them.
+
         Raises:
-            ValueError: a tap is out of range, repeated, or the final layer.
+            ValueError: a tap is out of range, repeated, or the final layer where that is not wanted.
         """
         last = self.num_layers - 1
-        bad = [tap for tap in taps if not -1 <= tap < last]
+        highest = last if final else last - 1
+        bad = [tap for tap in taps if not -1 <= tap <= highest]
         if bad or len(set(taps)) != len(taps) or not taps:
             raise ValueError(
                 f"target_layer_ids {list(taps)} do not fit a target of {self.num_layers} layers: use distinct ids from "
-                f"-1 (embedding output) to {last - 1}; the final layer {last} cannot be tapped."
+                f"-1 (embedding output) to {highest}"
+                + ("." if final else f"; the final layer {last} cannot be tapped by this drafter.")
             )
         return tuple(sorted(taps))
 
@@ -147,6 +152,8 @@ class Target:
         self._wanted, self._captured = taps, {}
         output = self.model.model(use_cache="past_key_values" in inputs, **inputs)
         captured, self._wanted, self._captured = self._captured, (), {}
+        if self.num_layers - 1 in taps:
+            captured[self.num_layers - 1] = output.last_hidden_state
         return output.last_hidden_state, captured
 
     @torch.inference_mode()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.data.samples import Sample
 from outrider.drafters.attention import BlockLayout
-from outrider.drafters.dflash import DFlash
+from outrider.drafters.method import DraftModule
 from outrider.training.features import Features
 
 
@@ -27,9 +27,9 @@ class BlockBatch:
     """Inputs of one training forward and the target's view of the supervised positions (`supervised_NK` True)."""
 
     taps_SLD: Tensor  # scaled, float16
+    next_tokens_S: Tensor  # the token after each context slot
     layout: BlockLayout
-    anchor_tokens_N: Tensor
-    previous_NK: Tensor  # x_{k-1} for every draft position: the token the sequential head sees
+    previous_NK: Tensor  # x_{k-1} for every draft position; column 0 holds the anchors
     labels_NK: Tensor  # x_k, target vocabulary; 0 where not supervised
     supervised_NK: Tensor
     target_hidden_NKD: Tensor
@@ -157,7 +157,7 @@ def build_batch(
     chosen: Sequence[Chosen], samples: Sequence[Sample], features: Sequence[Features], gamma: int
 ) -> BlockBatch:
     """Assemble the blocks of one forward; context slots beyond a sample's last anchor are left out."""
-    taps, lengths, anchors, sequence = [], [], [], []
+    taps, following, lengths, anchors, sequence = [], [], [], [], []
     previous, labels, supervised, hidden, lse, argmax = [], [], [], [], [], []
     steps_K = torch.arange(gamma)
     for number, ((index, positions), seen) in enumerate(zip(chosen, features, strict=True)):
@@ -173,16 +173,16 @@ def build_batch(
         lse.append(seen.lse_R[rows_NK])
         argmax.append(seen.argmax_R[rows_NK])
         taps.append(seen.taps_SLD[: positions[-1]])
+        following.append(tokens_n[1 : positions[-1] + 1])
         lengths.append(positions[-1])
         anchors.append(anchors_N)
         sequence.append(torch.full_like(anchors_N, number))
     device = taps[0].device
-    previous_NK = torch.cat(previous).to(device)
     return BlockBatch(
         taps_SLD=torch.cat(taps),
+        next_tokens_S=torch.cat(following).to(device),
         layout=BlockLayout(lengths, torch.cat(anchors).to(device), torch.cat(sequence).to(device)),
-        anchor_tokens_N=previous_NK[:, 0],
-        previous_NK=previous_NK,
+        previous_NK=torch.cat(previous).to(device),
         labels_NK=torch.cat(labels).to(device),
         supervised_NK=torch.cat(supervised).to(device),
         target_hidden_NKD=torch.cat(hidden),
@@ -191,15 +191,15 @@ def build_batch(
     )
 
 
-def idle_batch(drafter: DFlash) -> BlockBatch:
+def idle_batch(drafter: DraftModule) -> BlockBatch:
     """One block of nothing, for a rank without work: its forward and backward take part in the others' collectives."""
     config, device = drafter.config, drafter.tap_scale_L.device
     nothing_N = torch.zeros(1, dtype=torch.long, device=device)
     nothing_NK = nothing_N[:, None].expand(1, config.gamma)
     return BlockBatch(
         taps_SLD=torch.zeros(1, len(config.target_layer_ids), config.hidden_size, dtype=torch.float16, device=device),
+        next_tokens_S=nothing_N,
         layout=BlockLayout([1], nothing_N + 1, nothing_N),
-        anchor_tokens_N=nothing_N,
         previous_NK=nothing_NK,
         labels_NK=nothing_NK,
         supervised_NK=torch.ones_like(nothing_NK, dtype=torch.bool),

@@ -1,6 +1,6 @@
 """Real decoding with the drafter as it is now: what held-out metrics promise, measured.
 
-    folded weights -> serving form (drafters/packed.py) -> draft, verify, commit on held-out prompts
+    folded weights -> serving form (`Method.serve`) -> draft, verify, commit on held-out prompts
 
 Nothing of training is touched: weights are copied, no gradient is recorded, and randomness comes from seeds of the
 prompts' own, the same at every check. At temperature 0 the output is the target's own, so no plain decoding is needed.
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from outrider.data.samples import Sample
 from outrider.decoding import StopRules, acceptance, generate
-from outrider.drafters.dflash import DFlash
-from outrider.drafters.packed import PackedDrafter
+from outrider.drafters.catalogue import method_of
+from outrider.drafters.method import DraftModule, Serving
 from outrider.sampling import SamplingParams
 from outrider.target import Target
 
@@ -32,7 +32,7 @@ def first_prompts(samples: Sequence[Sample], count: int) -> list[list[int]]:
 
 @torch.no_grad()
 def decode_check(
-    drafter: DFlash,
+    drafter: DraftModule,
     target: Target,
     draft_ids_Vd: Tensor | None,
     prompts: Sequence[Sequence[int]],
@@ -45,10 +45,10 @@ def decode_check(
     reached; `tokens_per_second` includes the prefills, `seconds` also the time to pack the weights.
     """
     started = time.perf_counter()
-    packed = PackedDrafter(drafter, target, draft_ids_Vd)
+    served = method_of(drafter.algorithm).serve(drafter, target, Serving(draft_ids_Vd))
     rules = StopRules(max_new_tokens)
     decoded = [
-        generate(target, prompt, packed, SamplingParams(temperature=temperature, seed=number), rules)
+        generate(target, prompt, served, SamplingParams(temperature=temperature, seed=number), rules)
         for number, prompt in enumerate(prompts)
     ]
     rounds = [r for generation in decoded for r in generation.rounds]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.data.samples import Sample
-from outrider.drafters.dflash import DFlash
+from outrider.drafters.method import DraftModule
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.features import Features
 from outrider.training.step import BlockObjective, scatter
@@ -42,7 +42,7 @@ def held_out_batches(
 
 
 @torch.no_grad()
-def held_out_metrics(drafter: DFlash, compute: BlockObjective, batches: Iterable[BlockBatch]) -> dict[str, float]:
+def held_out_metrics(drafter: DraftModule, compute: BlockObjective, batches: Iterable[BlockBatch]) -> dict[str, float]:
     """Means over held-out anchors: loss, expected accepted length at temperatures 0 and 1, acceptance per position."""
     losses: list[float] = []
     greedy, sampled, counted = [], [], []

@@ -23,10 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from outrider.drafters.dflash import DFlash
+from outrider.drafters.method import DraftModule
+from outrider.target.sharded import whole
 from outrider.training.batches import BlockBatch
 from outrider.training.objective import ObjectiveOutput
-from outrider.training.ranks import Ranks, whole
+from outrider.training.ranks import Ranks
 from outrider.training.recipe import Recipe
 from outrider.training.step import BlockObjective
 
@@ -34,7 +35,7 @@ from outrider.training.step import BlockObjective
 class _Forward(nn.Module):
     """Drafter and objective as one module: the heads' weights are used outside any layer's own forward."""
 
-    def __init__(self, drafter: DFlash, objective: BlockObjective) -> None:
+    def __init__(self, drafter: DraftModule, objective: BlockObjective) -> None:
         super().__init__()
         self.drafter = drafter
         self.objective = objective
@@ -44,13 +45,18 @@ class _Forward(nn.Module):
         return output.loss, output.acceptance_N, output.agreement_N, output.ce_N
 
 
+def draft_layers(drafter: DraftModule) -> list[nn.Module]:
+    """What is recomputed, compiled and sharded one by one; a drafter without `layers` is sharded as a whole."""
+    return list(getattr(drafter, "layers", ()))
+
+
 class ParallelStep:
     """Computes a rank's part of a step. The drafter is changed in place: layers checkpointed, compiled, sharded."""
 
-    def __init__(self, drafter: DFlash, objective: BlockObjective, recipe: Recipe, ranks: Ranks) -> None:
+    def __init__(self, drafter: DraftModule, objective: BlockObjective, recipe: Recipe, ranks: Ranks) -> None:
         self.ranks = ranks
         ranks.copy_from_main([*drafter.parameters(), *drafter.buffers()])
-        for layer in drafter.layers:
+        for layer in draft_layers(drafter):
             if recipe.optimizer.checkpoint_activations:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
             if recipe.compile:
@@ -90,12 +96,12 @@ def _shard(forward: _Forward, param_dtype: torch.dtype | None) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype, torch.float32, cast_forward_inputs=False
     )  # autocast chooses inputs' types
-    for layer in forward.drafter.layers:
+    for layer in draft_layers(forward.drafter):
         fully_shard(layer, mp_policy=policy)
     fully_shard(forward)
 
 
-def whole_drafter(drafter: DFlash) -> DFlash:
+def whole_drafter(drafter: DraftModule) -> DraftModule:
     """The drafter with whole tensors: itself, or a copy gathered from all ranks (a collective)."""
     if not any(isinstance(parameter, DTensor) for parameter in drafter.parameters()):
         return drafter

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from outrider.target.resolve import usable_device
 
@@ -77,11 +76,6 @@ class Ranks:
 
 
 ALONE = Ranks()
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded over ranks (then a collective)."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager

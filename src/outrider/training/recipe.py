@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError, model_validator
+
+from outrider.drafters.catalogue import method_of
+from outrider.drafters.method import MethodSection
+
+_DEFAULT_METHOD = "dspark"
 
 
 class _Section(BaseModel):
@@ -52,24 +57,12 @@ class DataSection(_Section):
         return self
 
 
-class DrafterSection(_Section):
-    """A new drafter; with `start_from`, fields that are not set are those of the checkpoint (training/drafter.py)."""
-
-    start_from: str | None = None  # a drafter directory to go on from, relative to the recipe or to where you are
-    algorithm: Literal["dflash", "dspark"] = "dspark"
-    num_hidden_layers: int = Field(2, ge=1)
-    block_size: int = Field(7, ge=1)
-    sample_from_anchor: bool | None = None  # null: the algorithm's own layout
-    target_layer_ids: list[int] | None = None  # null: num_taps evenly spaced
-    num_taps: int = Field(4, ge=1)
-    draft_vocab_size: int | None = Field(None, ge=2)  # null: the target's
-    mask_token: str | None = None  # null: a special token that no chat template uses
-    sliding_window: int | None = Field(None, ge=1)
-    markov_rank: int = Field(64, ge=0)
-    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
-    enable_confidence_head: bool = True
-    confidence_head_with_markov: bool = True
-    initialize_from_target: bool = True  # Llama- and Qwen3-shaped targets; others start from noise
+def _drafter_section(value: object) -> object:
+    """A mapping becomes the section of the method it names."""
+    if not isinstance(value, Mapping):
+        return value
+    name = value.get("algorithm", _DEFAULT_METHOD)
+    return method_of(name).section.model_validate(value)
 
 
 class ObjectiveSection(_Section):
@@ -132,7 +125,10 @@ class Recipe(_Section):
     feature_cache_gb: float = Field(2.0, ge=0)  # features in memory, wherever they come from
     features: FeaturesSection = FeaturesSection()
     data: DataSection
-    drafter: DrafterSection = DrafterSection()
+    # What may be set is the method's own (drafters/catalogue.py); the default method where `algorithm` is left out.
+    drafter: Annotated[SerializeAsAny[MethodSection], BeforeValidator(_drafter_section)] = Field(
+        default_factory=method_of(_DEFAULT_METHOD).section
+    )
     objective: ObjectiveSection = ObjectiveSection()
     optimizer: OptimizerSection = OptimizerSection()
     watch: WatchSection = WatchSection()

@@ -11,19 +11,17 @@ import torch
 from torch import Tensor
 
 from outrider.data.samples import Sample
-from outrider.drafters import DFlash, DFlashConfig, DSpark, DSparkConfig
+from outrider.drafters.catalogue import method_of
+from outrider.drafters.method import DraftModule
 from outrider.target import Target
 from outrider.training.dataset import recipe_samples
-from outrider.training.drafter import Start, drafter_config, load_start
+from outrider.training.drafter import CALIBRATION_SAMPLES, fresh, load_start
 from outrider.training.features import measure_tap_scale
-from outrider.training.initialize import initialize_from_target, rescale_taps
 from outrider.training.objective import ObjectiveConfig
 from outrider.training.ranks import ALONE, Ranks
 from outrider.training.recipe import Recipe
 from outrider.training.step import BlockObjective
-from outrider.training.vocabulary import choose_draft_ids, inverse_ids
-
-_CALIBRATION_SAMPLES = 16
+from outrider.training.vocabulary import inverse_ids
 
 
 @dataclass
@@ -31,7 +29,7 @@ class Run:
     """What the trainer trains, and on what. `draft_ids_Vd` covers the whole vocabulary when it is not `reduced`."""
 
     target: Target
-    drafter: DFlash
+    drafter: DraftModule
     objective: BlockObjective
     draft_ids_Vd: Tensor
     reduced: bool
@@ -56,7 +54,8 @@ def prepare(
     torch.manual_seed(recipe.seed)
     # First: a mistake here should not cost the responses' minutes.
     start = load_start(recipe.drafter, target, Path(recipe.out)) if recipe.drafter.start_from is not None else None
-    config = start.drafter.config if start is not None else drafter_config(recipe.drafter, target)
+    method = method_of(recipe.drafter.algorithm if start is None else start.drafter.algorithm)
+    config = method.configure(recipe.drafter, target) if start is None else start.drafter.config
     longest = recipe.data.max_prompt_tokens + recipe.data.max_new_tokens
     if longest > target.max_context:
         raise ValueError(
@@ -65,9 +64,10 @@ def prepare(
         )
     samples, held_out, responses = ranks.from_main(lambda: recipe_samples(recipe, target, on_progress))
     if start is None:
-        start = _fresh(config, recipe, target, samples)
+        start = fresh(method, config, recipe, target, samples)
     else:
-        rescale_taps(start.drafter, measure_tap_scale(target, samples[:_CALIBRATION_SAMPLES], config.target_layer_ids))
+        scale_L = measure_tap_scale(target, samples[:CALIBRATION_SAMPLES], config.target_layer_ids)
+        start.drafter.rescale_taps(scale_L)
     ids = start.draft_ids_Vd
     objective = BlockObjective(
         target,
@@ -80,14 +80,3 @@ def prepare(
     return Run(
         target, start.drafter, objective, ids, reduced, samples, held_out, responses, start.origin, start.history
     )
-
-
-def _fresh(config: DFlashConfig, recipe: Recipe, target: Target, samples: list[Sample]) -> Start:
-    drafter = DSpark(config) if isinstance(config, DSparkConfig) else DFlash(config)
-    drafter.to(target.device)
-    calibration = samples[:_CALIBRATION_SAMPLES]
-    drafter.tap_scale_L.copy_(measure_tap_scale(target, calibration, config.target_layer_ids))
-    if recipe.drafter.initialize_from_target and target.family.lean:
-        initialize_from_target(drafter, target, calibration)
-    ids = choose_draft_ids(samples, target.vocab_size, config.draft_vocab_size, target.eos_ids)
-    return Start(drafter, ids.to(target.device))

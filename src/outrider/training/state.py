@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from outrider.formats.files import atomic_directory, read_tensors, settle
-from outrider.training.ranks import Ranks, whole
+from outrider.target.sharded import whole
+from outrider.training.ranks import Ranks
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 

@@ -1,9 +1,9 @@
 """One training forward: features and anchors in, objective out. Decoding must agree with it (tests/test_alignment.py).
 
-    embeddings of [anchor, mask...] -> backbone under the block mask -> supervised rows only -> heads -> objective
+    features, tokens, anchors -> the drafter's rows -> supervised rows only -> confidence -> objective
 
-In bfloat16 precision the backbone and the sequential head run under autocast (parameters, norms, softmax and the
-residual stream stay float32) and the objective's vocabulary-sized products take bfloat16 operands.
+In bfloat16 precision the rows are computed under autocast (parameters, norms, softmax and the residual stream stay
+float32) and the objective's vocabulary-sized products take bfloat16 operands.
 
 Shapes: N blocks, K draft positions, M supervised positions, H draft hidden, r rank.
 """
@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafters.dflash import DFlash
-from outrider.drafters.dspark import DSpark
+from outrider.drafters.method import BlockInputs, DraftModule, DraftRows
 from outrider.target import Target
 from outrider.training.batches import BlockBatch
 from outrider.training.objective import ObjectiveConfig, ObjectiveOutput, objective
@@ -47,23 +46,24 @@ class BlockObjective:
         self.softcap = target.softcap
         self.config = config
 
-    def hidden(self, drafter: DFlash, batch: BlockBatch) -> Tensor:
-        """The backbone's normed prediction rows [N, K, H]."""
-        embedded = F.embedding(drafter.block_tokens(batch.anchor_tokens_N), self.embed_VH).float() * self.embed_scale
-        # Taps are stored scaled; the module divides by tap_scale, so hand it raw ones.
-        taps = batch.taps_SLD.float() * drafter.tap_scale_L[:, None]
-        return drafter(taps, embedded, batch.layout)
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The target's embedding as its first layer sees it, [...] -> [..., D] in float32."""
+        return F.embedding(tokens, self.embed_VH).float() * self.embed_scale
 
-    def __call__(self, drafter: DFlash, batch: BlockBatch, total_weight: Tensor | None = None) -> ObjectiveOutput:
+    def rows(self, drafter: DraftModule, batch: BlockBatch) -> DraftRows:
+        """The drafter's training forward."""
+        # Taps are stored scaled; modules take raw ones and divide by tap_scale themselves.
+        taps_SLD = batch.taps_SLD.float() * drafter.tap_scale_L[:, None]
+        return drafter.rows(BlockInputs(taps_SLD, batch.next_tokens_S, batch.layout, batch.previous_NK, self.embed))
+
+    def __call__(self, drafter: DraftModule, batch: BlockBatch, total_weight: Tensor | None = None) -> ObjectiveOutput:
         keep = batch.supervised_NK
-        latent_Mr = w2 = confidence_M = embedding_Mr = None
         with torch.autocast(keep.device.type, torch.bfloat16, enabled=self.products == torch.bfloat16):
-            hidden_NKH = self.hidden(drafter, batch)
-            hidden_MH = hidden_NKH[keep].float()
-            if isinstance(drafter, DSpark) and drafter.markov_head is not None:
-                latent_NKr, embedding_NKr = drafter.markov_head.unroll(batch.previous_NK, hidden_NKH)
-                latent_Mr, embedding_Mr = latent_NKr[keep].float(), embedding_NKr[keep].float()
-                w2 = drafter.markov_head.markov_w2.weight
+            rows = self.rows(drafter, batch)
+        hidden_MH = rows.hidden_NKH[keep].float()
+        latent_Mr, embedding_Mr = (
+            None if part_NKr is None else part_NKr[keep].float() for part_NKr in (rows.latent_NKr, rows.embedding_NKr)
+        )
         view = TargetView(
             batch.target_hidden_NKD[keep],
             batch.lse_NK[keep],
@@ -74,12 +74,11 @@ class BlockObjective:
         weights_K = self.config.position_weights(keep.shape[1], keep.device)
         weights_M = weights_K.expand_as(keep)[keep]
         with torch.autocast(keep.device.type, enabled=False):  # the caller's, where there is one
-            if isinstance(drafter, DSpark) and drafter.confidence_head is not None:
-                confidence_M = drafter.confidence_head(hidden_MH, embedding_Mr)
+            confidence_M = None if rows.confidence is None else rows.confidence(hidden_MH, embedding_Mr)
             return objective(
                 hidden_MH,
                 latent_Mr,
-                w2,
+                rows.w2_Vr,
                 confidence_M,
                 self.head_VH,
                 view,

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.target.sharded import whole
 from outrider.training.batches import Chosen, Schedule, build_batch, idle_batch, micro_batches, total_weight
 from outrider.training.features import FeatureCache, Features
 from outrider.training.meters import Meters
 from outrider.training.optimizer import build_optimizer, learning_rate
 from outrider.training.parallel import ParallelStep
 from outrider.training.prefetch import step_features
-from outrider.training.ranks import Ranks, whole
+from outrider.training.ranks import Ranks
 from outrider.training.recipe import Recipe
 from outrider.training.setup import Run
 from outrider.training.sharding import LockStep

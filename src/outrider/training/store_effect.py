@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from outrider.data.samples import Sample
-from outrider.drafters.dflash import DFlash
+from outrider.drafters.method import DraftModule
 from outrider.target import Target
 from outrider.training.features import Features, compute_features
 from outrider.training.metrics import held_out_batches, held_out_metrics
@@ -20,7 +20,7 @@ from outrider.training.store_codec import StoreDtype, decode, encode
 
 def store_effect(
     target: Target,
-    drafter: DFlash,
+    drafter: DraftModule,
     objective: BlockObjective,
     samples: Sequence[Sample],
     dtypes: Sequence[StoreDtype],

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.drafters.dflash import DFlash
+from outrider.drafters.method import DraftModule
 from outrider.training.decode_check import decode_check, first_prompts
 from outrider.training.recipe import Recipe
 from outrider.training.setup import Run
@@ -50,7 +50,7 @@ class Watch:
         """Whether `look` is to be called after so many steps, with fresh held-out metrics."""
         return step % self.every == 0 or step == self.last_step
 
-    def look(self, step: int, drafter: DFlash, held_out: Mapping[str, float]) -> Look:
+    def look(self, step: int, drafter: DraftModule, held_out: Mapping[str, float]) -> Look:
         """Judge the drafter after `step` steps; decodes unless decode checks are off."""
         decode = self._decode(drafter) if self.config.decode_every else {}
         value = decode["tau"] if decode else held_out["expected_length_greedy"]
@@ -63,7 +63,7 @@ class Watch:
             self._failed += 1
         return Look(decode, best)
 
-    def _decode(self, drafter: DFlash) -> dict[str, float]:
+    def _decode(self, drafter: DraftModule) -> dict[str, float]:
         config, run = self.config, self.run
         prompts = first_prompts(run.held_out, config.decode_prompts)
         ids = run.draft_ids_Vd if run.reduced else None

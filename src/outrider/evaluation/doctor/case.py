@@ -14,7 +14,7 @@ from outrider.data.conversations import Conversation
 from outrider.data.responses import read_responses
 from outrider.data.samples import Reply, Sample, join_turns
 from outrider.drafters import DFlash
-from outrider.drafters.packed import check_fits
+from outrider.drafters.method import DraftModule, check_fits
 from outrider.evaluation.doctor.finding import Finding, Need, fault
 from outrider.evaluation.doctor.probe import Probe
 from outrider.formats import Checkpoint, load_drafter
@@ -51,8 +51,14 @@ class Case:
         return self.loaded_checkpoint
 
     @property
-    def drafter(self) -> DFlash:
+    def drafter(self) -> DraftModule:
         return self.checkpoint.drafter
+
+    @property
+    def block_drafter(self) -> DFlash:
+        """For checks that look at blocks, mask tokens and positions."""
+        assert isinstance(self.drafter, DFlash)
+        return self.drafter
 
     @cached_property
     def draft_ids_Vd(self) -> Tensor:
@@ -90,6 +96,10 @@ class Case:
             return "no tokenizer was given" if absent else None
         if need == "working":
             return self._unusable
+        if need == "block":
+            return (
+                None if isinstance(self.drafter, DFlash) else f"not for a drafter of the kind {self.drafter.algorithm}"
+            )
         options: dict[str, tuple[object, str]] = {
             "target": (self.loaded_target, "no target was given (--target)"),
             "drafter": (self.loaded_checkpoint, "no drafter was given (--drafter), or it could not be read"),
@@ -102,7 +112,7 @@ class Case:
     @cached_property
     def _unusable(self) -> str | None:
         try:
-            check_fits(self.drafter.config, self.target)
+            check_fits(self.drafter.config, self.target, self.drafter.final_tap)
         except ValueError:
             return "the drafter does not fit the target"
         if not all(p.isfinite().all() for p in self.drafter.parameters()):

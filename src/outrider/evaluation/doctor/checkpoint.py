@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch
 
-from outrider.drafters.packed import check_fits
+from outrider.drafters.method import check_fits
 from outrider.evaluation.doctor.case import Case
 from outrider.evaluation.doctor.finding import Result, fault, ok, skipped, warning
 from outrider.evaluation.doctor.wiring import target_rope
@@ -39,7 +39,7 @@ def tensors(case: Case) -> Result:
 def fits_target(case: Case) -> Result:
     """Was the drafter made for a target of these shapes, and of this name?"""
     try:
-        check_fits(case.drafter.config, case.target)
+        check_fits(case.drafter.config, case.target, case.drafter.final_tap)
     except ValueError as error:
         return fault(
             str(error),
@@ -138,7 +138,7 @@ def embedding_and_head(case: Case) -> Result:
 
 def positions(case: Case) -> Result:
     """Do the drafter's positions reach as far as the target's, in the same measure?"""
-    config, target = case.drafter.config, case.target
+    config, target = case.block_drafter.config, case.target
     rope = target_rope(target)
     longest = max((len(s.tokens) for s in case.conversations), default=0)
     kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta")

@@ -79,7 +79,7 @@ def token_ids(case: Case) -> Result:
 
 def mask_in_data(case: Case) -> Result:
     """Does the token that means 'to be drafted' occur in the text?"""
-    mask = case.drafter.config.mask_token_id
+    mask = case.block_drafter.config.mask_token_id
     said = sum(mask in r.response for r in case.replies)
     read = sum(mask in r.prompt for r in case.replies)
     if said or read:

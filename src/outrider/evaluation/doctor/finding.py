@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from outrider.evaluation.doctor.case import Case
 
 Status = Literal["ok", "warning", "fault", "skipped"]
-Need = Literal["target", "drafter", "data", "tokenizer", "eval", "working"]
+Need = Literal["target", "drafter", "data", "tokenizer", "eval", "working", "block"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Check:
-    """One check. `needs` must be there for it to run; "working" means a finite drafter that fits the target."""
+    """One check. `needs` must be there for it to run; "working" means a finite drafter that fits the target.
+
+    "block" means a block drafter; it comes after "drafter".
+    """
 
     group: str
     name: str

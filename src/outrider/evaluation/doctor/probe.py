@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from outrider.data.samples import Sample
-from outrider.drafters import DFlash
+from outrider.drafters.method import DraftModule
 from outrider.target import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.features import Features, FeatureSource
@@ -66,13 +66,13 @@ class Acceptance:
 class Probe:
     """Teacher-forced acceptance of one drafter on some samples."""
 
-    def __init__(self, target: Target, drafter: DFlash, draft_ids_Vd: Tensor, samples: Sequence[Sample]) -> None:
+    def __init__(self, target: Target, drafter: DraftModule, draft_ids_Vd: Tensor, samples: Sequence[Sample]) -> None:
         assert bool((drafter.tap_scale_L == 1).all()), "a loaded drafter takes raw taps"
         self.target, self.drafter, self.samples = target, drafter, samples
         self.draft_ids_Vd = draft_ids_Vd
         self.taps = tuple(drafter.config.target_layer_ids)
         near = {tap + step for tap in self.taps for step in (-1, 0, 1)}
-        self.reachable = tuple(sorted(t for t in near if -1 <= t < target.num_layers - 1))
+        self.reachable = tuple(sorted({t for t in near if -1 <= t < target.num_layers - 1} | set(self.taps)))
         self.features = self.source(samples)
         schedule = Schedule(samples, 1, _ANCHORS, seed=0)
         self.anchors = [schedule.anchors(i, 0) for i in range(len(samples))]
@@ -98,7 +98,7 @@ class Probe:
         places = [(i, anchors) for i, (_, _, anchors) in enumerate(chosen)]
         return build_batch(places, samples, features, self.variant_of(variant).config.gamma)
 
-    def variant_of(self, variant: Variant) -> DFlash:
+    def variant_of(self, variant: Variant) -> DraftModule:
         """The drafter with other config fields and the same weights."""
         drafter = copy.copy(self.drafter)
         drafter.config = replace(self.drafter.config, **variant.config)

@@ -10,30 +10,31 @@ from outrider.evaluation.doctor.finding import Check, Finding, Need, Result, fau
 
 _TEXT: tuple[Need, ...] = ("data", "target", "tokenizer")
 _MODEL: tuple[Need, ...] = ("target", "drafter", "data", "working")
+_BLOCK: tuple[Need, ...] = ("target", "drafter", "block", "data", "working")
 
 CHECKS: tuple[Check, ...] = (
     Check("checkpoint", "tensors", ("drafter",), checkpoint.tensors),
     Check("checkpoint", "fits target", ("target", "drafter"), checkpoint.fits_target),
     Check("checkpoint", "vocabulary", ("target", "drafter"), checkpoint.vocabulary),
     Check("checkpoint", "embedding and head", ("target", "drafter", "working"), checkpoint.embedding_and_head),
-    Check("checkpoint", "positions", ("target", "drafter"), checkpoint.positions),
+    Check("checkpoint", "positions", ("target", "drafter", "block"), checkpoint.positions),
     Check("data", "loss mask", ("data",), conversations.loss_mask),
     Check("data", "token ids", ("data", "target"), conversations.token_ids),
     Check("data", "ends of responses", ("data", "target"), conversations.ends),
     Check("data", "chat template", _TEXT, template.chat_template),
     Check("data", "thinking mode", _TEXT, template.thinking_mode),
     Check("data", "on-policy", ("data", "target"), likelihood.on_policy),
-    Check("data", "mask token in text", ("data", "drafter"), conversations.mask_in_data),
+    Check("data", "mask token in text", ("data", "drafter", "block"), conversations.mask_in_data),
     Check("data", "draft vocabulary coverage", ("data", "drafter"), checkpoint.coverage),
     Check("data", "repeated prompts", ("data",), conversations.duplicates),
     Check("data", "evaluation prompts", (*_TEXT, "eval"), conversations.contamination),
     Check("wiring", "tap indices", _MODEL, wiring.tap_indices),
     Check("wiring", "tap order", _MODEL, wiring.tap_order),
-    Check("wiring", "mask token", _MODEL, wiring.mask_token),
-    Check("wiring", "block layout", _MODEL, wiring.block_layout),
-    Check("wiring", "RoPE base", _MODEL, wiring.rope_base),
+    Check("wiring", "mask token", _BLOCK, wiring.mask_token),
+    Check("wiring", "block layout", _BLOCK, wiring.block_layout),
+    Check("wiring", "RoPE base", _BLOCK, wiring.rope_base),
     Check("wiring", "draft vocabulary order", _MODEL, wiring.draft_vocabulary_order),
-    Check("serving", "leak", _MODEL, serving.leak),
+    Check("serving", "leak", _BLOCK, serving.leak),
     Check("serving", "trained = served", _MODEL, serving.trained_against_served),
     Check("serving", "training record", _MODEL, serving.training_record),
     Check("serving", "context length", _MODEL, serving.context_length),
@@ -43,11 +44,18 @@ CHECKS: tuple[Check, ...] = (
 def examine(
     case: Case, on_check: Callable[[Check], None] = lambda check: None, checks: Sequence[Check] = CHECKS
 ) -> list[Finding]:
-    """Run every check that its needs allow; one that breaks is itself a fault and stops nothing."""
+    """Run every check that its needs allow; one that breaks is itself a fault and stops nothing.
+
+    Checks that the kind of drafter makes meaningless are one finding together.
+    """
     findings = []
+    foreign = case.missing("block") if case.loaded_checkpoint is not None else None
     for check in checks:
-        on_check(check)
-        findings.append(Finding(check.group, check.name, _outcome(check, case)))
+        if foreign is None or "block" not in check.needs:
+            on_check(check)
+            findings.append(Finding(check.group, check.name, _outcome(check, case)))
+    if foreign is not None and (names := [check.name for check in checks if "block" in check.needs]):
+        findings.append(Finding("checkpoint", "checks of block drafters", skipped(f"{foreign}: {', '.join(names)}")))
     return findings
 
 

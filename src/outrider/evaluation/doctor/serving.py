@@ -18,7 +18,6 @@ from torch import Tensor
 
 from outrider.data.samples import Sample
 from outrider.decoding import StopRules, generate
-from outrider.drafters.packed import PackedDrafter
 from outrider.evaluation.doctor.case import Case
 from outrider.evaluation.doctor.finding import Result, fault, ok, skipped, warning
 from outrider.evaluation.doctor.probe import Variant
@@ -57,7 +56,7 @@ def leak(case: Case) -> Result:
 
     def hidden(text: Sample, features: Features) -> Tensor:
         batch = probe.batch([(text, features, anchors)], Variant())
-        return probe.objective.hidden(probe.drafter, batch)
+        return probe.objective.rows(probe.drafter, batch).hidden_NKH
 
     before = hidden(sample, own)
     moved = (hidden(changed, future) - before)[: middle + 1].abs().max().item()
@@ -80,12 +79,12 @@ def leak(case: Case) -> Result:
 
 def trained_against_served(case: Case) -> Result:
     """Does decoding accept what the training forward says it will, on the text decoding itself produced?"""
-    packed = PackedDrafter(case.drafter, case.target, case.checkpoint.draft_ids_Vd)
+    served_by = case.checkpoint.packed(case.target, calibrated=False)
     gamma = case.drafter.config.gamma
     trained, served = [], []
     for sample in case.chosen:
         prompt = sample.tokens[: sample.spans[0][0]]
-        generation = generate(case.target, prompt, packed, rules=StopRules(case.max_new_tokens))
+        generation = generate(case.target, prompt, served_by, rules=StopRules(case.max_new_tokens))
         text = Sample(sample.id, prompt + generation.tokens, ((len(prompt), len(prompt) + len(generation.tokens)),))
         at, anchors = len(prompt) - 1, []
         for stats in generation.rounds:

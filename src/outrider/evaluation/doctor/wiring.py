@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from outrider.drafters.block import mask_token_id
 from outrider.evaluation.doctor.case import Case
 from outrider.evaluation.doctor.finding import Result, fault, ok, skipped, warning
 from outrider.evaluation.doctor.probe import Variant, gain
 from outrider.target import Target
-from outrider.training.drafter import mask_token_id
 
 _MOST_MASKS = 24
 _TIE = 0.05  # tokens a round; special tokens that were never trained are embedded alike
@@ -99,7 +99,7 @@ def tap_order(case: Case) -> Result:
 
 def mask_token(case: Case) -> Result:
     """Is the mask token the one the drafter was trained with?"""
-    target, own = case.target, case.drafter.config.mask_token_id
+    target, own = case.target, case.block_drafter.config.mask_token_id
     others = _plausible_masks(target, own)
     if not others:
         return skipped("the target names no other token that could be the mask")
@@ -135,7 +135,7 @@ def _spelled(target: Target, index: int) -> str:
 
 def block_layout(case: Case) -> Result:
     """Does row k predict the token at its position or the next one, as in training?"""
-    config = case.drafter.config
+    config = case.block_drafter.config
     if config.block_size < 2:
         return skipped("a block of one row has one layout")
     flipped = not config.sample_from_anchor
@@ -151,7 +151,7 @@ def block_layout(case: Case) -> Result:
 
 def rope_base(case: Case) -> Result:
     """Does the drafter rotate keys and queries as it did in training?"""
-    own = case.drafter.config.rope_theta
+    own = case.block_drafter.config.rope_theta
     theirs = target_rope(case.target).get("rope_theta")
     bases = [float(b) for b in dict.fromkeys([theirs, *_COMMON_THETAS]) if b is not None and float(b) != own]
     found = _compare(case, [Variant(f"rope_theta {b:g}", {"rope_theta": b}) for b in bases])

@@ -1,0 +1,23 @@
+"""Every drafter that recipes can train: one line each (docs/add-a-drafter.md)."""
+
+from __future__ import annotations
+
+from outrider.drafters.block import DFLASH, DSPARK
+from outrider.drafters.method import Method
+
+METHODS: tuple[Method, ...] = (
+    DFLASH,
+    DSPARK,
+)
+
+
+def method_of(name: str) -> Method:
+    """The method of that name, as in a recipe's `drafter.algorithm` or a module's `algorithm`.
+
+    Raises:
+        ValueError: there is none; the message lists those there are.
+    """
+    for method in METHODS:
+        if method.name == name:
+            return method
+    raise ValueError(f"{name!r} is no drafter; choose one of: {', '.join(method.name for method in METHODS)}.")
