@@ -9,14 +9,18 @@ from itertools import cycle
 import numpy as np
 import torch
 import torch.nn.functional as F
+from conftest import toy_samples, toy_target
+from test_alignment import check_alignment
 from torch import Tensor
 
+from outrider.decoding import StopRules, generate
 from outrider.drafters.attention import BlockLayout
-from outrider.drafters.base import DraftCall, Proposal
+from outrider.drafters.base import DraftCall, Drafter, Proposal
 from outrider.drafters.heads import HeadsConfig, HeadsModule, ServedHeads
 from outrider.drafters.method import BlockInputs
 from outrider.sampling import SamplingParams, SeenTokens
 from outrider.target import Target
+from outrider.training.vocabulary import choose_draft_ids
 
 VOCAB, HIDDEN = 97, 32
 
@@ -121,9 +125,7 @@ def check_rows(module: HeadsModule, target: Target, reference: Reference) -> Non
             np.testing.assert_allclose(row_KH[k], hidden_at(module, target, reference, text, at, k), atol=1e-4)
 
 
-def hidden_at(
-    module: HeadsModule, target: Target, reference: Reference, text: Text, at: int, k: int
-) -> np.ndarray:
+def hidden_at(module: HeadsModule, target: Target, reference: Reference, text: Text, at: int, k: int) -> np.ndarray:
     feature = text.features_TH[at - 1] if at else torch.zeros(HIDDEN)
     embedded = target.embed_VD[text.tokens_T[at : at + k + 1]] * target.embed_scale
     return reference(module, feature.double().numpy(), embedded.double().numpy())
@@ -143,17 +145,59 @@ def check_serving(
             np.testing.assert_allclose(proposal.row(k).numpy(), expected, atol=1e-4)
 
 
-def check_learns(module: HeadsModule, target: Target) -> None:
-    """Cross-entropy on a few texts falls, and every parameter takes part."""
-    inputs = training_inputs(target, toy_texts(), [[2, 4, 9], [3], [1, 6]], module.config.gamma)
-    labels_NK = torch.cat((inputs.previous_NK[:, 1:], inputs.previous_NK[:, :1]), dim=1)
+def check_trained_equals_served(module: HeadsModule, draft_vocab: int) -> None:
+    """The objective's acceptance and that of the decoding loop, at every anchor of some texts."""
+    samples = toy_samples(4)
+    ids = choose_draft_ids(samples, VOCAB, draft_vocab, frozenset({1}))
+    assert check_alignment(toy_target("qwen3"), module, samples, ids) > 50
+
+
+def fit(module: HeadsModule, target: Target, inputs: BlockInputs, labels_NK: Tensor, steps: int) -> list[float]:
+    """Plain cross-entropy training; the losses."""
     optimizer, losses = torch.optim.Adam(module.parameters(), lr=0.02), []
-    for _ in range(30):
+    for _ in range(steps):
         logits_NKV = module.rows(inputs).hidden_NKH @ target.head_VD.T
         loss = F.cross_entropy(logits_NKV.flatten(0, 1), labels_NK.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    return losses
+
+
+def check_learns(module: HeadsModule, target: Target) -> None:
+    """Cross-entropy on a few texts falls, and every parameter takes part."""
+    inputs = training_inputs(target, toy_texts(), [[2, 4, 9], [3], [1, 6]], module.config.gamma)
+    labels_NK = torch.cat((inputs.previous_NK[:, 1:], inputs.previous_NK[:, :1]), dim=1)
+    losses = fit(module, target, inputs, labels_NK, 30)
     assert losses[-1] < 0.5 * losses[0]
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in module.parameters())
+
+
+RULES = StopRules(max_new_tokens=20, stop_ids=())
+
+
+def fit_to_decoding(module: HeadsModule, target: Target, prompt: list[int]) -> None:
+    """Learn the target's greedy text after a prompt by heart, well enough for drafts to be accepted."""
+    K, tokens = module.config.gamma, [*prompt, *generate(target, prompt, None, rules=RULES).tokens]
+    hidden_TH = target.forward(torch.tensor([tokens]), target.new_cache(len(tokens)), logits=0).hidden_BTD[0].clone()
+    anchors = list(range(len(prompt) - 1, len(tokens) - K))
+    inputs = training_inputs(target, [Text(torch.tensor(tokens), hidden_TH)], [anchors], K)
+    labels_NK = torch.stack([torch.tensor(tokens[a + 1 : a + 1 + K]) for a in anchors])
+    fit(module, target, inputs, labels_NK, 60)
+
+
+def check_identity(target: Target, drafter: Drafter, learned: list[int], least: int) -> None:
+    """With the drafter and without it: the same tokens, greedy and coupled, from a single prompt token on.
+
+    Args:
+        learned: the prompt of `fit_to_decoding`, after which at least `least` drafts must be accepted.
+    """
+    coupled = SamplingParams(temperature=0.8, seed=3, coupled=True)
+    for prompt in ([5], learned):
+        for params in (SamplingParams(), coupled):
+            plain = generate(target, prompt, None, params, RULES)
+            drafted = generate(target, prompt, drafter, params, RULES)
+            assert drafted.tokens == plain.tokens
+            if prompt == learned and params != coupled:
+                assert sum(r.accepted for r in drafted.rounds) >= least

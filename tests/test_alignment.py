@@ -17,8 +17,10 @@ from torch import Tensor
 from outrider.data.samples import Sample
 from outrider.decoding.lane import ModelLane
 from outrider.decoding.round import RoundResult
-from outrider.drafters import DFlash, DSpark
+from outrider.drafters import DFlash, Drafter, DSpark
 from outrider.drafters.attention import BlockLayout, flex_block_attention, split_attention
+from outrider.drafters.catalogue import method_of
+from outrider.drafters.method import DraftModule, Serving
 from outrider.drafters.packed import PackedDrafter
 from outrider.sampling import SamplingParams, SeededSource
 from outrider.target import Target
@@ -31,7 +33,7 @@ from outrider.verification import Verdict
 
 
 def build(
-    drafter: DFlash, target: Target, samples: list[Sample], ids: Tensor, chosen: list[tuple[int, list[int]]]
+    drafter: DraftModule, target: Target, samples: list[Sample], ids: Tensor, chosen: list[tuple[int, list[int]]]
 ) -> tuple[BlockBatch, BlockObjective]:
     taps, scale = drafter.config.target_layer_ids, drafter.tap_scale_L
     features = FeatureSource(target, samples, taps, scale, 2**30, dtype=torch.float32)  # only alignment may differ
@@ -61,9 +63,10 @@ def test_trained_equals_served(head: str, sample_from_anchor: bool, draft_vocab:
     assert check_alignment(target, drafter, samples, ids) > 50
 
 
-def check_alignment(target: Target, drafter: DFlash, samples: list[Sample], ids: Tensor) -> int:
+def check_alignment(target: Target, drafter: DraftModule, samples: list[Sample], ids: Tensor) -> int:
     """Compare acceptance at every anchor the decoding loop visits; returns how many positions were compared."""
-    packed = PackedDrafter(drafter, target, ids if len(ids) < target.vocab_size else None)
+    serving = Serving(ids if len(ids) < target.vocab_size else None)
+    packed = method_of(drafter.algorithm).serve(drafter, target, serving)
     served = [serve(packed, target, sample, ids) for sample in samples]
     chosen = [(i, sorted(visited)) for i, visited in enumerate(served)]
     batch, compute = build(drafter, target, samples, ids, chosen)
@@ -81,9 +84,9 @@ def check_alignment(target: Target, drafter: DFlash, samples: list[Sample], ids:
     return checked
 
 
-def serve(packed: PackedDrafter, target: Target, sample: Sample, ids: Tensor) -> dict[int, Tensor]:
+def serve(packed: Drafter, target: Target, sample: Sample, ids: Tensor) -> dict[int, Tensor]:
     """The decoding loop, teacher-forced on the sample: {anchor: acceptance per position}, rounds of uneven length."""
-    tokens, gamma = sample.tokens, packed.config.gamma
+    tokens, gamma = sample.tokens, packed.gamma
     params = SamplingParams(temperature=1.0)
     lane = ModelLane(target, packed, sample.tokens[: sample.spans[0][0]], params, len(tokens) + 16)
     accepting = itertools.cycle([0, 2, 1, gamma, 0, 0, 1])

@@ -10,9 +10,12 @@ import torch
 from conftest import randomise, toy_target
 from head_toys import (
     HIDDEN,
+    check_identity,
     check_learns,
     check_rows,
     check_serving,
+    check_trained_equals_served,
+    fit_to_decoding,
     forced_call,
     reference_layers,
     toy_heads,
@@ -100,3 +103,17 @@ def test_fresh_heads_hand_on_the_feature() -> None:
 
 def test_it_learns() -> None:
     check_learns(Hydra(toy_heads()), toy_target())
+
+
+@pytest.mark.parametrize("draft_vocab", [97, 40])
+def test_trained_equals_served(draft_vocab: int) -> None:
+    module = Hydra(toy_heads(draft_vocab_size=draft_vocab))
+    randomise(module)
+    check_trained_equals_served(module, draft_vocab)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_output_is_that_of_plain_decoding(family: str) -> None:
+    target, module = toy_target(family), Hydra(toy_heads())
+    fit_to_decoding(module, target, [7, 8, 9])
+    check_identity(target, HydraDrafter(module, target, Serving()), [7, 8, 9], least=10)

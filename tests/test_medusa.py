@@ -10,9 +10,12 @@ import torch
 from conftest import randomise, toy_target
 from head_toys import (
     VOCAB,
+    check_identity,
     check_learns,
     check_rows,
     check_serving,
+    check_trained_equals_served,
+    fit_to_decoding,
     forced_call,
     reference_layers,
     toy_heads,
@@ -101,7 +104,9 @@ def test_blocks_are_cut_by_limit_and_floor(module: Medusa) -> None:
     certain = CertaintyEstimator([0.0, 0.0], [9.0, 9.0, -9.0, 9.0])
     drafter = MedusaDrafter(module, target, Serving(estimator=certain, offsets=[0.0, -1.0, 0.0, 0.0]))
     sessions = [drafter.new_session(9) for _ in range(3)]
-    calls = [forced_call(drafter, text, 0, session, limit) for session, limit in zip(sessions, (None, 1, 9))]
+    calls = [
+        forced_call(drafter, text, 0, session, limit) for session, limit in zip(sessions, (None, 1, 9), strict=True)
+    ]
     long, short, longer = drafter.propose(calls)
     assert [len(p.tokens) for p in (long, short, longer)] == [4, 1, 4]
     np.testing.assert_allclose(long.confidences, torch.tensor([9.0, 8.0, -9.0, 9.0]).sigmoid(), rtol=1e-5)
@@ -118,3 +123,17 @@ def test_what_does_not_fit_is_refused() -> None:
     target = toy_target()
     with pytest.raises(ValueError, match="num_target_layers"):
         MedusaDrafter(Medusa(replace(toy_heads(), num_target_layers=6)), target, Serving())
+
+
+@pytest.mark.parametrize("draft_vocab", [97, 40])
+def test_trained_equals_served(draft_vocab: int) -> None:
+    module = Medusa(toy_heads(draft_vocab_size=draft_vocab))
+    randomise(module)
+    check_trained_equals_served(module, draft_vocab)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_output_is_that_of_plain_decoding(family: str) -> None:
+    target, module = toy_target(family), Medusa(toy_heads())
+    fit_to_decoding(module, target, [7, 8, 9])
+    check_identity(target, MedusaDrafter(module, target, Serving()), [7, 8, 9], least=10)

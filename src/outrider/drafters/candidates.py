@@ -39,7 +39,9 @@ class CandidateTree:
         known: set[tuple[int, ...]] = {()}
         for path in self.paths:
             if not path or path in known or path[:-1] not in known or path[-1] < 0:
-                raise ValueError(f"candidate path {path}: list it once, after its parent {path[:-1]}, with ranks from 0.")
+                raise ValueError(
+                    f"candidate path {path}: list it once, after its parent {path[:-1]}, with ranks from 0."
+                )
             known.add(path)
         if not self.paths:
             raise ValueError("a candidate tree needs a path: (0,) is the first head's likeliest token.")
@@ -133,7 +135,10 @@ def measured_accuracy(ranks_NK: Tensor, known_NK: Tensor, ranks: int = 10) -> li
         ranks_NK: rank of the true x_k in head k's distribution, from 0.
         known_NK: where there was one; a head that never had any is an error.
     """
-    counts = [torch.bincount(r[known].clamp(max=ranks), minlength=ranks + 1) for r, known in zip(ranks_NK.T, known_NK.T)]
+    counts = [
+        torch.bincount(r[known].clamp(max=ranks), minlength=ranks + 1)
+        for r, known in zip(ranks_NK.T, known_NK.T, strict=True)
+    ]
     assert all(count.sum() for count in counts), "a head without a single known token"
     shares = [(count[:ranks] / count.sum()).tolist() for count in counts]
     # Noise in the counts must not let a later rank look better than an earlier one: `best_tree` relies on the order.

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from outrider.drafters.block import DFLASH, DSPARK
+from outrider.drafters.hydra import HYDRA
+from outrider.drafters.medusa import MEDUSA
 from outrider.drafters.method import Method
 
 METHODS: tuple[Method, ...] = (
     DFLASH,
     DSPARK,
+    MEDUSA,
+    HYDRA,
 )
 
 

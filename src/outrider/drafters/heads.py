@@ -4,11 +4,11 @@
                             |----- draft head 1 -> x_1       (position n)
                             |----- draft head K -> x_K       (position n + K - 1)
 
-The target has not read the anchor when a block is drafted, so the newest feature is that of the token before it. This is
-Medusa's situation too: there the anchor is what the LM head itself says at f. An anchor at position a reads slot a - 1;
-a lone first token has nothing before it and its feature is zero, in training as in serving. f is taken after the final
-norm, where the LM head reads it, so taps need no scale. Draft head k gives a hidden state; the target's frozen LM head
-(or its rows of a reduced draft vocabulary) makes the logits.
+The target has not read the anchor when a block is drafted, so the newest feature is that of the token before it. That
+is Medusa's situation too: there the anchor is what the LM head itself says at f. An anchor at position a reads slot
+a - 1; a lone first token has nothing before it and its feature is zero, in training as in serving. f is taken after the
+final norm, where the LM head reads it, so taps need no scale. Draft head k gives a hidden state; the target's frozen LM
+head (or its rows of a reduced draft vocabulary) makes the logits.
 
     x = f + SiLU(W_0 z + b_0),  then  x + SiLU(W_l x + b_l)  for l = 1 .. num_layers - 1;    W = 0 at the start
 
@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from outrider.drafters.base import DraftCall, Proposal
 from outrider.drafters.candidates import Level
-from outrider.drafters.chain import ChainHeads
 from outrider.drafters.method import BlockInputs, DraftModule, MethodSection, Serving, check_fits
 from outrider.target import Target
 from outrider.target.linear import PackedLinear
@@ -74,7 +73,7 @@ def configure_heads(section: HeadsSection, target: Target) -> HeadsConfig:
     return HeadsConfig(
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
-        draft_vocab_size=min(section.draft_vocab_size or target.vocab_size, target.vocab_size),
+        draft_vocab_size=section.draft_vocab(target),
         num_target_layers=target.num_layers,
         num_heads=section.num_heads,
         num_layers=section.num_layers,
@@ -131,29 +130,26 @@ class LastHidden:
 
 
 class ServedHeads(ABC):
-    """The serving side: no cache, one vector per request. Weights are copied; train the module, then build this again."""
+    """The serving side: no cache, one vector per request.
+
+    Weights are copied; train the module, then build this again.
+    """
 
     def __init__(self, module: HeadsModule, target: Target, serving: Serving) -> None:
         config = module.config
-        check_fits(config, target, final=True)
+        check_fits(config, target, module.final_tap)
+        serving.check(config)
         self.config = config
         self.taps, self.gamma = config.target_layer_ids, config.gamma
         self.device = target.device
-        ids = None if serving.draft_ids_Vd is None else serving.draft_ids_Vd.to(target.device)
-        whole = ids is None and target.dtype == torch.float32
-        head_VH = target.head_VD if ids is None else target.head_VD[ids]
-        self.head = target.head if whole else PackedLinear(head_VH.float())
-        self.heads = ChainHeads(
-            target.vocab_size,
-            draft_ids_Vd=ids,
-            temperatures=serving.temperatures,
-            offsets=serving.offsets,
-            estimator=serving.estimator,
-        )
-        state = {name: tensor.to(target.device, torch.float32) for name, tensor in module.folded_state_dict().items()}
+        self.head, self.heads = serving.head(target), serving.chain_heads(target)
+        state = {
+            name: tensor.to(target.device, torch.float32, copy=True)
+            for name, tensor in module.folded_state_dict().items()
+        }
         self.layers = [
             [
-                PackedLinear(state[f"blocks.{k}.layers.{i}.weight"], state[f"blocks.{k}.layers.{i}.bias"].clone())
+                PackedLinear(state[f"blocks.{k}.layers.{i}.weight"], state[f"blocks.{k}.layers.{i}.bias"])
                 for i in range(config.num_layers)
             ]
             for k in range(config.num_heads)

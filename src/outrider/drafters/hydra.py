@@ -3,12 +3,12 @@
     z_k = [norm f; norm e(x_0); norm e(x_1); ..; norm e(x_{k-1})]          x_0 the anchor, e the target's embedding
     h_k = f + SiLU(W_k z_k + b_k)  (and further layers),    p_k = softmax(LM head h_k)      k = 1 .. K
 
-f is the target's last hidden state at the token before the anchor (drafters/heads.py); norm divides by the RMS and has no
-weights, because hidden states and embeddings differ in size by orders of magnitude, and by target. Head k has k + 1
+f is the target's last hidden state at the token before the anchor (drafters/heads.py); norm divides by the RMS and has
+no weights, because hidden states and embeddings differ in size by orders of magnitude, and by target. Head k has k + 1
 blocks of H inputs, so parameters grow with K squared.
 
-Source: Hydra, arXiv 2402.05109. Departures: the frozen LM head of the target instead of one per head, as in Medusa here;
-the skip around the first layer is f itself, where the release passes the whole concatenation through another matrix.
+Source: Hydra, arXiv 2402.05109. Departures: the target's frozen LM head instead of one per head, as in Medusa here; the
+skip around the first layer is f itself, where the release passes the whole concatenation through another matrix.
 The prefix attention of Hydra++ is left out: EAGLE is that idea (a layer over all earlier features) at more length.
 Shapes: R requests, N anchors, P paths, K heads, k tokens known, H hidden, Vd draft vocab.
 """
@@ -31,9 +31,10 @@ from outrider.drafters.heads import (
     HeadsSection,
     ServedHeads,
     before_anchors,
+    configure_heads,
     residual_layers,
 )
-from outrider.drafters.method import BlockInputs, DraftRows, Serving
+from outrider.drafters.method import BlockInputs, DraftRows, Method, Serving
 from outrider.target import Target
 
 _EPS = 1e-6
@@ -98,3 +99,6 @@ class HydraDrafter(ServedHeads):
             return self.head(hidden_NH).view(R, P, -1)
 
         return level
+
+
+HYDRA = Method("hydra", HydraSection, configure_heads, HeadsConfig, Hydra, HydraDrafter)

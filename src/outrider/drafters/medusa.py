@@ -27,9 +27,10 @@ from outrider.drafters.heads import (
     HeadsSection,
     ServedHeads,
     before_anchors,
+    configure_heads,
     residual_layers,
 )
-from outrider.drafters.method import BlockInputs, DraftRows
+from outrider.drafters.method import BlockInputs, DraftRows, Method
 
 
 class MedusaSection(HeadsSection):
@@ -67,3 +68,6 @@ class MedusaDrafter(ServedHeads):
         hidden_RKH = self.hidden(calls, depth)
         logits_RKVd = self.head(hidden_RKH.flatten(0, 1)).view(*hidden_RKH.shape[:2], -1)
         return lambda k, paths_RPk: logits_RKVd[:, k : k + 1]
+
+
+MEDUSA = Method("medusa", MedusaSection, configure_heads, HeadsConfig, Medusa, MedusaDrafter)
