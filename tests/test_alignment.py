@@ -21,7 +21,6 @@ from outrider.drafters import DFlash, Drafter, DSpark
 from outrider.drafters.attention import BlockLayout, flex_block_attention, split_attention
 from outrider.drafters.catalogue import method_of
 from outrider.drafters.method import DraftModule, Serving
-from outrider.drafters.packed import PackedDrafter
 from outrider.sampling import SamplingParams, SeededSource
 from outrider.target import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
