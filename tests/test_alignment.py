@@ -95,7 +95,7 @@ def serve(packed: Drafter, target: Target, sample: Sample, ids: Tensor) -> dict[
         following = tokens[at + 1 : at + 1 + gamma]
         lane.source = Forced(following, inverse_ids(ids, target.vocab_size))
         (proposal,) = lane.draft(0.0)
-        (row,) = lane.score([proposal.tokens])
+        (row,) = lane.score([proposal])
         matching = 0  # a token outside the draft vocabulary cannot be forced: decoding never gets past it
         found[at] = torch.full((gamma,), torch.nan)
         for k in range(len(following)):

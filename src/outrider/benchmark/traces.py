@@ -193,6 +193,10 @@ class _Listener:
         self.drafter.extend(sessions, tokens, taps_TLD)
 
     def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
-        found = self.drafter.propose(calls, floor)
+        found: list[Proposal] = []
+        for proposal in self.drafter.propose(calls, floor):
+            if not isinstance(proposal, Proposal):
+                raise ValueError("drafts that branch cannot be recorded: traces hold one chain per position.")
+            found.append(proposal)
         self.heard += found
         return found

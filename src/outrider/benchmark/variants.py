@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall, Drafter, Proposal
+from outrider.drafters.base import Draft, DraftCall, Drafter
 from outrider.scheduling import (
     AlwaysDraft,
     AsyncScheduler,
@@ -68,7 +68,7 @@ class Shortened:
     def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
         self.drafter.extend(sessions, tokens, taps_TLD)
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> Sequence[Draft]:
         assert all(call.limit is not None and call.limit <= self.gamma for call in calls), "engines plan with our gamma"
         return self.drafter.propose(calls, floor)
 

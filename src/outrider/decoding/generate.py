@@ -17,6 +17,7 @@ from outrider.decoding.lane import ModelLane
 from outrider.decoding.round import RoundResult, run_round
 from outrider.decoding.text import TextStream
 from outrider.drafters.base import Drafter
+from outrider.drafters.tree import TreeProposal
 from outrider.sampling import SamplingParams
 from outrider.scheduling import FixedPolicy, Policy
 from outrider.target import Target
@@ -30,8 +31,8 @@ class RoundStats:
     """One round; seconds add up to its length, without the time its consumer took.
 
     `proposed` drafts, `admitted` of them judged by the target (fewer where a stop ended the response first),
-    `accepted` of those, `committed` tokens. `confidences` are those of the proposed
-    drafts, () where a drafter has none.
+    `accepted` of those, `committed` tokens. `confidences` are those of the proposed drafts of a chain, () where a
+    drafter has none. `depth` is that of an admitted tree; None: a chain, as deep as it is long.
     """
 
     proposed: int
@@ -42,6 +43,12 @@ class RoundStats:
     verify_seconds: float
     other_seconds: float
     confidences: tuple[float, ...]
+    depth: int | None = None
+
+    @property
+    def reach(self) -> int:
+        """Positions for which the target judged at least one draft."""
+        return self.admitted if self.depth is None else self.depth
 
 
 @dataclass(frozen=True)
@@ -138,26 +145,28 @@ def stream(
         finish = "stop" if stopped else "length" if lane.remaining == 0 else None
         piece = text.release(final=finish is not None)
         accepted = min(result.verdict.accepted, len(tokens))
-        judged = min(result.admitted, len(tokens)) if accepted == len(tokens) else result.admitted
+        depth = result.part.depth
+        reach = min(depth, len(tokens)) if accepted == len(tokens) else depth
+        is_tree = isinstance(result.proposal, TreeProposal)
         draft, verify = lane.draft_clock.take(), lane.verify_clock.take()
         now = time.perf_counter()
         stats = RoundStats(
             len(result.proposal.tokens),
-            judged,
+            result.admitted if is_tree else reach,
             accepted,
             len(tokens),
             draft,
             verify,
             now - started - draft - verify,
-            tuple(result.proposal.confidences),
+            () if is_tree else tuple(result.proposal.confidences),
+            reach if is_tree else None,
         )
         yield Chunk(tokens, _kinds(result, len(tokens)), piece, stats, finish)
         started = time.perf_counter()
 
 
 def _kinds(result: RoundResult, count: int) -> list[Kind]:
-    rejected = result.verdict.accepted < result.admitted
-    own: Kind = "correction" if rejected else "bonus"
+    own: Kind = "correction" if result.rejected else "bonus"
     drafts: list[Kind] = ["draft"] * result.verdict.accepted
     return [*drafts, own][:count]
 

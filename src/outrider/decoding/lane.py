@@ -2,8 +2,8 @@
 
     committed x_0 .. x_{n-1};  target cache and draft cache hold x_0 .. x_{n-2};  anchor = x_{n-1}
     draft()   one block after the anchor
-    score()   target forward on [anchor, d_1..d_l], rows warped when read
-    commit()  roll the target cache back to n - 1 + accepted + 1 and give the drafter the taps of what stayed
+    score()   target forward on [anchor, d_1..d_l] or [anchor, nodes of a tree], rows warped when read
+    commit()  keep the accepted path's n - 1 + accepted + 1 slots and give the drafter the taps of what stayed
 
 Plain decoding is the same lane without a drafter: every proposal is empty, every token is a bonus token.
 See docs/architecture.md, The decode round. Shapes: B = 1, T tokens, L taps, V vocab.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.round import RoundResult, TargetRows
-from outrider.drafters.base import DraftCall, Drafter, Proposal
+from outrider.drafters.base import Draft, DraftCall, Drafter, Proposal, draft_slots
 from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeededSource, SeenTokens, warp
 from outrider.scheduling import StepView
 from outrider.target import Target
@@ -52,7 +52,7 @@ class Clock:
 
 def target_rows(
     logits_KV: Tensor,
-    part: Sequence[int],
+    part: Draft,
     params: SamplingParams,
     seen: SeenTokens,
     noise: PositionNoise | None,
@@ -62,16 +62,16 @@ def target_rows(
     """One request's rows after its anchor and `part`.
 
     Args:
-        logits_KV: of rows 0 .. len(part).
+        logits_KV: of rows 0 .. len(part.tokens).
         position: of the token after the anchor.
         likeliest: argmax of every row, where it is known already.
     """
 
     def row(k: int) -> Tensor:
-        return warp(logits_KV[k].float(), params, seen.with_tokens(part[:k]))
+        return warp(logits_KV[k].float(), params, seen.with_tokens(part.tokens_before(k)))
 
     if noise is not None:
-        return TargetRows(row, lambda k: noise.pick(row(k), position + k))
+        return TargetRows(row, lambda k: noise.pick(row(k), position + len(part.tokens_before(k))))
     if params.temperature == 0.0 and likeliest is not None and params.repetition_penalty == 1.0:
         return TargetRows(row, likeliest.__getitem__)
     return TargetRows(row)
@@ -95,8 +95,7 @@ class ModelLane:
     ) -> None:
         self.target, self.drafter, self.params = target, drafter, params
         self.taps = () if drafter is None else drafter.taps
-        gamma = 0 if drafter is None else drafter.gamma
-        self.cache = target.new_cache(capacity + gamma + 1)
+        self.cache = target.new_cache(capacity + draft_slots(drafter) + 1)
         self.session = None if drafter is None else drafter.new_session(capacity)
         self.source: RandomSource = SeededSource(params.seed)
         self.noise = PositionNoise(params.seed, target.vocab_size) if params.coupled else None
@@ -121,8 +120,8 @@ class ModelLane:
     def sources(self) -> Sequence[RandomSource]:
         return [self.source]
 
-    def draft(self, floor: float) -> list[Proposal]:
-        """A block after the anchor, never longer than what may still be committed besides the target's own token."""
+    def draft(self, floor: float) -> Sequence[Draft]:
+        """A block or tree after the anchor, never longer than what may be committed besides the target's own token."""
         limit = self.remaining - 1
         if self.drafter is None or limit < 1:
             return [Proposal.empty()]
@@ -132,27 +131,29 @@ class ModelLane:
         with self.draft_clock:
             return self.drafter.propose([call], floor)
 
-    def view(self, proposals: Sequence[Proposal]) -> StepView:
+    def view(self, proposals: Sequence[Draft]) -> StepView:
         drafted = [len(proposal.tokens) for proposal in proposals]
         return StepView.of([proposal.confidences for proposal in proposals], drafted, [self.committed])
 
-    def score(self, parts: Sequence[list[int]]) -> list[TargetRows]:
-        """One forward on [anchor, *part]."""
-        (tokens,) = parts
+    def score(self, parts: Sequence[Draft]) -> list[TargetRows]:
+        """One forward on [anchor, *part.tokens]."""
+        (part,) = parts
+        tokens = [self.anchor, *part.tokens]
         with self.verify_clock:
-            block = torch.tensor([[self.anchor, *tokens]], device=self.target.device)
-            output = self.target.forward(block, self.cache, self.taps, logits=None)
+            block = torch.tensor([tokens], device=self.target.device)
+            output = self.target.forward(block, self.cache, self.taps, logits=None, parents=part.row_parents)
         assert output.logits_BTV is not None
-        self._scored = [self.anchor, *tokens], output.taps_BTLD
-        return [target_rows(output.logits_BTV[0], tokens, self.params, self.seen, self.noise, self.committed)]
+        self._scored = tokens, output.taps_BTLD
+        return [target_rows(output.logits_BTV[0], part, self.params, self.seen, self.noise, self.committed)]
 
     def commit(self, result: RoundResult) -> None:
         """Keep the accepted drafts and make the target's own token the next anchor."""
-        kept = result.verdict.accepted + 1  # the old anchor and the accepted drafts
-        self.cache.rollback(self.cache.length - (result.admitted + 1) + kept)
+        kept = [0, *(node + 1 for node in result.verdict.path)]  # rows of the old anchor and the accepted drafts
+        with self.verify_clock:
+            self.cache.keep_path(self.cache.length - (result.admitted + 1), kept)
         tokens, taps_BTLD = self._scored
         with self.draft_clock:
-            self._extend(tokens[:kept], None if taps_BTLD is None else taps_BTLD[:, :kept])
+            self._extend([tokens[row] for row in kept], None if taps_BTLD is None else taps_BTLD[:, kept])
         for token in result.tokens:
             self.seen.add(token)
         self.anchor = result.verdict.next_token

@@ -1,9 +1,9 @@
 """draft all -> policy -> score -> verify: one round, for any number of requests.
 
-    batch.draft(floor)      x_1..x_K with p_d and c, each     (1 drafter pass)
+    batch.draft(floor)      x_1..x_K with p_d and c, each     (1 drafter pass)      or a tree of N nodes
     policy.lengths(view)    how many of them are verified     (sees confidences, never tokens)
     batch.score(parts)      target rows 0..l, each            (1 target pass)
-    verify_chain            accepted drafts + 1 more token
+    verify_chain            accepted drafts + 1 more token                          or verify_tree
 
 The state before it: all committed tokens but the anchor are in the target's cache (docs/architecture.md).
 Source: Leviathan et al., arXiv 2211.17192; DSpark, arXiv 2607.05147. Shapes: R requests, V vocab.
@@ -15,15 +15,16 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outrider.drafters.base import Proposal
+from outrider.drafters.base import Draft
+from outrider.drafters.tree import TreeProposal
 from outrider.sampling import RandomSource
 from outrider.scheduling import Policy, StepView
-from outrider.verification import Verdict, verify_chain, verify_picks
+from outrider.verification import TreeVerdict, Verdict, verify_chain, verify_picks, verify_tree, verify_tree_picks
 
 
 @dataclass(frozen=True)
 class TargetRows:
-    """What the target says after `anchor, x_1 .. x_k`.
+    """What the target says after `anchor, x_1 .. x_k`; for a tree, row k follows node k - 1 and its ancestors.
 
     `row(k)` is its warped distribution [V]. `pick(k)` is the token it emits, where the draft has no say in that: greedy
     and coupled decoding; None elsewhere.
@@ -32,7 +33,11 @@ class TargetRows:
     row: Callable[[int], Tensor]
     pick: Callable[[int], int] | None = None
 
-    def verdict(self, proposal: Proposal, source: RandomSource) -> Verdict:
+    def verdict(self, proposal: Draft, source: RandomSource) -> Verdict | TreeVerdict:
+        if isinstance(proposal, TreeProposal):
+            if self.pick is not None:
+                return verify_tree_picks(proposal.tree, self.pick)
+            return verify_tree(proposal, self.row, source)
         if self.pick is not None:
             return verify_picks(proposal.tokens, self.pick)
         return verify_chain(proposal, self.row, source)
@@ -46,35 +51,45 @@ class Batch(Protocol):
         """One per request."""
         ...
 
-    def draft(self, floor: float) -> list[Proposal]:
+    def draft(self, floor: float) -> Sequence[Draft]:
         """One block each; positions from the first confidence below `floor` on may be left out."""
         ...
 
-    def view(self, proposals: Sequence[Proposal]) -> StepView:
+    def view(self, proposals: Sequence[Draft]) -> StepView:
         """What the policy is shown."""
         ...
 
-    def score(self, parts: Sequence[list[int]]) -> list[TargetRows]:
-        """One forward on [anchor, *part] each."""
+    def score(self, parts: Sequence[Draft]) -> list[TargetRows]:
+        """One forward on [anchor, *part.tokens] each."""
         ...
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    proposal: Proposal  # in full, also what was not admitted
+    proposal: Draft  # in full, also what was not admitted
     admitted: int  # draft tokens the target verified
-    verdict: Verdict
+    verdict: Verdict | TreeVerdict
     tokens: list[int]  # to commit: the accepted drafts and the next token
+
+    @property
+    def part(self) -> Draft:
+        """What was admitted."""
+        return self.proposal.truncated(self.admitted)
+
+    @property
+    def rejected(self) -> bool:
+        """Whether drafts were tried where the path ends: the next token then is a correction, else a bonus."""
+        return bool(self.part.children(self.verdict.path[-1] if self.verdict.path else -1))
 
 
 def run_round(batch: Batch, policy: Policy) -> list[RoundResult]:
     proposals = batch.draft(policy.floor)
     lengths = policy.lengths(batch.view(proposals)).tolist()
     admitted = [proposal.truncated(length) for proposal, length in zip(proposals, lengths, strict=True)]
-    rows = batch.score([part.tokens for part in admitted])
+    rows = batch.score(admitted)
     results = []
     for proposal, part, target, source in zip(proposals, admitted, rows, batch.sources, strict=True):
         verdict = target.verdict(part, source)
-        tokens = [*part.tokens[: verdict.accepted], verdict.next_token]
+        tokens = [*(part.tokens[node] for node in verdict.path), verdict.next_token]
         results.append(RoundResult(proposal, len(part.tokens), verdict, tokens))
     return results

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from outrider.drafters.tree import TreeProposal
 from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeenTokens
 
 
@@ -43,16 +44,37 @@ class Proposal:
 
         return Proposal([], [], row, [])
 
+    @property
+    def depth(self) -> int:
+        """Most draft tokens that can be accepted."""
+        return len(self.tokens)
+
+    @property
+    def row_parents(self) -> None:
+        """The rows of the target forward follow one another."""
+
+    def children(self, node: int) -> list[int]:
+        """The positions that may come after position `node`, -1 being the anchor."""
+        return [node + 1] if node + 1 < len(self.tokens) else []
+
+    def tokens_before(self, row: int) -> list[int]:
+        """The draft tokens on the way to a row of the target forward."""
+        return self.tokens[:row]
+
     def truncated(self, length: int | None) -> Proposal:
         return Proposal(self.tokens[:length], self.drafted_with[:length], self.row, self.confidences[:length])
+
+
+Draft = Proposal | TreeProposal
 
 
 @dataclass(frozen=True)
 class DraftCall:
     """One request that wants a block: its session, and what its tokens are drawn with.
 
-    `limit`: most tokens of use to it, at least 1; None: the whole block. With `noise` (coupled sampling) x_1 is drawn
-    with that of `position`, the number of committed tokens, and `source` is not asked.
+    `limit`: most tokens of use to it one after another, at least 1; None: the whole block. `nodes`: most draft tokens
+    in all, where they branch; None: as many as the drafter has. With `noise` (coupled sampling) x_1 is drawn with that
+    of `position`, the number of committed tokens, and `source` is not asked.
     """
 
     session: Any
@@ -63,6 +85,7 @@ class DraftCall:
     limit: int | None = None
     noise: PositionNoise | None = None
     position: int = 0
+    nodes: int | None = None
 
 
 class Drafter(Protocol):
@@ -75,7 +98,7 @@ class Drafter(Protocol):
 
     @property
     def gamma(self) -> int:
-        """Most tokens a draft has."""
+        """Most tokens that one draft can have accepted."""
         ...
 
     def new_session(self, capacity: int) -> Any:
@@ -91,6 +114,23 @@ class Drafter(Protocol):
         """
         ...
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
-        """One block per call; a block may stop at the first confidence below `floor`."""
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> Sequence[Draft]:
+        """One block or tree per call; a block may stop at the first confidence below `floor`."""
         ...
+
+
+@runtime_checkable
+class TreeDrafter(Drafter, Protocol):
+    """A drafter whose drafts branch."""
+
+    @property
+    def nodes(self) -> int:
+        """Most draft tokens of one tree, all branches together."""
+        ...
+
+
+def draft_slots(drafter: Drafter | None) -> int:
+    """How many draft tokens one request brings to a target forward at most."""
+    if drafter is None:
+        return 0
+    return drafter.nodes if isinstance(drafter, TreeDrafter) else drafter.gamma

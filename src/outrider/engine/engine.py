@@ -15,7 +15,7 @@ import time
 import torch
 
 from outrider.decoding.round import RoundResult, run_round
-from outrider.drafters.base import Drafter
+from outrider.drafters.base import Drafter, TreeDrafter, draft_slots
 from outrider.engine.batch import StepBatch
 from outrider.engine.request import LiveRequest, Output, Request, StepRecord
 from outrider.engine.scheduler import EngineConfig, Scheduler
@@ -50,9 +50,9 @@ class Engine:
                 f"{self.policy} ends drafts at its floor, so a gate would learn from the better ones only: use a "
                 "policy that decides by cost, or no gate."
             )
-        gamma = 0 if drafter is None else drafter.gamma
-        self.scheduler = Scheduler(self.config, gamma)
-        self.history = History(gamma)
+        slots = draft_slots(drafter)
+        self.scheduler = Scheduler(self.config, slots, isinstance(drafter, TreeDrafter))
+        self.history = History(slots)
         self.kv = PagedKV(target, self.config.num_blocks, self.config.block_size)
         self.last: StepRecord | None = None
         self._live: dict[str, LiveRequest] = {}
@@ -114,17 +114,18 @@ class Engine:
     def _commit(self, batch: StepBatch, results: list[RoundResult]) -> list[Output]:
         by_id = dict(zip(batch.ids, results, strict=True))
         outputs: list[Output] = []
-        kept: dict[str, int] = {}
+        kept: dict[str, list[int]] = {}
         for work in batch.work:
             if not work.decodes:
                 self.scheduler.advance(work.id, work.prefill)
-                kept[work.id] = work.prefill
+                kept[work.id] = list(range(work.prefill))
                 continue
             output = self._live[work.id].commit(by_id[work.id].tokens)
             outputs.append(output)
             if output.finish is None:
                 self.scheduler.commit(work.id, len(output.tokens))
-                kept[work.id] = work.prefill + len(output.tokens)
+                path = by_id[work.id].verdict.path
+                kept[work.id] = [*range(work.prefill + 1), *(work.prefill + 1 + node for node in path)]
         batch.close(kept)
         for output in outputs:
             if output.finish is not None:

@@ -59,7 +59,8 @@ class Progress:
 class Work:
     """A request's part of a step.
 
-    `prefill` rows of known tokens come first; with `decodes` the anchor follows and at most `limit` drafts.
+    `prefill` rows of known tokens come first; with `decodes` the anchor follows and at most `limit` drafts, a slot each
+    also where they branch.
     """
 
     id: str
@@ -82,10 +83,11 @@ class Scheduler:
 
     Args:
         reach: most draft tokens per request and step; 0 without a drafter.
+        branches: drafts are trees, which may have more nodes than the request has tokens left.
     """
 
-    def __init__(self, config: EngineConfig, reach: int) -> None:
-        self.config, self.reach = config, reach
+    def __init__(self, config: EngineConfig, reach: int, branches: bool = False) -> None:
+        self.config, self.reach, self.branches = config, reach, branches
         self.allocator = BlockAllocator(config.num_blocks)
         self.running: dict[str, Progress] = {}  # in order of arrival
         self.waiting: deque[tuple[str, Progress]] = deque()
@@ -174,7 +176,10 @@ class Scheduler:
         limits: dict[str, int] = {}
         for id in decoding:
             progress = self.running[id]
-            limit = max(0, min(self.reach, share, progress.last - progress.length - 1))
+            left = progress.last - progress.length - 1
+            if self.branches and left > 0:
+                left = self.reach
+            limit = max(0, min(self.reach, share, left))
             while not self._grow(progress, limit):
                 limit -= 1
             limits[id] = limit

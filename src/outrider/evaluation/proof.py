@@ -15,19 +15,21 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from outrider.decoding.round import TargetRows, run_round
-from outrider.drafters.base import DraftCall, Proposal
+from outrider.drafters.base import Draft, DraftCall, Proposal
 from outrider.drafters.chain import ChainHeads, sample_chain
 from outrider.drafters.sequential import ConfidenceHead, VanillaMarkov, build_sequential_head
+from outrider.drafters.tree import TreeProposal
 from outrider.sampling import RandomSource, SamplingParams, SeenTokens, warp
 from outrider.scheduling import DraftGate, History, Policy, StepView
 
 T = TypeVar("T")
+D = TypeVar("D", Proposal, TreeProposal)
 Tokens = tuple[int, ...]
 Distribution = dict[tuple[Tokens, ...], float]  # joint, over one continuation per request
 
@@ -82,14 +84,14 @@ def enumerate_traces(run: Callable[[RandomSource], T]) -> Iterator[tuple[T, floa
             return
 
 
-class DraftTree:
+class DraftTree(Generic[D]):
     """All that one draft may become, computed once; `draw` asks a source the same questions again."""
 
-    def __init__(self, draft: Callable[[RandomSource], Proposal]) -> None:
+    def __init__(self, draft: Callable[[RandomSource], D]) -> None:
         self._questions: dict[Tokens, Tensor] = {}  # choices so far -> the distribution of the next
-        self._proposals: dict[Tokens, Proposal] = {}
+        self._proposals: dict[Tokens, D] = {}
 
-        def recorded(source: RandomSource) -> tuple[Tokens, Proposal]:
+        def recorded(source: RandomSource) -> tuple[Tokens, D]:
             recorder = _Recorder(source, self._questions)
             proposal = draft(recorder)
             return recorder.chosen, proposal
@@ -97,7 +99,7 @@ class DraftTree:
         for (chosen, proposal), _ in enumerate_traces(recorded):
             self._proposals[chosen] = proposal
 
-    def draw(self, source: RandomSource) -> Proposal:
+    def draw(self, source: RandomSource) -> D:
         chosen: Tokens = ()
         while chosen in self._questions:
             chosen = (*chosen, source.choose(self._questions[chosen]))
@@ -163,7 +165,7 @@ class ToyDrafter:
         for module in (self.head, self.confidence):
             for weight in () if module is None else module.parameters():
                 torch.nn.init.normal_(weight, generator=generator)
-        self._trees: dict[tuple[Tokens, float], DraftTree] = {}
+        self._trees: dict[tuple[Tokens, float], DraftTree[Proposal]] = {}
 
     def draft(self, context: Tokens, source: RandomSource, floor: float = 0.0) -> Proposal:
         if (context, floor) not in self._trees:
@@ -187,7 +189,7 @@ class Lane(Protocol):
     @property
     def source(self) -> RandomSource: ...
 
-    def draft(self, floor: float) -> Proposal: ...
+    def draft(self, floor: float) -> Draft: ...
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]: ...
 
@@ -233,11 +235,11 @@ class Lanes:
     def sources(self) -> Sequence[RandomSource]:
         return [lane.source for lane in self.lanes]
 
-    def draft(self, floor: float) -> list[Proposal]:
+    def draft(self, floor: float) -> list[Draft]:
         pairs = zip(self.lanes, self.depths, strict=True)
         return [Proposal.empty() if depth == 0 else lane.draft(floor).truncated(depth) for lane, depth in pairs]
 
-    def view(self, proposals: Sequence[Proposal]) -> StepView:
+    def view(self, proposals: Sequence[Draft]) -> StepView:
         confidences, drafted = [p.confidences for p in proposals], [len(p.tokens) for p in proposals]
         if self.history is None:
             self.shown = StepView.of(confidences, drafted)
@@ -245,8 +247,20 @@ class Lanes:
             self.shown = self.history.step_view(self.ids, confidences, drafted, self.contexts)
         return self.shown
 
-    def score(self, parts: Sequence[list[int]]) -> list[TargetRows]:
-        return [TargetRows(lane.score(part)) for lane, part in zip(self.lanes, parts, strict=True)]
+    def score(self, parts: Sequence[Draft]) -> list[TargetRows]:
+        return [TargetRows(_rows(lane, part)) for lane, part in zip(self.lanes, parts, strict=True)]
+
+
+def _rows(lane: Lane, part: Draft) -> Callable[[int], Tensor]:
+    """A lane scores chains; row k of a tree is the last row of the chain that leads there."""
+    if isinstance(part, Proposal):
+        return lane.score(part.tokens)
+
+    def row(k: int) -> Tensor:
+        way = part.tokens_before(k)
+        return lane.score(way)(len(way))
+
+    return row
 
 
 LaneFactory = Callable[[Tokens, RandomSource], Lane]

@@ -39,5 +39,14 @@ class PositionNoise:
 
     def pick(self, probs: Tensor, position: int, ids: Tensor | None = None) -> int:
         """An index into `probs`, which covers the whole vocabulary or, in its order, the tokens `ids`."""
+        return int(self._race(probs, position, ids).argmax())
+
+    def ranking(self, probs: Tensor, position: int, count: int, ids: Tensor | None = None) -> list[int]:
+        """The first `count` of the race, the `pick` first; impossible ones are left out."""
+        race = self._race(probs, position, ids)
+        found: list[int] = race.topk(min(count, int((probs > 0).sum()))).indices.tolist()
+        return found
+
+    def _race(self, probs: Tensor, position: int, ids: Tensor | None) -> Tensor:
         noise = self.row(position).to(probs.device)
-        return int((probs / (noise if ids is None else noise[ids])).argmax())
+        return probs / (noise if ids is None else noise[ids])

@@ -5,10 +5,13 @@
 
 Buffers are allocated once; appending writes in place and attention reads a view of the first `length` slots, so
 rolling back is setting one integer: no copy, no rounding, exactly the state before the rejected tokens were seen.
+Of a verified tree the slots of the accepted path move together; keys carry their positions, so they need no change.
 It is a `transformers.Cache`, so every family's own attention can write into it, and lean.py can too.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -83,6 +86,18 @@ class KVCache(Cache):
         for layer in self.layers:
             assert isinstance(layer, KVLayer)
             layer.length = length
+
+    def keep_path(self, start: int, rows: Sequence[int]) -> None:
+        """Of the slots from `start` on keep these (rising, counted from `start`), one after another."""
+        assert sorted(set(rows)) == list(rows) and start + max(rows, default=-1) < self.length, f"{rows} after {start}"
+        end = start + len(rows)
+        if list(rows) != list(range(len(rows))):
+            for layer in self.layers:
+                assert isinstance(layer, KVLayer)
+                from_T = torch.tensor(rows, device=layer.keys.device) + start
+                layer.keys[:, :, start:end] = layer.keys.index_select(2, from_T)
+                layer.values[:, :, start:end] = layer.values.index_select(2, from_T)
+        self.rollback(end)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop the sequences of the batch that are not in `rows` ([B'] int64)."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from outrider.target.branches import Branches, additive
 from outrider.target.cache import KVCache, KVLayer
 from outrider.target.linear import PackedLinear
 
@@ -49,8 +50,13 @@ def signed_sin(sin: torch.Tensor) -> torch.Tensor:
     return torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
 
 
-def visibility_mask(cache: KVCache, batch: int, new: int, groups: int) -> torch.Tensor | None:
+def visibility_mask(
+    cache: KVCache, batch: int, new: int, groups: int, branches: Branches | None = None
+) -> torch.Tensor | None:
     """Additive mask for `new` tokens after the cached ones, [1 or B, 1, groups * new, S]; None: all is visible."""
+    if branches is not None:
+        assert cache.pad_B is None, "branches after left padding"
+        return additive(branches.visible(cache.length)).repeat(groups, 1)[None, None]
     past = cache.length
     slots = torch.arange(past + new)
     if cache.pad_B is None and new == 1:
@@ -62,9 +68,7 @@ def visibility_mask(cache: KVCache, batch: int, new: int, groups: int) -> torch.
         real = slots[None, None, :] >= cache.pad_B[:, None, None]
         own = slots[None, :] == (past + torch.arange(new))[:, None]
         mask = (mask & real) | own[None]
-    # Additive once, because attention would convert a bool mask in every layer.
-    added = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-    return added.repeat(1, groups, 1)[:, None]
+    return additive(mask).repeat(1, groups, 1)[:, None]
 
 
 class LeanDecoder:
@@ -96,12 +100,17 @@ class LeanDecoder:
         )
 
     def forward(
-        self, tokens_BT: torch.Tensor, cache: KVCache, positions_BT: torch.Tensor, taps: tuple[int, ...]
+        self,
+        tokens_BT: torch.Tensor,
+        cache: KVCache,
+        positions_BT: torch.Tensor,
+        taps: tuple[int, ...],
+        branches: Branches | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """The normed last hidden states [B, T, D] and {tap: hidden state after that layer [B, T, D], normed for the last}."""
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim
-        mask = visibility_mask(cache, B, T, G)
+        mask = visibility_mask(cache, B, T, G, branches)
 
         def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             store = cache.layers[index]

@@ -18,12 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from outrider.target.branches import Branches
 from outrider.target.cache import KVCache
 from outrider.target.families import family_of
 from outrider.target.lean import LeanDecoder
 from outrider.target.linear import PackedLinear
 from outrider.target.paged import PagedKV, RaggedOutput, Span
-from outrider.target.ragged import RaggedStep, ragged_attention_in
+from outrider.target.ragged import BranchedStep, RaggedStep, ragged_attention_in
 from outrider.target.resolve import resolve_model, usable_device
 
 
@@ -112,7 +113,12 @@ class Target:
 
     @torch.inference_mode()
     def forward(
-        self, tokens_BT: torch.Tensor, cache: KVCache, taps: tuple[int, ...] = (), logits: int | None = 1
+        self,
+        tokens_BT: torch.Tensor,
+        cache: KVCache,
+        taps: tuple[int, ...] = (),
+        logits: int | None = 1,
+        parents: Sequence[int] | None = None,
     ) -> TargetOutput:
         """Run T new tokens after the cached ones and append them to the cache.
 
@@ -121,12 +127,23 @@ class Target:
             cache: extended by T slots; roll it back to drop tokens.
             taps: ascending layer ids to capture (see `check_taps`).
             logits: how many of the last tokens get logits; None for all T, 0 for none.
+            parents: where the tokens of one sequence branch (target/branches.py): the parent of each, -1 for the first.
         """
         T = tokens_BT.shape[1]
+        branches = None if parents is None else Branches.of(parents)
         slots_T = torch.arange(cache.length, cache.length + T, device=self.device)
+        if branches is not None:
+            slots_T = cache.length + branches.depths_T.to(self.device)
         positions_BT = slots_T[None] if cache.pad_B is None else (slots_T[None] - cache.pad_B[:, None]).clamp_(min=0)
         if self._lean is not None:
-            hidden_BTD, captured = self._lean.forward(tokens_BT, cache, positions_BT, taps)
+            hidden_BTD, captured = self._lean.forward(tokens_BT, cache, positions_BT, taps, branches)
+        elif branches is not None:
+            config = self.config
+            step = BranchedStep(cache, branches, config.num_attention_heads // config.num_key_value_heads)
+            with ragged_attention_in(config):
+                hidden_BTD, captured = self._tapped(
+                    taps, input_ids=tokens_BT, position_ids=positions_BT, ragged_step=step
+                )
         else:
             hidden_BTD, captured = self._forward_transformers(tokens_BT, cache, positions_BT, taps)
         wanted = T if logits is None else logits

@@ -12,6 +12,7 @@ Shapes: L layers, K kv heads, S slots of the pool, E head dim, T new tokens of a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,16 +35,19 @@ class Span:
         past: tokens of the request whose keys are in the pool. Smaller than before: the later ones are forgotten.
         blocks: of the request, in order of positions; more than are needed may be listed.
         logits: how many of the last tokens get logits.
+        parents: where tokens branch, the parent of each among them, -1 for the first (target/branches.py). They take
+            one slot each all the same, so `past + t` is the slot of token t and not its position.
     """
 
     tokens: list[int]
     past: int
     blocks: list[int]
     logits: int
+    parents: list[int] | None = None
 
     @property
     def end(self) -> int:
-        """Positions the request has after this forward."""
+        """Slots the request has in use after this forward."""
         return self.past + len(self.tokens)
 
 
@@ -89,6 +93,24 @@ class PagedKV:
         used = torch.tensor(blocks[first : -(-end // size)])
         slots = (used[:, None] * size + torch.arange(size)).view(-1)
         return slots[start - first * size : end - first * size]
+
+    def keep_paths(self, kept: Sequence[tuple[list[int], int, Sequence[int]]]) -> None:
+        """After a forward, move together what stays of it.
+
+        Args:
+            kept: (blocks of a request, its `past`, rows of its span that stay, rising) each.
+        """
+        sources, places = [], []
+        for blocks, past, rows in kept:
+            moved = [(row, place) for place, row in enumerate(rows) if row != place]
+            if moved:
+                slots = self.slots(blocks, past, past + rows[-1] + 1)
+                sources.append(slots[[row for row, _ in moved]])
+                places.append(slots[[place for _, place in moved]])
+        if sources:
+            from_S, to_S = torch.cat(sources).to(self.device), torch.cat(places).to(self.device)
+            for pool in (self.keys_LKSE, self.values_LKSE):
+                pool.index_copy_(2, to_S, pool.index_select(2, from_S))
 
     def first_slot(self, blocks: list[int], start: int, end: int) -> int | None:
         """The slot of position `start` if positions start .. end - 1 lie one after another, else None."""

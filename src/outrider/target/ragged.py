@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PretrainedConfig
 
+from outrider.target.branches import Branches, additive
+from outrider.target.cache import KVCache, KVLayer
 from outrider.target.paged import PagedKV, Span
 
 _IMPLEMENTATION = "outrider_ragged"
@@ -59,7 +61,7 @@ class RaggedStep:
             assert span.end <= room, f"{span.end} tokens in {len(span.blocks)} blocks of {kv.block_size}"
             assert 0 <= span.logits <= len(span.tokens), f"{span.logits} rows of {len(span.tokens)} tokens"
             tokens += span.tokens
-            positions += range(span.past, span.end)
+            positions += _positions(span)
             logit_rows += range(len(tokens) - span.logits, len(tokens))
         self.tokens_1T = torch.tensor([tokens], device=kv.device)
         self.positions_1T = torch.tensor([positions], device=kv.device)
@@ -87,12 +89,11 @@ class RaggedStep:
             softcap: scores become softcap * tanh(score / softcap).
             sinks_H: one more score per head that takes probability and gives no value.
         """
-        K, G, T, E = self._kv.kv_heads, self._kv.groups, *q.shape[2:]
+        K = self._kv.kv_heads
         keys_KSE, values_KSE = self._kv.keys_LKSE[layer], self._kv.values_LKSE[layer]
         keys_KSE.index_copy_(1, self._slots_T, k[0])
         values_KSE.index_copy_(1, self._slots_T, v[0])
-        folded = q.view(1, K, G, T, E).transpose(2, 3).reshape(1, K, T * G, E)
-        plain = softcap is None and sinks_H is None
+        folded = _fold(q, K)
         outputs = []
         for q_span, context in zip(folded.split(self._folded_rows, dim=2), self._seen(window), strict=True):
             source, mask = context.source, context.mask_11QN
@@ -100,12 +101,8 @@ class RaggedStep:
                 keys, values = source[layer]
             else:
                 keys, values = keys_KSE.index_select(1, source)[None], values_KSE.index_select(1, source)[None]
-            if plain:
-                outputs.append(F.scaled_dot_product_attention(q_span, keys, values, attn_mask=mask, scale=scale))
-            else:
-                outputs.append(_attend_in_full(q_span, keys, values, mask, scale, softcap, sinks_H))
-        out = torch.cat(outputs, dim=2).view(1, K, T, G, E)
-        return out.transpose(1, 2).reshape(1, T, K * G, E).transpose(1, 2)
+            outputs.append(_attend(q_span, keys, values, mask, scale, softcap, sinks_H))
+        return _unfold(torch.cat(outputs, dim=2), self._kv.groups)
 
     def _seen(self, window: int | None) -> list[_Context]:
         """The contexts under a window, made for its first layer."""
@@ -114,8 +111,64 @@ class RaggedStep:
         return self._contexts[window]
 
 
+class BranchedStep:
+    """One forward of rows that branch, after a `KVCache` of one sequence: what `ragged_attention` asks for them."""
+
+    def __init__(self, cache: KVCache, branches: Branches, groups: int) -> None:
+        assert cache.pad_B is None, "branches after left padding"
+        self._cache, self._branches, self._groups, self._past = cache, branches, groups, cache.length
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `RaggedStep.attend`, with k and v appended to the cache."""
+        store = self._cache.layers[layer]
+        assert isinstance(store, KVLayer)
+        keys, values = store.update(k, v)
+        low = _low(self._past, window)
+        if window not in self._masks:
+            mask = additive(self._branches.visible(self._past, low, window), q.dtype)
+            self._masks[window] = mask.repeat_interleave(self._groups, dim=0)[None, None].to(q.device)
+        folded, seen = _fold(q, k.shape[1]), (keys[:, :, low:], values[:, :, low:])
+        return _unfold(_attend(folded, *seen, self._masks[window], scale, softcap, sinks_H), self._groups)
+
+
+def _fold(q: torch.Tensor, K: int) -> torch.Tensor:
+    """[1, H, T, E] -> [1, K, T * G, E]: the query heads of a key head become rows, token by token."""
+    _, H, T, E = q.shape
+    return q.reshape(1, K, H // K, T, E).transpose(2, 3).reshape(1, K, T * (H // K), E)
+
+
+def _unfold(folded: torch.Tensor, groups: int) -> torch.Tensor:
+    """The way back, [1, H, T, E]."""
+    _, K, Q, E = folded.shape
+    out = folded.view(1, K, Q // groups, groups, E)
+    return out.transpose(1, 2).reshape(1, Q // groups, K * groups, E).transpose(1, 2)
+
+
+def _positions(span: Span) -> Sequence[int]:
+    if span.parents is None:
+        return range(span.past, span.end)
+    positions: list[int] = (span.past + Branches.of(span.parents).depths_T).tolist()
+    return positions
+
+
+def _low(past: int, window: int | None) -> int:
+    """The first position that any new token sees."""
+    return 0 if window is None else max(0, past + 1 - window)
+
+
 def _context(span: Span, kv: PagedKV, window: int | None) -> _Context:
-    low = 0 if window is None else max(0, span.past + 1 - window)  # the first position that any new token sees
+    low = _low(span.past, window)
     mask = None if len(span.tokens) == 1 else _mask(span, kv, low, window)
     start = kv.first_slot(span.blocks, low, span.end)
     if start is None:
@@ -128,12 +181,29 @@ def _context(span: Span, kv: PagedKV, window: int | None) -> _Context:
 
 def _mask(span: Span, kv: PagedKV, low: int, window: int | None) -> torch.Tensor:
     """[1, 1, Q, N]; additive, because attention would convert a bool mask in every layer."""
-    past = span.past - low
-    visible = torch.ones(len(span.tokens), span.end - low, dtype=torch.bool).tril_(past)
-    if window is not None:
-        visible.triu_(past + 1 - window)
-    added = torch.zeros(visible.shape, dtype=kv.dtype).masked_fill_(~visible, -torch.inf)
-    return added.repeat_interleave(kv.groups, dim=0)[None, None].to(kv.device)
+    if span.parents is not None:
+        visible = Branches.of(span.parents).visible(span.past, low, window)
+    else:
+        past = span.past - low
+        visible = torch.ones(len(span.tokens), span.end - low, dtype=torch.bool).tril_(past)
+        if window is not None:
+            visible.triu_(past + 1 - window)
+    return additive(visible, kv.dtype).repeat_interleave(kv.groups, dim=0)[None, None].to(kv.device)
+
+
+def _attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask_11QN: torch.Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of folded rows, [1, K, Q, E]; fused where there is neither soft cap nor sinks."""
+    if softcap is None and sinks_H is None:
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask_11QN, scale=scale)
+    return _attend_in_full(q, keys, values, mask_11QN, scale, softcap, sinks_H)
 
 
 def _attend_in_full(
@@ -170,7 +240,7 @@ def ragged_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     *,
-    ragged_step: RaggedStep,
+    ragged_step: RaggedStep | BranchedStep,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: q [1, H, T, E], k and v [1, K, T, E] -> ([1, T, H, E], no weights)."""

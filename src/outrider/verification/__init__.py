@@ -1,5 +1,6 @@
 """proposal + target rows -> verdict: the only place where draft tokens are accepted."""
 
 from outrider.verification.chain import Verdict, verify_chain, verify_picks
+from outrider.verification.tree import TreeVerdict, verify_tree, verify_tree_picks
 
-__all__ = ["Verdict", "verify_chain", "verify_picks"]
+__all__ = ["TreeVerdict", "Verdict", "verify_chain", "verify_picks", "verify_tree", "verify_tree_picks"]

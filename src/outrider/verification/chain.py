@@ -21,6 +21,11 @@ class Verdict:
     accepted: int  # draft tokens kept
     next_token: int  # the correction or the bonus: the next anchor
 
+    @property
+    def path(self) -> list[int]:
+        """The positions kept, as a `TreeVerdict` names nodes."""
+        return list(range(self.accepted))
+
 
 def verify_picks(tokens: Sequence[int], pick: Callable[[int], int]) -> Verdict:
     """Accept while the draft is what the target itself emits at row k.
