@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from conftest import randomise, toy_target
 from head_toys import VOCAB, forced_call, toy_heads, toy_texts
 
+from outrider.drafters.base import DraftCall
 from outrider.drafters.candidates import (
     CandidateTree,
     assumed_accuracy,
@@ -105,9 +107,7 @@ def test_nodes_hold_the_candidates_of_their_paths(which: int) -> None:
             assert int(row_V.argsort(descending=True)[path[-1]]) == at[path]
 
 
-def last_row(drafter: ServedHeads, call: object, before: list[int]) -> torch.Tensor:
-    from dataclasses import replace
-
+def last_row(drafter: ServedHeads, call: DraftCall, before: list[int]) -> torch.Tensor:
     class Source:
         def __init__(self) -> None:
             ids = drafter.heads.draft_ids_Vd
@@ -119,7 +119,7 @@ def last_row(drafter: ServedHeads, call: object, before: list[int]) -> torch.Ten
         def accept(self, probability: float) -> bool:
             raise AssertionError("drafting never accepts")
 
-    (proposal,) = drafter.propose([replace(call, source=Source(), limit=len(before) + 1)])  # type: ignore[type-var]
+    (proposal,) = drafter.propose([replace(call, source=Source(), limit=len(before) + 1)])
     return proposal.row(len(before))
 
 
