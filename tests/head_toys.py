@@ -9,8 +9,8 @@ from itertools import cycle
 import numpy as np
 import torch
 import torch.nn.functional as F
+from alignment import check_alignment
 from conftest import toy_samples, toy_target
-from test_alignment import check_alignment
 from torch import Tensor
 
 from outrider.decoding import StopRules, generate

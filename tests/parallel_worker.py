@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from outrider.drafters import DFlash, DSpark
+from outrider.drafters.block import initialize_block
 from outrider.target import Target
 from outrider.training.features import Features, FeatureSource
-from outrider.training.initialize import initialize_from_target
 from outrider.training.ranks import ALONE, Ranks, join
 from outrider.training.sharding import LockStep, shard_layers
 from outrider.training.trainer import Trainer
@@ -88,7 +88,7 @@ def check_sharded(out: Path, ranks: Ranks) -> None:
     save_file(tensors, out / f"features{ranks.rank}.safetensors")
     local = sum(p.to_local().nbytes for p in target.model.model.layers.parameters())
     drafter = toy_drafter()
-    initialize_from_target(drafter, target, samples[:2])
+    initialize_block(drafter, target, [s.tokens for s in samples[:2]])
     save_file(drafter.state_dict(), out / f"initial{ranks.rank}.safetensors")
     report = {"bytes": local, "collectives": collectives.seen}
     (out / f"sharded{ranks.rank}.json").write_text(json.dumps(report))

@@ -6,38 +6,20 @@ rolling back round by round) must give the same acceptance at the same anchors o
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
 import torch
+from alignment import build, check_alignment
 from conftest import randomise, toy_config, toy_samples, toy_target
 from torch import Tensor
 
-from outrider.data.samples import Sample
-from outrider.decoding.lane import ModelLane
-from outrider.decoding.round import RoundResult
-from outrider.drafters import DFlash, Drafter, DSpark
+from outrider.drafters import DFlash, DSpark
 from outrider.drafters.attention import BlockLayout, flex_block_attention, split_attention
-from outrider.drafters.catalogue import method_of
-from outrider.drafters.method import DraftModule, Serving
-from outrider.sampling import SamplingParams, SeededSource
-from outrider.target import Target
-from outrider.training.batches import BlockBatch, Schedule, build_batch
-from outrider.training.features import FeatureSource
-from outrider.training.objective import ObjectiveConfig
-from outrider.training.step import BlockObjective, scatter
-from outrider.training.vocabulary import choose_draft_ids, inverse_ids
-from outrider.verification import Verdict
-
-
-def build(
-    drafter: DraftModule, target: Target, samples: list[Sample], ids: Tensor, chosen: list[tuple[int, list[int]]]
-) -> tuple[BlockBatch, BlockObjective]:
-    taps, scale = drafter.config.target_layer_ids, drafter.tap_scale_L
-    features = FeatureSource(target, samples, taps, scale, 2**30, dtype=torch.float32)  # only alignment may differ
-    batch = build_batch(chosen, samples, [features[i] for i, _ in chosen], drafter.config.gamma)
-    return batch, BlockObjective(target, ids, inverse_ids(ids, target.vocab_size), ObjectiveConfig())
+from outrider.sampling import SeededSource
+from outrider.training.batches import BlockBatch, Schedule
+from outrider.training.step import BlockObjective
+from outrider.training.vocabulary import choose_draft_ids
 
 
 def make_drafter(head: str, sample_from_anchor: bool, draft_vocab: int, window: int | None) -> DFlash:
@@ -62,71 +44,9 @@ def test_trained_equals_served(head: str, sample_from_anchor: bool, draft_vocab:
     assert check_alignment(target, drafter, samples, ids) > 50
 
 
-def check_alignment(target: Target, drafter: DraftModule, samples: list[Sample], ids: Tensor) -> int:
-    """Compare acceptance at every anchor the decoding loop visits; returns how many positions were compared."""
-    serving = Serving(ids if len(ids) < target.vocab_size else None)
-    packed = method_of(drafter.algorithm).serve(drafter, target, serving)
-    served = [serve(packed, target, sample, ids) for sample in samples]
-    chosen = [(i, sorted(visited)) for i, visited in enumerate(served)]
-    batch, compute = build(drafter, target, samples, ids, chosen)
-    with torch.no_grad():
-        trained_NK = scatter(compute(drafter, batch).acceptance_N, batch.supervised_NK)
-    rows = iter(zip(trained_NK, batch.supervised_NK, strict=True))
-    checked = 0
-    for index, anchors in chosen:
-        for anchor in anchors:
-            trained_K, supervised_K = next(rows)
-            served_K = served[index][anchor]
-            compared = supervised_K & served_K.isfinite()
-            torch.testing.assert_close(trained_K[compared], served_K[compared], atol=1e-4, rtol=0)
-            checked += int(compared.sum())
-    return checked
-
-
-def serve(packed: Drafter, target: Target, sample: Sample, ids: Tensor) -> dict[int, Tensor]:
-    """The decoding loop, teacher-forced on the sample: {anchor: acceptance per position}, rounds of uneven length."""
-    tokens, gamma = sample.tokens, packed.gamma
-    params = SamplingParams(temperature=1.0)
-    lane = ModelLane(target, packed, sample.tokens[: sample.spans[0][0]], params, len(tokens) + 16)
-    accepting = itertools.cycle([0, 2, 1, gamma, 0, 0, 1])
-    at, found = sample.spans[0][0] - 1, {}
-    while at < len(tokens) - 1:
-        assert lane.anchor == tokens[at]
-        following = tokens[at + 1 : at + 1 + gamma]
-        lane.source = Forced(following, inverse_ids(ids, target.vocab_size))
-        (proposal,) = lane.draft(0.0)
-        (row,) = lane.score([proposal])
-        matching = 0  # a token outside the draft vocabulary cannot be forced: decoding never gets past it
-        found[at] = torch.full((gamma,), torch.nan)
-        for k in range(len(following)):
-            found[at][k] = torch.minimum(row.row(k), proposal.row(k)).sum()
-            if proposal.tokens[k] != following[k]:
-                break
-            matching += 1
-        accepted = min(next(accepting), matching, len(tokens) - 2 - at)
-        committed = tokens[at + 1 : at + 2 + accepted]
-        verdict = Verdict(accepted, committed[-1])
-        lane.commit(RoundResult(proposal, len(proposal.tokens), verdict, committed))
-        at += len(committed)
-    return found
-
-
-class Forced:
-    """A random source that draws the given tokens: teacher forcing through the production walk."""
-
-    def __init__(self, tokens: list[int], inverse_V: Tensor) -> None:
-        self.indices = [max(0, int(inverse_V[token])) for token in tokens]
-
-    def choose(self, probs_V: Tensor) -> int:
-        return self.indices.pop(0) if self.indices else 0
-
-    def accept(self, probability: float) -> bool:
-        raise AssertionError("drafting never accepts")
-
-
 def base_logits(drafter: DFlash, compute: BlockObjective, batch: BlockBatch) -> Tensor:
     with torch.no_grad():
-        return compute.hidden(drafter, batch) @ compute.head_VH.T
+        return compute.rows(drafter, batch).hidden_NKH @ compute.head_VH.T
 
 
 @pytest.mark.parametrize("sample_from_anchor", [True, False])
@@ -143,9 +63,9 @@ def test_nothing_at_or_after_the_anchor_and_no_other_block_leaks_into_a_block(sa
         taps = torch.randn_like(batch.taps_SLD)
         taps[start : start + anchor] = batch.taps_SLD[start : start + anchor]
         # 2. tokens of all other blocks
-        anchors = torch.randint(4, 97, batch.anchor_tokens_N.shape)
-        anchors[block] = batch.anchor_tokens_N[block]
-        changed = replace(batch, taps_SLD=taps, anchor_tokens_N=anchors)
+        previous = torch.randint(4, 97, batch.previous_NK.shape)
+        previous[block] = batch.previous_NK[block]
+        changed = replace(batch, taps_SLD=taps, previous_NK=previous)
         torch.testing.assert_close(base_logits(drafter, compute, changed)[block], before[block], atol=1e-6, rtol=1e-6)
         # and the test can fail: a feature before the anchor does matter
         taps = batch.taps_SLD.clone()

@@ -357,13 +357,13 @@ def test_blocks_supervise_the_following_response_tokens_and_nothing_else(gamma: 
     chosen = Schedule(samples, 3, 1000, seed=1).step(0)
     batch = batch_of(samples, chosen, gamma)
     blocks = [(number, index, anchor) for number, (index, anchors) in enumerate(chosen) for anchor in anchors]
-    assert len(blocks) == len(batch.anchor_tokens_N)
+    assert len(blocks) == len(batch.previous_NK[:, 0])
     assert batch.layout.lengths == [anchors[-1] for _, anchors in chosen]
     assert torch.equal(batch.taps_SLD[:, 0, 0].long(), batch.layout.positions_S())
     for n, (number, index, anchor) in enumerate(blocks):
         tokens, prompt = samples[index].tokens, samples[index].tokens[: samples[index].spans[0][0]]
         assert int(batch.layout.anchors_N[n]) == anchor and int(batch.layout.sequence_N[n]) == number
-        assert int(batch.anchor_tokens_N[n]) == tokens[anchor]
+        assert int(batch.previous_NK[:, 0][n]) == tokens[anchor]
         following = tokens[anchor + 1 : anchor + 1 + gamma]
         inside = len(following)
         assert batch.supervised_NK[n].tolist() == [True] * inside + [False] * (gamma - inside)

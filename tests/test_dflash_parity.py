@@ -30,9 +30,9 @@ from torch import Tensor
 from outrider.decoding import StopRules, generate
 from outrider.drafters import DFlash
 from outrider.drafters.attention import BlockLayout
+from outrider.drafters.block import default_taps
 from outrider.drafters.packed import DraftSession, PackedDrafter
 from outrider.formats import Checkpoint, load_drafter, save_drafter
-from outrider.formats.dialects import default_taps
 from outrider.target import Target
 
 TOLERANCE = 1e-4

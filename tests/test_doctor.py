@@ -31,11 +31,11 @@ from outrider.data.generation import Response, generate_batch
 from outrider.data.responses import read_responses
 from outrider.data.samples import Reply, join_turns
 from outrider.drafters import DSpark, attention, packed
+from outrider.drafters.block import mask_token_id
 from outrider.evaluation.doctor import CHECKS, Case, Result, examine, read_data, read_drafter, run
 from outrider.evaluation.doctor.finding import Check
 from outrider.sampling import SamplingParams
 from outrider.target import Target, load_target
-from outrider.training.drafter import mask_token_id
 from outrider.training.features import measure_tap_scale
 from outrider.training.objective import ObjectiveConfig
 from outrider.training.recipe import Recipe

@@ -16,7 +16,7 @@ from outrider.target import Target, ragged
 from outrider.target.paged import PagedKV, Span
 from outrider.target.ragged import RaggedStep, ragged_attention
 
-TAPS = (-1, 0, 2, 3)
+TAPS = (-1, 0, 2, 3, 4)
 BLOCK = 4
 LEAN = ("llama", "qwen3")
 # a's blocks are consecutive, b's shuffled; c's are consecutive but for the last ones, among those of the others.

@@ -23,11 +23,11 @@ from test_trainer import make_run, recipe
 import outrider
 from outrider.cli.train import run_training
 from outrider.data.samples import Sample
+from outrider.drafters.block import initialize_block
 from outrider.formats import load_drafter
 from outrider.target import Target, load_target
 from outrider.training.batches import Schedule, micro_batches, total_weight
 from outrider.training.features import FeatureSource
-from outrider.training.initialize import initialize_from_target
 from outrider.training.objective import ObjectiveConfig
 from outrider.training.ranks import join
 from outrider.training.recipe import load_recipe
@@ -134,7 +134,7 @@ def test_a_sharded_target_gives_the_same_features(two: Path, plain: Target) -> N
             for name, tensor in features_dict(source[index]).items():
                 torch.testing.assert_close(found[f"{index}.{name}"], tensor, atol=1e-5, rtol=1e-3)
     drafter = toy_drafter()
-    initialize_from_target(drafter, plain, toy_samples(8)[:2])
+    initialize_block(drafter, plain, [s.tokens for s in toy_samples(8)[:2]])
     for rank in (0, 1):
         found = load_file(two / f"initial{rank}.safetensors")
         for name, tensor in drafter.state_dict().items():

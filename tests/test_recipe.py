@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 import outrider.cli
 from outrider.drafters import DFlashConfig, DSpark, DSparkConfig
+from outrider.drafters.block import DFLASH, DSPARK, DFlashSection, DSparkSection, mask_token_id
 from outrider.target import Target
 from outrider.training.dataset import recipe_prompts
-from outrider.training.drafter import drafter_config, mask_token_id
-from outrider.training.recipe import DataSection, DrafterSection, PromptSource, Recipe, load_recipe
+from outrider.training.recipe import DataSection, PromptSource, Recipe, load_recipe
 from outrider.training.setup import prepare
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +76,7 @@ def test_overrides_of_top_nested_and_list_values(minimal: Path) -> None:
         (["optimizer.steps=0"], r"optimizer\.steps: .*greater than or equal to 1"),
         (["optimizer.steps=many"], r"optimizer\.steps: .*integer"),
         (["drafter.markov_head_type=lstm"], r"drafter\.markov_head_type: .*'vanilla', 'gated' or 'rnn'"),
-        (["drafter.algorithm=eagle"], r"drafter\.algorithm: .*'dflash' or 'dspark'"),
+        (["drafter.algorithm=eagle"], r"drafter\.algorithm: 'eagle' is none of the drafters: dflash, dspark"),
         (["data.prompts=[]"], "data: .*prompts .at least 1 source"),
         (["data.prompts=[{file: a}]"], r"data\.prompts\.0\.path: Field required"),
         (["data=null"], "data: "),
@@ -186,7 +186,7 @@ def test_the_mask_token_is_the_recipes_the_tokenizers_or_the_last_unused_special
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text"])
 def test_a_drafter_takes_its_shapes_from_the_target(family: str) -> None:
-    config = drafter_config(DrafterSection(num_taps=2, draft_vocab_size=1000), stubbed(family))
+    config = DSPARK.configure(DSparkSection(num_taps=2, draft_vocab_size=1000), stubbed(family))
     assert isinstance(config, DSparkConfig)
     assert (config.hidden_size, config.intermediate_size, config.head_dim) == (32, 48, 8)
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
@@ -198,14 +198,12 @@ def test_a_drafter_takes_its_shapes_from_the_target(family: str) -> None:
 
 
 def test_a_drafter_follows_the_recipe() -> None:
-    section = DrafterSection(
-        algorithm="dflash", target_layer_ids=[3, -1], block_size=5, sliding_window=9, draft_vocab_size=20
-    )
-    config = drafter_config(section, stubbed())
+    section = DFlashSection(target_layer_ids=[3, -1], block_size=5, sliding_window=9, draft_vocab_size=20)
+    config = DFLASH.configure(section, stubbed())
     assert type(config) is DFlashConfig and config.target_layer_ids == (-1, 3) and config.gamma == 4
     assert config.sliding_window == 9 and config.draft_vocab_size == 20
     heads = {"markov_head_type": "gated", "markov_rank": 8, "enable_confidence_head": False}
-    dspark = drafter_config(DrafterSection(num_taps=1, sample_from_anchor=False, **heads), stubbed())
+    dspark = DSPARK.configure(DSparkSection(num_taps=1, sample_from_anchor=False, **heads), stubbed())
     assert isinstance(dspark, DSparkConfig) and dspark.gamma == 6 and dspark.target_layer_ids == (2,)
     assert {name: getattr(dspark, name) for name in heads} == heads
 

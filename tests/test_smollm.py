@@ -19,14 +19,12 @@ from outrider.data.prompts import load_prompts
 from outrider.data.samples import Sample
 from outrider.decoding import StopRules, generate
 from outrider.drafters import DSpark
+from outrider.drafters.block import DSPARK, DSparkSection, initialize_block
 from outrider.evaluation.forward import forward_curve, plain_against_transformers
 from outrider.evaluation.run import compare_greedy
 from outrider.sampling import SamplingParams, SeededSource
 from outrider.target import Target
-from outrider.training.drafter import drafter_config
 from outrider.training.features import measure_tap_scale
-from outrider.training.initialize import initialize_from_target
-from outrider.training.recipe import DrafterSection
 from outrider.training.vocabulary import choose_draft_ids
 
 pytestmark = pytest.mark.slow
@@ -71,10 +69,10 @@ def test_trained_equals_served(smollm: Target) -> None:
         tokens = render(smollm.tokenizer, prompt.turns, [])
         response = generate(smollm, tokens, rules=StopRules(40)).tokens
         samples.append(Sample(prompt.id, tokens + response, ((len(tokens), len(tokens) + len(response)),)))
-    section = DrafterSection(draft_vocab_size=2000, markov_head_type="rnn")
-    drafter = DSpark(drafter_config(section, smollm))
+    section = DSparkSection(draft_vocab_size=2000, markov_head_type="rnn")
+    drafter = DSpark(DSPARK.configure(section, smollm))
     drafter.tap_scale_L.copy_(measure_tap_scale(smollm, samples, drafter.config.target_layer_ids))
-    initialize_from_target(drafter, smollm, samples)
+    initialize_block(drafter, smollm, [s.tokens for s in samples])
     ids = choose_draft_ids(samples, smollm.vocab_size, 2000, smollm.eos_ids)
     assert check_alignment(smollm, drafter, samples, ids) > 200
 

@@ -26,7 +26,7 @@ def test_forward_equals_transformers_with_cache_taps_and_rollback(family: str) -
     tokens = torch.randint(4, 97, (1, 40))
     with torch.no_grad():
         reference = target.model(tokens, output_hidden_states=True)
-    taps = (-1, 0, 2, 3)
+    taps = (-1, 0, 2, 3, 4)  # transformers norms what the last layer gives, and so do we
     cache = target.new_cache(64)
     target.forward(tokens[:, :17], cache, taps)
     target.forward(torch.randint(4, 97, (1, 5)), cache, taps)  # a rejected block ...
@@ -73,6 +73,17 @@ def test_logits_only_where_asked() -> None:
 def test_taps_that_do_not_fit_are_refused(taps: list[int]) -> None:
     with pytest.raises(ValueError, match="target_layer_ids"):
         toy_target().check_taps(taps)
+    if taps != [4]:
+        with pytest.raises(ValueError, match="target_layer_ids"):
+            toy_target().check_taps(taps, final=True)
+
+
+def test_the_last_hidden_state_is_a_tap_for_those_who_want_it() -> None:
+    assert toy_target().check_taps([4, 1], final=True) == (1, 4)
+    for family in ("llama", "gemma2"):
+        target, document = toy_target(family), list(range(4, 20))
+        (taps,), (hidden,) = target.prefill_packed([document], (1, 4))
+        assert torch.equal(taps[:, 1], hidden)
 
 
 def test_unsupported_family_lists_the_supported_ones(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from conftest import randomise, toy_config, toy_samples, toy_target
 
 import outrider.formats.checkpoint as checkpoint_module
 from outrider.drafters import DSpark
+from outrider.drafters.block import initialize_block
 from outrider.drafters.packed import PackedDrafter
 from outrider.formats import load_drafter
 from outrider.target import Target
 from outrider.training.batches import build_batch
 from outrider.training.features import FeatureSource, measure_tap_scale
-from outrider.training.initialize import initialize_from_target
 from outrider.training.metrics import held_out_metrics
 from outrider.training.objective import ObjectiveConfig
 from outrider.training.optimizer import learning_rate
@@ -170,7 +170,7 @@ def test_initialisation_copies_the_last_layers(family: str) -> None:
     target = toy_target(family)
     drafter = DSpark(toy_config(intermediate_size=48))
     randomise(drafter)
-    initialize_from_target(drafter, target, toy_samples(2))
+    initialize_block(drafter, target, [s.tokens for s in toy_samples(2)])
     theirs = target.model.model.layers[-2]
     layer = drafter.layers[0]
     assert torch.equal(layer.mlp.down_proj.weight, theirs.mlp.down_proj.weight)

@@ -60,7 +60,7 @@ def toy_recipe() -> Recipe:
 
 def test_every_variant_trains_on_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     target, recipe = toy_target(), toy_recipe()
-    monkeypatch.setattr("outrider.training.drafter.mask_token_id", lambda *_: 3)  # the toy target has no tokenizer
+    monkeypatch.setattr("outrider.drafters.block.mask_token_id", lambda *_: 3)  # the toy target has no tokenizer
     found = training_speed(recipe, target, toy_samples(8), ["float32", "bfloat16"], steps=3)
     assert [(f.variant, f.precision) for f in found] == [
         ("straightforward", "float32"),
@@ -95,7 +95,7 @@ def test_mistakes_are_named(arguments: list[str], message: str) -> None:
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_run_counts_the_target_too(monkeypatch: pytest.MonkeyPatch, precision: Precision) -> None:
-    monkeypatch.setattr("outrider.training.drafter.mask_token_id", lambda *_: 3)
+    monkeypatch.setattr("outrider.drafters.block.mask_token_id", lambda *_: 3)
     forwards: list[int] = []
     target = toy_target()
     target.model.model.register_forward_pre_hook(lambda *_: forwards.append(1))

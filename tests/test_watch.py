@@ -24,7 +24,6 @@ from outrider.training.curves import plot_training, read_metrics
 from outrider.training.dataset import Dataset
 from outrider.training.decode_check import decode_check, first_prompts
 from outrider.training.features import measure_tap_scale
-from outrider.training.initialize import rescale_taps
 from outrider.training.meters import Meters, peak_memory_gib
 from outrider.training.objective import ObjectiveConfig
 from outrider.training.recipe import Recipe, load_recipe
@@ -369,7 +368,7 @@ def test_tap_scales_fold_in_and_out_without_changing_the_function(dspark: bool) 
         before = drafter(taps, embedded, layout)
         stored = drafter.folded_state_dict()["fc.weight"].clone()
         for scale in (torch.tensor([1.1, 290.0, 0.03]), torch.tensor([7.0, 2.0, 0.5])):
-            rescale_taps(drafter, scale)
+            drafter.rescale_taps(scale)
             assert torch.equal(drafter.tap_scale_L, scale)
             torch.testing.assert_close(drafter(taps, embedded, layout), before, atol=2e-5, rtol=1e-5)
             torch.testing.assert_close(drafter.folded_state_dict()["fc.weight"], stored, atol=1e-6, rtol=1e-6)

@@ -24,4 +24,4 @@ def method_of(name: str) -> Method:
     for method in METHODS:
         if method.name == name:
             return method
-    raise ValueError(f"{name!r} is no drafter; choose one of: {', '.join(method.name for method in METHODS)}.")
+    raise ValueError(f"{name!r} is none of the drafters: {', '.join(method.name for method in METHODS)}.")

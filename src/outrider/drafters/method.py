@@ -4,7 +4,7 @@
                                                      DraftModule --serve--> Drafter          (decoding)
 
 Training knows a drafter by `DraftModule` alone, decoding by `Drafter` (drafters/base.py) alone, checkpoints by the
-fields of `config` and the tensors of the module. Embedding and LM head are the target's, frozen, and never the module's.
+fields of `config` and the tensors of the module. Embedding and LM head are the target's, frozen, never the module's.
 
 Shapes: S context slots of all sequences, N anchors (one draft each), K = gamma draft positions, L taps, D target hidden
 size, H draft hidden size (= D, because the head is the target's), V vocabulary, Vd draft vocabulary, r rank.
@@ -34,8 +34,9 @@ from outrider.target.linear import PackedLinear
 class BlockInputs:
     """One training forward.
 
-    Context slots are those of each sequence before its last anchor, one sequence after the other. An anchor at position
-    a may use slots 0 .. a-1 of its own sequence: the taps there, and the tokens after them, the last of which is itself.
+    Context slots are those of each sequence before its last anchor, one sequence after the other. An anchor at
+    position a may use slots 0 .. a-1 of its own sequence: the taps there, and the tokens after them, the last of which
+    is itself.
 
     Attributes:
         taps_SLD: raw float32 taps, in the order of `config.target_layer_ids`.
@@ -60,7 +61,7 @@ class DraftRows:
         hidden_NKH: normed hidden states; row (n, k) predicts x_k and may depend on previous_NK[n, :k+1] only.
         latent_NKr, w2_Vr: a sequential head's latents and its output matrix [Vd, r]; None without one.
         embedding_NKr: what `confidence` reads beside the hidden state; None if nothing.
-        confidence: (hidden [M, H], embedding [M, r] or None) -> logits of c [M], called for supervised rows, in float32.
+        confidence: (hidden [M, H], embedding [M, r] or None) -> logits of c [M], asked of supervised rows, in float32.
     """
 
     hidden_NKH: Tensor
@@ -144,7 +145,7 @@ class MethodSection(BaseModel):
     def beside(self, config: Any, target: Target) -> dict[str, tuple[object, object]]:
         """{field: (what the recipe sets it to, what a checkpoint with this config has)}, in comparable terms.
 
-        Fields that the config has under the same name need nothing more; a subclass adds those that it turns into others.
+        Fields that the config has under the same name need nothing more; a subclass adds those it turns into others.
         """
         set_here = {name: getattr(self, name) for name in self.model_fields_set - {"start_from", "algorithm"}}
         asked = {name: value for name, value in set_here.items() if value is not None or name not in self.automatic}

@@ -93,7 +93,8 @@ def _front_matter(metadata: Mapping[str, Any], facts: CardFacts, algorithm: str)
 def _introduction(checkpoint: Checkpoint, facts: CardFacts) -> str:
     return (
         f"# {facts.name}\n\n"
-        f"A {type(checkpoint.drafter).__name__} draft model for speculative decoding of **{target_name(checkpoint.metadata)}**, trained with\n"
+        f"A {type(checkpoint.drafter).__name__} draft model for speculative decoding of "
+        f"**{target_name(checkpoint.metadata)}**, trained with\n"
         "Outrider. It proposes blocks of tokens, the target checks a block in one pass and keeps what fits its own\n"
         "distribution. The output is distributed exactly as the target's; at temperature 0 it is the same text,\n"
         "numerical ties apart. On its own this model generates nothing."

@@ -2,7 +2,7 @@
 
     z-lab     architectures ["DFlashDraftModel"]   DFlash; taps and mask in `dflash_config`; anchor + masks layout
     DeepSpec  architectures ["Qwen3DSparkModel"]   DSpark (and DFlash as markov_rank 0); taps and mask at the top level
-    Outrider  architectures ["Outrider...Model"]   any other method, by its name in `algorithm`: the fields of its config
+    Outrider  architectures ["Outrider...Model"]   any other method: `algorithm` and the fields of its config
 
 In the engines' dialects every field a loader may default differently is written explicitly, and an absent confidence
 head field means none, as in engines. In ours every field is there and no other.
@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, Protocol
 
-from outrider.drafters import DFlashConfig, DSparkConfig
+from outrider.drafters import DFlashConfig, DSparkConfig, catalogue
 from outrider.drafters.block import DFLASH, DSPARK, default_taps
-from outrider.drafters.catalogue import METHODS
 from outrider.drafters.method import Method
 
 
@@ -191,7 +190,7 @@ def dialect_of(raw: Mapping[str, Any], where: object) -> Dialect:
         ValueError: its architecture belongs to no dialect we read.
     """
     named = raw.get("architectures") or []
-    dialects = [dialect_for(method) for method in METHODS]
+    dialects = [dialect_for(method) for method in catalogue.METHODS]
     for dialect in dialects:
         if dialect.architecture in named:
             return dialect

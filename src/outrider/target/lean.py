@@ -107,7 +107,10 @@ class LeanDecoder:
         taps: tuple[int, ...],
         branches: Branches | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """The normed last hidden states [B, T, D] and {tap: hidden state after that layer [B, T, D], normed for the last}."""
+        """The normed last hidden states [B, T, D] and {tap: hidden state after that layer [B, T, D]}.
+
+        The last layer's tap is the normed one.
+        """
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim
         mask = visibility_mask(cache, B, T, G, branches)

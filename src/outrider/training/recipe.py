@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from outrider.drafters.catalogue import method_of
 from outrider.drafters.method import MethodSection
@@ -62,7 +63,13 @@ def _drafter_section(value: object) -> object:
     if not isinstance(value, Mapping):
         return value
     name = value.get("algorithm", _DEFAULT_METHOD)
-    return method_of(name).section.model_validate(value)
+    try:
+        method = method_of(name)
+    except ValueError as error:
+        kind = PydanticCustomError("drafter", "{reason}", {"reason": str(error)})
+        unknown = InitErrorDetails(type=kind, loc=("algorithm",), input=name)
+        raise ValidationError.from_exception_data("drafter", [unknown]) from error
+    return method.section.model_validate(value)
 
 
 class ObjectiveSection(_Section):

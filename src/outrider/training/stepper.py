@@ -107,7 +107,7 @@ class Stepper:
         if part:
             values = output.loss.detach(), output.agreement_N.sum(), output.acceptance_N.sum()
             sums[:4] += torch.stack([*values, torch.tensor(len(output.agreement_N), device=sums.device)])
-            self.meters.count(len(output.agreement_N), len(batch.anchor_tokens_N))
+            self.meters.count(len(output.agreement_N), len(batch.previous_NK))
 
     def _check_finite(self, what: str, value: float, step: int) -> None:
         if not math.isfinite(value):

@@ -98,7 +98,7 @@ class Case:
             return self._unusable
         if need == "block":
             return (
-                None if isinstance(self.drafter, DFlash) else f"not for a drafter of the kind {self.drafter.algorithm}"
+                None if isinstance(self.drafter, DFlash) else f"nothing to check in {self.drafter.algorithm} drafters"
             )
         options: dict[str, tuple[object, str]] = {
             "target": (self.loaded_target, "no target was given (--target)"),
