@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from outrider.drafters.block import DFLASH, DSPARK
 from outrider.drafters.eagle3_method import EAGLE3
+from outrider.drafters.hydra import HYDRA
+from outrider.drafters.medusa import MEDUSA
 from outrider.drafters.method import Method
 from outrider.drafters.mtp import MTP_METHOD
 
@@ -11,6 +13,8 @@ METHODS: tuple[Method, ...] = (
     DFLASH,
     DSPARK,
     EAGLE3,
+    MEDUSA,
+    HYDRA,
     MTP_METHOD,
 )
 

@@ -1,0 +1,145 @@
+"""Static candidate trees: which ranks of which head are tried, fixed before anything is drafted.
+
+    anchor -+- (0) -+- (0,0)         a node is a path of ranks, counted from 0: (1,0) is head 2's likeliest token
+            |       +- (0,1)         after head 1's second likeliest
+            +- (1) --- (1,0)
+            +- (2)                   E[accepted] = sum over nodes of  prod_k a_k(rank_k)
+
+a_k(i) says how often the rank-i token of head k is the target's. A product falls from a node to its first child and to
+its next sibling; so taking the largest product again and again, among first children and next siblings of what is in
+the tree, gives the best tree of every size (the search of Medusa, arXiv 2401.10774, section 2.3.3). Candidates are the
+likeliest tokens, nothing is drawn, so a shape chosen from statistics is lossless at any
+temperature. Shapes: R requests, P paths, N nodes, k tokens known, Vd draft vocab.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+Level = Callable[[int, Tensor], Tensor]  # (k, tokens of paths [R, P, k + 1], anchor first) -> logits [R, P or 1, Vd]
+
+
+@dataclass(frozen=True)
+class CandidateTree:
+    """Paths of ranks, each after its parent; what comes first is tried first and is the last to be left out.
+
+    Raises:
+        ValueError: no path, a path before its parent, twice the same, or a negative rank.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        known: set[tuple[int, ...]] = {()}
+        for path in self.paths:
+            if not path or path in known or path[:-1] not in known or path[-1] < 0:
+                raise ValueError(
+                    f"candidate path {path}: list it once, after its parent {path[:-1]}, with ranks from 0."
+                )
+            known.add(path)
+        if not self.paths:
+            raise ValueError("a candidate tree needs a path: (0,) is the first head's likeliest token.")
+
+    @property
+    def depth(self) -> int:
+        return max(map(len, self.paths))
+
+    @property
+    def width(self) -> int:
+        """Candidates that the widest node asks for."""
+        return 1 + max(path[-1] for path in self.paths)
+
+    @cached_property
+    def parents(self) -> list[int]:
+        """The parent's place in `paths`; -1 is the anchor."""
+        place = {path: i for i, path in enumerate(self.paths)}
+        return [place.get(path[:-1], -1) for path in self.paths]
+
+    def cut(self, depth: int) -> CandidateTree:
+        """The nodes down to `depth`, at least 1."""
+        return CandidateTree(tuple(path for path in self.paths if len(path) <= depth))
+
+    def tokens(self, anchors_R: Tensor, level: Level, draft_ids_Vd: Tensor | None) -> Tensor:
+        """The tree's tokens [R, N] (target vocabulary), one pass of `level` per depth over the nodes with children."""
+        tokens_RN = anchors_R.new_zeros(len(anchors_R), len(self.paths))
+        inner, paths_RPk = [-1], anchors_R[:, None, None]
+        for k in range(self.depth):
+            nodes = [i for i, path in enumerate(self.paths) if len(path) == k + 1]
+            ranks = [self.paths[i][-1] for i in nodes]
+            rows = [inner.index(self.parents[i]) for i in nodes]
+            top_RPm = level(k, paths_RPk).topk(1 + max(ranks), dim=-1).indices
+            shared = top_RPm.shape[1] == 1  # heads that see no tokens: one row for all paths
+            tokens_Rn = top_RPm[:, [0] * len(nodes) if shared else rows, ranks]
+            tokens_RN[:, nodes] = tokens_Rn if draft_ids_Vd is None else draft_ids_Vd[tokens_Rn]
+            row_of = dict(zip(nodes, rows, strict=True))
+            inner = [i for i in nodes if i in self.parents]
+            paths_RPk = torch.cat((paths_RPk[:, [row_of[i] for i in inner]], tokens_RN[:, inner, None]), dim=-1)
+        return tokens_RN
+
+
+def best_tree(accuracy: Sequence[Sequence[float]], nodes: int) -> CandidateTree:
+    """The tree of `nodes` nodes with the largest expected accepted length; its first n nodes are the best n.
+
+    Args:
+        accuracy: a_k(i) per head and rank, at most 1 and not rising with the rank.
+
+    Raises:
+        ValueError: the table is empty or has fewer paths than nodes.
+    """
+
+    def candidate(path: tuple[int, ...], prefix: float) -> None:
+        k = len(path) - 1
+        if k < len(accuracy) and path[-1] < len(accuracy[k]):
+            # Ties in favour of the shallower and the likelier node, which costs nothing and is the same everywhere.
+            heapq.heappush(waiting, (-prefix * accuracy[k][path[-1]], len(path), path, prefix))
+
+    waiting: list[tuple[float, int, tuple[int, ...], float]] = []
+    taken: list[tuple[int, ...]] = []
+    candidate((0,), 1.0)
+    while waiting and len(taken) < nodes:
+        product, _, path, prefix = heapq.heappop(waiting)
+        taken.append(path)
+        candidate((*path[:-1], path[-1] + 1), prefix)
+        candidate((*path, 0), -product)
+    if not taken or len(taken) < nodes:
+        raise ValueError(
+            f"a tree of {nodes} nodes: {len(accuracy)} heads with {[len(a) for a in accuracy]} ranks give "
+            f"{len(taken)} paths; use 1 node at least, and no more than there are."
+        )
+    return CandidateTree(tuple(taken))
+
+
+def expected_length(tree: CandidateTree, accuracy: Sequence[Sequence[float]]) -> float:
+    """Expected accepted drafts of a tree, if heads were right independently of each other."""
+    reach: dict[tuple[int, ...], float] = {(): 1.0}
+    for path in tree.paths:
+        reach[path] = reach[path[:-1]] * accuracy[len(path) - 1][path[-1]]
+    return sum(reach.values()) - 1.0
+
+
+def assumed_accuracy(heads: int, ranks: int = 10, first: float = 0.5, depth: float = 0.8) -> list[list[float]]:
+    """A guess for trees of drafters that nobody has measured: a_k(i) = first depth^(k-1) / (i + 1)^2, i from 0."""
+    return [[first * depth**k / (i + 1) ** 2 for i in range(ranks)] for k in range(heads)]
+
+
+def measured_accuracy(ranks_NK: Tensor, known_NK: Tensor, ranks: int = 10) -> list[list[float]]:
+    """a_k(i) from where the target's tokens stood among a head's candidates.
+
+    Args:
+        ranks_NK: rank of the true x_k in head k's distribution, from 0.
+        known_NK: where there was one; a head that never had any is an error.
+    """
+    counts = [
+        torch.bincount(r[known].clamp(max=ranks), minlength=ranks + 1)
+        for r, known in zip(ranks_NK.T, known_NK.T, strict=True)
+    ]
+    assert all(count.sum() for count in counts), "a head without a single known token"
+    shares = [(count[:ranks] / count.sum()).tolist() for count in counts]
+    # Noise in the counts must not let a later rank look better than an earlier one: `best_tree` relies on the order.
+    return [[min(row[: i + 1]) for i in range(ranks)] for row in shares]

@@ -1,0 +1,104 @@
+"""Hydra: Medusa's heads made sequentially dependent; head k reads the tokens drafted before it.
+
+    z_k = [norm f; norm e(x_0); norm e(x_1); ..; norm e(x_{k-1})]          x_0 the anchor, e the target's embedding
+    h_k = f + SiLU(W_k z_k + b_k)  (and further layers),    p_k = softmax(LM head h_k)      k = 1 .. K
+
+f is the target's last hidden state at the token before the anchor (drafters/heads.py); norm divides by the RMS and has
+no weights, because hidden states and embeddings differ in size by orders of magnitude, and by target. Head k has k + 1
+blocks of H inputs, so parameters grow with K squared.
+
+Source: Hydra, arXiv 2402.05109. Departures: the target's frozen LM head instead of one per head, as in Medusa here; the
+skip around the first layer is f itself, where the release passes the whole concatenation through another matrix.
+The prefix attention of Hydra++ is left out: EAGLE is that idea (a layer over all earlier features) at more length.
+Shapes: R requests, N anchors, P paths, K heads, k tokens known, H hidden, Vd draft vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.drafters.base import DraftCall, Proposal
+from outrider.drafters.candidates import Level
+from outrider.drafters.chain import sample_steps
+from outrider.drafters.heads import (
+    HeadsConfig,
+    HeadsModule,
+    HeadsSection,
+    ServedHeads,
+    before_anchors,
+    configure_heads,
+    residual_layers,
+)
+from outrider.drafters.method import BlockInputs, DraftRows, Method, Serving
+from outrider.target import Target
+
+_EPS = 1e-6
+
+
+class HydraSection(HeadsSection):
+    """`drafter.algorithm: hydra`."""
+
+    algorithm: Literal["hydra"] = "hydra"
+
+
+def head_inputs(hidden_NH: Tensor, embedded_NkH: Tensor) -> Tensor:
+    """z of head k from a feature and the embeddings of x_0 .. x_{k-1}: [N, (k + 1) H]."""
+    parts_NkH = torch.cat((hidden_NH[:, None], embedded_NkH), dim=1)
+    return F.rms_norm(parts_NkH, parts_NkH.shape[-1:], eps=_EPS).flatten(1)
+
+
+class Hydra(HeadsModule):
+    """The trainable heads."""
+
+    algorithm: ClassVar[str] = "hydra"
+
+    def __init__(self, config: HeadsConfig) -> None:
+        super().__init__(config, [(k + 1) * config.hidden_size for k in range(1, config.num_heads + 1)])
+
+    def rows(self, inputs: BlockInputs) -> DraftRows:
+        hidden_NH = before_anchors(inputs)
+        z_NZ = head_inputs(hidden_NH, inputs.embed(inputs.previous_NK))  # every head's z is a prefix of the last one's
+        heads = [head(hidden_NH, z_NZ[:, : head.layers[0].in_features]) for head in self.blocks]
+        return DraftRows(torch.stack(heads, dim=1))
+
+
+class HydraDrafter(ServedHeads):
+    """Hydra, ready to serve: one head after the other, the tokens drawn so far in hand."""
+
+    def __init__(self, module: Hydra, target: Target, serving: Serving) -> None:
+        super().__init__(module, target, serving)
+        self.embed_VH, self.embed_scale = target.embed_VD, target.embed_scale
+
+    def hidden(self, k: int, newest_NH: Tensor, tokens_Nk: Tensor) -> Tensor:
+        """h [N, H] of the head that follows the anchor and k drafts, `tokens_Nk` [N, k + 1]."""
+        embedded_NkH = F.embedding(tokens_Nk, self.embed_VH).float() * self.embed_scale
+        return residual_layers(self.layers[k], newest_NH, head_inputs(newest_NH, embedded_NkH))
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+        newest_RH = self.newest(calls)
+        columns: list[list[int]] = []  # x_0, x_1, .. of all requests
+
+        def step(k: int, previous: list[int]) -> Tensor:
+            columns.append(previous)
+            return self.hidden(k, newest_RH, torch.tensor(columns, device=self.device).T)
+
+        return sample_steps(self.head, step, self.longest(calls), calls, self.heads, floor)
+
+    def levels(self, calls: Sequence[DraftCall], depth: int) -> Level:
+        """One row per request and path."""
+        newest_RH = self.newest(calls)
+
+        def level(k: int, paths_RPk: Tensor) -> Tensor:
+            R, P, _ = paths_RPk.shape
+            hidden_NH = self.hidden(k, newest_RH.repeat_interleave(P, dim=0), paths_RPk.flatten(0, 1))
+            return self.head(hidden_NH).view(R, P, -1)
+
+        return level
+
+
+HYDRA = Method("hydra", HydraSection, configure_heads, HeadsConfig, Hydra, HydraDrafter)

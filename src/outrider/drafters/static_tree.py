@@ -1,0 +1,59 @@
+"""Heads whose candidates are tried as a tree of fixed shape instead of drawn as a chain.
+
+    drafter.levels  -> draft logits per depth (Medusa: one row a depth; Hydra: one row a path)
+    CandidateTree   -> which of their likeliest tokens become nodes  -> TreeProposal of *chosen* nodes
+
+Nothing is drawn, so verification accepts a node with the target's own probability of it (verification/tree.py):
+lossless at any temperature, for any shape. Sampling parameters therefore do not change the candidates, and there are no
+confidences. Source: Medusa, arXiv 2401.10774, section 2.1.2. Shapes: R requests, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.base import DraftCall
+from outrider.drafters.candidates import CandidateTree
+from outrider.drafters.heads import LastHidden, ServedHeads
+from outrider.drafters.tree import Tree, TreeProposal
+
+
+class StaticTreeDrafter:
+    """A `TreeDrafter` (drafters/base.py) over Medusa's or Hydra's heads.
+
+    Raises:
+        ValueError: the tree is deeper than there are heads, or wider than the draft vocabulary.
+    """
+
+    def __init__(self, drafter: ServedHeads, tree: CandidateTree) -> None:
+        vocab = drafter.config.draft_vocab_size
+        if tree.depth > drafter.gamma or tree.width > vocab:
+            raise ValueError(
+                f"a candidate tree of depth {tree.depth} and width {tree.width} for a drafter of {drafter.gamma} heads "
+                f"and {vocab} draft tokens: cut the tree, or train more heads."
+            )
+        self.drafter, self.tree = drafter, tree
+        self.taps, self.gamma, self.nodes = drafter.taps, tree.depth, len(tree.paths)
+
+    def new_session(self, capacity: int) -> LastHidden:
+        return self.drafter.new_session(capacity)
+
+    def extend(self, sessions: Sequence[LastHidden], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
+        self.drafter.extend(sessions, tokens, taps_TLD)
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[TreeProposal]:
+        """The same shape for every call, less what is too deep or too much for it."""
+        depth = max(self.gamma if call.limit is None else min(call.limit, self.gamma) for call in calls)
+        tree = self.tree.cut(depth)
+        anchors_R = torch.tensor([call.anchor for call in calls], device=self.drafter.device)
+        tokens_RN = tree.tokens(anchors_R, self.drafter.levels(calls, depth), self.drafter.heads.draft_ids_Vd)
+        return [_proposal(tree, row, call) for row, call in zip(tokens_RN.tolist(), calls, strict=True)]
+
+
+def _proposal(tree: CandidateTree, tokens: list[int], call: DraftCall) -> TreeProposal:
+    fitting = [i for i, path in enumerate(tree.paths) if call.limit is None or len(path) <= call.limit]
+    kept = CandidateTree(tuple(tree.paths[i] for i in fitting[: call.nodes]))
+    return TreeProposal(Tree([tokens[i] for i in fitting[: call.nodes]], kept.parents))
