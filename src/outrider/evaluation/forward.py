@@ -65,7 +65,7 @@ def forward_curve(target: Target, context: int, repeats: int) -> list[ForwardPoi
 
 @dataclass(frozen=True)
 class TreePoint:
-    """Seconds to verify an anchor and `nodes` drafts, as quartiles: as a tree, as a chain, and to keep a tree's path."""
+    """Quartiles of the seconds to verify an anchor and `nodes` drafts, as a tree or a chain, and to keep a path."""
 
     nodes: int
     tree: tuple[float, float, float]
@@ -73,6 +73,7 @@ class TreePoint:
     keep: tuple[float, float, float]
 
 
+@torch.inference_mode()
 def tree_curve(target: Target, context: int, repeats: int) -> list[TreePoint]:
     """The cost of trees in which every node has two children, beside chains of as many drafts, taking turns."""
     most = TREE_NODES[-1]
