@@ -1,4 +1,4 @@
-"""outrider bench-forward: what a forward of n tokens costs, and plain decoding beside transformers.
+"""outrider bench-forward: what a forward of n tokens costs, trees too, and plain decoding beside transformers.
 
 Two variants take turns (A B A B ...) in one process; figures are medians with their quartiles.
 """
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.runtime import set_up
-from outrider.evaluation.forward import forward_curve, plain_against_transformers
+from outrider.evaluation.forward import forward_curve, plain_against_transformers, tree_curve
 from outrider.evaluation.results import machine
 from outrider.formats import versions
 from outrider.target import load_target
@@ -28,7 +28,7 @@ def bench_forward(
     out: Annotated[Path | None, typer.Option(help="JSON file for the figures")] = None,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
-    """Print the SPS curve (1..32 tokens, packed and F.linear) and plain decoding against transformers.generate."""
+    """Print the SPS curve (1..32 tokens, packed and F.linear), trees, and plain decoding against transformers."""
     set_up(threads)
     console = Console()
     loaded = load_target(target)
@@ -41,6 +41,15 @@ def bench_forward(
         cells = [f"{q[1] * 1e3:.1f} ({q[0] * 1e3:.1f}-{q[2] * 1e3:.1f})" for q in (point.packed, point.linear)]
         view.add_row(str(point.tokens), *cells, f"{point.packed[1] / one:.2f}x", f"{1 / point.packed[1]:.1f}")
     console.print(view)
+    trees = tree_curve(loaded, context, repeats)
+    beside = Table(title="anchor and drafts as a tree (two children per node) or a chain: milliseconds, median")
+    for heading in ("drafts", "tree", "chain", "tree / chain of 7", "keep the path"):
+        beside.add_column(heading, justify="right", no_wrap=True)
+    for branched in trees:
+        cells = [f"{q[1] * 1e3:.1f} ({q[0] * 1e3:.1f}-{q[2] * 1e3:.1f})" for q in (branched.tree, branched.chain)]
+        ratio = f"{branched.tree[1] / trees[0].chain[1]:.2f}x"
+        beside.add_row(str(branched.nodes), *cells, ratio, f"{branched.keep[1] * 1e3:.2f}")
+    console.print(beside)
     plain = plain_against_transformers(loaded, repeats=min(repeats, 5))
     console.print(
         f"plain decoding: outrider {plain['outrider']:.1f} tok/s, "
@@ -50,5 +59,6 @@ def bench_forward(
     )
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        figures = {"curve": [vars(p) for p in curve], "plain": plain, "machine": machine(), "versions": versions()}
-        out.write_text(json.dumps({**figures, "context": context, "repeats": repeats}, indent=1) + "\n")
+        figures = {"curve": [vars(p) for p in curve], "trees": [vars(p) for p in trees], "plain": plain}
+        about = {"machine": machine(), "versions": versions(), "context": context, "repeats": repeats}
+        out.write_text(json.dumps(figures | about, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What one target forward costs by number of tokens, and plain decoding against `transformers.generate`.
+"""What one target forward costs by number of tokens, as a chain or a tree, and plain decoding against transformers.
 
 The SPS curve (steps per second at B tokens) is what a verification budget is traded against (DSpark, arXiv 2607.05147).
 """
@@ -14,9 +14,11 @@ from functools import partial
 import torch
 
 from outrider.decoding import StopRules, generate
+from outrider.drafters.tree import Tree, TreeProposal
 from outrider.target import Target
 from outrider.target.linear import packing_disabled
 
+TREE_NODES = (7, 16, 60)
 TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, 32)
 
 
@@ -59,6 +61,44 @@ def forward_curve(target: Target, context: int, repeats: int) -> list[ForwardPoi
                 if repeat >= 2:
                     seconds.setdefault((count, which), []).append(spent)
     return [ForwardPoint(n, _quartiles(seconds[n, 0]), _quartiles(seconds[n, 1])) for n in TOKEN_COUNTS]
+
+
+@dataclass(frozen=True)
+class TreePoint:
+    """Quartiles of the seconds to verify an anchor and `nodes` drafts, as a tree or a chain, and to keep a path."""
+
+    nodes: int
+    tree: tuple[float, float, float]
+    chain: tuple[float, float, float]
+    keep: tuple[float, float, float]
+
+
+@torch.inference_mode()
+def tree_curve(target: Target, context: int, repeats: int) -> list[TreePoint]:
+    """The cost of trees in which every node has two children, beside chains of as many drafts, taking turns."""
+    most = TREE_NODES[-1]
+    tokens = torch.randint(0, target.vocab_size, (1, context + most + 1), generator=torch.Generator())
+    tokens = tokens.to(target.device)
+    cache = target.new_cache(context + most + 1)
+    target.forward(tokens[:, :context], cache, logits=0)
+    seconds: dict[tuple[int, str], list[float]] = {}
+
+    def timed(nodes: int, what: str, call: Callable[[], object]) -> None:
+        seconds.setdefault((nodes, what), []).append(_seconds(call))
+
+    for _ in range(repeats + 2):
+        for nodes in TREE_NODES:
+            tree = Tree(list(range(nodes)), [(node - 2) // 2 for node in range(nodes)])
+            block = tokens[:, context : context + nodes + 1]
+            kept = [0, *(node + 1 for node in tree.path(nodes - 1))]
+            forward = partial(target.forward, block, cache, logits=None)
+            timed(nodes, "chain", forward)
+            cache.rollback(context)
+            timed(nodes, "tree", partial(forward, parents=TreeProposal(tree).row_parents))
+            timed(nodes, "keep", partial(cache.keep_path, context, kept))
+            cache.rollback(context)
+    measured = {key: _quartiles(values[2:]) for key, values in seconds.items()}  # two rounds of warming up
+    return [TreePoint(n, measured[n, "tree"], measured[n, "chain"], measured[n, "keep"]) for n in TREE_NODES]
 
 
 def plain_against_transformers(target: Target, repeats: int, new_tokens: int = 64) -> dict[str, float | bool]:
