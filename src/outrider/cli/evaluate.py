@@ -11,10 +11,11 @@ from rich.console import Console
 from outrider.cli.options import AUTO, choose_policy, counting, require_drafter, split_names
 from outrider.cli.runtime import load, set_up
 from outrider.drafters.packed import PackedDrafter
+from outrider.evaluation.drafter_info import DrafterInfo, TrainingInfo
 from outrider.evaluation.report import table, write_report
 from outrider.evaluation.results import Results
 from outrider.evaluation.run import EvaluationConfig, evaluate
-from outrider.formats import load_drafter, versions
+from outrider.formats import Checkpoint, load_drafter, versions
 from outrider.sampling import SamplingParams
 from outrider.scheduling import Policy
 from outrider.target import Target
@@ -37,6 +38,7 @@ def evaluate_command(
     confidence_threshold: Annotated[
         float | None, typer.Option(help="verify drafts only while their confidence is at least this")
     ] = None,
+    label: Annotated[str | None, typer.Option(help="its name in comparisons; the algorithm by default")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
@@ -62,6 +64,7 @@ def evaluate_command(
             "confidence_threshold": confidence_threshold,
         },
         console,
+        describe(checkpoint, label),
     )
     report(results, out, console)
 
@@ -74,10 +77,25 @@ def run_evaluation(
     policy: Policy,
     settings: dict[str, object],
     console: Console,
+    drafter_info: DrafterInfo | None = None,
 ) -> Results:
     """`evaluate` with a progress bar."""
     with counting(console, "eval") as on_progress:
-        return evaluate(target, drafter, tasks, config, policy, settings, versions(), on_progress)
+        return evaluate(target, drafter, tasks, config, policy, settings, versions(), on_progress, drafter_info)
+
+
+def describe(checkpoint: Checkpoint, label: str | None = None) -> DrafterInfo:
+    """Who drafts, for results and comparisons."""
+    drafter = checkpoint.drafter
+    parameters = sum(parameter.numel() for parameter in drafter.parameters())
+    training = TrainingInfo.of(checkpoint.metadata)
+    return DrafterInfo(
+        label=label or drafter.algorithm,
+        algorithm=drafter.algorithm,
+        gamma=drafter.config.gamma,
+        parameters=parameters,
+        training=training,
+    )
 
 
 def report(results: Results, out: Path, console: Console) -> None:

@@ -10,9 +10,11 @@ from rich.markup import escape
 
 from outrider.cli import (
     bench,
+    bench_drafters,
     benchmark,
     benchmark_training,
     calibrate,
+    compare,
     demo,
     doctor,
     evaluate,
@@ -36,6 +38,7 @@ app.command("prepare")(prepare.prepare_command)
 app.command("inspect")(inspect.inspect_command)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate_command)
+app.command("compare")(compare.compare_command)
 app.command("calibrate")(calibrate.calibrate_command)
 app.command("profile")(profile.profile_command)
 app.command("bench")(bench.bench_command)
@@ -47,6 +50,7 @@ app.command("doctor")(doctor.doctor)
 app.command("simulate")(simulate.simulate_command)
 app.command("bench-forward")(benchmark.bench_forward)
 app.command("bench-objective")(benchmark_training.bench_objective)
+app.command("bench-drafters")(bench_drafters.bench_drafters)
 app.command("bench-training")(benchmark_training.bench_training)
 
 

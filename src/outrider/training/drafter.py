@@ -27,6 +27,7 @@ from outrider.target import Target
 from outrider.training.recipe import DrafterSection
 
 _HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+_REMEMBERED = ("step", "samples", "response_tokens", "anchors", "training_seconds")
 _AUTOMATIC = {"sample_from_anchor", "target_layer_ids", "mask_token"}  # null leaves these open
 
 
@@ -43,7 +44,7 @@ class Start:
 def earlier(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The trainings a checkpoint went through, oldest first: steps, data and optimizer of each."""
     recipe = metadata.get("recipe", {})
-    last = {name: metadata[name] for name in ("step", "samples", "response_tokens") if name in metadata}
+    last = {name: metadata[name] for name in _REMEMBERED if name in metadata}
     last |= {name: recipe[name] for name in ("precision", "optimizer") if name in recipe}
     return [*metadata.get("history", []), last]
 
