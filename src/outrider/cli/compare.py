@@ -31,7 +31,8 @@ def compare_command(
         _check_costs(costs, comparison.conditions)
     view = terminal(comparison)
     needed = Measurement.get(console, console.options.update(max_width=1000), view).maximum
-    console.print(view, width=needed, crop=False, soft_wrap=True)
+    console.width = max(console.width, needed)  # a terminal that is narrower wraps; nothing is cut off
+    console.print(view)
     for line in notes(comparison):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if out is not None:

@@ -12,6 +12,7 @@ from outrider.cli.options import AUTO, choose_policy, counting, require_drafter,
 from outrider.cli.runtime import load, set_up
 from outrider.drafters.packed import PackedDrafter
 from outrider.evaluation.drafter_info import DrafterInfo, TrainingInfo
+from outrider.evaluation.other_block import with_block_size
 from outrider.evaluation.report import table, write_report
 from outrider.evaluation.results import Results
 from outrider.evaluation.run import EvaluationConfig, evaluate
@@ -38,6 +39,7 @@ def evaluate_command(
     confidence_threshold: Annotated[
         float | None, typer.Option(help="verify drafts only while their confidence is at least this")
     ] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="rows of a block, if not as trained")] = None,
     label: Annotated[str | None, typer.Option(help="its name in comparisons; the algorithm by default")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1)] = None,
@@ -50,6 +52,8 @@ def evaluate_command(
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     loaded = load(target, device)
     checkpoint = load_drafter(directory)
+    if block_size is not None:
+        checkpoint = with_block_size(checkpoint, block_size)
     config = EvaluationConfig(max_samples, max_new_tokens, params)
     results = run_evaluation(
         loaded,

@@ -18,6 +18,7 @@ from outrider.cli import (
     demo,
     doctor,
     evaluate,
+    experiment,
     features,
     generate,
     inspect,
@@ -39,6 +40,7 @@ app.command("inspect")(inspect.inspect_command)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate_command)
 app.command("compare")(compare.compare_command)
+app.command("experiment")(experiment.experiment)
 app.command("calibrate")(calibrate.calibrate_command)
 app.command("profile")(profile.profile_command)
 app.command("bench")(bench.bench_command)

@@ -130,7 +130,7 @@ def _identical(figures: Sequence[Figures]) -> str:
     turns, ties = sum(one.turns for one in figures), sum(one.ties for one in figures)
     wrong = sum(one.mismatches for one in figures)
     text = f"{turns - ties - wrong}/{turns}"
-    text += f" +{ties} ties" if ties else ""
+    text += f", {ties} tie{'s' if ties > 1 else ''}" if ties else ""
     return text + (f", {wrong} DIFFER" if wrong else "")
 
 
@@ -141,5 +141,5 @@ def _made(entries: Sequence[Entry], task: str) -> list[str]:
     parameters = entries[0].drafter.parameters
     seconds = [entry.drafter.training.seconds if entry.drafter.training else None for entry in entries]
     known = [second / 60 for second in seconds if second is not None]
-    minutes = f"{sum(known) / len(known):.0f}" if known and len(known) == len(seconds) else _UNKNOWN
+    minutes = f"{sum(known) / len(known):.1f}" if known and len(known) == len(seconds) else _UNKNOWN
     return [_UNKNOWN if parameters is None else f"{parameters / 1e6:.1f} M", minutes]
