@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +72,8 @@ def test_what_is_done_is_not_done_again_until_something_changed(tmp_path: Path) 
     path = write(tmp_path)
     stages = plan(load_table(path), path)
     assert not any(stage.done for stage in stages)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "responses.jsonl").write_text("")
     for stage in stages:
         stage.mark()
     assert [stage.done for stage in stages] == [True] * 10 + [False], "comparing is done every time"
@@ -78,7 +81,7 @@ def test_what_is_done_is_not_done_again_until_something_changed(tmp_path: Path) 
     assert [stage.args[0] for stage in stages if not stage.done] == ["eval"] * 5 + ["compare"]
     again = plan(load_table(write(tmp_path, seeds=[0, 2])), path)
     todo = [stage.stamp.name for stage in again if not stage.done and stage.stamp is not None]
-    assert todo == ["train-two-2", "eval-two-2", "eval-two-at-2-2"]
+    assert todo == ["train-two-2", "two-eval-2", "two-at-2-eval-2"]
     (tmp_path / "base.yaml").write_text((tmp_path / "base.yaml").read_text() + "# changed\n")
     assert [stage.args[0] for stage in again if not stage.done][:4] == ["prepare", "train", "train", "train"]
 
@@ -132,7 +135,7 @@ def test_a_table_from_prompts_to_the_comparison(
         return subprocess.CompletedProcess(command, status)
 
     stages = plan(load_table(path), path)
-    monkeypatch.setattr(experiment.subprocess, "run", in_this_process)
+    monkeypatch.setattr(experiment, "subprocess", SimpleNamespace(run=in_this_process))
     for stage in stages:
         experiment.run_stage(stage)
     assert [stage.done for stage in stages] == [True] * 10 + [False]
@@ -146,8 +149,18 @@ def test_a_table_from_prompts_to_the_comparison(
 
 
 def test_a_stage_that_fails_ends_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiment.subprocess, "run", lambda command, check: subprocess.CompletedProcess(command, -15))
-    stage = Stage(["train"], [], tmp_path / "stamp")
+    status = -15
+    fake = SimpleNamespace(run=lambda command, check: subprocess.CompletedProcess(command, status))
+    monkeypatch.setattr(experiment, "subprocess", fake)
+    stage = Stage(["train"], [], tmp_path / "stamp", tmp_path / "responses.jsonl")
     with pytest.raises(typer.Exit) as ended:
         experiment.run_stage(stage)
     assert ended.value.exit_code == 143 and not stage.done
+    status = 0
+    with pytest.raises(ValueError, match="not complete"):
+        experiment.run_stage(stage)
+    (tmp_path / "responses.jsonl").write_text("")
+    experiment.run_stage(stage)
+    assert stage.done
+    (tmp_path / "responses.jsonl").unlink()
+    assert not stage.done

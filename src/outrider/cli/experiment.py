@@ -34,8 +34,11 @@ def run_stage(stage: Stage) -> None:
 
     Raises:
         typer.Exit: it failed; the status is its own.
+        ValueError: it stopped before its work was complete.
     """
     status = subprocess.run([sys.executable, "-m", "outrider.cli.main", *stage.args], check=False).returncode
     if status:
         raise typer.Exit(status if status > 0 else 128 - status)
+    if not stage.complete:
+        raise ValueError(f"{stage.output} is not complete yet; the same command goes on from there.")
     stage.mark()

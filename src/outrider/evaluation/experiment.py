@@ -85,11 +85,15 @@ class ExperimentTable(_Section):
 
 @dataclass(frozen=True)
 class Stage:
-    """One command. `inputs`: files whose bytes it depends on. `stamp` None: run every time."""
+    """One command. `inputs`: files whose bytes it depends on; `output`: one that is there when all was done.
+
+    `stamp` None: run every time.
+    """
 
     args: list[str]
     inputs: list[Path]
     stamp: Path | None
+    output: Path | None = None
 
     def digest(self) -> str:
         """Of the command and its files as they are now."""
@@ -101,7 +105,14 @@ class Stage:
     @property
     def done(self) -> bool:
         """Whether this very command ended well on these very files."""
-        return self.stamp is not None and self.stamp.is_file() and self.stamp.read_text().strip() == self.digest()
+        if self.stamp is None or not self.stamp.is_file() or not self.complete:
+            return False
+        return self.stamp.read_text().strip() == self.digest()
+
+    @property
+    def complete(self) -> bool:
+        """A command may end well before its time: responses stop after data.max_minutes."""
+        return self.output is None or self.output.is_file()
 
     def mark(self) -> None:
         """Remember that it ended well."""
@@ -140,7 +151,7 @@ def plan(table: ExperimentTable, path: Path) -> list[Stage]:
     stages = []
     if table.responses is None:
         command = ["prepare", "--recipe", str(base), "--out", str(responses), *_threads(table)]
-        stages.append(Stage(command, [base], out / "stamps" / "prepare"))
+        stages.append(Stage(command, [base], out / "stamps" / "prepare", responses))
     for name, seed in _trained(table):
         row = table.rows[name]
         recipe = _beside(path, row.recipe or table.recipe)
@@ -151,12 +162,12 @@ def plan(table: ExperimentTable, path: Path) -> list[Stage]:
         stages.append(Stage(command, [recipe, responses], out / "stamps" / f"train-{name}-{seed}"))
     evaluated = []
     tasks = [str(_beside(path, task)) for task in table.tasks]
-    for name, seed, drafter in _drafters(table):
-        directory = out / name / (f"eval-{seed}" if seed is not None else "eval")
+    for name, of_seed, drafter in _drafters(table):
+        directory = out / name / (f"eval-{of_seed}" if of_seed is not None else "eval")
         options = _options({"tasks": tasks} | table.evaluate | table.rows[name].evaluate)
         command = ["eval", "--target", target, "--drafter", drafter, "--label", name, "--out", str(directory)]
         inputs = [*_weights(drafter), *map(Path, tasks)]
-        stamp = out / "stamps" / f"eval-{name}-{seed}"
+        stamp = out / "stamps" / directory.relative_to(out).as_posix().replace("/", "-")
         stages.append(Stage([*command, *options, *_threads(table)], inputs, stamp))
         evaluated.append(str(directory))
     compared = ["compare", *evaluated, "--out", str(out / "comparison")]
