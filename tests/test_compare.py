@@ -139,6 +139,9 @@ def test_budgets_that_differ_are_told_not_refused() -> None:
     assert longer.drafter is not None and longer.drafter.training is not None
     longer.drafter.training.steps = 200
     assert compare([loaded(results("a")), loaded(longer)]).budgets == ["steps: 100 (a), 200 (b)"]
+    longer.drafter.training.anchors = 3000
+    budgets = compare([loaded(results("a")), loaded(longer), loaded(results("a", seed=1))]).budgets
+    assert budgets[1:] == ["seed 0, anchors: 2800 (a), 3000 (b)"], "other seeds have other samples"
 
 
 def test_one_label_is_one_drafter() -> None:

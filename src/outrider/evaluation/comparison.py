@@ -20,6 +20,7 @@ from outrider.evaluation.results import Results, TaskResult
 
 MEAN = "mean"
 FIGURES = ("accepted_length", "acceptance_rate", "speedup", "draft_ms", "verify_ms")
+_DATA = {"anchors", "samples", "response_tokens", "samples_sha256"}
 
 
 class Figures(BaseModel):
@@ -124,11 +125,10 @@ def compare(loaded: Sequence[Loaded], allow_different: bool = False) -> Comparis
     if not tasks:
         raise ValueError(f"no task is in all of {', '.join(str(one.path) for one in loaded)}.")
     groups = [_group(label, loaded, tasks) for label in dict.fromkeys(one.label for one in loaded)]
-    trainings = [training_of(one) for one in loaded]
     return Comparison(
         conditions=conditions[0],
         differences=found,
-        budgets=differences([one.label for one in loaded], trainings),
+        budgets=budgets_of(loaded),
         groups=groups,
     )
 
@@ -146,13 +146,16 @@ def conditions_of(results: Results) -> dict[str, Any]:
     return found | {f"version of {name}": value for name, value in results.versions.items()}
 
 
-def training_of(one: Loaded) -> dict[str, Any]:
-    """What an equal training budget would have in common; a drafter that was not trained has none."""
-    training = one.drafter.training
-    if training is None:
-        return {}
-    names = ("steps", "anchors", "samples", "response_tokens", "samples_sha256")
-    return {name: getattr(training, name) for name in names}
+def budgets_of(loaded: Sequence[Loaded]) -> list[str]:
+    """Where trainings had not the same budget. A seed splits the data in its own way, so data are compared by seed."""
+    trained = [(one.label, one.drafter.training) for one in loaded]
+    known = [(label, training) for label, training in trained if training is not None]
+    found = differences([label for label, _ in known], [{"steps": training.steps} for _, training in known])
+    for seed in dict.fromkeys(training.seed for _, training in known):
+        same = [(label, training) for label, training in known if training.seed == seed]
+        fields = [training.model_dump(include=_DATA) for _, training in same]
+        found += [f"seed {seed}, {line}" for line in differences([label for label, _ in same], fields)]
+    return found
 
 
 def differences(labels: Sequence[str], found: Sequence[Mapping[str, Any]]) -> list[str]:
