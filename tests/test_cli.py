@@ -13,15 +13,18 @@ from conftest import randomise
 from toy_directory import save_toy_target
 from typer.testing import CliRunner
 
-from outrider.cli import calibrate, evaluate, generate, main
+from outrider.cli import bench_drafters, calibrate, evaluate, generate, main
 from outrider.drafters import DSpark, DSparkConfig
 from outrider.evaluation.results import Results
 from outrider.formats import Checkpoint, save_drafter
 
 VERBS = {
     "train": ["RECIPE", "OVERRIDES"],
-    "eval": ["--target", "--drafter", "--tasks", "--draft-length", "--confidence-threshold"],
+    "eval": ["--target", "--drafter", "--tasks", "--draft-length", "--confidence-threshold", "--block-size", "--label"],
     "generate": ["PROMPT", "--max-new-tokens", "--temperature", "--show-rounds", "--confidence-threshold"],
+    "compare": ["RESULTS", "--out", "--draft-cost", "--allow-different"],
+    "experiment": ["TABLE", "--dry-run"],
+    "bench-drafters": ["DRAFTERS", "--context", "--repeats"],
     "calibrate": ["--tasks", "--fit-tasks", "--plot"],
     "profile": ["--target", "--drafter", "--max-requests", "--contexts", "--seconds", "--plot"],
     "bench": ["--backend", "--concurrency", "--variants", "--profile", "--arrivals", "--sla-ttft"],
@@ -57,7 +60,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """`outrider ARGS` in this process: (exit status, stdout, stderr). Threads and allocator stay as they are."""
-    for module in (calibrate, evaluate, generate):
+    for module in (bench_drafters, calibrate, evaluate, generate):
         monkeypatch.setattr(module, "set_up", lambda threads: None)
 
     def call(*args: object) -> tuple[int, str, str]:

@@ -21,6 +21,8 @@ from outrider.cli.runtime import load
 from outrider.drafters.base import Drafter
 from outrider.drafters.ngram import NgramConfig, NgramDrafter
 from outrider.drafters.standalone import StandaloneConfig, StandaloneDrafter
+from outrider.evaluation.drafter_info import DrafterInfo, TrainingInfo
+from outrider.evaluation.other_block import with_block_size
 from outrider.formats import load_drafter, shipped_drafter
 from outrider.target import Target
 
@@ -37,11 +39,28 @@ def recommended_threshold(metadata: Mapping[str, Any]) -> float | None:
 
 @dataclass(frozen=True)
 class OpenedDrafter:
-    """A drafter ready to serve, as results name it; `metadata` is its outrider.json, {} where there is none."""
+    """A drafter ready to serve, as results name it.
+
+    `parameters` are its own, not the target's; `metadata` is its outrider.json, {} where there is none.
+    """
 
     drafter: Drafter
     name: str
+    algorithm: str
+    parameters: int
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def info(self, label: str | None = None) -> DrafterInfo:
+        """Who drafts, for results and comparisons; called `label`, or as its algorithm."""
+        training = TrainingInfo.of(self.metadata)
+        name = label or self.algorithm
+        return DrafterInfo(
+            label=name,
+            algorithm=self.algorithm,
+            gamma=self.drafter.gamma,
+            parameters=self.parameters,
+            training=training,
+        )
 
     @property
     def recommended_threshold(self) -> float | None:
@@ -68,21 +87,30 @@ class DrafterChoice:
         """Of a trained drafter, None for the others."""
         return Path(self.where) if self.kind == "directory" else None
 
-    def open(self, target: Target) -> OpenedDrafter:
-        """Ready to draft for `target`.
+    def open(self, target: Target, block_size: int | None = None) -> OpenedDrafter:
+        """Ready to draft for `target`, block drafters with blocks of another size where one is given.
 
         Raises:
-            ValueError: no drafter or model there, or it does not fit the target.
+            ValueError: no drafter or model there, it does not fit the target, or it has no blocks of such a size.
         """
         if self.kind == "directory":
             checkpoint = load_drafter(self.where)
-            return OpenedDrafter(checkpoint.packed(target), self.where, checkpoint.metadata)
+            if block_size is not None:
+                checkpoint = with_block_size(checkpoint, block_size)
+            module = checkpoint.drafter
+            parameters = sum(parameter.numel() for parameter in module.parameters())
+            served = checkpoint.packed(target)
+            return OpenedDrafter(served, self.where, module.algorithm, parameters, checkpoint.metadata)
+        if block_size is not None:
+            raise ValueError(f"block_size {block_size}: a drafter of kind {self.kind} has no blocks; leave it out.")
         if self.kind == "ngram":
             config = NgramConfig() if self.gamma is None else NgramConfig(self.gamma)
-            return OpenedDrafter(NgramDrafter(target.vocab_size, config, target.device), f"ngram@{config.gamma}")
+            drafter = NgramDrafter(target.vocab_size, config, target.device)
+            return OpenedDrafter(drafter, f"ngram@{config.gamma}", "ngram", 0)
         gamma = StandaloneConfig.gamma if self.gamma is None else self.gamma
         model = load(self.where, target.device, target.dtype)
-        return OpenedDrafter(StandaloneDrafter(model, target, gamma), f"lm:{self.where}@{gamma}")
+        parameters = sum(parameter.numel() for parameter in model.model.parameters())
+        return OpenedDrafter(StandaloneDrafter(model, target, gamma), f"lm:{self.where}@{gamma}", "lm", parameters)
 
 
 def choose_drafter(choice: str, target: str) -> DrafterChoice | None:

@@ -12,6 +12,7 @@ from outrider.cli.drafters import AUTO, CHOICES, require_drafter
 from outrider.cli.options import choose_policy, counting, show_paths, split_names
 from outrider.cli.runtime import load, set_up
 from outrider.drafters.base import Drafter
+from outrider.evaluation.drafter_info import DrafterInfo
 from outrider.evaluation.report import table, write_report
 from outrider.evaluation.results import Results
 from outrider.evaluation.run import EvaluationConfig, evaluate
@@ -38,6 +39,8 @@ def evaluate_command(
     confidence_threshold: Annotated[
         float | None, typer.Option(help="verify drafts only while their confidence is at least this")
     ] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="rows of a block, if not as trained")] = None,
+    label: Annotated[str | None, typer.Option(help="its name in comparisons; the algorithm by default")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
@@ -48,7 +51,7 @@ def evaluate_command(
     choice = require_drafter(drafter, target)
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     loaded = load(target, device)
-    opened = choice.open(loaded)
+    opened = choice.open(loaded, block_size)
     config = EvaluationConfig(max_samples, max_new_tokens, params)
     results = run_evaluation(
         loaded,
@@ -63,6 +66,7 @@ def evaluate_command(
             "confidence_threshold": confidence_threshold,
         },
         console,
+        opened.info(label),
     )
     report(results, out, console)
 
@@ -75,10 +79,11 @@ def run_evaluation(
     policy: Policy,
     settings: dict[str, object],
     console: Console,
+    drafter_info: DrafterInfo | None = None,
 ) -> Results:
     """`evaluate` with a progress bar."""
     with counting(console, "eval") as on_progress:
-        return evaluate(target, drafter, tasks, config, policy, settings, versions(), on_progress)
+        return evaluate(target, drafter, tasks, config, policy, settings, versions(), on_progress, drafter_info)
 
 
 def report(results: Results, out: Path, console: Console) -> None:

@@ -10,12 +10,15 @@ from rich.markup import escape
 
 from outrider.cli import (
     bench,
+    bench_drafters,
     benchmark,
     benchmark_training,
     calibrate,
+    compare,
     demo,
     doctor,
     evaluate,
+    experiment,
     features,
     generate,
     inspect,
@@ -37,6 +40,8 @@ app.command("prepare")(prepare.prepare_command)
 app.command("inspect")(inspect.inspect_command)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate_command)
+app.command("compare")(compare.compare_command)
+app.command("experiment")(experiment.experiment)
 app.command("calibrate")(calibrate.calibrate_command)
 app.command("profile")(profile.profile_command)
 app.command("bench")(bench.bench_command)
@@ -49,6 +54,7 @@ app.command("simulate")(simulate.simulate_command)
 app.command("bench-forward")(benchmark.bench_forward)
 app.command("bench-planning")(planning.bench_planning)
 app.command("bench-objective")(benchmark_training.bench_objective)
+app.command("bench-drafters")(bench_drafters.bench_drafters)
 app.command("bench-training")(benchmark_training.bench_training)
 
 

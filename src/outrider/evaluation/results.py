@@ -4,6 +4,8 @@ accepted_length          mean tokens per round, bonus included (the papers' tau)
 conditional_acceptance   P(position k accepted | 1..k-1 accepted and k verified)
 acceptance_histogram     rounds by number of accepted drafts, 0..gamma
 speedup                  plain seconds / speculative seconds over the same tokens, prefill included
+
+Fields with a default came later: files without them are still read.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel
+
+from outrider.evaluation.drafter_info import DrafterInfo
 
 
 class TaskResult(BaseModel):
@@ -38,6 +42,8 @@ class TaskResult(BaseModel):
     verify_seconds: float
     other_seconds: float
     baseline_seconds: float
+    verified_drafts: int | None = None  # that the target judged
+    prompts_sha256: str | None = None
 
 
 class Results(BaseModel):
@@ -47,6 +53,7 @@ class Results(BaseModel):
     settings: dict[str, Any]
     versions: dict[str, str]
     machine: dict[str, Any]
+    drafter: DrafterInfo | None = None
 
 
 def machine() -> dict[str, Any]:

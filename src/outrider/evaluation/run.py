@@ -7,6 +7,8 @@ tokens; a difference is a tie only where plain decoding's own top two logits are
 
 from __future__ import annotations
 
+import hashlib
+import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,6 +21,7 @@ from outrider.data.conversations import Conversation
 from outrider.data.prompts import load_prompts
 from outrider.decoding import Generation, StopRules, acceptance, generate
 from outrider.drafters.base import Drafter
+from outrider.evaluation.drafter_info import DrafterInfo
 from outrider.evaluation.results import Results, TaskResult, machine
 from outrider.sampling import SamplingParams
 from outrider.scheduling import FixedPolicy, Policy
@@ -55,6 +58,7 @@ def evaluate(
     settings: dict[str, object] | None = None,
     versions: dict[str, str] | None = None,
     on_progress: Callable[[str, int, int], None] = lambda task, done, total: None,
+    drafter_info: DrafterInfo | None = None,
 ) -> Results:
     """Measure a drafter on task files (JSONL with `turns`) or shipped prompt sets.
 
@@ -76,11 +80,17 @@ def evaluate(
             except ValueError as error:
                 raise ValueError(f"{name}, prompt {prompt.id}: {error}") from error
         on_progress(name, len(prompts), len(prompts))
-        results.append(summarise(name, len(prompts), pairs, drafter.gamma))
+        task = summarise(name, len(prompts), pairs, drafter.gamma)
+        results.append(task.model_copy(update={"prompts_sha256": prompts_digest(prompts)}))
     described = {"temperature": config.params.temperature, "policy": repr(policy), "target": target.name}
     described |= {"max_new_tokens": config.max_new_tokens, "max_samples": config.max_samples}
     described |= {"sampling": asdict(config.params), "gamma": drafter.gamma, **(settings or {})}
-    return Results(tasks=results, settings=described, versions=versions or {}, machine=machine())
+    return Results(tasks=results, settings=described, versions=versions or {}, machine=machine(), drafter=drafter_info)
+
+
+def prompts_digest(prompts: Sequence[Conversation]) -> str:
+    """SHA-256 of what is decoded: two results with the same one had the same prompts, whatever the file was called."""
+    return hashlib.sha256(json.dumps([asdict(prompt) for prompt in prompts], sort_keys=True).encode()).hexdigest()
 
 
 def decode_turns(
@@ -151,6 +161,7 @@ def summarise(task: str, samples: int, pairs: Sequence[Pair], gamma: int) -> Tas
         verify_seconds=sum(r.verify_seconds for r in rounds),
         other_seconds=sum(r.other_seconds for r in rounds),
         baseline_seconds=plain,
+        verified_drafts=sum(r.admitted for r in rounds),
     )
 
 

@@ -66,14 +66,31 @@ class Schedule:
 
     def step(self, step: int) -> list[Chosen]:
         """[(sample index, anchor positions ascending)] of a step."""
+        epoch, step = self._epoch_of(step)
+        return [(i, self.anchors(i, epoch)) for i in self._deal(epoch)[step]]
+
+    def _epoch_of(self, step: int) -> tuple[int, int]:
+        """The epoch of a step, and its number in it."""
         epoch = 0
         while True:
             if epoch not in self._epochs:
                 self._epochs[epoch] = len(self._deal(epoch))
             if step < self._epochs[epoch]:
-                return [(i, self.anchors(i, epoch)) for i in self._deal(epoch)[step]]
+                return epoch, step
             step -= self._epochs[epoch]
             epoch += 1
+
+    def anchors_dealt(self, steps: int) -> int:
+        """How many anchors the first `steps` steps have: what a training cost, whatever trains on them."""
+        found, epoch = 0, 0
+        while steps > 0:
+            dealt = self._deal(epoch)[:steps]
+            found += sum(self._anchors_of(index) for step in dealt for index in step)
+            steps, epoch = steps - len(dealt), epoch + 1
+        return found
+
+    def _anchors_of(self, index: int) -> int:
+        return min(self.samples[index].num_supervised, self.anchors_per_sequence)
 
     def _deal(self, epoch: int) -> list[list[int]]:
         """The samples of every step of an epoch."""
@@ -84,7 +101,7 @@ class Schedule:
             anchors = 0
             for index in order:
                 steps[-1].append(index)
-                anchors += min(self.samples[index].num_supervised, self.anchors_per_sequence)
+                anchors += self._anchors_of(index)
                 if self._full(len(steps[-1]), anchors):
                     steps.append([])
                     anchors = 0

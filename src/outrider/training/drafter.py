@@ -30,6 +30,7 @@ from outrider.training.recipe import Recipe
 from outrider.training.vocabulary import choose_draft_ids
 
 CALIBRATION_SAMPLES = 16  # that tap scales and starting weights are measured on
+_REMEMBERED = ("step", "samples", "response_tokens", "anchors", "training_seconds")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Start:
 def earlier(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The trainings a checkpoint went through, oldest first: steps, data and optimizer of each."""
     recipe = metadata.get("recipe", {})
-    last = {name: metadata[name] for name in ("step", "samples", "response_tokens") if name in metadata}
+    last = {name: metadata[name] for name in _REMEMBERED if name in metadata}
     last |= {name: recipe[name] for name in ("precision", "optimizer") if name in recipe}
     return [*metadata.get("history", []), last]
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from outrider.formats import Checkpoint, save_drafter, versions
+from outrider.formats import Checkpoint, read_metadata, save_drafter, versions
 from outrider.training.features import FeatureSource
 from outrider.training.log import MetricsLog, SilentLog, progress_bar
 from outrider.training.metrics import held_out_batches, held_out_metrics
@@ -65,7 +65,7 @@ class Trainer:
             self.settings["origin_sha256"] = run.origin
         self.interrupted = 0  # the signal that ended `train` early
         self.last_metrics: dict[str, float] = {}
-        self.seconds = 0.0
+        self.seconds = self.seconds_before = 0.0
 
     def train(self, stop_after: int | None = None) -> dict[str, float]:
         """Run to the recipe's last step (or `stop_after`, a signal, the watch) and return the last held-out metrics.
@@ -104,6 +104,8 @@ class Trainer:
         state = self.out / "state"
         first = load_state(state, self.run.drafter, self.stepper.optimizer, self.settings)
         self.watch.load_state_dict(load_watch(state))
+        saved = read_metadata(self.out / "drafter")
+        self.seconds_before = saved.get("training_seconds", 0.0) if saved.get("step") == first else 0.0
         if self.ranks.from_main(lambda: first) != first:
             raise ValueError(f"{state} is at another step on another rank: out={self.out} must be shared.")
         return first
@@ -172,7 +174,10 @@ class Trainer:
             "step": step,
             "ranks": self.ranks.world,
             "training_seconds_this_process": round(self.seconds, 1),
+            "training_seconds": round(self.seconds_before + self.seconds, 1),
+            "anchors": self.stepper.schedule.anchors_dealt(step),
             "samples": len(self.run.samples),
+            "samples_sha256": self.settings["samples_sha256"],
             "response_tokens": sum(s.num_supervised for s in self.run.samples),
             "responses": self.run.responses,
             "held_out": self.last_metrics,

@@ -1,0 +1,44 @@
+"""outrider experiment TABLE.yaml: one command from prompts to the comparison of its drafters."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from outrider.evaluation.experiment import Stage, load_table, plan
+
+
+def experiment(
+    table: Annotated[Path, typer.Argument(help="YAML with rows of recipes, seeds and tasks; see recipes/")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print the commands, done ones too")] = False,
+) -> None:
+    """Train and evaluate every drafter of a table, and compare them. Given again, it goes on where it stopped."""
+    console = Console()
+    stages = plan(load_table(table), table)
+    for number, stage in enumerate(stages, start=1):
+        done = "done: " if stage.done else ""
+        line = f"[{number}/{len(stages)}] {done}{shlex.join(['outrider', *stage.args])}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if not done and not dry_run:
+            run_stage(stage)
+
+
+def run_stage(stage: Stage) -> None:
+    """A process of its own: measurements begin with clean memory, and it is the command that can be given by hand.
+
+    Raises:
+        typer.Exit: it failed; the status is its own.
+        ValueError: it stopped before its work was complete.
+    """
+    status = subprocess.run([sys.executable, "-m", "outrider.cli.main", *stage.args], check=False).returncode
+    if status:
+        raise typer.Exit(status if status > 0 else 128 - status)
+    if not stage.complete:
+        raise ValueError(f"{stage.output} is not complete yet; the same command goes on from there.")
+    stage.mark()

@@ -1,0 +1,240 @@
+"""Results of several drafters side by side, of one target on the same prompts, under one clock.
+
+    DIR/results.json ...  ->  same conditions?  ->  groups by label (the seeds of one drafter)  ->  figures per task
+
+Every result given is in the comparison; a group's figure is the mean over its results, with the lowest and the highest.
+The row "mean" is the plain mean over tasks, as the papers have it. Speedup is over plain decoding of the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from outrider.evaluation.drafter_info import DrafterInfo
+from outrider.evaluation.results import Results, TaskResult
+
+MEAN = "mean"
+FIGURES = ("accepted_length", "acceptance_rate", "speedup", "draft_ms", "verify_ms")
+_DATA = {"anchors", "samples", "response_tokens", "samples_sha256"}
+
+
+class Figures(BaseModel):
+    """One result on one task, or its mean over tasks. Milliseconds are per round; `acceptance_rate` is accepted /
+    verified drafts, None where an old file does not say how many were verified."""
+
+    task: str
+    accepted_length: float
+    acceptance_rate: float | None
+    speedup: float
+    draft_ms: float
+    verify_ms: float
+    turns: int
+    ties: int
+    mismatches: int
+    sampled: bool  # temperature > 0: nothing to be identical with
+    conditional_acceptance: list[float | None] = []  # [] in a mean, as the next
+    reached: list[int] = []  # rounds that position k was judged in
+
+
+class Spread(BaseModel):
+    """Over the seeds of one drafter."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class Entry(BaseModel):
+    """One result: a drafter of one seed."""
+
+    path: str
+    drafter: DrafterInfo
+    figures: list[Figures]  # per task, the mean last
+
+
+class Group(BaseModel):
+    """All results of one label; `spreads` by task and name of the figure (None: a file does not say)."""
+
+    label: str
+    entries: list[Entry]
+    spreads: dict[str, dict[str, Spread | None]]
+
+
+class Comparison(BaseModel):
+    """comparison.json. `differences`: conditions that are not the same throughout; `budgets`: of trainings."""
+
+    conditions: dict[str, Any]
+    differences: list[str]
+    budgets: list[str]
+    groups: list[Group]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A results file with the name it goes by."""
+
+    label: str
+    path: Path
+    results: Results
+
+    @property
+    def drafter(self) -> DrafterInfo:
+        """Who drafted; files from before this was written tell its directory and gamma."""
+        found, settings = self.results.drafter, self.results.settings
+        if found is None:
+            found = DrafterInfo(label=self.label, algorithm="unknown", gamma=settings.get("gamma", 0))
+        return found.model_copy(update={"label": self.label})
+
+
+def load_results(argument: str) -> Loaded:
+    """`DIR` or `LABEL=DIR` -> the results in it.
+
+    Raises:
+        ValueError: no results there, or not such a file.
+    """
+    label, named, directory = argument.rpartition("=")
+    path = Path(directory) / "results.json"
+    if not path.is_file():
+        raise ValueError(f"{directory} has no results.json: give directories that outrider eval --out wrote.")
+    try:
+        results = Results.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        raise ValueError(f"{path}: not the results of an evaluation ({error.errors()[0]['msg']}).") from error
+    if not named:
+        label = Path(str(results.settings.get("drafter", directory))).name
+        label = label if results.drafter is None else results.drafter.label
+    return Loaded(label, Path(directory), results)
+
+
+def compare(loaded: Sequence[Loaded], allow_different: bool = False) -> Comparison:
+    """Put them side by side, in the order given.
+
+    Raises:
+        ValueError: conditions differ and that is not allowed; no task in common; or one label for two drafters.
+    """
+    conditions = [conditions_of(one.results) for one in loaded]
+    found = differences([one.label for one in loaded], conditions)
+    if found and not allow_different:
+        raise ValueError(f"not comparable: {'; '.join(found)}. --allow-different shows them all the same.")
+    tasks = [name for name in _tasks(loaded[0]) if all(name in _tasks(one) for one in loaded)]
+    if not tasks:
+        raise ValueError(f"no task is in all of {', '.join(str(one.path) for one in loaded)}.")
+    groups = [_group(label, loaded, tasks) for label in dict.fromkeys(one.label for one in loaded)]
+    return Comparison(
+        conditions=conditions[0],
+        differences=found,
+        budgets=budgets_of(loaded),
+        groups=groups,
+    )
+
+
+def conditions_of(results: Results) -> dict[str, Any]:
+    """What must be the same for figures to mean the same, flat."""
+    settings = results.settings
+    found = {name: settings.get(name) for name in ("target", "max_new_tokens", "lossy")}
+    found |= {f"sampling {name}": value for name, value in settings.get("sampling", {}).items()}
+    found["tasks"] = ", ".join(task.task for task in results.tasks)
+    for task in results.tasks:
+        found[f"samples of {task.task}"] = task.samples
+        found[f"prompts of {task.task}"] = task.prompts_sha256
+    found |= {f"machine {name}": value for name, value in results.machine.items()}
+    return found | {f"version of {name}": value for name, value in results.versions.items()}
+
+
+def budgets_of(loaded: Sequence[Loaded]) -> list[str]:
+    """Where trainings had not the same budget. A seed splits the data in its own way, so data are compared by seed."""
+    trained = [(one.label, one.drafter.training) for one in loaded]
+    known = [(label, training) for label, training in trained if training is not None]
+    found = differences([label for label, _ in known], [{"steps": training.steps} for _, training in known])
+    for seed in dict.fromkeys(training.seed for _, training in known):
+        same = [(label, training) for label, training in known if training.seed == seed]
+        fields = [training.model_dump(include=_DATA) for _, training in same]
+        found += [f"seed {seed}, {line}" for line in differences([label for label, _ in same], fields)]
+    return found
+
+
+def differences(labels: Sequence[str], found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """`name: a (who), b (who)` for every name with more than one value; a file that does not say does not differ."""
+    lines = []
+    for name in dict.fromkeys(name for one in found for name in one):
+        who: dict[str, list[str]] = {}
+        for label, one in zip(labels, found, strict=True):
+            if one.get(name) is not None:
+                who.setdefault(str(one[name])[:60], []).append(label)
+        if len(who) > 1:
+            lines.append(f"{name}: " + ", ".join(f"{v} ({', '.join(dict.fromkeys(w))})" for v, w in who.items()))
+    return lines
+
+
+def _tasks(one: Loaded) -> list[str]:
+    return [task.task for task in one.results.tasks]
+
+
+def _group(label: str, loaded: Sequence[Loaded], tasks: Sequence[str]) -> Group:
+    mine = [one for one in loaded if one.label == label]
+    kinds = [_kind(one) for one in mine]
+    found = differences([str(one.path) for one in mine], kinds)
+    if found:
+        raise ValueError(f"{label!r} names different drafters: {'; '.join(found)}. Name them: NAME=DIR OTHER=DIR.")
+    entries = [Entry(path=str(one.path), drafter=one.drafter, figures=_figures(one, tasks)) for one in mine]
+    spreads = {}
+    for i, task in enumerate([*tasks, MEAN]):
+        rows = [entry.figures[i] for entry in entries]
+        spreads[task] = {name: _spread([getattr(row, name) for row in rows]) for name in FIGURES}
+    return Group(label=label, entries=entries, spreads=spreads)
+
+
+def _kind(one: Loaded) -> dict[str, Any]:
+    """What the seeds of one drafter share."""
+    drafter, settings = one.drafter, one.results.settings
+    found = {"algorithm": drafter.algorithm, "gamma": drafter.gamma, "parameters": drafter.parameters}
+    found |= {name: settings.get(name) for name in ("policy", "confidence_threshold", "draft_length")}
+    training = drafter.training
+    return found | ({} if training is None else {"steps": training.steps, "recipe": training.recipe_sha256})
+
+
+def _figures(one: Loaded, tasks: Sequence[str]) -> list[Figures]:
+    of_task = {task.task: task for task in one.results.tasks}
+    rows = [figures_of(of_task[name]) for name in tasks]
+    mean: dict[str, Any] = {name: _mean([getattr(row, name) for row in rows]) for name in FIGURES}
+    mean |= {name: sum(getattr(row, name) for row in rows) for name in ("turns", "ties", "mismatches")}
+    return [*rows, Figures(task=MEAN, **mean, sampled=any(row.sampled for row in rows))]
+
+
+def figures_of(task: TaskResult) -> Figures:
+    """One task's figures as they are compared."""
+    histogram, conditional = task.acceptance_histogram, task.conditional_acceptance
+    accepted = sum(k * count for k, count in enumerate(histogram))
+    at_least = [sum(histogram[k:]) for k in range(len(histogram))]  # rounds with k accepted drafts or more
+    # Where nothing was accepted the file does not say how often the position was judged: at most this often.
+    reached = [round(at_least[k] / c) if c else at_least[k - 1] for k, c in enumerate(conditional, start=1)]
+    return Figures(
+        task=task.task,
+        accepted_length=task.accepted_length,
+        acceptance_rate=accepted / task.verified_drafts if task.verified_drafts else None,
+        speedup=task.speedup,
+        draft_ms=1e3 * task.draft_seconds / task.rounds,
+        verify_ms=1e3 * task.verify_seconds / task.rounds,
+        turns=task.turns,
+        ties=task.greedy_ties,
+        mismatches=task.greedy_mismatches,
+        sampled=task.greedy_identical is None,
+        conditional_acceptance=conditional,
+        reached=reached,
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
+
+
+def _spread(values: Sequence[float | None]) -> Spread | None:
+    known = [value for value in values if value is not None]
+    mean = _mean(values)
+    return None if mean is None else Spread(mean=mean, low=min(known), high=max(known))

@@ -1,0 +1,175 @@
+"""What a draft costs by its length: T_draft of every drafter on the same text, in turns.
+
+    repeat 1:  A k=3   B k=3   C k=3   A k=7   B k=7 ...     lengths shuffled, drafters one after another,
+    repeat 2:  B k=1   C k=1   A k=1 ...                     the first one another each time: drift hits all alike
+
+One round's draft is what decoding asks of a drafter: read the tokens that the last round committed (`extend`), then
+`propose` at most k. A drafter with one parallel pass computes its whole block whatever k is, as it does when serving.
+As in Figure 3 of DFlash, arXiv 2602.06036.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from outrider.data.conversations import messages_of
+from outrider.data.prompts import load_prompts, shipped_sets
+from outrider.decoding.lane import Clock
+from outrider.drafters.base import DraftCall, Drafter
+from outrider.evaluation.drafter_info import DrafterInfo
+from outrider.evaluation.results import machine
+from outrider.sampling import SamplingParams, SeededSource, SeenTokens
+from outrider.target import Target
+
+_READ = 2  # tokens that a round commits before the anchor, as in profiles
+_WARM_UP = 2  # repeats that are not counted
+Quartiles = tuple[float, float, float]
+
+
+class CostPoint(BaseModel):
+    """Seconds (lower quartile, median, upper quartile) of reading, of proposing `gamma` tokens, and of both."""
+
+    gamma: int
+    read: Quartiles
+    propose: Quartiles
+    whole: Quartiles
+    proposed: float  # tokens that were proposed, mean: fewer than gamma where a drafter stops early
+
+
+class DrafterCost(BaseModel):
+    """One drafter, at 1 .. its gamma."""
+
+    info: DrafterInfo
+    points: list[CostPoint]
+
+
+class DraftCosts(BaseModel):
+    """The whole file."""
+
+    target: str
+    context: int
+    repeats: int
+    drafters: list[DrafterCost]
+    machine: dict[str, Any]
+    versions: dict[str, str]
+
+
+def load_costs(path: Path) -> DraftCosts:
+    """Raises:
+    ValueError: no such file, or not one of these.
+    """
+    if not path.is_file():
+        raise ValueError(f"no draft costs {path}: measure them with outrider bench-drafters --out {path}.")
+    try:
+        return DraftCosts.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not the draft costs that outrider bench-drafters writes.") from error
+
+
+def measure_costs(
+    target: Target,
+    drafters: Sequence[tuple[DrafterInfo, Drafter]],
+    context: int,
+    repeats: int,
+    versions: dict[str, str],
+    on_progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> DraftCosts:
+    """Time them all after the same `context` tokens of English.
+
+    Raises:
+        ValueError: the target does not read so many tokens.
+    """
+    deepest = max(drafter.gamma for _, drafter in drafters)
+    rounds_each = [range(1, drafter.gamma + 1) for _, drafter in drafters]
+    if context + _READ * deepest + deepest > target.max_context:
+        raise ValueError(f"context {context}: {target.name} reads {target.max_context} tokens; give less.")
+    tokens = sample_text(target, context + 1)
+    taps = [_taps(target, drafter, tokens[:-1]) for _, drafter in drafters]
+    spent: dict[tuple[int, int], list[tuple[float, float, int]]] = {}
+    shuffle = random.Random(0).shuffle
+    for repeat in range(_WARM_UP + repeats):
+        sessions = [_Session(target, drafter, tokens, taps[i], deepest) for i, (_, drafter) in enumerate(drafters)]
+        lengths = list(range(1, deepest + 1))
+        shuffle(lengths)
+        for gamma in lengths:
+            for turn in range(len(drafters)):
+                i = (turn + repeat) % len(drafters)
+                if gamma in rounds_each[i]:
+                    spent.setdefault((i, gamma), []).append(sessions[i].round(gamma))
+        on_progress("bench-drafters", repeat + 1, _WARM_UP + repeats)
+    costs = [
+        DrafterCost(info=info, points=[_point(gamma, spent[i, gamma][_WARM_UP:]) for gamma in rounds_each[i]])
+        for i, (info, _) in enumerate(drafters)
+    ]
+    return DraftCosts(
+        target=target.name, context=context, repeats=repeats, drafters=costs, machine=machine(), versions=versions
+    )
+
+
+def sample_text(target: Target, count: int) -> list[int]:
+    """`count` tokens of the shipped evaluation prompts, from their beginning again where they are too few."""
+    assert target.tokenizer is not None
+    prompts = chain.from_iterable(load_prompts(name) for name in shipped_sets() if name.startswith("eval_"))
+    said = [message["content"] for prompt in prompts for turn in prompt.turns for message in messages_of(turn)]
+    tokens = list(target.tokenizer("\n\n".join(said))["input_ids"])
+    return (tokens * (count // len(tokens) + 1))[:count]
+
+
+class _Session:
+    """A drafter after the context, and the rounds it is asked for: each reads the same few tokens once more."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter, tokens: Sequence[int], taps: torch.Tensor | None, rounds: int
+    ) -> None:
+        self.drafter, self.tokens, self.taps = drafter, list(tokens), taps
+        self.committed = len(tokens)
+        self.session = drafter.new_session(len(tokens) + _READ * rounds)
+        self.seen, self.source = SeenTokens(target.vocab_size), SeededSource(0)
+        self.reading, self.proposing = Clock(target.device), Clock(target.device)
+        drafter.extend([self.session], [self.tokens[:-1]], taps)
+
+    def round(self, gamma: int) -> tuple[float, float, int]:
+        """Seconds of reading and of proposing, and how many tokens were proposed."""
+        read = self.tokens[-_READ - 1 : -1]
+        with self.reading:
+            self.drafter.extend([self.session], [read], None if self.taps is None else self.taps[-_READ:])
+        self.committed += _READ
+        call = DraftCall(
+            self.session, self.tokens[-1], SamplingParams(), self.seen, self.source, gamma, position=self.committed
+        )
+        with self.proposing:
+            (proposal,) = self.drafter.propose([call])
+        return self.reading.take(), self.proposing.take(), len(proposal.tokens)
+
+
+def _taps(target: Target, drafter: Drafter, tokens: Sequence[int]) -> torch.Tensor | None:
+    """What the target's layers say about the text, [T, L, D]; None for a drafter that reads none."""
+    if not drafter.taps:
+        return None
+    tokens_BT = torch.tensor([tokens], device=target.device)
+    found = target.forward(tokens_BT, target.new_cache(len(tokens)), drafter.taps, logits=0).taps_BTLD
+    assert found is not None
+    return found[0]
+
+
+def _point(gamma: int, spent: Sequence[tuple[float, float, int]]) -> CostPoint:
+    return CostPoint(
+        gamma=gamma,
+        read=_quartiles([read for read, _, _ in spent]),
+        propose=_quartiles([propose for _, propose, _ in spent]),
+        whole=_quartiles([read + propose for read, propose, _ in spent]),
+        proposed=statistics.fmean(count for _, _, count in spent),
+    )
+
+
+def _quartiles(seconds: Sequence[float]) -> Quartiles:
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return low, middle, high

@@ -1,0 +1,55 @@
+"""Who drafted in an evaluation, and what making it cost: outrider.json in a few comparable numbers.
+
+steps, anchors, seconds ...   sums over all trainings behind a drafter; None as soon as one of them did not say
+recipe_sha256                 of the recipe without its seed: equal for two seeds of one drafter
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+_SUMMED = {"step": "steps", "anchors": "anchors", "training_seconds": "seconds"}
+_NOT_THE_METHOD = {"seed", "threads", "log_every", "eval_every", "save_every", "feature_cache_gb"}
+
+
+class TrainingInfo(BaseModel):
+    """What a drafter was trained with. `response_tokens` and `samples` are those of its last data."""
+
+    steps: int | None = None
+    anchors: int | None = None  # blocks that gave a loss
+    seconds: float | None = None
+    samples: int | None = None
+    response_tokens: int | None = None
+    samples_sha256: str | None = None
+    seed: int | None = None
+    recipe_sha256: str | None = None
+
+    @staticmethod
+    def of(metadata: Mapping[str, Any]) -> TrainingInfo | None:
+        """From outrider.json; None where it does not tell of a training."""
+        if "step" not in metadata:
+            return None
+        fields: dict[str, Any] = {}
+        for key, name in _SUMMED.items():
+            parts = [run.get(key) for run in (*metadata.get("history", []), metadata)]
+            fields[name] = None if None in parts else sum(parts)
+        fields |= {name: metadata.get(name) for name in ("samples", "response_tokens", "samples_sha256")}
+        recipe = metadata.get("recipe", {})
+        method = {name: value for name, value in recipe.items() if name not in _NOT_THE_METHOD}
+        digest = hashlib.sha256(json.dumps(method, sort_keys=True).encode()).hexdigest()
+        return TrainingInfo(**fields, seed=recipe.get("seed"), recipe_sha256=digest)
+
+
+class DrafterInfo(BaseModel):
+    """Seeds of one drafter share a label. `parameters`: its own; embedding and LM head are the target's."""
+
+    label: str
+    algorithm: str
+    gamma: int
+    parameters: int | None = None
+    training: TrainingInfo | None = None

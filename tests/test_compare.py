@@ -1,0 +1,269 @@
+"""Results side by side: the same conditions or a refusal, seeds in groups, and every file and picture there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import randomise, toy_config, toy_samples
+from test_cli import Run, check_error
+from test_cli import run as run
+from test_cli import toy as toy
+
+from outrider.drafters import DFlash, DSpark
+from outrider.drafters.packed import PackedDrafter
+from outrider.evaluation.comparison import Loaded, compare, load_results
+from outrider.evaluation.comparison_report import HEADINGS, markdown, notes, rows
+from outrider.evaluation.draft_cost import measure_costs, sample_text
+from outrider.evaluation.drafter_info import DrafterInfo, TrainingInfo
+from outrider.evaluation.other_block import with_block_size
+from outrider.evaluation.results import Results, TaskResult
+from outrider.formats import Checkpoint
+from outrider.target import load_target
+from outrider.training.batches import Schedule
+
+OLD = Path(__file__).parents[1] / "docs" / "results"
+
+
+def task_result(name: str, tau: float, **changes: Any) -> TaskResult:
+    """Ten rounds, of which some accepted two drafts: figures that agree with one another."""
+    two = round(10 * (tau - 1) / 2)
+    fields: dict[str, Any] = {
+        "task": name, "samples": 4, "turns": 4, "tokens": 10 + 2 * two, "rounds": 10, "accepted_length": 1 + two / 5,
+        "conditional_acceptance": [two / 10, 1.0 if two else None], "acceptance_histogram": [10 - two, 0, two],
+        "tokens_per_second": 20.0, "baseline_tokens_per_second": 10.0, "speedup": 2.0, "speedup_quartiles": [1, 2, 3],
+        "greedy_identical": True, "greedy_ties": 0, "greedy_mismatches": 0, "draft_seconds": 0.05,
+        "verify_seconds": 0.3, "other_seconds": 0.0, "baseline_seconds": 1.0, "verified_drafts": 20,
+        "prompts_sha256": f"sha of {name}",
+    }  # fmt: skip
+    return TaskResult(**fields | changes)
+
+
+def results(label: str, tau: float = 2.0, seed: int = 0, **changes: Any) -> Results:
+    """Of two tasks, the second one with tau 1."""
+    metadata = {"step": 100, "anchors": 2800, "training_seconds": 120.0 + 60 * seed, "samples_sha256": "data"}
+    metadata |= {"samples": 7, "response_tokens": 900, "recipe": {"seed": seed, "drafter": {"algorithm": label}}}
+    settings = {"target": "toy", "max_new_tokens": 12, "max_samples": 4, "policy": "FixedPolicy(length=None)"}
+    settings |= {"sampling": {"temperature": 0.0, "top_k": 0}, "gamma": 2, "drafter": f"runs/{label}"}
+    info = DrafterInfo(label=label, algorithm=label, gamma=2, parameters=8_000_000, training=TrainingInfo.of(metadata))
+    fields: dict[str, Any] = {
+        "tasks": [task_result("math", tau), task_result("chat", 1.0)],
+        "settings": settings,
+        "versions": {"outrider": "0.1.0"},
+        "machine": {"cpu": "a", "threads": 2},
+        "drafter": info,
+    }
+    return Results(**fields | changes)
+
+
+def loaded(found: Results, label: str | None = None, where: str = "x") -> Loaded:
+    assert found.drafter is not None
+    return Loaded(label or found.drafter.label, Path(where), found)
+
+
+def save(found: Results, directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "results.json").write_text(found.model_dump_json())
+    return directory
+
+
+def test_figures_means_and_seeds() -> None:
+    comparison = compare([loaded(results("a", 2.0)), loaded(results("b", 1.4)), loaded(results("a", 3.0, seed=1))])
+    assert [group.label for group in comparison.groups] == ["a", "b"] and not comparison.differences
+    a = comparison.groups[0]
+    assert [entry.drafter.training.seed for entry in a.entries if entry.drafter.training] == [0, 1]
+    tau = a.spreads["math"]["accepted_length"]
+    assert tau is not None and (tau.mean, tau.low, tau.high) == (2.5, 2.0, 3.0)
+    first = {figures.task: figures for figures in a.entries[0].figures}
+    assert first["math"].draft_ms == 5 and first["math"].verify_ms == pytest.approx(30)
+    assert first["math"].acceptance_rate == 0.5  # 5 rounds of 2 accepted drafts, 20 verified
+    assert first["math"].reached == [10, 5] and first["chat"].reached == [10, 0]
+    assert first["mean"].accepted_length == 1.5 and first["mean"].turns == 8
+    assert not comparison.budgets, "seeds and seconds are no budget"
+
+
+def test_rows_list_every_result() -> None:
+    comparison = compare([loaded(results("a", 2.0)), loaded(results("a", 3.0, seed=1)), loaded(results("b"))])
+    found = rows(comparison)
+    assert [row[:2] for row in found[:4]] == [
+        ["math", "a, 2 results"], ["math", "  seed 0"], ["math", "  seed 1"], ["math", "b"]
+    ]  # fmt: skip
+    cells = dict(zip(HEADINGS, found[0], strict=True))
+    assert cells["tau"] == "2.50 (2.00-3.00)" and cells["speedup"] == "2.00x" and cells["identical"] == "8/8"
+    mean = dict(zip(HEADINGS, found[8], strict=True))
+    assert mean["task"] == "mean" and mean["parameters"] == "8.0 M" and mean["minutes"] == "2.5"
+    assert markdown(comparison).count("\n| ") == len(found)
+    assert any("the same where they are recorded" in line for line in notes(comparison))
+
+
+def test_ties_and_differences_from_plain_decoding_are_counted() -> None:
+    wrong = task_result("math", 2.0, greedy_ties=1, greedy_mismatches=2)
+    sampled = task_result("chat", 2.0, greedy_identical=None)
+    found = rows(compare([loaded(results("a", tasks=[wrong, sampled]))]))
+    place = HEADINGS.index("identical")
+    assert [row[place] for row in found] == ["1/4, 1 tie, 2 DIFFER", "sampled", "sampled"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"machine": {"cpu": "b", "threads": 2}}, "machine cpu: a (a), b (b)"),
+        ({"machine": {"cpu": "a", "threads": 4}}, "machine threads: 2 (a), 4 (b)"),
+        ({"versions": {"outrider": "0.2.0"}}, "version of outrider: 0.1.0 (a), 0.2.0 (b)"),
+        ({"tasks": [task_result("math", 2.0)]}, "tasks: math, chat (a), math (b)"),
+        ({"tasks": [task_result("math", 2.0, samples=3), task_result("chat", 1.0)]}, "samples of math: 4 (a), 3 (b)"),
+        ({"tasks": [task_result("math", 2, prompts_sha256="o"), task_result("chat", 1)]}, "prompts of math: sha of"),
+    ],
+)
+def test_other_conditions_are_refused_or_told(changes: dict[str, Any], message: str) -> None:
+    both = [loaded(results("a")), loaded(results("b", **changes))]
+    with pytest.raises(ValueError, match="not comparable: ") as refused:
+        compare(both)
+    assert message in str(refused.value) and "; " not in str(refused.value), "that and nothing else"
+    told = compare(both, allow_different=True)
+    assert len(told.differences) == 1 and message in told.differences[0]
+    assert any(line.startswith("Differs: ") for line in notes(told))
+
+
+@pytest.mark.parametrize("name", ["target", "max_new_tokens", "sampling"])
+def test_other_settings_are_refused(name: str) -> None:
+    settings = {**results("b").settings, name: {"temperature": 1.0} if name == "sampling" else "other"}
+    with pytest.raises(ValueError, match="temperature" if name == "sampling" else name):
+        compare([loaded(results("a")), loaded(results("b", settings=settings))])
+
+
+def test_budgets_that_differ_are_told_not_refused() -> None:
+    longer = results("b")
+    assert longer.drafter is not None and longer.drafter.training is not None
+    longer.drafter.training.steps = 200
+    assert compare([loaded(results("a")), loaded(longer)]).budgets == ["steps: 100 (a), 200 (b)"]
+    longer.drafter.training.anchors = 3000
+    budgets = compare([loaded(results("a")), loaded(longer), loaded(results("a", seed=1))]).budgets
+    assert budgets[1:] == ["seed 0, anchors: 2800 (a), 3000 (b)"], "other seeds have other samples"
+
+
+def test_one_label_is_one_drafter() -> None:
+    other = results("a")
+    assert other.drafter is not None
+    other.drafter.parameters = 9_000_000
+    with pytest.raises(ValueError, match=r"'a' names different drafters: parameters: 8000000 \(one\), 9000000 \(two\)"):
+        compare([loaded(results("a"), where="one"), loaded(other, where="two")])
+    policy = {**results("a").settings, "policy": "ThresholdPolicy(threshold=0.5)"}
+    with pytest.raises(ValueError, match="'a' names different drafters: policy"):
+        compare([loaded(results("a")), loaded(results("a", settings=policy), where="two")])
+    assert len(compare([loaded(results("a")), loaded(results("a", settings=policy), "b")]).groups) == 2
+
+
+def test_old_files_are_read() -> None:
+    old = load_results(str(OLD / "shipped-greedy"))
+    assert old.results.drafter is None and old.drafter.gamma == 7 and old.label == "smollm2-135m-dspark"
+    found = rows(compare([old]))
+    assert len(found) == 4 and found[0][HEADINGS.index("accepted")] == "-", "it does not say how many were verified"
+    assert any("No training recorded: smollm2-135m-dspark" in line for line in notes(compare([old])))
+
+
+def test_training_info_sums_all_trainings() -> None:
+    earlier = {"step": 10, "anchors": 100, "training_seconds": 5.0}
+    now = {"step": 20, "anchors": 200, "training_seconds": 7.0, "recipe": {"seed": 3, "drafter": {}}}
+    info = TrainingInfo.of({**now, "history": [earlier]})
+    assert info is not None and (info.steps, info.anchors, info.seconds, info.seed) == (30, 300, 12.0, 3)
+    unknown = TrainingInfo.of({**now, "history": [{"step": 10}]})
+    assert unknown is not None and (unknown.steps, unknown.anchors, unknown.seconds) == (30, None, None)
+    other_seed = TrainingInfo.of({**now, "recipe": {"seed": 4, "drafter": {}}})
+    other_recipe = TrainingInfo.of({**now, "recipe": {"seed": 3, "drafter": {"markov_rank": 3}}})
+    assert other_seed is not None and other_recipe is not None
+    assert info.recipe_sha256 == other_seed.recipe_sha256 != other_recipe.recipe_sha256
+    assert TrainingInfo.of({"calibration": {}}) is None
+
+
+def test_anchors_dealt_are_those_of_the_steps() -> None:
+    schedule = Schedule(toy_samples(7), 3, 10, seed=1)
+    taken = [sum(len(anchors) for _, anchors in schedule.step(step)) for step in range(9)]
+    for steps in range(10):
+        assert schedule.anchors_dealt(steps) == sum(taken[:steps])
+
+
+def test_draft_costs_are_of_every_length_in_turns(toy: Path) -> None:
+    target = load_target(str(toy / "target"))
+    vocab = {"vocab_size": target.vocab_size, "draft_vocab_size": target.vocab_size}
+    calls: list[tuple[str, int | None]] = []
+
+    class Watched(PackedDrafter):
+        name = ""
+
+        def propose(self, found: Any, floor: float = 0.0) -> Any:
+            calls.append((self.name, found[0].limit))
+            assert found[0].session.length == found[0].position - 1 and found[0].position > 20
+            return super().propose(found, floor)
+
+    named = []
+    for name, module in (("a", DSpark(toy_config(**vocab))), ("b", DFlash(toy_config(dspark=False, **vocab)))):
+        randomise(module)
+        drafter = Watched(module, target)
+        drafter.name = name
+        named.append((DrafterInfo(label=name, algorithm=name, gamma=drafter.gamma), drafter))
+    tokens = sample_text(target, 40)
+    assert len(tokens) == 40
+    costs = measure_costs(target, named, 20, 3, {})
+    assert [[point.gamma for point in one.points] for one in costs.drafters] == [[1, 2, 3, 4], [1, 2, 3]]
+    for point in costs.drafters[0].points:
+        assert point.proposed == point.gamma
+        assert 0 < point.whole[0] <= point.whole[1] <= point.whole[2]
+        assert point.whole[2] >= max(point.read[0], point.propose[0])
+    # Five repeats, two of them not counted; both drafters at one length before the next, and not always the same first.
+    assert len(calls) == 5 * 7
+    orders, left = set(), list(calls)
+    while left:
+        gamma = left[0][1]
+        turn, left = left[: 1 if gamma == 4 else 2], left[1 if gamma == 4 else 2 :]
+        assert {length for _, length in turn} == {gamma}
+        orders.add("".join(name for name, _ in turn))
+    assert orders == {"a", "ab", "ba"}
+    with pytest.raises(ValueError, match="reads 256 tokens"):
+        measure_costs(target, named, 250, 3, {})
+
+
+def test_blocks_of_another_size_are_the_same_weights() -> None:
+    module = DSpark(toy_config())
+    randomise(module)
+    other = with_block_size(Checkpoint(module, None, {"calibration": {}, "step": 3}), 6)
+    assert other.drafter.config.gamma == 6 and other.metadata == {"step": 3}
+    for name, tensor in module.state_dict().items():
+        assert (other.drafter.state_dict()[name] == tensor).all(), name
+
+
+def test_from_eval_to_pictures(run: Run, toy: Path, tmp_path: Path) -> None:
+    tasks = tmp_path / "mine.jsonl"
+    tasks.write_text('{"turns": ["one", "two"]}\n{"turns": ["three"]}\n')
+    command = ("eval", "--target", toy / "target", "--drafter", toy / "drafter", "--tasks", tasks)
+    for out, more in (("whole", ()), ("short", ("--block-size", 3, "--label", "three"))):
+        found = run(*command, "--max-new-tokens", 12, "--out", tmp_path / out, *more)
+        assert found[0] == 0, found[2]
+    written = Results.model_validate_json((tmp_path / "short" / "results.json").read_text())
+    assert written.drafter is not None and (written.drafter.label, written.drafter.gamma) == ("three", 3)
+    assert written.drafter.parameters and written.tasks[0].prompts_sha256 and written.tasks[0].verified_drafts
+    cost = tmp_path / "cost.json"
+    drafters = (f"dspark={toy / 'drafter'}", f"again={toy / 'drafter'}")
+    measured = ("--target", toy / "target", "--context", 30, "--repeats", 3, "--out", cost)
+    found = run("bench-drafters", *drafters, *measured)
+    assert found[0] == 0, found[2]
+    out = tmp_path / "out"
+    found = run("compare", tmp_path / "whole", tmp_path / "short", "--out", out, "--draft-cost", cost)
+    assert found[0] == 0, found[2]
+    assert "dspark" in found[1] and "three" in found[1] and "identical" in found[1] and "…" not in found[1]
+    names = {"comparison.json", "comparison.md", "conditional_acceptance.png", "tau_speedup.png", "draft_cost.png"}
+    assert {path.name for path in out.iterdir()} == names
+    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in out.glob("*.png"))
+    assert len(json.loads((out / "comparison.json").read_text())["groups"]) == 2
+
+
+def test_mistakes(run: Run, tmp_path: Path) -> None:
+    a, b = save(results("a"), tmp_path / "a"), save(results("b", machine={"cpu": "b"}), tmp_path / "b")
+    check_error(run("compare", tmp_path), "has no results.json: give directories that outrider eval --out wrote")
+    check_error(run("compare", a, b), "not comparable: machine cpu: a (a), b (b)")
+    check_error(run("compare", a, "--draft-cost", tmp_path / "no.json"), "no draft costs")
+    assert run("compare", a, b, "--allow-different")[0] == 0
+    (b / "results.json").write_text("{}")
+    check_error(run("compare", a, b), "not the results of an evaluation")

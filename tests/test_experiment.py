@@ -1,0 +1,166 @@
+"""A table of rows becomes commands in order; what is done is not done again, what changed is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from test_cli import Run, check_error
+from test_cli import run as run
+from test_cli import toy as toy
+
+from outrider.cli import experiment, prepare, train
+from outrider.evaluation.comparison import Comparison
+from outrider.evaluation.experiment import Stage, load_table, plan
+
+ROOT = Path(__file__).parents[1]
+TABLES = sorted((ROOT / "experiments").glob("**/*.yaml"))
+RECIPE: dict[str, Any] = {
+    "target": "some/model",
+    "out": "unused",
+    "data": {"prompts": [{"path": "prompts.jsonl"}], "max_new_tokens": 10, "max_prompt_tokens": 200, "held_out": 2},
+    "drafter": {"num_hidden_layers": 1, "block_size": 3, "num_taps": 2, "markov_rank": 4},
+    "optimizer": {"steps": 2, "sequences_per_step": 2, "anchors_per_sequence": 4},
+    "watch": {"decode_every": None},
+}
+
+
+def write(folder: Path, target: str = "some/model", **changes: Any) -> Path:
+    """A recipe, tasks and a table in `folder`; returns the table."""
+    (folder / "base.yaml").write_text(yaml.safe_dump({**RECIPE, "target": target}))
+    (folder / "tasks.jsonl").write_text('{"turns": ["one"]}\n{"turns": ["two"]}\n')
+    table = {"out": str(folder / "out"), "recipe": "base.yaml", "tasks": ["tasks.jsonl"], "seeds": [0, 1]}
+    table |= {"evaluate": {"max_new_tokens": 6}, "draft_cost": {"context": 20, "repeats": 3}, "threads": 1}
+    table["rows"] = {
+        "two": {},
+        "flat": {"set": {"objective.decay": float("inf"), "drafter.num_taps": 1}, "seeds": [0]},
+        "two-at-2": {"drafter_of": "two", "evaluate": {"block_size": 2}},
+    }
+    (folder / "table.yaml").write_text(yaml.safe_dump({**table, **changes}, sort_keys=False))
+    return folder / "table.yaml"
+
+
+def test_commands_in_order(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    commands = [stage.args for stage in plan(load_table(path), path)]
+    verbs = [args[0] for args in commands]
+    assert verbs == ["prepare", *["train"] * 3, *["eval"] * 5, "bench-drafters", "compare"]
+    out = tmp_path / "out"
+    trained = [arg for args in commands[1:4] for arg in args if arg.startswith("out=")]
+    assert trained == [f'out="{out}/{run}"' for run in ("two/seed-0", "flat/seed-0", "two/seed-1")]
+    assert "objective.decay=.inf" in commands[2] and "data.prompts=[]" in commands[2]
+    assert f'data.responses="{out}/responses.jsonl"' in commands[2] and "seed=1" in commands[3]
+    last = commands[8]
+    assert last[last.index("--drafter") + 1] == f"{out}/two/seed-1/drafter"
+    assert last[last.index("--label") + 1] == "two-at-2" and last[last.index("--block-size") + 1] == "2"
+    assert last[last.index("--tasks") + 1] == str(tmp_path / "tasks.jsonl")
+    assert commands[9][1:3] == [f"two={out}/two/seed-0/drafter", f"flat={out}/flat/seed-0/drafter"]
+    compared = commands[10]
+    assert compared[1:6] == [str(out / name) for name in (
+        "two/eval-0", "two/eval-1", "flat/eval-0", "two-at-2/eval-0", "two-at-2/eval-1"
+    )]  # fmt: skip
+
+
+def test_what_is_done_is_not_done_again_until_something_changed(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    stages = plan(load_table(path), path)
+    assert not any(stage.done for stage in stages)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "responses.jsonl").write_text("")
+    for stage in stages:
+        stage.mark()
+    assert [stage.done for stage in stages] == [True] * 10 + [False], "comparing is done every time"
+    (tmp_path / "tasks.jsonl").write_text('{"turns": ["three"]}\n')
+    assert [stage.args[0] for stage in stages if not stage.done] == ["eval"] * 5 + ["compare"]
+    again = plan(load_table(write(tmp_path, seeds=[0, 2])), path)
+    todo = [stage.stamp.name for stage in again if not stage.done and stage.stamp is not None]
+    assert todo == ["train-two-2", "two-eval-2", "two-at-2-eval-2"]
+    (tmp_path / "base.yaml").write_text((tmp_path / "base.yaml").read_text() + "# changed\n")
+    assert [stage.args[0] for stage in again if not stage.done][:4] == ["prepare", "train", "train", "train"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": {}}, "rows: Dictionary should have at least 1 item"),
+        ({"rows": {"a": {"drafter": "ngram", "set": {"seed": 1}}}}, "one of the three"),
+        ({"rows": {"a": {"drafter": "ngram"}, "b": {"drafter_of": "a"}}}, "'a' is no row that is trained"),
+        ({"rows": {"a/b": {}}}, "'a/b' cannot name a directory"),
+        ({"rows": {"a": {"set": {"optimizer.step": 3}}}}, "optimizer.step: Extra inputs"),
+        ({"rows": {"a": {"set": {"target": "other"}}}}, "row a is for the target other, the table for some/model"),
+        ({"set": {"drafter.block_size": 0}}, "drafter.block_size"),
+        ({"recipe": "nope.yaml"}, "no recipe"),
+        ({"sets": {}}, "sets: Extra inputs"),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as found:
+        load_table(write(tmp_path, **changes))
+    assert message in str(found.value)
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.name)
+def test_every_table_of_the_project_loads(path: Path) -> None:
+    table = load_table(path)
+    assert [stage.args[0] for stage in plan(table, path)][-1] == "compare"
+
+
+def test_dry_run_prints_the_commands(run: Run, tmp_path: Path) -> None:
+    status, out, _ = run("experiment", write(tmp_path), "--dry-run")
+    assert status == 0 and "[1/11] outrider prepare --recipe" in out and "[11/11] outrider compare" in out
+    assert not (tmp_path / "out").exists()
+    check_error(run("experiment", tmp_path / "nope.yaml"), "no table")
+
+
+def test_a_table_from_prompts_to_the_comparison(
+    run: Run, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (prepare, train):
+        monkeypatch.setattr(module, "set_up", lambda threads: None)
+    prompts = [{"id": f"c{i}", "turns": ["word " + "abc"[i % 3] * (i % 7 + 1)]} for i in range(12)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    path = write(tmp_path, str(toy / "target"))
+
+    def in_this_process(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        assert command[:3] == [sys.executable, "-m", "outrider.cli.main"] and not check
+        status, _, stderr = run(*command[3:])
+        assert status == 0, stderr
+        return subprocess.CompletedProcess(command, status)
+
+    stages = plan(load_table(path), path)
+    monkeypatch.setattr(experiment, "subprocess", SimpleNamespace(run=in_this_process))
+    for stage in stages:
+        experiment.run_stage(stage)
+    assert [stage.done for stage in stages] == [True] * 10 + [False]
+    out = tmp_path / "out" / "comparison"
+    comparison = Comparison.model_validate_json((out / "comparison.json").read_text())
+    assert [(g.label, len(g.entries)) for g in comparison.groups] == [("two", 2), ("flat", 1), ("two-at-2", 2)]
+    trainings = [entry.drafter.training for entry in comparison.groups[0].entries]
+    assert [t.seed for t in trainings if t] == [0, 1] and all(t and t.steps == 2 and t.anchors for t in trainings)
+    assert not comparison.budgets and not comparison.differences
+    assert (out / "draft_cost.png").is_file()
+
+
+def test_a_stage_that_fails_ends_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = -15
+    fake = SimpleNamespace(run=lambda command, check: subprocess.CompletedProcess(command, status))
+    monkeypatch.setattr(experiment, "subprocess", fake)
+    stage = Stage(["train"], [], tmp_path / "stamp", tmp_path / "responses.jsonl")
+    with pytest.raises(typer.Exit) as ended:
+        experiment.run_stage(stage)
+    assert ended.value.exit_code == 143 and not stage.done
+    status = 0
+    with pytest.raises(ValueError, match="not complete"):
+        experiment.run_stage(stage)
+    (tmp_path / "responses.jsonl").write_text("")
+    experiment.run_stage(stage)
+    assert stage.done
+    (tmp_path / "responses.jsonl").unlink()
+    assert not stage.done
