@@ -63,7 +63,8 @@ class Hydra(HeadsModule):
     def rows(self, inputs: BlockInputs) -> DraftRows:
         hidden_NH = before_anchors(inputs)
         z_NZ = head_inputs(hidden_NH, inputs.embed(inputs.previous_NK))  # every head's z is a prefix of the last one's
-        heads = [head(hidden_NH, z_NZ[:, : head.layers[0].in_features]) for head in self.blocks]
+        H = self.config.hidden_size
+        heads = [head(hidden_NH, z_NZ[:, : (k + 2) * H]) for k, head in enumerate(self.blocks)]
         return DraftRows(torch.stack(heads, dim=1))
 
 
