@@ -24,6 +24,7 @@ from outrider.benchmark.variants import NO_SPECULATION, Variant, build_variant, 
 from outrider.cli.options import AUTO, counting, recommended_threshold, require_drafter, split_names, split_numbers
 from outrider.cli.runtime import load, set_up
 from outrider.drafters.base import Drafter
+from outrider.drafters.chain import ChainHeads
 from outrider.evaluation.profile import setting_of
 from outrider.evaluation.results import machine
 from outrider.evaluation.run import compare_greedy
@@ -83,7 +84,8 @@ def bench_command(
     directory = require_drafter(drafter, target)
     checkpoint = load_drafter(directory)
     packed = checkpoint.packed(loaded)
-    confident = packed.heads.confidence is not None or packed.heads.estimator is not None
+    heads = getattr(packed, "heads", None)
+    confident = isinstance(heads, ChainHeads) and heads.confident
     threshold = recommended_threshold(checkpoint.metadata) if confidence_threshold is None else confidence_threshold
     names = default_variants(packed.gamma, threshold, confident) if variants is None else split_names(variants)
     built = _variants(names, loaded, packed, threshold, profile)
