@@ -31,7 +31,7 @@ from outrider.drafters import DSpark, DSparkConfig
 from outrider.drafters.packed import PackedDrafter
 from outrider.engine import Engine, Output, Request, StepRecord
 from outrider.evaluation.profile import ProfileConfig, measure_profile
-from outrider.formats import Checkpoint, save_drafter
+from outrider.formats import Checkpoint, load_drafter, save_drafter
 from outrider.scheduling import AlwaysDraft, LookAhead, SkipDrafting, SpsTable
 
 LEAST = Sla(ttft=0.5, tokens_per_second=4.0)
@@ -352,7 +352,7 @@ def test_the_verb_on_a_toy_model(
 ) -> None:
     monkeypatch.setattr(bench, "set_up", lambda threads: None)
     loaded = bench.load(str(toy / "target"), "cpu")
-    packed = bench.load_drafter(toy / "drafter").packed(loaded)
+    packed = load_drafter(toy / "drafter").packed(loaded)
     config = ProfileConfig(max_requests=2, max_tokens=16, contexts=(16,), repeats=1, seconds=0.1)
     measure_profile(loaded, packed, config).save(tmp_path / "profile.json")
     run, out = CliRunner(), tmp_path / "out"

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from outrider.cli.runtime import load
 from outrider.drafters.base import Drafter
+from outrider.drafters.chain import ChainHeads
 from outrider.drafters.ngram import NgramConfig, NgramDrafter
 from outrider.drafters.standalone import StandaloneConfig, StandaloneDrafter
 from outrider.evaluation.drafter_info import DrafterInfo, TrainingInfo
@@ -71,7 +72,7 @@ class OpenedDrafter:
     def confident(self) -> bool:
         """Whether its drafts come with confidences."""
         heads = getattr(self.drafter, "heads", None)
-        return heads is not None and (heads.confidence is not None or heads.estimator is not None)
+        return isinstance(heads, ChainHeads) and heads.confident
 
 
 @dataclass(frozen=True)

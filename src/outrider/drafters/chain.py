@@ -41,6 +41,11 @@ class ChainHeads:
     offsets: Sequence[float] | None = None
     estimator: Estimator | None = None
 
+    @property
+    def confident(self) -> bool:
+        """Whether proposals come with confidences."""
+        return self.confidence is not None or self.estimator is not None
+
     def calibrated(self, logit_N: Tensor, k: int) -> Tensor:
         """c_k [N] at position k, counted from 0."""
         temperature = 1.0 if self.temperatures is None else self.temperatures[k]
