@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from outrider.target import Target, ragged
+from outrider.target.interface import ragged_attention
 from outrider.target.paged import PagedKV, Span
-from outrider.target.ragged import RaggedStep, ragged_attention
+from outrider.target.ragged import RaggedStep
 
 TAPS = (-1, 0, 2, 3, 4)
 BLOCK = 4

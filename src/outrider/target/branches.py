@@ -56,3 +56,8 @@ class Branches:
 def additive(visible: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """0 where visible, else -inf: made once, because attention would convert a bool mask in every layer."""
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
+
+
+def lowest_visible(past: int, window: int | None) -> int:
+    """The first position that any new row after `past` cached ones sees."""
+    return 0 if window is None else max(0, past + 1 - window)

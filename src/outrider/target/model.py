@@ -8,24 +8,23 @@ embedding output. Only drafters that are made for it read the last one (docs/arc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedTokenizerBase
 
+from outrider.target.branched import BranchedStep
 from outrider.target.branches import Branches
 from outrider.target.cache import KVCache
 from outrider.target.families import family_of
+from outrider.target.interface import ragged_attention_in
 from outrider.target.lean import LeanDecoder
 from outrider.target.linear import PackedLinear
 from outrider.target.paged import PagedKV, RaggedOutput, Span
-from outrider.target.ragged import BranchedStep, RaggedStep, ragged_attention_in
-from outrider.target.resolve import resolve_model, usable_device
+from outrider.target.ragged import RaggedStep
 
 
 @dataclass(frozen=True)
@@ -239,34 +238,3 @@ class Target:
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
-
-
-def load_target(
-    id_or_dir: str | Path,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    place: Callable[[Any], None] = lambda model: None,
-) -> Target:
-    """Load a Hugging Face causal LM as a frozen target.
-
-    Args:
-        id_or_dir: a local directory, a hub id, or "SmolLM2-135M-Instruct" (see target/resolve.py).
-        dtype: float32 on a CPU (most emulate bf16, see linear.py); bfloat16 is usual on a GPU.
-        place: called with the model before it moves to `device`, to shard its layers.
-
-    Raises:
-        ValueError: the model or the device cannot be found, or its family is not supported.
-    """
-    device = usable_device(device)
-    path = resolve_model(str(id_or_dir))
-    family_of(AutoConfig.from_pretrained(path))  # refuse before reading gigabytes
-    progress = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-        place(model)
-        model.to(device)
-    finally:
-        if progress:
-            transformers_logging.enable_progress_bar()
-    return Target(model, AutoTokenizer.from_pretrained(path), name=str(id_or_dir))
