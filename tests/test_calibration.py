@@ -16,7 +16,7 @@ from conftest import randomise, toy_config, toy_target
 from test_proof import TOLERANCE, VISIBLE, deviation, lanes_of, toy
 from toy_directory import save_toy_target
 
-import outrider.evaluation.proof as proof
+import outrider.evaluation.proof_toys as proof_toys
 from outrider.data.conversations import Conversation
 from outrider.decoding import RoundStats, StopRules, generate
 from outrider.drafters import DFlash, DSpark, DSparkConfig
@@ -207,7 +207,7 @@ def test_temperatures_that_do_not_fit_the_block_are_refused(temperatures: list[f
 @pytest.mark.parametrize("temperatures", [[0.3, 4.0, 0.5], [5.0, 0.2, 2.0]])
 def test_calibrated_confidences_are_lossless(monkeypatch: pytest.MonkeyPatch, temperatures: list[float]) -> None:
     offsets = [1.0, -2.0, 0.5]
-    monkeypatch.setattr(proof, "ChainHeads", partial(ChainHeads, temperatures=temperatures, offsets=offsets))
+    monkeypatch.setattr(proof_toys, "ChainHeads", partial(ChainHeads, temperatures=temperatures, offsets=offsets))
     drafter = toy(SamplingParams(temperature=1.0), 3, "rnn")
     assert deviation(lanes_of(drafter), drafter.target, [(0,)], ThresholdPolicy(0.5), 3) <= TOLERANCE
 
@@ -301,15 +301,15 @@ def test_an_estimator_that_knew_the_drawn_token_would_show(monkeypatch: pytest.M
     drafter = toy(SamplingParams(temperature=1.0), 2, None)
     drafter.confidence = None  # type: ignore[assignment]
     estimator = CertaintyEstimator([1.0, -0.4], [0.2, -0.1])
-    monkeypatch.setattr(proof, "ChainHeads", partial(ChainHeads, estimator=estimator))
+    monkeypatch.setattr(proof_toys, "ChainHeads", partial(ChainHeads, estimator=estimator))
     if peeks:
-        real = proof.sample_chain
+        real = proof_toys.sample_chain
 
         def peeking(*args: Any) -> list[Proposal]:
             (found,) = real(*args[:-1])  # no floor
             return [dataclasses.replace(found, confidences=found.drafted_with)]
 
-        monkeypatch.setattr(proof, "sample_chain", peeking)
+        monkeypatch.setattr(proof_toys, "sample_chain", peeking)
     error = deviation(lanes_of(drafter), drafter.target, [(0,)], ThresholdPolicy(0.4), 3)
     assert error > VISIBLE if peeks else error <= TOLERANCE
 

@@ -19,7 +19,7 @@ from outrider.drafters.eagle_tree import DynamicTreeDrafter, TreeShape
 from outrider.drafters.method import Serving
 from outrider.drafters.tree import TreeProposal
 from outrider.engine import Engine, EngineConfig, Request
-from outrider.evaluation.proof import enumerate_traces
+from outrider.evaluation.enumeration import enumerate_traces
 from outrider.sampling import SamplingParams
 from outrider.target import Target
 

@@ -28,7 +28,9 @@ from outrider.drafters.ngram import NgramConfig, NgramDrafter
 from outrider.drafters.pool import GrowingKV, Room
 from outrider.drafters.standalone import StandaloneDrafter
 from outrider.engine import Engine, EngineConfig, Request
-from outrider.evaluation.proof import LaneFactory, Tokens, ToyTarget
+from outrider.evaluation.enumeration import Tokens
+from outrider.evaluation.proof import LaneFactory
+from outrider.evaluation.proof_toys import ToyTarget
 from outrider.evaluation.run import compare_greedy
 from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeededSource, SeenTokens, warp
 from outrider.scheduling import FixedPolicy, ThresholdPolicy

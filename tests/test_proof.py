@@ -14,19 +14,15 @@ import outrider.scheduling.lookahead as lookahead_module
 import outrider.verification.chain as chain_module
 from outrider.decoding.round import RoundResult
 from outrider.drafters.base import Proposal
+from outrider.evaluation.enumeration import EnumeratingSource, Tokens, enumerate_traces
 from outrider.evaluation.proof import (
-    EnumeratingSource,
     LaneFactory,
     Lanes,
-    Tokens,
-    ToyDrafter,
-    ToyLane,
-    ToyTarget,
-    enumerate_traces,
     exact_output_distribution,
     exact_target_distribution,
     max_deviation,
 )
+from outrider.evaluation.proof_toys import ToyDrafter, ToyLane, ToyTarget
 from outrider.sampling import RandomSource, SamplingParams, SeenTokens, residual, warp
 from outrider.scheduling import (
     AsyncScheduler,

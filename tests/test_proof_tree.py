@@ -16,7 +16,9 @@ import outrider.decoding.round as round_module
 import outrider.verification.tree as tree_module
 from outrider.drafters.base import Proposal
 from outrider.drafters.tree import Drawn, Tree, TreeProposal, draw_siblings, rerank
-from outrider.evaluation.proof import LaneFactory, Lanes, Tokens, ToyTarget, enumerate_traces
+from outrider.evaluation.enumeration import Tokens, enumerate_traces
+from outrider.evaluation.proof import LaneFactory, Lanes
+from outrider.evaluation.proof_toys import ToyTarget
 from outrider.evaluation.proof_tree import Kind, ToyTreeDrafter, ToyTreeLane
 from outrider.sampling import RandomSource, SamplingParams, SeenTokens, warp
 from outrider.scheduling import FixedPolicy, LookAhead, Policy, PrefixScheduler, SpsTable

@@ -1,186 +1,27 @@
 """P(output) = sum over decision traces of (product of decision probabilities); it must equal p_t(output) to 1e-12.
 
-    draft x_1 -+- 0 -- draft x_2 -+- ...          An `EnumeratingSource` takes the place of the generator and answers
-               +- 1 -- ...        +- ...          every `accept` and `choose` in every possible way, depth first,
-               +- 2 -- ...                        while the weight of the trace is multiplied up in float64.
-
-What runs is the production code: `run_round`, `verify_chain`, `sample_chain`, the policies, the warps, the sequential
-and confidence heads. Only the two networks are toys: tables of random numbers that depend on the whole context.
+The traces come from evaluation/enumeration.py. What runs is the production code: `run_round`, `verify_chain`,
+`sample_chain`, the policies, the warps, the sequential and confidence heads. Only the two networks are toys
+(evaluation/proof_toys.py).
 Rounds are enumerated one at a time, and equal contexts (and histories) merged, until every request has its tokens.
 Theory: Leviathan et al., arXiv 2211.17192; DSpark, arXiv 2607.05147. Shapes: K, V, Vd draft vocab, H draft hidden.
 """
 
 import copy
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.decoding.round import TargetRows, run_round
-from outrider.drafters.base import Draft, DraftCall, Proposal
-from outrider.drafters.chain import ChainHeads, sample_chain
-from outrider.drafters.sequential import ConfidenceHead, VanillaMarkov, build_sequential_head
-from outrider.drafters.tree import TreeProposal
-from outrider.sampling import RandomSource, SamplingParams, SeenTokens, warp
+from outrider.drafters.base import Draft, Proposal
+from outrider.evaluation.enumeration import Tokens, enumerate_traces
+from outrider.sampling import RandomSource
 from outrider.scheduling import DraftGate, History, Policy, StepView
 
-T = TypeVar("T")
-D = TypeVar("D", Proposal, TreeProposal)
-Tokens = tuple[int, ...]
 Distribution = dict[tuple[Tokens, ...], float]  # joint, over one continuation per request
-
-
-class EnumeratingSource:
-    """Replays a script of decisions; beyond its end takes the first option and remembers the others."""
-
-    def __init__(self) -> None:
-        self.weight = 1.0
-        self._script: list[int] = []
-        self._widths: list[int] = []
-        self._depth = 0
-
-    def accept(self, probability: float) -> bool:
-        probability = min(max(probability, 0.0), 1.0)
-        return self._decide([(1, probability), (0, 1.0 - probability)]) == 1
-
-    def choose(self, probs_V: Tensor) -> int:
-        probs = probs_V.tolist()
-        total = sum(probs)
-        return self._decide([(index, probability / total) for index, probability in enumerate(probs)])
-
-    def backtrack(self) -> bool:
-        """Turn to the next trace; False when all have been seen."""
-        while self._script and self._script[-1] + 1 == self._widths[-1]:
-            self._script.pop()
-            self._widths.pop()
-        if self._script:
-            self._script[-1] += 1
-        self.weight, self._depth = 1.0, 0
-        return bool(self._script)
-
-    def _decide(self, options: list[tuple[int, float]]) -> int:
-        possible = [option for option in options if option[1] > 0.0]
-        if self._depth == len(self._script):
-            self._script.append(0)
-            self._widths.append(len(possible))
-        assert self._widths[self._depth] == len(possible), "the enumerated function is not deterministic"
-        outcome, probability = possible[self._script[self._depth]]
-        self._depth += 1
-        self.weight *= probability
-        return outcome
-
-
-def enumerate_traces(run: Callable[[RandomSource], T]) -> Iterator[tuple[T, float]]:
-    """Every outcome of `run`, with the probability of the trace that led to it."""
-    source = EnumeratingSource()
-    while True:
-        outcome = run(source)
-        yield outcome, source.weight
-        if not source.backtrack():
-            return
-
-
-class DraftTree(Generic[D]):
-    """All that one draft may become, computed once; `draw` asks a source the same questions again."""
-
-    def __init__(self, draft: Callable[[RandomSource], D]) -> None:
-        self._questions: dict[Tokens, Tensor] = {}  # choices so far -> the distribution of the next
-        self._proposals: dict[Tokens, D] = {}
-
-        def recorded(source: RandomSource) -> tuple[Tokens, D]:
-            recorder = _Recorder(source, self._questions)
-            proposal = draft(recorder)
-            return recorder.chosen, proposal
-
-        for (chosen, proposal), _ in enumerate_traces(recorded):
-            self._proposals[chosen] = proposal
-
-    def draw(self, source: RandomSource) -> D:
-        chosen: Tokens = ()
-        while chosen in self._questions:
-            chosen = (*chosen, source.choose(self._questions[chosen]))
-        return self._proposals[chosen]
-
-
-class _Recorder:
-    """Passes questions on, and writes them down."""
-
-    def __init__(self, source: RandomSource, questions: dict[Tokens, Tensor]) -> None:
-        self.source, self.questions = source, questions
-        self.chosen: Tokens = ()
-
-    def accept(self, probability: float) -> bool:
-        raise AssertionError("a draft accepts nothing")
-
-    def choose(self, probs_V: Tensor) -> int:
-        self.questions[self.chosen] = probs_V
-        choice = self.source.choose(probs_V)
-        self.chosen = (*self.chosen, choice)
-        return choice
-
-
-class ToyTarget:
-    """Random logits for every context, as a table that is filled when asked."""
-
-    def __init__(self, vocab_size: int, params: SamplingParams, seed: int = 0) -> None:
-        self.vocab_size, self.params, self.seed = vocab_size, params, seed
-        self._rows: dict[Tokens, Tensor] = {}
-
-    def row(self, context: Tokens) -> Tensor:
-        """The warped distribution of the token after `context`."""
-        if context not in self._rows:
-            logits_V = 1.5 * torch.randn(self.vocab_size, generator=_generator(self.seed, context), dtype=torch.float64)
-            seen = SeenTokens(self.vocab_size, self.params.repetition_penalty, context)
-            self._rows[context] = warp(logits_V, self.params, seen.with_tokens())
-        return self._rows[context]
-
-
-class ToyDrafter:
-    """Random base logits and hidden states per context under real sequential and confidence heads, all in float64."""
-
-    hidden_size, rank = 3, 2
-
-    def __init__(
-        self,
-        target: ToyTarget,
-        gamma: int,
-        head_kind: str | None,
-        draft_ids: Sequence[int] | None = None,
-        seed: int = 1,
-    ) -> None:
-        self.target, self.gamma, self.seed = target, gamma, seed
-        self.draft_ids_Vd = None if draft_ids is None else torch.tensor(draft_ids)
-        self.draft_vocab_size = target.vocab_size if draft_ids is None else len(draft_ids)
-        self.head: VanillaMarkov | None = None
-        if head_kind is not None:
-            self.head = build_sequential_head(
-                head_kind, target.vocab_size, self.draft_vocab_size, self.hidden_size, self.rank
-            ).double()
-        self.confidence = ConfidenceHead(self.hidden_size, self.rank, with_markov=head_kind is not None).double()
-        generator = _generator(seed, ())
-        for module in (self.head, self.confidence):
-            for weight in () if module is None else module.parameters():
-                torch.nn.init.normal_(weight, generator=generator)
-        self._trees: dict[tuple[Tokens, float], DraftTree[Proposal]] = {}
-
-    def draft(self, context: Tokens, source: RandomSource, floor: float = 0.0) -> Proposal:
-        if (context, floor) not in self._trees:
-            self._trees[context, floor] = DraftTree(lambda recorder: self._walk(context, recorder, floor))
-        return self._trees[context, floor].draw(source)
-
-    def _walk(self, context: Tokens, source: RandomSource, floor: float) -> Proposal:
-        columns = self.draft_vocab_size + self.hidden_size
-        block = torch.randn(self.gamma, columns, generator=_generator(self.seed, context), dtype=torch.float64)
-        base_logits_KVd, hidden_KH = block.split([self.draft_vocab_size, self.hidden_size], dim=1)
-        params = self.target.params
-        seen = SeenTokens(self.target.vocab_size, params.repetition_penalty, context)
-        call = DraftCall(None, context[-1], params, seen, source)
-        heads = ChainHeads(self.target.vocab_size, self.head, self.confidence, self.draft_ids_Vd)
-        return sample_chain(lambda _: base_logits_KVd, hidden_KH[None], [call], heads, floor)[0]
 
 
 class Lane(Protocol):
@@ -192,22 +33,6 @@ class Lane(Protocol):
     def draft(self, floor: float) -> Draft: ...
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]: ...
-
-
-@dataclass
-class ToyLane:
-    """One toy request in a round; its context ends with the anchor."""
-
-    target: ToyTarget
-    drafter: ToyDrafter
-    context: Tokens
-    source: RandomSource
-
-    def draft(self, floor: float) -> Proposal:
-        return self.drafter.draft(self.context, self.source, floor)
-
-    def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
-        return lambda k: self.target.row(self.context + tuple(tokens[:k]))
 
 
 class Lanes:
@@ -352,7 +177,3 @@ def exact_target_distribution(
 def max_deviation(actual: Mapping[tuple[Tokens, ...], float], expected: Mapping[tuple[Tokens, ...], float]) -> float:
     """max |actual - expected| over all outputs of either."""
     return max(abs(actual.get(key, 0.0) - expected.get(key, 0.0)) for key in actual.keys() | expected.keys())
-
-
-def _generator(seed: int, context: Tokens) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32(repr((seed, context)).encode()))

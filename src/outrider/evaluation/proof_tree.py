@@ -15,7 +15,8 @@ from typing import Literal
 from torch import Tensor
 
 from outrider.drafters.tree import Drawn, Tree, TreeProposal, without
-from outrider.evaluation.proof import DraftTree, Tokens, ToyTarget
+from outrider.evaluation.enumeration import DraftTree, Tokens
+from outrider.evaluation.proof_toys import ToyTarget
 from outrider.sampling import RandomSource
 
 Kind = Literal["without", "replaced", "chosen"]

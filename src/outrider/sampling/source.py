@@ -1,7 +1,7 @@
 """u ~ U[0, 1):   accept(p) = [u < p]     choose(p_V) = min { v : u < p_0 + ... + p_v }
 
 All randomness of decoding passes through these two questions. A `SeededSource` answers them with a generator; the
-proof tool answers them in every possible way (outrider.evaluation.proof). Shapes: V vocab.
+proof tool answers them in every possible way (outrider.evaluation.enumeration). Shapes: V vocab.
 """
 
 from typing import Protocol
