@@ -15,8 +15,13 @@ from typer.testing import CliRunner
 
 from outrider.cli import bench_drafters, calibrate, evaluate, generate, main
 from outrider.drafters import DSpark, DSparkConfig
+from outrider.drafters.eagle3 import Eagle3, Eagle3Config
+from outrider.drafters.heads import HeadsConfig
+from outrider.drafters.hydra import Hydra
+from outrider.drafters.medusa import Medusa
 from outrider.evaluation.results import Results
 from outrider.formats import Checkpoint, save_drafter
+from outrider.target import load_target
 
 VERBS = {
     "train": ["RECIPE", "OVERRIDES"],
@@ -144,6 +149,29 @@ def test_drafters_without_training(run: Run, toy: Path, tmp_path: Path) -> None:
     check_error(run("calibrate", "--tasks", tasks, "--target", toy / "target", "--drafter", "ngram"), "no directory")
     shown = run("generate", "word", "--target", toy / "target", "--max-new-tokens", 8, "--drafter", "ngram")
     assert shown[0] == 0 and "drafter ngram@10" in shown[2]
+
+
+def test_drafts_that_branch(run: Run, toy: Path, tmp_path: Path) -> None:
+    tasks = tmp_path / "mine.jsonl"
+    tasks.write_text('{"turns": ["say a word"]}\n')
+    command = ("eval", "--target", toy / "target", "--tasks", tasks, "--max-new-tokens", 12, "--out", tmp_path / "out")
+    vocab = load_target(toy / "target").vocab_size
+    sizes = {"hidden_size": 32, "vocab_size": vocab, "draft_vocab_size": vocab, "num_target_layers": 5}
+    attention = {"intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    for module in (
+        Eagle3(Eagle3Config(**sizes, **attention, target_layer_ids=(0, 1, 3), gamma=4)),
+        Medusa(HeadsConfig(**sizes, num_heads=3, num_layers=1)),
+        Hydra(HeadsConfig(**sizes, num_heads=3, num_layers=1)),
+    ):
+        randomise(module)
+        save_drafter(Checkpoint(module), tmp_path / module.algorithm)
+        status, stdout, stderr = run(*command, "--drafter", tmp_path / module.algorithm, "--tree", 6)
+        assert status == 0, stderr + stdout
+        results = Results.model_validate_json((tmp_path / "out" / "results.json").read_text())
+        assert str(results.settings["drafter"]).endswith(f"{module.algorithm} (tree of 6)")
+        assert results.tasks[0].greedy_identical and not results.tasks[0].greedy_mismatches
+    for choice, message in ((toy / "drafter", "dspark drafts chains; trees are for"), ("ngram", "neither blocks nor")):
+        check_error(run(*command, "--drafter", choice, "--tree", 6), message)
 
 
 def test_mistakes_in_recipes(run: Run, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from outrider.cli.runtime import load
 from outrider.drafters.base import Drafter
+from outrider.drafters.catalogue import METHODS, method_of
 from outrider.drafters.chain import ChainHeads
 from outrider.drafters.ngram import NgramConfig, NgramDrafter
 from outrider.drafters.standalone import StandaloneConfig, StandaloneDrafter
@@ -88,11 +89,15 @@ class DrafterChoice:
         """Of a trained drafter, None for the others."""
         return Path(self.where) if self.kind == "directory" else None
 
-    def open(self, target: Target, block_size: int | None = None) -> OpenedDrafter:
-        """Ready to draft for `target`, block drafters with blocks of another size where one is given.
+    def open(self, target: Target, block_size: int | None = None, tree: int | None = None) -> OpenedDrafter:
+        """Ready to draft for `target`.
+
+        Args:
+            block_size: rows of a block drafter's blocks, if not as trained.
+            tree: draft trees of so many nodes.
 
         Raises:
-            ValueError: no drafter or model there, it does not fit the target, or it has no blocks of such a size.
+            ValueError: no drafter or model there, it does not fit the target, or it has no such blocks or trees.
         """
         if self.kind == "directory":
             checkpoint = load_drafter(self.where)
@@ -100,10 +105,12 @@ class DrafterChoice:
                 checkpoint = with_block_size(checkpoint, block_size)
             module = checkpoint.drafter
             parameters = sum(parameter.numel() for parameter in module.parameters())
-            served = checkpoint.packed(target)
-            return OpenedDrafter(served, self.where, module.algorithm, parameters, checkpoint.metadata)
-        if block_size is not None:
-            raise ValueError(f"block_size {block_size}: a drafter of kind {self.kind} has no blocks; leave it out.")
+            served, name = checkpoint.packed(target), self.where
+            if tree is not None:
+                served, name = _branched(module.algorithm, served, tree), f"{name} (tree of {tree})"
+            return OpenedDrafter(served, name, module.algorithm, parameters, checkpoint.metadata)
+        if block_size is not None or tree is not None:
+            raise ValueError(f"a drafter of kind {self.kind} has neither blocks nor trees: leave both options out.")
         if self.kind == "ngram":
             config = NgramConfig() if self.gamma is None else NgramConfig(self.gamma)
             drafter = NgramDrafter(target.vocab_size, config, target.device)
@@ -112,6 +119,14 @@ class DrafterChoice:
         model = load(self.where, target.device, target.dtype)
         parameters = sum(parameter.numel() for parameter in model.model.parameters())
         return OpenedDrafter(StandaloneDrafter(model, target, gamma), f"lm:{self.where}@{gamma}", "lm", parameters)
+
+
+def _branched(algorithm: str, served: Drafter, nodes: int) -> Drafter:
+    branch = method_of(algorithm).branch
+    if branch is None:
+        able = ", ".join(method.name for method in METHODS if method.branch is not None)
+        raise ValueError(f"--tree {nodes}: {algorithm} drafts chains; trees are for {able}.")
+    return branch(served, nodes)
 
 
 def choose_drafter(choice: str, target: str) -> DrafterChoice | None:

@@ -40,6 +40,9 @@ def evaluate_command(
         float | None, typer.Option(help="verify drafts only while their confidence is at least this")
     ] = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="rows of a block, if not as trained")] = None,
+    tree: Annotated[
+        int | None, typer.Option(min=1, help="draft trees of so many nodes (eagle3, medusa, hydra)")
+    ] = None,
     label: Annotated[str | None, typer.Option(help="its name in comparisons; the algorithm by default")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1)] = None,
@@ -51,7 +54,7 @@ def evaluate_command(
     choice = require_drafter(drafter, target)
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     loaded = load(target, device)
-    opened = choice.open(loaded, block_size)
+    opened = choice.open(loaded, block_size, tree)
     config = EvaluationConfig(max_samples, max_new_tokens, params)
     results = run_evaluation(
         loaded,

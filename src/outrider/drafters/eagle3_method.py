@@ -11,6 +11,7 @@ from pydantic import Field
 
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config
 from outrider.drafters.eagle3_serve import Eagle3Drafter
+from outrider.drafters.eagle_tree import dynamic_tree
 from outrider.drafters.method import Method, MethodSection
 from outrider.drafters.target_layers import layer_shapes
 from outrider.target import Target
@@ -39,4 +40,4 @@ def configure(section: Eagle3Section, target: Target) -> Eagle3Config:
     )
 
 
-EAGLE3 = Method("eagle3", Eagle3Section, configure, Eagle3Config, Eagle3, Eagle3Drafter)
+EAGLE3 = Method("eagle3", Eagle3Section, configure, Eagle3Config, Eagle3, Eagle3Drafter, branch=dynamic_tree)

@@ -145,3 +145,8 @@ class _Growth:
         inherited = self.seen_RMW.gather(1, row_RM[..., None].expand(-1, -1, self.seen_RMW.shape[2]))
         itself = torch.eye(row_RM.shape[1], dtype=torch.bool, device=inherited.device).expand(R, -1, -1)
         self.seen_RMW = torch.cat((inherited, itself), dim=2)
+
+
+def dynamic_tree(drafter: Eagle3Drafter, nodes: int) -> DynamicTreeDrafter:
+    """The paper's depth and width, reranked to `nodes`."""
+    return DynamicTreeDrafter(drafter, TreeShape(nodes=nodes))

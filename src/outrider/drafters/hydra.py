@@ -35,6 +35,7 @@ from outrider.drafters.heads import (
     residual_layers,
 )
 from outrider.drafters.method import BlockInputs, DraftRows, Method, Serving
+from outrider.drafters.static_tree import static_tree
 from outrider.target import Target
 
 _EPS = 1e-6
@@ -102,4 +103,4 @@ class HydraDrafter(ServedHeads):
         return level
 
 
-HYDRA = Method("hydra", HydraSection, configure_heads, HeadsConfig, Hydra, HydraDrafter)
+HYDRA = Method("hydra", HydraSection, configure_heads, HeadsConfig, Hydra, HydraDrafter, branch=static_tree)

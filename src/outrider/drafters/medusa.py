@@ -31,6 +31,7 @@ from outrider.drafters.heads import (
     residual_layers,
 )
 from outrider.drafters.method import BlockInputs, DraftRows, Method
+from outrider.drafters.static_tree import static_tree
 
 
 class MedusaSection(HeadsSection):
@@ -70,4 +71,4 @@ class MedusaDrafter(ServedHeads):
         return lambda k, paths_RPk: logits_RKVd[:, k : k + 1]
 
 
-MEDUSA = Method("medusa", MedusaSection, configure_heads, HeadsConfig, Medusa, MedusaDrafter)
+MEDUSA = Method("medusa", MedusaSection, configure_heads, HeadsConfig, Medusa, MedusaDrafter, branch=static_tree)

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from outrider.drafters.attention import BlockLayout
-from outrider.drafters.base import Drafter
+from outrider.drafters.base import Drafter, TreeDrafter
 from outrider.drafters.serving import Serving, check_fits
 from outrider.target import Target
 
@@ -171,6 +171,7 @@ class Method:
         serve: the module, ready to draft for a target. It copies what it needs: training goes on with the module.
         initialize: sets fresh weights from the target's, given a few token sequences; None: noise is all there is.
             Called only for targets with Llama-shaped layers (`target.family.lean`).
+        branch: what `serve` made, drafting trees of so many nodes; None: it drafts chains only.
     """
 
     name: str
@@ -180,3 +181,4 @@ class Method:
     module: Callable[[Any], DraftModule]
     serve: Callable[[Any, Target, Serving], Drafter]
     initialize: Callable[[Any, Target, Sequence[Sequence[int]]], None] | None = None
+    branch: Callable[[Any, int], TreeDrafter] | None = None

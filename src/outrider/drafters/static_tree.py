@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import DraftCall
-from outrider.drafters.candidates import CandidateTree
+from outrider.drafters.candidates import CandidateTree, assumed_accuracy, best_tree
 from outrider.drafters.heads import LastHidden, ServedHeads
 from outrider.drafters.tree import Tree, TreeProposal
 
@@ -57,3 +57,8 @@ def _proposal(tree: CandidateTree, tokens: list[int], call: DraftCall) -> TreePr
     fitting = [i for i, path in enumerate(tree.paths) if call.limit is None or len(path) <= call.limit]
     kept = CandidateTree(tuple(tree.paths[i] for i in fitting[: call.nodes]))
     return TreeProposal(Tree([tokens[i] for i in fitting[: call.nodes]], kept.parents))
+
+
+def static_tree(drafter: ServedHeads, nodes: int) -> StaticTreeDrafter:
+    """The best tree of `nodes` for accuracies that are assumed, not measured (drafters/candidates.py)."""
+    return StaticTreeDrafter(drafter, best_tree(assumed_accuracy(drafter.gamma), nodes))
