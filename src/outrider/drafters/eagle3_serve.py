@@ -23,6 +23,7 @@ from outrider.drafters.base import DraftCall, Proposal
 from outrider.drafters.chain import sample_steps
 from outrider.drafters.dflash import rope_table
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config
+from outrider.drafters.kv import DraftKV
 from outrider.drafters.method import Serving, check_fits
 from outrider.target import Target
 from outrider.target.lean import rotate
@@ -35,29 +36,17 @@ class Eagle3Session:
     def __init__(self, config: Eagle3Config, slots: int, like: Tensor) -> None:
         self.count = 0
         self.waiting_H = like.new_zeros(config.hidden_size)  # nothing precedes the first token
-        self.groups = config.num_attention_heads // config.num_key_value_heads
-        shape = (config.num_key_value_heads, slots, config.head_dim)
-        self.keys_GSE, self.values_GSE = like.new_empty(shape), like.new_empty(shape)
+        self.kv = DraftKV(config, slots, like)
 
     @property
     def pairs(self) -> int:
         """Committed pairs in the cache."""
         return max(0, self.count - 1)
 
-    def write(self, start: int, k_MGE: Tensor, v_MGE: Tensor) -> None:
-        self.keys_GSE[:, start : start + len(k_MGE)] = k_MGE.transpose(0, 1)
-        self.values_GSE[:, start : start + len(v_MGE)] = v_MGE.transpose(0, 1)
-
     def attend(self, q_MQE: Tensor, end: int, drafted_MW: Tensor | None) -> Tensor:
         """M rows over all committed pairs and, of the slots behind them, those in `drafted_MW`; [M, Q * E]."""
-        M, heads, E = q_MQE.shape
-        mask = None
-        if drafted_MW is not None:
-            mask = F.pad(drafted_MW, (self.pairs, 0), value=True).repeat(self.groups, 1)
-        q_GRE = q_MQE.transpose(0, 1).reshape(1, heads // self.groups, -1, E)  # rows: query group x M
-        keys, values = self.keys_GSE[None, :, :end], self.values_GSE[None, :, :end]
-        out = F.scaled_dot_product_attention(q_GRE, keys, values, attn_mask=mask)
-        return out.view(heads, M, E).transpose(0, 1).reshape(M, heads * E)
+        visible_MS = None if drafted_MW is None else F.pad(drafted_MW, (self.pairs, 0), value=True)
+        return self.kv.attend(q_MQE, end, visible_MS)
 
 
 class Eagle3Drafter:
@@ -111,7 +100,7 @@ class Eagle3Drafter:
         for session, part, start, k, v in zip(
             sessions, tokens, starts, keys.split(counts), kv[:, 1].split(counts), strict=True
         ):
-            session.write(start, k, v)
+            session.kv.write(start, k, v)
             session.count += len(part)
 
     def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
@@ -152,7 +141,7 @@ class Eagle3Drafter:
         attended = []
         for r, session in enumerate(sessions):
             rows, start = slice(r * M, (r + 1) * M), session.pairs + written
-            session.write(start, qk[rows, Q:], v[rows])
+            session.kv.write(start, qk[rows, Q:], v[rows])
             attended.append(session.attend(qk[rows, :Q], start + M, None if drafted_RMW is None else drafted_RMW[r]))
         x_XH = state_XH + self.o(torch.cat(attended))
         gate, up = self.gate_up(self._rms(x_XH, self.post_norm)).chunk(2, dim=-1)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from outrider.drafters.base import DraftCall, Proposal
 from outrider.drafters.candidates import Level
-from outrider.drafters.method import BlockInputs, DraftModule, MethodSection, Serving, check_fits
+from outrider.drafters.method import DraftModule, MethodSection, Serving, check_fits
 from outrider.target import Target
 from outrider.target.linear import PackedLinear
 
@@ -111,15 +111,6 @@ class HeadsModule(DraftModule):
     def __init__(self, config: HeadsConfig, inputs: Sequence[int]) -> None:
         super().__init__(config)
         self.blocks = nn.ModuleList(DraftHead(size, config.hidden_size, config.num_layers) for size in inputs)
-
-
-def before_anchors(inputs: BlockInputs) -> Tensor:
-    """The last hidden state of the token before each anchor, [N, H]; zeros where there is none."""
-    lengths_s = torch.tensor(inputs.layout.lengths, device=inputs.taps_SLD.device)
-    starts_N = (lengths_s.cumsum(0) - lengths_s)[inputs.layout.sequence_N]
-    anchors_N = inputs.layout.anchors_N
-    padded_SH = F.pad(inputs.taps_SLD[:, -1], (0, 0, 0, 1))  # the row behind the last: nothing
-    return padded_SH[torch.where(anchors_N > 0, starts_N + anchors_N - 1, len(padded_SH) - 1)]
 
 
 class LastHidden:

@@ -30,7 +30,6 @@ from outrider.drafters.heads import (
     HeadsModule,
     HeadsSection,
     ServedHeads,
-    before_anchors,
     configure_heads,
     residual_layers,
 )
@@ -62,7 +61,7 @@ class Hydra(HeadsModule):
         super().__init__(config, [(k + 1) * config.hidden_size for k in range(1, config.num_heads + 1)])
 
     def rows(self, inputs: BlockInputs) -> DraftRows:
-        hidden_NH = before_anchors(inputs)
+        hidden_NH = inputs.layout.before_anchors(inputs.taps_SLD[:, -1])
         z_NZ = head_inputs(hidden_NH, inputs.embed(inputs.previous_NK))  # every head's z is a prefix of the last one's
         H = self.config.hidden_size
         heads = [head(hidden_NH, z_NZ[:, : (k + 2) * H]) for k, head in enumerate(self.blocks)]

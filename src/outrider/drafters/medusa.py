@@ -26,7 +26,6 @@ from outrider.drafters.heads import (
     HeadsModule,
     HeadsSection,
     ServedHeads,
-    before_anchors,
     configure_heads,
     residual_layers,
 )
@@ -49,7 +48,7 @@ class Medusa(HeadsModule):
         super().__init__(config, [config.hidden_size] * config.num_heads)
 
     def rows(self, inputs: BlockInputs) -> DraftRows:
-        hidden_NH = before_anchors(inputs)
+        hidden_NH = inputs.layout.before_anchors(inputs.taps_SLD[:, -1])
         return DraftRows(torch.stack([head(hidden_NH, hidden_NH) for head in self.blocks], dim=1))
 
 

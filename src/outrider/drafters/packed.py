@@ -22,6 +22,7 @@ from outrider.drafters.chain import sample_chain
 from outrider.drafters.dflash import DFlash, DraftLayer, rope_table
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.estimator import Estimator
+from outrider.drafters.kv import DraftKV
 from outrider.drafters.method import Serving, check_fits
 from outrider.target.lean import rotate
 from outrider.target.linear import PackedLinear
@@ -111,7 +112,7 @@ class PackedDrafter:
         ]
         for i, (k, v) in enumerate(self.features(taps_TLD, torch.cat(positions))):
             for session, keys, values in zip(sessions, k.split(counts), v.split(counts), strict=True):
-                session.write(i, session.length, keys, values)
+                session.layers[i].write(session.length, keys, values)
         for session, count in zip(sessions, counts, strict=True):
             session.length += count
 
@@ -127,16 +128,16 @@ class PackedDrafter:
         starts_R = torch.tensor([session.length for session in sessions], device=device)
         positions_N = (starts_R[:, None] + torch.arange(K, device=device)).flatten()
         cos, sin = (table[positions_N] for table in self.rope)
-        masks = [session.mask() for session in sessions]
+        seen = [session.visible() for session in sessions]
         for i, layer in enumerate(self.layers):
             qkv = layer.qkv(F.rms_norm(x, x.shape[-1:], layer.input_norm, eps)).view(R * K, -1, E)
             q, k, v = qkv.split((heads, G, G), dim=1)
             q = rotate(F.rms_norm(q, (E,), layer.q_norm, eps), cos, sin)
             k = rotate(F.rms_norm(k, (E,), layer.k_norm, eps), cos, sin)
             out = [
-                session.attend(i, *rows, mask)
-                for session, mask, rows in zip(
-                    sessions, masks, zip(q.split(K), k.split(K), v.split(K), strict=True), strict=True
+                session.attend(i, *rows, visible_KS)
+                for session, visible_KS, rows in zip(
+                    sessions, seen, zip(q.split(K), k.split(K), v.split(K), strict=True), strict=True
                 )
             ]
             x = x + layer.o(torch.cat(out))
@@ -157,30 +158,18 @@ class DraftSession:
     def __init__(self, packed: PackedDrafter, capacity: int) -> None:
         config = packed.config
         self.block, self.window = config.block_size, config.sliding_window
-        self.groups = config.num_attention_heads // config.num_key_value_heads
-        shape = (config.num_key_value_heads, capacity + config.block_size, config.head_dim)
-        self.keys = [packed.hidden_norm.new_empty(shape) for _ in packed.layers]
-        self.values = [packed.hidden_norm.new_empty(shape) for _ in packed.layers]
+        self.layers = [DraftKV(config, capacity + config.block_size, packed.hidden_norm) for _ in packed.layers]
         self.length = 0
 
-    def write(self, layer: int, start: int, keys_TGE: Tensor, values_TGE: Tensor) -> None:
-        """Put keys and values of T tokens at `start`; does not move the length."""
-        self.keys[layer][:, start : start + len(keys_TGE)] = keys_TGE.transpose(0, 1)
-        self.values[layer][:, start : start + len(values_TGE)] = values_TGE.transpose(0, 1)
-
-    def mask(self) -> Tensor | None:
-        """What the rows of a block see, [groups * K, S]; None: everything."""
+    def visible(self) -> Tensor | None:
+        """What the rows of a block see, [K, S]; None: everything."""
         if self.window is None:
             return None
-        slots = torch.arange(self.length + self.block, device=self.keys[0].device)
+        slots = torch.arange(self.length + self.block, device=self.layers[0].keys_GSE.device)
         distance = slots[self.length :, None] - slots
-        return ((distance < self.window) | (slots >= self.length)).repeat(self.groups, 1)
+        return (distance < self.window) | (slots >= self.length)
 
-    def attend(self, layer: int, q_KQE: Tensor, k_KGE: Tensor, v_KGE: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(self, layer: int, q_KQE: Tensor, k_KGE: Tensor, v_KGE: Tensor, visible_KS: Tensor | None) -> Tensor:
         """A block over the context and itself, [K, Q * E]."""
-        self.write(layer, self.length, k_KGE, v_KGE)
-        (K, heads, E), end = q_KQE.shape, self.length + self.block
-        q_GRE = q_KQE.transpose(0, 1).reshape(1, heads // self.groups, -1, E)  # rows: query group x block rows
-        keys, values = self.keys[layer][None, :, :end], self.values[layer][None, :, :end]
-        out = F.scaled_dot_product_attention(q_GRE, keys, values, attn_mask=mask)
-        return out.view(heads, K, E).transpose(0, 1).reshape(K, heads * E)
+        self.layers[layer].write(self.length, k_KGE, v_KGE)
+        return self.layers[layer].attend(q_KQE, self.length + self.block, visible_KS)

@@ -18,7 +18,7 @@ Shapes: V target vocab.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -44,30 +44,6 @@ class Tree:
     @staticmethod
     def chain(tokens: list[int]) -> Tree:
         return Tree(tokens, list(range(-1, len(tokens) - 1)))
-
-    @staticmethod
-    def of_choices(candidates: Sequence[Sequence[int]], choices: Sequence[tuple[int, ...]]) -> Tree:
-        """From candidates per depth, best first, and the paths to take through them, as Medusa writes them.
-
-        Args:
-            candidates: of depth 1, 2, ..., the same whatever stands before.
-            choices: (0,) is the best token of depth 1, (0, 2) the third best of depth 2 after it; a path's beginning
-                comes before it.
-
-        Raises:
-            ValueError: a path without its beginning, or one that leads out of the candidates.
-        """
-        node_of: dict[tuple[int, ...], int] = {(): -1}
-        tokens: list[int] = []
-        for path in choices:
-            depth = len(path) - 1
-            if not path or path[:-1] not in node_of or path in node_of:
-                raise ValueError(f"tree path {path} must come once, after {path[:-1]}: order the paths by length.")
-            if depth >= len(candidates) or not 0 <= path[-1] < len(candidates[depth]):
-                raise ValueError(f"tree path {path} asks for a candidate that depth {depth + 1} does not have.")
-            node_of[path] = len(tokens)
-            tokens.append(candidates[depth][path[-1]])
-        return Tree(tokens, [node_of[path[:-1]] for path in choices])
 
     @cached_property
     def _children(self) -> list[list[int]]:

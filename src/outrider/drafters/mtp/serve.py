@@ -25,6 +25,7 @@ from torch import Tensor
 from outrider.drafters.base import DraftCall, Proposal
 from outrider.drafters.chain import sample_steps
 from outrider.drafters.dflash import rope_table
+from outrider.drafters.kv import DraftKV
 from outrider.drafters.method import Serving, check_fits
 from outrider.drafters.mtp.module import MTP, MTPConfig, MTPModule
 from outrider.target import Target
@@ -37,28 +38,16 @@ class MTPSession:
 
     def __init__(self, config: MTPConfig, capacity: int, like: Tensor) -> None:
         self.count = 0
-        self.groups = config.num_attention_heads // config.num_key_value_heads
-        shape = (config.num_key_value_heads, capacity + config.gamma, config.head_dim)
-        self.keys = [like.new_empty(shape) for _ in range(config.num_modules)]
-        self.values = [like.new_empty(shape) for _ in range(config.num_modules)]
+        self.depths = [DraftKV(config, capacity + config.gamma, like) for _ in range(config.num_modules)]
         self.waiting = [like.new_empty(0, config.hidden_size) for _ in range(config.num_modules)]
-
-    def write(self, depth: int, start: int, k_mGE: Tensor, v_mGE: Tensor) -> None:
-        """Keys and values of the rows from `start` on."""
-        self.keys[depth][:, start : start + len(k_mGE)] = k_mGE.transpose(0, 1)
-        self.values[depth][:, start : start + len(v_mGE)] = v_mGE.transpose(0, 1)
 
     def attend(self, depth: int, start: int, q_mQE: Tensor) -> Tensor:
         """The rows from `start` on over themselves and all before them, causally: [m, Q * E]."""
-        (m, heads, E), end = q_mQE.shape, start + len(q_mQE)
-        mask = None
-        if m > 1:
+        end, visible_mS = start + len(q_mQE), None
+        if len(q_mQE) > 1:
             rows_m1 = torch.arange(start, end, device=q_mQE.device)[:, None]
-            mask = (torch.arange(end, device=q_mQE.device) <= rows_m1).repeat(self.groups, 1)
-        q_GRE = q_mQE.transpose(0, 1).reshape(1, heads // self.groups, -1, E)  # rows: query group x m
-        keys, values = self.keys[depth][None, :, :end], self.values[depth][None, :, :end]
-        out = F.scaled_dot_product_attention(q_GRE, keys, values, attn_mask=mask)
-        return out.view(heads, m, E).transpose(0, 1).reshape(m, heads * E)
+            visible_mS = torch.arange(end, device=q_mQE.device) <= rows_m1
+        return self.depths[depth].attend(q_mQE, end, visible_mS)
 
 
 @dataclass(frozen=True)
@@ -174,7 +163,7 @@ class MTPDrafter:
         cos, sin = (table[positions_T.to(device)] for table in self.rope)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         for session, part, k_mGE, v_mGE in zip(sessions, rows, k.split(counts), v.split(counts), strict=True):
-            session.write(depth, part.start, k_mGE, v_mGE)
+            session.depths[depth].write(part.start, k_mGE, v_mGE)
         if keys_only:
             return []
         attended = [
