@@ -35,17 +35,15 @@ from outrider.target.resolve import EMBEDDED_ID
 
 _COLUMNS = {
     "tokens_per_second": ("tok/s", 1.0, ".1f"),
-    "user_p50": ("user p50", 1.0, ".1f"),
-    "user_p95": ("user p95", 1.0, ".1f"),
-    "ttft_p50": ("TTFT ms", 1e3, ".0f"),
+    "user_p50": ("user", 1.0, ".1f"),
+    "user_p95": ("p95", 1.0, ".1f"),
+    "ttft_p50": ("TTFT", 1e3, ".0f"),
     "ttft_p95": ("p95", 1e3, ".0f"),
-    "goodput": ("goodput/s", 1.0, ".2f"),
-    "budget": ("budget", 1.0, ".2f"),
-    "acceptance": ("accept", 1.0, ".2f"),
+    "goodput": ("good/s", 1.0, ".2f"),
+    "budget": ("rows", 1.0, ".2f"),
     "tau": ("tau", 1.0, ".2f"),
     "draft_share": ("draft", 100.0, ".0f"),
 }
-
 
 _OF_A_DRAFTER = {".json", ".safetensors"}
 
@@ -148,16 +146,16 @@ def report(frontier: Frontier, out: Path, console: Console) -> None:
 
 
 def _print(frontier: Frontier, console: Console) -> None:
-    table = Table(title=f"medians over repeats; {frontier.arrivals} arrivals, draft in % of the time")
-    for heading in ("load", "variant", *(title for title, _, _ in _COLUMNS.values()), "same", "ties", "other"):
+    title = f"medians; {frontier.arrivals} arrivals; TTFT in ms, draft in % of the time, other: mismatches"
+    table = Table(title=title, box=None, padding=(0, 1, 0, 0))
+    for heading in ("load", "variant", *(title for title, _, _ in _COLUMNS.values()), "other"):
         table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=True)
     for point in frontier.points:
         cells = []
         for figure, (_, scale, shape) in _COLUMNS.items():
             found = point.median(figure)
             cells.append("" if found is None else format(scale * found, shape))
-        counts = (str(point.same), str(point.ties), str(point.mismatches))
-        table.add_row(f"{point.level:g}", point.variant, *cells, *counts)
+        table.add_row(f"{point.level:g}", point.variant, *cells, str(point.mismatches))
     console.print(table)
     for level in frontier.levels:
         console.print(
