@@ -81,9 +81,7 @@ class Bigram(DraftModule):
         return self.norm(self.write(read_NH).unflatten(-1, (self.config.gamma, -1)) + anchor_NH[:, None])
 
     def rows(self, inputs: BlockInputs) -> DraftRows:
-        layout = inputs.layout
-        starts = torch.tensor([0, *layout.lengths[:-1]], device=layout.anchors_N.device).cumsum(0)
-        tap_NH = inputs.taps_SLD[starts[layout.sequence_N] + layout.anchors_N - 1, 0]
+        tap_NH = inputs.layout.before_anchors(inputs.taps_SLD[:, 0])
         hidden_NKH = self.hidden(tap_NH, inputs.embed(inputs.previous_NK[:, 0]))
         latent_NKr, _ = self.bigram.unroll(inputs.previous_NK, hidden_NKH)
         return DraftRows(hidden_NKH, latent_NKr, self.bigram.markov_w2.weight)

@@ -172,6 +172,16 @@ def test_drafts_that_branch(run: Run, toy: Path, tmp_path: Path) -> None:
         assert results.tasks[0].greedy_identical and not results.tasks[0].greedy_mismatches
     for choice, message in ((toy / "drafter", "dspark drafts chains; trees are for"), ("ngram", "neither blocks nor")):
         check_error(run(*command, "--drafter", choice, "--tree", 6), message)
+    eagle = ("--drafter", tmp_path / "eagle3")
+    check_error(run(*command, *eagle, "--tree", 511), "there are 510 at most")
+    check_error(run(*command, *eagle, "--tree", 6, "--confidence-threshold", 0.5), "no confidence of its own")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.jsonl").write_text(tasks.read_text())
+    both = ("--tasks", f"{tasks},{tmp_path}/other/mine.jsonl")
+    check_error(run(*command[:3], *both, "--out", tmp_path / "o", *eagle), "two task files are called mine")
+    config = tmp_path / "eagle3" / "config.json"
+    config.write_text(config.read_text().replace('"num_attention_heads": 4', '"num_attention_heads": "4"'))
+    check_error(run(*command, *eagle), "a field has a value of the wrong kind")
 
 
 def test_mistakes_in_recipes(run: Run, tmp_path: Path) -> None:

@@ -156,6 +156,25 @@ def test_one_label_is_one_drafter() -> None:
     assert len(compare([loaded(results("a")), loaded(results("a", settings=policy), "b")]).groups) == 2
 
 
+def test_trees_of_two_sizes_are_two_drafters() -> None:
+    def of(nodes: int) -> Loaded:
+        found = results("a")
+        assert found.drafter is not None
+        info = found.drafter.model_copy(update={"nodes": nodes})
+        return loaded(found.model_copy(update={"drafter": info}), where=f"tree-{nodes}")
+
+    with pytest.raises(ValueError, match=r"'a' names different drafters: nodes: 16 \(tree-16\), 60 \(tree-60\)"):
+        compare([of(16), of(60)])
+
+
+def test_long_names_that_differ_at_their_ends() -> None:
+    base = results("a").settings
+    names = [f"{'directory/' * 9}v{i}" for i in (1, 2)]
+    pair = [loaded(results(x, settings=base | {"target": name})) for x, name in zip("ab", names, strict=True)]
+    with pytest.raises(ValueError, match=r"target: directory/.*\.\.\..*v1 \(a\), .*v2 \(b\)"):
+        compare(pair)
+
+
 def test_old_files_are_read() -> None:
     old = load_results(str(OLD / "shipped-greedy"))
     assert old.results.drafter is None and old.drafter.gamma == 7 and old.label == "smollm2-135m-dspark"

@@ -72,11 +72,17 @@ def test_what_is_done_is_not_done_again_until_something_changed(tmp_path: Path) 
     path = write(tmp_path)
     stages = plan(load_table(path), path)
     assert not any(stage.done for stage in stages)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "responses.jsonl").write_text("")
+    for stage in stages:
+        if stage.output is not None:
+            stage.output.parent.mkdir(parents=True, exist_ok=True)
+            stage.output.write_text("")
     for stage in stages:
         stage.mark()
     assert [stage.done for stage in stages] == [True] * 10 + [False], "comparing is done every time"
+    results = tmp_path / "out" / "two" / "eval-0" / "results.json"
+    results.unlink()
+    assert [stage.output for stage in stages if not stage.done] == [results, None], "what was deleted is made again"
+    results.write_text("")
     (tmp_path / "tasks.jsonl").write_text('{"turns": ["three"]}\n')
     assert [stage.args[0] for stage in stages if not stage.done] == ["eval"] * 5 + ["compare"]
     again = plan(load_table(write(tmp_path, seeds=[0, 2])), path)

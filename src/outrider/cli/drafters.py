@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from outrider.cli.runtime import load
-from outrider.drafters.base import Drafter
+from outrider.drafters.base import Drafter, draft_slots
 from outrider.drafters.catalogue import METHODS, method_of
 from outrider.drafters.chain import ChainHeads
 from outrider.drafters.ngram import NgramConfig, NgramDrafter
@@ -60,6 +60,7 @@ class OpenedDrafter:
             label=name,
             algorithm=self.algorithm,
             gamma=self.drafter.gamma,
+            nodes=draft_slots(self.drafter),
             parameters=self.parameters,
             training=training,
         )

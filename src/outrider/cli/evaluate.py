@@ -51,6 +51,11 @@ def evaluate_command(
     set_up(threads)
     console = Console()
     policy = choose_policy(draft_length, confidence_threshold)
+    if tree is not None and confidence_threshold is not None:
+        raise ValueError(
+            "--tree with --confidence-threshold: a node of a tree has no confidence of its own; give --draft-length N "
+            "to verify the first N nodes."
+        )
     choice = require_drafter(drafter, target)
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     loaded = load(target, device)
@@ -67,6 +72,8 @@ def evaluate_command(
             "drafter_step": opened.metadata.get("step"),
             "draft_length": draft_length,
             "confidence_threshold": confidence_threshold,
+            "block_size": block_size,
+            "tree": tree,
         },
         console,
         opened.info(label),

@@ -30,9 +30,9 @@ FinishReason = Literal["stop", "length"]
 class RoundStats:
     """One round; seconds add up to its length, without the time its consumer took.
 
-    `proposed` drafts, `admitted` of them judged by the target (fewer where a stop ended the response first),
-    `accepted` of those, `committed` tokens. `confidences` are those of the proposed drafts of a chain, () where a
-    drafter has none. `depth` is that of an admitted tree; None: a chain, as deep as it is long.
+    `proposed` drafts, `admitted` of them judged by the target (of a chain fewer where a stop ended the response
+    first), `accepted` of those, `committed` tokens. `confidences` are those of the proposed drafts of a chain, ()
+    where a drafter has none. `depth` is that of an admitted tree; None: a chain, as deep as it is long.
     """
 
     proposed: int

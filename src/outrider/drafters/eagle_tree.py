@@ -148,5 +148,15 @@ class _Growth:
 
 
 def dynamic_tree(drafter: Eagle3Drafter, nodes: int) -> DynamicTreeDrafter:
-    """The paper's depth and width, reranked to `nodes`."""
-    return DynamicTreeDrafter(drafter, TreeShape(nodes=nodes))
+    """The paper's depth and width, reranked to `nodes`.
+
+    Raises:
+        ValueError: more nodes than such a tree ever has.
+    """
+    shape = TreeShape(nodes=nodes)
+    most = shape.top_k + (shape.depth - 1) * shape.top_k**2
+    if nodes > most:
+        raise ValueError(
+            f"a tree of {nodes} nodes: with depth {shape.depth} and width {shape.top_k} there are {most} at most."
+        )
+    return DynamicTreeDrafter(drafter, shape)

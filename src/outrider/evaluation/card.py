@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from outrider.drafters import DSparkConfig
+from outrider.drafters.catalogue import method_of
 from outrider.evaluation.card_confidences import confidences
 from outrider.evaluation.card_results import listed, measured, target_name
 from outrider.evaluation.results import Results
@@ -61,7 +62,7 @@ def model_card(checkpoint: Checkpoint, facts: CardFacts) -> str:
         parts.append(measured(facts.results))
     if "calibration" in metadata:
         parts.append(confidences(metadata["calibration"]))
-    parts += [_limits(checkpoint, facts.results), _licence(metadata, facts.license)]
+    parts += [_limits(checkpoint, facts.results), _licence(checkpoint, facts.license)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -184,9 +185,11 @@ def _limits(checkpoint: Checkpoint, many: Sequence[Results]) -> str:
     return "\n".join(lines)
 
 
-def _licence(metadata: Mapping[str, Any], license: str | None) -> str:
+def _licence(checkpoint: Checkpoint, license: str | None) -> str:
+    metadata = checkpoint.metadata
+    copied = method_of(checkpoint.drafter.algorithm).initialize is not None
     text = f"## Licence\n\nWeights: {license}." if license else "## Licence"
-    if metadata["recipe"]["drafter"].get("initialize_from_target"):
+    if copied and metadata["recipe"]["drafter"].get("initialize_from_target"):
         text += (
             "\n\nWhere shapes allow it (Llama and Qwen3 targets) the draft layers start as copies of the target's last "
             f"layers, so the weights\nare derived from {target_name(metadata)} and its licence applies to them."

@@ -39,13 +39,15 @@ def _verified(settings: Mapping[str, Any]) -> str:
         return f"while c >= {settings['confidence_threshold']}"
     if settings.get("draft_length") is not None:
         return f"{settings['draft_length']} drafts"
+    if settings.get("tree") is not None:
+        return f"tree of {settings['tree']}"
     return "whole block" if "draft_length" in settings else str(settings["policy"])
 
 
 def _command(results: Results) -> str:
     settings = results.settings
     options = {"target": settings["target"], "drafter": "DIR", "tasks": ",".join(map(_task_argument, results.tasks))}
-    named = ("max_samples", "max_new_tokens", "draft_length", "confidence_threshold")
+    named = ("max_samples", "max_new_tokens", "draft_length", "confidence_threshold", "block_size", "tree")
     options |= {name: settings.get(name) for name in named} | dict(settings["sampling"])
     options["target"] = target_name(options)
     return "outrider eval " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in options.items() if v is not None)

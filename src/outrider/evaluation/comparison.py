@@ -136,7 +136,7 @@ def compare(loaded: Sequence[Loaded], allow_different: bool = False) -> Comparis
 def conditions_of(results: Results) -> dict[str, Any]:
     """What must be the same for figures to mean the same, flat."""
     settings = results.settings
-    found = {name: settings.get(name) for name in ("target", "max_new_tokens", "lossy")}
+    found = {name: settings.get(name) for name in ("target", "max_new_tokens")}
     found |= {f"sampling {name}": value for name, value in settings.get("sampling", {}).items()}
     found["tasks"] = ", ".join(task.task for task in results.tasks)
     for task in results.tasks:
@@ -165,10 +165,16 @@ def differences(labels: Sequence[str], found: Sequence[Mapping[str, Any]]) -> li
         who: dict[str, list[str]] = {}
         for label, one in zip(labels, found, strict=True):
             if one.get(name) is not None:
-                who.setdefault(str(one[name])[:60], []).append(label)
+                who.setdefault(str(one[name]), []).append(label)
         if len(who) > 1:
-            lines.append(f"{name}: " + ", ".join(f"{v} ({', '.join(dict.fromkeys(w))})" for v, w in who.items()))
+            found_here = (f"{_shortened(v)} ({', '.join(dict.fromkeys(w))})" for v, w in who.items())
+            lines.append(f"{name}: " + ", ".join(found_here))
     return lines
+
+
+def _shortened(value: str) -> str:
+    """Both ends of what is long: names of versions differ at the end."""
+    return value if len(value) <= 60 else f"{value[:28]}...{value[-28:]}"
 
 
 def _tasks(one: Loaded) -> list[str]:
@@ -193,9 +199,9 @@ def _kind(one: Loaded) -> dict[str, Any]:
     """What the seeds of one drafter share."""
     drafter, settings = one.drafter, one.results.settings
     found = {"algorithm": drafter.algorithm, "gamma": drafter.gamma, "parameters": drafter.parameters}
-    found |= {name: settings.get(name) for name in ("policy", "confidence_threshold", "draft_length")}
-    training = drafter.training
-    return found | ({} if training is None else {"steps": training.steps, "recipe": training.recipe_sha256})
+    found |= {"nodes": drafter.nodes}
+    found |= {name: settings.get(name) for name in ("policy", "confidence_threshold", "draft_length", "block_size")}
+    return found | ({} if drafter.training is None else {"recipe": drafter.training.recipe_sha256})
 
 
 def _figures(one: Loaded, tasks: Sequence[str]) -> list[Figures]:

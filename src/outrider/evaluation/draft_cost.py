@@ -74,6 +74,7 @@ def load_costs(path: Path) -> DraftCosts:
         raise ValueError(f"{path}: not the draft costs that outrider bench-drafters writes.") from error
 
 
+@torch.inference_mode()
 def measure_costs(
     target: Target,
     drafters: Sequence[tuple[DrafterInfo, Drafter]],

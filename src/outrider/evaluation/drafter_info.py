@@ -51,5 +51,6 @@ class DrafterInfo(BaseModel):
     label: str
     algorithm: str
     gamma: int
+    nodes: int | None = None  # most draft tokens of one forward: more than gamma where drafts branch
     parameters: int | None = None
     training: TrainingInfo | None = None

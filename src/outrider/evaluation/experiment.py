@@ -159,7 +159,8 @@ def plan(table: ExperimentTable, path: Path) -> list[Stage]:
         fields |= {"seed": seed, "out": str(_run(out, name, seed))}
         fields |= {} if table.threads is None else {"threads": table.threads}
         command = ["train", str(recipe), *_overrides(fields)]
-        stages.append(Stage(command, [recipe, responses], out / "stamps" / f"train-{name}-{seed}"))
+        made = _run(out, name, seed) / "drafter" / "config.json"
+        stages.append(Stage(command, [recipe, responses], out / "stamps" / f"train-{name}-{seed}", made))
     evaluated = []
     tasks = [str(_beside(path, task)) for task in table.tasks]
     for name, of_seed, drafter in _drafters(table):
@@ -168,7 +169,7 @@ def plan(table: ExperimentTable, path: Path) -> list[Stage]:
         command = ["eval", "--target", target, "--drafter", drafter, "--label", name, "--out", str(directory)]
         inputs = [*_weights(drafter), *map(Path, tasks)]
         stamp = out / "stamps" / directory.relative_to(out).as_posix().replace("/", "-")
-        stages.append(Stage([*command, *options, *_threads(table)], inputs, stamp))
+        stages.append(Stage([*command, *options, *_threads(table)], inputs, stamp, directory / "results.json"))
         evaluated.append(str(directory))
     compared = ["compare", *evaluated, "--out", str(out / "comparison")]
     if table.draft_cost is not None:
@@ -177,7 +178,7 @@ def plan(table: ExperimentTable, path: Path) -> list[Stage]:
         cost = out / "comparison" / "draft_cost.json"
         command = ["bench-drafters", *named, "--target", target, "--out", str(cost), *_options(table.draft_cost)]
         inputs = [path for drafter in first.values() for path in _weights(drafter)]
-        stages.append(Stage([*command, *_threads(table)], inputs, out / "stamps" / "bench-drafters"))
+        stages.append(Stage([*command, *_threads(table)], inputs, out / "stamps" / "bench-drafters", cost))
         compared += ["--draft-cost", str(cost)]
     return [*stages, Stage(compared, [], None)]
 

@@ -63,10 +63,13 @@ def evaluate(
     """Measure a drafter on task files (JSONL with `turns`) or shipped prompt sets.
 
     Raises:
-        ValueError: a task file is missing or malformed.
+        ValueError: a task file is missing or malformed, or has the name of another.
     """
     policy = policy or FixedPolicy()
     loaded = [(Path(task).stem, load_prompts(task, config.max_samples)) for task in tasks]
+    names = [name for name, _ in loaded]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two task files are called {', '.join(twice)}, and results go by that name: rename one.")
     warm = replace(config, max_new_tokens=min(config.warmup_tokens, config.max_new_tokens))
     for flip in (False, True):
         decode_turns(target, drafter, loaded[0][1][0], warm, policy, flip)

@@ -122,11 +122,16 @@ def load_drafter(directory: str | Path, device: str | torch.device = "cpu") -> C
         config = dialect.from_config(raw)
     except KeyError as error:
         raise ValueError(f"{config_path}: the {dialect.name} dialect needs the field {error}.") from error
+    except (TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{config_path}: a field has a value of the wrong kind ({error}).") from error
     found = read_tensors(directory / "model.safetensors")
     for name in _SHARED:
         found.pop(name, None)
     draft_ids = _draft_ids(found.pop("d2t", None), config.vocab_size, config.draft_vocab_size, directory)
-    drafter = dialect.method.module(config)
+    try:
+        drafter = dialect.method.module(config)
+    except (TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{config_path}: a field has a value of the wrong kind ({error}).") from error
     check_tensors(directory / "model.safetensors", found, drafter.state_dict())
     drafter.load_state_dict({name: _cast(tensor, torch.float32) for name, tensor in found.items()})
     metadata = read_metadata(directory)
