@@ -175,6 +175,12 @@ def test_long_names_that_differ_at_their_ends() -> None:
         compare(pair)
 
 
+def test_a_directory_may_have_an_equals_sign(tmp_path: Path) -> None:
+    directory = save(results("a"), tmp_path / "lr=1" / "eval")
+    assert load_results(str(directory)).label == "a"
+    assert load_results(f"mine={directory}").label == "mine" and load_results(f"mine={directory}").path == directory
+
+
 def test_old_files_are_read() -> None:
     old = load_results(str(OLD / "shipped-greedy"))
     assert old.results.drafter is None and old.drafter.gamma == 7 and old.label == "smollm2-135m-dspark"

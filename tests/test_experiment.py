@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,14 +136,14 @@ def test_a_table_from_prompts_to_the_comparison(
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
     path = write(tmp_path, str(toy / "target"))
 
-    def in_this_process(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
-        assert command[:3] == [sys.executable, "-m", "outrider.cli.main"] and not check
+    def in_this_process(command: list[str]) -> int:
+        assert command[:3] == [sys.executable, "-m", "outrider.cli.main"]
         status, _, stderr = run(*command[3:])
         assert status == 0, stderr
-        return subprocess.CompletedProcess(command, status)
+        return status
 
     stages = plan(load_table(path), path)
-    monkeypatch.setattr(experiment, "subprocess", SimpleNamespace(run=in_this_process))
+    monkeypatch.setattr(experiment, "run_command", in_this_process)
     for stage in stages:
         experiment.run_stage(stage)
     assert [stage.done for stage in stages] == [True] * 10 + [False]
@@ -156,8 +158,7 @@ def test_a_table_from_prompts_to_the_comparison(
 
 def test_a_stage_that_fails_ends_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status = -15
-    fake = SimpleNamespace(run=lambda command, check: subprocess.CompletedProcess(command, status))
-    monkeypatch.setattr(experiment, "subprocess", fake)
+    monkeypatch.setattr(experiment, "run_command", lambda command: status)
     stage = Stage(["train"], [], tmp_path / "stamp", tmp_path / "responses.jsonl")
     with pytest.raises(typer.Exit) as ended:
         experiment.run_stage(stage)
@@ -170,3 +171,35 @@ def test_a_stage_that_fails_ends_the_experiment(tmp_path: Path, monkeypatch: pyt
     assert stage.done
     (tmp_path / "responses.jsonl").unlink()
     assert not stage.done
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stage_has_time_to_save(number: signal.Signals, tmp_path: Path) -> None:
+    """As `outrider train` does: a signal, a second of saving, a status of its own."""
+    saved, ready = tmp_path / "saved", tmp_path / "ready"
+    child = f"""
+import pathlib, signal, sys, time
+def save(*_):
+    time.sleep(0.6)
+    pathlib.Path({str(saved)!r}).touch()
+    sys.exit(3)
+signal.signal(signal.SIGINT, save)
+signal.signal(signal.SIGTERM, save)
+pathlib.Path({str(ready)!r}).touch()
+time.sleep(30)
+"""
+    parent = f"""
+import sys
+from outrider.cli.experiment import run_command
+sys.exit(run_command([sys.executable, "-c", {child!r}]))
+"""
+    process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not ready.exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
+    assert process.wait(30) == 3 and saved.exists()

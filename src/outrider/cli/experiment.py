@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -36,9 +37,27 @@ def run_stage(stage: Stage) -> None:
         typer.Exit: it failed; the status is its own.
         ValueError: it stopped before its work was complete.
     """
-    status = subprocess.run([sys.executable, "-m", "outrider.cli.main", *stage.args], check=False).returncode
+    status = run_command([sys.executable, "-m", "outrider.cli.main", *stage.args])
     if status:
         raise typer.Exit(status if status > 0 else 128 - status)
     if not stage.complete:
         raise ValueError(f"{stage.output} is not complete yet; the same command goes on from there.")
     stage.mark()
+
+
+def run_command(command: list[str]) -> int:
+    """Wait for a child, whatever signal comes: it is the child's to save what it has, and its status counts."""
+    with subprocess.Popen(command) as child:
+
+        def pass_on(number: int, _frame: object) -> None:
+            child.send_signal(number)
+
+        former = {
+            signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),  # the terminal gave it to the child as well
+            signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on),
+        }
+        try:
+            return child.wait()
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)

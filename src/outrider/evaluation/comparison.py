@@ -91,13 +91,19 @@ class Loaded:
         return found.model_copy(update={"label": self.label})
 
 
+def split_label(argument: str) -> tuple[str, str]:
+    """`NAME=WHERE` -> (NAME, WHERE), ("", WHERE) without a name; a directory's own name may contain a `=`."""
+    name, found, where = argument.partition("=")
+    return (name, where) if found and not Path(argument).is_dir() else ("", argument)
+
+
 def load_results(argument: str) -> Loaded:
     """`DIR` or `LABEL=DIR` -> the results in it.
 
     Raises:
         ValueError: no results there, or not such a file.
     """
-    label, named, directory = argument.rpartition("=")
+    label, directory = split_label(argument)
     path = Path(directory) / "results.json"
     if not path.is_file():
         raise ValueError(f"{directory} has no results.json: give directories that outrider eval --out wrote.")
@@ -105,7 +111,7 @@ def load_results(argument: str) -> Loaded:
         results = Results.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
         raise ValueError(f"{path}: not the results of an evaluation ({error.errors()[0]['msg']}).") from error
-    if not named:
+    if not label:
         label = Path(str(results.settings.get("drafter", directory))).name
         label = label if results.drafter is None else results.drafter.label
     return Loaded(label, Path(directory), results)
