@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.drafters.attention import BlockLayout, flex_block_attention, split_attention
+from outrider.drafters.kv import check_heads
 from outrider.drafters.method import BlockInputs, DraftModule, DraftRows
 from outrider.target.lean import rotate, signed_sin
 
@@ -52,11 +53,7 @@ class DFlashConfig:
     def __post_init__(self) -> None:
         if self.gamma < 1:
             raise ValueError(f"block_size {self.block_size} leaves no draft position; use at least 2.")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
-                f"{self.num_key_value_heads}."
-            )
+        check_heads(self)
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}.")
         if self.sliding_window is not None and self.sliding_window < self.block_size:

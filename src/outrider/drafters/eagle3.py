@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from outrider.drafters.attention import split_attention
 from outrider.drafters.dflash import SwiGLU, rope_table
+from outrider.drafters.kv import check_heads
 from outrider.drafters.method import BlockInputs, DraftModule, DraftRows
 from outrider.target.lean import rotate
 
@@ -58,11 +59,7 @@ class Eagle3Config:
     def __post_init__(self) -> None:
         if self.gamma < 1:
             raise ValueError(f"gamma {self.gamma} leaves nothing to draft; use at least 1.")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
-                f"{self.num_key_value_heads}."
-            )
+        check_heads(self)
 
 
 class PairAttention(nn.Module):

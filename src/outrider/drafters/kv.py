@@ -29,6 +29,19 @@ class HeadShapes(Protocol):
     def head_dim(self) -> int: ...
 
 
+def check_heads(config: HeadShapes) -> None:
+    """Query heads divide evenly among key heads.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if config.num_key_value_heads < 1 or config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "
+            f"{config.num_key_value_heads}."
+        )
+
+
 class DraftKV:
     """Room for `slots` rows, in the type and on the device of `like`."""
 

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from outrider.drafters.attention import split_attention
 from outrider.drafters.dflash import SwiGLU, rope_table
+from outrider.drafters.kv import check_heads
 from outrider.drafters.method import BlockInputs, DraftModule, DraftRows
 from outrider.target.lean import rotate
 
@@ -69,11 +70,7 @@ class MTPConfig:
             raise ValueError(
                 f"num_modules {self.num_modules} must be between 1 and gamma {self.gamma}: module k drafts token k."
             )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
-                f"{self.num_key_value_heads}."
-            )
+        check_heads(self)
         if tuple(self.target_layer_ids) != (self.num_target_layers - 1,):
             raise ValueError(
                 f"target_layer_ids {list(self.target_layer_ids)} must be [{self.num_target_layers - 1}]: MTP reads the "
