@@ -37,7 +37,7 @@ class Prompt:
 
     @property
     def chat(self) -> dict[str, Any]:
-        """The same for a server that renders prompts itself: the fields `messages` and, where there are any, `tools`."""
+        """For a server that renders prompts itself: the fields `messages` and, where there are any, `tools`."""
         messages = chat_messages(self.conversation.turns[: len(self.said) + 1], self.said)
         tools = {"tools": list(self.conversation.tools)} if self.conversation.tools else {}
         return {"messages": messages, **tools}

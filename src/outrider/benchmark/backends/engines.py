@@ -107,8 +107,8 @@ def llama_cpp_command(launch: Launch) -> list[str]:
     for path in (launch.target, launch.drafter if launch.drafts else None):
         if path is not None and not path.endswith(".gguf"):
             raise ValueError(
-                f"llama.cpp reads GGUF files, not {path}: convert target and drafter (outrider export DIR --to llama.cpp "
-                "--out OUT says how) and name them: --engine-target T.gguf --engine-drafter D.gguf."
+                f"llama.cpp reads GGUF files, not {path}: convert target and drafter (outrider export DIR --to "
+                "llama.cpp --out OUT says how) and name them: --engine-target T.gguf --engine-drafter D.gguf."
             )
     command = [launch.executable or "llama-server", "-m", launch.target, "--host", "127.0.0.1"]
     command += ["--port", str(launch.port), "--metrics", "-np", str(launch.users)]
