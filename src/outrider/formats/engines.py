@@ -9,8 +9,8 @@
     speculators   speculators   speculators   speculators   speculators   -          speculators
 
 vLLM also loads DFlash, DSpark and EAGLE-3 as their makers publish them (`Engine.also`). Every engine runs DFlash 2
-under DFlash's name: the checkpoint's architecture tells. None of them has it with a reduced draft vocabulary. Embeddings
-that the target multiplies (Gemma's) reach a drafter only where `Engine.scaled` says so.
+under DFlash's name: the checkpoint's architecture tells. None of them has it with a reduced draft vocabulary.
+Embeddings that the target multiplies (Gemma's) reach a drafter only where `Engine.scaled` says so.
 
 Versions looked at: vLLM 0.32, SGLang 0.5.23 (DFlash 2 is in it since 0.5.19), llama.cpp of build 11434, dflash 0.1.0,
 speculators 0.9.0.
@@ -86,7 +86,7 @@ class Engine:
         known = [each.name for each in (self.dialects[name], self.also.get(name)) if each is not None]
         if dialect.name not in known:
             raise ValueError(
-                f"{self.name} does not load a {name} drafter in the dialect {dialect.name}, only in "
+                f"{self.name} does not load {name} drafters in the dialect {dialect.name}, only in "
                 f"{' or '.join(known)}: export it first (outrider export DIR --to {self.name} --out OUT)."
             )
 
