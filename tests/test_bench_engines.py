@@ -147,7 +147,7 @@ def test_drafters_of_other_makers_are_launched_and_their_types_told(toy: Path, t
 
 
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
-    ("vllm", "eagle3", {}, "does not load eagle3 drafters in the dialect Outrider, only in speculators or EAGLE-3: export it"),
+    ("vllm", "eagle3", {}, "not load eagle3 drafters in the dialect Outrider, only in speculators or EAGLE-3: export"),
     ("vllm", "medusa", {}, r"in the dialect Outrider, only in Medusa: export it first .outrider export DIR --to vllm"),
     ("vllm", "mtp", {}, "no dialect there carries a mtp drafter"),
     ("vllm", "dspark", {"markov_head_type": "rnn"}, "markov_head_type 'rnn' is not served there"),
