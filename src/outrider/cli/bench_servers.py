@@ -155,18 +155,17 @@ def _drafting(launch: Launch, engine: str, choice: DrafterChoice, target: str) -
     """
     if choice.directory is not None:
         return _trained(launch, engine, choice.directory, target)
-    gamma = choice.gamma or (NgramConfig.gamma if choice.kind == "ngram" else StandaloneConfig.gamma)
-    drafter = launch.drafter
-    if choice.kind == "lm" and drafter is None:
-        drafter = choice.where if engine == _GGUF else str(resolve_model(choice.where))
-    return replace(launch, algorithm=choice.kind, drafts=gamma, drafter=drafter)
+    if choice.kind == "ngram":
+        return replace(launch, algorithm="ngram", drafts=choice.gamma or NgramConfig.gamma, drafter=None)
+    drafter = launch.drafter or (choice.where if engine == _GGUF else str(resolve_model(choice.where)))
+    return replace(launch, algorithm=choice.kind, drafts=choice.gamma or StandaloneConfig.gamma, drafter=drafter)
 
 
 def _trained(launch: Launch, engine: str, directory: Path, target: str) -> Launch:
+    """As `_drafting`, for a directory; `target` says how deep it is where config.json does not."""
     parts = read_parts(directory, count_layers(target))
     empty_module(parts, directory)
-    name = parts.method.name
-    served = engine_of(engine)
+    name, served = parts.method.name, engine_of(engine)
     try:
         if launch.drafter is None and engine != _GGUF:
             served.check_loads(parts, read_config(directory)[1])
@@ -174,6 +173,10 @@ def _trained(launch: Launch, engine: str, directory: Path, target: str) -> Launc
             served.limits(parts, parts.embedding_scale or 1.0)
     except ValueError as error:
         raise ValueError(f"--launch with the drafter {directory}: {error}") from error
-    drafter, reduced = launch.drafter or str(directory), parts.draft_ids_Vd is not None
-    gamma = int(parts.config.gamma)
-    return replace(launch, algorithm=name, drafts=gamma, drafter=drafter, reduced_vocabulary=reduced)
+    return replace(
+        launch,
+        algorithm=name,
+        drafts=parts.config.gamma,
+        drafter=launch.drafter or str(directory),
+        reduced_vocabulary=parts.draft_ids_Vd is not None,
+    )
