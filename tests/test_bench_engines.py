@@ -129,10 +129,10 @@ def test_running_servers(toy: Path, tmp_path: Path) -> None:  # noqa: F811
     assert isinstance(both.exception, ValueError) and "leave out --base-url" in str(both.exception)
 
 
-def launch(toy: Path, out: Path, drafter: Path, kind: str, *more: object) -> Result:
+def launch(directory: Path, out: Path, drafter: Path, kind: str, *more: object) -> Result:
     """A fake engine of that kind under two short requests; the last --drafter counts."""
-    engine = ["--backend", kind, "--launch", "--engine-command", executable(toy / "engine"), "--concurrency", 1]
-    return run(toy, out, *engine, "--drafter", drafter, "--max-new-tokens", 3, *more)
+    engine = ["--backend", kind, "--launch", "--engine-command", executable(directory / "engine"), "--concurrency", 1]
+    return run(directory, out, *engine, "--drafter", drafter, "--max-new-tokens", 3, *more)
 
 
 def test_drafters_of_other_makers_are_launched_and_their_types_told(toy: Path, tmp_path: Path) -> None:  # noqa: F811

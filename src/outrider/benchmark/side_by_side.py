@@ -37,9 +37,7 @@ def side_by_side(directories: Sequence[Path]) -> list[tuple[str, ...]]:
                 "alike, on one machine."
             )
     rows = [
-        (point.level, _row(sweep, point, _baseline(sweep, point.level)))
-        for sweep in sweeps
-        for point in sweep.points
+        (point.level, _row(sweep, point, _baseline(sweep, point.level))) for sweep in sweeps for point in sweep.points
     ]
     return [row for _, row in sorted(rows, key=lambda entry: entry[0])]
 

@@ -125,9 +125,7 @@ def bench_command(
             engine_target, engine_drafter, engine_dtype, startup_timeout,
         )  # fmt: skip
         room = partial(work.room, max(users.values()))
-        return choose_servers(
-            backend, options, known, pick, names, work.chat_of, thinking, room, out / "logs", device
-        )
+        return choose_servers(backend, options, known, pick, names, work.chat_of, thinking, room, out / "logs", device)
 
     with join(device) as ranks, ExitStack() as stack:
         console = Console(quiet=not ranks.main)
