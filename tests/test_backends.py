@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,17 +12,19 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import fake_engine
 import pytest
 import torch
 from conftest import TOY_CONFIGS
+from dialect_toys import made
 from fake_engine import FakeEngine, response, serving
 from test_text import byte_tokenizer
-from transformers import LlamaForCausalLM
+from transformers import GenerationConfig, LlamaForCausalLM
 
 from outrider.benchmark.arrivals import ClosedLoop, WallClock
-from outrider.benchmark.backends.engines import ENGINES, Launch
+from outrider.benchmark.backends.engines import SERVERS, Launch
 from outrider.benchmark.backends.launch import free_port, launched
 from outrider.benchmark.backends.mlx import mlx_source
 from outrider.benchmark.backends.prometheus import MetricNames, acceptance_between, read_metrics
@@ -29,14 +32,17 @@ from outrider.benchmark.backends.sequential import SequentialBackend
 from outrider.benchmark.backends.server import Endpoint, ServerBackend
 from outrider.benchmark.backends.sources import ServerSource, running_servers, transformers_source
 from outrider.benchmark.backends.stream import parse_event
+from outrider.benchmark.backends.transformers_models import load_causal_lm
 from outrider.benchmark.frontier import Sweep, run_sweep
 from outrider.benchmark.journal import Journal
 from outrider.benchmark.load import LoadConfig, Window, run_load
 from outrider.benchmark.metrics import Sla, summarise
 from outrider.decoding import StopRules
 from outrider.engine import Request
+from outrider.formats.drafting_flags import NAMES
+from outrider.formats.engines import engine_of
 
-ENGINE = {engine.name: engine for engine in ENGINES}
+ENGINE = {engine.name: engine for engine in SERVERS}
 LEAST = Sla(600.0, 0.0)
 PROMPTS = [[70 + i, 80, 90] for i in range(6)]
 
@@ -76,6 +82,7 @@ def test_events() -> None:
         ('data: {"error": {"message": "full"}}', "the server says.*full"),
         ("data: {not json", "not an event"),
         ('data: {"choices": 3}', "not an event"),
+        ('data: {"choices": [{"delta": {"tool_calls": [{"index": 0}]}}]}', "without a tool call parser"),
         ('data: {"choices": [], "metrics": {"speculative_decoding": {"x": 1}}}', "not an event"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -117,6 +124,9 @@ def test_a_server_under_load(style: str, kind: str) -> None:
             found.tau is not None and 1 < found.tau <= 3 and found.acceptance is not None and 0 < found.acceptance < 1
         )
     assert all(("return_token_ids" in body) == (kind == "vllm") for body in engine.bodies)
+    neutral = {"vllm": ("repetition_penalty", 1.0), "llama.cpp": ("repeat_penalty", 1.0)}.get(kind)
+    assert neutral is None or all(neutral in body.items() for body in engine.bodies)
+    assert all(("presence_penalty" in body) == (kind != "openai") for body in engine.bodies)
 
 
 def test_text_servers_are_compared_by_their_whole_text() -> None:
@@ -131,15 +141,21 @@ def test_text_servers_are_compared_by_their_whole_text() -> None:
     assert [served.tokens for served in merged.requests] == 4 * [as_text(b"abc")]
 
 
-def said_by_user(tokens: Sequence[int]) -> list[dict[str, str]]:
-    return [{"role": "user", "content": str(tokens[0])}]
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+
+
+def said_by_user(tokens: Sequence[int]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": str(tokens[0])}], "tools": TOOLS}
 
 
 def test_chat_servers_get_messages_and_the_thinking_mode() -> None:
     with serving(FakeEngine()) as engine:
-        window = load(endpoint(engine, messages_of=said_by_user, thinking=True))
+        window = load(endpoint(engine, chat_of=said_by_user, thinking=True))
+        load(endpoint(engine, chat_of=said_by_user, thinking=None), requests=1)
     assert len(window.requests) == 4 and all("prompt" not in body for body in engine.bodies)
     assert engine.bodies[0]["chat_template_kwargs"] == {"enable_thinking": True}
+    assert "chat_template_kwargs" not in engine.bodies[-1], "not every server knows the field"
+    assert all(body["tools"] == TOOLS for body in engine.bodies)
     assert {body["messages"][0]["content"] for body in engine.bodies} <= {str(prompt[0]) for prompt in PROMPTS}
 
 
@@ -256,7 +272,7 @@ def test_engines_that_do_not_start(tmp_path: Path, behaviour: str, timeout: floa
         pass
 
 
-@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_signals_end_the_engine_too(tmp_path: Path, ending: signal.Signals) -> None:
     port, worker = free_port(), tmp_path / "ids"
     script = (
@@ -287,27 +303,51 @@ def test_commands() -> None:
     assert config == {"method": "dspark", "num_speculative_tokens": 7, "model": "D"}
     assert ENGINE["vllm"].command(launch(executable="vllm"))[:3] == ["vllm", "serve", "T"]
     assert vllm[vllm.index("--max-model-len") + 1] == "116", "room for the longest and two drafts"
-    assert "enable_weights_track" in " ".join(ENGINE["vllm"].command(launch("medusa"))) and "track" not in " ".join(
-        vllm
-    )
+    assert "--no-enable-prefix-caching" in vllm
+    for reduced in (False, True):
+        medusa = " ".join(ENGINE["vllm"].command(launch("medusa", reduced_vocabulary=reduced)))
+        assert ("enable_weights_track" in medusa) == reduced
+    assert ENGINE["vllm"].environment(launch("dspark"))["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    for other in (launch("dspark", 0), launch("eagle3")):
+        assert set(ENGINE["vllm"].environment(other)) == {"VLLM_NO_USAGE_STATS"}
     ngram = ENGINE["vllm"].command(launch("ngram", drafter=None))
     assert json.loads(ngram[ngram.index("--speculative-config") + 1])["method"] == "ngram"
     sglang = " ".join(ENGINE["sglang"].command(launch("eagle3", 5)))
-    assert "--speculative-algorithm EAGLE3 --speculative-num-draft-tokens 6 --speculative-draft-model-path D" in sglang
-    assert "--speculative-num-steps 5 --speculative-eagle-topk 1" in sglang and "--enable-metrics" in sglang
-    assert "num-steps" not in " ".join(ENGINE["sglang"].command(launch("dflash")))
+    assert "--speculative-draft-model-path D --speculative-algorithm EAGLE3 --speculative-num-steps 5" in sglang
+    assert "--speculative-eagle-topk 1 --speculative-num-draft-tokens 6" in sglang
+    assert "--enable-metrics" in sglang and "--disable-radix-cache" in sglang
+    for algorithm, flag in (("dflash", "--speculative-dflash-block-size 8"), ("dspark", "-dspark-block-size 7")):
+        block = " ".join(ENGINE["sglang"].command(launch(algorithm)))
+        assert block.endswith(flag), "DSpark's block counts drafts, DFlash's the anchor too"
     llama = " ".join(ENGINE["llama.cpp"].command(launch("dflash", target="t.gguf", drafter="d.gguf")))
-    assert llama.startswith("llama-server -m t.gguf") and llama.endswith("--spec-draft-n-max 7 -md d.gguf")
-    assert "--metrics -np 4 -c 464 --spec-type draft-dflash" in llama
+    assert llama.startswith("llama-server -m t.gguf") and "--metrics -np 4 -c 464 --no-cache-prompt" in llama
+    assert llama.endswith("-md d.gguf --spec-type draft-dflash --spec-draft-n-max 7")
     for name in ("vllm", "sglang", "llama.cpp"):
         plain = " ".join(ENGINE[name].command(launch(drafts=0, target="t.gguf")))
         assert "spec" not in plain and " D" not in plain and "8" in plain
         with pytest.raises(ValueError, match=f"{name} has no drafters of kind hydra; it knows"):
             ENGINE[name].command(launch("hydra", target="t.gguf", drafter="d.gguf"))
-    with pytest.raises(ValueError, match="reads GGUF files, not T"):
+    with pytest.raises(ValueError, match=r"reads GGUF files, not T.*--engine-target T\.gguf --engine-drafter D\.gguf"):
         ENGINE["llama.cpp"].command(launch())
     with pytest.raises(ValueError, match="start it yourself"):
         ENGINE["openai"].command(launch())
+
+
+@pytest.mark.parametrize(("name", "method"), [(name, method) for name in NAMES for method in engine_of(name).dialects])
+def test_a_launched_engine_drafts_as_an_exports_command_says(name: str, method: str) -> None:
+    parts = made(method).parts()
+    given = launch(method, parts.config.gamma, target="t.gguf", drafter="drafter.gguf")
+    words = shlex.split(engine_of(name).serve(parts, "drafter.gguf", "t.gguf")[-1])
+    first = next(word for word in words if word in ("--speculative-config", "--speculative-draft-model-path", "-md"))
+    flags = words[words.index(first) :]
+    assert " ".join(flags) in " ".join(ENGINE[name].command(given)) and len(flags) > 1
+    variables = dict(word.split("=", 1) for word in words if word.startswith("VLLM_"))
+    assert variables.items() <= ENGINE[name].environment(given).items()
+
+
+def test_what_can_be_launched_and_not_exported() -> None:
+    more = {name: set(NAMES[name]) - set(engine_of(name).dialects) for name in NAMES}
+    assert more == {"vllm": {"lm", "ngram"}, "sglang": {"lm", "ngram"}, "llama.cpp": {"lm", "ngram", "eagle3"}}
 
 
 def by_threes(prompt: Sequence[int], most: int) -> Iterator[list[int]]:
@@ -356,6 +396,20 @@ def test_transformers_own_generate(models: tuple[LlamaForCausalLM, LlamaForCausa
     first = said["none"][0]
     assert source.compare(PROMPTS[0], first, first) == "same"
     assert source.compare(PROMPTS[0], first, [(first[0] + 1) % 40, *first[1:]]) == "mismatch"
+
+
+def test_transformers_decodes_without_the_penalties_of_a_models_files(
+    models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path
+) -> None:
+    model = models[0]
+    plain = list(transformers_source(model, [1], 3, None).decoders["none"](PROMPTS[0], 12))
+    model.save_pretrained(tmp_path)
+    GenerationConfig(repetition_penalty=9.0).save_pretrained(tmp_path)
+    found = load_causal_lm(str(tmp_path), "cpu", torch.float32)
+    penalised = LlamaForCausalLM.from_pretrained(tmp_path)
+    for decoded, same in ((found, True), (penalised, False)):
+        said = list(transformers_source(decoded, [1], 3, None).decoders["none"](PROMPTS[0], 12))
+        assert (said == plain) == same
 
 
 def test_cancelling_transformers(models: tuple[LlamaForCausalLM, LlamaForCausalLM]) -> None:

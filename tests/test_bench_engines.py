@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from dialect_toys import FACTS, VD, changed, made
 from fake_engine import FakeEngine, serving
 from share_worker import work
 from test_backends import processes, wait_until_gone
@@ -21,12 +24,16 @@ from typer.testing import CliRunner, Result
 from outrider.benchmark.backends.sequential import SequentialBackend
 from outrider.benchmark.frontier import responses
 from outrider.benchmark.journal import Journal
-from outrider.benchmark.prompts import mixed_prompts
+from outrider.benchmark.prompts import Prompt, mixed_prompts
 from outrider.benchmark.shares import Share
 from outrider.benchmark.side_by_side import side_by_side
 from outrider.benchmark.summary import Frontier
 from outrider.benchmark.workload import Workload
 from outrider.cli import bench
+from outrider.data.conversations import Conversation
+from outrider.formats import save_drafter
+from outrider.formats.engines import engine_of
+from outrider.formats.export import export_drafter
 from outrider.training.ranks import ALONE, Ranks
 
 
@@ -99,20 +106,92 @@ def test_running_servers(toy: Path, tmp_path: Path) -> None:  # noqa: F811
         urls = ["--base-url", fast.url + "/v1", "--baseline-url", plain.url]
         done = run(toy, tmp_path / "a", "--backend", "openai", "--concurrency", 2, *urls, "--chat", "--thinking")
         alone = run(toy, tmp_path / "b", "--backend", "openai", "--concurrency", 2, "--base-url", fast.url)
+    with serving(FakeEngine(style="openai")) as unasked:
+        calm = run(toy, tmp_path / "d", "--backend", "openai", "--concurrency", 1, "--base-url", unasked.url, "--chat")
     assert done.exit_code == 0 and alone.exit_code == 0, (done.output, done.exception, alone.exception)
+    assert calm.exit_code == 0, calm.exception
     points = Journal(tmp_path / "a", json.loads((tmp_path / "a" / "settings.json").read_text())).points
     assert [(p.variant, p.same, p.metrics.tau) for p in points] == [("none", 3, None), ("speculative", 3, None)]
-    assert all("messages" in body for body in plain.bodies)
+    assert all("messages" in body and "chat_template_kwargs" in body for body in plain.bodies)
+    assert not any("chat_template_kwargs" in body for body in unasked.bodies), "a field that some servers refuse"
     assert [p.variant for p in Frontier.load(tmp_path / "b" / "frontier.json").points] == ["speculative"]
     rows = side_by_side([tmp_path / "a"])
-    assert [row[:3] for row in rows] == [("openai", "none", "2"), ("openai", "speculative", "2")]
+    assert [row[:3] for row in rows] == [("openai (chat)", "none", "2"), ("openai (chat)", "speculative", "2")]
+    assert [row[3] for row in rows] == ["", ""] and side_by_side([tmp_path / "b"])[0][0] == "openai"
     assert rows[0][-2:] == ("", "1.00") and float(rows[1][-1]) > 0
     with pytest.raises(ValueError, match=r"b was not measured as .*a was: thinking differ"):
         side_by_side([tmp_path / "a", tmp_path / "b"])
     missing = run(toy, tmp_path / "c", "--backend", "sglang")
     assert isinstance(missing.exception, ValueError) and "name a running server" in str(missing.exception)
+    started = run(toy, tmp_path / "c", "--backend", "openai", "--launch")
+    assert isinstance(started.exception, ValueError) and "start it yourself" in str(started.exception)
     both = run(toy, tmp_path / "c", "--backend", "vllm", "--launch", "--base-url", "http://x")
     assert isinstance(both.exception, ValueError) and "leave out --base-url" in str(both.exception)
+
+
+def launch(directory: Path, out: Path, drafter: Path, kind: str, *more: object) -> Result:
+    """A fake engine of that kind under two short requests; the last --drafter counts."""
+    engine = ["--backend", kind, "--launch", "--engine-command", executable(directory / "engine"), "--concurrency", 1]
+    return run(directory, out, *engine, "--drafter", drafter, "--max-new-tokens", 3, *more)
+
+
+def test_drafters_of_other_makers_are_launched_and_their_types_told(toy: Path, tmp_path: Path) -> None:  # noqa: F811
+    drafter = tmp_path / "drafter"
+    export_drafter(made("eagle3"), engine_of("vllm"), drafter, FACTS)
+    changed(drafter, {"outrider": None})  # nothing of ours says how deep the target is
+    done = launch(toy, tmp_path / "out", drafter, "vllm", "--engine-dtype", "bfloat16")
+    assert done.exit_code == 0, (done.output, done.exception)
+    log = (tmp_path / "out" / "logs" / "vllm-fixed-4.log").read_text()
+    assert '"method": "eagle3"' in log and str(drafter) in log and "--dtype bfloat16" in log
+    assert {row[3] for row in side_by_side([tmp_path / "out"])} == {"bfloat16"}
+
+
+REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
+    ("vllm", "eagle3", {}, "not load eagle3 drafters in the dialect Outrider, only in speculators or EAGLE-3: export"),
+    ("vllm", "medusa", {}, r"in the dialect Outrider, only in Medusa: export it first .outrider export DIR --to vllm"),
+    ("vllm", "mtp", {}, "no dialect there carries a mtp drafter"),
+    ("vllm", "dspark", {"markov_head_type": "rnn"}, "markov_head_type 'rnn' is not served there"),
+    ("sglang", "dflash", {"draft_vocab_size": VD}, "draft_vocab_size 40 and its tensor d2t have no place there"),
+    ("sglang", "medusa", {}, "no dialect there carries a medusa drafter"),
+    ("llama.cpp", "dspark", {}, r"reads GGUF files, not .*--engine-drafter D\.gguf"),
+    ("llama.cpp", "hydra", {}, "llama.cpp has no drafters of kind hydra"),
+]
+
+
+@pytest.mark.parametrize(("kind", "method", "change", "message"), REFUSED)
+def test_what_an_engine_does_not_load_is_said_before_anything_is_started(
+    toy: Path,  # noqa: F811
+    tmp_path: Path,
+    kind: str,
+    method: str,
+    change: dict[str, Any],
+    message: str,
+) -> None:
+    save_drafter(made(method, **change), tmp_path / "drafter")
+    files = ["--engine-target", "t.gguf"] if kind == "llama.cpp" else []
+    files += ["--engine-drafter", "d.gguf"] if method == "hydra" else []
+    refused = launch(toy, tmp_path / "out", tmp_path / "drafter", kind, *files)
+    assert isinstance(refused.exception, ValueError)
+    assert re.search(message, str(refused.exception)), refused.exception
+    assert not (tmp_path / "out").exists(), "neither a journal nor the log of an engine"
+
+
+def test_what_stands_for_a_drafter_is_held_to_the_same_limits(toy: Path, tmp_path: Path) -> None:  # noqa: F811
+    save_drafter(made("eagle3"), tmp_path / "eagle3")
+    save_drafter(made("dspark", markov_head_type="gated"), tmp_path / "gated")
+    done = launch(toy, tmp_path / "out", tmp_path / "eagle3", "vllm", "--engine-drafter", "exported/elsewhere")
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "exported/elsewhere" in (tmp_path / "out" / "logs" / "vllm-fixed-4.log").read_text()
+    refused = launch(toy, tmp_path / "other", tmp_path / "gated", "vllm", "--engine-drafter", "exported/elsewhere")
+    assert isinstance(refused.exception, ValueError) and "'gated' is not served there" in str(refused.exception)
+
+
+def test_tools_go_to_chat_servers_with_their_messages(tmp_path: Path) -> None:
+    conversation = Conversation("a", ("look",), ({"type": "function", "function": {"name": "look"}},))
+    assert Prompt("a", (1,), conversation).chat == {
+        "messages": [{"role": "user", "content": "look"}], "tools": list(conversation.tools),
+    }  # fmt: skip
+    assert "tools" not in Prompt("a", (1,), replace(conversation, tools=())).chat
 
 
 def conversations(directory: Path) -> Path:
@@ -136,12 +215,12 @@ def test_later_turns_follow_the_baseline_answers(tmp_path: Path) -> None:
     before = load.longest
     load.grow(tokenizer, False, respond)
     assert asked == [(1, 2), (2, 1)] and before >= load.longest == max(map(len, load.prompts))
-    turns = {prompt.name: [str(m["content"]) for m in prompt.messages] for prompt in load.asked}
+    turns = {prompt.name: [str(m["content"]) for m in prompt.chat["messages"]] for prompt in load.asked}
     assert turns["chats/a"] == ["1"] and turns["chats/a#2"] == ["1", "r1", "2"] and len(turns) == 6
     assert turns["chats/a#3"] == ["1", "r1", "2", "r2", "3"] and turns["chats/c#2"] == ["5", "r1", "6"]
     names = [prompt.name for prompt in load.asked]
     assert names.index("chats/a#2") == names.index("chats/a") + 1, "a conversation's turns stay together"
-    assert load.messages_of(load.prompts[1]) == load.asked[1].messages and load.room(3) == (3, load.longest + 4)
+    assert load.chat_of(load.prompts[1]) == load.asked[1].chat and load.room(3) == (3, load.longest + 4)
 
 
 def test_the_thinking_mode_reaches_the_template(tmp_path: Path) -> None:

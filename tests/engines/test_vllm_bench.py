@@ -109,6 +109,8 @@ def test_a_launched_engine_is_measured_with_and_without_its_drafter(exported: Pa
     assert wait_until_gone(sorted(started))
 
     gamma = load_drafter(exported / "vllm").drafter.config.gamma
+    logs = [(tmp_path / "logs" / f"vllm-{variant}.log").read_text() for variant in ("none", f"fixed-{gamma}")]
+    assert all("enable_prefix_caching=False" in log for log in logs), "counted prompts are asked for several times"
     plain, drafted = Journal(tmp_path, json.loads((tmp_path / "settings.json").read_text())).points
     assert (plain.variant, drafted.variant) == ("none", f"fixed-{gamma}") and drafted.variant in printed
     for point in (plain, drafted):

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from outrider.data.chat import render, response_text
-from outrider.data.conversations import Conversation, Message, chat_messages
+from outrider.data.conversations import Conversation, chat_messages
 from outrider.data.prompts import load_prompts
 
 
@@ -35,9 +36,11 @@ class Prompt:
         return len(self.said) == turn - 1 and len(self.conversation.turns) > turn
 
     @property
-    def messages(self) -> list[Message]:
-        """The same for a server that renders prompts itself."""
-        return chat_messages(self.conversation.turns[: len(self.said) + 1], self.said)
+    def chat(self) -> dict[str, Any]:
+        """For a server that renders prompts itself: the fields `messages` and, where there are any, `tools`."""
+        messages = chat_messages(self.conversation.turns[: len(self.said) + 1], self.said)
+        tools = {"tools": list(self.conversation.tools)} if self.conversation.tools else {}
+        return {"messages": messages, **tools}
 
 
 def mixed_prompts(

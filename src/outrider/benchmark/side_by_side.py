@@ -1,8 +1,11 @@
 """Sweeps of several engines in one table: the same target, prompts and lengths, each against its own baseline.
 
-engine        variant    load   tok/s   user   TTFT   gap   tau   x none
-local         fixed-7       1    41.2   41.9    88    51   2.31    1.62
-transformers  none          1    17.0   ...                       1.00
+engine        variant    load      type   tok/s   user   TTFT   gap   tau   x none
+local         fixed-7       1   float32    41.2   41.9    88    51   2.31    1.62
+transformers  none          1   float32    17.0   ...                       1.00
+
+Two things are told, not refused: the type of the weights, which MLX and GGUF files choose themselves, and whether a
+server rendered the prompts from messages ("chat") with the template it has.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from pathlib import Path
 from outrider.benchmark.summary import Frontier, PointSummary
 from outrider.benchmark.variants import NO_SPECULATION
 
-HEADINGS = ("engine", "variant", "load", "tok/s", "user", "TTFT ms", "gap ms", "tau", "x none")
+HEADINGS = ("engine", "variant", "load", "type", "tok/s", "user", "TTFT ms", "gap ms", "tau", "x none")
 _SAME = ("target", "prompts_sha256", "max_new_tokens", "thinking", "turns", "arrivals", "device")
 
 
@@ -34,9 +37,7 @@ def side_by_side(directories: Sequence[Path]) -> list[tuple[str, ...]]:
                 "alike, on one machine."
             )
     rows = [
-        (point.level, _row(str(sweep.settings["backend"]), point, _baseline(sweep, point.level)))
-        for sweep in sweeps
-        for point in sweep.points
+        (point.level, _row(sweep, point, _baseline(sweep, point.level))) for sweep in sweeps for point in sweep.points
     ]
     return [row for _, row in sorted(rows, key=lambda entry: entry[0])]
 
@@ -45,11 +46,13 @@ def _baseline(sweep: Frontier, level: float) -> float | None:
     return next((p.throughput for p in sweep.points if (p.variant, p.level) == (NO_SPECULATION, level)), None)
 
 
-def _row(engine: str, point: PointSummary, plain: float | None) -> tuple[str, ...]:
+def _row(sweep: Frontier, point: PointSummary, plain: float | None) -> tuple[str, ...]:
     def shown(figure: str, scale: float, form: str) -> str:
         found = point.median(figure)
         return "" if found is None else format(scale * found, form)
 
     ratio = "" if plain is None else f"{point.throughput / plain:.2f}"
     figures = shown("user_p50", 1, ".1f"), shown("ttft_p50", 1e3, ".0f"), shown("gap_p50", 1e3, ".0f")
-    return engine, point.variant, f"{point.level:g}", f"{point.throughput:.1f}", *figures, shown("tau", 1, ".2f"), ratio
+    engine = f"{sweep.settings['backend']}{' (chat)' if sweep.settings.get('chat') else ''}"
+    measured = engine, point.variant, f"{point.level:g}", sweep.settings.get("dtype") or ""
+    return *measured, f"{point.throughput:.1f}", *figures, shown("tau", 1, ".2f"), ratio

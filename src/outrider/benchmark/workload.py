@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,7 +12,6 @@ from outrider.benchmark.backends.sources import Source
 from outrider.benchmark.frontier import Sweep, responses, run_sweep
 from outrider.benchmark.journal import Journal
 from outrider.benchmark.prompts import Prompt, with_next_turn
-from outrider.data.conversations import Message
 from outrider.training.ranks import Ranks
 
 Respond = Callable[[int, Sequence[Sequence[int]]], list[list[int]]]  # (turn, prompts) -> the baseline's answers
@@ -42,10 +42,10 @@ class Workload:
         """(users, tokens of the longest request)"""
         return users, self.longest + self._most
 
-    def messages_of(self, tokens: Sequence[int]) -> list[Message]:
-        """The messages that a prompt of ours is made of."""
+    def chat_of(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """The messages and tools that a prompt of ours is made of."""
         wanted = tuple(tokens)
-        return next(prompt.messages for prompt in self.asked if prompt.tokens == wanted)
+        return next(prompt.chat for prompt in self.asked if prompt.tokens == wanted)
 
     def grow(self, tokenizer: PreTrainedTokenizerBase, thinking: bool, respond: Respond) -> None:
         """Add the later turns."""

@@ -20,17 +20,10 @@ from outrider.benchmark.prompts import mixed_prompts
 from outrider.benchmark.summary import Frontier
 from outrider.benchmark.variants import KNOWN
 from outrider.benchmark.workload import Workload, run_workload
-from outrider.cli.backends import (
-    ONE_AT_A_TIME,
-    Chosen,
-    Kind,
-    ServerOptions,
-    choose_mlx,
-    choose_servers,
-    choose_transformers,
-)
+from outrider.cli.backends import ONE_AT_A_TIME, Chosen, Kind, choose_mlx, choose_transformers
 from outrider.cli.bench_local import choose_local
 from outrider.cli.bench_report import report
+from outrider.cli.bench_servers import API_KEY, EngineType, ServerOptions, choose_servers
 from outrider.cli.drafters import AUTO, CHOICES, DrafterChoice, require_drafter, warn_of_thinking
 from outrider.cli.options import TREE, choose_tree, counting, split_names, split_numbers
 from outrider.cli.runtime import load, set_up
@@ -74,16 +67,19 @@ def bench_command(
     token_budget: Annotated[int, typer.Option(min=1, help="most rows of one forward (local)")] = 512,
     sla_ttft: Annotated[float, typer.Option(help="seconds to the first token")] = Sla.ttft,
     sla_tokens_per_second: Annotated[float, typer.Option(help="of each user")] = Sla.tokens_per_second,
-    base_url: Annotated[str | None, typer.Option(help="server that speculates")] = None,
+    base_url: Annotated[str | None, typer.Option(help=f"server that speculates; its key, if any, in {API_KEY}")] = None,
     baseline_url: Annotated[str | None, typer.Option(help="the same server without speculation")] = None,
     served_model: Annotated[str | None, typer.Option(help="the target's name on the servers")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="servers that render prompts themselves")] = False,
     launch: Annotated[bool, typer.Option("--launch", help="start the engine, and stop it whatever happens")] = False,
+    engine_dtype: Annotated[
+        EngineType | None, typer.Option(help="of a started engine; float32 with --device cpu, bfloat16 with others")
+    ] = None,
     engine_python: Annotated[str, typer.Option(help="python of the engine's environment")] = sys.executable,
     engine_command: Annotated[str | None, typer.Option(help="the engine's own command instead")] = None,
     engine_args: Annotated[str, typer.Option(help="further flags, as one string")] = "",
-    engine_target: Annotated[str | None, typer.Option(help="what it loads instead of --target (a .gguf file)")] = None,
-    engine_drafter: Annotated[str | None, typer.Option(help="... and instead of --drafter")] = None,
+    engine_target: Annotated[str | None, typer.Option(help="what it loads instead of --target, as T.gguf")] = None,
+    engine_drafter: Annotated[str | None, typer.Option(help="... and instead of --drafter, as D.gguf")] = None,
     startup_timeout: Annotated[float, typer.Option(help="seconds until a started engine must serve")] = 600.0,
     assistant: Annotated[str | None, typer.Option(help="smaller model of variant assisted (transformers)")] = None,
     prompt_lookup: Annotated[int, typer.Option(min=1, help="tokens copied per round (transformers)")] = 10,
@@ -126,12 +122,10 @@ def bench_command(
             return choose_mlx(target, pick(), names)
         options = ServerOptions(
             base_url, baseline_url, served_model, chat, launch, engine_python, engine_command, engine_args,
-            engine_target, engine_drafter, startup_timeout,
+            engine_target, engine_drafter, engine_dtype, startup_timeout,
         )  # fmt: skip
         room = partial(work.room, max(users.values()))
-        return choose_servers(
-            backend, options, known, pick, names, work.messages_of, thinking, room, out / "logs", device
-        )
+        return choose_servers(backend, options, known, pick, names, work.chat_of, thinking, room, out / "logs", device)
 
     with join(device) as ranks, ExitStack() as stack:
         console = Console(quiet=not ranks.main)

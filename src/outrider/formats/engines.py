@@ -8,8 +8,9 @@
     deepspec      DeepSpec      -             DeepSpec
     speculators   speculators   speculators   speculators   speculators   -          speculators
 
-Every engine runs DFlash 2 under DFlash's name: the checkpoint's architecture tells. None of them has it with a reduced
-draft vocabulary. Embeddings that the target multiplies (Gemma's) reach a drafter only where `Engine.scaled` says so.
+vLLM also loads DFlash, DSpark and EAGLE-3 as their makers publish them (`Engine.also`). Every engine runs DFlash 2
+under DFlash's name: the checkpoint's architecture tells. None of them has it with a reduced draft vocabulary.
+Embeddings that the target multiplies (Gemma's) reach a drafter only where `Engine.scaled` says so.
 
 Versions looked at: vLLM 0.32, SGLang 0.5.23 (DFlash 2 is in it since 0.5.19), llama.cpp of build 11434, dflash 0.1.0,
 speculators 0.9.0.
@@ -17,10 +18,9 @@ speculators 0.9.0.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from outrider.formats import engine_limits as limits
 from outrider.formats.dialect import Dialect, Parts, TargetFacts, Written
@@ -30,6 +30,7 @@ from outrider.formats.dialects.medusa import MedusaDialect
 from outrider.formats.dialects.speculators import Speculators
 from outrider.formats.dialects.zlab import ZLab
 from outrider.formats.dialects.zlab2 import ZLab2
+from outrider.formats.drafting_flags import Drafting, llama_cpp_flags, sglang_flags, vllm_environment, vllm_flags
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Engine:
             sentence each.
         finish: what the engine reads otherwise than the dialect's maker.
         scaled: methods that are given a target's embeddings with the factor that the target multiplies them by.
+        also: further dialects of its methods, which it loads as their makers wrote them.
     """
 
     name: str
@@ -51,9 +53,13 @@ class Engine:
     check: Callable[[Parts], list[str]] = lambda parts: []
     finish: Callable[[Written], Written] = lambda written: written
     scaled: Collection[str] = ()
+    also: Mapping[str, Dialect] = field(default_factory=dict)
 
-    def write(self, parts: Parts, target: TargetFacts | None) -> Written:
-        """The checkpoint this engine loads.
+    def limits(self, parts: Parts, factor: float) -> list[str]:
+        """What it does without, a sentence each.
+
+        Args:
+            factor: by which the target multiplies its embeddings.
 
         Raises:
             ValueError: it has no such method, or cannot serve this drafter; the message names the field.
@@ -62,38 +68,49 @@ class Engine:
         if name not in self.dialects:
             able = ", ".join(self.dialects)
             raise ValueError(f"--to {self.name}: no dialect there carries a {name} drafter; it reads {able}.")
-        factor = 1.0 if target is None else target.embedding_scale
         if factor != 1.0 and name not in self.scaled and name not in _NO_EMBEDDING:
             raise ValueError(
                 f"--to {self.name}: input_embedding_scale {factor:g} has no place there: the target multiplies "
                 f"embeddings by it, the drafter was trained with that, and its {name} would not be given it."
             )
-        left_out = self.check(parts)
-        written = self.finish(self.dialects[name].write(parts, target))
+        return self.check(parts)
+
+    def check_loads(self, parts: Parts, dialect: Dialect) -> None:
+        """A checkpoint can be given to it as it is.
+
+        Raises:
+            ValueError: it cannot serve this drafter, or must have it in another dialect.
+        """
+        self.limits(parts, parts.embedding_scale or 1.0)
+        name = parts.method.name
+        known = [each.name for each in (self.dialects[name], self.also.get(name)) if each is not None]
+        if dialect.name not in known:
+            raise ValueError(
+                f"{self.name} does not load {name} drafters in the dialect {dialect.name}, only in "
+                f"{' or '.join(known)}: export it first (outrider export DIR --to {self.name} --out OUT)."
+            )
+
+    def write(self, parts: Parts, target: TargetFacts | None) -> Written:
+        """The checkpoint this engine loads.
+
+        Raises:
+            ValueError: it has no such method, or cannot serve this drafter; the message names the field.
+        """
+        left_out = self.limits(parts, 1.0 if target is None else target.embedding_scale)
+        written = self.finish(self.dialects[parts.method.name].write(parts, target))
         return replace(written, fallbacks=[*written.fallbacks, *left_out])
 
 
 _NO_EMBEDDING = ("medusa",)
-_RUN_AS = {"dflash2": "dflash"}
 
 
-def _algorithm(parts: Parts) -> str:
-    """The method's name in engines."""
-    return _RUN_AS.get(parts.method.name, parts.method.name)
-
-
-# For Medusa with a reduced vocabulary: vLLM's loader makes token_map a parameter after the fact, then misses it among
-# those that it filled.
-VLLM_MEDUSA_LOADER = json.dumps({"enable_weights_track": False})
+def _drafting(parts: Parts, drafter: str) -> Drafting:
+    return Drafting(parts.method.name, parts.config.gamma, drafter, parts.draft_ids_Vd is not None)
 
 
 def _serve_vllm(parts: Parts, directory: str, target: str) -> list[str]:
-    config = {"method": _algorithm(parts), "model": directory, "num_speculative_tokens": parts.config.gamma}
-    runner = "VLLM_USE_V2_MODEL_RUNNER=1 " if parts.method.name in ("dspark", "dflash2") else ""
-    command = f"{runner}vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(config))}"
-    if parts.method.name == "medusa" and parts.draft_ids_Vd is not None:
-        command += f" --model-loader-extra-config {shlex.quote(VLLM_MEDUSA_LOADER)}"
-    return [command]
+    variables = [f"{name}={value} " for name, value in vllm_environment(parts.method.name).items()]
+    return ["".join(variables) + shlex.join(["vllm", "serve", target, *vllm_flags(_drafting(parts, directory))])]
 
 
 _IN_SECTION = (
@@ -117,31 +134,19 @@ def _nested(written: Written) -> Written:
 
 
 def _serve_sglang(parts: Parts, directory: str, target: str) -> list[str]:
-    config, name = parts.config, _algorithm(parts)
-    if name == "eagle3":
-        flags = (
-            f"--speculative-algorithm EAGLE3 --speculative-num-steps {config.gamma} --speculative-eagle-topk 1 "
-            f"--speculative-num-draft-tokens {config.gamma + 1}"
-        )
-    else:
-        flags = f"--speculative-algorithm {name.upper()} --speculative-{name}-block-size {config.block_size}"
-    return [
-        f"python -m sglang.launch_server --model-path {shlex.quote(target)} "
-        f"--speculative-draft-model-path {shlex.quote(directory)} {flags}"
-    ]
+    words = ["python", "-m", "sglang.launch_server", "--model-path", target]
+    return [shlex.join([*words, *sglang_flags(_drafting(parts, directory))])]
 
 
 def _serve_llama_cpp(parts: Parts, directory: str, target: str) -> list[str]:
     """Its converter takes the tokenizer from the target's directory, so `target` must be one, not a hub id."""
-    kind = _algorithm(parts)
     return [
         "# TARGET: the target's Hugging Face directory; a hub id is downloaded with: hf download "
         + shlex.quote(target),
         "python convert_hf_to_gguf.py TARGET --outtype f16 --outfile target.gguf",
         f"python convert_hf_to_gguf.py {shlex.quote(directory)} --target-model-dir TARGET --outtype f16 "
         "--outfile drafter.gguf",
-        f"llama-server -m target.gguf -md drafter.gguf --spec-type draft-{kind} "
-        f"--spec-draft-n-max {parts.config.gamma}",
+        shlex.join(["llama-server", "-m", "target.gguf", *llama_cpp_flags(_drafting(parts, "drafter.gguf"))]),
     ]
 
 
@@ -164,6 +169,7 @@ ENGINES: tuple[Engine, ...] = (
         {**dict.fromkeys(("dflash", "dflash2", "dspark", "eagle3"), _SPECULATORS), "medusa": MedusaDialect()},
         _serve_vllm,
         limits.check_vllm,
+        also={**_ZLAB, "dspark": _DEEPSPEC, "eagle3": Eagle3Dialect()},
     ),
     Engine(
         "sglang",

@@ -4,7 +4,8 @@
             <- SIGTERM to the group, SIGKILL after a while                                                <- any exit
 
 The engine gets a session of its own: its workers die with it, and Ctrl-C reaches it only through us. SIGTERM and the
-SIGHUP of a terminal that closes end this process as Ctrl-C does while an engine runs.
+SIGHUP of a terminal that closes end this process as Ctrl-C does while an engine runs. A keeper reads from a pipe whose
+other end is ours alone: should this process be killed, the pipe ends, and the keeper ends the group.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import httpx
 _LOOK_EVERY = 0.25  # seconds
 _GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 _LAST_LINES = 15
+_KEEPER = f'cat; kill -s TERM -- "-$0"; sleep {_GRACE:g}; kill -s KILL -- "-$0"'
 
 
 def free_port() -> int:
@@ -63,10 +65,28 @@ def launched(
         except OSError as error:
             raise ValueError(f"the engine's command cannot be run ({error}): {shlex.join(command)}") from error
         try:
-            _wait_for_health(process, command, health_url, log, timeout)
-            yield
+            with _kept(process.pid):
+                _wait_for_health(process, command, health_url, log, timeout)
+                yield
         finally:
             _stop(process)
+
+
+@contextmanager
+def _kept(group: int) -> Iterator[None]:
+    """The process group ends with this process, even if that is killed."""
+    keeper = subprocess.Popen(
+        ["/bin/sh", "-c", _KEEPER, str(group)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:  # before its pipe ends
+        _signal(keeper.pid, signal.SIGKILL)
+        keeper.communicate()
 
 
 def _without_our_packages(environment: Mapping[str, str]) -> dict[str, str]:

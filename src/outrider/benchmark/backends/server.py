@@ -24,7 +24,6 @@ from transformers import PreTrainedTokenizerBase
 from outrider.benchmark.backends.prometheus import MetricNames, acceptance_between, read_metrics
 from outrider.benchmark.backends.stream import Part, parse_event
 from outrider.benchmark.load import Acceptance, Told
-from outrider.data.conversations import Message
 from outrider.engine import Output, Request, StepRecord
 
 _PATIENCE = 0.005  # seconds that a step waits, so that a request that is due is not late
@@ -47,8 +46,8 @@ class Endpoint:
         model: as the server calls it; None: the one it lists.
         extra: further fields of every request.
         metrics: under which names /metrics tells of drafts.
-        messages_of: a prompt's tokens -> its messages; given, the chat endpoint is asked instead.
-        thinking: what the server's chat template is told.
+        chat_of: a prompt's tokens -> `messages` and `tools` of a chat; given, the chat endpoint is asked instead.
+        thinking: what the server's chat template is told; None: nothing, for servers that know no such field.
     """
 
     url: str
@@ -56,8 +55,8 @@ class Endpoint:
     api_key: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     metrics: MetricNames = field(default_factory=MetricNames)
-    messages_of: Callable[[Sequence[int]], list[Message]] | None = None
-    thinking: bool = False
+    chat_of: Callable[[Sequence[int]], dict[str, Any]] | None = None
+    thinking: bool | None = False
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -171,7 +170,7 @@ class ServerBackend:
             await asyncio.wait_for(self._arrived.wait(), _PATIENCE)
 
     async def _ask(self, request: Request) -> None:
-        chat = self.endpoint.messages_of is not None
+        chat = self.endpoint.chat_of is not None
         url = f"{self.endpoint.root}/v1/{'chat/completions' if chat else 'completions'}"
         said: list[Part] = []
         try:
@@ -200,10 +199,11 @@ class ServerBackend:
             "stream_options": {"include_usage": True},
             **self.endpoint.extra,
         }
-        if self.endpoint.messages_of is None:
+        if self.endpoint.chat_of is None:
             return {**body, "prompt": list(request.prompt)}
-        thinking = {"chat_template_kwargs": {"enable_thinking": self.endpoint.thinking}}
-        return {**body, **thinking, "messages": self.endpoint.messages_of(request.prompt)}
+        if self.endpoint.thinking is not None:
+            body["chat_template_kwargs"] = {"enable_thinking": self.endpoint.thinking}
+        return body | self.endpoint.chat_of(request.prompt)
 
     def _deliver(self, id: str, part: Part) -> None:
         tokens = part.tokens if part.tokens is not None else self._split(part.text)

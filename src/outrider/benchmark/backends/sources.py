@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from outrider.benchmark.backends.engines import Engine, Launch
+from outrider.benchmark.backends.engines import Launch, Server
 from outrider.benchmark.backends.launch import free_port, launched
 from outrider.benchmark.backends.sequential import Decode, SequentialBackend
 from outrider.benchmark.backends.server import Endpoint, ServerBackend
@@ -141,7 +141,7 @@ def running_servers(endpoints: dict[str, Endpoint]) -> Callable[[str], AbstractC
 
 
 def launching(
-    engine: Engine,
+    engine: Server,
     plan: Callable[[], Launch],
     drafts: dict[str, int],
     endpoint: Endpoint,
@@ -155,7 +155,7 @@ def launching(
         planned = replace(plan(), drafts=drafts[variant], port=free_port())
         here = replace(endpoint, url=f"http://127.0.0.1:{planned.port}")
         log = logs / f"{engine.name}-{variant}.log"
-        with launched(engine.command(planned), here.root + engine.health, log, timeout, engine.environment):
+        with launched(engine.command(planned), here.root + engine.health, log, timeout, engine.environment(planned)):
             yield here
 
     return reach

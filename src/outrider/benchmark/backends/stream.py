@@ -45,6 +45,8 @@ def parse_event(line: str) -> Part | None:
         choices = event.get("choices") or [{}]
         choice: Mapping[str, Any] = choices[0]
         delta: Mapping[str, Any] = choice.get("delta") or choice
+        if delta.get("tool_calls"):
+            raise ValueError("the server parsed tool calls out of the text: start it without a tool call parser")
         spoken = [delta.get(name) for name in ("reasoning_content", "reasoning", "content", "text")]
         tokens = choice.get("token_ids")
         return Part(

@@ -88,10 +88,12 @@ class HfDecoder:
 
 
 def load_causal_lm(id_or_dir: str, device: str | torch.device, dtype: torch.dtype) -> Any:
-    """The model as transformers loads it.
+    """The model as transformers loads it, without generation settings of its own: a penalty there would make other
+    text than the target's likeliest, which nobody else here decodes.
 
     Raises:
         ValueError: it cannot be found.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(resolve_model(id_or_dir), dtype=dtype)
+    model.generation_config = GenerationConfig()
     return model.to(device).eval().requires_grad_(False)
