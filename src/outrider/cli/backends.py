@@ -39,6 +39,7 @@ from outrider.data.conversations import Message
 from outrider.drafters.ngram import NgramConfig
 from outrider.drafters.standalone import StandaloneConfig
 from outrider.formats import load_drafter
+from outrider.target.load import count_layers
 from outrider.target.resolve import resolve_model
 
 Kind = Literal["local", "transformers", "openai", "vllm", "sglang", "llama.cpp", "mlx"]
@@ -161,7 +162,7 @@ def _launched(
     logs: Path,
     device: str,
 ) -> Chosen:
-    algorithm, gamma, drafter = _described(choice)
+    algorithm, gamma, drafter = _described(choice, chat.name)
     wanted = list(dict.fromkeys([NO_SPECULATION, *(names or [f"fixed-{gamma}"])]))
     drafts = {name: 0 if name == NO_SPECULATION else fixed_length(name, gamma) for name in wanted}
     llama = engine.name == "llama.cpp"
@@ -188,10 +189,10 @@ def _launched(
     return Chosen(source, wanted, grouped=True, settings=settings)
 
 
-def _described(choice: DrafterChoice) -> tuple[str, int, str | None]:
-    """(algorithm, most drafts, what an engine loads) of a drafter."""
+def _described(choice: DrafterChoice, target: str) -> tuple[str, int, str | None]:
+    """(algorithm, most drafts, what an engine loads) of a drafter for a target's id or directory."""
     if choice.directory is not None:
-        module = load_drafter(choice.directory).drafter
+        module = load_drafter(choice.directory, num_target_layers=count_layers(target)).drafter
         return module.algorithm, int(module.config.gamma), str(choice.directory)
     default = NgramConfig.gamma if choice.kind == "ngram" else StandaloneConfig.gamma
     return choice.kind, choice.gamma or default, str(resolve_model(choice.where)) if choice.kind == "lm" else None

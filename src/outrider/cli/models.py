@@ -40,8 +40,8 @@ def models(
         console.print("published", style="underline")
         console.print(models_table(entries), soft_wrap=False)
         console.print("rows: of a block, or steps of a chain; blank: see the config. think: in the training texts.")
-        console.print("no dialect: not read here, for it is a pickle, or mixes full layers with sliding windows,")
-        console.print("or has layers of a kind that no drafter here has; --drafter auto passes these over.")
+        console.print("in brackets: not read here, so --drafter auto passes it over. pickle: weights that can")
+        console.print("run code; mixed: windows in some layers only; layers: of a kind no drafter here has.")
 
 
 def models_table(entries: list[Published]) -> Table:
