@@ -46,8 +46,8 @@ def package_command(
         checkpoint = load_drafter(drafter)
     except UnknownDepth as error:
         raise ValueError(
-            f"{drafter} was made elsewhere; package a drafter that outrider train wrote. For an engine: outrider export "
-            f"{drafter} --to ENGINE --target TARGET --out OUT."
+            f"{drafter} was made elsewhere; package a drafter that outrider train wrote. To write it for an engine: "
+            f"outrider export {drafter} --to ENGINE --target TARGET --out OUT."
         ) from error
     if confidence_threshold is not None:
         recommended = {"confidence_threshold": ThresholdPolicy(confidence_threshold).threshold}

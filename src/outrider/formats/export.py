@@ -61,8 +61,7 @@ def _unread(metadata: Mapping[str, Any], engine: Engine, method: str) -> list[st
         sentences.append(f"The calibration of confidences stays in outrider.json; {engine.name} {does}.")
     if (recommended := metadata.get("recommended")) is not None:
         sentences.append(
-            f"What is recommended, {spoken(recommended)}, stays in outrider.json, where {engine.name} does not look; "
-            "it is a threshold for calibrated confidences."
+            f"What is recommended ({spoken(recommended)}) stays in outrider.json, where {engine.name} does not look."
         )
     return sentences
 
