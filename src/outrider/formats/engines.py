@@ -163,7 +163,7 @@ def _serve_zlab(parts: Parts, directory: str, target: str) -> list[str]:
 
 def _serve_deepspec(parts: Parts, directory: str, target: str) -> list[str]:
     return [
-        "# in a checkout of DeepSpec, which decodes its benchmarks and nothing else; it needs CUDA",
+        "# in a checkout of DeepSpec, which decodes its benchmarks",
         f"python eval.py --target_name_or_path {shlex.quote(target)} --draft_name_or_path {shlex.quote(directory)}",
     ]
 

@@ -124,7 +124,10 @@ PUBLISHED: tuple[Published, ...] = (
 
 
 def published_for(target: str, thinking: bool = False) -> list[Published]:
-    """The drafters of a target that can be read, best first; with `thinking`, those not made without it come first."""
+    """A target's drafters that are read here, as far as is known, best first.
+
+    With `thinking`, those not made without it come first.
+    """
     found = [entry for entry in PUBLISHED if entry.target.lower() == target.lower() and entry.obstacle is None]
     return sorted(found, key=lambda entry: thinking and entry.thinking is False)
 
