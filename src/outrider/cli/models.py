@@ -19,7 +19,7 @@ def models(
     target: Annotated[str | None, typer.Argument(help="only drafters for targets with this in their name")] = None,
 ) -> None:
     """Drafters by target: repository, kind, dialect, rows of a block, and whether their texts had thinking in them."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
     wanted = (target or "").lower()
     local = [
         (made_for, directory)
@@ -34,14 +34,16 @@ def models(
     if local:
         console.print("on this machine", style="underline")
     for made_for, directory in local:
-        console.print(made_for, style="bold", markup=False)
-        console.print(f"  {directory}", markup=False)
+        console.print(made_for, style="bold", markup=False, soft_wrap=True)
+        console.print(f"  {directory}", markup=False, soft_wrap=True)
     if entries:
         console.print("published", style="underline")
-        console.print(models_table(entries), soft_wrap=False)
+        console.print(models_table(entries))
         console.print("rows: of a block, or steps of a chain; blank: see the config. think: in the training texts.")
-        console.print("in brackets: not read here, so --drafter auto passes it over. pickle: weights that can")
-        console.print("run code; mixed: windows in some layers only; layers: of a kind no drafter here has.")
+        console.print(
+            "in brackets: not read here, and passed over by --drafter auto (pickle: weights that can run code; mixed: "
+            "windows in some layers only; layers: of a kind that no drafter here has)."
+        )
 
 
 def models_table(entries: list[Published]) -> Table:
