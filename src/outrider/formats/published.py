@@ -11,8 +11,8 @@ code writes into config.json; whether a reader here knows it decides what `auto`
 Sources: README of github.com/z-lab/dflash and the collection z-lab/dflash on the hub (DFlash, DFlash 2), its issue 126
 and vLLM's pull request 47914 (which of them have windows in some layers only: those; of others it is not known);
 "Released Checkpoints" in the README of github.com/deepseek-ai/DeepSpec (Qwen3 and Gemma 4, all of them "in non-thinking
-mode") and its modeling code; the hub pages of yuhuili (EAGLE-3 by its authors); AngelSlim's EAGLE-3 as vLLM's own tests
-name them.
+mode") and its modeling code; the hub pages of yuhuili (EAGLE-3 by its authors); AngelSlim's EAGLE-3 as vLLM's tests and
+its pull request 22333 (their architecture) name them.
 """
 
 from __future__ import annotations
