@@ -134,7 +134,7 @@ def test_eagle3_taps_in_two_conventions_of_one_field(tmp_path: Path) -> None:
         reread(tmp_path / "d")
 
 
-DEEPSPEC_EAGLE3 = {"architectures": ["Qwen3Eagle3Model"], "ttt_length": 6, "step_loss_decay": 0.8}
+DEEPSPEC_EAGLE3: Change = {"architectures": ["Qwen3Eagle3Model"], "ttt_length": 6, "step_loss_decay": 0.8}
 
 
 def test_eagle3_as_deepspec_writes_it(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_eagle3_as_deepspec_writes_it(tmp_path: Path) -> None:
     raw = json.loads((directory / "config.json").read_text())
     name = "eagle_aux_hidden_state_layer_ids"
     gone = (name, "eagle_config", "outrider", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states")
-    fields = {**dict.fromkeys(gone), **DEEPSPEC_EAGLE3, "num_target_layers": L, "target_layer_ids": [0, 1, 3]}
+    fields: Change = {**dict.fromkeys(gone), **DEEPSPEC_EAGLE3, "num_target_layers": L, "target_layer_ids": [0, 1, 3]}
     tensors = load_file(directory / "model.safetensors")
     layers = {key: tensor for key, tensor in tensors.items() if key.startswith("midlayer.")}
     renamed: dict[str, Any] = {key.replace("midlayer.", "layers.0."): tensor for key, tensor in layers.items()}

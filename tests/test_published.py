@@ -45,10 +45,10 @@ def test_auto_offers_what_a_dialect_reads() -> None:
     assert published_for("google/gemma-4-12B-it") == [] and choose_drafter("auto", "google/gemma-4-12B-it") is None
     assert any(entry.repo.endswith("eagle3_qwen3_4b_ttt7") for entry in published_for("Qwen/Qwen3-4B"))
     for repo in unread:
-        entry = published_by(repo)
-        assert entry is not None
+        found = published_by(repo)
+        assert found is not None
         with pytest.raises(ValueError, match=f"the drafter {repo} is not read here: "):
-            fetch(entry)
+            fetch(found)
 
 
 def test_auto_downloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
