@@ -34,9 +34,9 @@ def test_rounds_sweep_and_export(run: Run, toy: Path, tmp_path: Path) -> None:
 
 def test_heads_of_another_maker_are_measured(run: Run, toy: Path, tmp_path: Path) -> None:
     vocab = json.loads((toy / "target" / "config.json").read_text())["vocab_size"]
-    drafter, tasks = released_medusa(tmp_path / "medusa", vocab), tasks_file(tmp_path / "mine.jsonl", 2)
+    drafter, tasks = released_medusa(tmp_path / "medusa", vocab), tasks_file(tmp_path / "mine.jsonl", 8)
     command = ("calibrate", "--target", toy / "target", "--drafter", drafter, "--tasks", tasks)
-    found = run(*command, "--max-new-tokens", 16)
+    found = run(*command, "--max-new-tokens", 32)
     assert found[0] == 0, found[2]
     assert len(read_metadata(drafter)["candidates"]["accuracy"]) == 3
 
