@@ -20,6 +20,7 @@ from outrider.drafters.heads import HeadsConfig
 from outrider.drafters.mtp import MTPConfig
 from outrider.formats.checkpoint import Checkpoint, read_parts
 from outrider.formats.dialect import Parts, TargetFacts, Written
+from outrider.formats.dialects.medusa import MedusaDialect
 
 V, VD, H, L = 97, 40, 32, 5
 SHAPES = {
@@ -85,6 +86,22 @@ def put(written: Written, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(written.config))
     save_file({name: tensor.contiguous() for name, tensor in written.tensors.items()}, directory / "model.safetensors")
+    return directory
+
+
+def released_medusa(directory: Path, vocab: int) -> Path:
+    """Medusa as FasterDecoding released it: no depth, no sizes, names and a file of their own."""
+    parts = made("medusa", "heads", vocab_size=vocab, draft_vocab_size=vocab).parts()
+    tensors = {}
+    for name, tensor in MedusaDialect().write(parts, None).tensors.items():
+        old = name.replace("blocks.", "").replace(".layers.", ".")
+        kind = name.rsplit(".", 1)[1]
+        head = name.split(".")[1]
+        tensors[f"{head}.2.weight" if "lm_heads" in name else f"{old.removesuffix(kind)}linear.{kind}"] = tensor
+    directory.mkdir()
+    save_file(tensors, directory / "medusa_lm_head.safetensors")
+    raw = {"medusa_num_heads": 3, "medusa_num_layers": 2, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
+    (directory / "config.json").write_text(json.dumps(raw))
     return directory
 
 

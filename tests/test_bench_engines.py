@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from dialect_toys import FACTS, VD, changed, made
 from fake_engine import FakeEngine, serving
@@ -31,9 +32,10 @@ from outrider.benchmark.summary import Frontier
 from outrider.benchmark.workload import Workload
 from outrider.cli import bench
 from outrider.data.conversations import Conversation
-from outrider.formats import save_drafter
+from outrider.formats import load_drafter, save_drafter
 from outrider.formats.engines import engine_of
 from outrider.formats.export import export_drafter
+from outrider.formats.target_facts import target_facts
 from outrider.training.ranks import ALONE, Ranks
 
 
@@ -99,6 +101,24 @@ def test_a_launched_engine(toy: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("FAKE_ENGINE", "dies")
     dead = run(toy, tmp_path / "dead", *engine)
     assert isinstance(dead.exception, ValueError) and "no such model" in str(dead.exception)
+
+
+def test_a_launched_engines_drafter_need_not_say_how_deep_its_target_is(
+    toy: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts = target_facts(str(toy / "target"), torch.float32)
+    vocab = len(facts.embedding_VH)
+    drafter = made("eagle3", vocab_size=vocab, draft_vocab_size=vocab)
+    export_drafter(drafter, engine_of("vllm"), tmp_path / "eagle", facts)
+    changed(tmp_path / "eagle", {"outrider": None})
+    with pytest.raises(ValueError, match="does not state num_target_layers"):
+        load_drafter(tmp_path / "eagle")
+    monkeypatch.setenv("FAKE_ENGINE", "dies")
+    engine = ["--backend", "vllm", "--launch", "--engine-command", executable(tmp_path / "engine")]
+    dead = run(toy, tmp_path / "out", *engine, "--drafter", tmp_path / "eagle")
+    assert isinstance(dead.exception, ValueError) and "no such model" in str(dead.exception), "it came to the engine"
 
 
 def test_running_servers(toy: Path, tmp_path: Path) -> None:  # noqa: F811

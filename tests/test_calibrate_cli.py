@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from conftest import Run
+from dialect_toys import released_medusa
 from test_shipped import tasks_file, trained
 
+from outrider.cli.calibrate import _digest
 from outrider.formats import read_metadata
 
 
@@ -27,3 +30,26 @@ def test_rounds_sweep_and_export(run: Run, toy: Path, tmp_path: Path) -> None:
     assert read_metadata(drafter)["calibration"] == stored and (tmp_path / "r.npz").read_bytes() == written
     refused = run(*command, "--max-new-tokens", 31, *files)
     assert refused[0] == 2 and "was collected with settings" in refused[2]
+
+
+def test_heads_of_another_maker_are_measured(run: Run, toy: Path, tmp_path: Path) -> None:
+    vocab = json.loads((toy / "target" / "config.json").read_text())["vocab_size"]
+    drafter, tasks = released_medusa(tmp_path / "medusa", vocab), tasks_file(tmp_path / "mine.jsonl", 8)
+    command = ("calibrate", "--target", toy / "target", "--drafter", drafter, "--tasks", tasks)
+    found = run(*command, "--max-new-tokens", 32)
+    assert found[0] == 0, found[2]
+    assert len(read_metadata(drafter)["candidates"]["accuracy"]) == 3
+
+
+def test_rounds_belong_to_all_files_of_a_drafter(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = set()
+    for contents in (("x", "y"), ("x", "z"), ("w", "y")):
+        for name, content in zip(index["weight_map"].values(), contents, strict=True):
+            (tmp_path / name).write_text(content)
+        found.add(_digest(tmp_path))
+    assert len(found) == 3
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match="not a complete checkpoint"):
+        _digest(tmp_path)

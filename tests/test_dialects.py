@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from dialect_toys import FACTS, VD, H, L, V, assert_same, changed, made, put, random, reread, stored_as
+from dialect_toys import FACTS, VD, H, L, V, assert_same, changed, made, put, random, released_medusa, reread, stored_as
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -134,6 +134,35 @@ def test_eagle3_taps_in_two_conventions_of_one_field(tmp_path: Path) -> None:
         reread(tmp_path / "d")
 
 
+DEEPSPEC_EAGLE3: Change = {"architectures": ["Qwen3Eagle3Model"], "ttt_length": 6, "step_loss_decay": 0.8}
+
+
+def test_eagle3_as_deepspec_writes_it(tmp_path: Path) -> None:
+    """Its config is the target's own with a few fields of the drafter's; embedding and head are copies."""
+    directory = eagle(tmp_path, qk_norm=True, target_layer_ids=(0, 1, 3))
+    raw = json.loads((directory / "config.json").read_text())
+    name = "eagle_aux_hidden_state_layer_ids"
+    gone = (name, "eagle_config", "outrider", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states")
+    fields: Change = {**dict.fromkeys(gone), **DEEPSPEC_EAGLE3, "num_target_layers": L, "target_layer_ids": [0, 1, 3]}
+    tensors = load_file(directory / "model.safetensors")
+    layers = {key: tensor for key, tensor in tensors.items() if key.startswith("midlayer.")}
+    renamed: dict[str, Any] = {key.replace("midlayer.", "layers.0."): tensor for key, tensor in layers.items()}
+    changed(directory, fields, {**dict.fromkeys(layers), **renamed, "embed_tokens.weight": FACTS.embedding_VH})
+    assert not {name, "outrider"} & json.loads((directory / "config.json").read_text()).keys()
+    found, expected = load_drafter(directory), made("eagle3", "head", qk_norm=True, target_layer_ids=(0, 1, 3), gamma=6)
+    assert found.drafter.config == expected.drafter.config, "taps are layer outputs, ttt_length the drafts"
+    assert_same(found.parts(), stored_as(expected.parts(), "eagle3", embedding_VH=FACTS.embedding_VH))
+    changed(directory, {name: raw[name]})
+    assert load_drafter(directory).drafter.config.target_layer_ids == (0, 1, 3)
+    changed(directory, {name: [0, 1, 3]})
+    with pytest.raises(ValueError, match=r"target_layer_ids is \[0, 1, 3\]; it must be \[-1, 0, 2\]"):
+        load_drafter(directory)
+    for other in ("Gemma4Eagle3Model", "Ministral3Eagle3Model"):
+        changed(directory, {"architectures": [other]})
+        with pytest.raises(ValueError, match=f"{other}.*is not a drafter dialect"):
+            load_drafter(directory)
+
+
 def test_speculators_counts_hidden_states(tmp_path: Path) -> None:
     for method, own, name in (
         ("dspark", "", "aux_hidden_state_layer_ids"),
@@ -148,18 +177,9 @@ def test_speculators_counts_hidden_states(tmp_path: Path) -> None:
 
 
 def test_medusa_as_fasterdecoding_released_it(tmp_path: Path) -> None:
-    parts = made("medusa", "heads").parts()
-    tensors = {}
-    for name, tensor in MedusaDialect().write(parts, FACTS).tensors.items():
-        old = name.replace("blocks.", "").replace(".layers.", ".")
-        kind = name.rsplit(".", 1)[1]
-        head = name.split(".")[1]
-        tensors[f"{head}.2.weight" if "lm_heads" in name else f"{old.removesuffix(kind)}linear.{kind}"] = tensor
-    assert "0.1.linear.bias" in tensors and "2.2.weight" in tensors
-    save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
-    raw = {"medusa_num_heads": 3, "medusa_num_layers": 2, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert_same(reread(tmp_path), parts)
+    directory = released_medusa(tmp_path / "d", V)
+    assert {"0.1.linear.bias", "2.2.weight"} <= load_file(directory / "medusa_lm_head.safetensors").keys()
+    assert_same(reread(directory), made("medusa", "heads").parts())
 
 
 def test_medusa_without_biases_has_zero_ones(tmp_path: Path) -> None:

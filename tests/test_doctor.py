@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TOY, toy_config
+from conftest import TOY, toy_config, toy_target
+from dialect_toys import released_medusa
 from safetensors.torch import load_file, save_file
 from test_text import byte_tokenizer
 from torch import Tensor
@@ -190,6 +191,15 @@ def test_the_healthy_case_is_clean(healthy: Path, target: Target) -> None:
     assert len(findings) == len(CHECKS)
     tau = float(findings["trained = served"].figure.split()[0])
     assert tau > 2, "the toy drafter is far above chance, or the tests below prove nothing"
+
+
+def test_weights_in_other_files_and_a_depth_that_only_the_target_knows(tmp_path: Path) -> None:
+    directory = released_medusa(tmp_path / "medusa", 97)
+    case = Case(loaded_target=toy_target())
+    assert read_drafter(case, directory) is None and "2.2.weight" in case.stored
+    assert case.drafter.config.num_target_layers == 5
+    with pytest.raises(ValueError, match=r"does not state num_target_layers: name the target"):
+        read_drafter(Case(), directory)
 
 
 def test_taps_off_by_one(home: Path, target: Target) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 from collections.abc import Sequence
@@ -210,6 +211,26 @@ def test_calibration_is_named_where_an_engine_has_no_place_for_it(tmp_path: Path
         "The calibration of confidences stays in outrider.json; vllm reads them as they are."
     ]
     assert "## Left out" in (tmp_path / "out" / "README.md").read_text()
+    (sglang,) = export_drafter(calibrated, engine_of("sglang"), tmp_path / "sglang", FACTS).written.fallbacks
+    assert "outrider calibrate --export-sglang DIR" in sglang and "--speculative-dspark-confidence-sts-path" in sglang
+    metadata = {**calibrated.metadata, "recommended": {"confidence_threshold": 0.25}}
+    block = export_drafter(replace(made("dflash"), metadata=metadata), engine_of("zlab"), tmp_path / "zlab", FACTS)
+    assert block.written.fallbacks == [
+        "The calibration of confidences stays in outrider.json; zlab computes none for dflash.",
+        "What is recommended (confidence threshold 0.25) stays in outrider.json, where zlab does not look.",
+    ]
+
+
+def test_exchange_dialects_name_their_makers_commands() -> None:
+    (zlab,) = engine_of("zlab").serve(made("dflash").parts(), "my drafter", "org/target")
+    parse = importlib.import_module("dflash.cli")._parser().parse_args
+    seen = parse(shlex.split(zlab)[1:])
+    assert (seen.model, seen.draft, seen.prompt) == ("org/target", "my drafter", "PROMPT")
+    where, deepspec = engine_of("deepspec").serve(made("dspark").parts(), "my drafter", "org/target")
+    assert where.startswith("# ") and "DeepSpec" in where
+    assert shlex.split(deepspec)[2:] == ["--target_name_or_path", "org/target", "--draft_name_or_path", "my drafter"]
+    reason, ours = engine_of("speculators").serve(made("mtp").parts(), "d", "t")
+    assert "for exchange" in reason and ours.startswith("outrider generate")
 
 
 def test_another_target_and_an_existing_directory_are_refused(tmp_path: Path) -> None:
@@ -272,6 +293,9 @@ def test_the_commands_line(tmp_path: Path, toy: Path) -> None:
     save_drafter(made("dflash"), tmp_path / "nameless")
     unnamed = runner.invoke(app, ["export", str(tmp_path / "nameless"), "--to", "zlab", "--out", str(tmp_path / "x")])
     assert "does not say which target it is for: name it with --target" in str(unnamed.exception)
+    (out / "outrider.json").unlink()
+    verifier = ["export", str(out), "--to", "sglang", "--out", str(tmp_path / "y")]
+    assert runner.invoke(app, verifier).exit_code == 0, "speculators' verifier names the target, as inspect says"
 
 
 def test_inspect_says_what_it_can_of_what_it_does_not_know(tmp_path: Path, toy: Path) -> None:

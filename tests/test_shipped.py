@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from conftest import Run, check_error, randomise, toy_config, toy_target
+from dialect_toys import released_medusa
 from safetensors.torch import load_file
 
 from outrider.cli import demo, generate
@@ -257,6 +258,8 @@ def test_package_writes_a_card_of_what_was_measured(run: Run, toy: Path, tmp_pat
 
 def test_package_refuses_what_it_cannot_vouch_for(run: Run, toy: Path, tmp_path: Path) -> None:
     drafter, out = trained(toy, tmp_path / "d"), tmp_path / "out"
+    elsewhere = released_medusa(tmp_path / "medusa", 97)
+    check_error(run("package", elsewhere, out), "was made elsewhere; package a drafter that outrider train wrote")
     check_error(run("package", toy / "drafter", out), "outrider.json has no target, recipe, step")
     check_error(run("package", drafter, out, "--dtype", "int8"), "--dtype int8 is not one of bfloat16, float32")
     check_error(run("package", drafter, out, "--results", tmp_path / "no.json"), "no.json; give results.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from outrider.sampling import SamplingParams
 from outrider.target import Target, load_target
 from outrider.target import resolve as resolve_module
 from outrider.target.linear import PackedLinear, packing_disabled, warm_up
+from outrider.target.load import count_layers
 from outrider.target.resolve import EMBEDDED_ID, converted, resolve_model
 
 TOLERANCE = 1e-4
@@ -115,6 +117,29 @@ def test_a_model_that_cannot_be_had_names_the_three_places(monkeypatch: pytest.M
         resolve_model("nobody/nothing")
     with pytest.raises(ValueError, match=r"without config\.json"):
         resolve_model(str(tmp_path))
+
+
+def test_asking_for_a_tokenizer_downloads_no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[bool, bool]] = []
+
+    def snapshot(repo: str, local_files_only: bool = False, allow_patterns: Sequence[str] = ()) -> str:
+        asked.append((local_files_only, "*.safetensors" in allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(resolve_module, "snapshot_download", snapshot)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 7}')
+    assert resolve_model("some/model", weights=False) == tmp_path
+    assert asked == [(True, False), (False, False)], "a config alone is no tokenizer"
+    (tmp_path / "tokenizer.json").touch()
+    asked.clear()
+    assert count_layers("some/model") == 7 and asked == [(True, False)]
+    asked.clear()
+    resolve_model("some/model")
+    assert asked == [(True, True), (False, True)], "a snapshot of the tokenizer alone is no model"
+    (tmp_path / "model.safetensors").touch()
+    asked.clear()
+    resolve_model("some/model")
+    assert asked == [(True, True)]
 
 
 def _nothing(*_: object, **__: object) -> str:

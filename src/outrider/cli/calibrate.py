@@ -36,6 +36,7 @@ from outrider.evaluation.run import EvaluationConfig
 from outrider.evaluation.sweep import SweepPoint
 from outrider.evaluation.sweep import sweep as sweep_thresholds
 from outrider.formats import Checkpoint, add_metadata, load_drafter, versions
+from outrider.formats.files import weight_files
 from outrider.formats.sglang_schedule import CALIBRATION_FILE, write_confidence_sts
 from outrider.sampling import SamplingParams
 from outrider.scheduling.sts import fit_sts
@@ -146,7 +147,11 @@ def _methods(kind: type) -> str:
 
 
 def _digest(directory: Path) -> str:
-    return hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
+    """Of the weights, in one file or several."""
+    digest = hashlib.sha256()
+    for path in weight_files(directory):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _export(found: Calibrated, directory: Path) -> Path:

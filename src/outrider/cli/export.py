@@ -11,6 +11,7 @@ from rich.console import Console
 
 from outrider.formats import load_drafter, read_metadata
 from outrider.formats.checkpoint import read_config
+from outrider.formats.describe import named_target
 from outrider.formats.engines import ENGINES, engine_of
 from outrider.formats.export import export_drafter
 from outrider.formats.target_facts import target_facts
@@ -22,7 +23,7 @@ def export_command(
     drafter: Annotated[Path, typer.Argument(help="drafter directory, in any dialect")],
     to: Annotated[str, typer.Option(help="; ".join(f"{each.name}: {', '.join(each.dialects)}" for each in ENGINES))],
     out: Annotated[Path, typer.Option(help="a new directory")],
-    target: Annotated[str | None, typer.Option(help="id or directory; the one outrider.json names by default")] = None,
+    target: Annotated[str | None, typer.Option(help="id or directory; the one that the files name by default")] = None,
     dtype: Annotated[str, typer.Option(help="of the weights: float32, bfloat16 or float16")] = "float32",
 ) -> None:
     """Write a drafter for an engine, with a model card and the command that serves it."""
@@ -31,9 +32,9 @@ def export_command(
     engine = engine_of(to)
     if out.exists():
         raise ValueError(f"--out {out} exists: export to a new directory.")
-    read_config(drafter)
-    named = target or read_metadata(drafter).get("target")
-    if not isinstance(named, str):
+    raw, _ = read_config(drafter)
+    named = target or named_target(raw, read_metadata(drafter))
+    if named is None:
         raise ValueError(f"{drafter} does not say which target it is for: name it with --target.")
     facts = target_facts(named, _DTYPES[dtype])
     checkpoint = load_drafter(drafter, num_target_layers=facts.num_layers)

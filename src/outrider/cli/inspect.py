@@ -85,7 +85,7 @@ def inspect_responses(
     named = target or settings.get("target")
     if named is None:
         raise ValueError(f"{path} does not name its target: give --target.")
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(str(named)))
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(str(named), weights=False))
     summary = [(str(name), str(value)) for name, value in settings.items()] + figures(rows)
     if html is not None:
         html.parent.mkdir(parents=True, exist_ok=True)

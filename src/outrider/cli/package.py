@@ -14,6 +14,7 @@ from rich.console import Console
 from outrider.evaluation.card import CardFacts, model_card
 from outrider.evaluation.results import Results
 from outrider.formats import METADATA, load_drafter, save_drafter
+from outrider.formats.dialects.extras import UnknownDepth
 from outrider.scheduling import ThresholdPolicy
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -41,7 +42,13 @@ def package_command(
             f"{out} holds something other than a drafter ({', '.join(lost[:3])}) and would be replaced; choose another "
             "place."
         )
-    checkpoint = load_drafter(drafter)
+    try:
+        checkpoint = load_drafter(drafter)
+    except UnknownDepth as error:
+        raise ValueError(
+            f"{drafter} was made elsewhere; package a drafter that outrider train wrote. To write it for an engine: "
+            f"outrider export {drafter} --to ENGINE --target TARGET --out OUT."
+        ) from error
     if confidence_threshold is not None:
         recommended = {"confidence_threshold": ThresholdPolicy(confidence_threshold).threshold}
         checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, "recommended": recommended})

@@ -111,7 +111,7 @@ class Chat:
         Raises:
             ValueError: the model cannot be found.
         """
-        path = resolve_model(id_or_dir)
+        path = resolve_model(id_or_dir, weights=False)
         config: Any = AutoConfig.from_pretrained(path)
         found: Any = config.eos_token_id
         if (path / "generation_config.json").is_file():

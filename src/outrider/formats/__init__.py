@@ -9,7 +9,7 @@ from outrider.formats.checkpoint import (
     save_drafter,
     versions,
 )
-from outrider.formats.shipped import shipped_drafter
+from outrider.formats.shipped import shipped_drafter, shipped_drafters
 
 __all__ = [
     "METADATA",
@@ -19,5 +19,6 @@ __all__ = [
     "read_metadata",
     "save_drafter",
     "shipped_drafter",
+    "shipped_drafters",
     "versions",
 ]

@@ -41,19 +41,19 @@ def describe(directory: Path, num_target_layers: int | None = None) -> Facts:
     return [
         ("dialect", dialect.name),
         ("method", parts.method.name),
-        ("target", _target(raw, metadata)),
+        ("target", named_target(raw, metadata) or "not named"),
         *_shape(parts, depth_known),
         *_taps(raw, parts, depth_known),
         *_block(parts.config),
         *_vocabulary(parts),
         *_size(directory, parts),
         ("calibration", _calibration(metadata)),
-        *([("recommended", _spoken(metadata["recommended"]))] if "recommended" in metadata else []),
+        *([("recommended", spoken(metadata["recommended"]))] if "recommended" in metadata else []),
         (METADATA, "yes" if metadata else "none: made elsewhere"),
     ]
 
 
-def _spoken(settings: object) -> str:
+def spoken(settings: object) -> str:
     """`{"confidence_threshold": 0.25}` as `confidence threshold 0.25`; what is no mapping, as it is."""
     if not isinstance(settings, dict):
         return str(settings)
@@ -82,12 +82,17 @@ def tensor_rows(directory: Path) -> list[tuple[str, str, str]]:
     ]
 
 
-def _target(raw: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
+def named_target(raw: Mapping[str, Any], metadata: Mapping[str, Any]) -> str | None:
+    """The target that a checkpoint's files name: our metadata, or config.json in one of three dialects' words."""
     envelope = raw.get("speculators_config")
     verifier = envelope.get("verifier") if isinstance(envelope, Mapping) else None
-    named = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
-    found = metadata.get("target") or named or raw.get("base_model_name_or_path")
-    return str(found) if found else "not named"
+    found = (
+        metadata.get("target"),
+        verifier.get("name_or_path") if isinstance(verifier, Mapping) else None,
+        raw.get("base_model_name_or_path"),  # Medusa's releases
+        raw.get("target_model_name_or_path"),  # DeepSpec
+    )
+    return next((name for name in found if isinstance(name, str) and name), None)
 
 
 def _shape(parts: Parts, depth_known: bool) -> Facts:

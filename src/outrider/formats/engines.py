@@ -43,6 +43,7 @@ class Engine:
         check: raises ValueError where the engine would not serve this drafter; returns what it does without, a
             sentence each.
         finish: what the engine reads otherwise than the dialect's maker.
+        calibration: what becomes of a DSpark drafter's calibrated confidences, the end of a sentence.
         scaled: methods that are given a target's embeddings with the factor that the target multiplies them by.
         also: further dialects of its methods, which it loads as their makers wrote them.
     """
@@ -52,6 +53,7 @@ class Engine:
     serve: Callable[[Parts, str, str], list[str]]
     check: Callable[[Parts], list[str]] = lambda parts: []
     finish: Callable[[Written], Written] = lambda written: written
+    calibration: str = "reads them as they are"
     scaled: Collection[str] = ()
     also: Mapping[str, Dialect] = field(default_factory=dict)
 
@@ -151,13 +153,24 @@ def _serve_llama_cpp(parts: Parts, directory: str, target: str) -> list[str]:
 
 
 def _serve_speculators(parts: Parts, directory: str, target: str) -> list[str]:
-    if parts.method.name == "mtp":  # vLLM 0.32 does not read it in this dialect
-        return _serve_here(parts, directory, target)
+    if parts.method.name == "mtp":
+        return [
+            "# for exchange: vLLM 0.32 reads no MTP in this dialect; Outrider does",
+            f"outrider generate PROMPT --target {shlex.quote(target)} --drafter {shlex.quote(directory)}",
+        ]
     return _serve_vllm(parts, directory, target)
 
 
-def _serve_here(parts: Parts, directory: str, target: str) -> list[str]:
-    return [f"outrider generate PROMPT --target {shlex.quote(target)} --drafter {shlex.quote(directory)}"]
+def _serve_zlab(parts: Parts, directory: str, target: str) -> list[str]:
+    """z-lab's own package; its command line takes the first CUDA device."""
+    return [f"dflash generate transformers --model {shlex.quote(target)} --draft {shlex.quote(directory)} PROMPT"]
+
+
+def _serve_deepspec(parts: Parts, directory: str, target: str) -> list[str]:
+    return [
+        "# in a checkout of DeepSpec, which decodes its benchmarks",
+        f"python eval.py --target_name_or_path {shlex.quote(target)} --draft_name_or_path {shlex.quote(directory)}",
+    ]
 
 
 _SPECULATORS, _DEEPSPEC = Speculators(), DeepSpec()
@@ -177,11 +190,12 @@ ENGINES: tuple[Engine, ...] = (
         _serve_sglang,
         limits.check_sglang,
         _nested,
+        "reads the file that outrider calibrate --export-sglang DIR writes (--speculative-dspark-confidence-sts-path)",
         scaled=("dflash", "dflash2", "dspark"),
     ),
     Engine("llama.cpp", {**_ZLAB, "dspark": _DEEPSPEC}, _serve_llama_cpp, limits.check_llama_cpp),
-    Engine("zlab", _ZLAB, _serve_here, limits.check_zlab, scaled=tuple(_ZLAB)),
-    Engine("deepspec", {"dspark": _DEEPSPEC, "dflash": _DEEPSPEC}, _serve_here, limits.check_deepspec),
+    Engine("zlab", _ZLAB, _serve_zlab, limits.check_zlab, scaled=tuple(_ZLAB)),
+    Engine("deepspec", {"dspark": _DEEPSPEC, "dflash": _DEEPSPEC}, _serve_deepspec, limits.check_deepspec),
     Engine("speculators", dict.fromkeys(Speculators.methods, _SPECULATORS), _serve_speculators),
 )
 

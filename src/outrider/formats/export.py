@@ -7,6 +7,7 @@ OUT/outrider.json                        our metadata, so that every verb here r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import yaml
 
 from outrider.formats.checkpoint import Checkpoint, write_files
+from outrider.formats.describe import spoken
 from outrider.formats.dialect import Parts, TargetFacts, Written
 from outrider.formats.engines import Engine
 from outrider.formats.files import atomic_directory
@@ -43,15 +45,25 @@ def export_drafter(
     parts = checkpoint.parts(dtype)
     check_target(parts, target)
     written = engine.write(parts, target)
-    if checkpoint.metadata.get("calibration") is not None and engine.name != "sglang":
-        written.fallbacks.append(
-            f"The calibration of confidences stays in outrider.json; {engine.name} reads them as they are."
-        )
+    written.fallbacks.extend(_unread(checkpoint.metadata, engine, parts.method.name))
     commands = engine.serve(parts, str(out), target.name_or_path)
     card = model_card(out.resolve().name, parts, written, engine, target, commands, dtype)
     with atomic_directory(out) as staging:
         write_files(staging, written, dtype, checkpoint.metadata, card)
     return Exported(written, commands)
+
+
+def _unread(metadata: Mapping[str, Any], engine: Engine, method: str) -> list[str]:
+    """What outrider.json says of serving and the engine does not look at, a sentence each."""
+    sentences = []
+    if metadata.get("calibration") is not None:
+        does = engine.calibration if method == "dspark" else f"computes none for {method}"
+        sentences.append(f"The calibration of confidences stays in outrider.json; {engine.name} {does}.")
+    if (recommended := metadata.get("recommended")) is not None:
+        sentences.append(
+            f"What is recommended ({spoken(recommended)}) stays in outrider.json, where {engine.name} does not look."
+        )
+    return sentences
 
 
 def model_card(

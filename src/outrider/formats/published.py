@@ -5,11 +5,14 @@ off its name, and that three of yuhuili's four hold pickles follows from the one
 downloaded: shapes are checked against the target when a drafter is opened, its training is not.
 
 `rows` of a block (anchor included where the first row is one) or steps of a chain, None where the checkpoint's own
-config says it; `thinking` None where the page does not tell how its texts were made.
+config says it; `thinking` None where the page does not tell how its texts were made. `architecture` is what the maker's
+code writes into config.json; whether a reader here knows it decides what `auto` takes.
 
-Sources: README of github.com/z-lab/dflash and the collection z-lab/dflash on the hub (DFlash, DFlash 2); "Released
-Checkpoints" in the README of github.com/deepseek-ai/DeepSpec (Qwen3 and Gemma 4, all of them "in non-thinking mode");
-the hub pages of yuhuili (EAGLE-3 by its authors); AngelSlim's EAGLE-3 as vLLM's own tests name them.
+Sources: README of github.com/z-lab/dflash and the collection z-lab/dflash on the hub (DFlash, DFlash 2), its issue 126
+and vLLM's pull request 47914 (which of them have windows in some layers only: those; of others it is not known);
+"Released Checkpoints" in the README of github.com/deepseek-ai/DeepSpec (Qwen3 and Gemma 4, all of them "in non-thinking
+mode") and its modeling code; the hub pages of yuhuili (EAGLE-3 by its authors); AngelSlim's EAGLE-3 as vLLM's tests and
+its pull request 22333 (their architecture) name them.
 """
 
 from __future__ import annotations
@@ -22,36 +25,65 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import HfHubHTTPError, LocalEntryNotFoundError
 
+from outrider.formats.dialects import UnknownDialect, dialect_of
+from outrider.target.resolve import complete_model
+
 _PATTERNS = ["*.safetensors", "*.json"]
+_OBSTACLES = {
+    "pickle": "its weights are a pickle, which can run code when it is read; ask its authors for safetensors",
+    "mixed": "some of its layers have a sliding window and some have none, which no drafter here mixes",
+    "layers": "its layers are of a kind that no drafter here has",
+}
 
 
 @dataclass(frozen=True)
 class Published:
-    """One checkpoint. `safetensors` False: its weights are a pickle, which is never read here."""
+    """One checkpoint. `known`: what stands against reading it, besides its architecture."""
 
     target: str
     repo: str
     algorithm: Literal["dflash", "dflash2", "dspark", "eagle3"]
-    dialect: str
+    architecture: str
     rows: int | None = None
     thinking: bool | None = None
-    safetensors: bool = True
+    known: Literal["pickle", "mixed"] | None = None
+
+    @property
+    def dialect(self) -> str | None:
+        """The dialect of its architecture, as `outrider inspect` calls it; None: none that is read here."""
+        try:
+            return dialect_of({"architectures": [self.architecture]}, self.repo).name
+        except UnknownDialect:
+            return None
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why it is not read here, in a word: "pickle", "mixed" or "layers"; None: it is read."""
+        return self.known or (None if self.dialect else "layers")
 
 
-def _zlab(target: str, repo: str, rows: int | None = None, thinking: bool | None = None) -> Published:
-    return Published(target, f"z-lab/{repo}", "dflash", "zlab", rows, thinking)
+def _zlab(
+    target: str, repo: str, rows: int | None = None, thinking: bool | None = None, mixed: bool = False
+) -> Published:
+    known: Literal["mixed"] | None = "mixed" if mixed else None
+    return Published(target, f"z-lab/{repo}", "dflash", "DFlashDraftModel", rows, thinking, known)
 
 
-def _deepspec(target: str, name: str) -> list[Published]:
+def _deepspec(target: str, name: str, family: str = "Qwen3") -> list[Published]:
+    block, chain = f"{family}DSparkModel", f"{family}Eagle3Model"
     return [
-        Published(target, f"deepseek-ai/dspark_{name}_block7", "dspark", "deepspec", 7, False),
-        Published(target, f"deepseek-ai/dflash_{name}_block7", "dflash", "deepspec", 7, False),
-        Published(target, f"deepseek-ai/eagle3_{name}_ttt7", "eagle3", "deepspec", 7, False),
+        Published(target, f"deepseek-ai/dspark_{name}_block7", "dspark", block, 7, False),
+        Published(target, f"deepseek-ai/dflash_{name}_block7", "dflash", block, 7, False),
+        Published(target, f"deepseek-ai/eagle3_{name}_ttt7", "eagle3", chain, 7, False),
     ]
 
 
-def _eagle(target: str, repo: str, safetensors: bool = True) -> Published:
-    return Published(target, repo, "eagle3", "eagle3", safetensors=safetensors)
+def _angelslim(size: str) -> Published:
+    return Published(f"Qwen/Qwen3-{size}", f"AngelSlim/Qwen3-{size}_eagle3", "eagle3", "LlamaForCausalLMEagle3")
+
+
+def _yuhuili(target: str, name: str) -> Published:
+    return Published(target, f"yuhuili/EAGLE3-{name}", "eagle3", "LlamaForCausalLM", known="pickle")
 
 
 # Of several for one target the first is what `auto` takes: in DSpark's Table 1 its drafters come first on every target.
@@ -59,7 +91,7 @@ PUBLISHED: tuple[Published, ...] = (
     *_deepspec("Qwen/Qwen3-4B", "qwen3_4b"),
     *_deepspec("Qwen/Qwen3-8B", "qwen3_8b"),
     *_deepspec("Qwen/Qwen3-14B", "qwen3_14b"),
-    *_deepspec("google/gemma-4-12B-it", "gemma4_12b"),
+    *_deepspec("google/gemma-4-12B-it", "gemma4_12b", "Gemma4"),
     _zlab("Qwen/Qwen3-4B", "Qwen3-4B-DFlash-b16", 16, thinking=False),
     _zlab("Qwen/Qwen3-8B", "Qwen3-8B-DFlash-b16", 16, thinking=False),
     _zlab("Qwen/Qwen3-Coder-30B-A3B-Instruct", "Qwen3-Coder-30B-A3B-DFlash"),
@@ -67,35 +99,36 @@ PUBLISHED: tuple[Published, ...] = (
     _zlab("Qwen/Qwen3.5-4B", "Qwen3.5-4B-DFlash"),
     _zlab("Qwen/Qwen3.5-9B", "Qwen3.5-9B-DFlash"),
     _zlab("Qwen/Qwen3.5-27B", "Qwen3.5-27B-DFlash", 16),
-    _zlab("Qwen/Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B-DFlash", 16),
+    _zlab("Qwen/Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B-DFlash", 16, mixed=True),
     _zlab("Qwen/Qwen3.5-122B-A10B", "Qwen3.5-122B-A10B-DFlash"),
     _zlab("Qwen/Qwen3.5-397B-A17B", "Qwen3.5-397B-A17B-DFlash"),
-    _zlab("Qwen/Qwen3.6-27B", "Qwen3.6-27B-DFlash"),
-    _zlab("Qwen/Qwen3.6-35B-A3B", "Qwen3.6-35B-A3B-DFlash"),
-    Published("Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2", "dflash2", "zlab", 8),
+    _zlab("Qwen/Qwen3.6-27B", "Qwen3.6-27B-DFlash", mixed=True),
+    _zlab("Qwen/Qwen3.6-35B-A3B", "Qwen3.6-35B-A3B-DFlash", mixed=True),
+    Published("Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2", "dflash2", "DFlash2DraftModel", 8),
     _zlab("openai/gpt-oss-20b", "gpt-oss-20b-DFlash"),
     _zlab("openai/gpt-oss-120b", "gpt-oss-120b-DFlash"),
     _zlab("meta-llama/Llama-3.1-8B-Instruct", "LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
     _zlab("google/gemma-4-26B-A4B-it", "gemma-4-26B-A4B-it-DFlash", 16),
     _zlab("google/gemma-4-31B-it", "gemma-4-31B-it-DFlash"),
     _zlab("moonshotai/Kimi-K2.5", "Kimi-K2.5-DFlash"),
-    _eagle("Qwen/Qwen3-1.7B", "AngelSlim/Qwen3-1.7B_eagle3"),
-    _eagle("Qwen/Qwen3-4B", "AngelSlim/Qwen3-4B_eagle3"),
-    _eagle("Qwen/Qwen3-8B", "AngelSlim/Qwen3-8B_eagle3"),
-    _eagle("Qwen/Qwen3-14B", "AngelSlim/Qwen3-14B_eagle3"),
-    _eagle("Qwen/Qwen3-32B", "AngelSlim/Qwen3-32B_eagle3"),
-    _eagle("meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", safetensors=False),
-    _eagle("meta-llama/Llama-3.3-70B-Instruct", "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B", safetensors=False),
-    _eagle("lmsys/vicuna-13b-v1.3", "yuhuili/EAGLE3-Vicuna1.3-13B", safetensors=False),
-    _eagle(
-        "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B", safetensors=False
-    ),
+    _angelslim("1.7B"),
+    _angelslim("4B"),
+    _angelslim("8B"),
+    _angelslim("14B"),
+    _angelslim("32B"),
+    _yuhuili("meta-llama/Llama-3.1-8B-Instruct", "LLaMA3.1-Instruct-8B"),
+    _yuhuili("meta-llama/Llama-3.3-70B-Instruct", "LLaMA3.3-Instruct-70B"),
+    _yuhuili("lmsys/vicuna-13b-v1.3", "Vicuna1.3-13B"),
+    _yuhuili("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "DeepSeek-R1-Distill-LLaMA-8B"),
 )
 
 
 def published_for(target: str, thinking: bool = False) -> list[Published]:
-    """The drafters of a target that can be read, best first; with `thinking`, those not made without it come first."""
-    found = [entry for entry in PUBLISHED if entry.target.lower() == target.lower() and entry.safetensors]
+    """A target's drafters that are read here, as far as is known, best first.
+
+    With `thinking`, those not made without it come first.
+    """
+    found = [entry for entry in PUBLISHED if entry.target.lower() == target.lower() and entry.obstacle is None]
     return sorted(found, key=lambda entry: thinking and entry.thinking is False)
 
 
@@ -108,10 +141,14 @@ def fetch(entry: Published) -> Path:
     """The checkpoint's directory in the Hugging Face cache, downloaded if need be.
 
     Raises:
-        ValueError: it is not in the cache and cannot be had.
+        ValueError: it is not read here, or not in the cache and cannot be had.
     """
+    if entry.obstacle is not None:
+        raise ValueError(f"the drafter {entry.repo} is not read here: {_OBSTACLES[entry.obstacle]}.")
     try:
-        return Path(snapshot_download(entry.repo, local_files_only=True, allow_patterns=_PATTERNS))
+        cached = Path(snapshot_download(entry.repo, local_files_only=True, allow_patterns=_PATTERNS))
+        if complete_model(cached):
+            return cached
     except (LocalEntryNotFoundError, HFValidationError, FileNotFoundError):
         pass
     try:

@@ -8,6 +8,7 @@ the first directory, in this order and then by name, whose outrider.json says it
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from outrider.formats.checkpoint import METADATA, read_metadata
@@ -21,12 +22,22 @@ def shipped_drafter(target: str) -> Path | None:
         ValueError: $OUTRIDER_MODELS is not a directory, or an outrider.json on the way is not JSON.
     """
     wanted = canonical_id(target)
+    return next((directory for made_for, directory in shipped_drafters() if made_for == wanted), None)
+
+
+def shipped_drafters() -> Iterator[tuple[str, Path]]:
+    """(its target's id or absolute path, directory) of every drafter on this machine, in that order.
+
+    Raises:
+        ValueError: see `shipped_drafter`.
+    """
+    seen: set[Path] = set()
     for folder in _places():
         for directory in sorted(path.parent for path in folder.glob(f"[!.]*/{METADATA}")):
             made_for = read_metadata(directory).get("target")
-            if isinstance(made_for, str) and canonical_id(made_for) == wanted:
-                return directory
-    return None
+            if isinstance(made_for, str) and directory.resolve() not in seen:
+                seen.add(directory.resolve())  # models/ here may be the checkout's
+                yield canonical_id(made_for), directory
 
 
 def _places() -> list[Path]:

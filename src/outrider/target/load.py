@@ -22,7 +22,7 @@ def count_layers(id_or_dir: str) -> int:
     Raises:
         ValueError: the model cannot be found.
     """
-    return int(AutoConfig.from_pretrained(resolve_model(id_or_dir)).get_text_config().num_hidden_layers)
+    return int(AutoConfig.from_pretrained(resolve_model(id_or_dir, weights=False)).get_text_config().num_hidden_layers)
 
 
 def load_target(

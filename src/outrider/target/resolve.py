@@ -25,7 +25,8 @@ EMBEDDED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _EMBEDDED_NAMES = {EMBEDDED_ID, "SmolLM2-135M-Instruct"}
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _MANIFEST = "outrider_manifest.json"
-_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+_TEXTS = ["*.json", "*.txt", "*.model", "*.jinja"]  # configs and tokenizer: megabytes where weights are gigabytes
+_TOKENIZERS = ("tokenizer.json", "*.model", "vocab*")
 
 
 def usable_device(name: str | torch.device) -> torch.device:
@@ -58,8 +59,20 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "outrider"
 
 
-def resolve_model(id_or_dir: str) -> Path:
+def complete_model(directory: Path, weights: bool = True) -> bool:
+    """Whether a snapshot has what a model cannot do without: its config and weights, or else a tokenizer.
+
+    Other tools leave snapshots of single files, which are a directory all the same.
+    """
+    wanted = ("*.safetensors",) if weights else _TOKENIZERS
+    return (directory / "config.json").is_file() and any(any(directory.glob(pattern)) for pattern in wanted)
+
+
+def resolve_model(id_or_dir: str, weights: bool = True) -> Path:
     """The local directory of a model.
+
+    Args:
+        weights: False: configs and tokenizer will do, and nothing else is downloaded.
 
     Raises:
         ValueError: it is in none of the three places; the message names them.
@@ -71,18 +84,19 @@ def resolve_model(id_or_dir: str) -> Path:
         return path
     embedded = id_or_dir in _EMBEDDED_NAMES
     hub_id = EMBEDDED_ID if embedded else id_or_dir
+    patterns = ["*.safetensors", *_TEXTS] if weights else _TEXTS
     hub_error: Exception
     try:
-        cached = Path(snapshot_download(hub_id, local_files_only=True, allow_patterns=_PATTERNS))
-        if (cached / "config.json").is_file() and any(cached.glob("*.safetensors")):
-            return cached  # a snapshot of the tokenizer alone does not count
+        cached = Path(snapshot_download(hub_id, local_files_only=True, allow_patterns=patterns))
+        if complete_model(cached, weights):
+            return cached
         hub_error = FileNotFoundError(f"{cached} is incomplete")
     except (LocalEntryNotFoundError, HFValidationError, FileNotFoundError) as error:
         hub_error = error
     if embedded and (gguf := _embedded_gguf()) is not None:
         return converted(gguf, cache_dir() / "SmolLM2-135M-Instruct")
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=_PATTERNS))
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
         hub_error = error
     wheel = (

@@ -25,6 +25,7 @@ from outrider.data.samples import Sample
 from outrider.drafters.catalogue import method_of
 from outrider.drafters.method import DraftModule, Method, MethodSection, check_fits
 from outrider.formats import load_drafter
+from outrider.formats.files import weight_files
 from outrider.target import Target
 from outrider.training.features import measure_tap_scale
 from outrider.training.recipe import Recipe
@@ -96,7 +97,7 @@ def load_start(section: MethodSection, target: Target, out: Path) -> Start:
             "target's: serve it as it is, or train a new one."
         )
     ids = torch.arange(target.vocab_size, device=target.device) if ids is None else ids
-    files = [(directory / name).read_bytes() for name in ("config.json", "model.safetensors")]
+    files = [path.read_bytes() for path in (directory / "config.json", *weight_files(directory))]
     return Start(drafter, ids, hashlib.sha256(b"".join(files)).hexdigest(), trainings(checkpoint.metadata))
 
 

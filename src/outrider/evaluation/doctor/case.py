@@ -18,7 +18,8 @@ from outrider.drafters.method import DraftModule, check_fits
 from outrider.evaluation.doctor.finding import Finding, Need, fault
 from outrider.evaluation.doctor.probe import Probe
 from outrider.formats import Checkpoint, load_drafter
-from outrider.formats.files import read_tensors
+from outrider.formats.dialects.extras import UnknownDepth
+from outrider.formats.files import read_weights
 from outrider.target import Target
 
 
@@ -26,7 +27,7 @@ from outrider.target import Target
 class Case:
     """Everything the checks look at.
 
-    `stored` are the tensors of the drafter's file as they are on disk; `thinking` is the mode it is to serve in;
+    `stored` are the tensors of the drafter's files as they are on disk; `thinking` is the mode it is to serve in;
     `samples` and `max_new_tokens` bound what the model-based checks read and decode.
     """
 
@@ -121,10 +122,17 @@ class Case:
 
 
 def read_drafter(case: Case, directory: Path, device: str = "cpu") -> Finding | None:
-    """Put a drafter into the case; a finding where it cannot be read."""
+    """Put a drafter into the case; a finding where it cannot be read.
+
+    Raises:
+        UnknownDepth: it does not say how deep its target is, and no target was given.
+    """
     try:
-        case.loaded_checkpoint = load_drafter(directory, device)
-        case.stored = read_tensors(directory / "model.safetensors")
+        depth = None if case.loaded_target is None else case.loaded_target.num_layers
+        case.loaded_checkpoint = load_drafter(directory, device, depth)
+        case.stored = read_weights(directory)
+    except UnknownDepth:
+        raise
     except (ValueError, KeyError, OSError) as error:
         remedy = "Save the drafter again with the tool that trained it, or correct the named field of its config.json."
         return Finding(

@@ -11,7 +11,8 @@ from outrider.evaluation.doctor.case import Case
 from outrider.evaluation.doctor.finding import Result, fault, ok, skipped, warning
 from outrider.evaluation.doctor.wiring import target_rope
 
-_MAY_BE_ZERO = ("bias", "markov_w2.weight", "d2t")  # a head that training never moved; a vocabulary that is not reduced
+# A head that training never moved; a vocabulary that is not reduced.
+_MAY_BE_ZERO = ("bias", "markov_w2.weight", "d2t", "t2d")
 _COVERED = (0.9, 0.6)  # share of response tokens inside the draft vocabulary: below the first a warning, then a fault
 
 

@@ -1,13 +1,15 @@
-"""EAGLE-3 as SafeAILab, AngelSlim and SpecForge publish it, and as vLLM names its classes.
+"""EAGLE-3 as SafeAILab, AngelSlim, SpecForge and DeepSpec publish it, and as vLLM names its classes.
 
     tensors   midlayer.* (ours too) or layers.0.*, fc, norm, lm_head (trained, the drafter's own), d2t, t2d,
               input_norm or fc_norm.{i}, embed_tokens where it is not the target's
     taps      eagle_aux_hidden_state_layer_ids at the top level counts hidden states (vLLM), one more than our ids;
               inside `eagle_config` it counts layer outputs (SGLang, which adds the one itself), as our ids do;
-              neither: layers 2, L / 2 and L - 3 read them
+              target_layer_ids (DeepSpec's Qwen3Eagle3Model) counts layer outputs too;
+              none of them: layers 2, L / 2 and L - 3 read them
 
-The number of drafts is the engine's to choose; `outrider.gamma` keeps what the drafter was trained for.
-Sources: EAGLE-3, arXiv 2503.01840, and its code; vLLM 0.32 and SGLang for the two conventions.
+The number of drafts is the engine's to choose; `outrider.gamma` keeps what the drafter was trained for, and so does
+DeepSpec's `ttt_length`. DeepSpec's EAGLE-3 for Gemma 4 has that family's layers and is not read.
+Sources: EAGLE-3, arXiv 2503.01840, and its code; DeepSpec's code; vLLM 0.32 and SGLang for the two conventions.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from outrider.formats.dialect import Parts, Source, TargetFacts, Written
 from outrider.formats.dialects.backbone import layer_fields, read_shapes
 from outrider.formats.dialects.block import raised, read_vocabulary, with_target_tensors, write_vocabulary
 from outrider.formats.dialects.extras import draft_length, target_depth, write_extras
-from outrider.formats.fields import LARGEST_VOCABULARY, MOST_LAYERS, Fields
+from outrider.formats.fields import LARGEST_VOCABULARY, MOST_DRAFTS, MOST_LAYERS, Fields
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias")
-LAYERS = "eagle_aux_hidden_state_layer_ids"
+LAYERS, PLAIN = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
+_DEEPSPEC = "Qwen3Eagle3Model"
 _OURS, _OTHERS = "midlayer.", "layers.0."
 
 
@@ -39,7 +42,10 @@ class Eagle3Dialect:
 
     def reads(self, raw: Mapping[str, Any]) -> bool:
         named = raw.get("architectures") or []
-        if any(name.endswith("Eagle3") or (name.startswith("Eagle3") and "CausalLM" in name) for name in named):
+        if any(
+            name == _DEEPSPEC or name.endswith("Eagle3") or (name.startswith("Eagle3") and "CausalLM" in name)
+            for name in named
+        ):
             return True
         # The official training code leaves the base model's name.
         base = "LlamaForCausalLM" in named and raw.get("model_type") == "llama" and raw.get("num_hidden_layers") == 1
@@ -51,7 +57,8 @@ class Eagle3Dialect:
         if not fields.flag("use_aux_hidden_state", True):
             raise fields.refuse("use_aux_hidden_state", "true: EAGLE-3 drafts from taps")
         depth = target_depth(fields, source)
-        gamma = draft_length(fields, Eagle3Config.gamma)
+        trained_for = fields.integer("ttt_length", high=MOST_DRAFTS, default=Eagle3Config.gamma)
+        gamma = draft_length(fields, trained_for)
         return read_eagle3(fields, _taps(fields, depth), depth, gamma, tensors, source)
 
     def write(self, parts: Parts, target: TargetFacts | None) -> Written:
@@ -85,7 +92,11 @@ def _taps(fields: Fields, depth: int) -> tuple[int, ...]:
     states = tuple(i - 1 for i in fields.integers(LAYERS, 0, depth)) if fields.raw(LAYERS) else None
     if outputs is not None and states is not None and outputs != states:
         raise fields.refuse(LAYERS, f"{[tap + 1 for tap in outputs]}, one more than eagle_config's layer outputs")
-    return outputs or states or tuple(eagle_taps(depth))
+    found = outputs or states
+    plain = fields.integers(PLAIN, -1, depth - 1) if fields.raw(PLAIN) else None
+    if found is not None and plain is not None and plain != found:
+        raise fields.refuse(PLAIN, f"{list(found)}, the layer outputs that {LAYERS} means")
+    return found or plain or tuple(eagle_taps(depth))
 
 
 def write_eagle3(config: Eagle3Config) -> dict[str, Any]:
