@@ -96,9 +96,7 @@ def test_generate_is_the_same_with_and_without_a_drafter(run: Run, toy: Path) ->
     assert shown[0] == 0 and "tokens: draft, correction, bonus" in shown[2]
 
 
-def test_generate_thinks_when_asked(
-    run: Run, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generate_thinks_when_asked(run: Run, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The template hears of it, the drafter's training is looked at, and `auto` prefers one that has seen it."""
     target = shutil.copytree(toy / "target", tmp_path / "target")
     tokenizer = byte_tokenizer()
@@ -108,9 +106,9 @@ def test_generate_thinks_when_asked(
     add_metadata(drafter, recipe={"data": {"thinking": False}})
     command = ("--target", target, "--drafter", drafter, "--max-new-tokens", 12)
     with pytest.warns(UserWarning, match="trained on responses without thinking"):
-        thinking = run("generate", "hi", *command, "--thinking")
-    assert thinking[0] == 0 and thinking[1] == run("generate", "hiT", *command, "--raw")[1]
-    assert thinking[1] != run("generate", "hi", *command)[1]
+        found = run("generate", "hi", *command, "--thinking")
+    assert found[0] == 0 and found[1] == run("generate", "hiT", *command, "--raw")[1]
+    assert found[1] != run("generate", "hi", *command)[1]
     check_error(run("generate", "hi", *command, "--thinking", "--raw"), "--raw has none")
 
     def offline(*_: object, **__: object) -> str:
