@@ -377,6 +377,8 @@ CONTRADICTED = {
     "vocab_size": ("mask_token_id", "draft_vocab_size"),
     "num_target_layers": ("target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"),
     "dflash_config": ("mask_token_id",),
+    "hidden_size": ("target_hidden_size",),
+    "transformer_layer_config": ("target_hidden_size",),
     "eagle_aux_hidden_state_layer_ids": ("num_aux_hidden_states",),
 }
 A_TENSOR = re.compile(r"(missing|unknown) \w[\w.]+|\w has shape \[|\b(d2t|t2d|token_map|lm_heads|LM heads)\b")
