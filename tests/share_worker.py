@@ -12,33 +12,46 @@ from pathlib import Path
 import torch
 from test_text import byte_tokenizer
 
-from outrider.benchmark.backends.sources import transformers_source
+from outrider.benchmark.backends.sources import LocalSource, Source, transformers_source
 from outrider.benchmark.backends.transformers_models import load_causal_lm
 from outrider.benchmark.frontier import Sweep
 from outrider.benchmark.journal import Journal
+from outrider.benchmark.local import engine_config, local_engines
 from outrider.benchmark.metrics import Sla
 from outrider.benchmark.prompts import mixed_prompts
+from outrider.benchmark.variants import build_variant
 from outrider.benchmark.workload import Workload, run_workload
 from outrider.evaluation.run import EvaluationConfig, evaluate
 from outrider.formats import load_drafter
 from outrider.target import load_target
 from outrider.training.ranks import Ranks, join
 
+NEW = 6  # tokens of a response
+
 
 def work(toy: Path, out: Path, ranks: Ranks) -> None:
-    """An evaluation and a benchmark of transformers, their conversations shared by the ranks."""
+    """An evaluation, and benchmarks of transformers and of our engine, their conversations shared by the ranks."""
     target = load_target(toy / "target")
     drafter = load_drafter(toy / "drafter").packed(target)
-    config = EvaluationConfig(max_new_tokens=6, warmup_tokens=2)
+    config = EvaluationConfig(max_new_tokens=NEW, warmup_tokens=2)
     results = evaluate(target, drafter, [str(toy / "tasks.jsonl")], config, ranks=ranks)
     (out / f"results{ranks.rank}.json").write_text(results.model_dump_json())
 
-    model = load_causal_lm(str(toy / "target"), "cpu", torch.float32)
-    source = transformers_source(model, sorted(target.eos_ids), 3, None)
-    sweep = Sweep("closed", (ranks.world,), ("none", "prompt-lookup"), 1, 5, None, 6, Sla(600.0, 0.0), warmup_tokens=2)
     prompts = mixed_prompts(byte_tokenizer(), [str(toy / "tasks.jsonl")], 4, seed=0)
-    journal = ranks.from_main(lambda: Journal(out / "bench", {}))
-    load = Workload(prompts, 2, 6)
+    model = load_causal_lm(str(toy / "target"), "cpu", torch.float32)
+    theirs = transformers_source(model, sorted(target.eos_ids), 3, None)
+    measure(theirs, ("none", "prompt-lookup"), Workload(prompts, 2, NEW), out / "transformers", ranks)
+
+    load, names = Workload(prompts, 2, NEW), ("none", "fixed-2")
+    variants = [build_variant(name, drafter.gamma, None, None) for name in names]
+    engines = local_engines(target, drafter, variants, lambda users: engine_config(load.longest + NEW, int(users), 64))
+    measure(LocalSource(target, engines), names, load, out / "local", ranks)
+
+
+def measure(source: Source, variants: tuple[str, ...], load: Workload, out: Path, ranks: Ranks) -> None:
+    """Five requests of every variant, one user per rank."""
+    sweep = Sweep("closed", (ranks.world,), variants, 1, 5, None, NEW, Sla(600.0, 0.0), warmup_tokens=2)
+    journal = ranks.from_main(lambda: Journal(out, {}))
     run_workload(sweep, source, load, byte_tokenizer(), False, journal, ranks, lambda *_: None)
     (out / f"prompts{ranks.rank}.json").write_text(json.dumps(load.prompts))
 

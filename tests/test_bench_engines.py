@@ -25,6 +25,7 @@ from typer.testing import CliRunner, Result
 from outrider.benchmark.backends.sequential import SequentialBackend
 from outrider.benchmark.frontier import responses
 from outrider.benchmark.journal import Journal
+from outrider.benchmark.metrics import RequestFigures
 from outrider.benchmark.prompts import Prompt, mixed_prompts
 from outrider.benchmark.shares import Share
 from outrider.benchmark.side_by_side import side_by_side
@@ -276,14 +277,19 @@ def test_two_processes_measure_what_one_does(toy: Path, tmp_path: Path) -> None:
         timed = ("second", "speedup")
         return [{key: value for key, value in task.items() if not any(word in key for word in timed)} for task in tasks]
 
+    def said(request: RequestFigures) -> tuple[object, ...]:
+        return request.index, request.tokens, request.sizes, request.accepted_length
+
     assert exact(one / "results0.json") == exact(two / "results0.json") == exact(two / "results1.json")
     assert exact(one / "results0.json")[0]["turns"] > 5
-    assert (one / "prompts0.json").read_text() == (two / "prompts1.json").read_text()
-    mine, theirs = Journal(one / "bench", {}), Journal(two / "bench", {})
-    assert mine.reference() == theirs.reference() and mine.said() == theirs.said()
-    assert [p.variant for p in mine.points] == [p.variant for p in theirs.points] == ["none", "prompt-lookup"]
-    for single, shared in zip(mine.points, theirs.points, strict=True):
-        assert shared.metrics.tau == pytest.approx(single.metrics.tau) and shared.mismatches == 0
-        assert (shared.same, shared.metrics.requests) == (single.same, single.metrics.requests) == (5, 5)
-        for a, b in zip(single.requests, shared.requests, strict=True):
-            assert (a.index, a.tokens, a.sizes, a.accepted_length) == (b.index, b.tokens, b.sizes, b.accepted_length)
+    for name, variants in (("transformers", ["none", "prompt-lookup"]), ("local", ["none", "fixed-2"])):
+        assert (one / name / "prompts0.json").read_text() == (two / name / "prompts1.json").read_text()
+        mine, theirs = Journal(one / name, {}), Journal(two / name, {})
+        assert mine.reference() == theirs.reference() and mine.said() == theirs.said()
+        assert [p.variant for p in mine.points] == [p.variant for p in theirs.points] == variants
+        for single, shared in zip(mine.points, theirs.points, strict=True):
+            for figure in ("tau", "budget", "acceptance", "tokens"):
+                assert getattr(shared.metrics, figure) == pytest.approx(getattr(single.metrics, figure)), figure
+            assert shared.mismatches == 0
+            assert (shared.same, shared.metrics.requests) == (single.same, single.metrics.requests) == (5, 5)
+            assert list(map(said, single.requests)) == list(map(said, shared.requests))

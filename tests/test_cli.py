@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import Run, check_error, randomise
+from huggingface_hub.utils import LocalEntryNotFoundError
+from test_text import byte_tokenizer
 from typer.testing import CliRunner
 
 from outrider.cli import main
@@ -18,7 +22,8 @@ from outrider.drafters.hydra import Hydra
 from outrider.drafters.medusa import Medusa
 from outrider.evaluation.card_results import measured
 from outrider.evaluation.results import Results
-from outrider.formats import Checkpoint, save_drafter
+from outrider.formats import Checkpoint, add_metadata, published, save_drafter
+from outrider.formats.published import published_for
 from outrider.target import load_target
 
 VERBS = {
@@ -42,6 +47,7 @@ VERBS = {
         "--confidence-threshold",
         "--tree",
         "--typical",
+        "--thinking",
     ],
     "compare": ["RESULTS", "--out", "--draft-cost", "--allow-different"],
     "experiment": ["TABLE", "--dry-run"],
@@ -88,6 +94,31 @@ def test_generate_is_the_same_with_and_without_a_drafter(run: Run, toy: Path) ->
     assert "20 tokens in 20 rounds (tau 1.00)" in plain[2] and "20 tokens in" in drafted[2]
     shown = run(*command, "--drafter", toy / "drafter", "--show-rounds", "--raw", "--temperature", 1)
     assert shown[0] == 0 and "tokens: draft, correction, bonus" in shown[2]
+
+
+def test_generate_thinks_when_asked(run: Run, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template hears of it, the drafter's training is looked at, and `auto` prefers one that has seen it."""
+    target = shutil.copytree(toy / "target", tmp_path / "target")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if enable_thinking %}T{% endif %}"
+    tokenizer.save_pretrained(target)
+    drafter = shutil.copytree(toy / "drafter", tmp_path / "drafter")
+    add_metadata(drafter, recipe={"data": {"thinking": False}})
+    command = ("--target", target, "--drafter", drafter, "--max-new-tokens", 12)
+    with pytest.warns(UserWarning, match="trained on responses without thinking"):
+        found = run("generate", "hi", *command, "--thinking")
+    assert found[0] == 0 and found[1] == run("generate", "hiT", *command, "--raw")[1]
+    assert found[1] != run("generate", "hi", *command)[1]
+    check_error(run("generate", "hi", *command, "--thinking", "--raw"), "--raw has none")
+
+    def offline(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(published, "snapshot_download", offline)
+    quick, thoughtful = (published_for("Qwen/Qwen3-4B", thinking)[0].repo for thinking in (False, True))
+    assert quick != thoughtful
+    check_error(run("generate", "hi", "--target", "Qwen/Qwen3-4B"), quick)
+    check_error(run("generate", "hi", "--target", "Qwen/Qwen3-4B", "--thinking"), thoughtful)
 
 
 def test_eval_writes_results_with_identical_output(run: Run, toy: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -390,12 +391,36 @@ def victim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return put(dialect.write(made(method, own, **change).parts(), FACTS), tmp_path_factory.mktemp("victim"))
 
 
-def refused_well(directory: Path, culprit: str) -> None:
-    """Loading works or is refused in words that name the file or the field: no other exception, whatever is in it."""
+# The fields whose change shows in another one: either may be the wrong one.
+CONTRADICTED = {
+    "num_hidden_layers": ("layer_types",),
+    "vocab_size": ("mask_token_id", "draft_vocab_size"),
+    "num_target_layers": ("target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"),
+    "dflash_config": ("mask_token_id",),
+    "hidden_size": ("target_hidden_size",),
+    "transformer_layer_config": ("target_hidden_size",),
+    "eagle_aux_hidden_state_layer_ids": ("num_aux_hidden_states",),
+}
+A_TENSOR = re.compile(r"(missing|unknown) \w[\w.]+|\w has shape \[|\b(d2t|t2d|token_map|lm_heads|LM heads)\b")
+
+
+def refused_well(directory: Path, *names: str) -> None:
+    """Loading works or is refused in words that have one of the names in them or a tensor's: no other exception."""
     try:
         load_drafter(directory, num_target_layers=L)
     except ValueError as error:
-        assert str(directory) in str(error) or culprit in str(error), error
+        said = str(error).replace(str(directory), "")
+        assert A_TENSOR.search(said) or any(re.search(rf"\b{re.escape(name)}\b", said) for name in names), error
+
+
+def test_naming_the_file_alone_is_not_refusing_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(directory: Path, num_target_layers: int) -> None:
+        raise ValueError(f"{directory}/config.json: something is wrong.")
+
+    monkeypatch.setitem(globals(), "load_drafter", load)
+    refused_well(tmp_path / "block_size", "config.json")
+    with pytest.raises(AssertionError, match="something is wrong"):
+        refused_well(tmp_path / "block_size", "block_size")
 
 
 few = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -416,7 +441,8 @@ def test_a_corrupted_config_is_a_value_error_that_names_the_field(victim: Path, 
         del inner[name]
     (victim / "config.json").write_text(json.dumps(damaged))
     try:
-        refused_well(victim, str(name))
+        field = [step for step in (*path, name) if isinstance(step, str)][-1]
+        refused_well(victim, field, *CONTRADICTED.get(field, ()))
     finally:
         (victim / "config.json").write_text(json.dumps(raw))
 
@@ -440,7 +466,8 @@ def test_truncated_and_flipped_files_are_value_errors(victim: Path, data: st.Dat
     )
     (victim / name).write_bytes(damage(whole))
     try:
-        refused_well(victim, name)
+        fields = {step for path in paths(json.loads(whole)) for step in path} if name == "config.json" else set()
+        refused_well(victim, name, *map(str, fields))
     finally:
         (victim / name).write_bytes(whole)
 

@@ -27,6 +27,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
 from typer.testing import CliRunner
 
+from outrider.benchmark.summary import Frontier
 from outrider.cli.main import app
 from outrider.data.chat import render
 from outrider.data.conversations import Conversation
@@ -487,6 +488,23 @@ def test_eval_on_mlx(on_disk: tuple[Path, Path], tmp_path: Path) -> None:
     assert results["tasks"][0]["greedy_identical"] and set(results["settings"]["backend"]) == {"mlx", "mlx-lm"}
     refused = CliRunner().invoke(app, [*arguments, "--tree", "8"])
     assert refused.exit_code != 0 and "--tree" in str(refused.exception)
+
+
+def test_bench_on_mlx(on_disk: tuple[Path, Path], tmp_path: Path) -> None:
+    """The verb from its options to its report: the same text with and without the drafter."""
+    target, drafter = map(str, on_disk)
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps({"turns": [turn]}) + "\n" for turn in ("Hi there.", "And then?")))
+    arguments = ["bench", "--backend", "mlx", "--target", target, "--tasks", str(tasks), "--threads", "1"]
+    arguments += ["--requests-per-point", "2", "--repeats", "1", "--max-new-tokens", "6", "--drafter"]
+    run = CliRunner().invoke(app, [*arguments, drafter, "--out", str(tmp_path / "out")])
+    assert run.exit_code == 0, (run.output, run.exception)
+    frontier = Frontier.load(tmp_path / "out" / "frontier.json")
+    assert [(p.variant, p.level, p.same) for p in frontier.points] == [("none", 1, 2), ("speculative", 1, 2)]
+    assert frontier.points[0].median("tau") == 1 <= (frontier.points[1].median("tau") or 0)
+    assert frontier.settings["backend"] == "mlx" and (tmp_path / "out" / "frontier.png").is_file()
+    refused = CliRunner().invoke(app, [*arguments, "ngram", "--out", str(tmp_path / "other")])
+    assert isinstance(refused.exception, ValueError) and "a trained drafter, not with ngram" in str(refused.exception)
 
 
 def test_multi_turn_evaluation_and_the_bench_entry(on_disk: tuple[Path, Path]) -> None:

@@ -30,7 +30,14 @@ TURNS: dict[str, tuple[str, ...]] = {
     "gsm8k": ("2 + 2?" + BOXED,),
     "math500": ("x = 1?" + BOXED,),
     "aime25": ("n?" + BOXED,),
+    "humaneval": (
+        "Write a solution to the following problem and make sure that it passes the tests:\n```python\ndef f():\n\n```",
+    ),
     "mbpp": ("Write f.",),
+    "livecodebench": (
+        "Write a Python program that solves this problem.\n\nSum them.\n\n"
+        "Start from this code:\n```python\nclass S:\n```",
+    ),
     "mt-bench": ("First?", "Second?"),
     "alpaca": ("Translate.\n\nInput:\nHund",),
     "arena-hard": ("Hard.",),
@@ -61,14 +68,24 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Asked:
 def test_prompts_of_a_task(name: str, asked: Asked, tmp_path: Path) -> None:
     found = load_prompts(name)
     assert len(found) == 500 and found[0].id == f"{name}-1" and len(asked) == 1 and asked[0][1]["streaming"]
-    if name in TURNS:
-        assert found[0].turns == TURNS[name]
-    else:
-        text = str(found[0].turns[0])
-        assert ("passes the tests" in text and "def f()" in text) or ("Sum them." in text and "class S:" in text)
+    assert found[0].turns == TURNS[name]
     again = load_prompts(name, 3)
     assert again == found[:3] and len(asked) == 1, "the second time it is read from the cache"
     assert [path.name for path in (tmp_path / "cache" / "tasks").iterdir()] == [f"{name}.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "turns"),
+    [
+        ("livecodebench", "starter_code", ("Write a Python program that solves this problem.\n\nSum them.",)),
+        ("alpaca", "input", ("Translate.",)),
+    ],
+)
+def test_a_column_that_may_be_empty(
+    name: str, column: str, turns: tuple[str, ...], asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ROWS, name, {**ROWS[name], column: ""})
+    assert load_prompts(name, 1)[0].turns == turns
 
 
 def test_files_inside_a_data_set_are_read_without_its_script(asked: Asked) -> None:

@@ -53,11 +53,18 @@ class Job:
     max_model_len: int = 512
     repair: bool = True
 
-    def drafted(self, checkpoint: Checkpoint, directory: Path) -> Job:
-        """The same work with a drafter, exported to `directory` and served as the export says."""
+    def drafted(self, checkpoint: Checkpoint, directory: Path, to: str = "vllm") -> Job:
+        """The same work with a drafter, exported to `directory` and served as the export says.
+
+        `to`: of `outrider export --to`. vLLM reads the dialects of others too, but their commands do not start it.
+        """
         facts = target_facts(str(self.model), torch.float32)
-        (command,) = export_drafter(checkpoint, engine_of("vllm"), directory, facts).commands
-        words = shlex.split(command)
+        commands = export_drafter(checkpoint, engine_of(to), directory, facts).commands
+        if to != "vllm":
+            drafter = checkpoint.drafter
+            named = {"method": drafter.algorithm, "model": str(directory)}
+            return replace(self, speculative={**named, "num_speculative_tokens": drafter.config.gamma})
+        words = shlex.split(commands[0])
         options = {name: json.loads(value) for name, value in pairwise(words) if name.startswith("--")}
         loader = options.get("--model-loader-extra-config", {})
         return replace(self, speculative=options["--speculative-config"], loader=loader)

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,33 @@ from outrider.target import Target
 
 pytestmark = pytest.mark.engine
 NEW = 24  # response tokens
-CASES = [(method, vocab) for method in ("dflash", "dspark", "eagle3", "medusa") for vocab in (toys.VOCAB, 100)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A drafter as `outrider export --to` writes it."""
+
+    method: str
+    vocab: int = toys.VOCAB
+    to: str = "vllm"
+
+    def __str__(self) -> str:
+        return f"{self.method}-{self.vocab}-{self.to}"
+
+    @property
+    def config(self) -> Any:
+        config = toys.configs(self.vocab)[self.method]
+        return replace(config, target_layer_ids=(0, 2, 3)) if self.to == "sglang" else config  # it fuses three
+
+
+DFLASH, MEDUSA = Case("dflash"), Case("medusa")
+CASES = [
+    *[Case(method, vocab) for method in ("dflash", "dspark", "eagle3", "medusa") for vocab in (toys.VOCAB, 100)],
+    Case("dflash", to="zlab"),
+    Case("dspark", to="deepspec"),
+    Case("eagle3", 100, to="sglang"),
+]
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 @dataclass
@@ -27,7 +54,7 @@ class Served:
 
     target: Target
     prompts: list[list[int]]
-    drafters: dict[tuple[str, int], Drafter]
+    drafters: dict[Case, Drafter]
     answers: dict[object, Answer]
 
 
@@ -50,37 +77,36 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     root = tmp_path_factory.mktemp("engine")
     target = toys.save_target(root / "target")
     plain = Job(root / "target", toys.prompts(8), NEW, max_num_seqs=4)
-    drafters: dict[tuple[str, int], Drafter] = {}
+    drafters: dict[Case, Drafter] = {}
     jobs: dict[object, Job] = {"plain": plain}
-    for method, vocab in CASES:
-        config = toys.configs(vocab)[method]
-        checkpoint = toys.train(config, target, plain.prompts[:4], NEW, root / "runs" / f"{method}-{vocab}")
-        drafters[method, vocab] = checkpoint.packed(target)
-        jobs[method, vocab] = plain.drafted(checkpoint, root / f"{method}-{vocab}")
-    jobs["no bias"] = edited(jobs["medusa", toys.VOCAB], root / "no-bias", "medusa_fc_bias", False)
-    jobs["turned"] = edited(jobs["dflash", toys.VOCAB], root / "turned", "rope_theta", 10000.0)
-    jobs["as installed"] = replace(jobs["dflash", toys.VOCAB], repair=False)
-    interpreted = {case: jobs.pop(case) for case in CASES if case[0] == "dspark"}
+    for case in CASES:
+        checkpoint = toys.train(case.config, target, plain.prompts[:4], NEW, root / "runs" / str(case))
+        drafters[case] = checkpoint.packed(target)
+        jobs[case] = plain.drafted(checkpoint, root / str(case), case.to)
+    jobs["no bias"] = edited(jobs[MEDUSA], root / "no-bias", "medusa_fc_bias", False)
+    jobs["turned"] = edited(jobs[DFLASH], root / "turned", "rope_theta", 10000.0)
+    jobs["as installed"] = replace(jobs[DFLASH], repair=False)
+    interpreted = {case: jobs.pop(case) for case in CASES if case.method == "dspark"}
     answers = run_vllm(list(jobs.values()), root / "vllm")
     answers += run_vllm(list(interpreted.values()), root / "interpreted", INTERPRETED)
     return Served(target, plain.prompts, drafters, dict(zip([*jobs, *interpreted], answers, strict=True)))
 
 
-@pytest.mark.parametrize("case", ["plain", *CASES])
+@pytest.mark.parametrize("case", ["plain", *CASES], ids=str)
 def test_the_response_is_plain_decodings(served: Served, case: object) -> None:
     ours = [generate(served.target, prompt, rules=StopRules(NEW, stop_ids=())).tokens for prompt in served.prompts]
     assert served.answers[case].outputs == ours
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_block_is_ours(served: Served, case: tuple[str, int]) -> None:
+@each_case
+def test_every_block_is_ours(served: Served, case: Case) -> None:
     blocks = served.answers[case].blocks(served.target, served.drafters[case], served.prompts)
     assert len(blocks) > 40
     assert [theirs for theirs, _ in blocks] == [ours for _, ours in blocks]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_as_many_are_accepted_in_every_round(served: Served, case: tuple[str, int]) -> None:
+@each_case
+def test_as_many_are_accepted_in_every_round(served: Served, case: Case) -> None:
     answer = served.answers[case]
     accepted = False
     for prompt, response, rounds in zip(served.prompts, answer.outputs, answer.rounds, strict=True):
@@ -95,15 +121,14 @@ def test_as_many_are_accepted_in_every_round(served: Served, case: tuple[str, in
     assert accepted, "rounds without accepted drafts show little"
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_tensor_is_used_and_none_is_missing(served: Served, case: tuple[str, int]) -> None:
-    method, vocab = case
+@each_case
+def test_every_tensor_is_used_and_none_is_missing(served: Served, case: Case) -> None:
     target, drafter = served.answers[case].loads
     assert not target.ignored and not target.missing
     assert drafter.given and set(drafter.ignored) <= UNREAD
-    assert set(drafter.missing) <= ALWAYS_SHARED | ({"lm_head.weight"} if vocab == toys.VOCAB else set())
-    if method != "medusa":
-        assert served.answers[case].shared == {"embed_tokens": True, "lm_head": vocab == toys.VOCAB}
+    assert set(drafter.missing) <= ALWAYS_SHARED | ({"lm_head.weight"} if case.vocab == toys.VOCAB else set())
+    if case.method != "medusa":
+        assert served.answers[case].shared == {"embed_tokens": True, "lm_head": case.vocab == toys.VOCAB}
 
 
 def test_a_tensor_that_the_config_does_not_announce_is_seen_to_be_ignored(served: Served) -> None:
@@ -114,7 +139,7 @@ def test_a_tensor_that_the_config_does_not_announce_is_seen_to_be_ignored(served
 @pytest.mark.parametrize("case", ["turned", "as installed"])
 def test_a_wrong_rotation_or_norm_gives_other_blocks(served: Served, case: str) -> None:
     """When "as installed" fails, vLLM norms keys as it should: the repair in vllm_worker.py can go."""
-    drafter = served.drafters["dflash", toys.VOCAB]
+    drafter = served.drafters[DFLASH]
     blocks = served.answers[case].blocks(served.target, drafter, served.prompts)
     assert any(theirs != ours for theirs, ours in blocks)
     assert served.answers[case].outputs == served.answers["plain"].outputs

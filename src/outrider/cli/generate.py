@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from outrider.cli.drafters import AUTO, CHOICES, HOW_TO_TRAIN, choose_drafter
+from outrider.cli.drafters import AUTO, CHOICES, HOW_TO_TRAIN, choose_drafter, warn_of_thinking
 from outrider.cli.mlx import load_for_mlx, open_for_mlx
 from outrider.cli.options import TREE, TYPICAL, choose_policy, choose_tree, choose_typical
 from outrider.cli.runtime import load, set_up
@@ -44,6 +44,7 @@ def generate_command(
     typical: Annotated[str | None, typer.Option(help=TYPICAL, metavar="EPSILON,DELTA")] = None,
     show_rounds: Annotated[bool, typer.Option(help="colour accepted drafts, corrections and bonus tokens")] = False,
     raw: Annotated[bool, typer.Option(help="no chat template: continue the text")] = False,
+    thinking: Annotated[bool, typer.Option("--thinking/--no-thinking", help="ask the chat template for it")] = False,
     backend: Annotated[
         Literal["local", "mlx"], typer.Option(help="local: PyTorch; mlx: mlx-lm, Apple silicon")
     ] = "local",
@@ -55,9 +56,13 @@ def generate_command(
     console = Console(highlight=False, soft_wrap=True)
     if not prompt.strip():
         raise ValueError("the prompt is empty: give at least one word to answer.")
+    if raw and thinking:
+        raise ValueError("--thinking asks the chat template for it, and --raw has none: leave one of them out.")
     size = choose_tree(tree, confidence_threshold)
-    lossy, choice = choose_typical(typical), choose_drafter(drafter, target)
-    if choice is None and (size is not None or lossy is not None):
+    lossy, choice = choose_typical(typical), choose_drafter(drafter, target, thinking)
+    if choice is not None:
+        warn_of_thinking(choice, thinking)
+    elif size is not None or lossy is not None:
         raise ValueError(f"--drafter {drafter}: nothing is drafted, so --tree and --typical have no meaning.")
     loaded: Any = load_for_mlx(target) if backend == "mlx" else load(target, device)
     opened, used = None, "plain decoding"
@@ -68,9 +73,13 @@ def generate_command(
         if confidence_threshold is None and size is None:
             confidence_threshold = opened.recommended_threshold
     elif drafter == AUTO:
-        used = f"plain decoding, no drafter for {target} in models/; {HOW_TO_TRAIN}"
+        used = f"plain decoding, no drafter for {target}: none in models/, none published that is read here "
+        used += f"(outrider models); {HOW_TO_TRAIN}"
     assert loaded.tokenizer is not None
-    tokens = list(loaded.tokenizer(prompt)["input_ids"]) if raw else render(loaded.tokenizer, [prompt], [])
+    if raw:
+        tokens = list(loaded.tokenizer(prompt)["input_ids"])
+    else:
+        tokens = render(loaded.tokenizer, [prompt], [], thinking=thinking)
     chunks = []
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     rules = StopRules(max_new_tokens, stop_strings=stop or ())

@@ -2,9 +2,11 @@ r"""The data sets that papers on drafting measure, by name, with their prompts: 
 
     name -> $OUTRIDER_CACHE/tasks/NAME.jsonl: read if there, else made of the Hugging Face data set's rows
 
-Mathematics asks for a boxed answer, HumanEval for a solution that passes the tests, LiveCodeBench for a program; the
-others are asked as they are: the prompts of DFlash (arXiv 2602.06036). As in DSpark (arXiv 2607.05147) at most 500 rows
-of a set count. LiveCodeBench is its newest file: all six are 4.5 GB, nearly all of it tests.
+Mathematics asks for a boxed answer, HumanEval for a solution that passes the tests; the others are asked as they are:
+the prompts of DFlash's evaluation (arXiv 2602.06036). Two have words of ours: LiveCodeBench, where DFlash's are longer
+and want nothing but the program, and arena-hard, which is not in it. As in DSpark (arXiv 2607.05147) at most 500 rows
+of a set count. LiveCodeBench is its newest file: all six are 4.5 GB, nearly all of it tests; figures on
+it are not the papers'.
 """
 
 from __future__ import annotations
