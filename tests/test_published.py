@@ -17,6 +17,7 @@ from outrider.formats.dialects import dialects
 from outrider.formats.published import PUBLISHED, fetch, published_by, published_for
 
 DSPARK = "deepseek-ai/dspark_qwen3_4b_block7"
+ZLAB = "z-lab/Qwen3-4B-DFlash-b16"
 
 
 def test_the_catalogue() -> None:
@@ -66,6 +67,8 @@ def test_auto_downloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert asked == [(DSPARK, True), (DSPARK, False)]
     assert require_drafter("auto", "Qwen/Qwen3-4B", thinking=True).repo == "AngelSlim/Qwen3-4B_eagle3"
     assert choose_drafter("auto", "nobody/model") is None
+    assert choose_drafter(ZLAB, "Qwen/Qwen3-4B") == DrafterChoice("directory", str(tmp_path), repo=ZLAB)
+    assert choose_drafter("nobody/drafter", "Qwen/Qwen3-4B") == DrafterChoice("directory", "nobody/drafter")
 
     def offline(repo: str, local_files_only: bool = False, allow_patterns: object = None) -> str:
         raise LocalEntryNotFoundError("no network")

@@ -3,6 +3,7 @@
     auto                      the shipped drafter of the target, or else a published one (outrider models)
     none                      plain decoding
     DIR                       a trained drafter (a directory of one of these names is ./NAME)
+    MAKER/NAME                one of those that `outrider models` lists, downloaded
     ngram[@GAMMA]             copies from the text so far; nothing is trained or loaded
     lm:ID_OR_DIR[@GAMMA]      a smaller language model with the target's tokenizer
 
@@ -29,11 +30,14 @@ from outrider.evaluation.drafter_info import DrafterInfo, TrainingInfo
 from outrider.evaluation.other_block import with_block_size
 from outrider.formats import load_drafter, shipped_drafter
 from outrider.formats.checkpoint import read_metadata
-from outrider.formats.published import fetch, published_by, published_for
+from outrider.formats.published import Published, fetch, published_by, published_for
 from outrider.target import Target
 
 AUTO, NONE = "auto", "none"
-CHOICES = "drafter directory; auto: the shipped or a published one for the target; ngram[@GAMMA]; lm:ID_OR_DIR[@GAMMA]"
+CHOICES = (
+    "drafter directory; auto: the shipped or a published one for the target; one that outrider models lists; "
+    "ngram[@GAMMA]; lm:ID_OR_DIR[@GAMMA]"
+)
 HOW_TO_TRAIN = "train one: outrider train recipes/smollm2-135m/dspark.yaml with your target and prompts in it"
 _UNTRAINED = re.compile(r"(?:(?P<ngram>ngram)|lm:(?P<model>[^@].*?))(?:@(?P<gamma>\d+))?")
 
@@ -170,7 +174,7 @@ def choose_drafter(choice: str, target: str, thinking: bool = False) -> DrafterC
         if (found := shipped_drafter(target)) is not None:
             return DrafterChoice("directory", str(found))
         published = published_for(target, thinking)
-        return DrafterChoice("directory", str(fetch(published[0])), repo=published[0].repo) if published else None
+        return _downloaded(published[0]) if published else None
     if untrained := _UNTRAINED.fullmatch(choice):
         gamma = None if untrained["gamma"] is None else int(untrained["gamma"])
         return DrafterChoice("ngram" if untrained["ngram"] else "lm", untrained["model"] or "", gamma)
@@ -179,7 +183,13 @@ def choose_drafter(choice: str, target: str, thinking: bool = False) -> DrafterC
             f"--drafter {choice}: write ngram, ngram@8, lm:ID_OR_DIR or lm:ID_OR_DIR@4, the number being the draft "
             f"length; a directory of that name is ./{choice}."
         )
+    if not Path(choice).is_dir() and (entry := published_by(choice)) is not None:
+        return _downloaded(entry)
     return DrafterChoice("directory", choice)
+
+
+def _downloaded(entry: Published) -> DrafterChoice:
+    return DrafterChoice("directory", str(fetch(entry)), repo=entry.repo)
 
 
 def require_drafter(choice: str, target: str, thinking: bool = False) -> DrafterChoice:

@@ -134,7 +134,7 @@ def published_for(target: str, thinking: bool = False) -> list[Published]:
 
 def published_by(repo: str) -> Published | None:
     """The entry of a repository."""
-    return next((entry for entry in PUBLISHED if entry.repo == repo), None)
+    return next((entry for entry in PUBLISHED if entry.repo.lower() == repo.lower()), None)
 
 
 def fetch(entry: Published) -> Path:
