@@ -15,7 +15,7 @@ from conftest import randomise, toy_config, toy_samples, toy_target
 from torch import Tensor
 
 from outrider.drafters import DFlash, DSpark
-from outrider.drafters.attention import BlockLayout, flex_block_attention, split_attention
+from outrider.drafters.attention import BlockLayout, Sight, flex_block_attention, split_attention
 from outrider.sampling import SeededSource
 from outrider.training.batches import BlockBatch, Schedule
 from outrider.training.step import BlockObjective
@@ -42,6 +42,18 @@ def test_trained_equals_served(head: str, sample_from_anchor: bool, draft_vocab:
     drafter = make_drafter(head, sample_from_anchor, draft_vocab, window)
     ids = choose_draft_ids(samples, 97, draft_vocab, frozenset({1}))
     assert check_alignment(target, drafter, samples, ids) > 50
+
+
+KINDS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 5}
+
+
+@pytest.mark.parametrize("sample_from_anchor", [True, False])
+@pytest.mark.parametrize("changes", [KINDS, {**KINDS, "is_causal": None}, {"is_causal": True, "sliding_window": 7}])
+def test_trained_equals_served_whatever_each_layer_sees(sample_from_anchor: bool, changes: dict[str, object]) -> None:
+    target, samples = toy_target("qwen3"), toy_samples(4)
+    drafter = DSpark(toy_config(sample_from_anchor=sample_from_anchor, **changes))
+    randomise(drafter)
+    assert check_alignment(target, drafter, samples, torch.arange(97)) > 50
 
 
 def base_logits(drafter: DFlash, compute: BlockObjective, batch: BlockBatch) -> Tensor:
@@ -89,24 +101,25 @@ def test_a_sequential_head_sees_only_earlier_tokens_of_its_block(head: str) -> N
         assert torch.equal(after[2, :k], before[2, :k]) and not torch.equal(after[2, k], before[2, k])
 
 
-@pytest.mark.parametrize("window", [None, 6])
-def test_flex_attention_and_split_attention_agree(window: int | None) -> None:
+@pytest.mark.parametrize("sight", [Sight(), Sight(6), Sight(6, causal=True), Sight(causal=True)])
+def test_flex_attention_and_split_attention_agree(sight: Sight) -> None:
     layout = BlockLayout([9, 14, 5], torch.tensor([3, 9, 1, 8, 14, 5]), torch.tensor([0, 0, 1, 1, 1, 2]))
     q = torch.randn(6, 4, 4, 16)
     tensors = [torch.randn(28, 2, 16), torch.randn(28, 2, 16), torch.randn(6, 4, 2, 16), torch.randn(6, 4, 2, 16)]
-    split = split_attention(q, *tensors, layout, window)
-    flex = flex_block_attention(q, *tensors, layout, window)
+    split = split_attention(q, *tensors, layout, sight)
+    flex = flex_block_attention(q, *tensors, layout, sight)
     torch.testing.assert_close(split, flex, atol=1e-5, rtol=1e-5)
     # and both against plain softmax attention over the visible keys, block by block
     starts = [0, 9, 23]
     for block in range(6):
         start, anchor = starts[int(layout.sequence_N[block])], int(layout.anchors_N[block])
         for row in range(4):
-            first = 0 if window is None else max(0, anchor + row - window + 1)
+            first = 0 if sight.window is None else max(0, anchor + row - sight.window + 1)
+            own = slice(None, row + 1 if sight.causal else None)
             context = slice(start + first, start + max(first, anchor))
             for h in range(4):
-                keys = torch.cat((tensors[0][context, h // 2], tensors[2][block, :, h // 2]))
-                values = torch.cat((tensors[1][context, h // 2], tensors[3][block, :, h // 2]))
+                keys = torch.cat((tensors[0][context, h // 2], tensors[2][block, own, h // 2]))
+                values = torch.cat((tensors[1][context, h // 2], tensors[3][block, own, h // 2]))
                 expected = (keys @ q[block, row, h] / 4).softmax(0) @ values
                 torch.testing.assert_close(split[block, row, h], expected, atol=1e-5, rtol=1e-5)
 
@@ -118,8 +131,8 @@ def test_compiled_flex_attention_on_cuda_agrees_with_the_cpu_path() -> None:
     q = torch.randn(3, 8, 4, 64)
     tensors = [torch.randn(23, 2, 64), torch.randn(23, 2, 64), torch.randn(3, 8, 2, 64), torch.randn(3, 8, 2, 64)]
     there = BlockLayout(layout.lengths, layout.anchors_N.cuda(), layout.sequence_N.cuda())
-    flex = flex_block_attention(q.cuda(), *[t.cuda() for t in tensors], there, None)
-    torch.testing.assert_close(flex.cpu(), split_attention(q, *tensors, layout, None), atol=1e-2, rtol=1e-2)
+    flex = flex_block_attention(q.cuda(), *[t.cuda() for t in tensors], there)
+    torch.testing.assert_close(flex.cpu(), split_attention(q, *tensors, layout), atol=1e-2, rtol=1e-2)
 
 
 def test_seeded_source_is_reproducible() -> None:

@@ -15,7 +15,7 @@ import torch
 from conftest import randomise, toy_config, toy_target
 from dflash.model import DFlash2DraftModel, _make_cache, dflash_generate
 from safetensors.torch import load_file
-from test_dflash_parity import ROUNDS, TOLERANCE, WINDOWS, reference_block
+from test_dflash_parity import ROUNDS, SIGHTS, TOLERANCE, reference_block
 from torch import Tensor
 
 from outrider.decoding import StopRules, generate
@@ -30,9 +30,9 @@ from outrider.target import Target
 OWN = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
 
 
-def saved(directory: Path, window: int | None = None) -> DFlash2:
+def saved(directory: Path, sights: str = "all") -> DFlash2:
     """A random drafter with non-unit norms and tap scales, written to `directory`."""
-    shared = vars(toy_config(dspark=False, sliding_window=window))
+    shared = vars(toy_config(dspark=False, **SIGHTS[sights]))
     drafter = DFlash2(DFlash2Config(**{**shared, **OWN}))
     randomise(drafter)
     with torch.no_grad():  # the selector has to change what the parallel logits say
@@ -66,11 +66,11 @@ def test_the_reference_loader_consumes_every_tensor_unchanged(tmp_path: Path) ->
     assert (model.block_size, model.mask_token_id, model.candidate_selector.top_k) == (4, 3, 5)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("sights", SIGHTS)
 @torch.inference_mode()
-def test_served_blocks_and_paths_equal_the_reference_over_rounds(tmp_path: Path, window: int | None) -> None:
+def test_served_blocks_and_paths_equal_the_reference_over_rounds(tmp_path: Path, sights: str) -> None:
     target = toy_target("qwen3")
-    before, model = saved(tmp_path, window), reference(tmp_path)
+    before, model = saved(tmp_path, sights), reference(tmp_path)
     served = [DFLASH2.serve(drafter, target, Serving()) for drafter in (before, load_drafter(tmp_path).drafter)]
     sessions = [drafter.new_session(64) for drafter in served]
     generator = torch.Generator().manual_seed(5)

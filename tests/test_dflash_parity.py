@@ -37,12 +37,20 @@ from outrider.target import Target
 
 TOLERANCE = 1e-4
 ROUNDS = (9, 1, 4, 2, 1, 3, 4, 1, 2)  # committed tokens before each block: the prompt, then accepted + 1
-WINDOWS = [None, 7]  # 7: shorter than the context, longer than the block of 4
+WINDOW = {"sliding_window": 7}  # shorter than the context, longer than the block of 4
+KINDS = {**WINDOW, "layer_types": ("sliding_attention", "full_attention")}
+SIGHTS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "window": WINDOW,
+    "causal": {"is_causal": True},
+    "a window in one layer": KINDS,
+    "a causal window in one layer": {**KINDS, "is_causal": None},
+}
 
 
-def saved(directory: Path, window: int | None) -> DFlash:
+def saved(directory: Path, sights: str) -> DFlash:
     """A random drafter with non-unit norms and tap scales, written to `directory`."""
-    drafter = DFlash(toy_config(dspark=False, sliding_window=window))
+    drafter = DFlash(toy_config(dspark=False, **SIGHTS[sights]))
     randomise(drafter)
     drafter.tap_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
     save_drafter(Checkpoint(drafter), directory)
@@ -75,7 +83,7 @@ def reference_block(
 
 
 def test_the_reference_loader_consumes_every_tensor_unchanged(tmp_path: Path) -> None:
-    drafter = saved(tmp_path, None)
+    drafter = saved(tmp_path, "all")
     model = reference(tmp_path)
     written = load_file(tmp_path / "model.safetensors")
     state = model.state_dict()
@@ -89,20 +97,21 @@ def test_the_reference_loader_consumes_every_tensor_unchanged(tmp_path: Path) ->
 
 
 def test_the_loading_check_can_fail(tmp_path: Path) -> None:
-    saved(tmp_path, None)
+    saved(tmp_path, "all")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "layer_types": None}))
     with pytest.raises(AssertionError, match=r"layers\.1"):
         reference(tmp_path)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-def test_served_blocks_equal_the_reference_over_rounds(tmp_path: Path, window: int | None) -> None:
+@pytest.mark.parametrize("sights", SIGHTS)
+def test_served_blocks_equal_the_reference_over_rounds(tmp_path: Path, sights: str) -> None:
     target = toy_target("qwen3")
-    packed_before = PackedDrafter(saved(tmp_path, window), target)
+    packed_before = PackedDrafter(saved(tmp_path, sights), target)
     packed_after = PackedDrafter(load_drafter(tmp_path).drafter, target)
     model = reference(tmp_path)
-    assert model.layers[0].self_attn.sliding_window == window and not model.layers[0].self_attn.is_causal
+    theirs = [(layer.self_attn.sliding_window, layer.self_attn.is_causal) for layer in model.layers]
+    assert theirs == list(packed_before.config.sights)
     generator = torch.Generator().manual_seed(5)
     taps_TLD = 5 * torch.randn(sum(ROUNDS), 3, 32, generator=generator)
     cache, start = _make_cache(model.config), 0
@@ -120,9 +129,9 @@ def test_served_blocks_equal_the_reference_over_rounds(tmp_path: Path, window: i
     assert (seen[0] - seen[1]).abs().max() > 0.1, "blocks that do not differ would prove nothing"
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-def test_the_training_forward_equals_the_reference(tmp_path: Path, window: int | None) -> None:
-    target, drafter, model = toy_target("qwen3"), saved(tmp_path, window), reference(tmp_path)
+@pytest.mark.parametrize("sights", SIGHTS)
+def test_the_training_forward_equals_the_reference(tmp_path: Path, sights: str) -> None:
+    target, drafter, model = toy_target("qwen3"), saved(tmp_path, sights), reference(tmp_path)
     lengths, anchors, sequence = [11, 20], [1, 6, 11, 2, 13, 14, 20], [0, 0, 0, 1, 1, 1, 1]
     taps_SLD = 5 * torch.randn(sum(lengths), 3, 32)
     tokens_N = torch.randint(4, 97, (len(anchors),))
@@ -146,14 +155,14 @@ def test_taps_are_the_layers_the_reference_extracts() -> None:
     torch.testing.assert_close(taps.flatten(-2), expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("sights", SIGHTS)
 def test_whole_decoding_equals_the_references_round_by_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sights: str
 ) -> None:
     model = toy_target("qwen3").model
     model.lm_head.weight.data[3:] = 0  # three likely tokens: drafts of a random drafter are accepted now and then
     target = Target(model, None, "toy")
-    saved(tmp_path, window)
+    saved(tmp_path, sights)
     ours: list[tuple[int, Tensor]] = []
     theirs: list[tuple[int, Tensor]] = []
 

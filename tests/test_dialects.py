@@ -35,6 +35,8 @@ FLAGS: list[Change] = [
     {"fc_norm": True, "norm_output": True, "draft_vocab_size": VD},
 ]
 BLOCKS: list[Change] = [{}, {"sliding_window": 9}, {"draft_vocab_size": VD}]
+KINDS: Change = {"sliding_window": 9, "layer_types": ("sliding_attention", "full_attention")}
+CAUSAL: list[Change] = [KINDS, {**KINDS, "is_causal": None}, {"sliding_window": 9, "is_causal": True}]
 HEADS: list[Change] = [
     {"markov_head_type": "gated", "draft_vocab_size": VD},
     {"markov_head_type": "rnn"},
@@ -45,7 +47,11 @@ CASES: list[tuple[Dialect, str, str, Change]] = [
     *[(ZLab(), "dflash", own, change) for change, own in zip(BLOCKS, ("", "embedding", "head"), strict=True)],
     *[(ZLab2(), "dflash2", own, change) for change, own in zip(BLOCKS, ("", "embedding", "head"), strict=True)],
     *[(DeepSpec(), "dspark", "", change) for change in [*BLOCKS, *HEADS]],
+    *[(ZLab(), "dflash", "", change) for change in [*CAUSAL, {"is_causal": True}]],
+    (ZLab2(), "dflash2", "", CAUSAL[1]),
+    (DeepSpec(), "dspark", "", KINDS),
     (DeepSpec(), "dflash", "", {}),
+    *[(Speculators(), "dspark", "", change) for change in CAUSAL],
     *[(Speculators(), "dflash", "", change) for change in BLOCKS],
     *[(Speculators(), "dflash2", "", change) for change in BLOCKS[:2]],
     *[(Speculators(), "dspark", "", change) for change in HEADS],
@@ -217,8 +223,9 @@ def test_dspark_as_specforge_writes_it(tmp_path: Path) -> None:
 
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9}
 REFUSED: list[tuple[Dialect, str, Change, str]] = [
-    (ZLab(), "dflash", {**SLIDING, "is_causal": None}, "is_causal is None"),
-    (ZLab(), "dflash", {"is_causal": True}, "is_causal is True"),
+    (ZLab(), "dflash", {"layer_types": ["full_attention", "chunked"]}, "layer_types is .*not chunked"),
+    (ZLab(), "dflash", {"is_causal": "yes"}, "is_causal is 'yes'; it must be true or false"),
+    (DeepSpec(), "dspark", {**SLIDING, "is_causal": None}, "is_causal is None; it must be there"),
     (ZLab(), "dflash", {"attention_bias": True}, "attention_bias is True; it must be false"),
     (ZLab(), "dflash", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     (ZLab(), "dflash", {"output_multiplier": 0.5}, "output_multiplier is 0.5; it must be 1"),

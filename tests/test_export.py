@@ -127,6 +127,11 @@ def test_eagle3_with_the_flags_of_other_makers_is_served_as_it_is_trained(change
     assert drafts(Checkpoint(plain), target) != drafts(Checkpoint(flagged), target), "the flags matter"
 
 
+MIXED: Change = {
+    "sliding_window": 9,
+    "layer_types": ("sliding_attention", "full_attention"),
+    "is_causal": None,
+}
 UNSERVED: list[tuple[str, str, Change, str]] = [
     ("vllm", "hydra", {}, "no dialect there carries a hydra drafter; it reads dflash, dflash2, dspark, eagle3, medusa"),
     ("vllm", "mtp", {}, "no dialect there carries a mtp drafter"),
@@ -148,6 +153,12 @@ UNSERVED: list[tuple[str, str, Change, str]] = [
     ("sglang", "dspark", {"sample_from_anchor": False}, "sample_from_anchor false is not served there"),
     ("sglang", "eagle3", {"norm_output": True}, "norm_output true has no place"),
     ("sglang", "eagle3", {"target_layer_ids": (0, 1)}, r"target_layer_ids \[0, 1\] must be three"),
+    ("sglang", "dflash", {"sliding_window": 9}, "is_causal False is not heeded there"),
+    ("sglang", "dspark", {"is_causal": True}, "is_causal True is not heeded there"),
+    ("vllm", "dflash", MIXED, r"is_causal null .* would become true for all layers there.*--to zlab"),
+    ("llama.cpp", "dflash", MIXED, "is_causal null .* has no place there"),
+    ("deepspec", "dspark", MIXED, "is_causal must be false"),
+    ("speculators", "dflash", {"is_causal": True}, "is_causal true has no place in the speculators dialect"),
     ("zlab", "dspark", {}, "no dialect there carries a dspark drafter; it reads dflash"),
     ("deepspec", "dspark", {"draft_vocab_size": VD}, "draft_vocab_size must be the target's"),
 ]

@@ -31,9 +31,13 @@ CONFIDENCE = {"confidence_head.proj.weight": [1, 38], "confidence_head.proj.bias
 PLAIN_CONFIDENCE = {**CONFIDENCE, "confidence_head.proj.weight": [1, 32]}
 REDUCED = {"markov_head.markov_w2.weight": [40, 6], "d2t": [40]}
 
+KINDS = ("full_attention", "sliding_attention")
+
 CASES: dict[str, tuple[dict[str, object], dict[str, list[int]]]] = {
     "dflash": ({"dspark": False}, {}),
     "dflash-window": ({"dspark": False, "sliding_window": 7}, {}),
+    "dflash-kinds": ({"dspark": False, "sliding_window": 7, "layer_types": KINDS, "is_causal": None}, {}),
+    "dflash-causal": ({"dspark": False, "is_causal": True}, {}),
     "dflash-reduced": ({"dspark": False, "draft_vocab_size": 40}, {"d2t": [40]}),
     "vanilla": ({}, MARKOV | CONFIDENCE),
     "gated": ({"markov_head_type": "gated"}, MARKOV | GATE | CONFIDENCE),
@@ -209,9 +213,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing taps": (set_config(target_layer_ids=None), "DeepSpec dialect needs .*'target_layer_ids'"),
     "unknown head": (set_config(markov_head_type="lstm"), "'lstm'.*choose one of: vanilla, gated, rnn"),
     "scaled rope": (set_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1.0}), "rope_type is 'yarn'"),
-    "mixed layers": (
-        set_config(layer_types=["full_attention", "sliding_attention"]),
-        "layer_types is .*full_attention or sliding_attention throughout",
+    "unknown layers": (
+        set_config(layer_types=["full_attention", "linear_attention"]),
+        "layer_types is .*full_attention or sliding_attention, not linear_attention",
+    ),
+    "a layer too many": (set_config(layer_types=["full_attention"] * 3), "one kind for each of the 2 layers"),
+    "no window": (set_config(layer_types=["full_attention", "sliding_attention"]), "'sliding_window'"),
+    "unsaid causality": (
+        set_config(layer_types=["sliding_attention"] * 2, sliding_window=9, is_causal=None),
+        "is_causal is None; it must be there",
     ),
     "no weights": (set_file("model.safetensors", None), "model.safetensors is missing"),
     "corrupt weights": (set_file("model.safetensors", b"\xff" * 64), "not a readable safetensors"),

@@ -35,6 +35,7 @@ from outrider.decoding import StopRules, acceptance, generate, stream
 from outrider.decoding.lane import ModelLane
 from outrider.drafters import DFlash, DFlashConfig, DSpark, DSparkConfig
 from outrider.drafters.base import Draft, DraftCall, Proposal
+from outrider.drafters.dflash import FULL, SLIDING
 from outrider.drafters.heads import HeadsConfig
 from outrider.drafters.medusa import Medusa
 from outrider.drafters.ngram import NgramDrafter
@@ -244,6 +245,8 @@ CASES = {
     "anchor and masks": toy_config(sample_from_anchor=False, block_size=5),
     "dflash": toy_config(dspark=False),
     "window": toy_config(sliding_window=6),
+    "causal": toy_config(sliding_window=6, is_causal=True),
+    "windows in some layers": toy_config(sliding_window=6, layer_types=(SLIDING, FULL), is_causal=None),
     "embedding tap": toy_config(target_layer_ids=(-1, 1)),
     "draft vocabulary": toy_config(draft_vocab_size=30),
 }

@@ -42,7 +42,7 @@ def test_auto_offers_what_a_dialect_reads() -> None:
     names = ("dspark_gemma4_12b_block7", "dflash_gemma4_12b_block7", "eagle3_gemma4_12b_ttt7")
     gemma = {f"deepseek-ai/{name}" for name in names}
     assert {repo for repo, obstacle in unread.items() if obstacle == "layers"} == gemma
-    assert unread["z-lab/Qwen3.6-27B-DFlash"] == "mixed" and unread["yuhuili/EAGLE3-Vicuna1.3-13B"] == "pickle"
+    assert unread["yuhuili/EAGLE3-Vicuna1.3-13B"] == "pickle"
     assert published_for("google/gemma-4-12B-it") == [] and choose_drafter("auto", "google/gemma-4-12B-it") is None
     assert any(entry.repo.endswith("eagle3_qwen3_4b_ttt7") for entry in published_for("Qwen/Qwen3-4B"))
     for repo in unread:
@@ -122,7 +122,7 @@ def test_the_verb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert every.exit_code == 0 and all(entry.repo in every.output for entry in PUBLISHED)
     assert all(len(line) <= 80 for line in every.output.splitlines() if str(tmp_path) not in line)
     assert every.output.count(str(tmp_path / "a")) == every.output.count(str(tmp_path / "b")) == 1
-    assert "(layers)" in every.output and "(mixed)" in every.output and "(pickle)" in every.output
+    assert "(layers)" in every.output and "(pickle)" in every.output
     local = run.invoke(app, ["models", "TARGET"], env={"COLUMNS": "80"})
     assert "some/target-small" in local.output and "published" not in local.output and "gpt-oss" not in local.output
     some = run.invoke(app, ["models", "gpt-oss"], env={"COLUMNS": "80"})

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider.drafters import DFlash, DSpark
 from outrider.drafters.attention import BlockLayout, flex_block_attention, split_attention
+from outrider.drafters.dflash import FULL, SLIDING
 from outrider.evaluation.straightforward import StraightforwardObjective
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.features import FeatureSource
@@ -49,6 +50,7 @@ def gradients(drafter: DFlash, loss: Tensor) -> dict[str, Tensor]:
     [
         ("vanilla", 40, {"sample_from_anchor": True}),
         ("rnn", 97, {"sample_from_anchor": False, "sliding_window": 6}),
+        ("none", 97, {"sliding_window": 6, "layer_types": (SLIDING, FULL), "is_causal": None}),
         ("none", 97, {"sample_from_anchor": False}),
     ],
 )
@@ -102,8 +104,8 @@ def test_attention_paths_agree_in_bfloat16() -> None:
     layout = BlockLayout([9, 14], torch.tensor([3, 9, 14]), torch.tensor([0, 0, 1]))
     shapes = [(3, 4, 4, 16), (23, 2, 16), (23, 2, 16), (3, 4, 2, 16), (3, 4, 2, 16)]
     exact = [torch.randn(shape) for shape in shapes]
-    expected = split_attention(*exact, layout, None)
+    expected = split_attention(*exact, layout)
     with torch.autocast("cpu", torch.bfloat16):
         narrow = [x.bfloat16() for x in exact]
         for attend in (split_attention, flex_block_attention):
-            torch.testing.assert_close(attend(*narrow, layout, None).float(), expected, atol=4e-2, rtol=4e-2)
+            torch.testing.assert_close(attend(*narrow, layout).float(), expected, atol=4e-2, rtol=4e-2)

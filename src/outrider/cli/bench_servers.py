@@ -26,7 +26,7 @@ from outrider.data.chat import Chat
 from outrider.drafters.ngram import NgramConfig
 from outrider.drafters.standalone import StandaloneConfig
 from outrider.formats.checkpoint import empty_module, read_config, read_parts
-from outrider.formats.engines import engine_of
+from outrider.formats.engines import drafting_of, engine_of
 from outrider.target.load import count_layers
 from outrider.target.resolve import resolve_model
 
@@ -173,10 +173,12 @@ def _trained(launch: Launch, engine: str, directory: Path, target: str) -> Launc
             served.limits(parts, parts.embedding_scale or 1.0)
     except ValueError as error:
         raise ValueError(f"--launch with the drafter {directory}: {error}") from error
+    told = drafting_of(parts, launch.drafter or str(directory))
     return replace(
         launch,
-        algorithm=name,
-        drafts=parts.config.gamma,
-        drafter=launch.drafter or str(directory),
-        reduced_vocabulary=parts.draft_ids_Vd is not None,
+        algorithm=told.method,
+        drafts=told.drafts,
+        drafter=told.drafter,
+        reduced_vocabulary=told.reduced_vocabulary,
+        mixed=told.mixed,
     )

@@ -41,8 +41,8 @@ def models(
         console.print(models_table(entries))
         console.print("rows: of a block, or steps of a chain; blank: see the config. think: in the training texts.")
         console.print(
-            "in brackets: not read here, and passed over by --drafter auto (pickle: weights that can run code; mixed: "
-            "windows in some layers only; layers: of a kind that no drafter here has)."
+            "in brackets: not read here, and passed over by --drafter auto (pickle: weights that can run code; "
+            "layers: of a kind that no drafter here has)."
         )
 
 

@@ -2,7 +2,7 @@
 
     queries   block n, row k, at position a_n + k
     keys      context slots j of the same sequence with j < a_n   (strictly before the anchor, by position)
-              the K rows of block n itself, in both directions
+              the K rows of block n itself, in both directions unless the layer is causal
               nothing of any other block
 
 `split_attention` (CPU) never builds the [N K, S + N K] square: context scores and own-block scores are computed apart
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,21 @@ class BlockLayout:
         return F.pad(x_SH, (0, 0, 0, 1))[slots_N]  # the row behind the last: nothing
 
 
+class Sight(NamedTuple):
+    """What the rows of a block see in one draft layer.
+
+    Attributes:
+        window: of the context, the last so many positions, the row's own included; None: all of it.
+        causal: of their own block, the rows up to their own; otherwise all of them.
+    """
+
+    window: int | None = None
+    causal: bool = False
+
+
+EVERYTHING = Sight()
+
+
 def visible_context(anchors_N: Tensor, slots: int, rows: int, window: int | None) -> Tensor:
     """Bool [N, K, S]: which context slots of its own sequence a block row sees."""
     slots_S = torch.arange(slots, device=anchors_N.device)
@@ -69,7 +84,7 @@ def split_attention(
     block_k_NKGE: Tensor,
     block_v_NKGE: Tensor,
     layout: BlockLayout,
-    window: int | None,
+    sight: Sight = EVERYTHING,
 ) -> Tensor:
     """Attention under the block mask, [N, K, H, E]; one pass per sequence, no masked-out block pairs computed.
 
@@ -87,11 +102,13 @@ def split_attention(
         q = q_NKHE[blocks].view(count, K, G, H // G, E) * E**-0.5
         q_ctx = q.permute(2, 3, 0, 1, 4).reshape(G, H // G * count * K, E)
         ctx = (q_ctx @ context_k_SGE[slots].permute(1, 2, 0)).view(G, H // G, count, K, length)
-        visible = visible_context(layout.anchors_N[blocks], length, K, window)
+        visible = visible_context(layout.anchors_N[blocks], length, K, sight.window)
         ctx = ctx.masked_fill(~visible, -torch.inf)
         q_own = q.permute(2, 0, 3, 1, 4).reshape(G, count, -1, E)  # [G, N, Q K, E]
         own = q_own @ block_k_NKGE[blocks].permute(2, 0, 3, 1)  # [G, N, Q K, J]
         own = own.view(G, count, H // G, K, J).transpose(1, 2)
+        if sight.causal:
+            own = own.masked_fill(own.new_ones(K, J, dtype=torch.bool).triu(1), -torch.inf)
         weights = torch.cat((ctx, own), dim=-1).softmax(-1)
         w_ctx, w_own = weights.split((length, J), dim=-1)
         y = (w_ctx.reshape(G, H // G * count * K, length) @ context_v_SGE[slots].transpose(0, 1)).view(
@@ -117,7 +134,7 @@ def flex_block_attention(
     block_k_NKGE: Tensor,
     block_v_NKGE: Tensor,
     layout: BlockLayout,
-    window: int | None,
+    sight: Sight = EVERYTHING,
 ) -> Tensor:
     """The same attention through FlexAttention: one kernel for all sequences (compiled on CUDA, eager elsewhere)."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -133,9 +150,12 @@ def flex_block_attention(
     def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         block, slot = q // K, kv.clamp(max=S - 1)
         context = (kv < S) & (slot_sequence[slot] == sequence[block]) & (slot_position[slot] < anchors[block])
-        if window is not None:
-            context = context & (anchors[block] + q % K - slot_position[slot] < window)
-        return context | ((kv >= S) & ((kv - S) // K == block))
+        if sight.window is not None:
+            context = context & (anchors[block] + q % K - slot_position[slot] < sight.window)
+        own = (kv >= S) & ((kv - S) // K == block)
+        if sight.causal:
+            own = own & ((kv - S) % K <= q % K)
+        return context | own
 
     keys = torch.cat((context_k_SGE, block_k_NKGE.reshape(N * K, G, E))).transpose(0, 1)[None]
     values = torch.cat((context_v_SGE, block_v_NKGE.reshape(N * K, G, E))).transpose(0, 1)[None]

@@ -35,6 +35,8 @@ class BlockSection(MethodSection):
     num_taps: int = Field(4, ge=1)
     mask_token: str | None = None  # null: a special token that no chat template uses
     sliding_window: int | None = Field(None, ge=1)
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None  # null: all alike
+    is_causal: bool | None = False  # whether block rows see those before them only; null: in sliding layers
 
     def beside(self, config: Any, target: Target) -> dict[str, tuple[object, object]]:
         pairs = super().beside(config, target)
@@ -42,6 +44,8 @@ class BlockSection(MethodSection):
             pairs["num_taps"] = (self.num_taps, len(config.target_layer_ids))
         if "mask_token" in pairs:
             pairs["mask_token"] = (mask_token_id(target, self.mask_token), config.mask_token_id)
+        if "layer_types" in pairs:
+            pairs["layer_types"] = (tuple(self.layer_types or ()), config.layer_types)
         return pairs
 
 
@@ -102,6 +106,8 @@ def backbone_fields(section: BlockSection, target: Target) -> dict[str, Any]:
         "mask_token_id": mask_token_id(target, section.mask_token),
         "block_size": section.block_size,
         "sliding_window": section.sliding_window,
+        "layer_types": tuple(section.layer_types or ()),
+        "is_causal": section.is_causal,
     }
     if section.sample_from_anchor is not None:
         backbone["sample_from_anchor"] = section.sample_from_anchor

@@ -22,15 +22,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.drafters.attention import BlockLayout, flex_block_attention, split_attention
+from outrider.drafters.attention import BlockLayout, Sight, flex_block_attention, split_attention
 from outrider.drafters.kv import check_heads
 from outrider.drafters.method import BlockInputs, DraftModule, DraftRows
 from outrider.target.lean import rotate, signed_sin
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, as transformers names them
+
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """A DFlash drafter. `block_size` counts the rows of a block, the anchor included."""
+    """A DFlash drafter. `block_size` counts the rows of a block, the anchor included.
+
+    `layer_types`, where layers differ, says of each whether it has the window ("sliding_attention") or sees all
+    ("full_attention"); () is one kind throughout. `is_causal` is about the rows of a block, and None, as z-lab's model
+    has it, makes sliding layers causal and full ones not.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -48,6 +55,8 @@ class DFlashConfig:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()
+    is_causal: bool | None = False
     max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
@@ -61,6 +70,29 @@ class DFlashConfig:
             raise ValueError(
                 f"sliding_window {self.sliding_window} must cover the block of {self.block_size}; use null for none."
             )
+        self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        kinds = set(self.layer_types)
+        if self.layer_types and (len(self.layer_types) != self.num_hidden_layers or kinds != {FULL, SLIDING}):
+            raise ValueError(
+                f"layer_types {list(self.layer_types)}: one of {FULL} and {SLIDING} for each of the "
+                f"{self.num_hidden_layers} layers, or nothing where all are alike."
+            )
+        if self.layer_types and self.sliding_window is None:
+            raise ValueError(f"sliding_window null leaves the layers of kind {SLIDING} without a window.")
+        if self.is_causal is None and not self.layer_types:
+            raise ValueError("is_causal null is for layers of two kinds (layer_types): say true or false.")
+
+    @property
+    def sights(self) -> tuple[Sight, ...]:
+        """What block rows see, layer by layer."""
+        kinds = self.layer_types or (FULL if self.sliding_window is None else SLIDING,) * self.num_hidden_layers
+        sliding = [kind == SLIDING for kind in kinds]
+        return tuple(
+            Sight(self.sliding_window if window else None, window if self.is_causal is None else self.is_causal)
+            for window in sliding
+        )
 
     @property
     def gamma(self) -> int:
@@ -71,11 +103,11 @@ class DFlashConfig:
 class BlockAttention(nn.Module):
     """Grouped-query attention of block rows over context features and their own block, with QK-norm and RoPE."""
 
-    def __init__(self, config: DFlashConfig) -> None:
+    def __init__(self, config: DFlashConfig, index: int) -> None:
         super().__init__()
         H, E = config.hidden_size, config.head_dim
         self.head_dim = E
-        self.window = config.sliding_window
+        self.sight = config.sights[index]
         self.q_proj = nn.Linear(H, config.num_attention_heads * E, bias=False)
         self.k_proj = nn.Linear(H, config.num_key_value_heads * E, bias=False)
         self.v_proj = nn.Linear(H, config.num_key_value_heads * E, bias=False)
@@ -98,7 +130,7 @@ class BlockAttention(nn.Module):
         context_k = self._rotated(self.k_norm, self.k_proj(context_SH), rope_context)
         context_v = self._heads(self.v_proj(context_SH))
         attend: Callable[..., Tensor] = flex_block_attention if q.device.type == "cuda" else split_attention
-        out = attend(q, context_k, context_v, block_k, self._heads(self.v_proj(x_NKH)), layout, self.window)
+        out = attend(q, context_k, context_v, block_k, self._heads(self.v_proj(x_NKH)), layout, self.sight)
         return self.o_proj(out.flatten(-2))
 
 
@@ -116,10 +148,10 @@ class SwiGLU(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    def __init__(self, config: DFlashConfig) -> None:
+    def __init__(self, config: DFlashConfig, index: int) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = BlockAttention(config)
+        self.self_attn = BlockAttention(config, index)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = SwiGLU(config)
 
@@ -153,7 +185,7 @@ class DFlash(DraftModule):
         super().__init__(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(self.layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def context(self, taps_SLT: Tensor) -> Tensor:

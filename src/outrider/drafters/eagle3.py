@@ -153,7 +153,7 @@ class Eagle3(DraftModule):
             own.append(layer.self_attn.keys_values(pairs_NP, rope_N))
             own_k, own_v = (torch.stack(steps, dim=1) for steps in zip(*own, strict=True))
             query_N1QE = layer.self_attn.queries(pairs_NP, rope_N)[:, None]
-            attended = split_attention(query_N1QE, *context, own_k, own_v, before, None)
+            attended = split_attention(query_N1QE, *context, own_k, own_v, before)
             state_NH = layer.finish(state_NH, attended[:, 0])
             hidden.append(self.norm(state_NH))
             state_NH = self.fed_back(state_NH, hidden[-1])

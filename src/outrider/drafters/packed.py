@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.drafters.attention import EVERYTHING, Sight
 from outrider.drafters.base import DraftCall, Proposal
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.dflash import DFlash, DFlashConfig, DraftLayer, rope_table
@@ -83,7 +84,7 @@ class PackedDrafter:
         # A copy on the target's device and in float32: heads and distributions need it, and drafters are small.
         drafter = copy.deepcopy(drafter).to(target.device, torch.float32)
         self.config, self.drafter = config, drafter
-        self.taps, self.gamma = tuple(config.target_layer_ids), config.gamma
+        self.taps, self.gamma, self.sights = tuple(config.target_layer_ids), config.gamma, config.sights
         self.draft_ids_Vd = None if draft_ids_Vd is None else draft_ids_Vd.to(target.device)
         self.embed_VH, self.embed_scale = serving.embedding(target), target.embed_scale
         self.head = serving.head(target)
@@ -156,7 +157,7 @@ class PackedDrafter:
             k = rotate(F.rms_norm(k, (E,), self.layers[i].k_norm, eps), cos, sin)
             rows = zip(q.split(K), k.split(K), v.split(K), strict=True)
             parts = zip(sessions, seen, rows, strict=True)
-            return torch.cat([session.attend(i, *own, visible_KS) for session, visible_KS, own in parts])
+            return torch.cat([session.attend(i, *own, visible[self.sights[i]]) for session, visible, own in parts])
 
         for i, layer in enumerate(self.layers):
             x = layer(x, partial(attend, i))
@@ -174,17 +175,23 @@ class DraftSession:
 
     def __init__(self, packed: PackedDrafter, capacity: int) -> None:
         config = packed.config
-        self.block, self.window = config.block_size, config.sliding_window
+        self.block, self.sights = config.block_size, set(packed.sights)
         self.layers = [DraftKV(config, capacity + config.block_size, packed.hidden_norm) for _ in packed.layers]
         self.length = 0
 
-    def visible(self) -> Tensor | None:
-        """What the rows of a block see, [K, S]; None: everything."""
-        if self.window is None:
+    def visible(self) -> dict[Sight, Tensor | None]:
+        """What the rows of a block see, [K, S], for every kind of layer; None: everything."""
+        return {sight: self._visible(sight) for sight in self.sights}
+
+    def _visible(self, sight: Sight) -> Tensor | None:
+        if sight == EVERYTHING:
             return None
         slots = torch.arange(self.length + self.block, device=self.layers[0].keys_GSE.device)
-        distance = slots[self.length :, None] - slots
-        return (distance < self.window) | (slots >= self.length)
+        distance_KS = slots[self.length :, None] - slots
+        visible_KS = distance_KS >= 0 if sight.causal else torch.ones_like(distance_KS, dtype=torch.bool)
+        if sight.window is not None:
+            visible_KS &= (distance_KS < sight.window) | (slots >= self.length)
+        return visible_KS
 
     def attend(self, layer: int, q_KQE: Tensor, k_KGE: Tensor, v_KGE: Tensor, visible_KS: Tensor | None) -> Tensor:
         """A block over the context and itself, [K, Q * E]."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from outrider.drafters import DFlash, DSpark
+from outrider.drafters.attention import Sight
 from outrider.drafters.dflash import BlockAttention, DraftLayer, rope_table
 from outrider.evaluation.full_logits import full_logit_objective
 from outrider.target import Target
@@ -79,13 +80,13 @@ class StraightforwardObjective:
         embedded_NKH = embedded * self.target.embed_scale
         x_BPH = pad_sequence(list(embedded_NKH.split(counts)), batch_first=True).flatten(1, 2)
         anchors_Bn = pad_sequence(list(layout.anchors_N.split(counts)), batch_first=True)
-        mask_BPJ = dense_mask(anchors_Bn, context_BSH.shape[1], K, drafter.config.sliding_window)
         slots_S = torch.arange(context_BSH.shape[1], device=x_BPH.device)
         rows_BP = (anchors_Bn[..., None] + torch.arange(K, device=x_BPH.device)).flatten(1)
         E, theta = drafter.config.head_dim, drafter.config.rope_theta
         ropes = rope_table(rows_BP, E, theta), rope_table(slots_S.expand(len(taps), -1), E, theta)
         for layer in drafter.layers:
             assert isinstance(layer, DraftLayer)
+            mask_BPJ = dense_mask(anchors_Bn, context_BSH.shape[1], K, layer.self_attn.sight)
             attended = _attend(layer.self_attn, layer.input_layernorm(x_BPH), context_BSH, mask_BPJ, *ropes)
             x_BPH = x_BPH + attended
             x_BPH = x_BPH + layer.mlp(layer.post_attention_layernorm(x_BPH))
@@ -94,18 +95,20 @@ class StraightforwardObjective:
         return drafter.norm(x_NKH[:, -drafter.config.gamma :])
 
 
-def dense_mask(anchors_Bn: Tensor, slots: int, rows: int, window: int | None) -> Tensor:
+def dense_mask(anchors_Bn: Tensor, slots: int, rows: int, sight: Sight) -> Tensor:
     """[B, P, S + P]: True where a block row sees a context slot (before its anchor) or a row of its own block."""
     B, n = anchors_Bn.shape
     device = anchors_Bn.device
     slots_S = torch.arange(slots, device=device)
     context = (slots_S < anchors_Bn[..., None])[:, :, None].expand(-1, -1, rows, -1)
-    if window is not None:
+    if sight.window is not None:
         positions = anchors_Bn[..., None, None] + torch.arange(rows, device=device)[:, None]
-        context = context & (positions - slots_S < window)
+        context = context & (positions - slots_S < sight.window)
     blocks = torch.arange(n * rows, device=device) // rows
-    own = (blocks[:, None] == blocks).expand(B, -1, -1)
-    return torch.cat((context.flatten(1, 2), own), dim=-1)
+    own = blocks[:, None] == blocks
+    if sight.causal:
+        own = own.tril()
+    return torch.cat((context.flatten(1, 2), own.expand(B, -1, -1)), dim=-1)
 
 
 def _attend(

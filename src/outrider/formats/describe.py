@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from outrider.drafters.dflash import DFlashConfig
 from outrider.formats.checkpoint import METADATA, empty_module, read_config, read_metadata, read_parts
 from outrider.formats.dialect import Parts
 from outrider.formats.dialects.extras import UnknownDepth
@@ -109,8 +110,13 @@ def _shape(parts: Parts, depth_known: bool) -> Facts:
     if hasattr(config, "rope_theta"):
         rows.append(("rope_theta", f"{config.rope_theta:g}"))
     if getattr(config, "sliding_window", None) is not None:
-        rows.append(("sliding window", str(config.sliding_window)))
+        rows.append(("sliding window", f"{config.sliding_window}, in {_windowed(config)} layers"))
     return rows
+
+
+def _windowed(config: DFlashConfig) -> str:
+    count = sum(sight.window is not None for sight in config.sights)
+    return "all" if count == config.num_hidden_layers else f"{count} of {config.num_hidden_layers}"
 
 
 def _taps(raw: Mapping[str, Any], parts: Parts, depth_known: bool) -> Facts:

@@ -39,12 +39,14 @@ class Drafting:
         drafts: tokens per draft.
         drafter: what the engine loads; None: the method needs nothing.
         reduced_vocabulary: whether it drafts from a part of the target's tokens.
+        mixed: whether some of its layers have a sliding window and some have none.
     """
 
     method: str
     drafts: int
     drafter: str | None = None
     reduced_vocabulary: bool = False
+    mixed: bool = False
 
 
 def name_in(engine: str, method: str) -> str:
@@ -74,9 +76,9 @@ def vllm_flags(drafting: Drafting) -> list[str]:
     return flags
 
 
-def vllm_environment(method: str) -> dict[str, str]:
-    """Variables that vLLM needs for a method."""
-    return {"VLLM_USE_V2_MODEL_RUNNER": "1"} if method in _V2_RUNNER else {}
+def vllm_environment(drafting: Drafting) -> dict[str, str]:
+    """Variables that vLLM needs for a drafter."""
+    return {"VLLM_USE_V2_MODEL_RUNNER": "1"} if drafting.mixed or drafting.method in _V2_RUNNER else {}
 
 
 def sglang_flags(drafting: Drafting) -> list[str]:

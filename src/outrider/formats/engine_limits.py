@@ -5,7 +5,8 @@ Versions: as in formats/engines.py.
 
 from __future__ import annotations
 
-from outrider.formats.dialect import Parts
+from outrider.drafters.dflash import FULL
+from outrider.formats.dialect import Parts, Written
 from outrider.formats.dialects.eagle3 import FLAGS
 
 
@@ -54,17 +55,49 @@ def _from_anchor(engine: str, parts: Parts) -> None:
         )
 
 
+def _sliding_is_causal(engine: str, parts: Parts) -> None:
+    """Sliding layers are causal inside a block there, full ones are not, whatever the config says.
+
+    Raises:
+        ValueError: the drafter's are otherwise.
+    """
+    sights = getattr(parts.config, "sights", ())
+    if any(sight.causal != (sight.window is not None) for sight in sights):
+        raise ValueError(
+            f"--to {engine}: is_causal {parts.config.is_causal} is not heeded there; block rows see those after them "
+            "in layers without a window, and only there: train like that, or serve with Outrider."
+        )
+
+
 def check_vllm(parts: Parts) -> list[str]:
     _vanilla("vllm", parts)
     if parts.method.name == "dflash" and parts.config.sample_from_anchor:
         raise ValueError("--to vllm: sample_from_anchor true is not served there; its DFlash drafts from masks alone.")
+    if getattr(parts.config, "layer_types", ()):
+        return ["vLLM mixes sliding and full layers in its model runner V2 alone (VLLM_USE_V2_MODEL_RUNNER=1)."]
     if parts.method.name == "medusa":
         return ["vLLM drafts one greedy chain from Medusa heads, no tree."]
     return []
 
 
+def check_vllm_written(written: Written) -> Written:
+    """vLLM takes what speculators says of sliding layers for all of them.
+
+    Raises:
+        ValueError: that would make the full layers causal.
+    """
+    layers = written.config.get("transformer_layer_config", {})
+    if not written.config.get("sliding_window_non_causal", True) and FULL in layers["layer_types"]:
+        raise ValueError(
+            "--to vllm: is_causal null (sliding layers alone) would become true for all layers there; it is heeded in "
+            "z-lab's dialect, which vLLM loads too (--to zlab)."
+        )
+    return written
+
+
 def check_sglang(parts: Parts) -> list[str]:
     _from_anchor("sglang", parts)
+    _sliding_is_causal("sglang", parts)
     _whole_vocabulary("sglang", parts, "dflash", "dflash2")
     if parts.method.name != "eagle3":
         return []
@@ -82,6 +115,11 @@ def check_sglang(parts: Parts) -> list[str]:
 def check_llama_cpp(parts: Parts) -> list[str]:
     _vanilla("llama.cpp", parts)
     _from_anchor("llama.cpp", parts)
+    if parts.config.is_causal is None:
+        raise ValueError(
+            "--to llama.cpp: is_causal null (sliding layers alone) has no place there; it has one answer for all "
+            "layers: train with true or false, or serve with Outrider."
+        )
     if parts.draft_ids_Vd is not None:
         raise ValueError("--to llama.cpp: d2t has no place there; it drafts from the target's whole vocabulary.")
     if parts.method.name == "dflash2":
@@ -101,6 +139,10 @@ def check_zlab(parts: Parts) -> list[str]:
 
 
 def check_deepspec(parts: Parts) -> list[str]:
+    if parts.config.is_causal is not False:
+        raise ValueError(
+            "--to deepspec: is_causal must be false; rows of its blocks see each other in both directions."
+        )
     if parts.draft_ids_Vd is not None:
         raise ValueError("--to deepspec: draft_vocab_size must be the target's; its classes have no d2t.")
     return []

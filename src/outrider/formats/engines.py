@@ -106,13 +106,16 @@ class Engine:
 _NO_EMBEDDING = ("medusa",)
 
 
-def _drafting(parts: Parts, drafter: str) -> Drafting:
-    return Drafting(parts.method.name, parts.config.gamma, drafter, parts.draft_ids_Vd is not None)
+def drafting_of(parts: Parts, drafter: str) -> Drafting:
+    """What an engine is told of a trained drafter that it finds at `drafter`."""
+    mixed = bool(getattr(parts.config, "layer_types", ()))
+    return Drafting(parts.method.name, parts.config.gamma, drafter, parts.draft_ids_Vd is not None, mixed)
 
 
 def _serve_vllm(parts: Parts, directory: str, target: str) -> list[str]:
-    variables = [f"{name}={value} " for name, value in vllm_environment(parts.method.name).items()]
-    return ["".join(variables) + shlex.join(["vllm", "serve", target, *vllm_flags(_drafting(parts, directory))])]
+    drafting = drafting_of(parts, directory)
+    variables = [f"{name}={value} " for name, value in vllm_environment(drafting).items()]
+    return ["".join(variables) + shlex.join(["vllm", "serve", target, *vllm_flags(drafting)])]
 
 
 _IN_SECTION = (
@@ -137,7 +140,7 @@ def _nested(written: Written) -> Written:
 
 def _serve_sglang(parts: Parts, directory: str, target: str) -> list[str]:
     words = ["python", "-m", "sglang.launch_server", "--model-path", target]
-    return [shlex.join([*words, *sglang_flags(_drafting(parts, directory))])]
+    return [shlex.join([*words, *sglang_flags(drafting_of(parts, directory))])]
 
 
 def _serve_llama_cpp(parts: Parts, directory: str, target: str) -> list[str]:
@@ -148,7 +151,7 @@ def _serve_llama_cpp(parts: Parts, directory: str, target: str) -> list[str]:
         "python convert_hf_to_gguf.py TARGET --outtype f16 --outfile target.gguf",
         f"python convert_hf_to_gguf.py {shlex.quote(directory)} --target-model-dir TARGET --outtype f16 "
         "--outfile drafter.gguf",
-        shlex.join(["llama-server", "-m", "target.gguf", *llama_cpp_flags(_drafting(parts, "drafter.gguf"))]),
+        shlex.join(["llama-server", "-m", "target.gguf", *llama_cpp_flags(drafting_of(parts, "drafter.gguf"))]),
     ]
 
 
@@ -182,6 +185,7 @@ ENGINES: tuple[Engine, ...] = (
         {**dict.fromkeys(("dflash", "dflash2", "dspark", "eagle3"), _SPECULATORS), "medusa": MedusaDialect()},
         _serve_vllm,
         limits.check_vllm,
+        limits.check_vllm_written,
         also={**_ZLAB, "dspark": _DEEPSPEC, "eagle3": Eagle3Dialect()},
     ),
     Engine(

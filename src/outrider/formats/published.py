@@ -8,10 +8,9 @@ downloaded: shapes are checked against the target when a drafter is opened, its 
 config says it; `thinking` None where the page does not tell how its texts were made. `architecture` is what the maker's
 code writes into config.json; whether a reader here knows it decides what `auto` takes.
 
-Sources: README of github.com/z-lab/dflash and the collection z-lab/dflash on the hub (DFlash, DFlash 2), its issue 126
-and vLLM's pull request 47914 (which of them have windows in some layers only: those; of others it is not known);
-"Released Checkpoints" in the README of github.com/deepseek-ai/DeepSpec (Qwen3 and Gemma 4, all of them "in non-thinking
-mode") and its modeling code; the hub pages of yuhuili (EAGLE-3 by its authors); AngelSlim's EAGLE-3 as vLLM's tests and
+Sources: README of github.com/z-lab/dflash and the collection z-lab/dflash on the hub (DFlash, DFlash 2); "Released
+Checkpoints" in the README of github.com/deepseek-ai/DeepSpec (Qwen3 and Gemma 4, all of them "in non-thinking mode")
+and its modeling code; the hub pages of yuhuili (EAGLE-3 by its authors); AngelSlim's EAGLE-3 as vLLM's tests and
 its pull request 22333 (their architecture) name them.
 """
 
@@ -31,7 +30,6 @@ from outrider.target.resolve import complete_model
 _PATTERNS = ["*.safetensors", "*.json"]
 _OBSTACLES = {
     "pickle": "its weights are a pickle, which can run code when it is read; ask its authors for safetensors",
-    "mixed": "some of its layers have a sliding window and some have none, which no drafter here mixes",
     "layers": "its layers are of a kind that no drafter here has",
 }
 
@@ -46,7 +44,7 @@ class Published:
     architecture: str
     rows: int | None = None
     thinking: bool | None = None
-    known: Literal["pickle", "mixed"] | None = None
+    known: Literal["pickle"] | None = None
 
     @property
     def dialect(self) -> str | None:
@@ -58,15 +56,12 @@ class Published:
 
     @property
     def obstacle(self) -> str | None:
-        """Why it is not read here, in a word: "pickle", "mixed" or "layers"; None: it is read."""
+        """Why it is not read here, in a word: "pickle" or "layers"; None: it is read."""
         return self.known or (None if self.dialect else "layers")
 
 
-def _zlab(
-    target: str, repo: str, rows: int | None = None, thinking: bool | None = None, mixed: bool = False
-) -> Published:
-    known: Literal["mixed"] | None = "mixed" if mixed else None
-    return Published(target, f"z-lab/{repo}", "dflash", "DFlashDraftModel", rows, thinking, known)
+def _zlab(target: str, repo: str, rows: int | None = None, thinking: bool | None = None) -> Published:
+    return Published(target, f"z-lab/{repo}", "dflash", "DFlashDraftModel", rows, thinking)
 
 
 def _deepspec(target: str, name: str, family: str = "Qwen3") -> list[Published]:
@@ -99,11 +94,11 @@ PUBLISHED: tuple[Published, ...] = (
     _zlab("Qwen/Qwen3.5-4B", "Qwen3.5-4B-DFlash"),
     _zlab("Qwen/Qwen3.5-9B", "Qwen3.5-9B-DFlash"),
     _zlab("Qwen/Qwen3.5-27B", "Qwen3.5-27B-DFlash", 16),
-    _zlab("Qwen/Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B-DFlash", 16, mixed=True),
+    _zlab("Qwen/Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B-DFlash", 16),
     _zlab("Qwen/Qwen3.5-122B-A10B", "Qwen3.5-122B-A10B-DFlash"),
     _zlab("Qwen/Qwen3.5-397B-A17B", "Qwen3.5-397B-A17B-DFlash"),
-    _zlab("Qwen/Qwen3.6-27B", "Qwen3.6-27B-DFlash", mixed=True),
-    _zlab("Qwen/Qwen3.6-35B-A3B", "Qwen3.6-35B-A3B-DFlash", mixed=True),
+    _zlab("Qwen/Qwen3.6-27B", "Qwen3.6-27B-DFlash"),
+    _zlab("Qwen/Qwen3.6-35B-A3B", "Qwen3.6-35B-A3B-DFlash"),
     Published("Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2", "dflash2", "DFlash2DraftModel", 8),
     _zlab("openai/gpt-oss-20b", "gpt-oss-20b-DFlash"),
     _zlab("openai/gpt-oss-120b", "gpt-oss-120b-DFlash"),

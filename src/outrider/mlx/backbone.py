@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from outrider.drafters.attention import EVERYTHING, Sight
 from outrider.drafters.dflash import DFlashConfig
 
 
@@ -79,7 +80,7 @@ class Backbone(nn.Module):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
-        self.window, self.gamma = config.sliding_window, config.gamma
+        self.sights, self.gamma = config.sights, config.gamma
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = [_Layer(config) for _ in range(config.num_hidden_layers)]
@@ -93,15 +94,21 @@ class Backbone(nn.Module):
 
     def __call__(self, caches: Sequence[KVCache], embedded_1KH: mx.array) -> mx.array:
         """One block after the context: normed hidden states of the prediction rows, [1, gamma, H]. No cache grows."""
-        visible_KS = self._visible(caches[0].offset, embedded_1KH.shape[1])
+        start, rows = caches[0].offset, embedded_1KH.shape[1]
+        visible = {sight: _visible(sight, start, rows) for sight in set(self.sights)}
         x_1KH = embedded_1KH
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x_1KH = layer(x_1KH, cache, visible_KS)
+        for layer, cache, sight in zip(self.layers, caches, self.sights, strict=True):
+            x_1KH = layer(x_1KH, cache, visible[sight])
         return self.norm(x_1KH[:, -self.gamma :])
 
-    def _visible(self, length: int, rows: int) -> mx.array | None:
-        """What the rows of a block see; None: everything."""
-        if self.window is None:
-            return None
-        slots = mx.arange(length + rows)
-        return (slots[length:, None] - slots < self.window) | (slots >= length)
+
+def _visible(sight: Sight, length: int, rows: int) -> mx.array | None:
+    """What the rows of a block see, [K, S]; None: everything."""
+    if sight == EVERYTHING:
+        return None
+    slots = mx.arange(length + rows)
+    distance_KS = slots[length:, None] - slots
+    visible_KS = distance_KS >= 0 if sight.causal else mx.ones(distance_KS.shape, dtype=mx.bool_)
+    if sight.window is not None:
+        visible_KS = visible_KS & ((distance_KS < sight.window) | (slots >= length))
+    return visible_KS

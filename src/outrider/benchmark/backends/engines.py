@@ -32,7 +32,7 @@ class Launch:
         drafter: the same, in the engine's dialect; None: what `algorithm` needs none for (ngram).
         algorithm: a name of formats/drafting_flags.py.
         drafts: tokens per draft; 0 starts the engine without speculation.
-        reduced_vocabulary: whether the drafter has one.
+        reduced_vocabulary, mixed: as in `Drafting`.
         python: of the environment the engine is installed in.
         executable: instead of it, the engine's own command.
         users: requests at once; `context`: tokens of the longest of them.
@@ -51,6 +51,7 @@ class Launch:
     executable: str | None = None
     extra: tuple[str, ...] = ()
     reduced_vocabulary: bool = False
+    mixed: bool = False
 
     @property
     def positions(self) -> int:
@@ -59,7 +60,7 @@ class Launch:
 
     @property
     def drafting(self) -> Drafting:
-        return Drafting(self.algorithm, self.drafts, self.drafter, self.reduced_vocabulary)
+        return Drafting(self.algorithm, self.drafts, self.drafter, self.reduced_vocabulary, self.mixed)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def vllm_command(launch: Launch) -> list[str]:
 
 
 def _vllm_environment(launch: Launch) -> dict[str, str]:
-    return {"VLLM_NO_USAGE_STATS": "1"} | (vllm_environment(launch.algorithm) if launch.drafts else {})
+    return {"VLLM_NO_USAGE_STATS": "1"} | (vllm_environment(launch.drafting) if launch.drafts else {})
 
 
 def sglang_command(launch: Launch) -> list[str]:

@@ -57,8 +57,8 @@ class DFlash2Config(DFlashConfig):
 
 
 class ConvolvedLayer(DraftLayer):
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__(config, index)
         sizes = config.hidden_size, config.conv_kernel_size, config.conv_group_size
         self.attention_conv = GroupedDynamicConv(*sizes)
         self.mlp_conv = GroupedDynamicConv(*sizes)

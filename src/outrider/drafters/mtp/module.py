@@ -150,7 +150,7 @@ class MTP(DraftModule):
             own.append(module.keys_values(u_NH, rope_N))
             own_k, own_v = (torch.stack(rows, dim=1) for rows in zip(*own, strict=True))
             query_N1QE = module.queries(u_NH, rope_N)[:, None]
-            attended = split_attention(query_N1QE, *context, own_k, own_v, before, None)
+            attended = split_attention(query_N1QE, *context, own_k, own_v, before)
             state_NH = module.finish(u_NH, attended[:, 0])
             hidden.append(state_NH)
         return DraftRows(torch.stack(hidden, dim=1))

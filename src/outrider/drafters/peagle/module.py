@@ -83,7 +83,7 @@ class PEagle(Eagle3):
         # The slot right before an anchor is the pair that its rows begin with.
         before = replace(layout, anchors_N=layout.anchors_N - 1)
         attended = [
-            split_attention(q_NKQE[:, k : k + 1], *context, own_k[:, : k + 1], own_v[:, : k + 1], before, None)
+            split_attention(q_NKQE[:, k : k + 1], *context, own_k[:, : k + 1], own_v[:, : k + 1], before)
             for k in range(K)
         ]
         return DraftRows(self.norm(layer.finish(state_NKH, torch.cat(attended, dim=1))))

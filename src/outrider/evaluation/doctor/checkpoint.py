@@ -157,7 +157,7 @@ def positions(case: Case) -> Result:
             "Engines refuse or truncate contexts beyond it.",
             "Raise max_position_embeddings if the drafter was trained on such lengths.",
         )
-    if window is not None and longest > window:
+    if window is not None and not config.layer_types and longest > window:
         return warning(
             f"sliding_window {window}, longest conversation {longest}",
             "The drafter does not see the beginning of long contexts; text that copies from there is drafted blindly.",

@@ -1,7 +1,7 @@
 """The Qwen3 layers of block drafters in config.json: what z-lab, DeepSpec and speculators have in common.
 
-Every field that a loader may default differently is written. A sliding layer without `is_causal: false` is causal
-inside its block (z-lab's model), which our blocks are not: such checkpoints are refused, not read wrongly.
+Every field that a loader may default differently is written, but for `is_causal` where there is no one answer: without
+it a sliding layer is causal inside its block and a full one is not (z-lab's model and vLLM's).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.drafters import DFlashConfig
+from outrider.drafters.dflash import FULL, SLIDING
 from outrider.formats.fields import LARGEST_VOCABULARY, LONGEST_CONTEXT, MOST_LAYERS, Fields
 
 
@@ -29,7 +30,9 @@ def layer_fields(config: Any) -> dict[str, Any]:
 
 def write_backbone(config: DFlashConfig) -> dict[str, Any]:
     """The layers' fields, as transformers' Qwen3 names them."""
-    layers, window = config.num_hidden_layers, config.sliding_window
+    layers, sliding = config.num_hidden_layers, config.sliding_window is not None
+    alike = (SLIDING if sliding else FULL,) * layers
+    causal = {} if config.is_causal is None else {"is_causal": config.is_causal}
     return {
         "model_type": "qwen3",
         "hidden_size": config.hidden_size,
@@ -37,12 +40,12 @@ def write_backbone(config: DFlashConfig) -> dict[str, Any]:
         "num_hidden_layers": layers,
         **layer_fields(config),
         "attention_bias": False,
-        "is_causal": False,  # block rows see each other in both directions, sliding layers too
+        **causal,
         "attention_dropout": 0.0,
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-        "layer_types": ["full_attention" if window is None else "sliding_attention"] * layers,
-        "max_window_layers": 0 if window is not None else layers,
+        "use_sliding_window": sliding,
+        "sliding_window": config.sliding_window,
+        "layer_types": list(config.layer_types or alike),
+        "max_window_layers": 0 if sliding else layers,
         "tie_word_embeddings": False,
         "dtype": "float32",
     }
@@ -51,8 +54,7 @@ def write_backbone(config: DFlashConfig) -> dict[str, Any]:
 def read_backbone(fields: Fields) -> dict[str, Any]:
     """The arguments of a block drafter's config that say what its layers are."""
     layers = fields.integer("num_hidden_layers", high=MOST_LAYERS)
-    window = _window(fields, layers)
-    return {**read_shapes(fields), "num_hidden_layers": layers, "sliding_window": window}
+    return {**read_shapes(fields), "num_hidden_layers": layers, **_sights(fields, layers)}
 
 
 def read_shapes(fields: Fields, biases: bool = False, llama_defaults: bool = False) -> dict[str, Any]:
@@ -103,16 +105,17 @@ def _rope_theta(fields: Fields, default: dict[str, Any]) -> float:
     return fields.with_defaults(default).number("rope_theta")
 
 
-def _window(fields: Fields, layers: int) -> int | None:
-    types = fields.texts("layer_types", ("full_attention",) * layers)
+def _sights(fields: Fields, layers: int) -> dict[str, Any]:
+    """Windows, kinds of layers, and whether the rows of a block see those after them."""
+    types = fields.texts("layer_types", (FULL,) * layers)
     if len(types) != layers:
         raise fields.refuse("layer_types", f"one kind for each of the {layers} layers")
-    if set(types) == {"full_attention"}:
-        if fields.flag("is_causal", False):
-            raise fields.refuse("is_causal", "false: rows of a block see each other in both directions here")
-        return None
-    if set(types) != {"sliding_attention"}:
-        raise fields.refuse("layer_types", "full_attention or sliding_attention throughout: drafters here do not mix")
-    if "is_causal" not in fields or fields.flag("is_causal"):
-        raise fields.refuse("is_causal", "false: without it sliding layers are causal inside a block, ours are not")
-    return fields.integer("sliding_window", high=LONGEST_CONTEXT)
+    if unknown := set(types) - {FULL, SLIDING}:
+        raise fields.refuse("layer_types", f"{FULL} or {SLIDING}, not {', '.join(sorted(unknown))}")
+    sliding, mixed = SLIDING in types, len(set(types)) > 1
+    stated = fields.flag("is_causal") if "is_causal" in fields else None
+    return {
+        "sliding_window": fields.integer("sliding_window", high=LONGEST_CONTEXT) if sliding else None,
+        "layer_types": types if mixed else (),
+        "is_causal": sliding if stated is None and not mixed else stated,
+    }

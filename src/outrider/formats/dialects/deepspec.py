@@ -73,6 +73,8 @@ class DeepSpec:
     def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> Parts:
         fields = BlockFields(raw, source, self.name, nested="dflash_config")
         backbone = read_backbone(fields)
+        if "is_causal" not in fields and backbone["is_causal"] is not False:
+            raise fields.refuse("is_causal", "there: whether its sliding layers are causal without it is not known")
         config = DSparkConfig(
             **backbone,
             **fields.block(backbone["vocab_size"]),

@@ -2,8 +2,8 @@
 
     dflash, dflash2, dspark
                      our names; aux_hidden_state_layer_ids, block_size, mask_token_id, sample_from_anchor, and what each
-                     has of its own. sliding_window_non_causal is true: rows of our blocks see each other, which vLLM
-                     takes as said for every layer
+                     has of its own. sliding_window_non_causal says whether rows of a block see each other in sliding
+                     layers too; vLLM takes it as said for every layer
     eagle3           layers.0.* for our midlayer.*; eagle_aux_hidden_state_layer_ids and the norm flags
     mtp              mtp_layers.0.*: one module of a Qwen3-shaped target, the whole vocabulary
 
@@ -85,12 +85,9 @@ def read_dspark(fields: Fields, depth: int, drafts: int | None, tensors: Mapping
 
 def _read_block(fields: Fields, depth: int) -> dict[str, Any]:
     _same_hidden_size(fields)
-    layers = fields.section("transformer_layer_config")
-    causal = {
-        "is_causal": not fields.flag("sliding_window_non_causal", False)
-    }  # of sliding layers; full ones never are
-    sliding = "sliding_attention" in layers.texts("layer_types", ())
-    backbone = read_backbone(layers.replaced(causal if sliding else {"is_causal": False}))
+    both_ways = fields.flag("sliding_window_non_causal", False)  # of sliding layers; full ones are never causal
+    layers = fields.section("transformer_layer_config").replaced({"is_causal": False if both_ways else None})
+    backbone = read_backbone(layers)
     return {
         **backbone,
         "draft_vocab_size": fields.integer("draft_vocab_size", high=LARGEST_VOCABULARY),
@@ -151,8 +148,17 @@ def _write_block(config: DFlashConfig) -> dict[str, Any]:
         "mask_token_id": config.mask_token_id,
         "target_hidden_size": config.hidden_size,
         _BLOCK_TAPS: [tap + 1 for tap in config.target_layer_ids],
-        "sliding_window_non_causal": True,
+        "sliding_window_non_causal": not _sliding_is_causal(config),
     }
+
+
+def _sliding_is_causal(config: DFlashConfig) -> bool:
+    if any(sight.causal and sight.window is None for sight in config.sights):
+        raise ValueError(
+            "is_causal true has no place in the speculators dialect but for sliding layers: its full ones never are. "
+            "Train with is_causal false, or serve with Outrider."
+        )
+    return any(sight.causal for sight in config.sights)
 
 
 def read_eagle3(fields: Fields, depth: int, drafts: int | None, tensors: Mapping[str, Tensor], source: Source) -> Parts:
