@@ -11,8 +11,12 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/outrider demo
 
+# Two processes of one thread each need little more than half the time of one process of two.
+JOBS ?= 2
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+		-m 'not soak and not engine and not timed'
+	$(BIN)/python -m pytest -m timed
 
 # MLX has an environment of its own, kept in the user's cache. With Debian's libopenblas0-pthread its products on Linux
 # are many times as fast as with the BLAS in its wheel.

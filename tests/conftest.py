@@ -122,6 +122,12 @@ def toy_samples(count: int, seed: int = 0, vocab: int = 97) -> list[Sample]:
     return samples
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: processes that share the files out (xdist) then end together."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(autouse=True)
 def _threads_as_before() -> Iterator[None]:
     """A verb run inside a test sets this process's threads; the tests after it should not be slower for that."""

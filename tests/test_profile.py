@@ -227,6 +227,7 @@ def test_a_policy_decides_with_it() -> None:
     assert PrefixScheduler(profile_of(cells_of(staircase))).lengths(view).tolist() == [5, 1]
 
 
+@pytest.mark.timed
 def test_policies_may_ask_at_every_step() -> None:
     """A generous bound on one call, for 32 requests that drafted 7 tokens each."""
     profile, tokens = profile_of(cells_of(staircase)), np.arange(32, 257)

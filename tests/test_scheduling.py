@@ -492,13 +492,13 @@ def slowness(repeats: int = 500) -> float:
     return max(1.0, 1e6 * min(timeit.repeat(yardstick, number=1, repeat=repeats)) / YARDSTICK_MICROSECONDS)
 
 
-@pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_planning_takes_less_than_300_microseconds(policy: Policy) -> None:
     """256 requests, 16 positions. The least of several medians: other processes may hold the cores meanwhile."""
     assert min(planning_microseconds(policy, repeats=50) for _ in range(10)) < 300 * slowness()
 
 
-@pytest.mark.slow
+@pytest.mark.timed
 def test_the_gate_takes_less_than_700_microseconds() -> None:
     assert min(gate_microseconds(SkipDrafting(CLIFFS), repeats=50) for _ in range(10)) < 700 * slowness()

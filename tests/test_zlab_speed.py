@@ -28,7 +28,7 @@ from outrider.target.resolve import EMBEDDED_ID
 KNOWN, PROMPTS = 3, 5  # prompts whose answers the drafter learned, and prompts in all
 
 
-@pytest.mark.slow
+@pytest.mark.timed
 def test_at_least_as_fast_as_the_published_loop(smollm: Target, tmp_path: Path) -> None:
     assert smollm.tokenizer is not None
     prompts = [render(smollm.tokenizer, prompt.turns, []) for prompt in load_prompts("eval_math", PROMPTS)]
