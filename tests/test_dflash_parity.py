@@ -48,9 +48,9 @@ SIGHTS: dict[str, dict[str, Any]] = {
 }
 
 
-def saved(directory: Path, sights: str) -> DFlash:
+def saved(directory: Path, sights: str, **changes: float) -> DFlash:
     """A random drafter with non-unit norms and tap scales, written to `directory`."""
-    drafter = DFlash(toy_config(dspark=False, **SIGHTS[sights]))
+    drafter = DFlash(toy_config(dspark=False, **SIGHTS[sights], **changes))
     randomise(drafter)
     drafter.tap_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
     save_drafter(Checkpoint(drafter), directory)
@@ -127,6 +127,19 @@ def test_served_blocks_equal_the_reference_over_rounds(tmp_path: Path, sights: s
             torch.testing.assert_close(packed.block_hidden([session], [anchor])[0], expected, atol=TOLERANCE, rtol=0)
         seen.append(expected)
     assert (seen[0] - seen[1]).abs().max() > 0.1, "blocks that do not differ would prove nothing"
+
+
+@pytest.mark.parametrize("changes", [{"output_multiplier": 0.7}, {"final_logit_softcapping": 2.0}])
+@torch.inference_mode()
+def test_multiplied_and_capped_logits_are_the_references(tmp_path: Path, changes: dict[str, float]) -> None:
+    target = toy_target("qwen3")
+    plain = PackedDrafter(saved(tmp_path / "plain", "all"), target)
+    saved(tmp_path / "shaped", "all", **changes)
+    packed, model = PackedDrafter(load_drafter(tmp_path / "shaped").drafter, target), reference(tmp_path / "shaped")
+    hidden_KH = 3 * torch.randn(3, 32)
+    expected_KV = model.compute_logits(hidden_KH, lambda hidden: hidden @ target.head_VD.T)
+    torch.testing.assert_close(packed.head(hidden_KH), expected_KV, atol=TOLERANCE, rtol=0)
+    assert (plain.head(hidden_KH) - expected_KV).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("sights", SIGHTS)

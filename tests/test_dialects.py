@@ -37,6 +37,7 @@ FLAGS: list[Change] = [
 BLOCKS: list[Change] = [{}, {"sliding_window": 9}, {"draft_vocab_size": VD}]
 KINDS: Change = {"sliding_window": 9, "layer_types": ("sliding_attention", "full_attention")}
 CAUSAL: list[Change] = [KINDS, {**KINDS, "is_causal": None}, {"sliding_window": 9, "is_causal": True}]
+CAPPED: Change = {"output_multiplier": 0.5, "final_logit_softcapping": 3.0}
 HEADS: list[Change] = [
     {"markov_head_type": "gated", "draft_vocab_size": VD},
     {"markov_head_type": "rnn"},
@@ -49,6 +50,7 @@ CASES: list[tuple[Dialect, str, str, Change]] = [
     *[(DeepSpec(), "dspark", "", change) for change in [*BLOCKS, *HEADS]],
     *[(ZLab(), "dflash", "", change) for change in [*CAUSAL, {"is_causal": True}]],
     (ZLab2(), "dflash2", "", CAUSAL[1]),
+    *[(dialect, method, "", CAPPED) for dialect, method in ((ZLab(), "dflash"), (ZLab2(), "dflash2"))],
     (DeepSpec(), "dspark", "", KINDS),
     (DeepSpec(), "dflash", "", {}),
     *[(Speculators(), "dspark", "", change) for change in CAUSAL],
@@ -228,8 +230,8 @@ REFUSED: list[tuple[Dialect, str, Change, str]] = [
     (DeepSpec(), "dspark", {**SLIDING, "is_causal": None}, "is_causal is None; it must be there"),
     (ZLab(), "dflash", {"attention_bias": True}, "attention_bias is True; it must be false"),
     (ZLab(), "dflash", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    (ZLab(), "dflash", {"output_multiplier": 0.5}, "output_multiplier is 0.5; it must be 1"),
-    (ZLab2(), "dflash2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0; it must be absent"),
+    (ZLab(), "dflash", {"output_multiplier": 0.5}, "output_multiplier is 0.5, dflash_config.output_multiplier is 1.0"),
+    (ZLab2(), "dflash2", {"final_logit_softcapping": -1.0}, "softcapping is -1.0; it must be a number above 0"),
     (ZLab(), "dflash", {"input_embedding_scale": 2.0}, "is 2.0, dflash_config.input_embedding_scale is 1.0: .*agree"),
     (ZLab2(), "dflash2", {"dflash_config": {"selector_rank": 0}}, "needs the field 'dflash_config.conv_kernel_size'"),
     (Speculators(), "dflash2", {"selector_rank": "x"}, "selector_rank is 'x'; it must be an integer"),
@@ -258,6 +260,8 @@ def test_what_no_drafter_here_can_be_is_refused_by_name(
 
 
 UNWRITABLE: list[tuple[Dialect, str, str, Change, str]] = [
+    (DeepSpec(), "dspark", "", CAPPED, "output_multiplier 0.5 and final_logit_softcapping 3.0 have no place"),
+    (Speculators(), "dflash", "", CAPPED, "output_multiplier 0.5 and final_logit_softcapping 3.0 have no place"),
     (ZLab(), "dflash", "", {"sample_from_anchor": True}, "sample_from_anchor=false"),
     (Speculators(), "dflash2", "", {"draft_vocab_size": VD}, "draft_vocab_size 40 has no place.*which has 97"),
     (Speculators(), "dflash2", "", {"sample_from_anchor": True}, "sample_from_anchor True has no place"),

@@ -154,6 +154,12 @@ UNSERVED: list[tuple[str, str, Change, str]] = [
     ("sglang", "eagle3", {"norm_output": True}, "norm_output true has no place"),
     ("sglang", "eagle3", {"target_layer_ids": (0, 1)}, r"target_layer_ids \[0, 1\] must be three"),
     ("sglang", "dflash", {"sliding_window": 9}, "is_causal False is not heeded there"),
+    (
+        "sglang",
+        "dflash",
+        {"output_multiplier": 0.5},
+        "whether output_multiplier and final_logit_softcapping are heeded",
+    ),
     ("sglang", "dspark", {"is_causal": True}, "is_causal True is not heeded there"),
     ("vllm", "dflash", MIXED, r"is_causal null .* would become true for all layers there.*--to zlab"),
     ("llama.cpp", "dflash", MIXED, "is_causal null .* has no place there"),

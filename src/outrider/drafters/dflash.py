@@ -14,6 +14,7 @@ Shapes: N blocks, K rows a block, S context slots, L taps, T target hidden, H dr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -37,6 +38,9 @@ class DFlashConfig:
     `layer_types`, where layers differ, says of each whether it has the window ("sliding_attention") or sees all
     ("full_attention"); () is one kind throughout. `is_causal` is about the rows of a block, and None, as z-lab's model
     has it, makes sliding layers causal and full ones not.
+
+    Draft logits are c tanh(m u / c), u being those of the head, m `output_multiplier` and c `final_logit_softcapping`
+    (None: m u), as z-lab's drafters may have them.
     """
 
     hidden_size: int
@@ -57,6 +61,8 @@ class DFlashConfig:
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
     is_causal: bool | None = False
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
     max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
@@ -70,6 +76,10 @@ class DFlashConfig:
             raise ValueError(
                 f"sliding_window {self.sliding_window} must cover the block of {self.block_size}; use null for none."
             )
+        for name in ("output_multiplier", "final_logit_softcapping"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} {value} must be above 0.")
         self._check_kinds()
 
     def _check_kinds(self) -> None:
@@ -93,6 +103,11 @@ class DFlashConfig:
             Sight(self.sliding_window if window else None, window if self.is_causal is None else self.is_causal)
             for window in sliding
         )
+
+    @property
+    def plain_logits(self) -> bool:
+        """Whether draft logits are the head's own."""
+        return self.output_multiplier == 1.0 and self.final_logit_softcapping is None
 
     @property
     def gamma(self) -> int:
@@ -216,5 +231,11 @@ class DFlash(DraftModule):
         return torch.cat((anchors_N[:, None], masks), dim=1)
 
     def rows(self, inputs: BlockInputs) -> DraftRows:
+        if not self.config.plain_logits:
+            raise ValueError(
+                f"output_multiplier {self.config.output_multiplier:g}, final_logit_softcapping "
+                f"{self.config.final_logit_softcapping}: drafters whose logits are multiplied or capped are "
+                "served here, not trained."
+            )
         embedded_NKH = inputs.embed(self.block_tokens(inputs.previous_NK[:, 0]))
         return DraftRows(self(inputs.taps_SLD, embedded_NKH, inputs.layout))

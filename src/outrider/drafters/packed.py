@@ -27,6 +27,7 @@ from outrider.drafters.dspark import DSpark
 from outrider.drafters.estimator import Estimator
 from outrider.drafters.kv import DraftKV
 from outrider.drafters.method import Serving, check_fits
+from outrider.drafters.serving import capped
 from outrider.target.lean import rotate
 from outrider.target.linear import PackedLinear
 from outrider.target.model import Target
@@ -87,7 +88,7 @@ class PackedDrafter:
         self.taps, self.gamma, self.sights = tuple(config.target_layer_ids), config.gamma, config.sights
         self.draft_ids_Vd = None if draft_ids_Vd is None else draft_ids_Vd.to(target.device)
         self.embed_VH, self.embed_scale = serving.embedding(target), target.embed_scale
-        self.head = serving.head(target)
+        self.head = capped(serving.head(target), config.output_multiplier, config.final_logit_softcapping)
         folded = drafter.folded_state_dict()
         self.fc = PackedLinear(folded["fc.weight"])
         self.hidden_norm, self.norm = folded["hidden_norm.weight"], folded["norm.weight"]

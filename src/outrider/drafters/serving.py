@@ -8,7 +8,7 @@ Shapes: N rows, H draft hidden, V target vocab, Vd draft vocab.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from outrider.drafters.sequential import ConfidenceHead, VanillaMarkov
 from outrider.target import Target
 from outrider.target.linear import PackedLinear
 from outrider.target.protocol import DecodingTarget
+
+Head = Callable[[Tensor], Tensor]  # hidden states [N, H] -> draft logits [N, Vd]
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,18 @@ class Serving:
         return ChainHeads(
             target.vocab_size, sequential, confidence, ids, self.temperatures, self.offsets, self.estimator
         )
+
+
+def capped(head: Head, multiplier: float, softcap: float | None) -> Head:
+    """c tanh(m u / c) of the logits u [N, Vd] that `head` gives, m the multiplier, c the cap (None: m u)."""
+    if multiplier == 1.0 and softcap is None:
+        return head
+
+    def logits(hidden_NH: Tensor) -> Tensor:
+        scaled_NVd = head(hidden_NH) * multiplier
+        return scaled_NVd if softcap is None else softcap * torch.tanh(scaled_NVd / softcap)
+
+    return logits
 
 
 def _equal(own: Tensor | None, theirs: Tensor) -> bool:

@@ -98,6 +98,8 @@ def check_vllm_written(written: Written) -> Written:
 def check_sglang(parts: Parts) -> list[str]:
     _from_anchor("sglang", parts)
     _sliding_is_causal("sglang", parts)
+    if not getattr(parts.config, "plain_logits", True):
+        raise ValueError("--to sglang: whether output_multiplier and final_logit_softcapping are heeded is not known.")
     _whole_vocabulary("sglang", parts, "dflash", "dflash2")
     if parts.method.name != "eagle3":
         return []

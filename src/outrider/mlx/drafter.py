@@ -24,7 +24,7 @@ from outrider.drafters.chain import sample_chain
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.sequential import VanillaMarkov
-from outrider.drafters.serving import check_embedding_scale, check_fits
+from outrider.drafters.serving import capped, check_embedding_scale, check_fits
 from outrider.formats import Checkpoint
 from outrider.mlx.arrays import to_mlx, to_torch
 from outrider.mlx.backbone import Backbone
@@ -59,7 +59,8 @@ class MLXDrafter:
         self.embed, _ = shared_or_own(serving.embedding_VH, target.embed, target.dtype)
         ids_Vd = None if serving.draft_ids_Vd is None else to_mlx(serving.draft_ids_Vd)
         head, rows_Vd = shared_or_own(serving.head_VdH, target.head, target.dtype, ids_Vd)
-        self.head = OutputRows(head, target.dtype, rows_Vd)
+        rows = OutputRows(head, target.dtype, rows_Vd)
+        self.head = capped(rows, config.output_multiplier, config.final_logit_softcapping)
         self.backbone = _backbone(module, target.dtype)
         sequential = module.markov_head if isinstance(module, DSpark) else None
         if sequential is not None:

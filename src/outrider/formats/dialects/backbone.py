@@ -51,6 +51,19 @@ def write_backbone(config: DFlashConfig) -> dict[str, Any]:
     }
 
 
+def check_plain_logits(config: DFlashConfig, dialect: str) -> None:
+    """Draft logits are the head's own, as in every dialect but z-lab's.
+
+    Raises:
+        ValueError: they are multiplied or capped.
+    """
+    if not config.plain_logits:
+        raise ValueError(
+            f"output_multiplier {config.output_multiplier:g} and final_logit_softcapping "
+            f"{config.final_logit_softcapping} have no place in the {dialect} dialect, only in z-lab's (--to zlab)."
+        )
+
+
 def read_backbone(fields: Fields) -> dict[str, Any]:
     """The arguments of a block drafter's config that say what its layers are."""
     layers = fields.integer("num_hidden_layers", high=MOST_LAYERS)

@@ -19,7 +19,7 @@ from torch import Tensor
 from outrider.drafters import DFlashConfig, DSparkConfig
 from outrider.drafters.block import DFLASH, DSPARK
 from outrider.formats.dialect import Parts, Source, TargetFacts, Written
-from outrider.formats.dialects.backbone import read_backbone, write_backbone
+from outrider.formats.dialects.backbone import check_plain_logits, read_backbone, write_backbone
 from outrider.formats.dialects.block import BlockFields, read_vocabulary, with_target_tensors, write_vocabulary
 from outrider.formats.fields import WIDEST, Fields
 
@@ -87,6 +87,7 @@ class DeepSpec:
     def write(self, parts: Parts, target: TargetFacts | None) -> Written:
         """With a target, embedding and head are written too: DeepSpec's own loader has them as parameters."""
         config = as_dspark(parts.config)
+        check_plain_logits(config, self.name)
         fields = {
             **write_backbone(config),
             "architectures": [self.spelling],

@@ -25,7 +25,13 @@ from outrider.drafters.eagle3_method import eagle_taps
 from outrider.drafters.mtp import MTP_METHOD, MTPConfig
 from outrider.formats.dialect import Parts, Source
 from outrider.formats.dialects import eagle3
-from outrider.formats.dialects.backbone import layer_fields, read_backbone, read_shapes, write_backbone
+from outrider.formats.dialects.backbone import (
+    check_plain_logits,
+    layer_fields,
+    read_backbone,
+    read_shapes,
+    write_backbone,
+)
 from outrider.formats.dialects.block import read_vocabulary, with_target_tensors, write_vocabulary
 from outrider.formats.dialects.deepspec import read_heads, write_heads
 from outrider.formats.dialects.zlab2 import read_own, write_own
@@ -142,6 +148,7 @@ def _layers(parts: Parts) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _write_block(config: DFlashConfig) -> dict[str, Any]:
+    check_plain_logits(config, "speculators")
     return {
         "draft_vocab_size": config.draft_vocab_size,
         "block_size": config.block_size,

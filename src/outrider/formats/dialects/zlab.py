@@ -38,10 +38,7 @@ class ZLab:
 
     def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> Parts:
         fields = BlockFields(raw, source, self.name, nested="dflash_config")
-        if fields.number("output_multiplier", 1.0) != 1.0:
-            raise fields.refuse("output_multiplier", "1: draft logits are the head's own here")
-        if fields.raw("final_logit_softcapping") not in (None, 0):
-            raise fields.refuse("final_logit_softcapping", "absent: draft logits are the head's own here")
+        cap = fields.number("final_logit_softcapping") if fields.raw("final_logit_softcapping") else None  # 0: none
         scale = fields.number("input_embedding_scale") if "input_embedding_scale" in fields else None
         backbone = read_backbone(fields)
         taps = fields.taps(default_taps, backbone["num_hidden_layers"])
@@ -51,6 +48,8 @@ class ZLab:
             target_layer_ids=taps,
             num_target_layers=fields.depth,
             sample_from_anchor=False,
+            output_multiplier=fields.number("output_multiplier", 1.0),
+            final_logit_softcapping=cap,
         )
         return replace(read_vocabulary(DFLASH, config, tensors, source), embedding_scale=scale)
 
@@ -61,7 +60,9 @@ class ZLab:
                 "the z-lab dialect has one block layout, anchor + masks: train with sample_from_anchor=false, "
                 "or save as DSpark (DeepSpec dialect, markov_rank 0)."
             )
-        section = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
+        section: dict[str, Any] = {"mask_token_id": config.mask_token_id}
+        section |= {"target_layer_ids": list(config.target_layer_ids), "output_multiplier": config.output_multiplier}
+        section |= {"final_logit_softcapping": config.final_logit_softcapping}
         scale = parts.embedding_scale if target is None else target.embedding_scale
         fields = {
             **write_backbone(config),
