@@ -126,8 +126,12 @@ def serving(toy: ToyServer) -> Iterator[ToyServer]:
         server.server_close()
 
 
+_TAKEN: list[socket.socket] = []
+
+
 def dead_url() -> str:
-    """A local address where nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+    """A local address where nothing listens; it stays taken, so that nobody else comes to listen there."""
+    probe = socket.socket()
+    probe.bind(("127.0.0.1", 0))
+    _TAKEN.append(probe)
+    return f"http://127.0.0.1:{probe.getsockname()[1]}"

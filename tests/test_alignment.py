@@ -101,7 +101,10 @@ def test_a_sequential_head_sees_only_earlier_tokens_of_its_block(head: str) -> N
         assert torch.equal(after[2, :k], before[2, :k]) and not torch.equal(after[2, k], before[2, k])
 
 
-@pytest.mark.parametrize("sight", [Sight(), Sight(6), Sight(6, causal=True), Sight(causal=True)])
+SIGHTS = [Sight(), Sight(6), Sight(6, causal=True), Sight(causal=True)]
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
 def test_flex_attention_and_split_attention_agree(sight: Sight) -> None:
     layout = BlockLayout([9, 14, 5], torch.tensor([3, 9, 1, 8, 14, 5]), torch.tensor([0, 0, 1, 1, 1, 2]))
     q = torch.randn(6, 4, 4, 16)
@@ -126,13 +129,14 @@ def test_flex_attention_and_split_attention_agree(sight: Sight) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention's compiled kernel needs a CUDA device")
-def test_compiled_flex_attention_on_cuda_agrees_with_the_cpu_path() -> None:
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_compiled_flex_attention_on_cuda_agrees_with_the_cpu_path(sight: Sight) -> None:
     layout = BlockLayout([9, 14], torch.tensor([3, 9, 14]), torch.tensor([0, 0, 1]))
     q = torch.randn(3, 8, 4, 64)
     tensors = [torch.randn(23, 2, 64), torch.randn(23, 2, 64), torch.randn(3, 8, 2, 64), torch.randn(3, 8, 2, 64)]
     there = BlockLayout(layout.lengths, layout.anchors_N.cuda(), layout.sequence_N.cuda())
-    flex = flex_block_attention(q.cuda(), *[t.cuda() for t in tensors], there)
-    torch.testing.assert_close(flex.cpu(), split_attention(q, *tensors, layout), atol=1e-2, rtol=1e-2)
+    flex = flex_block_attention(q.cuda(), *[t.cuda() for t in tensors], there, sight)
+    torch.testing.assert_close(flex.cpu(), split_attention(q, *tensors, layout, sight), atol=1e-2, rtol=1e-2)
 
 
 def test_seeded_source_is_reproducible() -> None:

@@ -257,7 +257,7 @@ def test_a_launched_engine_ends_with_all_its_processes(tmp_path: Path, ending: t
 
 @pytest.mark.parametrize(
     ("behaviour", "timeout", "message"),
-    [("dies", 60, r"ended with status 3 before it served.*\n.*\n    no such model"), ("hangs", 1.0, "did not answer")],
+    [("dies", 60, r"ended with status 3 before it served.*\n.*\n    no such model"), ("hangs", 6.0, "did not answer")],
 )
 def test_engines_that_do_not_start(tmp_path: Path, behaviour: str, timeout: float, message: str) -> None:
     port, worker = free_port(), tmp_path / "ids"

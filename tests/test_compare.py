@@ -261,6 +261,10 @@ def test_training_info_sums_all_trainings() -> None:
     other_recipe = TrainingInfo.of({**now, "recipe": {"seed": 3, "drafter": {"markov_rank": 3}}})
     assert other_seed is not None and other_recipe is not None
     assert info.recipe_sha256 == other_seed.recipe_sha256 != other_recipe.recipe_sha256
+    section = {"algorithm": "dspark", "markov_rank": 3}
+    for unsaid in ({"is_causal": False}, {"layer_types": None, "sliding_window": None}, {"layer_types": []}):
+        pair = [TrainingInfo.of({**now, "recipe": {"drafter": one}}) for one in (section, {**section, **unsaid})]
+        assert pair[0] == pair[1], "fields at their defaults say nothing"
     assert TrainingInfo.of({"calibration": {}}) is None
 
 

@@ -218,10 +218,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "layer_types is .*full_attention or sliding_attention, not linear_attention",
     ),
     "a layer too many": (set_config(layer_types=["full_attention"] * 3), "one kind for each of the 2 layers"),
-    "no window": (set_config(layer_types=["full_attention", "sliding_attention"]), "'sliding_window'"),
-    "unsaid causality": (
-        set_config(layer_types=["sliding_attention"] * 2, sliding_window=9, is_causal=None),
-        "is_causal is None; it must be there",
+    "no window": (
+        set_config(layer_types=["full_attention", "sliding_attention"], use_sliding_window=True),
+        "'sliding_window'",
     ),
     "no weights": (set_file("model.safetensors", None), "model.safetensors is missing"),
     "corrupt weights": (set_file("model.safetensors", b"\xff" * 64), "not a readable safetensors"),

@@ -246,6 +246,7 @@ CASES = {
     "dflash": toy_config(dspark=False),
     "window": toy_config(sliding_window=6),
     "causal": toy_config(sliding_window=6, is_causal=True),
+    "capped": toy_config(dspark=False, output_multiplier=0.7, final_logit_softcapping=2.0),
     "windows in some layers": toy_config(sliding_window=6, layer_types=(SLIDING, FULL), is_causal=None),
     "embedding tap": toy_config(target_layer_ids=(-1, 1)),
     "draft vocabulary": toy_config(draft_vocab_size=30),

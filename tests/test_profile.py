@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from itertools import product
 from pathlib import Path
 
@@ -218,6 +219,14 @@ def test_files(tmp_path: Path) -> None:
         Profile.load(path)
     with pytest.raises(ValueError, match="no such profile"):
         Profile.load(tmp_path / "none.json")
+
+
+def test_a_committed_profile_is_still_of_the_shipped_drafter() -> None:
+    """Fields that change no shape come and go without making profiles useless."""
+    root = Path(__file__).parents[1]
+    stored = json.loads((root / "docs" / "results" / "load" / "profile.json").read_text())["setting"]["drafter"]
+    config = load_drafter(root / "models" / "smollm2-135m-dspark").drafter.config
+    assert stored.endswith(sha256(repr(config).encode()).hexdigest()[:8])
 
 
 def test_a_policy_decides_with_it() -> None:

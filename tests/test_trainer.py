@@ -149,6 +149,22 @@ def test_another_recipe_may_not_resume(tmp_path: Path) -> None:
         Trainer(recipe(tmp_path, seed=5), make_run(target)).train()
 
 
+def test_a_state_from_before_a_field_was_there_goes_on(tmp_path: Path) -> None:
+    Trainer(recipe(tmp_path), make_run(toy_target())).train(stop_after=2)
+    path = tmp_path / "state" / "state.json"
+    state = json.loads(path.read_text())
+    for name in ("layer_types", "is_causal"):
+        del state["settings"]["drafter"][name]
+    path.write_text(json.dumps(state))
+    trainer = Trainer(recipe(tmp_path), make_run(toy_target()))
+    trainer.train()
+    assert load_drafter(tmp_path / "drafter").metadata["step"] == trainer.recipe.optimizer.steps
+    state["settings"]["drafter"]["is_causal"] = True
+    path.write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=r"another recipe or version \(drafter differ\)"):
+        Trainer(recipe(tmp_path), make_run(toy_target())).train()
+
+
 def test_other_anchors_may_not_resume(tmp_path: Path) -> None:
     Trainer(recipe(tmp_path), make_run(toy_target())).train(stop_after=2)
     stored = json.loads((tmp_path / "state" / "state.json").read_text())["settings"]["optimizer"]

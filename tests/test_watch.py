@@ -317,6 +317,7 @@ def test_meters_reach_the_logs(tmp_path: Path, target: Target, samples: list[Sam
 def test_meters_count_what_they_are_told() -> None:
     import time
 
+    begun = time.perf_counter()
     meters = Meters(torch.device("cpu"))
     for _ in range(2):
         with meters.features:
@@ -327,8 +328,9 @@ def test_meters_count_what_they_are_told() -> None:
         meters.count_step()
     figures = meters.window()
     assert figures["supervised_tokens_per_second"] == pytest.approx(3 * figures["anchors_per_second"])
-    assert 0.02 <= figures["features_seconds"] <= figures["step_seconds"] < 0.07
+    assert 0.02 <= figures["features_seconds"] <= figures["step_seconds"]
     assert figures["evaluation_seconds"] >= 0.1 and figures["optimizer_seconds"] == 0
+    assert figures["step_seconds"] + figures["evaluation_seconds"] / 2 <= time.perf_counter() - begun
     assert figures["supervised_tokens_per_second"] == pytest.approx(30 / figures["step_seconds"])
     assert meters.window()["anchors_per_second"] == 0
 

@@ -27,6 +27,7 @@ from outrider.drafters.ngram import NgramConfig
 from outrider.drafters.standalone import StandaloneConfig
 from outrider.formats.checkpoint import empty_module, read_config, read_parts
 from outrider.formats.engines import drafting_of, engine_of
+from outrider.formats.target_facts import embedding_factor
 from outrider.target.load import count_layers
 from outrider.target.resolve import resolve_model
 
@@ -168,9 +169,9 @@ def _trained(launch: Launch, engine: str, directory: Path, target: str) -> Launc
     name, served = parts.method.name, engine_of(engine)
     try:
         if launch.drafter is None and engine != _GGUF:
-            served.check_loads(parts, read_config(directory)[1])
+            served.check_loads(parts, read_config(directory)[1], embedding_factor(target))
         elif name in served.dialects:  # what --engine-drafter names was made of it
-            served.limits(parts, parts.embedding_scale or 1.0)
+            served.limits(parts, embedding_factor(target))
     except ValueError as error:
         raise ValueError(f"--launch with the drafter {directory}: {error}") from error
     told = drafting_of(parts, launch.drafter or str(directory))

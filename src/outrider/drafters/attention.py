@@ -146,14 +146,15 @@ def flex_block_attention(
         torch.arange(len(layout.lengths), device=device), torch.tensor(layout.lengths, device=device)
     )
     slot_position, anchors, sequence = layout.positions_S(), layout.anchors_N, layout.sequence_N
+    window, causal = sight
 
     def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         block, slot = q // K, kv.clamp(max=S - 1)
         context = (kv < S) & (slot_sequence[slot] == sequence[block]) & (slot_position[slot] < anchors[block])
-        if sight.window is not None:
-            context = context & (anchors[block] + q % K - slot_position[slot] < sight.window)
+        if window is not None:
+            context = context & (anchors[block] + q % K - slot_position[slot] < window)
         own = (kv >= S) & ((kv - S) // K == block)
-        if sight.causal:
+        if causal:
             own = own & ((kv - S) % K <= q % K)
         return context | own
 

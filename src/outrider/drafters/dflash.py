@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -59,11 +59,12 @@ class DFlashConfig:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     sliding_window: int | None = None
-    layer_types: tuple[str, ...] = ()
-    is_causal: bool | None = False
-    output_multiplier: float = 1.0
-    final_logit_softcapping: float | None = None
     max_position_embeddings: int = 8192
+    # Not in the repr, by which profiles know what they are of: these change no shape.
+    layer_types: tuple[str, ...] = field(default=(), repr=False)
+    is_causal: bool | None = field(default=False, repr=False)
+    output_multiplier: float = field(default=1.0, repr=False)
+    final_logit_softcapping: float | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.gamma < 1:
@@ -79,7 +80,7 @@ class DFlashConfig:
         for name in ("output_multiplier", "final_logit_softcapping"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} {value} must be above 0.")
+                raise ValueError(f"{name} {value} must be a finite number above 0; leave it out for plain logits.")
         self._check_kinds()
 
     def _check_kinds(self) -> None:

@@ -189,3 +189,7 @@ class Method:
     serve: Callable[[Any, Target, Serving], Drafter]
     initialize: Callable[[Any, Target, Sequence[Sequence[int]]], None] | None = None
     branch: Callable[[Any, TreeSize], TreeDrafter] | None = None
+
+    def defaults(self) -> dict[str, Any]:
+        """What a recipe's section says where it says nothing, as JSON."""
+        return self.section(algorithm=self.name).model_dump(mode="json")

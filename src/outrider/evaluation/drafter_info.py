@@ -13,6 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from outrider.drafters.catalogue import METHODS, method_of
+
 _SUMMED = {"step": "steps", "anchors": "anchors", "training_seconds": "seconds"}
 _NOT_THE_METHOD = {"seed", "threads", "log_every", "eval_every", "save_every", "feature_cache_gb"}
 
@@ -41,8 +43,18 @@ class TrainingInfo(BaseModel):
         fields |= {name: metadata.get(name) for name in ("samples", "response_tokens", "samples_sha256")}
         recipe = metadata.get("recipe", {})
         method = {name: value for name, value in recipe.items() if name not in _NOT_THE_METHOD}
+        method["drafter"] = _beyond_defaults(recipe.get("drafter", {}))
         digest = hashlib.sha256(json.dumps(method, sort_keys=True).encode()).hexdigest()
         return TrainingInfo(**fields, seed=recipe.get("seed"), recipe_sha256=digest)
+
+
+def _beyond_defaults(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's drafter section without fields that say what saying nothing would; newer ones among them."""
+    if section.get("algorithm") not in [method.name for method in METHODS]:
+        return dict(section)
+    unsaid = method_of(section["algorithm"]).defaults()
+    said = {name: value for name, value in section.items() if (value or None) != (unsaid.get(name) or None)}
+    return {"algorithm": section["algorithm"], **said}
 
 
 class DrafterInfo(BaseModel):

@@ -111,6 +111,11 @@ def _shape(parts: Parts, depth_known: bool) -> Facts:
         rows.append(("rope_theta", f"{config.rope_theta:g}"))
     if getattr(config, "sliding_window", None) is not None:
         rows.append(("sliding window", f"{config.sliding_window}, in {_windowed(config)} layers"))
+    if getattr(config, "is_causal", False) is not False:
+        rows.append(("rows see those before them", "in all layers" if config.is_causal else "in sliding layers"))
+    if not getattr(config, "plain_logits", True):
+        cap = config.final_logit_softcapping
+        rows.append(("logits", f"times {config.output_multiplier:g}" + ("" if cap is None else f", capped at {cap:g}")))
     return rows
 
 

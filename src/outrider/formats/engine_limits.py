@@ -5,8 +5,7 @@ Versions: as in formats/engines.py.
 
 from __future__ import annotations
 
-from outrider.drafters.dflash import FULL
-from outrider.formats.dialect import Parts, Written
+from outrider.formats.dialect import Dialect, Parts
 from outrider.formats.dialects.eagle3 import FLAGS
 
 
@@ -73,6 +72,11 @@ def check_vllm(parts: Parts) -> list[str]:
     _vanilla("vllm", parts)
     if parts.method.name == "dflash" and parts.config.sample_from_anchor:
         raise ValueError("--to vllm: sample_from_anchor true is not served there; its DFlash drafts from masks alone.")
+    if parts.method.name == "dflash" and not parts.config.plain_logits:
+        raise ValueError(
+            "--to vllm: output_multiplier and final_logit_softcapping are not heeded there; its DFlash drafts with the "
+            "head's own logits: serve it with Outrider, llama.cpp or z-lab's package."
+        )
     if getattr(parts.config, "layer_types", ()):
         return ["vLLM mixes sliding and full layers in its model runner V2 alone (VLLM_USE_V2_MODEL_RUNNER=1)."]
     if parts.method.name == "medusa":
@@ -80,19 +84,21 @@ def check_vllm(parts: Parts) -> list[str]:
     return []
 
 
-def check_vllm_written(written: Written) -> Written:
-    """vLLM takes what speculators says of sliding layers for all of them.
+def check_vllm_dialect(parts: Parts, dialect: Dialect) -> None:
+    """vLLM takes what speculators says of DFlash's sliding layers for all of them.
 
     Raises:
         ValueError: that would make the full layers causal.
     """
-    layers = written.config.get("transformer_layer_config", {})
-    if not written.config.get("sliding_window_non_causal", True) and FULL in layers["layer_types"]:
+    if dialect.name == "speculators" and parts.method.name != "dspark" and _sliding_alone(parts):
         raise ValueError(
-            "--to vllm: is_causal null (sliding layers alone) would become true for all layers there; it is heeded in "
-            "z-lab's dialect, which vLLM loads too (--to zlab)."
+            "vllm: is_causal null (sliding layers alone) would become true for all layers in speculators' dialect; "
+            "z-lab's is the one that vLLM reads right (outrider export DIR --to zlab --out OUT)."
         )
-    return written
+
+
+def _sliding_alone(parts: Parts) -> bool:
+    return getattr(parts.config, "is_causal", False) is None
 
 
 def check_sglang(parts: Parts) -> list[str]:
@@ -117,7 +123,7 @@ def check_sglang(parts: Parts) -> list[str]:
 def check_llama_cpp(parts: Parts) -> list[str]:
     _vanilla("llama.cpp", parts)
     _from_anchor("llama.cpp", parts)
-    if parts.config.is_causal is None:
+    if _sliding_alone(parts):
         raise ValueError(
             "--to llama.cpp: is_causal null (sliding layers alone) has no place there; it has one answer for all "
             "layers: train with true or false, or serve with Outrider."

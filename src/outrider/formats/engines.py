@@ -42,6 +42,7 @@ class Engine:
         serve: (parts, drafter directory, target) -> the commands, one a line.
         check: raises ValueError where the engine would not serve this drafter; returns what it does without, a
             sentence each.
+        check_dialect: raises ValueError where the engine reads such a drafter of that dialect otherwise than its maker.
         finish: what the engine reads otherwise than the dialect's maker.
         calibration: what becomes of a DSpark drafter's calibrated confidences, the end of a sentence.
         scaled: methods that are given a target's embeddings with the factor that the target multiplies them by.
@@ -52,6 +53,7 @@ class Engine:
     dialects: Mapping[str, Dialect]
     serve: Callable[[Parts, str, str], list[str]]
     check: Callable[[Parts], list[str]] = lambda parts: []
+    check_dialect: Callable[[Parts, Dialect], None] = lambda parts, dialect: None
     finish: Callable[[Written], Written] = lambda written: written
     calibration: str = "reads them as they are"
     scaled: Collection[str] = ()
@@ -77,13 +79,16 @@ class Engine:
             )
         return self.check(parts)
 
-    def check_loads(self, parts: Parts, dialect: Dialect) -> None:
+    def check_loads(self, parts: Parts, dialect: Dialect, factor: float) -> None:
         """A checkpoint can be given to it as it is.
+
+        Args:
+            factor: as in `limits`.
 
         Raises:
             ValueError: it cannot serve this drafter, or must have it in another dialect.
         """
-        self.limits(parts, parts.embedding_scale or 1.0)
+        self.limits(parts, factor)
         name = parts.method.name
         known = [each.name for each in (self.dialects[name], self.also.get(name)) if each is not None]
         if dialect.name not in known:
@@ -91,6 +96,7 @@ class Engine:
                 f"{self.name} does not load {name} drafters in the dialect {dialect.name}, only in "
                 f"{' or '.join(known)}: export it first (outrider export DIR --to {self.name} --out OUT)."
             )
+        self.check_dialect(parts, dialect)
 
     def write(self, parts: Parts, target: TargetFacts | None) -> Written:
         """The checkpoint this engine loads.
@@ -99,7 +105,9 @@ class Engine:
             ValueError: it has no such method, or cannot serve this drafter; the message names the field.
         """
         left_out = self.limits(parts, 1.0 if target is None else target.embedding_scale)
-        written = self.finish(self.dialects[parts.method.name].write(parts, target))
+        dialect = self.dialects[parts.method.name]
+        self.check_dialect(parts, dialect)
+        written = self.finish(dialect.write(parts, target))
         return replace(written, fallbacks=[*written.fallbacks, *left_out])
 
 
@@ -185,7 +193,7 @@ ENGINES: tuple[Engine, ...] = (
         {**dict.fromkeys(("dflash", "dflash2", "dspark", "eagle3"), _SPECULATORS), "medusa": MedusaDialect()},
         _serve_vllm,
         limits.check_vllm,
-        limits.check_vllm_written,
+        limits.check_vllm_dialect,
         also={**_ZLAB, "dspark": _DEEPSPEC, "eagle3": Eagle3Dialect()},
     ),
     Engine(
@@ -193,8 +201,9 @@ ENGINES: tuple[Engine, ...] = (
         {**_ZLAB, "dspark": _DEEPSPEC, "eagle3": Eagle3Dialect()},
         _serve_sglang,
         limits.check_sglang,
-        _nested,
-        "reads the file that outrider calibrate --export-sglang DIR writes (--speculative-dspark-confidence-sts-path)",
+        finish=_nested,
+        calibration="reads the file that outrider calibrate --export-sglang DIR writes "
+        "(--speculative-dspark-confidence-sts-path)",
         scaled=("dflash", "dflash2", "dspark"),
     ),
     Engine("llama.cpp", {**_ZLAB, "dspark": _DEEPSPEC}, _serve_llama_cpp, limits.check_llama_cpp),

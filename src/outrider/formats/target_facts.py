@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def target_facts(id_or_dir: str, dtype: torch.dtype) -> TargetFacts:
         num_layers=fields.integer("num_hidden_layers", high=MOST_LAYERS),
         embedding_VH=embedding_VH.to(dtype),
         head_VH=(embedding_VH if head_VH is None else head_VH).to(dtype),  # tied where there is none
-        embedding_scale=_embedding_scale(inner.get("model_type"), embedding_VH),
+        embedding_scale=_embedding_scale(inner, embedding_VH.dtype),
     )
 
 
@@ -60,11 +60,21 @@ def check_target(parts: Parts, target: TargetFacts) -> None:
     check_embedding_scale(parts.embedding_scale, target.embedding_scale, target.name_or_path)
 
 
-def _embedding_scale(model_type: object, embedding_VH: Tensor) -> float:
-    """As `Target` has it when loaded in the type of its files; exports do not ask for a family that can be loaded."""
+def embedding_factor(id_or_dir: str) -> float:
+    """By what a target multiplies its embeddings, from its config.json alone.
+
+    Raises:
+        ValueError: no such model.
+    """
+    raw = _config(resolve_model(id_or_dir, weights=False))
+    return _embedding_scale(raw.get("text_config") or raw, torch.float32)
+
+
+def _embedding_scale(config: Mapping[str, Any], dtype: torch.dtype) -> float:
+    """As `Target` has it when loaded in that type; exports do not ask for a family that can be loaded."""
     for family in FAMILIES:
-        if family.model_type == model_type:
-            return family.embedding_scale(embedding_VH.shape[1], embedding_VH.dtype)
+        if family.model_type == config.get("model_type"):
+            return family.embedding_scale(int(config["hidden_size"]), dtype)
     return 1.0
 
 

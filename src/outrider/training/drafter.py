@@ -96,6 +96,11 @@ def load_start(section: MethodSection, target: Target, out: Path) -> Start:
             f"drafter.start_from {directory} has an LM head or embedding of its own, and drafters are trained with the "
             "target's: serve it as it is, or train a new one."
         )
+    if not getattr(drafter.config, "plain_logits", True):
+        raise ValueError(
+            f"drafter.start_from {directory}: its logits are multiplied or capped (output_multiplier, "
+            "final_logit_softcapping), and such drafters are served here, not trained."
+        )
     ids = torch.arange(target.vocab_size, device=target.device) if ids is None else ids
     files = [path.read_bytes() for path in (directory / "config.json", *weight_files(directory))]
     return Start(drafter, ids, hashlib.sha256(b"".join(files)).hexdigest(), trainings(checkpoint.metadata))

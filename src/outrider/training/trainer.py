@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from outrider.drafters.catalogue import method_of
 from outrider.formats import Checkpoint, read_metadata, save_drafter, versions
 from outrider.training.drafter import as_trained
 from outrider.training.features import FeatureSource
@@ -103,7 +104,13 @@ class Trainer:
 
     def _resume(self) -> int:
         state = self.out / "state"
-        first = load_state(state, self.run.drafter, self.stepper.optimizer, self.settings)
+        first = load_state(
+            state,
+            self.run.drafter,
+            self.stepper.optimizer,
+            self.settings,
+            {"drafter": method_of(self.recipe.drafter.algorithm).defaults()},
+        )
         self.watch.load_state_dict(load_watch(state))
         saved = read_metadata(self.out / "drafter")
         self.seconds_before = saved.get("training_seconds", 0.0) if saved.get("step") == first else 0.0

@@ -116,6 +116,8 @@ class Case:
             check_fits(self.drafter.config, self.target, self.drafter.final_tap)
         except ValueError:
             return "the drafter does not fit the target"
+        if not getattr(self.drafter.config, "plain_logits", True):
+            return "its logits are multiplied or capped, which training here does not know"
         if not all(p.isfinite().all() for p in self.drafter.parameters()):
             return "the drafter has weights that are not finite"
         return None

@@ -126,6 +126,11 @@ def _sights(fields: Fields, layers: int) -> dict[str, Any]:
     if unknown := set(types) - {FULL, SLIDING}:
         raise fields.refuse("layer_types", f"{FULL} or {SLIDING}, not {', '.join(sorted(unknown))}")
     sliding, mixed = SLIDING in types, len(set(types)) > 1
+    switched = fields.flag("use_sliding_window", False)  # transformers drops the window where it is off
+    if sliding and not switched:
+        raise fields.refuse("use_sliding_window", "true where layers are sliding: without it they have no window")
+    if switched and "sliding_window" in fields and "layer_types" not in fields:
+        raise fields.refuse("layer_types", "there where a window is: readers do not agree on which layers have it")
     stated = fields.flag("is_causal") if "is_causal" in fields else None
     return {
         "sliding_window": fields.integer("sliding_window", high=LONGEST_CONTEXT) if sliding else None,

@@ -73,8 +73,9 @@ class DeepSpec:
     def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> Parts:
         fields = BlockFields(raw, source, self.name, nested="dflash_config")
         backbone = read_backbone(fields)
-        if "is_causal" not in fields and backbone["is_causal"] is not False:
-            raise fields.refuse("is_causal", "there: whether its sliding layers are causal without it is not known")
+        for name in ("output_multiplier", "final_logit_softcapping"):
+            if fields.raw(name) not in (None, 0, 1):
+                raise fields.refuse(name, "absent: draft logits are the head's own in this dialect")
         config = DSparkConfig(
             **backbone,
             **fields.block(backbone["vocab_size"]),

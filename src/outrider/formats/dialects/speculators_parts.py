@@ -2,8 +2,7 @@
 
     dflash, dflash2, dspark
                      our names; aux_hidden_state_layer_ids, block_size, mask_token_id, sample_from_anchor, and what each
-                     has of its own. sliding_window_non_causal says whether rows of a block see each other in sliding
-                     layers too; vLLM takes it as said for every layer
+                     has of its own; sliding_window_non_causal: whether rows see each other in sliding layers too
     eagle3           layers.0.* for our midlayer.*; eagle_aux_hidden_state_layer_ids and the norm flags
     mtp              mtp_layers.0.*: one module of a Qwen3-shaped target, the whole vocabulary
 
@@ -80,7 +79,7 @@ def read_dflash2(
     fields: Fields, depth: int, drafts: int | None, tensors: Mapping[str, Tensor], source: Source
 ) -> Parts:
     own = read_own(fields) | {"sample_from_anchor": fields.flag("sample_from_anchor", False)}
-    config = DFlash2Config(**_read_block(fields, depth), **own)
+    config = DFlash2Config(**_read_block(fields, depth, both_ways=True), **own)
     return _checked(read_vocabulary(DFLASH2, config, tensors, source), fields, drafts)
 
 
@@ -89,9 +88,9 @@ def read_dspark(fields: Fields, depth: int, drafts: int | None, tensors: Mapping
     return _checked(read_vocabulary(DSPARK, config, tensors, source), fields, drafts)
 
 
-def _read_block(fields: Fields, depth: int) -> dict[str, Any]:
+def _read_block(fields: Fields, depth: int, both_ways: bool = False) -> dict[str, Any]:
     _same_hidden_size(fields)
-    both_ways = fields.flag("sliding_window_non_causal", False)  # of sliding layers; full ones are never causal
+    both_ways = fields.flag("sliding_window_non_causal", both_ways)  # of sliding layers; full ones are never causal
     layers = fields.section("transformer_layer_config").replaced({"is_causal": False if both_ways else None})
     backbone = read_backbone(layers)
     return {
