@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-mlx test-engines soak lint clean
+.PHONY: demo test test-mlx test-engines test-llama-cpp soak lint clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
@@ -36,6 +36,11 @@ $(MLX_VENV)/.ready: pyproject.toml constraints.txt
 test-engines: $(READY)
 	VLLM_PYTHON="$$(PYTHON='$(PYTHON)' tests/engines/vllm_environment.sh)" && export VLLM_PYTHON && \
 		$(BIN)/python -m pytest -m engine tests/engines
+
+# llama.cpp is built from source, once (20 minutes on two cores): apart from the others, and not in .ci/run.
+test-llama-cpp: $(READY)
+	LLAMA_CPP="$$(PYTHON='$(BIN)/python' tests/engines/llama_cpp_environment.sh)" && export LLAMA_CPP && \
+		$(BIN)/python -m pytest -m engine tests/engines/test_llama_cpp.py
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak

@@ -1,4 +1,4 @@
-"""The real vLLM as a function of jobs, and our drafter's answer at every place where the engine drafted."""
+"""The real vLLM as a function of jobs, and what our drafters do at the same places, for every engine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from outrider.benchmark.prompts import mixed_prompts
+from outrider.decoding import StopRules, generate
 from outrider.drafters.base import DraftCall, Drafter
 from outrider.formats import Checkpoint
 from outrider.formats.engines import engine_of
@@ -22,6 +24,10 @@ from outrider.formats.target_facts import target_facts
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target import Target
 
+# Drafters for SmolLM2 that are there already: those of models/ and others that are named, separated as in PATH.
+MODELS = Path(__file__).parents[2] / "models"
+NAMED = [Path(name) for name in os.environ.get("OUTRIDER_DRAFTERS", "").split(os.pathsep) if name]
+DIRECTORIES = [*sorted(MODELS.glob("*/")), *NAMED]
 WORKER = Path(__file__).with_name("vllm_worker.py")
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
@@ -144,3 +150,34 @@ def our_rounds(
         call = DraftCall(session, int(text[0, anchor]), SamplingParams(), seen, source)
         proposals.append(drafter.propose([call])[0].tokens)
     return proposals
+
+
+def smollm_prompts(target: Target, count: int) -> list[list[int]]:
+    """Prompts of the shipped sets, all sets alike."""
+    assert target.tokenizer is not None
+    tasks = ["eval_math", "eval_code", "eval_chat"]
+    return [list(prompt.tokens) for prompt in mixed_prompts(target.tokenizer, tasks, count, seed=0)]
+
+
+def our_acceptance(
+    target: Target, drafter: Drafter, prompts: list[list[int]], responses: list[list[int]], new: int, cut: bool = False
+) -> list[tuple[int, int]]:
+    """(drafted, accepted) in every round that an engine counts for these responses, which must be ours too.
+
+    The engine's first token is not drafted: it comes with the prefill.
+
+    Args:
+        new: response tokens that were asked for; a response that ended of itself has fewer.
+        cut: drafts are cut so that a round ends with the response at the latest. Otherwise the last round counts all.
+    """
+    counted = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        ours = generate(target, prompt + response[:1], drafter, rules=StopRules(new + drafter.gamma, stop_ids=()))
+        assert ours.tokens[: len(response) - 1] == response[1:]
+        committed = 1
+        for stats in ours.rounds:
+            drafted = min(drafter.gamma, new - committed - 1) if cut else drafter.gamma
+            if committed < len(response) and drafted > 0:
+                counted.append((drafted, min(stats.accepted, drafted)))
+                committed += stats.committed
+    return counted

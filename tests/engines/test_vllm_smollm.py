@@ -7,16 +7,25 @@ interpreter and is given a few prompts only.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import small_training
-from engine import ALWAYS_SHARED, INTERPRETED, UNREAD, Answer, Job, run_vllm
+from engine import (
+    ALWAYS_SHARED,
+    DIRECTORIES,
+    INTERPRETED,
+    NAMED,
+    UNREAD,
+    Answer,
+    Job,
+    our_acceptance,
+    run_vllm,
+    smollm_prompts,
+)
 
-from outrider.benchmark.prompts import mixed_prompts
-from outrider.decoding import StopRules, generate
 from outrider.formats import Checkpoint, load_drafter
 from outrider.target import Target
 from outrider.target.resolve import EMBEDDED_ID, resolve_model
@@ -25,9 +34,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 PROMPTS, FEW, NEW = 20, 4, 32
 KNOWN, STEPS = 10, 80  # prompts that the drafters trained here know, and how long they learn
 TOLERANCE = {"dflash": 0.01, "dspark": 0.01, "eagle3": 0.02, "medusa": 0.02}  # of the accepted length
-MODELS = Path(__file__).parents[2] / "models"
-NAMED = [Path(name) for name in os.environ.get("OUTRIDER_DRAFTERS", "").split(os.pathsep) if name]
-DIRECTORIES = [*sorted(MODELS.glob("*/")), *NAMED]
 # Each stands for a directory that is not there yet.
 TRAINED = [] if NAMED else [Path(method) for method in ("dflash", "eagle3", "medusa")]
 each_drafter = pytest.mark.parametrize(
@@ -53,9 +59,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(smollm: Target, tmp_path_factory: pytest.TempPathFactory) -> Served:
     root = tmp_path_factory.mktemp("engine")
-    assert smollm.tokenizer is not None
-    tasks = ["eval_math", "eval_code", "eval_chat"]
-    prompts = [list(prompt.tokens) for prompt in mixed_prompts(smollm.tokenizer, tasks, PROMPTS, seed=0)]
+    prompts = smollm_prompts(smollm, PROMPTS)
     found = {directory: load_drafter(directory) for directory in DIRECTORIES}
     known = small_training.answer(smollm, prompts[:KNOWN]) if TRAINED else []
     for method in TRAINED:
@@ -106,18 +110,8 @@ def test_the_blocks_are_ours(served: Served, smollm: Target, directory: Path) ->
 @each_drafter
 def test_as_many_drafts_are_accepted(served: Served, smollm: Target, directory: Path) -> None:
     answer, checkpoint = served.by(directory), served.checkpoints[directory]
-    drafter = checkpoint.packed(smollm)
-    accepted = rounds = 0
-    for prompt, response in zip(served.jobs[directory].prompts, answer.outputs, strict=True):
-        # The engine's first token is not drafted: it comes with the prefill. Its last round counts all it accepted.
-        rules = StopRules(NEW + drafter.gamma, stop_ids=())
-        ours = generate(smollm, prompt + response[:1], drafter, rules=rules)
-        assert ours.tokens[: NEW - 1] == response[1:]
-        committed = 1
-        for stats in ours.rounds:
-            if committed < NEW:
-                accepted, rounds, committed = accepted + stats.accepted, rounds + 1, committed + stats.committed
-    tau = 1 + accepted / rounds
+    drafter, prompts = checkpoint.packed(smollm), served.jobs[directory].prompts
+    tau = 1 + mean(accepted for _, accepted in our_acceptance(smollm, drafter, prompts, answer.outputs, NEW))
     method = checkpoint.drafter.algorithm
     print(f"{method}: accepted length {answer.accepted_length:.3f} in vLLM, {tau:.3f} here")
     assert answer.accepted_length == pytest.approx(tau, rel=TOLERANCE[method])

@@ -128,8 +128,7 @@ def check_llama_cpp(parts: Parts) -> list[str]:
             "--to llama.cpp: is_causal null (sliding layers alone) has no place there; it has one answer for all "
             "layers: train with true or false, or serve with Outrider."
         )
-    if parts.draft_ids_Vd is not None:
-        raise ValueError("--to llama.cpp: d2t has no place there; it drafts from the target's whole vocabulary.")
+    _whole_vocabulary("llama.cpp", parts, "dflash", "dflash2")
     if parts.method.name == "dflash2":
         config = parts.config
         pairs = config.selector_top_k * (config.selector_top_k + 1)
