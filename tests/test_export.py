@@ -138,7 +138,8 @@ UNSERVED: list[tuple[str, str, Change, str]] = [
     ("vllm", "dspark", {"markov_head_type": "rnn"}, "markov_head_type 'rnn' is not served there, only 'vanilla'"),
     ("vllm", "dspark", {"markov_rank": 0, "confidence_head_with_markov": False}, "markov_rank 0 has no place"),
     ("llama.cpp", "dspark", {"markov_head_type": "gated"}, "markov_head_type 'gated' is not served there"),
-    ("llama.cpp", "dspark", {"sample_from_anchor": False}, "sample_from_anchor false is not served there"),
+    ("llama.cpp", "dspark", {"target_layer_ids": (0, 2, 4)}, r"target_layer_ids \[0, 2, 4\] reach the last layer"),
+    ("llama.cpp", "dspark", {"confidence_head_with_markov": False}, "confidence_head_with_markov false has no place"),
     ("llama.cpp", "dflash", {"draft_vocab_size": VD}, "its tensor d2t have no place there"),
     ("llama.cpp", "dflash2", {"draft_vocab_size": VD}, "its tensor d2t have no place there"),
     ("llama.cpp", "dflash2", {"selector_top_k": 6}, "selector_top_k 6 does not fit; its selector keeps 42 numbers"),
@@ -179,6 +180,22 @@ def test_what_an_engine_cannot_serve_is_an_error_and_nothing_is_written(
     with pytest.raises(ValueError, match=message):
         export_drafter(made(method, **change), engine_of(engine), tmp_path / "out", FACTS)
     assert not list(tmp_path.iterdir())
+
+
+def test_llama_cpp_is_given_no_tensors_of_the_targets(tmp_path: Path) -> None:
+    """It would draft with an embedding that comes without a head; a reduced vocabulary's head is what it needs."""
+    engine = engine_of("llama.cpp")
+    whole, reduced = (
+        engine.write(made("dspark", **change).parts(), FACTS) for change in ({}, {"draft_vocab_size": VD})
+    )
+    assert not {"lm_head.weight", "embed_tokens.weight"} & set(whole.tensors)
+    assert torch.equal(
+        reduced.tensors["lm_head.weight"], FACTS.head_VH[made("dspark", draft_vocab_size=VD).draft_ids_Vd]
+    )
+    assert "embed_tokens.weight" not in reduced.tensors
+    for method, own in (("dspark", "embedding"), ("dflash", "head")):
+        with pytest.raises(ValueError, match="of the drafter's own have no place there"):
+            engine.write(made(method, own).parts(), FACTS)
 
 
 def test_every_head_has_an_engine_or_a_dialect(tmp_path: Path) -> None:

@@ -121,8 +121,21 @@ def check_sglang(parts: Parts) -> list[str]:
 
 
 def check_llama_cpp(parts: Parts) -> list[str]:
+    """Its loaders take a lone embedding for the head too, and the heads of whole vocabularies are not converted."""
     _vanilla("llama.cpp", parts)
-    _from_anchor("llama.cpp", parts)
+    config = parts.config
+    if parts.embedding_VH is not None or (parts.head is not None and parts.draft_ids_Vd is None):
+        raise ValueError(
+            "--to llama.cpp: lm_head.weight and embed_tokens.weight of the drafter's own have no place there, but for "
+            "the head of a reduced vocabulary: serve it with Outrider."
+        )
+    if max(config.target_layer_ids) >= config.num_target_layers - 1:
+        raise ValueError(
+            f"--to llama.cpp: target_layer_ids {list(config.target_layer_ids)} reach the last layer, whose output its "
+            "graphs do not give: tap earlier layers."
+        )
+    if getattr(config, "enable_confidence_head", False) and not config.confidence_head_with_markov:
+        raise ValueError("--to llama.cpp: confidence_head_with_markov false has no place in its confidence head.")
     if _sliding_alone(parts):
         raise ValueError(
             "--to llama.cpp: is_causal null (sliding layers alone) has no place there; it has one answer for all "
@@ -130,7 +143,6 @@ def check_llama_cpp(parts: Parts) -> list[str]:
         )
     _whole_vocabulary("llama.cpp", parts, "dflash", "dflash2")
     if parts.method.name == "dflash2":
-        config = parts.config
         pairs = config.selector_top_k * (config.selector_top_k + 1)
         if pairs > config.hidden_size:
             raise ValueError(

@@ -146,6 +146,13 @@ def _nested(written: Written) -> Written:
     return replace(written, config={**config, "dflash_config": section})
 
 
+def _without_the_targets(written: Written) -> Written:
+    """llama.cpp takes the target's embedding and head where a file has neither, and a lone embedding for both."""
+    kept = {"lm_head.weight"} if "d2t" in written.tensors else set()
+    dropped = {"lm_head.weight", "embed_tokens.weight"} - kept
+    return replace(written, tensors={name: t for name, t in written.tensors.items() if name not in dropped})
+
+
 def _serve_sglang(parts: Parts, directory: str, target: str) -> list[str]:
     words = ["python", "-m", "sglang.launch_server", "--model-path", target]
     return [shlex.join([*words, *sglang_flags(drafting_of(parts, directory))])]
@@ -206,7 +213,15 @@ ENGINES: tuple[Engine, ...] = (
         "(--speculative-dspark-confidence-sts-path)",
         scaled=("dflash", "dflash2", "dspark"),
     ),
-    Engine("llama.cpp", {**_ZLAB, "dspark": _DEEPSPEC}, _serve_llama_cpp, limits.check_llama_cpp),
+    Engine(
+        "llama.cpp",
+        {**_ZLAB, "dspark": _DEEPSPEC},
+        _serve_llama_cpp,
+        limits.check_llama_cpp,
+        finish=_without_the_targets,
+        calibration="reads no confidences unless it is told to (--spec-draft-p-min), and then as they are",
+        scaled=("dflash", "dflash2", "dspark"),
+    ),
     Engine("zlab", _ZLAB, _serve_zlab, limits.check_zlab, scaled=tuple(_ZLAB)),
     Engine("deepspec", {"dspark": _DEEPSPEC, "dflash": _DEEPSPEC}, _serve_deepspec, limits.check_deepspec),
     Engine("speculators", dict.fromkeys(Speculators.methods, _SPECULATORS), _serve_speculators),
