@@ -82,7 +82,7 @@ POLICIES: list[Policy] = [
 ]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 def test_greedy_outputs_are_solo_outputs(target: Target, drafter: PackedDrafter, policy: Policy) -> None:
     config = EngineConfig(max_requests=6, token_budget=40, block_size=4, num_blocks=120)
     engine = Engine(target, drafter, policy, config=config)
@@ -134,7 +134,7 @@ def test_a_seed_decides_where_drafts_are_equally_long(target: Target, drafter: P
         assert generate(target, request.prompt, None, request.params, request.rules).tokens == together[request.id]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 def test_coupled_tokens_depend_on_the_seed_alone(target: Target, drafter: PackedDrafter, policy: Policy) -> None:
     """No policy, no drafter, no company, no preemption changes a token."""
     requests = sampled(coupled=True)
