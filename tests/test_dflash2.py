@@ -406,12 +406,15 @@ def test_config_refuses_what_it_cannot_be(changes: dict[str, int], message: str)
         config(**changes)
 
 
+PLAIN = {"output_multiplier": 1.0, "final_logit_softcapping": None}  # logits
+
+
 def test_saved_and_loaded_with_a_reduced_draft_vocabulary(tmp_path: Path) -> None:
     drafter, ids = make(draft_vocab_size=50), torch.randperm(97)[:50].sort().values
     save_drafter(Checkpoint(drafter, ids), tmp_path / "d")
     raw = json.loads((tmp_path / "d" / "config.json").read_text())
     assert raw["architectures"] == ["DFlash2DraftModel"] and raw["block_size"] == 4
-    assert raw["dflash_config"] == {"mask_token_id": 3, "target_layer_ids": [0, 2, 3], **OWN}
+    assert raw["dflash_config"] == {"mask_token_id": 3, "target_layer_ids": [0, 2, 3], **PLAIN, **OWN}
     loaded = load_drafter(tmp_path / "d")
     assert loaded.drafter.config == drafter.config and type(loaded.drafter) is DFlash2
     assert loaded.draft_ids_Vd is not None and torch.equal(loaded.draft_ids_Vd, ids)

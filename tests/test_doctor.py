@@ -452,7 +452,7 @@ def test_acceptance_that_falls_with_length(healthy: Path, target: Target) -> Non
 
 
 def test_a_window_shorter_than_the_conversations(home: Path, target: Target) -> None:
-    edit_config(home, sliding_window=8, layer_types=["sliding_attention"] * 2)
+    edit_config(home, sliding_window=8, layer_types=["sliding_attention"] * 2, use_sliding_window=True)
     assert diagnose(home, target, "checkpoint")["positions"].status == "warning"
 
 

@@ -101,7 +101,6 @@ def test_rounding_is_no_difference_and_silence_leaves_it_to_the_target(tmp_path:
             for engine in ("vllm", "speculators")
             for method in ("dflash", "dflash2", "dspark", "eagle3")
         ],
-        *[("llama.cpp", method) for method in ("dflash", "dflash2", "dspark")],
         ("sglang", "eagle3"),
         ("deepspec", "dspark"),
     ],
@@ -115,7 +114,13 @@ def test_engines_that_give_drafters_bare_embeddings_are_refused_for_gemma(
 
 
 def test_engines_that_give_drafters_the_targets_embeddings_are_not(tmp_path: Path) -> None:
-    for engine, method in (("sglang", "dflash2"), ("sglang", "dspark"), ("vllm", "medusa")):
+    for engine, method in (
+        ("sglang", "dflash2"),
+        ("sglang", "dspark"),
+        ("llama.cpp", "dflash"),
+        ("llama.cpp", "dspark"),
+        ("vllm", "medusa"),
+    ):
         scaled = replace(FACTS, embedding_scale=GEMMA)
         export_drafter(made(method), engine_of(engine), tmp_path / engine / method, scaled)
 

@@ -93,7 +93,8 @@ def test_config_fields_of_the_two_dialects(tmp_path: Path) -> None:
     save_drafter(made(dspark=False), tmp_path / "zlab")
     zlab = json.loads((tmp_path / "zlab" / "config.json").read_text())
     assert zlab["architectures"] == ["DFlashDraftModel"] and zlab["model_type"] == "qwen3"
-    assert zlab["dflash_config"] == {"mask_token_id": 3, "target_layer_ids": [0, 2, 3]}
+    plain = {"output_multiplier": 1.0, "final_logit_softcapping": None}
+    assert zlab["dflash_config"] == {"mask_token_id": 3, "target_layer_ids": [0, 2, 3], **plain}
     assert zlab["block_size"] == 4 and zlab["num_target_layers"] == 5 and zlab["is_causal"] is False
     save_drafter(made(markov_head_type="rnn"), tmp_path / "deepspec")
     deepspec = json.loads((tmp_path / "deepspec" / "config.json").read_text())
