@@ -34,7 +34,7 @@ def demo(
         list[str] | None, typer.Argument(help="recipe fields to change: optimizer.steps=20 ...")
     ] = None,
     eval_samples: Annotated[int, typer.Option(min=1, help="held-out prompts per task and drafter")] = 3,
-    eval_tokens: Annotated[int, typer.Option(min=1, help="new tokens per response")] = 128,
+    eval_tokens: Annotated[int, typer.Option(min=1, help="new tokens per response")] = 96,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     """The whole road in under ten minutes: regenerate, train, evaluate on held-out prompts, and the shipped drafter."""
