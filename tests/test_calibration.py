@@ -134,12 +134,11 @@ def test_known_temperatures_are_recovered_left_to_right() -> None:
 
 def test_each_temperature_is_the_best_given_the_earlier_ones() -> None:
     rounds = drawn(500, [1.5, 0.7, 2.5], seed=3)
-    found = fit_sts(rounds, offsets=False, bins=10).temperatures
+    found = fit_sts(rounds, offsets=False).temperatures
     for k in range(1, 4):
-        best = ece(*at_position(rounds, Scaling(found, [0.0] * 3), k), 10)
+        best = ece(*at_position(rounds, Scaling(found, [0.0] * 3), k))
         tried = [
-            ece(*at_position(rounds, Scaling([*found[: k - 1], t], [0.0] * k), k), 10)
-            for t in np.geomspace(0.1, 10, 401)
+            ece(*at_position(rounds, Scaling([*found[: k - 1], t], [0.0] * k), k)) for t in np.geomspace(0.1, 10, 401)
         ]
         assert best == pytest.approx(min(tried), abs=1e-12)
 
@@ -280,6 +279,26 @@ def test_families_that_cannot_be_batched_are_calibrated_too(monkeypatch: pytest.
     for mine, theirs in zip(chain.from_iterable(alone), chain.from_iterable(together), strict=True):
         assert mine.accepted_N.tolist() == theirs.accepted_N.tolist() and len(mine.accepted_N)
         np.testing.assert_allclose(mine.confidences_NK, theirs.confidences_NK, atol=1e-5)
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_the_thinking_mode_reaches_the_template(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, thinking: bool
+) -> None:
+    vocab = save_toy_target(tmp_path, layers=5)
+    target, asked = load_target(str(tmp_path)), list[list[int]]()
+    assert target.tokenizer is not None
+    target.tokenizer.chat_template = "{{ messages[0]['content'] }}{% if enable_thinking %}T{% endif %}"
+
+    def answered(target: object, prompts: list[list[int]], config: EvaluationConfig) -> list[list[int]]:
+        asked.extend(prompts)
+        return [prompt[:2] for prompt in prompts]
+
+    monkeypatch.setattr("outrider.evaluation.collect.target_texts", answered)
+    drafter = PackedDrafter(DSpark(toy_config(vocab_size=vocab, draft_vocab_size=vocab)), target)
+    config = EvaluationConfig(max_new_tokens=2, thinking=thinking)
+    collect(target, drafter, [Conversation("a", ("say",))], config)
+    assert [target.tokenizer.decode(prompt) for prompt in asked] == ["sayT" if thinking else "say"]
 
 
 def test_certainty_and_its_fit() -> None:

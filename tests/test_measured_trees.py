@@ -111,6 +111,27 @@ def test_all_prompts_are_read_before_any_is_answered(tmp_path: Path, monkeypatch
     assert not answered
 
 
+@pytest.mark.parametrize("thinking", [False, True])
+def test_the_thinking_mode_reaches_the_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thinking: bool
+) -> None:
+    target, tokenizer, asked = toy_target(), byte_tokenizer(), list[list[int]]()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if enable_thinking %}T{% endif %}"
+
+    def answered(target: object, prompts: list[list[int]], config: EvaluationConfig) -> list[list[int]]:
+        asked.extend(prompts)
+        return [[1, 2, 3] for _ in prompts]
+
+    monkeypatch.setattr(candidates, "target_texts", answered)
+    monkeypatch.setattr(candidates, "true_ranks", lambda *_: torch.zeros(1000, 2, dtype=torch.long))
+    (tmp_path / "tasks.jsonl").write_text('{"turns": ["say"]}\n')
+    candidates.measure_candidates(
+        Target(target.model, tokenizer, "toy"), served("medusa", target), [str(tmp_path / "tasks.jsonl")],
+        EvaluationConfig(thinking=thinking), {},
+    )  # fmt: skip
+    assert [tokenizer.decode(prompt) for prompt in asked] == ["sayT" if thinking else "say"]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_table_says_what_lengths_mean_where_siblings_are_drawn(temperature: float) -> None:
     found = candidates.Candidates(

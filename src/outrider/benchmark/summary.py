@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import BaseModel
 
 from outrider.benchmark.journal import Point
 from outrider.benchmark.metrics import Metrics
 from outrider.benchmark.variants import NO_SPECULATION, is_adaptive
+from outrider.evaluation.quartiles import Quartiles, quartiles
 from outrider.evaluation.results import machine
 from outrider.formats import versions
 
@@ -30,7 +30,7 @@ class PointSummary(BaseModel):
     variant: str
     level: float
     repeats: int
-    quartiles: dict[str, tuple[float, float, float] | None]
+    quartiles: dict[str, Quartiles | None]
     same: int
     ties: int
     mismatches: int
@@ -119,7 +119,7 @@ def summarise_points(points: Sequence[Point]) -> list[PointSummary]:
         groups.setdefault((point.variant, point.level), []).append(point)
     found = []
     for (variant, level), group in sorted(groups.items(), key=lambda entry: entry[0][1]):
-        figures = {name: _quartiles([getattr(p.metrics, name) for p in group]) for name in Metrics.model_fields}
+        figures = {name: _known_quartiles([getattr(p.metrics, name) for p in group]) for name in Metrics.model_fields}
         found.append(
             PointSummary(
                 variant=variant,
@@ -168,9 +168,6 @@ def overall_verdicts(points: Sequence[PointSummary]) -> list[VariantVerdict]:
     return sorted(verdicts, key=lambda v: -v.mean_ratio)
 
 
-def _quartiles(values: Sequence[float | None]) -> tuple[float, float, float] | None:
+def _known_quartiles(values: Sequence[float | None]) -> Quartiles | None:
     known = [value for value in values if value is not None]
-    if not known:
-        return None
-    low, median, high = np.quantile(known, (0.25, 0.5, 0.75)).tolist()
-    return low, median, high
+    return quartiles(known) if known else None

@@ -23,7 +23,7 @@ from outrider.benchmark.workload import Workload, run_workload
 from outrider.cli.backends import ONE_AT_A_TIME, Chosen, Kind, choose_mlx, choose_transformers
 from outrider.cli.bench_local import choose_local
 from outrider.cli.bench_report import report
-from outrider.cli.bench_servers import API_KEY, EngineType, ServerOptions, choose_servers
+from outrider.cli.bench_servers import API_KEY, EngineType, ServerOptions, Wanted, choose_servers
 from outrider.cli.drafters import AUTO, CHOICES, DrafterChoice, require_drafter, warn_of_thinking
 from outrider.cli.options import TREE, choose_tree, counting, split_names, split_numbers
 from outrider.cli.runtime import load, set_up
@@ -125,7 +125,8 @@ def bench_command(
             engine_target, engine_drafter, engine_dtype, startup_timeout,
         )  # fmt: skip
         room = partial(work.room, max(users.values()))
-        return choose_servers(backend, options, known, pick, names, work.chat_of, thinking, room, out / "logs", device)
+        wanted = Wanted(known, pick, names, work.chat_of, thinking, room, out / "logs", device)
+        return choose_servers(backend, options, wanted)
 
     with join(device) as ranks, ExitStack() as stack:
         console = Console(quiet=not ranks.main)

@@ -54,24 +54,32 @@ class ServerOptions:
     startup_timeout: float = 600.0
 
 
-def choose_servers(
-    kind: str,
-    options: ServerOptions,
-    chat: Chat,
-    choice: Callable[[], DrafterChoice],
-    names: list[str] | None,
-    chat_of: Callable[[Sequence[int]], dict[str, Any]],
-    thinking: bool,
-    room: Callable[[], tuple[int, int]],
-    logs: Path,
-    device: str,
-) -> Chosen:
-    """Engines over HTTP.
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be measured on servers.
 
     Args:
+        chat: of the target.
         choice: the drafter, asked for only where an engine is started with it.
+        names: of variants; None: all there are.
         chat_of: what a prompt is asked with where servers render prompts themselves.
         room: (users, tokens of the longest request), asked for when an engine starts.
+        logs: directory for what started engines print.
+        device: of our own process, which decides a started engine's type where nothing else does.
+    """
+
+    chat: Chat
+    choice: Callable[[], DrafterChoice]
+    names: list[str] | None
+    chat_of: Callable[[Sequence[int]], dict[str, Any]]
+    thinking: bool
+    room: Callable[[], tuple[int, int]]
+    logs: Path
+    device: str
+
+
+def choose_servers(kind: str, options: ServerOptions, wanted: Wanted) -> Chosen:
+    """Engines over HTTP.
 
     Raises:
         ValueError: no server is named and none is to be started, or the engine does not load this drafter.
@@ -85,13 +93,13 @@ def choose_servers(
         os.environ.get(API_KEY),
         engine.extra,
         engine.metrics,
-        chat_of if options.chat else None,
-        thinking if thinking or kind != "openai" else None,  # not every server knows the field
+        wanted.chat_of if options.chat else None,
+        wanted.thinking if wanted.thinking or kind != "openai" else None,  # not every server knows the field
     )
     if options.launch:
         if options.base_url or options.baseline_url:
             raise ValueError("--launch starts the servers itself: leave out --base-url and --baseline-url.")
-        return _launched(engine, options, chat, choice, names, endpoint, room, logs, device)
+        return _launched(engine, options, wanted, endpoint)
     if options.base_url is None:
         raise ValueError(
             f"--backend {kind}: name a running server (--base-url, and --baseline-url for one without speculation), or "
@@ -101,51 +109,41 @@ def choose_servers(
     if options.baseline_url is not None:
         endpoints[NO_SPECULATION] = replace(endpoint, url=options.baseline_url)
     servers = {"base_url": options.base_url, "baseline_url": options.baseline_url, "chat": options.chat}
-    source = ServerSource(running_servers(endpoints), chat.tokenizer)
-    return Chosen(source, among(names, sorted(endpoints)), settings=servers)
+    source = ServerSource(running_servers(endpoints), wanted.chat.tokenizer)
+    return Chosen(source, among(wanted.names, sorted(endpoints)), settings=servers)
 
 
-def _launched(
-    engine: Server,
-    options: ServerOptions,
-    chat: Chat,
-    choice: Callable[[], DrafterChoice],
-    names: list[str] | None,
-    endpoint: Endpoint,
-    room: Callable[[], tuple[int, int]],
-    logs: Path,
-    device: str,
-) -> Chosen:
-    gguf = engine.name == _GGUF
+def _launched(engine: Server, options: ServerOptions, wanted: Wanted, endpoint: Endpoint) -> Chosen:
+    gguf, target = engine.name == _GGUF, wanted.chat.name
     launch = Launch(
-        options.engine_target or (chat.name if gguf else str(resolve_model(chat.name))),
-        options.engine_drafter,
-        "",
-        0,
-        0,
-        options.engine_dtype or named_type(default_dtype(device)),
-        1,
-        1,
-        options.engine_python,
-        options.engine_command,
-        tuple(shlex.split(options.engine_args)),
+        target=options.engine_target or (target if gguf else str(resolve_model(target))),
+        drafter=options.engine_drafter,
+        algorithm="",
+        drafts=0,
+        port=0,
+        dtype=options.engine_dtype or named_type(default_dtype(wanted.device)),
+        users=1,
+        context=1,
+        python=options.engine_python,
+        executable=options.engine_command,
+        extra=tuple(shlex.split(options.engine_args)),
     )
     engine.command(launch)  # what cannot be started needs no drafter either
-    launch = _drafting(launch, engine.name, choice(), chat.name)
+    launch = _drafting(launch, engine.name, wanted.choice(), target)
     gamma = launch.drafts
-    wanted = list(dict.fromkeys([NO_SPECULATION, *(names or [f"fixed-{gamma}"])]))
-    drafts = {name: 0 if name == NO_SPECULATION else fixed_length(name, gamma) for name in wanted}
+    variants = list(dict.fromkeys([NO_SPECULATION, *(wanted.names or [f"fixed-{gamma}"])]))
+    drafts = {name: 0 if name == NO_SPECULATION else fixed_length(name, gamma) for name in variants}
     for count in drafts.values():  # what a command refuses, it refuses now
         engine.command(replace(launch, drafts=count))
 
     def plan() -> Launch:
-        users, context = room()
+        users, context = wanted.room()
         return replace(launch, users=users, context=context)
 
-    source = ServerSource(launching(engine, plan, drafts, endpoint, logs, options.startup_timeout), chat.tokenizer)
+    servers = launching(engine, plan, drafts, endpoint, wanted.logs, options.startup_timeout)
     settings: dict[str, Any] = {"engine_args": options.engine_args, "chat": options.chat}
     settings |= {"engine_drafter": options.engine_drafter, "dtype": None if gguf else launch.dtype}
-    return Chosen(source, wanted, grouped=True, settings=settings)
+    return Chosen(ServerSource(servers, wanted.chat.tokenizer), variants, grouped=True, settings=settings)
 
 
 def _drafting(launch: Launch, engine: str, choice: DrafterChoice, target: str) -> Launch:

@@ -69,15 +69,15 @@ def calibrate_command(
     min_p: Annotated[float, typer.Option()] = 0.0,
     repetition_penalty: Annotated[float, typer.Option()] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
+    thinking: Annotated[bool, typer.Option("--thinking/--no-thinking", help="ask the chat template for it")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     """Make a drafter's confidences mean what they say; of medusa and hydra, measure what their candidates are worth."""
     set_up(threads)
     console = Console()
-    config = EvaluationConfig(
-        max_samples, max_new_tokens, SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    )
+    params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    config = EvaluationConfig(max_samples, max_new_tokens, params, thinking=thinking)
     directory = require_directory(drafter, target)
     checkpoint = load_drafter(directory, num_target_layers=count_layers(target))
     _check(checkpoint, directory, about_confidences=any((fit_tasks, plot, rounds, sweep, export_sglang)))

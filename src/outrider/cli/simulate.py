@@ -23,7 +23,7 @@ from outrider.benchmark.prompts import mixed_prompts
 from outrider.benchmark.summary import Frontier, PointSummary
 from outrider.benchmark.traces import Traces, record
 from outrider.benchmark.variants import KNOWN, default_variants
-from outrider.cli.drafters import AUTO, CHOICES, require_drafter
+from outrider.cli.drafters import AUTO, CHOICES, require_drafter, warn_of_thinking
 from outrider.cli.options import counting, show_paths, split_names, split_numbers
 from outrider.cli.runtime import load, set_up
 from outrider.decoding import StopRules
@@ -46,6 +46,7 @@ def simulate_command(
     threads: Annotated[int | None, typer.Option(min=1, help="to record")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="per response; no more than was recorded")] = 64,
     seed: Annotated[int, typer.Option(help="of the mix of prompts, and of arrivals")] = 0,
+    thinking: Annotated[bool, typer.Option("--thinking/--no-thinking", help="to record: of the chat template")] = False,
     traces: Annotated[Path | None, typer.Option(help="what --record wrote")] = None,
     profile: Annotated[Path | None, typer.Option(help='outrider profile\'s, or {"sps": [...], ...}')] = None,
     out: Annotated[Path | None, typer.Option(help="directory for frontier.json, plots, validation.json")] = None,
@@ -75,7 +76,9 @@ def simulate_command(
         if tasks is None:
             raise ValueError("--record needs --tasks: prompts to decode.")
         set_up(threads)
-        found = record_traces(target, drafter, split_names(tasks), max_samples, max_new_tokens, seed, device, console)
+        found = record_traces(
+            target, drafter, split_names(tasks), max_samples, max_new_tokens, seed, thinking, device, console
+        )
         found.save(recording)
         show_paths(console, recording)
         return
@@ -118,18 +121,28 @@ def simulate_command(
 
 
 def record_traces(
-    target: str, drafter: str, tasks: list[str], count: int, tokens: int, seed: int, device: str, console: Console
+    target: str,
+    drafter: str,
+    tasks: list[str],
+    count: int,
+    tokens: int,
+    seed: int,
+    thinking: bool,
+    device: str,
+    console: Console,
 ) -> Traces:
     """Decode the prompts a load test would ask, with a draft at every position."""
-    choice = require_drafter(drafter, target)
+    choice = require_drafter(drafter, target, thinking)
+    warn_of_thinking(choice, thinking)
     loaded = load(target, device)
     opened = choice.open(loaded)
     assert loaded.tokenizer is not None
-    prompts = [prompt.tokens for prompt in mixed_prompts(loaded.tokenizer, tasks, count, seed)]
+    prompts = [prompt.tokens for prompt in mixed_prompts(loaded.tokenizer, tasks, count, seed, thinking)]
     about = {
         "setting": setting_of(loaded, opened.drafter).model_dump(),
         "tasks": [Path(task).stem for task in tasks],
         "max_new_tokens": tokens,
+        "thinking": thinking,
         "threshold": opened.recommended_threshold,
         "versions": versions(),
         "machine": this_machine(),

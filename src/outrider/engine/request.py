@@ -43,7 +43,8 @@ class StepRecord:
     """One engine step; seconds add up to its length.
 
     `requests` decoded, `drafting` of them with a block. `tokens` are the rows of the target forward, `prefill_tokens`
-    among them; `accepted` drafts behind a stop are not counted. `running` and `waiting` are counted after the step.
+    among them; `accepted` drafts behind a stop are not counted. `running`, `waiting` and
+    `used_blocks` are counted after the step. A simulated step leaves the same record, to be compared field by field.
     """
 
     seconds: float

@@ -66,7 +66,7 @@ def measure_candidates(
     loaded = load_tasks(tasks, config.max_samples)
     for name, conversations in loaded:
         on_progress(name, 0, len(conversations))
-        prompts = [render(target.tokenizer, c.turns[:1], [], c.tools) for c in conversations]
+        prompts = [render(target.tokenizer, c.turns[:1], [], c.tools, config.thinking) for c in conversations]
         for done, (prompt, text) in enumerate(zip(prompts, target_texts(target, prompts, config), strict=True), 1):
             ranks.append(true_ranks(target, drafter, prompt, text))
             on_progress(name, done, len(conversations))

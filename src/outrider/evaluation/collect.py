@@ -67,7 +67,13 @@ def collect(
     for turn in range(max(len(conversation.turns) for conversation in conversations)):
         going = [i for i, conversation in enumerate(conversations) if turn < len(conversation.turns)]
         prompts = [
-            render(target.tokenizer, conversations[i].turns[: turn + 1], history[i], conversations[i].tools)
+            render(
+                target.tokenizer,
+                conversations[i].turns[: turn + 1],
+                history[i],
+                conversations[i].tools,
+                config.thinking,
+            )
             for i in going
         ]
         greedy = config.params.temperature == 0.0

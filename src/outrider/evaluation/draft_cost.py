@@ -25,13 +25,13 @@ from outrider.data.prompts import load_prompts, shipped_sets
 from outrider.decoding.lane import Clock
 from outrider.drafters.base import DraftCall, Drafter
 from outrider.evaluation.drafter_info import DrafterInfo
+from outrider.evaluation.quartiles import Quartiles, quartiles
 from outrider.evaluation.results import machine
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target import Target
 
 _READ = 2  # tokens that a round commits before the anchor, as in profiles
 _WARM_UP = 2  # repeats that are not counted
-Quartiles = tuple[float, float, float]
 
 
 class CostPoint(BaseModel):
@@ -164,13 +164,8 @@ def _taps(target: Target, drafter: Drafter, tokens: Sequence[int]) -> torch.Tens
 def _point(gamma: int, spent: Sequence[tuple[float, float, int]]) -> CostPoint:
     return CostPoint(
         gamma=gamma,
-        read=_quartiles([read for read, _, _ in spent]),
-        propose=_quartiles([propose for _, propose, _ in spent]),
-        whole=_quartiles([read + propose for read, propose, _ in spent]),
+        read=quartiles([read for read, _, _ in spent]),
+        propose=quartiles([propose for _, propose, _ in spent]),
+        whole=quartiles([read + propose for read, propose, _ in spent]),
         proposed=statistics.fmean(count for _, _, count in spent),
     )
-
-
-def _quartiles(seconds: Sequence[float]) -> Quartiles:
-    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return low, middle, high

@@ -15,6 +15,7 @@ import torch
 
 from outrider.decoding import StopRules, generate
 from outrider.drafters.tree import Tree, TreeProposal
+from outrider.evaluation.quartiles import quartiles
 from outrider.target import Target
 from outrider.target.linear import packing_disabled
 
@@ -29,11 +30,6 @@ class ForwardPoint:
     tokens: int
     packed: tuple[float, float, float]
     linear: tuple[float, float, float]
-
-
-def _quartiles(values: list[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -60,7 +56,7 @@ def forward_curve(target: Target, context: int, repeats: int) -> list[ForwardPoi
                 spent = _seconds(partial(variant.forward, block, cache, logits=None))
                 if repeat >= 2:
                     seconds.setdefault((count, which), []).append(spent)
-    return [ForwardPoint(n, _quartiles(seconds[n, 0]), _quartiles(seconds[n, 1])) for n in TOKEN_COUNTS]
+    return [ForwardPoint(n, quartiles(seconds[n, 0]), quartiles(seconds[n, 1])) for n in TOKEN_COUNTS]
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ def tree_curve(target: Target, context: int, repeats: int) -> list[TreePoint]:
             timed(nodes, "tree", partial(forward, parents=TreeProposal(tree).row_parents))
             timed(nodes, "keep", partial(cache.keep_path, context, kept))
             cache.rollback(context)
-    measured = {key: _quartiles(values[2:]) for key, values in seconds.items()}  # two rounds of warming up
+    measured = {key: quartiles(values[2:]) for key, values in seconds.items()}  # two rounds of warming up
     return [TreePoint(n, measured[n, "tree"], measured[n, "chain"], measured[n, "keep"]) for n in TREE_NODES]
 
 
@@ -127,7 +123,7 @@ def plain_against_transformers(target: Target, repeats: int, new_tokens: int = 6
     for _ in range(repeats):
         ours.append(_seconds(lambda: generate(target, prompt, rules=rules)))
         others.append(_seconds(theirs))
-    low, ratio, high = _quartiles([b / a for a, b in zip(ours, others, strict=True)])
+    low, ratio, high = quartiles([b / a for a, b in zip(ours, others, strict=True)])
     return {
         "outrider": new_tokens / statistics.median(ours),
         "transformers": new_tokens / statistics.median(others),

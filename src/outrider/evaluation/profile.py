@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from hashlib import sha256
 
-import numpy as np
 import torch
 
 from outrider.drafters.base import Drafter, TreeDrafter, draft_slots
 from outrider.evaluation.profile_jobs import DENSE, Key, Shape, draft_jobs, forward_jobs, other_seconds, sweep
+from outrider.evaluation.quartiles import quartiles
 from outrider.evaluation.results import machine
 from outrider.formats import versions
 from outrider.scheduling.additive import Additive, Cell
@@ -127,7 +127,7 @@ def measure_profile(
     timed = sweep(jobs, config.repeats, config.seconds, on_progress)
     cells = []
     for r, b, s in shapes:
-        low, median, high = _quartiles(timed["forward", (r, b, s)])
+        low, median, high = quartiles(timed["forward", (r, b, s)])
         cells.append(Cell(requests=r, tokens=b, context=s, low=low, median=median, high=high))
     repeats = len(timed["forward", shapes[0]])  # as many as there was time for
     others = [other_seconds(target, drafter, n, repeats) for n in counts]
@@ -139,7 +139,7 @@ def measure_profile(
         draft=_curve("draft", timed),
         draft_one=_curve("draft_one", timed),
         extend=_curve("extend", timed),
-        other=Curve(requests=counts, seconds=[_quartiles(seconds) for seconds in others]),
+        other=Curve(requests=counts, seconds=[quartiles(seconds) for seconds in others]),
         repeats=repeats,
         machine=machine(),
         versions=versions(),
@@ -147,10 +147,5 @@ def measure_profile(
 
 
 def _curve(name: str, timed: dict[Key, list[float]]) -> Curve | None:
-    found = sorted((shape[0], _quartiles(seconds)) for (what, shape), seconds in timed.items() if what == name)
+    found = sorted((shape[0], quartiles(seconds)) for (what, shape), seconds in timed.items() if what == name)
     return Curve(requests=[n for n, _ in found], seconds=[q for _, q in found]) if found else None
-
-
-def _quartiles(seconds: list[float]) -> tuple[float, float, float]:
-    low, median, high = np.quantile(seconds, (0.25, 0.5, 0.75)).tolist()
-    return low, median, high

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from outrider.data.prompts import load_prompts
 from outrider.decoding import Generation, StopRules, acceptance, generate
 from outrider.drafters.base import Drafter
 from outrider.evaluation.drafter_info import DrafterInfo
+from outrider.evaluation.quartiles import quartiles
 from outrider.evaluation.results import Results, TaskResult, machine
 from outrider.sampling import SamplingParams
 from outrider.scheduling import FixedPolicy, Policy
@@ -186,7 +186,6 @@ def summarise(task: str, samples: int, pairs: Sequence[Pair], gamma: int) -> Tas
     tokens = sum(len(p.speculative.tokens) for p in pairs)
     plain_tokens = sum(len(p.plain.tokens) for p in pairs)
     rates = [_rate(p.speculative) / _rate(p.plain) for p in pairs]
-    quartiles = statistics.quantiles(rates, n=4, method="inclusive") if len(rates) > 1 else rates * 3
     verdicts = [p.verdict for p in pairs]
     return TaskResult(
         task=task,
@@ -200,7 +199,7 @@ def summarise(task: str, samples: int, pairs: Sequence[Pair], gamma: int) -> Tas
         tokens_per_second=tokens / speculative,
         baseline_tokens_per_second=plain_tokens / plain,
         speedup=(tokens / speculative) / (plain_tokens / plain),
-        speedup_quartiles=quartiles,
+        speedup_quartiles=list(quartiles(rates)),
         greedy_identical=None if None in verdicts else "mismatch" not in verdicts,
         greedy_ties=verdicts.count("tie"),
         greedy_mismatches=verdicts.count("mismatch"),

@@ -9,7 +9,6 @@ Every variant trains a drafter of its own from the same weights on the same batc
 from __future__ import annotations
 
 import copy
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from outrider.data.samples import Sample
 from outrider.drafters import DFlash
 from outrider.drafters.catalogue import method_of
 from outrider.drafters.dflash2 import DFlash2
+from outrider.evaluation.quartiles import quartiles
 from outrider.evaluation.straightforward import StraightforwardObjective
 from outrider.target import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
@@ -147,16 +147,11 @@ def _race(
             variant,
             precision,
             draft_vocab,
-            _quartiles(rates[variant, precision]),
-            _quartiles(
+            quartiles(rates[variant, precision]),
+            quartiles(
                 [a / b for a, b in zip(rates[variant, precision], rates["straightforward", precision], strict=True)]
             ),
             losses[variant, precision],
         )
         for variant, precision in variants
     ]
-
-
-def _quartiles(values: list[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high

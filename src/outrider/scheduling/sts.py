@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from outrider.scheduling.calibration import BINS, Floats, Ints, Rounds, Scaling, ece, logit, sigmoid, survival
+from outrider.scheduling.calibration import Floats, Ints, Rounds, Scaling, ece, logit, sigmoid, survival
 
 _GRID = np.geomspace(0.1, 10.0, 401)  # steps of 1.2 %
 _GRID_FROM_ONE = _GRID[np.argsort(np.abs(np.log(_GRID)), kind="stable")]  # of equal errors the mildest change wins
@@ -23,7 +23,7 @@ _FOLDS = 5
 _FURTHEST_OFFSET, _HALVINGS = 10.0, 26
 
 
-def fit_sts(rounds: Rounds, offsets: bool = True, bins: int = BINS) -> Scaling:
+def fit_sts(rounds: Rounds, offsets: bool = True) -> Scaling:
     """One temperature per position, and an offset where it pays.
 
     Args:
@@ -41,7 +41,7 @@ def fit_sts(rounds: Rounds, offsets: bool = True, bins: int = BINS) -> Scaling:
         before_N = survival(rounds, scaling, k - 1)[judged_N, -1] if k > 1 else np.ones(int(judged_N.sum()))
         logits_N = logit(rounds.confidences_NK[judged_N, k - 1])
         outcome_N = (rounds.accepted_N[judged_N] >= k).astype(np.float64)
-        position = _Position(before_N, logits_N, outcome_N, bins)
+        position = _Position(before_N, logits_N, outcome_N)
         temperature, offset = position.fit(offsets and position.offset_pays())
         scaling = Scaling([*scaling.temperatures, temperature], [*scaling.offsets, offset])
     return scaling
@@ -50,8 +50,8 @@ def fit_sts(rounds: Rounds, offsets: bool = True, bins: int = BINS) -> Scaling:
 class _Position:
     """The rounds that judged one position, with the survival up to it."""
 
-    def __init__(self, before_N: Floats, logits_N: Floats, outcome_N: Floats, bins: int) -> None:
-        self.before_N, self.logits_N, self.outcome_N, self.bins = before_N, logits_N, outcome_N, bins
+    def __init__(self, before_N: Floats, logits_N: Floats, outcome_N: Floats) -> None:
+        self.before_N, self.logits_N, self.outcome_N = before_N, logits_N, outcome_N
 
     def predicted(self, temperature: float, offset: float) -> Floats:
         return self.before_N * sigmoid(self.logits_N / temperature + offset)
@@ -59,7 +59,7 @@ class _Position:
     def fit(self, with_offset: bool) -> tuple[float, float]:
         grid_G = _COARSE_FROM_ONE if with_offset else _GRID_FROM_ONE
         offsets_G = self._offsets(grid_G) if with_offset else np.zeros(len(grid_G))
-        errors = [ece(self.predicted(*pair), self.outcome_N, self.bins) for pair in zip(grid_G, offsets_G, strict=True)]
+        errors = [ece(self.predicted(*pair), self.outcome_N) for pair in zip(grid_G, offsets_G, strict=True)]
         best = int(np.argmin(errors))
         return float(grid_G[best]), float(offsets_G[best])
 
@@ -85,9 +85,9 @@ class _Position:
             predicted_N = np.empty(len(self.outcome_N))
             for fold in folds:
                 predicted_N[fold] = self.predicted(*self._without(fold).fit(with_offset))[fold]
-            errors.append(ece(predicted_N, self.outcome_N, self.bins))
+            errors.append(ece(predicted_N, self.outcome_N))
         return errors[1] < errors[0]
 
     def _without(self, fold: Ints) -> _Position:
         kept = np.delete(np.arange(len(self.outcome_N)), fold)
-        return _Position(self.before_N[kept], self.logits_N[kept], self.outcome_N[kept], self.bins)
+        return _Position(self.before_N[kept], self.logits_N[kept], self.outcome_N[kept])
