@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +31,7 @@ from outrider.drafters.estimator import CertaintyEstimator
 from outrider.drafters.method import DraftModule, Serving
 from outrider.formats.dialect import Dialect, Parts, Source, Written
 from outrider.formats.dialects import dialect_for, dialect_of
-from outrider.formats.files import atomic_directory, check_tensors, read_weights, refuse_archive
+from outrider.formats.files import atomic_directory, check_tensors, read_weights, refuse_archive, write_atomically
 from outrider.target import Target
 
 METADATA = "outrider.json"
@@ -126,12 +125,8 @@ def read_metadata(directory: Path) -> dict[str, Any]:
 
 def add_metadata(directory: Path, **fields: object) -> None:
     """Set fields of outrider.json: the old file or the new one is there at any moment, never half of one."""
-    staging = directory / f".{METADATA}.{uuid.uuid4().hex[:8]}"
-    try:
-        staging.write_text(json.dumps({**read_metadata(directory), **fields}, indent=2) + "\n", encoding="utf-8")
-        staging.replace(directory / METADATA)
-    finally:
-        staging.unlink(missing_ok=True)
+    text = json.dumps({**read_metadata(directory), **fields}, indent=2) + "\n"
+    write_atomically(directory / METADATA, text)
 
 
 def load_drafter(
