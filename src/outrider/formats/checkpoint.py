@@ -31,7 +31,14 @@ from outrider.drafters.estimator import CertaintyEstimator
 from outrider.drafters.method import DraftModule, Serving
 from outrider.formats.dialect import Dialect, Parts, Source, Written
 from outrider.formats.dialects import dialect_for, dialect_of
-from outrider.formats.files import atomic_directory, check_tensors, read_weights, refuse_archive, write_atomically
+from outrider.formats.files import (
+    atomic_directory,
+    check_tensors,
+    read_mapping,
+    read_weights,
+    refuse_archive,
+    write_atomically,
+)
 from outrider.target import Target
 
 METADATA = "outrider.json"
@@ -120,7 +127,7 @@ def read_metadata(directory: Path) -> dict[str, Any]:
         ValueError: not a JSON mapping.
     """
     path = directory / METADATA
-    return _read_mapping(path) if path.is_file() else {}
+    return read_mapping(path) if path.is_file() else {}
 
 
 def add_metadata(directory: Path, **fields: object) -> None:
@@ -187,23 +194,13 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Dialect]:
     path = directory / "config.json"
     if not path.is_file():
         raise ValueError(f"{directory} has no config.json: give a drafter directory (outrider train writes one).")
-    raw = _read_mapping(path)
+    raw = read_mapping(path)
     return raw, dialect_of(raw, path)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Weights in another type; what is not a weight (an index, a mask) as it is."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _read_mapping(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, digits or depth without end
-        raise ValueError(f"{path}: not valid JSON ({error}).") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: not a JSON mapping of fields.")
-    return raw
 
 
 def _calibration(

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -63,6 +63,21 @@ def write_atomically(
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file.
+
+    Raises:
+        ValueError: not JSON, or not a mapping.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, digits or depth without end
+        raise ValueError(f"{path}: not valid JSON ({error}).") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: not a JSON mapping of fields.")
+    return raw
 
 
 @contextmanager
