@@ -40,6 +40,7 @@ from outrider.formats.files import (
     write_atomically,
 )
 from outrider.target import Target
+from outrider.target.resolve import dtype_name
 
 METADATA = "outrider.json"
 
@@ -111,7 +112,7 @@ def write_files(
     directory: Path, written: Written, dtype: torch.dtype, metadata: Mapping[str, Any], card: str | None
 ) -> None:
     """The files of a checkpoint, into a directory that is there."""
-    config = {**written.config, "dtype": str(dtype).removeprefix("torch.")}
+    config = {**written.config, "dtype": dtype_name(dtype)}
     tensors = {name: tensor.contiguous() for name, tensor in written.tensors.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
