@@ -6,7 +6,7 @@ import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from outrider.drafters import DFlash, DSpark, DSparkConfig
 from outrider.drafters.packed import PackedDrafter
 from outrider.formats import Checkpoint, checkpoint, load_drafter, save_drafter
+from outrider.formats.files import write_atomically
 
 LINEARS = {"self_attn.q_proj": [32, 32], "self_attn.k_proj": [16, 32], "self_attn.v_proj": [16, 32]}
 LINEARS |= {"self_attn.o_proj": [32, 32], "mlp.gate_proj": [40, 32], "mlp.up_proj": [40, 32], "mlp.down_proj": [32, 40]}
@@ -173,6 +174,29 @@ def test_saving_again_replaces_the_whole_directory(tmp_path: Path) -> None:
     assert load_drafter(tmp_path / "a" / "d").drafter.config == toy_config(dspark=False)
     names = sorted(p.name for p in (tmp_path / "a").rglob("*"))
     assert names == ["config.json", "d", "model.safetensors", "outrider.json"]
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+    def half(file: IO[bytes]) -> None:
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "file"
+    write_atomically(path, "old\n")
+    for options in ({}, {"durable": True}, {"unique": False}, {"keep_first": True}):
+        with pytest.raises(OSError, match="No space"):
+            write_atomically(path, half, **options)
+        assert path.read_text() == "old\n" and [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_of_several_writers_the_last_decides_or_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"first", durable=True, keep_first=True)
+    write_atomically(path, b"second", keep_first=True)
+    assert path.read_bytes() == b"first"
+    (tmp_path / ".file.tmp").write_bytes(b"what a killed process left")
+    write_atomically(path, b"third", unique=False)
+    assert path.read_bytes() == b"third" and [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def set_config(**changes: object) -> Callable[[Path], None]:

@@ -120,7 +120,7 @@ def test_a_failed_write_leaves_nothing(asked: Asked, tmp_path: Path, monkeypatch
     def full(descriptor: int) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("outrider.data.tasks.os.fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="disk full"):
         task_file("gsm8k")
     assert list((tmp_path / "cache" / "tasks").iterdir()) == []

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from outrider.benchmark.metrics import Metrics, RequestFigures
+from outrider.formats.files import write_atomically
 
 
 class Point(BaseModel):
@@ -110,6 +111,4 @@ class Journal:
 
     @staticmethod
     def _write(path: Path, content: Any) -> None:
-        staging = path.with_name(f".{path.name}.new")
-        staging.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        staging.replace(path)
+        write_atomically(path, json.dumps(content) + "\n")

@@ -13,7 +13,6 @@ response tokens committed; its anchor is the token before. Shapes: N positions o
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from outrider.benchmark.wrapped import Listening
 from outrider.decoding import StopRules, generate
 from outrider.drafters.base import Drafter, Proposal
+from outrider.formats.files import write_atomically
 from outrider.scheduling import FixedPolicy
 from outrider.scheduling.view import Ints
 from outrider.target import Target
@@ -88,22 +88,19 @@ class Traces:
     def save(self, path: Path) -> None:
         """Write one compressed .npz; a reader finds it complete or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        staging = path.with_name(f".{path.name}.{os.getpid()}")
         prompts = [response.prompt for response in self.responses]
-        with staging.open("wb") as file:
-            np.savez_compressed(
-                file,
-                confidences_NK=self.confidences_NK,
-                drafted_N=self.drafted_N.astype(np.uint8),
-                accepted_N=self.accepted_N.astype(np.uint8),
-                prompts=np.concatenate([np.asarray(prompt, dtype=np.int32) for prompt in prompts]),
-                prompt_ends=np.cumsum([len(prompt) for prompt in prompts]),
-                responses=np.concatenate([np.asarray(r.tokens, dtype=np.int32) for r in self.responses]),
-                ends=np.cumsum([len(r.tokens) for r in self.responses]),
-                stopped=np.array([r.stopped for r in self.responses]),
-                about=np.array(json.dumps(self.about)),
-            )
-        staging.replace(path)
+        arrays: dict[str, Any] = {
+            "confidences_NK": self.confidences_NK,
+            "drafted_N": self.drafted_N.astype(np.uint8),
+            "accepted_N": self.accepted_N.astype(np.uint8),
+            "prompts": np.concatenate([np.asarray(prompt, dtype=np.int32) for prompt in prompts]),
+            "prompt_ends": np.cumsum([len(prompt) for prompt in prompts]),
+            "responses": np.concatenate([np.asarray(r.tokens, dtype=np.int32) for r in self.responses]),
+            "ends": np.cumsum([len(r.tokens) for r in self.responses]),
+            "stopped": np.array([r.stopped for r in self.responses]),
+            "about": np.array(json.dumps(self.about)),
+        }
+        write_atomically(path, lambda file: np.savez_compressed(file, **arrays))
 
     @staticmethod
     def load(path: Path) -> Traces:

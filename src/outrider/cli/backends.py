@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from transformers import AutoConfig
 
 from outrider.benchmark.backends.mlx import mlx_source
@@ -22,7 +21,7 @@ from outrider.benchmark.variants import NO_SPECULATION
 from outrider.cli.drafters import DrafterChoice
 from outrider.cli.runtime import default_dtype
 from outrider.data.chat import Chat
-from outrider.target.resolve import resolve_model
+from outrider.target.resolve import dtype_name, resolve_model
 
 Kind = Literal["local", "transformers", "openai", "vllm", "sglang", "llama.cpp", "mlx"]
 ONE_AT_A_TIME = ("transformers", "mlx")
@@ -41,11 +40,6 @@ class Chosen:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def named_type(dtype: torch.dtype) -> str:
-    """As engines and results call it."""
-    return str(dtype).removeprefix("torch.")
-
-
 def choose_transformers(
     target: str, chat: Chat, assistant: str | None, drafts: int, names: list[str] | None, device: str
 ) -> Chosen:
@@ -59,7 +53,7 @@ def choose_transformers(
     helper = None if assistant is None else load_causal_lm(assistant, device, dtype)
     there = [NO_SPECULATION, PROMPT_LOOKUP, *([] if helper is None else [ASSISTED])]
     source = transformers_source(model, sorted(chat.eos_ids), drafts, helper)
-    settings = {"assistant": assistant, "prompt_lookup": drafts, "dtype": named_type(dtype)}
+    settings = {"assistant": assistant, "prompt_lookup": drafts, "dtype": dtype_name(dtype)}
     return Chosen(source, among(names, there), settings=settings)
 
 
@@ -73,7 +67,7 @@ def choose_mlx(target: str, choice: DrafterChoice, names: list[str] | None) -> C
         raise ValueError(f"--backend mlx decodes with a trained drafter, not with {choice.kind}: give its directory.")
     source = mlx_source(target, choice.directory)
     stored = AutoConfig.from_pretrained(resolve_model(target)).get_text_config().dtype  # what mlx-lm computes in
-    settings = {"dtype": None if stored is None else named_type(stored)}
+    settings = {"dtype": None if stored is None else dtype_name(stored)}
     return Chosen(source, among(names, [NO_SPECULATION, SPECULATIVE]), settings=settings)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from outrider.benchmark.backends.sources import LocalSource
 from outrider.benchmark.local import local_engines
 from outrider.benchmark.variants import NO_SPECULATION, Variant, build_variant, default_variants
-from outrider.cli.backends import Chosen, named_type
+from outrider.cli.backends import Chosen
 from outrider.cli.drafters import DrafterChoice
 from outrider.drafters.base import Drafter, draft_slots
 from outrider.drafters.tree_size import TreeSize
@@ -19,6 +19,7 @@ from outrider.evaluation.profile import setting_of
 from outrider.scheduling.profile import Profile
 from outrider.target import Target
 from outrider.target.linear import warm_up
+from outrider.target.resolve import dtype_name
 
 _OF_A_DRAFTER = {".json", ".safetensors"}
 
@@ -55,7 +56,7 @@ def choose_local(
     built = _variants(names, target, opened.drafter, threshold, profile)
     files = [] if choice.directory is None else sorted(choice.directory.iterdir())
     settings: dict[str, Any] = {"threshold": threshold, "profile_sha256": _digest(profile)}
-    settings |= {"dtype": named_type(target.dtype)}
+    settings |= {"dtype": dtype_name(target.dtype)}
     settings |= {"drafter_sha256": _digest(*(path for path in files if path.suffix in _OF_A_DRAFTER))}
     warm_up(min(users * (draft_slots(opened.drafter) + 1), max(token_budget, users)))
     engines = local_engines(target, opened.drafter, built, config_at)

@@ -19,7 +19,7 @@ from outrider.benchmark.backends.engines import SERVERS, Launch, Server
 from outrider.benchmark.backends.server import Endpoint
 from outrider.benchmark.backends.sources import SPECULATIVE, ServerSource, launching, running_servers
 from outrider.benchmark.variants import NO_SPECULATION, fixed_length
-from outrider.cli.backends import Chosen, among, named_type
+from outrider.cli.backends import Chosen, among
 from outrider.cli.drafters import DrafterChoice
 from outrider.cli.runtime import default_dtype
 from outrider.data.chat import Chat
@@ -29,7 +29,7 @@ from outrider.formats.checkpoint import empty_module, read_config, read_parts
 from outrider.formats.engines import drafting_of, engine_of
 from outrider.formats.target_facts import embedding_factor
 from outrider.target.load import count_layers
-from outrider.target.resolve import resolve_model
+from outrider.target.resolve import dtype_name, resolve_model
 
 API_KEY = "OUTRIDER_API_KEY"
 EngineType = Literal["float32", "bfloat16", "float16"]
@@ -121,7 +121,7 @@ def _launched(engine: Server, options: ServerOptions, wanted: Wanted, endpoint: 
         algorithm="",
         drafts=0,
         port=0,
-        dtype=options.engine_dtype or named_type(default_dtype(wanted.device)),
+        dtype=options.engine_dtype or dtype_name(default_dtype(wanted.device)),
         users=1,
         context=1,
         python=options.engine_python,

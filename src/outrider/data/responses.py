@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.data.samples import Reply
+from outrider.formats.files import write_atomically
 from outrider.target.resolve import canonical_id
 
 # What files without these settings were made with.
@@ -143,11 +144,11 @@ class ResponseFile:
         place = {name: number for number, name in enumerate(order)}
         replies = sorted(self.replies.values(), key=lambda r: (place.get(r.id, len(place)), r.id, r.turn))
         header = {"settings": self.settings, "summary": summary}
-        _write_atomically(self.path, [header, *map(asdict, replies)])
+        _write_lines(self.path, [header, *map(asdict, replies)])
         failed = beside(self.path, "failed")
         lines = [asdict(f) for f in sorted(failures, key=lambda f: (place[f.id], f.turn))]
         if lines:
-            _write_atomically(failed, lines)
+            _write_lines(failed, lines)
         else:
             failed.unlink(missing_ok=True)
         self.journal.unlink(missing_ok=True)
@@ -190,10 +191,7 @@ def sole_writer(path: Path) -> Iterator[None]:
         yield
 
 
-def _write_atomically(path: Path, entries: Iterable[Mapping[str, object]]) -> None:
-    staging = path.with_name(f".{path.name}.tmp")
-    with staging.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(entry) + "\n" for entry in entries)
-        file.flush()
-        os.fsync(file.fileno())
-    staging.replace(path)
+def _write_lines(path: Path, entries: Iterable[Mapping[str, object]]) -> None:
+    lines = ((json.dumps(entry) + "\n").encode() for entry in entries)
+    # Durable: the journal goes next. Not unique: there is one writer (`sole_writer`), and a killed one leaves much.
+    write_atomically(path, lambda file: file.writelines(lines), durable=True, unique=False)

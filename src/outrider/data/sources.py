@@ -16,6 +16,7 @@ from outrider.data.responses import Failure
 from outrider.data.samples import Reply
 from outrider.sampling import SamplingParams
 from outrider.target import Target
+from outrider.target.resolve import dtype_name
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class LocalSource:
 
     @property
     def description(self) -> dict[str, Any]:
-        return {"generator": "outrider", "dtype": str(self.target.dtype).removeprefix("torch.")}
+        return {"generator": "outrider", "dtype": dtype_name(self.target.dtype)}
 
     def answer(
         self, requests: Sequence[Request], config: RegenerationConfig, stop: Callable[[], bool]

@@ -12,15 +12,14 @@ it are not the papers'.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 from outrider.data.hub import open_dataset
+from outrider.formats.files import write_atomically
 from outrider.target.resolve import cache_dir
 
 _BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -108,19 +107,6 @@ def task_file(name: str) -> Path:
             f'network, write its prompts to {path}, one {{"turns": [...]}} per line, or give a JSONL file of yours '
             "instead of its name."
         ) from error
-    _write(path, lines)
-    return path
-
-
-def _write(path: Path, lines: list[str]) -> None:
-    """The file is whole or not there, whoever else makes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False) as staging:
-        try:
-            staging.write("".join(f"{line}\n" for line in lines))
-            staging.flush()
-            os.fsync(staging.fileno())
-            os.replace(staging.name, path)
-        except BaseException:
-            Path(staging.name).unlink(missing_ok=True)
-            raise
+    write_atomically(path, "".join(f"{line}\n" for line in lines), durable=True)
+    return path

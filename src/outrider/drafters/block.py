@@ -2,7 +2,6 @@
 
 fc           <- picks the last tap;   hidden_norm <- the input norm that the copied keys were trained behind
 final norm   <- ones: the target's own makes untrained hidden states overconfident, and the first losses explode
-                (a prototype saw a cross-entropy of 24-69)
 draft layers <- the target's last ones (drafters/target_layers.py)
 """
 

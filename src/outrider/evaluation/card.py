@@ -19,7 +19,7 @@ from outrider.evaluation.card_confidences import confidences
 from outrider.evaluation.card_results import listed, measured, target_name
 from outrider.evaluation.results import Results
 from outrider.formats import Checkpoint
-from outrider.target.resolve import canonical_id
+from outrider.target.resolve import canonical_id, dtype_name
 from outrider.training.drafter import trainings
 
 _NEEDED = ("target", "recipe", "step", "samples", "response_tokens")
@@ -116,8 +116,9 @@ def _use(metadata: Mapping[str, Any], name: str) -> str:
 def _settings(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
     config = checkpoint.drafter.config
     parameters = sum(p.numel() for p in checkpoint.drafter.parameters())
+    size = f"{parameters * dtype.itemsize / 1e6:.1f} MB as {dtype_name(dtype)}"
     rows = [
-        ("parameters", f"{parameters / 1e6:.1f} million, {parameters * dtype.itemsize / 1e6:.1f} MB as {_word(dtype)}"),
+        ("parameters", f"{parameters / 1e6:.1f} million, {size}"),
         *([("draft layers", str(config.num_hidden_layers))] if hasattr(config, "num_hidden_layers") else []),
         ("drafts per block (gamma)", str(config.gamma)),
         ("tapped target layers", ", ".join(map(str, config.target_layer_ids))),
@@ -201,7 +202,3 @@ def _licence(checkpoint: Checkpoint, license: str | None) -> str:
                 f"last layers, so the weights\nare derived from {' and '.join(sources)}, whose licence applies to them."
             )
     return text
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

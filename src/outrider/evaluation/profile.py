@@ -22,6 +22,7 @@ from outrider.formats import versions
 from outrider.scheduling.additive import Additive, Cell
 from outrider.scheduling.profile import Curve, Profile, Setting
 from outrider.target import Target
+from outrider.target.resolve import dtype_name
 
 _PLAIN_WIDTH = 8  # rows per request where no drafter says how many
 _EVERY = 16  # rows per request up to which every count is measured; beyond it, every eighth
@@ -63,7 +64,7 @@ def setting_of(target: Target, drafter: Drafter | None) -> Setting:
     on_cpu = target.device.type == "cpu"
     return Setting(
         target=f"{target.name.rstrip('/').split('/')[-1]} ({target.num_layers} x {target.hidden_size})",
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=dtype_name(target.dtype),
         processor=machine()["cpu" if on_cpu else "gpu"],
         threads=torch.get_num_threads() if on_cpu else None,
         drafter=None if drafter is None else _shape_name(drafter),

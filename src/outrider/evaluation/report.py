@@ -8,15 +8,14 @@ from rich.table import Table
 
 from outrider.evaluation.plots import plot_acceptance, plot_histogram
 from outrider.evaluation.results import Results
+from outrider.formats.files import write_atomically
 
 
 def write_report(results: Results, out: Path) -> list[Path]:
     """Write results.json and the two plots to `out`; returns the paths."""
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / "results.json", out / "conditional_acceptance.png", out / "accepted_length.png"]
-    staging = paths[0].with_suffix(".tmp")
-    staging.write_text(results.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    staging.replace(paths[0])
+    write_atomically(paths[0], results.model_dump_json(indent=2) + "\n")
     plot_acceptance(results, paths[1])
     plot_histogram(results, paths[2])
     return paths

@@ -9,7 +9,6 @@ Shapes: N rounds, K gamma.
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from outrider.formats.files import write_atomically
 from outrider.scheduling.calibration import Rounds
 
 Conversations = Sequence[Sequence[Rounds]]  # rounds of every turn of every conversation
@@ -40,13 +40,8 @@ def save_rounds(path: Path, tasks: Mapping[str, Conversations], about: Mapping[s
     if joined.features_NKF is not None:
         arrays["features"] = joined.features_NKF
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}"
-    try:
-        with staging.open("wb") as file:  # a name, and numpy would append .npz
-            np.savez_compressed(file, about=json.dumps({**about, "names": list(tasks)}), **arrays)
-        staging.replace(path)
-    finally:
-        staging.unlink(missing_ok=True)
+    described = json.dumps({**about, "names": list(tasks)})
+    write_atomically(path, lambda file: np.savez_compressed(file, about=described, **arrays))
 
 
 def load_rounds(path: Path, about: Mapping[str, Any]) -> dict[str, list[list[Rounds]]]:

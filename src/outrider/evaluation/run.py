@@ -27,6 +27,7 @@ from outrider.evaluation.results import Results, TaskResult, machine
 from outrider.sampling import SamplingParams
 from outrider.scheduling import FixedPolicy, Policy
 from outrider.target import Target
+from outrider.target.resolve import dtype_name
 from outrider.training.ranks import ALONE, Ranks
 from outrider.verification import TypicalAcceptance
 
@@ -99,7 +100,7 @@ def evaluate(
         results.append(task.model_copy(update={"prompts_sha256": prompts_digest(prompts)}))
     described = {"temperature": config.params.temperature, "policy": repr(policy), "target": target.name}
     described |= {"max_new_tokens": config.max_new_tokens, "max_samples": config.max_samples}
-    described |= {"device": target.device.type, "dtype": str(target.dtype).removeprefix("torch.")}
+    described |= {"device": target.device.type, "dtype": dtype_name(target.dtype)}
     described |= {"thinking": config.thinking, "world": ranks.world}
     described |= {"sampling": asdict(config.params), "gamma": drafter.gamma, **(settings or {})}
     described["lossy"] = None if lossy is None else lossy.settings

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +31,16 @@ from outrider.drafters.estimator import CertaintyEstimator
 from outrider.drafters.method import DraftModule, Serving
 from outrider.formats.dialect import Dialect, Parts, Source, Written
 from outrider.formats.dialects import dialect_for, dialect_of
-from outrider.formats.files import atomic_directory, check_tensors, read_weights, refuse_archive
+from outrider.formats.files import (
+    atomic_directory,
+    check_tensors,
+    read_mapping,
+    read_weights,
+    refuse_archive,
+    write_atomically,
+)
 from outrider.target import Target
+from outrider.target.resolve import dtype_name
 
 METADATA = "outrider.json"
 
@@ -105,7 +112,7 @@ def write_files(
     directory: Path, written: Written, dtype: torch.dtype, metadata: Mapping[str, Any], card: str | None
 ) -> None:
     """The files of a checkpoint, into a directory that is there."""
-    config = {**written.config, "dtype": str(dtype).removeprefix("torch.")}
+    config = {**written.config, "dtype": dtype_name(dtype)}
     tensors = {name: tensor.contiguous() for name, tensor in written.tensors.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -121,17 +128,13 @@ def read_metadata(directory: Path) -> dict[str, Any]:
         ValueError: not a JSON mapping.
     """
     path = directory / METADATA
-    return _read_mapping(path) if path.is_file() else {}
+    return read_mapping(path) if path.is_file() else {}
 
 
 def add_metadata(directory: Path, **fields: object) -> None:
     """Set fields of outrider.json: the old file or the new one is there at any moment, never half of one."""
-    staging = directory / f".{METADATA}.{uuid.uuid4().hex[:8]}"
-    try:
-        staging.write_text(json.dumps({**read_metadata(directory), **fields}, indent=2) + "\n", encoding="utf-8")
-        staging.replace(directory / METADATA)
-    finally:
-        staging.unlink(missing_ok=True)
+    text = json.dumps({**read_metadata(directory), **fields}, indent=2) + "\n"
+    write_atomically(directory / METADATA, text)
 
 
 def load_drafter(
@@ -192,23 +195,13 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Dialect]:
     path = directory / "config.json"
     if not path.is_file():
         raise ValueError(f"{directory} has no config.json: give a drafter directory (outrider train writes one).")
-    raw = _read_mapping(path)
+    raw = read_mapping(path)
     return raw, dialect_of(raw, path)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Weights in another type; what is not a weight (an index, a mask) as it is."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _read_mapping(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, digits or depth without end
-        raise ValueError(f"{path}: not valid JSON ({error}).") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: not a JSON mapping of fields.")
-    return raw
 
 
 def _calibration(

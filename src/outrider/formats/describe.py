@@ -18,6 +18,7 @@ from outrider.formats.dialect import Parts
 from outrider.formats.dialects.extras import UnknownDepth
 from outrider.formats.fields import MOST_LAYERS
 from outrider.formats.files import read_weights, weight_files
+from outrider.target.resolve import dtype_name
 
 Facts = list[tuple[str, str]]
 
@@ -78,7 +79,7 @@ def describe_unknown(directory: Path, raw: Mapping[str, Any]) -> Facts:
 def tensor_rows(directory: Path) -> list[tuple[str, str, str]]:
     """(name, shape, type) of every tensor in the files, by name."""
     return [
-        (name, str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch."))
+        (name, str(list(tensor.shape)), dtype_name(tensor.dtype))
         for name, tensor in sorted(read_weights(directory).items())
     ]
 
@@ -159,7 +160,7 @@ def _vocabulary(parts: Parts) -> Facts:
 def _size(directory: Path, parts: Parts) -> Facts:
     files = weight_files(directory)
     size = sum(path.stat().st_size for path in files) / 1e6
-    kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in parts.tensors.values()})
+    kinds = sorted({dtype_name(tensor.dtype) for tensor in parts.tensors.values()})
     return [
         ("parameters", f"{_millions(parts.tensors)} in {len(parts.tensors)} tensors, {', '.join(kinds)}"),
         ("on disk", f"{size:.1f} MB in {', '.join(path.name for path in files)}"),

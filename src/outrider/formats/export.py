@@ -21,6 +21,7 @@ from outrider.formats.dialect import Parts, TargetFacts, Written
 from outrider.formats.engines import Engine
 from outrider.formats.files import atomic_directory
 from outrider.formats.target_facts import check_target
+from outrider.target.resolve import dtype_name
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def model_card(
     rows = [
         ("method", parts.method.name),
         ("dialect", engine.dialects[parts.method.name].name),
-        ("parameters in the file", f"{parameters / 1e6:.1f} million, {str(dtype).removeprefix('torch.')}"),
+        ("parameters in the file", f"{parameters / 1e6:.1f} million, {dtype_name(dtype)}"),
         ("drafts per round", str(config.gamma)),
         ("tapped layers (outputs, from 0)", ", ".join(map(str, config.target_layer_ids))),
         ("the same as hidden states", ", ".join(str(tap + 1) for tap in config.target_layer_ids)),

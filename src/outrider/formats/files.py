@@ -1,18 +1,83 @@
-"""Directories that are either complete or absent, and tensors that are either all there or an error."""
+"""Files and directories that are either complete or absent, and tensors that are either all there or an error."""
 
 from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+
+
+def write_atomically(
+    path: Path,
+    content: str | bytes | Callable[[IO[bytes]], object],
+    *,
+    durable: bool = False,
+    unique: bool = True,
+    keep_first: bool = False,
+) -> None:
+    """Write a file beside `path` and give it its name: a reader finds the old file or the new one, never half of one.
+
+    Args:
+        content: text (written as UTF-8), bytes, or what writes into the open file.
+        durable: content and name are on disk when this returns.
+        unique: every writer has a staging file of its own, `.NAME.xxxxxxxx.tmp`. False, where one process at a time
+            writes `path`: it is `.NAME.tmp`, and the next writer writes over what a killed one left.
+        keep_first: several processes may bring the file, and whoever comes first decides.
+
+    Raises:
+        OSError: the disk is full or not writable; what was at `path` is untouched, and the staging file is gone.
+    """
+    mark = f".{uuid.uuid4().hex[:8]}" if unique else ""
+    staging = path.with_name(f".{path.name}{mark}.tmp")
+    try:
+        with staging.open("wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode() if isinstance(content, str) else content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        if keep_first:
+            os.link(staging, path)
+        else:
+            staging.replace(path)
+    except (FileExistsError, FileNotFoundError):
+        if not keep_first or not path.exists():  # else another process was faster, and may have cleared up after us
+            raise
+    finally:
+        staging.unlink(missing_ok=True)
+    if durable:
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file.
+
+    Raises:
+        ValueError: not JSON, or not a mapping.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, digits or depth without end
+        raise ValueError(f"{path}: not valid JSON ({error}).") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: not a JSON mapping of fields.")
+    return raw
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 from outrider.drafters.serving import check_embedding_scale
 from outrider.formats.dialect import Parts, TargetFacts
 from outrider.formats.fields import MOST_LAYERS, Fields
-from outrider.formats.files import weight_files
+from outrider.formats.files import read_mapping, weight_files
 from outrider.target.families import FAMILIES
 from outrider.target.resolve import canonical_id, resolve_model
 
@@ -26,7 +25,7 @@ def target_facts(id_or_dir: str, dtype: torch.dtype) -> TargetFacts:
         ValueError: no such model, or its files lack one of these.
     """
     directory = resolve_model(id_or_dir)
-    raw = _config(directory)
+    raw = read_mapping(directory / "config.json")
     inner = raw.get("text_config") or raw  # multimodal models keep the language model's fields in a section
     fields = Fields(inner, str(directory / "config.json"), "Hugging Face")
     embedding_VH = _tensor(directory, "embed_tokens.weight")
@@ -66,7 +65,7 @@ def embedding_factor(id_or_dir: str) -> float:
     Raises:
         ValueError: no such model.
     """
-    raw = _config(resolve_model(id_or_dir, weights=False))
+    raw = read_mapping(resolve_model(id_or_dir, weights=False) / "config.json")
     return _embedding_scale(raw.get("text_config") or raw, torch.float32)
 
 
@@ -76,16 +75,6 @@ def _embedding_scale(config: Mapping[str, Any], dtype: torch.dtype) -> float:
         if family.model_type == config.get("model_type"):
             return family.embedding_scale(int(config["hidden_size"]), dtype)
     return 1.0
-
-
-def _config(directory: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{directory / 'config.json'}: not valid JSON ({error}).") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{directory / 'config.json'}: not a JSON mapping of fields.")
-    return raw
 
 
 def _tensor(directory: Path, name: str) -> Tensor | None:

@@ -10,7 +10,6 @@ SPS(B) = 1 / seconds is the curve of DSpark, arXiv 2607.05147. Shapes: N token c
 
 from __future__ import annotations
 
-import uuid
 from bisect import bisect_right
 from functools import cached_property
 from itertools import pairwise
@@ -19,6 +18,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from outrider.formats.files import write_atomically
 from outrider.scheduling.additive import Additive, Cell
 from outrider.scheduling.forward_table import ForwardTable
 from outrider.scheduling.view import Floats, Ints
@@ -154,12 +154,7 @@ class Profile(BaseModel):
     def save(self, path: Path) -> None:
         """Write JSON: the old file or the new one is there at any moment."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        staging = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}"
-        try:
-            staging.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-            staging.replace(path)
-        finally:
-            staging.unlink(missing_ok=True)
+        write_atomically(path, self.model_dump_json(indent=1) + "\n")
 
     @staticmethod
     def load(path: Path) -> Profile:

@@ -2,7 +2,7 @@
 
 `F.linear` re-reads a row-major weight and is slow for the 2-32 rows a verify pass has. oneDNN's reordered weight runs
 any number of rows from one copy: on the machine of docs/results.md, 8 rows of SmolLM2 cost about what 1 row costs
-(docs/architecture.md has the table, and why MKL's pack was dropped).
+(docs/architecture.md has the table, and why not MKL's pack).
 """
 
 from __future__ import annotations

@@ -44,6 +44,11 @@ def usable_device(name: str | torch.device) -> torch.device:
     return device
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """A type as results, config.json and engines call it: bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def canonical_id(id_or_dir: str) -> str:
     """One name per model: the embedded model's short name becomes its id, a local directory its absolute path."""
     if id_or_dir in _EMBEDDED_NAMES:

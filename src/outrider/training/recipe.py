@@ -106,8 +106,8 @@ class OptimizerSection(_Section):
     checkpoint_activations: bool = False  # recompute each draft layer in the backward
 
     @model_serializer(mode="wrap")
-    def _as_before_there_was_a_choice(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """States and digests of recipes from before `anchors` stay what they were."""
+    def _omit_default_anchors(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The default is left out, so that digests and states of recipes that do not set it agree."""
         fields: dict[str, Any] = handler(self)
         if self.anchors == "random":
             fields.pop("anchors", None)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from outrider.data.samples import Sample
+from outrider.formats.files import write_atomically
 from outrider.target import Target
 from outrider.training.features import FeatureCache, Features
 from outrider.training.store_plan import StorePlan, agree, read_plan
@@ -33,7 +34,6 @@ from outrider.training.store_shards import (
     encode_samples,
     read_sidecar,
     sidecar,
-    write_atomically,
     write_shard,
 )
 
@@ -47,7 +47,7 @@ def begin_store(directory: Path, wanted: StorePlan) -> StorePlan:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "plan.json"
     if not path.is_file():
-        write_atomically(path, lambda staging: staging.write_text(wanted.json()), shared=True)
+        write_atomically(path, wanted.json(), durable=True, keep_first=True)
     return agree(read_plan(path), wanted, directory)
 
 
@@ -136,7 +136,7 @@ def finish_store(directory: Path, plan: StorePlan) -> list[str]:
         clear_leftovers(directory, f".{name}.*.tmp")
     if not path.is_file() or path.read_text() != text:
         path.unlink(missing_ok=True)
-        write_atomically(path, lambda staging: staging.write_text(text), shared=True)
+        write_atomically(path, text, durable=True, keep_first=True)
     return digests
 
 

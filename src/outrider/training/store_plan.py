@@ -20,6 +20,7 @@ from torch import Tensor
 
 from outrider.data.samples import Sample
 from outrider.target import Target
+from outrider.target.resolve import dtype_name
 from outrider.training.store_codec import StoreDtype, extent, shard_bytes
 
 FORMAT_VERSION = 1
@@ -88,7 +89,7 @@ def plan_store(
         FORMAT_VERSION,
         target.name,
         target_fingerprint(target),
-        str(target.dtype).removeprefix("torch."),
+        dtype_name(target.dtype),
         samples_digest(samples),
         taps,
         tuple(tap_scale_L.tolist()),

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from outrider.data.samples import Sample
+from outrider.formats.files import write_atomically
 from outrider.target import Target
 from outrider.target.resolve import file_sha256
 from outrider.training.features import Features, compute_features
@@ -32,34 +31,8 @@ class DamagedShard(ValueError):
     """A shard that cannot be used; the message names the file and what is wrong with it."""
 
 
-def write_atomically(path: Path, fill: Callable[[Path], object], shared: bool = False) -> None:
-    """`fill` a temporary file beside `path`, make it durable, and give it its name.
-
-    A temporary file left by a killed process is written over by the next one. `shared`: several processes may write the
-    file at once; each has a temporary file of its own (see `clear_leftovers`) and whoever comes first decides.
-    """
-    mark = f".{uuid.uuid4().hex[:8]}" if shared else ""
-    staging = path.with_name(f".{path.name}{mark}.tmp")
-    try:
-        fill(staging)
-        with staging.open("rb") as file:
-            os.fsync(file.fileno())
-        if shared:
-            os.link(staging, path)
-        else:
-            staging.replace(path)
-    except (FileExistsError, FileNotFoundError):
-        if not shared or not path.exists():  # else another process was faster, and may have cleared up after us
-            raise
-    finally:
-        staging.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    os.fsync(directory)
-    os.close(directory)
-
-
 def clear_leftovers(directory: Path, pattern: str) -> None:
-    """Remove temporary files of processes that were killed."""
+    """Remove temporary files of processes that were killed inside `write_atomically`."""
     for path in directory.glob(pattern):
         path.unlink(missing_ok=True)
 
@@ -81,10 +54,10 @@ def write_shard(path: Path, key: str, indices: Sequence[int], encoded: Sequence[
     # Not `save_file`: it writes to a temporary file of its own naming, which a killed process would leave for ever.
     data = save(tensors)
     sidecar(path).unlink(missing_ok=True)  # while the file changes there is no shard
-    write_atomically(path, lambda staging: staging.write_bytes(data))
+    # Not unique: what a killed process left is as large as a shard, and whoever makes this one again writes over it.
+    write_atomically(path, data, durable=True, unique=False)
     entry = {"key": key, "samples": list(indices), "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    text = json.dumps(entry) + "\n"
-    write_atomically(sidecar(path), lambda staging: staging.write_text(text))
+    write_atomically(sidecar(path), json.dumps(entry) + "\n", durable=True, unique=False)
     return str(entry["sha256"])
 
 

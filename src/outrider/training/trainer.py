@@ -184,7 +184,6 @@ class Trainer:
             "history": self.run.history,
             "step": step,
             "ranks": self.ranks.world,
-            "training_seconds_this_process": round(self.seconds, 1),
             "training_seconds": round(self.seconds_before + self.seconds, 1),
             "anchors": self.stepper.schedule.anchors_dealt(step),
             "samples": len(self.run.samples),

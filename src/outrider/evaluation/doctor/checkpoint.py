@@ -10,6 +10,7 @@ from outrider.drafters.method import check_fits
 from outrider.evaluation.doctor.case import Case
 from outrider.evaluation.doctor.finding import Result, fault, ok, skipped, warning
 from outrider.evaluation.doctor.wiring import target_rope
+from outrider.target.resolve import dtype_name
 
 # A head that training never moved; a vocabulary that is not reduced.
 _MAY_BE_ZERO = ("bias", "markov_w2.weight", "d2t", "t2d")
@@ -32,7 +33,7 @@ def tensors(case: Case) -> Result:
             "A weight that is zero throughout was never trained or never copied.",
             "Look at how the checkpoint was made; convert or train it again.",
         )
-    kinds = Counter(str(t.dtype).removeprefix("torch.") for t in case.stored.values())
+    kinds = Counter(dtype_name(t.dtype) for t in case.stored.values())
     size = sum(t.nbytes for t in case.stored.values()) / 1e6
     return ok(f"{len(case.stored)} tensors, {size:.1f} MB, {', '.join(sorted(kinds))}, all finite")
 

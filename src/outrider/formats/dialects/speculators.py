@@ -22,6 +22,7 @@ from outrider.formats.dialect import Parts, Source, TargetFacts, Written
 from outrider.formats.dialects import speculators_parts as parts_of
 from outrider.formats.dialects.extras import target_depth, write_extras
 from outrider.formats.fields import MOST_DRAFTS, MOST_LAYERS, Fields
+from outrider.target.resolve import dtype_name
 
 VERSION = "0.9.0"
 
@@ -80,7 +81,7 @@ class Speculators:
         if algorithm.stores_head or parts.draft_ids_Vd is not None:
             parts = parts_of.with_target_tensors(parts, target, embedding=False)
         fields, layers, tensors = algorithm.write(parts)
-        dtype = str(next(iter(parts.tensors.values())).dtype).removeprefix("torch.")
+        dtype = dtype_name(next(iter(parts.tensors.values())).dtype)
         proposal = {"proposal_type": "greedy", "speculative_tokens": config.gamma, "verifier_accept_k": 1}
         proposal["accept_tolerance"] = 0.0
         envelope = {
