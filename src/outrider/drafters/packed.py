@@ -24,10 +24,9 @@ from outrider.drafters.base import DraftCall, Proposal
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.dflash import DFlash, DFlashConfig, DraftLayer, rope_table
 from outrider.drafters.dspark import DSpark
-from outrider.drafters.estimator import Estimator
 from outrider.drafters.kv import DraftKV
 from outrider.drafters.method import Serving, check_fits
-from outrider.drafters.serving import capped
+from outrider.drafters.serving import WEIGHTS_ALONE, capped
 from outrider.target.lean import rotate
 from outrider.target.linear import PackedLinear
 from outrider.target.model import Target
@@ -60,33 +59,18 @@ class PackedLayer:
 
 
 class PackedDrafter:
-    """Serves one drafter for one target; see `Serving` for what it is served with.
-
-    Weights are copied; train the module, then build this again.
-    """
+    """Serves one drafter for one target. Weights are copied; train the module, then build this again."""
 
     layer: ClassVar[type[PackedLayer]] = PackedLayer
 
-    def __init__(
-        self,
-        drafter: DFlash,
-        target: Target,
-        draft_ids_Vd: Tensor | None = None,
-        temperatures: Sequence[float] | None = None,
-        offsets: Sequence[float] | None = None,
-        estimator: Estimator | None = None,
-        head_VdH: Tensor | None = None,
-        embedding_VH: Tensor | None = None,
-    ) -> None:
+    def __init__(self, drafter: DFlash, target: Target, serving: Serving = WEIGHTS_ALONE) -> None:
         config = drafter.config
         check_fits(config, target)
-        serving = Serving(draft_ids_Vd, temperatures, offsets, estimator, head_VdH=head_VdH, embedding_VH=embedding_VH)
         serving.check(config)
         # A copy on the target's device and in float32: heads and distributions need it, and drafters are small.
         drafter = copy.deepcopy(drafter).to(target.device, torch.float32)
         self.config, self.drafter = config, drafter
         self.taps, self.gamma, self.sights = tuple(config.target_layer_ids), config.gamma, config.sights
-        self.draft_ids_Vd = None if draft_ids_Vd is None else draft_ids_Vd.to(target.device)
         self.embed_VH, self.embed_scale = serving.embedding(target), target.embed_scale
         self.head = capped(serving.head(target), config.output_multiplier, config.final_logit_softcapping)
         folded = drafter.folded_state_dict()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal
 
 from pydantic import Field
 
-from outrider.drafters.block import BlockSection, backbone_fields, check_layout, initialize_block, serve_block
+from outrider.drafters.block import BlockSection, backbone_fields, check_layout, initialize_block
 from outrider.drafters.dflash2.module import DFlash2, DFlash2Config
 from outrider.drafters.dflash2.serve import DFlash2Drafter
 from outrider.drafters.method import Method
@@ -41,6 +40,6 @@ DFLASH2 = Method(
     configure,
     DFlash2Config,
     DFlash2,
-    partial(serve_block, kind=DFlash2Drafter),
+    DFlash2Drafter,
     initialize_block,
 )

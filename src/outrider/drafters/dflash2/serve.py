@@ -56,6 +56,6 @@ class DFlash2Drafter(PackedDrafter):
             hidden_RKH[:, :longest],
             self.drafter.candidate_selector,
             self.config.selector_top_k,
-            self.draft_ids_Vd,
+            self.heads.draft_ids_Vd,
         )
         return sample_rows(rows, min(self.gamma, longest), calls, self.heads, floor)
