@@ -141,6 +141,11 @@ class TreeDrafter(Drafter, Protocol):
         ...
 
 
+def longest_draft(calls: Sequence[DraftCall], gamma: int) -> int:
+    """How many positions anybody has use for, `gamma` at most."""
+    return max(gamma if call.limit is None else min(call.limit, gamma) for call in calls)
+
+
 def draft_slots(drafter: Drafter | None) -> int:
     """How many draft tokens one request brings to a target forward at most."""
     if drafter is None:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.drafters.attention import EVERYTHING, Sight
-from outrider.drafters.base import DraftCall, Proposal
+from outrider.drafters.base import DraftCall, Proposal, longest_draft
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.dflash import DFlash, DFlashConfig, DraftLayer, rope_table
 from outrider.drafters.dspark import DSpark
@@ -151,8 +151,7 @@ class PackedDrafter:
     def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
         """Draft for every call, gamma tokens each at most, while c_k is at least `floor`."""
         hidden_RKH = self.block_hidden([call.session for call in calls], [call.anchor for call in calls])
-        longest = max(self.config.gamma if call.limit is None else call.limit for call in calls)
-        return sample_chain(self.head, hidden_RKH[:, :longest], calls, self.heads, floor)
+        return sample_chain(self.head, hidden_RKH[:, : longest_draft(calls, self.gamma)], calls, self.heads, floor)
 
 
 class DraftSession:

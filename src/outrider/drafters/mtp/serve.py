@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall, Proposal
+from outrider.drafters.base import DraftCall, Proposal, longest_draft
 from outrider.drafters.chain import sample_steps
 from outrider.drafters.dflash import rope_table
 from outrider.drafters.kv import DraftKV
@@ -138,8 +138,7 @@ class MTPDrafter:
             states = self._run(min(k, self.config.num_modules - 1), sessions, rows)
             return torch.stack([state_mH[-1] for state_mH in states])
 
-        longest = max(self.gamma if call.limit is None else call.limit for call in calls)
-        return sample_steps(self.head, step, min(self.gamma, longest), calls, self.heads, floor)
+        return sample_steps(self.head, step, longest_draft(calls, self.gamma), calls, self.heads, floor)
 
     def _drafted(self, k: int, session: MTPSession, chain: Sequence[int], state_mH: Tensor) -> _Rows:
         """The rows whose tokens are the anchor and the drafts so far (`chain`), given what step k - 1 made."""
