@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafters.attention import EVERYTHING, Sight
+from outrider.drafters.attention import Sight, serving_mask
 from outrider.drafters.base import DraftCall, Proposal, longest_draft
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.dflash import DFlash, DFlashConfig, DraftLayer, rope_table
@@ -165,17 +165,8 @@ class DraftSession:
 
     def visible(self) -> dict[Sight, Tensor | None]:
         """What the rows of a block see, [K, S], for every kind of layer; None: everything."""
-        return {sight: self._visible(sight) for sight in self.sights}
-
-    def _visible(self, sight: Sight) -> Tensor | None:
-        if sight == EVERYTHING:
-            return None
-        slots = torch.arange(self.length + self.block, device=self.layers[0].keys_GSE.device)
-        distance_KS = slots[self.length :, None] - slots
-        visible_KS = distance_KS >= 0 if sight.causal else torch.ones_like(distance_KS, dtype=torch.bool)
-        if sight.window is not None:
-            visible_KS &= (distance_KS < sight.window) | (slots >= self.length)
-        return visible_KS
+        device = self.layers[0].keys_GSE.device
+        return {sight: serving_mask(sight, self.length, self.block, device) for sight in self.sights}
 
     def attend(self, layer: int, q_KQE: Tensor, k_KGE: Tensor, v_KGE: Tensor, visible_KS: Tensor | None) -> Tensor:
         """A block over the context and itself, [K, Q * E]."""
