@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,11 @@ from torch import Tensor
 from outrider.drafters.attention import Sight, serving_mask
 from outrider.drafters.base import DraftCall, Proposal, longest_draft
 from outrider.drafters.chain import sample_chain
-from outrider.drafters.dflash import DFlash, DFlashConfig, DraftLayer, rope_table
+from outrider.drafters.dflash import DFlash, DraftLayer, SwiGLU, rope_table
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.kv import DraftKV
 from outrider.drafters.method import Serving, check_fits
+from outrider.drafters.projections import Projections
 from outrider.drafters.serving import WEIGHTS_ALONE, capped
 from outrider.target.lean import rotate
 from outrider.target.linear import PackedLinear
@@ -33,14 +34,19 @@ from outrider.target.model import Target
 
 
 class PackedLayer:
-    """One draft layer over rows [N, H]; `attend` turns their fused queries, keys and values into [N, Q * E]."""
+    """One draft layer over rows [N, H]; `attend` turns their fused queries, keys and values into [N, Q * E].
 
-    def __init__(self, layer: DraftLayer, config: DFlashConfig) -> None:
+    Takes a `DraftLayer`, or a module whose parts have the same names.
+    """
+
+    def __init__(self, layer: Any, config: Any) -> None:
         self.eps = config.rms_norm_eps
-        attn, mlp = layer.self_attn, layer.mlp
+        attn: Projections = layer.self_attn
+        mlp: SwiGLU = layer.mlp
         self.input_norm = layer.input_layernorm.weight.detach()
         self.qkv = PackedLinear.fused(attn.q_proj, attn.k_proj, attn.v_proj)
-        self.q_norm, self.k_norm = attn.q_norm.weight.detach(), attn.k_norm.weight.detach()
+        self.q_norm = attn.q_norm.weight.detach() if attn.qk_norm else None
+        self.k_norm = attn.k_norm.weight.detach() if attn.qk_norm else None
         self.o = PackedLinear.fused(attn.o_proj)
         self.post_norm = layer.post_attention_layernorm.weight.detach()
         self.gate_up = PackedLinear.fused(mlp.gate_proj, mlp.up_proj)
