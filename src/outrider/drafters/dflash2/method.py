@@ -24,12 +24,12 @@ class DFlash2Section(BlockSection):
     selector_top_k: int = Field(16, ge=1)
 
 
-_OWN = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+OWN_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
 def configure(section: DFlash2Section, target: Target) -> DFlash2Config:
     """The target's layer shapes, the recipe's choices."""
-    config = DFlash2Config(**backbone_fields(section, target), **{name: getattr(section, name) for name in _OWN})
+    config = DFlash2Config(**backbone_fields(section, target), **{name: getattr(section, name) for name in OWN_FIELDS})
     check_layout(config)
     return config
 
