@@ -31,12 +31,6 @@ class Proposal:
     confidences: list[float]
 
     @staticmethod
-    def of(tokens: list[int], probs_KV: Tensor, confidences: list[float]) -> Proposal:
-        """From whole distributions [K, V]."""
-        drafted_with = [probs_KV[k, token].item() for k, token in enumerate(tokens)]
-        return Proposal(tokens, drafted_with, probs_KV.__getitem__, confidences)
-
-    @staticmethod
     def certain(tokens: list[int], vocab_size: int, device: torch.device | str | None = None) -> Proposal:
         """Tokens that chance had no part in: every p_k is one-hot."""
 
