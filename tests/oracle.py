@@ -15,6 +15,12 @@ from outrider.target import Target
 GAMMA = 7
 
 
+def proposal_of(tokens: list[int], probs_KV: Tensor, confidences: list[float]) -> Proposal:
+    """From whole distributions [K, V]."""
+    drafted_with = [probs_KV[k, token].item() for k, token in enumerate(tokens)]
+    return Proposal(tokens, drafted_with, probs_KV.__getitem__, confidences)
+
+
 class _State:
     """Counts the features it is given: a drafter must hear of every committed token once, and of no other."""
 
@@ -50,7 +56,7 @@ class Oracle:
         tokens = self.block(call.session.length, call.anchor, call.limit)
         probs_KV = torch.zeros(len(tokens), self.target.vocab_size)
         probs_KV[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.long)] = 1.0
-        return Proposal.of(tokens, probs_KV, [0.9] * len(tokens))
+        return proposal_of(tokens, probs_KV, [0.9] * len(tokens))
 
     def block(self, length: int, anchor: int, limit: int | None) -> list[int]:
         assert self.text[length] == anchor, "the anchor is not the token after the committed features"
@@ -86,7 +92,7 @@ class SelfDrafter:
             rows.append(row)
             tokens.append(call.source.choose(row))
             context = (*context, tokens[-1])
-        return Proposal.of(tokens, torch.stack(rows), [])
+        return proposal_of(tokens, torch.stack(rows), [])
 
     def row(self, tokens: tuple[int, ...]) -> Tensor:
         if tokens not in self.memory:

@@ -23,6 +23,7 @@ from outrider.drafters import DFlash, DSpark, DSparkConfig
 from outrider.drafters.base import Proposal
 from outrider.drafters.chain import ChainHeads
 from outrider.drafters.estimator import CertaintyEstimator, certainty
+from outrider.drafters.method import Serving
 from outrider.drafters.packed import PackedDrafter
 from outrider.engine import Engine
 from outrider.evaluation.calibrate import quality
@@ -176,7 +177,7 @@ def test_rounds_of_a_generation() -> None:
 def drafter_of(temperatures: list[float] | None) -> PackedDrafter:
     drafter = DSpark(toy_config())
     randomise(drafter)
-    return PackedDrafter(drafter, toy_target(), temperatures=temperatures)
+    return PackedDrafter(drafter, toy_target(), Serving(temperatures=temperatures))
 
 
 def test_decoding_reports_tempered_confidences_and_the_threshold_uses_them() -> None:
@@ -216,7 +217,7 @@ def test_a_head_that_reads_only_hidden_states_is_tempered_too() -> None:
     assert isinstance(config, DSparkConfig)
     drafter = DSpark(config)
     randomise(drafter)
-    packed = PackedDrafter(drafter, toy_target(), temperatures=[100.0] * 4)
+    packed = PackedDrafter(drafter, toy_target(), Serving(temperatures=[100.0] * 4))
     found = generate(toy_target(), [5, 6], packed, rules=StopRules(9, stop_ids=()))
     assert all(abs(c - 0.5) < 0.05 for r in found.rounds for c in r.confidences)
 
@@ -246,7 +247,7 @@ def test_blocks_after_every_token_contain_the_rounds_of_decoding(dspark: bool) -
     target, params = toy_target(), SamplingParams()
     module = DSpark(toy_config()) if dspark else DFlash(toy_config(dspark=False))
     randomise(module)
-    drafter, probe = PackedDrafter(module, target, estimator=None if dspark else Probe()), Probe()
+    drafter, probe = PackedDrafter(module, target, Serving(estimator=None if dspark else Probe())), Probe()
     drafter.heads = ChainHeads(97, drafter.heads.sequential, drafter.heads.confidence, estimator=probe)
     prompt, found = [5, 6, 7], generate(target, [5, 6, 7], drafter, params, StopRules(60, stop_ids=()))
     real = as_rounds(found.rounds, drafter.config.gamma, probe)

@@ -9,6 +9,7 @@ from oracle import GAMMA, Oracle
 
 from outrider.decoding import Chunk, StopRules, generate, stream
 from outrider.drafters import DFlash, DSpark
+from outrider.drafters.method import Serving
 from outrider.drafters.packed import PackedDrafter
 from outrider.sampling import SamplingParams
 from outrider.scheduling import FixedPolicy, Policy, ThresholdPolicy
@@ -93,7 +94,7 @@ def test_a_bfloat16_target_decodes_with_a_float32_drafter(window: int | None) ->
     half = Target(target.model.bfloat16(), None, "toy-bf16")
     drafter = DSpark(toy_config(sliding_window=window, draft_vocab_size=50))
     randomise(drafter)
-    packed = PackedDrafter(drafter, half, torch.arange(10, 60))
+    packed = PackedDrafter(drafter, half, Serving(torch.arange(10, 60)))
     for params in (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2)):
         result = generate(half, PROMPT, packed, params, NO_STOPS)
         assert len(result.tokens) == 40

@@ -279,7 +279,8 @@ def test_the_scheduler_serves_everyone(
             scheduler.commit(work.id, chance.randint(1, work.limit + 1))
             assert progress.length <= progress.last
             if progress.length == progress.last:
-                assert scheduler.remove(work.id)
+                scheduler.remove(work.id)
+                assert work.id not in scheduler.running
     assert not scheduler.running and not scheduler.waiting and scheduler.allocator.used == 0
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.drafters import DFlash, DSpark, DSparkConfig
+from outrider.drafters.method import Serving
 from outrider.drafters.packed import PackedDrafter
 from outrider.formats import Checkpoint, checkpoint, load_drafter, save_drafter
 from outrider.formats.files import write_atomically
@@ -63,7 +64,7 @@ def made(**changes: object) -> Checkpoint:
 
 def served(found: Checkpoint) -> Tensor:
     """Draft logits of one block after eleven committed tokens, through the serving path."""
-    packed = PackedDrafter(found.drafter, toy_target(), found.draft_ids_Vd)
+    packed = PackedDrafter(found.drafter, toy_target(), Serving(found.draft_ids_Vd))
     session = packed.new_session(32)
     packed.extend([session], [[0] * 11], 4 * torch.randn(11, 3, 32, generator=torch.Generator().manual_seed(4)))
     return packed.head(packed.block_hidden([session], [9])[0])

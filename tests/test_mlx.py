@@ -20,7 +20,7 @@ import mlx.nn as mlx_nn
 import torch
 from conftest import TOY, randomise, toy_config, toy_target
 from mlx_toys import MLX_TOYS, mlx_model, mlx_toy, plain_mlx
-from oracle import Oracle
+from oracle import Oracle, proposal_of
 from test_text import byte_tokenizer
 from torch import Tensor
 from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
@@ -434,7 +434,7 @@ class Skewed(MLXDrafter):
 
     def propose(self, calls: Any, floor: float = 0.0) -> list[Proposal]:
         return [
-            Proposal.of(p.tokens, torch.full((len(p.tokens), 3), 1 / 3), p.confidences)
+            proposal_of(p.tokens, torch.full((len(p.tokens), 3), 1 / 3), p.confidences)
             for p in super().propose(calls, floor)
         ]
 

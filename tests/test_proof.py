@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from oracle import proposal_of
 from torch import Tensor
 
 import outrider.decoding.round as round_module
@@ -145,7 +146,7 @@ def test_rows_behind_a_rejection_are_not_asked_for() -> None:
         return torch.tensor([0.0, 1.0])
 
     one_hot_KV = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
-    verdict = verify_chain(Proposal.of([1, 0, 1], one_hot_KV, []), row, EnumeratingSource())
+    verdict = verify_chain(proposal_of([1, 0, 1], one_hot_KV, []), row, EnumeratingSource())
     assert verdict == Verdict(accepted=1, next_token=1)
     assert asked == [0, 1]
 
@@ -328,7 +329,7 @@ class CounterexampleLane:
     def draft(self, floor: float) -> Proposal:
         probs_KV = torch.full((2, 2), 0.5, dtype=torch.float64)
         tokens = [self.source.choose(probs_KV[0]), self.source.choose(probs_KV[1])]
-        return Proposal.of(tokens, probs_KV, [0.8, 1.0 if tokens[0] == 0 else 0.0])
+        return proposal_of(tokens, probs_KV, [0.8, 1.0 if tokens[0] == 0 else 0.0])
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
         return lambda k: torch.tensor([0.7, 0.3], dtype=torch.float64)
@@ -430,7 +431,7 @@ class TiedLane:
         self.source = source
 
     def draft(self, floor: float) -> Proposal:
-        return Proposal.of([1], torch.tensor([[0.0, 1.0]], dtype=torch.float64), [])
+        return proposal_of([1], torch.tensor([[0.0, 1.0]], dtype=torch.float64), [])
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
         return lambda k: warp(torch.zeros(2, dtype=torch.float64), SamplingParams())
@@ -471,7 +472,7 @@ class UnwarpedDraftLane(ToyLane):
         rows_KV = torch.stack([proposal.row(k) for k in range(len(proposal.tokens))])
         unwarped_KV = rows_KV**self.target.params.temperature
         unwarped_KV = unwarped_KV / unwarped_KV.sum(-1, keepdim=True)
-        return Proposal.of(proposal.tokens, unwarped_KV, proposal.confidences)
+        return proposal_of(proposal.tokens, unwarped_KV, proposal.confidences)
 
 
 def test_mutation_draft_reports_unwarped_probabilities() -> None:

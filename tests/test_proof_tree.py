@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import proposal_of
 from test_proof import POLICIES, TOLERANCE, VISIBLE, WARPS, deviation
 from torch import Tensor
 
 import outrider.decoding.round as round_module
 import outrider.verification.tree as tree_module
-from outrider.drafters.base import Proposal
 from outrider.drafters.tree import Drawn, Tree, TreeProposal, draw_siblings, rerank
 from outrider.evaluation.enumeration import Tokens, enumerate_traces
 from outrider.evaluation.proof import LaneFactory, Lanes
@@ -131,7 +131,7 @@ def test_a_chain_is_the_tree_with_one_child_each() -> None:
     rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(-1)
     drafts = torch.randn(3, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64).softmax(-1)
     tokens = [2, 0, 1]
-    chain = Proposal.of(tokens, drafts, [])
+    chain = proposal_of(tokens, drafts, [])
     tree = TreeProposal(Tree.chain(tokens), {k - 1: Drawn(lambda k=k: drafts[k]) for k in range(3)})  # type: ignore[misc]
     assert tree.row_parents is None and tree.depth == 3
     of_chain = list(enumerate_traces(lambda source: verify_chain(chain, rows.__getitem__, source)))

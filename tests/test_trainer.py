@@ -14,6 +14,7 @@ from conftest import randomise, toy_config, toy_samples, toy_target
 import outrider.formats.checkpoint as checkpoint_module
 from outrider.drafters import DSpark
 from outrider.drafters.block import initialize_block
+from outrider.drafters.method import Serving
 from outrider.drafters.packed import PackedDrafter
 from outrider.formats import load_drafter
 from outrider.target import Target
@@ -87,8 +88,8 @@ def test_training_learns_and_the_checkpoint_serves(tmp_path: Path) -> None:
     checkpoint = load_drafter(tmp_path / "drafter")
     assert checkpoint.metadata["step"] == 80 and checkpoint.metadata["held_out"] == after
     assert checkpoint.draft_ids_Vd is not None and torch.equal(checkpoint.draft_ids_Vd, run.draft_ids_Vd)
-    served = PackedDrafter(checkpoint.drafter, target, checkpoint.draft_ids_Vd)
-    direct = PackedDrafter(run.drafter, target, run.draft_ids_Vd)
+    served = PackedDrafter(checkpoint.drafter, target, Serving(checkpoint.draft_ids_Vd))
+    direct = PackedDrafter(run.drafter, target, Serving(run.draft_ids_Vd))
     taps = torch.randn(6, 3, 32)
     blocks = []
     for packed in (served, direct):

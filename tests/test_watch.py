@@ -18,6 +18,7 @@ from outrider.drafters import DFlash, DSpark
 from outrider.drafters.attention import BlockLayout
 from outrider.drafters.heads import HeadsConfig
 from outrider.drafters.medusa import Medusa
+from outrider.drafters.method import Serving
 from outrider.drafters.packed import PackedDrafter
 from outrider.formats import Checkpoint, load_drafter, save_drafter
 from outrider.target import Target
@@ -140,7 +141,7 @@ def test_a_decode_check_is_the_decoding_of_the_saved_drafter(
     prompts = first_prompts(run.held_out, 3)
     figures = decode_check(run.drafter, target, run.draft_ids_Vd, prompts, 16)
     checkpoint = load_drafter(out / "drafter")
-    packed = PackedDrafter(checkpoint.drafter, target, checkpoint.draft_ids_Vd)
+    packed = PackedDrafter(checkpoint.drafter, target, Serving(checkpoint.draft_ids_Vd))
     decoded = [generate(target, prompt, packed, rules=StopRules(16)) for prompt in prompts]
     for generation, prompt in zip(decoded, prompts, strict=True):
         assert generation.tokens == generate(target, prompt, rules=StopRules(16)).tokens
@@ -165,7 +166,7 @@ def test_a_bfloat16_target_decodes_with_the_drafter_in_training(target: Target, 
         drafter = run.drafter if ids is not None else DSpark(toy_config())
         figures = decode_check(drafter, half, ids, prompts, 8)
         assert 1 <= figures["tau"] <= 1 + drafter.config.gamma
-        packed = PackedDrafter(drafter, half, ids)
+        packed = PackedDrafter(drafter, half, Serving(ids))
         plain = [generate(half, p, rules=StopRules(8)).tokens for p in prompts]
         assert [generate(half, p, packed, rules=StopRules(8)).tokens for p in prompts] == plain
         assert figures["tokens"] == sum(map(len, plain))

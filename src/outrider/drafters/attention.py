@@ -67,6 +67,18 @@ class Sight(NamedTuple):
 EVERYTHING = Sight()
 
 
+def serving_mask(sight: Sight, length: int, rows: int, device: torch.device | None = None) -> Tensor | None:
+    """What the rows of one block see of `length` context slots and themselves, bool [K, S]; None: everything."""
+    if sight == EVERYTHING:
+        return None
+    slots = torch.arange(length + rows, device=device)
+    distance_KS = slots[length:, None] - slots
+    visible_KS = distance_KS >= 0 if sight.causal else torch.ones_like(distance_KS, dtype=torch.bool)
+    if sight.window is not None:
+        visible_KS &= (distance_KS < sight.window) | (slots >= length)
+    return visible_KS
+
+
 def visible_context(anchors_N: Tensor, slots: int, rows: int, window: int | None) -> Tensor:
     """Bool [N, K, S]: which context slots of its own sequence a block row sees."""
     slots_S = torch.arange(slots, device=anchors_N.device)

@@ -31,12 +31,6 @@ class Proposal:
     confidences: list[float]
 
     @staticmethod
-    def of(tokens: list[int], probs_KV: Tensor, confidences: list[float]) -> Proposal:
-        """From whole distributions [K, V]."""
-        drafted_with = [probs_KV[k, token].item() for k, token in enumerate(tokens)]
-        return Proposal(tokens, drafted_with, probs_KV.__getitem__, confidences)
-
-    @staticmethod
     def certain(tokens: list[int], vocab_size: int, device: torch.device | str | None = None) -> Proposal:
         """Tokens that chance had no part in: every p_k is one-hot."""
 
@@ -139,6 +133,11 @@ class TreeDrafter(Drafter, Protocol):
     def nodes(self) -> int:
         """Most draft tokens of one tree, all branches together."""
         ...
+
+
+def longest_draft(calls: Sequence[DraftCall], gamma: int) -> int:
+    """How many positions anybody has use for, `gamma` at most."""
+    return max(gamma if call.limit is None else min(call.limit, gamma) for call in calls)
 
 
 def draft_slots(drafter: Drafter | None) -> int:

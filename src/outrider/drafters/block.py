@@ -15,7 +15,7 @@ from pydantic import Field
 
 from outrider.drafters.dflash import DFlash, DFlashConfig
 from outrider.drafters.dspark import DSpark, DSparkConfig
-from outrider.drafters.method import Method, MethodSection, Serving
+from outrider.drafters.method import Method, MethodSection
 from outrider.drafters.packed import PackedDrafter
 from outrider.drafters.target_layers import copy_target_layers, layer_shapes
 from outrider.target import Target
@@ -136,22 +136,6 @@ def _dspark_config(section: DSparkSection, target: Target) -> DSparkConfig:
     return DSparkConfig(**backbone_fields(section, target), **{name: getattr(section, name) for name in _HEADS})
 
 
-def serve_block(
-    drafter: DFlash, target: Target, serving: Serving, kind: type[PackedDrafter] = PackedDrafter
-) -> PackedDrafter:
-    """A block drafter, packed; `kind` where it drafts in another way."""
-    return kind(
-        drafter,
-        target,
-        serving.draft_ids_Vd,
-        serving.temperatures,
-        serving.offsets,
-        serving.estimator,
-        serving.head_VdH,
-        serving.embedding_VH,
-    )
-
-
 @torch.no_grad()
 def initialize_block(drafter: DFlash, target: Target, documents: Sequence[Sequence[int]]) -> None:
     """Copy weights in place. The drafter's layer shapes must be the target's (the recipe's default)."""
@@ -162,5 +146,5 @@ def initialize_block(drafter: DFlash, target: Target, documents: Sequence[Sequen
     drafter.hidden_norm.weight.copy_(whole(source[0].input_layernorm.weight))
 
 
-DFLASH = Method("dflash", DFlashSection, _dflash_config, DFlashConfig, DFlash, serve_block, initialize_block)
-DSPARK = Method("dspark", DSparkSection, _dspark_config, DSparkConfig, DSpark, serve_block, initialize_block)
+DFLASH = Method("dflash", DFlashSection, _dflash_config, DFlashConfig, DFlash, PackedDrafter, initialize_block)
+DSPARK = Method("dspark", DSparkSection, _dspark_config, DSparkConfig, DSpark, PackedDrafter, initialize_block)

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from outrider.drafters.attention import BlockLayout, Sight, flex_block_attention, split_attention
 from outrider.drafters.kv import check_heads
 from outrider.drafters.method import BlockInputs, DraftModule, DraftRows
-from outrider.target.lean import rotate, signed_sin
+from outrider.drafters.projections import Projections, Rope
+from outrider.target.lean import signed_sin
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, as transformers names them
 
@@ -116,37 +117,21 @@ class DFlashConfig:
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
 
-class BlockAttention(nn.Module):
+class BlockAttention(Projections):
     """Grouped-query attention of block rows over context features and their own block, with QK-norm and RoPE."""
 
     def __init__(self, config: DFlashConfig, index: int) -> None:
-        super().__init__()
-        H, E = config.hidden_size, config.head_dim
-        self.head_dim = E
+        super().__init__(config, config.hidden_size, qk_norm=True)
         self.sight = config.sights[index]
-        self.q_proj = nn.Linear(H, config.num_attention_heads * E, bias=False)
-        self.k_proj = nn.Linear(H, config.num_key_value_heads * E, bias=False)
-        self.v_proj = nn.Linear(H, config.num_key_value_heads * E, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * E, H, bias=False)
-        self.q_norm = nn.RMSNorm(E, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(E, eps=config.rms_norm_eps)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
-
-    def _rotated(self, norm: nn.RMSNorm, x: Tensor, rope: _Rope) -> Tensor:
-        """Norm and rotation in the norm's type, result in x's: under autocast queries, keys and values must agree."""
-        return rotate(norm(self._heads(x).to(norm.weight.dtype)), *rope).to(x.dtype)
 
     def forward(
-        self, x_NKH: Tensor, context_SH: Tensor, layout: BlockLayout, rope_block: _Rope, rope_context: _Rope
+        self, x_NKH: Tensor, context_SH: Tensor, layout: BlockLayout, rope_block: Rope, rope_context: Rope
     ) -> Tensor:
-        q = self._rotated(self.q_norm, self.q_proj(x_NKH), rope_block)
-        block_k = self._rotated(self.k_norm, self.k_proj(x_NKH), rope_block)
-        context_k = self._rotated(self.k_norm, self.k_proj(context_SH), rope_context)
-        context_v = self._heads(self.v_proj(context_SH))
+        q = self.queries(x_NKH, rope_block)
+        block_k, block_v = self.keys_values(x_NKH, rope_block)
+        context_k, context_v = self.keys_values(context_SH, rope_context)
         attend: Callable[..., Tensor] = flex_block_attention if q.device.type == "cuda" else split_attention
-        out = attend(q, context_k, context_v, block_k, self._heads(self.v_proj(x_NKH)), layout, self.sight)
+        out = attend(q, context_k, context_v, block_k, block_v, layout, self.sight)
         return self.o_proj(out.flatten(-2))
 
 
@@ -172,16 +157,13 @@ class DraftLayer(nn.Module):
         self.mlp = SwiGLU(config)
 
     def forward(
-        self, x_NKH: Tensor, context_SH: Tensor, layout: BlockLayout, rope_block: _Rope, rope_context: _Rope
+        self, x_NKH: Tensor, context_SH: Tensor, layout: BlockLayout, rope_block: Rope, rope_context: Rope
     ) -> Tensor:
         x_NKH = x_NKH + self.self_attn(self.input_layernorm(x_NKH), context_SH, layout, rope_block, rope_context)
         return x_NKH + self.mlp(self.post_attention_layernorm(x_NKH))
 
 
-_Rope = tuple[Tensor, Tensor]  # cos and signed sin, broadcast over heads
-
-
-def rope_table(positions: Tensor, head_dim: int, theta: float) -> _Rope:
+def rope_table(positions: Tensor, head_dim: int, theta: float) -> Rope:
     """cos and signed sin for absolute positions: [..., 1, head_dim], the 1 standing for heads."""
     inverse = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
     angles = positions[..., None].float() * inverse

@@ -82,7 +82,7 @@ class Eagle3Layer(nn.Module):
         H, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(H, eps=eps)  # of the embedding
         self.hidden_norm = nn.RMSNorm(H, eps=eps)  # of the feature
-        self.self_attn = Projections(config, 2 * H, config.attention_bias)
+        self.self_attn = Projections(config, 2 * H, config.qk_norm, config.attention_bias)
         self.post_attention_layernorm = nn.RMSNorm(H, eps=eps)
         self.mlp = SwiGLU(config)
         self.norm_before_residual = config.norm_before_residual

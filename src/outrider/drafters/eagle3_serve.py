@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall, Proposal
+from outrider.drafters.base import DraftCall, Proposal, longest_draft
 from outrider.drafters.chain import sample_steps
 from outrider.drafters.dflash import rope_table
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config
@@ -124,8 +124,7 @@ class Eagle3Drafter:
             state_RH = self.advance(sessions, state_RH, previous, k, k)
             return self.normed(state_RH)
 
-        longest = max(self.gamma if call.limit is None else call.limit for call in calls)
-        return sample_steps(self.head, step, min(self.gamma, longest), calls, self.heads, floor)
+        return sample_steps(self.head, step, longest_draft(calls, self.gamma), calls, self.heads, floor)
 
     def advance(
         self,

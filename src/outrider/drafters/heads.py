@@ -169,7 +169,3 @@ class ServedHeads(ABC):
     def newest(self, calls: Sequence[DraftCall]) -> Tensor:
         """The features that a block reads, [R, H]."""
         return torch.stack([call.session.hidden_H for call in calls])
-
-    def longest(self, calls: Sequence[DraftCall]) -> int:
-        """How many positions anybody has use for."""
-        return max(self.gamma if call.limit is None else min(call.limit, self.gamma) for call in calls)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall, Proposal
+from outrider.drafters.base import DraftCall, Proposal, longest_draft
 from outrider.drafters.candidates import Level
 from outrider.drafters.chain import sample_steps
 from outrider.drafters.heads import (
@@ -88,7 +88,7 @@ class HydraDrafter(ServedHeads):
             columns.append(previous)
             return self.hidden(k, newest_RH, torch.tensor(columns, device=self.device).T)
 
-        return sample_steps(self.head, step, self.longest(calls), calls, self.heads, floor)
+        return sample_steps(self.head, step, longest_draft(calls, self.gamma), calls, self.heads, floor)
 
     def levels(self, calls: Sequence[DraftCall], depth: int) -> Level:
         """One row per request and path."""

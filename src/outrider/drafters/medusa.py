@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall, Proposal
+from outrider.drafters.base import DraftCall, Proposal, longest_draft
 from outrider.drafters.candidates import Level
 from outrider.drafters.chain import sample_chain, sample_steps
 from outrider.drafters.heads import (
@@ -68,7 +68,7 @@ class MedusaDrafter(ServedHeads):
         return torch.stack([residual_layers(layers, newest_RH, newest_RH) for layers in self.layers[:heads]], dim=1)
 
     def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
-        hidden_RKH = self.hidden(calls, self.longest(calls))
+        hidden_RKH = self.hidden(calls, longest_draft(calls, self.gamma))
         if not self.own_heads:
             return sample_chain(self.head, hidden_RKH, calls, self.heads, floor)
         position = 0

@@ -13,35 +13,40 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafters.attention import EVERYTHING, Sight
-from outrider.drafters.base import DraftCall, Proposal
+from outrider.drafters.attention import Sight, serving_mask
+from outrider.drafters.base import DraftCall, Proposal, longest_draft
 from outrider.drafters.chain import sample_chain
-from outrider.drafters.dflash import DFlash, DFlashConfig, DraftLayer, rope_table
+from outrider.drafters.dflash import DFlash, DraftLayer, SwiGLU, rope_table
 from outrider.drafters.dspark import DSpark
-from outrider.drafters.estimator import Estimator
 from outrider.drafters.kv import DraftKV
 from outrider.drafters.method import Serving, check_fits
-from outrider.drafters.serving import capped
+from outrider.drafters.projections import Projections
+from outrider.drafters.serving import WEIGHTS_ALONE, capped
 from outrider.target.lean import rotate
 from outrider.target.linear import PackedLinear
 from outrider.target.model import Target
 
 
 class PackedLayer:
-    """One draft layer over rows [N, H]; `attend` turns their fused queries, keys and values into [N, Q * E]."""
+    """One draft layer over rows [N, H]; `attend` turns their fused queries, keys and values into [N, Q * E].
 
-    def __init__(self, layer: DraftLayer, config: DFlashConfig) -> None:
+    Takes a `DraftLayer`, or a module whose parts have the same names.
+    """
+
+    def __init__(self, layer: Any, config: Any) -> None:
         self.eps = config.rms_norm_eps
-        attn, mlp = layer.self_attn, layer.mlp
+        attn: Projections = layer.self_attn
+        mlp: SwiGLU = layer.mlp
         self.input_norm = layer.input_layernorm.weight.detach()
         self.qkv = PackedLinear.fused(attn.q_proj, attn.k_proj, attn.v_proj)
-        self.q_norm, self.k_norm = attn.q_norm.weight.detach(), attn.k_norm.weight.detach()
+        self.q_norm = attn.q_norm.weight.detach() if attn.qk_norm else None
+        self.k_norm = attn.k_norm.weight.detach() if attn.qk_norm else None
         self.o = PackedLinear.fused(attn.o_proj)
         self.post_norm = layer.post_attention_layernorm.weight.detach()
         self.gate_up = PackedLinear.fused(mlp.gate_proj, mlp.up_proj)
@@ -60,33 +65,18 @@ class PackedLayer:
 
 
 class PackedDrafter:
-    """Serves one drafter for one target; see `Serving` for what it is served with.
-
-    Weights are copied; train the module, then build this again.
-    """
+    """Serves one drafter for one target. Weights are copied; train the module, then build this again."""
 
     layer: ClassVar[type[PackedLayer]] = PackedLayer
 
-    def __init__(
-        self,
-        drafter: DFlash,
-        target: Target,
-        draft_ids_Vd: Tensor | None = None,
-        temperatures: Sequence[float] | None = None,
-        offsets: Sequence[float] | None = None,
-        estimator: Estimator | None = None,
-        head_VdH: Tensor | None = None,
-        embedding_VH: Tensor | None = None,
-    ) -> None:
+    def __init__(self, drafter: DFlash, target: Target, serving: Serving = WEIGHTS_ALONE) -> None:
         config = drafter.config
         check_fits(config, target)
-        serving = Serving(draft_ids_Vd, temperatures, offsets, estimator, head_VdH=head_VdH, embedding_VH=embedding_VH)
         serving.check(config)
         # A copy on the target's device and in float32: heads and distributions need it, and drafters are small.
         drafter = copy.deepcopy(drafter).to(target.device, torch.float32)
         self.config, self.drafter = config, drafter
         self.taps, self.gamma, self.sights = tuple(config.target_layer_ids), config.gamma, config.sights
-        self.draft_ids_Vd = None if draft_ids_Vd is None else draft_ids_Vd.to(target.device)
         self.embed_VH, self.embed_scale = serving.embedding(target), target.embed_scale
         self.head = capped(serving.head(target), config.output_multiplier, config.final_logit_softcapping)
         folded = drafter.folded_state_dict()
@@ -167,8 +157,7 @@ class PackedDrafter:
     def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
         """Draft for every call, gamma tokens each at most, while c_k is at least `floor`."""
         hidden_RKH = self.block_hidden([call.session for call in calls], [call.anchor for call in calls])
-        longest = max(self.config.gamma if call.limit is None else call.limit for call in calls)
-        return sample_chain(self.head, hidden_RKH[:, :longest], calls, self.heads, floor)
+        return sample_chain(self.head, hidden_RKH[:, : longest_draft(calls, self.gamma)], calls, self.heads, floor)
 
 
 class DraftSession:
@@ -182,17 +171,8 @@ class DraftSession:
 
     def visible(self) -> dict[Sight, Tensor | None]:
         """What the rows of a block see, [K, S], for every kind of layer; None: everything."""
-        return {sight: self._visible(sight) for sight in self.sights}
-
-    def _visible(self, sight: Sight) -> Tensor | None:
-        if sight == EVERYTHING:
-            return None
-        slots = torch.arange(self.length + self.block, device=self.layers[0].keys_GSE.device)
-        distance_KS = slots[self.length :, None] - slots
-        visible_KS = distance_KS >= 0 if sight.causal else torch.ones_like(distance_KS, dtype=torch.bool)
-        if sight.window is not None:
-            visible_KS &= (distance_KS < sight.window) | (slots >= self.length)
-        return visible_KS
+        device = self.layers[0].keys_GSE.device
+        return {sight: serving_mask(sight, self.length, self.block, device) for sight in self.sights}
 
     def attend(self, layer: int, q_KQE: Tensor, k_KGE: Tensor, v_KGE: Tensor, visible_KS: Tensor | None) -> Tensor:
         """A block over the context and itself, [K, Q * E]."""

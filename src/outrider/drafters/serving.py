@@ -123,6 +123,9 @@ class Serving:
         )
 
 
+WEIGHTS_ALONE = Serving()  # all the rest is the target's own
+
+
 def capped(head: Head, multiplier: float, softcap: float | None) -> Head:
     """c tanh(m u / c) of the logits u [N, Vd] that `head` gives, m the multiplier, c the cap (None: m u)."""
     if multiplier == 1.0 and softcap is None:

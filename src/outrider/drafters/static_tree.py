@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall
+from outrider.drafters.base import DraftCall, longest_draft
 from outrider.drafters.candidates import CandidateTree, assumed_accuracy, best_tree
 from outrider.drafters.drawn_tree import draw_trees
 from outrider.drafters.heads import LastHidden, ServedHeads
@@ -60,7 +60,7 @@ class StaticTreeDrafter:
         return [found[r] for r in range(len(calls))]
 
     def _propose(self, calls: Sequence[DraftCall], sampling: bool) -> list[TreeProposal]:
-        depth = max(self.gamma if call.limit is None else min(call.limit, self.gamma) for call in calls)
+        depth = longest_draft(calls, self.gamma)
         tree, level = self.tree.cut(depth), self.drafter.levels(calls, depth)
         heads, device = self.drafter.heads, self.drafter.device
         if sampling:

@@ -107,15 +107,13 @@ class Scheduler:
             )
         self.waiting.append((id, Progress(length, last)))
 
-    def remove(self, id: str) -> bool:
-        """Forget a request, finished or cancelled; frees its blocks. False where there is none of that id."""
+    def remove(self, id: str) -> None:
+        """Forget a request, finished or cancelled; frees its blocks. Nothing happens where there is none of that id."""
         progress = self.running.pop(id, None)
         if progress is not None:
             self.allocator.release(progress.blocks)
-            return True
-        waiting = len(self.waiting)
-        self.waiting = deque(entry for entry in self.waiting if entry[0] != id)
-        return len(self.waiting) < waiting
+        else:
+            self.waiting = deque(entry for entry in self.waiting if entry[0] != id)
 
     def plan(self) -> StepPlan:
         """The next step; blocks for all its rows are allocated when this returns."""

@@ -25,12 +25,12 @@ from outrider.data.prompts import load_prompts, shipped_sets
 from outrider.decoding.lane import Clock
 from outrider.drafters.base import DraftCall, Drafter
 from outrider.evaluation.drafter_info import DrafterInfo
+from outrider.evaluation.profile_jobs import READ
 from outrider.evaluation.quartiles import Quartiles, quartiles
 from outrider.evaluation.results import machine
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target import Target
 
-_READ = 2  # tokens that a round commits before the anchor, as in profiles
 _WARM_UP = 2  # repeats that are not counted
 
 
@@ -90,7 +90,7 @@ def measure_costs(
     """
     deepest = max(drafter.gamma for _, drafter in drafters)
     rounds_each = [range(1, drafter.gamma + 1) for _, drafter in drafters]
-    if context + _READ * deepest + deepest > target.max_context:
+    if context + READ * deepest + deepest > target.max_context:
         raise ValueError(f"context {context}: {target.name} reads {target.max_context} tokens; give less.")
     tokens = sample_text(target, context + 1)
     taps = [_taps(target, drafter, tokens[:-1]) for _, drafter in drafters]
@@ -132,17 +132,17 @@ class _Session:
     ) -> None:
         self.drafter, self.tokens, self.taps = drafter, list(tokens), taps
         self.committed = len(tokens)
-        self.session = drafter.new_session(len(tokens) + _READ * rounds)
+        self.session = drafter.new_session(len(tokens) + READ * rounds)
         self.seen, self.source = SeenTokens(target.vocab_size), SeededSource(0)
         self.reading, self.proposing = Clock(target.device), Clock(target.device)
         drafter.extend([self.session], [self.tokens[:-1]], taps)
 
     def round(self, gamma: int) -> tuple[float, float, int]:
         """Seconds of reading and of proposing, and how many tokens were proposed."""
-        read = self.tokens[-_READ - 1 : -1]
+        read = self.tokens[-READ - 1 : -1]
         with self.reading:
-            self.drafter.extend([self.session], [read], None if self.taps is None else self.taps[-_READ:])
-        self.committed += _READ
+            self.drafter.extend([self.session], [read], None if self.taps is None else self.taps[-READ:])
+        self.committed += READ
         call = DraftCall(
             self.session, self.tokens[-1], SamplingParams(), self.seen, self.source, gamma, position=self.committed
         )

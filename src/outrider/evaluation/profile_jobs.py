@@ -31,7 +31,7 @@ Key = tuple[str, Shape]
 Jobs = dict[Key, Callable[[], float]]  # each gives its seconds
 DENSE = 32  # tokens up to which every count is measured
 _BLOCK_SIZE = 16  # of the KV pool
-_READ = 2  # committed tokens of a request that its drafter reads after a step
+READ = 2  # committed tokens of a request that its drafter reads after a step
 _FEWEST_SWEEPS = 3  # a median of fewer says nothing
 _WARM_UP_STEPS = 3
 
@@ -69,8 +69,8 @@ def draft_jobs(target: Target, drafter: Drafter, counts: Sequence[int], context:
     calls = [DraftCall(session, _tokens(target, 1)[0], params, seen, SeededSource(0)) for session in sessions]
 
     def extend(count: int) -> float:
-        fresh = [drafter.new_session(_READ) for _ in range(count)]
-        tokens, taps_TLD = [_tokens(target, _READ) for _ in fresh], _taps(target, drafter, count * _READ)
+        fresh = [drafter.new_session(READ) for _ in range(count)]
+        tokens, taps_TLD = [_tokens(target, READ) for _ in fresh], _taps(target, drafter, count * READ)
         return _timed(target.device, lambda: drafter.extend(fresh, tokens, taps_TLD))()
 
     jobs: Jobs = {}
@@ -80,7 +80,7 @@ def draft_jobs(target: Target, drafter: Drafter, counts: Sequence[int], context:
         )
         shorts = [replace(call, limit=1) for call in calls[:n]]
         jobs["draft_one", (n, n, context)] = _timed(target.device, partial(drafter.propose, shorts))
-        jobs["extend", (n, n * _READ, 0)] = partial(extend, n)
+        jobs["extend", (n, n * READ, 0)] = partial(extend, n)
     return jobs
 
 

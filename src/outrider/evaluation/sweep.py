@@ -15,7 +15,8 @@ import numpy as np
 from pydantic import BaseModel
 
 from outrider.evaluation.rounds_file import Conversations
-from outrider.scheduling.calibration import Floats, Ints, Rounds, Scaling, logit, sigmoid
+from outrider.scheduling.calibration import Rounds, Scaling, logit, sigmoid
+from outrider.scheduling.view import Floats, Ints
 
 THRESHOLDS = [round(0.05 * i, 2) for i in range(20)]
 

@@ -18,5 +18,5 @@ def to_torch(x: mx.array) -> Tensor:
 
 
 def to_mlx(x: Tensor) -> mx.array:
-    """A copy in MLX, float32 or int64 as on the other side."""
+    """A copy in MLX, float32, int64 or bool as on the other side."""
     return mx.array(x.detach().cpu().numpy())

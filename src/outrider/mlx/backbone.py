@@ -15,8 +15,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from outrider.drafters.attention import EVERYTHING, Sight
+from outrider.drafters.attention import Sight, serving_mask
 from outrider.drafters.dflash import DFlashConfig
+from outrider.mlx.arrays import to_mlx
 
 
 class _Attention(nn.Module):
@@ -104,11 +105,5 @@ class Backbone(nn.Module):
 
 def _visible(sight: Sight, length: int, rows: int) -> mx.array | None:
     """What the rows of a block see, [K, S]; None: everything."""
-    if sight == EVERYTHING:
-        return None
-    slots = mx.arange(length + rows)
-    distance_KS = slots[length:, None] - slots
-    visible_KS = distance_KS >= 0 if sight.causal else mx.ones(distance_KS.shape, dtype=mx.bool_)
-    if sight.window is not None:
-        visible_KS = visible_KS & ((distance_KS < sight.window) | (slots >= length))
-    return visible_KS
+    visible_KS = serving_mask(sight, length, rows)
+    return None if visible_KS is None else to_mlx(visible_KS)

@@ -18,7 +18,7 @@ import torch
 from mlx_lm.models.cache import KVCache
 from torch import Tensor, nn
 
-from outrider.drafters.base import DraftCall, Proposal
+from outrider.drafters.base import DraftCall, Proposal, longest_draft
 from outrider.drafters.block import DFLASH, DSPARK
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.dflash import DFlash
@@ -89,8 +89,7 @@ class MLXDrafter:
     def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
         """Draft for every call, gamma tokens each at most, while c_k is at least `floor`."""
         hidden_RKH = torch.stack([self.block_hidden(call.session, call.anchor) for call in calls])
-        longest = max(self.gamma if call.limit is None else call.limit for call in calls)
-        return sample_chain(self.head, hidden_RKH[:, :longest], calls, self.heads, floor)
+        return sample_chain(self.head, hidden_RKH[:, : longest_draft(calls, self.gamma)], calls, self.heads, floor)
 
 
 def _backbone(module: DFlash, dtype: mx.Dtype) -> Backbone:

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from outrider.scheduling.view import Floats, Ints
 
 BINS = 20
 _EDGE = 1e-9  # float32 sigmoids reach 0 and 1, whose logits are infinite

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from outrider.scheduling.calibration import Floats, Ints, Rounds, Scaling, ece, logit, sigmoid, survival
+from outrider.scheduling.calibration import Rounds, Scaling, ece, logit, sigmoid, survival
+from outrider.scheduling.view import Floats, Ints
 
 _GRID = np.geomspace(0.1, 10.0, 401)  # steps of 1.2 %
 _GRID_FROM_ONE = _GRID[np.argsort(np.abs(np.log(_GRID)), kind="stable")]  # of equal errors the mildest change wins

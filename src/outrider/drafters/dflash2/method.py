@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal
 
 from pydantic import Field
 
-from outrider.drafters.block import BlockSection, backbone_fields, check_layout, initialize_block, serve_block
+from outrider.drafters.block import BlockSection, backbone_fields, check_layout, initialize_block
 from outrider.drafters.dflash2.module import DFlash2, DFlash2Config
 from outrider.drafters.dflash2.serve import DFlash2Drafter
 from outrider.drafters.method import Method
@@ -25,12 +24,12 @@ class DFlash2Section(BlockSection):
     selector_top_k: int = Field(16, ge=1)
 
 
-_OWN = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+OWN_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
 def configure(section: DFlash2Section, target: Target) -> DFlash2Config:
     """The target's layer shapes, the recipe's choices."""
-    config = DFlash2Config(**backbone_fields(section, target), **{name: getattr(section, name) for name in _OWN})
+    config = DFlash2Config(**backbone_fields(section, target), **{name: getattr(section, name) for name in OWN_FIELDS})
     check_layout(config)
     return config
 
@@ -41,6 +40,6 @@ DFLASH2 = Method(
     configure,
     DFlash2Config,
     DFlash2,
-    partial(serve_block, kind=DFlash2Drafter),
+    DFlash2Drafter,
     initialize_block,
 )

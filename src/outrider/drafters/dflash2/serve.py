@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall, Proposal
+from outrider.drafters.base import DraftCall, Proposal, longest_draft
 from outrider.drafters.chain import sample_rows
 from outrider.drafters.dflash import DFlashConfig, DraftLayer
 from outrider.drafters.dflash2.conv import GroupedDynamicConv
@@ -50,12 +50,12 @@ class DFlash2Drafter(PackedDrafter):
     def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
         """Draft for every call, gamma tokens each at most, while c_k is at least `floor`."""
         hidden_RKH = self.block_hidden([call.session for call in calls], [call.anchor for call in calls])
-        longest = max(self.gamma if call.limit is None else call.limit for call in calls)
+        longest = longest_draft(calls, self.gamma)
         rows = CandidateRows(
             self.head,
             hidden_RKH[:, :longest],
             self.drafter.candidate_selector,
             self.config.selector_top_k,
-            self.draft_ids_Vd,
+            self.heads.draft_ids_Vd,
         )
-        return sample_rows(rows, min(self.gamma, longest), calls, self.heads, floor)
+        return sample_rows(rows, longest, calls, self.heads, floor)

@@ -86,7 +86,7 @@ class MTPModule(nn.Module):
         self.hnorm = nn.RMSNorm(H, eps=eps)
         self.eh_proj = nn.Linear(2 * H, H, bias=False)
         self.input_layernorm = nn.RMSNorm(H, eps=eps)
-        self.self_attn = Projections(config, H)
+        self.self_attn = Projections(config, H, config.qk_norm)
         self.post_attention_layernorm = nn.RMSNorm(H, eps=eps)
         self.mlp = SwiGLU(config)
         self.norm = nn.RMSNorm(H, eps=eps)

@@ -22,12 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall, Proposal
+from outrider.drafters.base import DraftCall, Proposal, longest_draft
 from outrider.drafters.chain import sample_steps
 from outrider.drafters.dflash import rope_table
 from outrider.drafters.kv import DraftKV
 from outrider.drafters.method import Serving, check_fits
 from outrider.drafters.mtp.module import MTP, MTPConfig, MTPModule
+from outrider.drafters.packed import PackedLayer
 from outrider.target import Target
 from outrider.target.lean import rotate
 from outrider.target.linear import PackedLinear
@@ -60,19 +61,11 @@ class _Rows:
     position: int
 
 
-class _PackedModule:
-    def __init__(self, module: MTPModule) -> None:
-        attn, mlp = module.self_attn, module.mlp
+class _PackedModule(PackedLayer):
+    def __init__(self, module: MTPModule, config: MTPConfig) -> None:
+        super().__init__(module, config)
         self.enorm, self.hnorm = module.enorm.weight.detach(), module.hnorm.weight.detach()
         self.eh = PackedLinear.fused(module.eh_proj)
-        self.input_norm = module.input_layernorm.weight.detach()
-        self.qkv = PackedLinear.fused(attn.q_proj, attn.k_proj, attn.v_proj)
-        self.q_norm = attn.q_norm.weight.detach() if attn.qk_norm else None
-        self.k_norm = attn.k_norm.weight.detach() if attn.qk_norm else None
-        self.o = PackedLinear.fused(attn.o_proj)
-        self.post_norm = module.post_attention_layernorm.weight.detach()
-        self.gate_up = PackedLinear.fused(mlp.gate_proj, mlp.up_proj)
-        self.down = PackedLinear.fused(mlp.down_proj)
         self.norm = module.norm.weight.detach()
 
 
@@ -86,7 +79,7 @@ class MTPDrafter:
         drafter = copy.deepcopy(drafter).to(target.device, torch.float32)  # heads and distributions need float32
         self.config = config
         self.taps, self.gamma = tuple(config.target_layer_ids), config.gamma
-        self.modules = [_PackedModule(drafter.module(k)) for k in range(config.num_modules)]
+        self.modules = [_PackedModule(drafter.module(k), config) for k in range(config.num_modules)]
         self.embed_VH, self.embed_scale = serving.embedding(target), target.embed_scale
         self.head, self.heads = serving.head(target), serving.chain_heads(target)
         positions = torch.arange(target.max_context + config.gamma + 1, device=target.device)
@@ -138,8 +131,7 @@ class MTPDrafter:
             states = self._run(min(k, self.config.num_modules - 1), sessions, rows)
             return torch.stack([state_mH[-1] for state_mH in states])
 
-        longest = max(self.gamma if call.limit is None else call.limit for call in calls)
-        return sample_steps(self.head, step, min(self.gamma, longest), calls, self.heads, floor)
+        return sample_steps(self.head, step, longest_draft(calls, self.gamma), calls, self.heads, floor)
 
     def _drafted(self, k: int, session: MTPSession, chain: Sequence[int], state_mH: Tensor) -> _Rows:
         """The rows whose tokens are the anchor and the drafts so far (`chain`), given what step k - 1 made."""
@@ -162,10 +154,9 @@ class MTPDrafter:
         tokens_T = torch.tensor([token for part in rows for token in part.tokens], dtype=torch.long, device=device)
         positions_T = torch.cat([torch.arange(p.position, p.position + n) for p, n in zip(rows, counts, strict=True)])
         embedded_TH = F.embedding(tokens_T, self.embed_VH).float() * self.embed_scale
-        H = embedded_TH.shape[1:]
-        state_TH = F.rms_norm(torch.cat([part.state_mH for part in rows]), H, module.hnorm, eps)
-        u_TH = module.eh(torch.cat((F.rms_norm(embedded_TH, H, module.enorm, eps), state_TH), dim=-1))
-        qkv = module.qkv(F.rms_norm(u_TH, H, module.input_norm, eps)).view(len(tokens_T), Q + 2 * G, E)
+        state_TH = module.normed(torch.cat([part.state_mH for part in rows]), module.hnorm)
+        u_TH = module.eh(torch.cat((module.normed(embedded_TH, module.enorm), state_TH), dim=-1))
+        qkv = module.qkv(module.normed(u_TH, module.input_norm)).view(len(tokens_T), Q + 2 * G, E)
         q, k, v = qkv.split((Q, G, G), dim=1)
         if module.q_norm is not None:
             q, k = F.rms_norm(q, (E,), module.q_norm, eps), F.rms_norm(k, (E,), module.k_norm, eps)
@@ -180,6 +171,5 @@ class MTPDrafter:
             for session, part, q_mQE in zip(sessions, rows, q.split(counts), strict=True)
         ]
         x_TH = u_TH + module.o(torch.cat(attended))
-        gate, up = module.gate_up(F.rms_norm(x_TH, H, module.post_norm, eps)).chunk(2, dim=-1)
-        x_TH = x_TH + module.down(F.silu(gate).mul_(up))
-        return list(F.rms_norm(x_TH, H, module.norm, eps).split(counts))
+        x_TH = x_TH + module.mlp(module.normed(x_TH, module.post_norm))
+        return list(module.normed(x_TH, module.norm).split(counts))

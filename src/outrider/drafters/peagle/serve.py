@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.drafters.base import DraftCall, Proposal
+from outrider.drafters.base import DraftCall, Proposal, longest_draft
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.eagle3_serve import Eagle3Drafter, Eagle3Session
 from outrider.drafters.method import Serving
@@ -33,7 +33,7 @@ class PEagleDrafter(Eagle3Drafter):
         Only an estimator could give one, and `outrider calibrate` fits none for this method: `floor` is idle as yet.
         """
         sessions: list[Eagle3Session] = [call.session for call in calls]
-        R, K = len(calls), min(self.gamma, max(self.gamma if call.limit is None else call.limit for call in calls))
+        R, K = len(calls), longest_draft(calls, self.gamma)
         first_RH = torch.stack([session.waiting_H for session in sessions])
         state_RKH = torch.cat((first_RH[:, None], self.masked_H.expand(R, K - 1, -1)), dim=1)
         tokens = [token for call in calls for token in (call.anchor, *[self.mask_token_id] * (K - 1))]

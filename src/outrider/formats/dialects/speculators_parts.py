@@ -53,7 +53,7 @@ __all__ = [
 Fragments = tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]
 
 _BLOCK_TAPS = "aux_hidden_state_layer_ids"
-_EAGLE_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_EAGLE_FLAGS = tuple(flag for flag in eagle3.FLAGS if flag != "attention_bias")  # that stands with the layer
 _MTP_NAMES = {  # ours (of module 0) -> theirs; the names of the transformer layer are the same
     "enorm.weight": "token_layernorm.weight",
     "hnorm.weight": "hidden_layernorm.weight",

@@ -17,21 +17,20 @@ from typing import Any
 from torch import Tensor
 
 from outrider.drafters.dflash2 import DFLASH2, DFlash2Config
+from outrider.drafters.dflash2.method import OWN_FIELDS
 from outrider.formats.dialect import Parts, Source, TargetFacts, Written
 from outrider.formats.dialects.zlab import ZLab
 from outrider.formats.fields import Fields
 
-_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-
 
 def read_own(fields: Fields) -> dict[str, Any]:
     """What DFlash 2 has beside DFlash's fields, as the arguments of its config."""
-    return {name: fields.integer(name) for name in _FIELDS}
+    return {name: fields.integer(name) for name in OWN_FIELDS}
 
 
 def write_own(config: DFlash2Config) -> dict[str, int]:
     """The same fields, all of them."""
-    return {name: getattr(config, name) for name in _FIELDS}
+    return {name: getattr(config, name) for name in OWN_FIELDS}
 
 
 class ZLab2:
