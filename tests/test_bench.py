@@ -217,6 +217,16 @@ def test_variants_take_turns_and_a_stopped_sweep_goes_on(tmp_path: Path) -> None
         Journal(tmp_path / "cut", {"seed": 0})
 
 
+def test_a_sweep_without_points_binds_nobody_to_its_settings(tmp_path: Path) -> None:
+    failed = Journal(tmp_path, {"backend": "vllm"})
+    failed.keep_reference([[1]])
+    failed.keep_said([[[2]]])
+    assert Journal(tmp_path, {"backend": "vllm"}).reference() == [[1]]
+    other = Journal(tmp_path, {"backend": "sglang"})
+    assert other.reference() is None and other.said() == []
+    assert Journal(tmp_path, {"backend": "sglang"}).points == []
+
+
 @pytest.mark.parametrize("verdict", ["tie", "mismatch"])
 def test_responses_are_compared_with_plain_decoding(tmp_path: Path, verdict: str) -> None:
     points = summarise_points(measure(tmp_path, sweep(), SPEEDS, verdict)[0].points)

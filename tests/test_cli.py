@@ -245,7 +245,10 @@ def test_mistakes_in_tasks_and_drafters(run: Run, toy: Path, tmp_path: Path) -> 
 
     check_error(evaluate_(bad), "bad.jsonl:2: turns: ")
     check_error(evaluate_(f"eval_math,{tmp_path}/nope"), "give a JSONL path or one of the shipped sets: eval_chat")
-    check_error(evaluate_("eval_math", toy / "nope"), "has no config.json: give a drafter directory")
+    check_error(
+        evaluate_("eval_math", toy / "nope"),
+        "nope: give a drafter directory (outrider train writes one)",
+    )
     check_error(evaluate_("eval_math", toy / "target"), "LlamaForCausalLM")
     check_error(evaluate_("eval_math", toy / "other"), "made for another target: vocab_size")
     both = ("--draft-length", 3, "--confidence-threshold", 0.5)

@@ -17,6 +17,8 @@ from pydantic import BaseModel, ValidationError
 from outrider.benchmark.metrics import Metrics, RequestFigures
 from outrider.formats.files import write_atomically
 
+_REFERENCE, _SAID = "reference.json", "said.json"
+
 
 class Point(BaseModel):
     """One variant under one load, once. `level`: concurrent users, or requests per second.
@@ -49,8 +51,8 @@ class Journal:
     def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self._path = directory, directory / "points.jsonl"
-        self._check(settings)
         self.points = self._read()
+        self._check(settings)
 
     def _check(self, settings: dict[str, Any]) -> None:
         path, settings = self.directory / "settings.json", json.loads(json.dumps(settings))
@@ -63,7 +65,11 @@ class Journal:
             for name in sorted(settings.keys() | earlier.keys())
             if earlier.get(name) != settings.get(name)
         ]
-        if differing:
+        if differing and not self.points:  # an engine that never started, say: there is nothing to go on with
+            for name in (_REFERENCE, _SAID):
+                (self.directory / name).unlink(missing_ok=True)
+            self._write(path, settings)
+        elif differing:
             raise ValueError(
                 f"{self.directory} holds a sweep with other settings: {'; '.join(differing)}. "
                 "Choose another --out, or repeat the settings to go on with it."
@@ -95,19 +101,19 @@ class Journal:
 
     def reference(self) -> list[list[int]] | None:
         """The plain responses of the prompts, once there."""
-        path = self.directory / "reference.json"
+        path = self.directory / _REFERENCE
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def keep_reference(self, responses: list[list[int]]) -> None:
-        self._write(self.directory / "reference.json", responses)
+        self._write(self.directory / _REFERENCE, responses)
 
     def said(self) -> list[list[list[int]]]:
         """The baseline's responses that later turns were asked after, turn by turn; [] before there are any."""
-        path = self.directory / "said.json"
+        path = self.directory / _SAID
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
     def keep_said(self, turns: list[list[list[int]]]) -> None:
-        self._write(self.directory / "said.json", turns)
+        self._write(self.directory / _SAID, turns)
 
     @staticmethod
     def _write(path: Path, content: Any) -> None:

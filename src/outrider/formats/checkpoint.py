@@ -193,6 +193,11 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Dialect]:
     """
     refuse_archive(directory)
     path = directory / "config.json"
+    if not directory.exists():
+        raise ValueError(
+            f"there is no directory {directory}: give a drafter directory (outrider train writes one), the name of a "
+            "drafter that outrider models lists, or what else --drafter takes."
+        )
     if not path.is_file():
         raise ValueError(f"{directory} has no config.json: give a drafter directory (outrider train writes one).")
     raw = read_mapping(path)
