@@ -272,6 +272,24 @@ def test_engines_that_do_not_start(tmp_path: Path, behaviour: str, timeout: floa
         pass
 
 
+def test_the_first_error_of_a_long_log_is_shown(tmp_path: Path) -> None:
+    said = [
+        "WARNING [limits.py:255] This can cause errors like `OSError: too many files`",
+        "(worker pid=7) ERROR [executor.py:953] ValueError: memory on node 0 is less than desired",
+        *["  File somewhere"] * 30,
+        "RuntimeError: See root cause above.",
+    ]
+    command = [sys.executable, "-c", f"print({chr(10).join(said)!r}); raise SystemExit(1)"]
+    with (
+        pytest.raises(
+            ValueError, match=r"(?s)See root cause above\..*first error: ValueError: memory on node 0"
+        ) as caught,
+        launched(command, "http://127.0.0.1:9/health", tmp_path / "log", 60),
+    ):
+        raise AssertionError("it does not serve")
+    assert "OSError" not in str(caught.value).split("first error")[1]
+
+
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_signals_end_the_engine_too(tmp_path: Path, ending: signal.Signals) -> None:
     port, worker = free_port(), tmp_path / "ids"

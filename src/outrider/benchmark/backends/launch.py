@@ -11,6 +11,7 @@ other end is ours alone: should this process be killed, the pipe ends, and the k
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import socket
@@ -27,6 +28,9 @@ import httpx
 _LOOK_EVERY = 0.25  # seconds
 _GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 _LAST_LINES = 15
+_ERROR = re.compile(
+    r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)"
+)  # at a line's beginning, or behind a log's [place]
 _KEEPER = f'cat; kill -s TERM -- "-$0"; sleep {_GRACE:g}; kill -s KILL -- "-$0"'
 
 
@@ -49,7 +53,8 @@ def launched(
         environment: added to this process's own.
 
     Raises:
-        ValueError: the command is not there, ends early, or is not healthy in time; the end of its log is shown.
+        ValueError: the command is not there, ends early, or is not healthy in time; the end of its log is shown, and
+            the first error in it.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with _endings_interrupt(), log.open("wb") as output:
@@ -113,7 +118,10 @@ def _wait_for_health(
 def _told(what: str, command: Sequence[str], log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     shown = "\n".join(f"    {line}" for line in lines[-_LAST_LINES:]) or "    (nothing)"
-    return f"{what}: {shlex.join(command)}\n{shown}\n  its whole log is {log}"
+    # Engines of several processes end in an error about the one that failed: the cause is the first they printed.
+    causes = [found[1] for line in lines if (found := _ERROR.search(line))]
+    first = f"  its first error: {causes[0]}\n" if causes else ""
+    return f"{what}: {shlex.join(command)}\n{shown}\n{first}  its whole log is {log}"
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
