@@ -492,5 +492,5 @@ def test_a_config_that_is_no_text_or_too_deep(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"config\.json: not"):
             load_drafter(directory)
     shutil.rmtree(directory)
-    with pytest.raises(ValueError, match="there is no directory .*d: give a drafter directory"):
+    with pytest.raises(ValueError, match=r"there is no directory .*d: give a drafter directory"):
         load_drafter(directory)

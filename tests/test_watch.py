@@ -519,7 +519,7 @@ def test_a_drafter_for_another_target_or_vocabulary_is_refused(
         save_drafter(Checkpoint(DSpark(toy_config(**change)), None, {}), tmp_path / "other")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=message):
             continued(target, samples, tmp_path / "out", {"start_from": str(tmp_path / "other")}, monkeypatch)
-    with pytest.raises(ValueError, match="there is no directory .*none"):
+    with pytest.raises(ValueError, match=r"there is no directory .*none"):
         continued(target, samples, tmp_path / "out", {"start_from": str(tmp_path / "none")}, monkeypatch)
     assert not (tmp_path / "out").exists()
 
