@@ -24,7 +24,7 @@ MLX_VENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/outrider/venv-mlx
 OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0))
 
 test-mlx: $(MLX_VENV)/.ready
-	PYTHONPATH=src $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS)) $(MLX_VENV)/bin/python -m pytest tests/test_mlx.py
+	PYTHONPATH=src $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS)) $(MLX_VENV)/bin/python -m pytest tests/backends/test_mlx.py
 
 $(MLX_VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(MLX_VENV)
@@ -46,8 +46,8 @@ soak: $(READY)
 	$(BIN)/python -m pytest -m soak
 
 lint: $(READY)
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 
 # The embedded model's wheel would pull a llama.cpp build; the dflash package, a reference for parity tests, a CUDA torch.

@@ -2,124 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
-from outrider.data.samples import Sample
-from outrider.drafters import DFlashConfig, DSpark, DSparkConfig
-from outrider.formats import Checkpoint, save_drafter
-from outrider.target import Target, load_target
-from outrider.target.resolve import EMBEDDED_ID
-
-TOY = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-    "pad_token_id": 0,
-}
-GEMMA3_ROPE = {
-    "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
-}
-TOY_CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**TOY),
-    "qwen3": Qwen3Config(**TOY),
-    "qwen3_moe": Qwen3MoeConfig(**TOY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
-    "gemma": GemmaConfig(**TOY),
-    "gemma2": Gemma2Config(**TOY, sliding_window=16, query_pre_attn_scalar=8),
-    "gemma3_text": Gemma3TextConfig(
-        **{**TOY, "rope_parameters": GEMMA3_ROPE}, sliding_window=16, query_pre_attn_scalar=8
-    ),
-}
-
-Run = Callable[..., tuple[int, str, str]]  # exit status, stdout, stderr
-
-
-def toy_target(family: str = "llama", seed: int = 0) -> Target:
-    """A random five-layer model of a family, with norms away from one."""
-    return random_target(TOY_CONFIGS[family], f"toy-{family}", seed)
-
-
-def random_target(config: PretrainedConfig, name: str, seed: int = 0) -> Target:
-    """A random model of that config, with norms away from one."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for place, parameter in model.named_parameters():
-            if "norm" in place:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-            else:
-                parameter.normal_(std=0.15)
-    return Target(model, None, name)
-
-
-def toy_config(dspark: bool = True, **changes: object) -> DFlashConfig:
-    """A two-layer drafter for the toy targets."""
-    fields: dict[str, object] = {
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 97,
-        "draft_vocab_size": 97,
-        "target_layer_ids": (0, 2, 3),
-        "num_target_layers": 5,
-        "mask_token_id": 3,
-        "block_size": 4,
-        "rope_theta": 777.0,
-        "max_position_embeddings": 256,
-    }
-    if dspark:
-        fields["markov_rank"] = 6
-    return (DSparkConfig if dspark else DFlashConfig)(**{**fields, **changes})
-
-
-def randomise(module: torch.nn.Module, seed: int = 0) -> None:
-    """Every parameter away from its initial value, norms too."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.2 * noise)
-
-
-def toy_samples(count: int, seed: int = 0, vocab: int = 97) -> list[Sample]:
-    """Random prompts with random responses of mixed lengths."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (), generator=generator))
-
-    samples = []
-    for i in range(count):
-        prompt, response = draw(3, 9), draw(8, 24)
-        tokens = torch.randint(4, vocab, (prompt + response,), generator=generator).tolist()
-        samples.append(Sample(f"s{i}", tokens, ((prompt, prompt + response),)))
-    return samples
+import outrider.cli.calibrate as calibrate
+import outrider.cli.evaluate as bench_drafters
+import outrider.cli.evaluate as evaluate
+import outrider.cli.generate as generate
+from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
+from outrider.drafters.dspark import DSpark, DSparkConfig
+from outrider.target.hub import EMBEDDED_ID
+from outrider.target.model import Target, load_target
+from tests.toys.command_line import Run, in_process
+from tests.toys.targets import randomise
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -145,7 +43,7 @@ def smollm() -> Target:
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a random target (target/), its drafter (drafter/) and one for another target (other/)."""
-    from toy_directory import save_toy_target  # which imports this file
+    from tests.toys.target_directory import save_toy_target
 
     directory = tmp_path_factory.mktemp("toy")
     vocab = save_toy_target(directory / "target", layers=5)
@@ -159,35 +57,10 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def in_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *verb: str) -> Run:
-    """What runs `outrider VERB ARGS` here and gives (exit status, stdout, stderr)."""
-    from outrider.cli import main
-
-    def call(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["outrider", *verb, *map(str, args)])
-        capfd.readouterr()
-        try:
-            main.main()
-            status = 0
-        except SystemExit as exit_:
-            status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-        return status, *capfd.readouterr()
-
-    return call
-
-
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """`outrider ARGS` in this process: (exit status, stdout, stderr). Threads and allocator stay as they are."""
-    from outrider.cli import bench_drafters, calibrate, evaluate, generate  # a second that most files need not pay
 
     for module in (bench_drafters, calibrate, evaluate, generate):
         monkeypatch.setattr(module, "set_up", lambda threads: None)
     return in_process(monkeypatch, capfd)
-
-
-def check_error(found: tuple[int, str, str], message: str) -> None:
-    status, _, stderr = found
-    assert status == 2
-    lines = stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], stderr

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from outrider.benchmark.prompts import mixed_prompts
-from outrider.decoding import StopRules, generate
+from outrider.backends.base import engine_of
+from outrider.backends.export import export_drafter, target_facts
+from outrider.checkpoints.checkpoint import Checkpoint
+from outrider.decoding.generate import generate
+from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, Drafter
-from outrider.formats import Checkpoint
-from outrider.formats.engines import engine_of
-from outrider.formats.export import export_drafter
-from outrider.formats.target_facts import target_facts
+from outrider.loadtest.load import mixed_prompts
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
-from outrider.target import Target
+from outrider.target.model import Target
 
 # Drafters for SmolLM2 that are there already: those of models/ and others that are named, separated as in PATH.
 MODELS = Path(__file__).parents[2] / "models"

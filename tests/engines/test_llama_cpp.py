@@ -18,20 +18,17 @@ from pathlib import Path
 
 import httpx
 import pytest
-import small_training
 import torch
-from engine import DIRECTORIES, our_acceptance, smollm_prompts
 
-from outrider.benchmark.backends.engines import SERVERS, Launch
-from outrider.benchmark.backends.launch import free_port, launched
-from outrider.benchmark.backends.prometheus import read_metrics
-from outrider.drafters import DFlash
-from outrider.formats import Checkpoint, load_drafter, save_drafter
-from outrider.formats.engines import engine_of
-from outrider.formats.export import export_drafter
-from outrider.formats.target_facts import target_facts
-from outrider.target import Target
-from outrider.target.resolve import EMBEDDED_ID, resolve_model
+from outrider.backends.base import SERVERS, Launch, engine_of, read_metrics
+from outrider.backends.export import export_drafter, target_facts
+from outrider.backends.launch import free_port, launched
+from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
+from outrider.drafters.dflash import DFlash
+from outrider.target.hub import EMBEDDED_ID, resolve_model
+from outrider.target.model import Target
+from tests.engines.engine import DIRECTORIES, our_acceptance, smollm_prompts
+from tests.toys import small_training
 
 pytestmark = [
     pytest.mark.engine,
@@ -163,7 +160,7 @@ def test_as_many_drafts_are_accepted(served: Served, smollm: Target, directory: 
 
 
 def test_its_converter_has_no_place_for_a_reduced_vocabulary_of_dflash(served: Served, tmp_path: Path) -> None:
-    """When this fails, formats/engine_limits.py refuses more than it must."""
+    """When this fails, backends/base.py refuses more than it must."""
     config = replace(served.checkpoints[Path("dflash")].drafter.config, draft_vocab_size=512)
     save_drafter(Checkpoint(DFlash(config), torch.arange(512)), tmp_path / "reduced")
     made = convert(

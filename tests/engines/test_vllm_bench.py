@@ -19,16 +19,16 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from engine import ENVIRONMENT
-from small_training import answer, train
-from test_backends import wait_until_gone
 
-from outrider.benchmark.journal import Journal
-from outrider.cli.export import export_command
+from outrider.checkpoints.checkpoint import load_drafter
+from outrider.cli.checkpoints import export_command
 from outrider.data.chat import render
-from outrider.data.prompts import load_prompts
-from outrider.formats import load_drafter
-from outrider.target import Target
+from outrider.data.sources import load_prompts
+from outrider.loadtest.metrics import Journal
+from outrider.target.model import Target
+from tests.engines.engine import ENVIRONMENT
+from tests.toys.processes import wait_until_gone
+from tests.toys.small_training import answer, train
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 KNOWN, STEPS, USERS, NEW = 4, 80, 2, 24

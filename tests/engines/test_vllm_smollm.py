@@ -12,8 +12,11 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-import small_training
-from engine import (
+
+from outrider.checkpoints.checkpoint import Checkpoint, load_drafter
+from outrider.target.hub import EMBEDDED_ID, resolve_model
+from outrider.target.model import Target
+from tests.engines.engine import (
     ALWAYS_SHARED,
     DIRECTORIES,
     INTERPRETED,
@@ -25,10 +28,7 @@ from engine import (
     run_vllm,
     smollm_prompts,
 )
-
-from outrider.formats import Checkpoint, load_drafter
-from outrider.target import Target
-from outrider.target.resolve import EMBEDDED_ID, resolve_model
+from tests.toys import small_training
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 PROMPTS, FEW, NEW = 20, 4, 32

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import toys
-from engine import ALWAYS_SHARED, INTERPRETED, UNREAD, Answer, Job, run_vllm
 
-from outrider.decoding import StopRules, generate
+from outrider.decoding.generate import generate
+from outrider.decoding.request import StopRules
 from outrider.drafters.base import Drafter
-from outrider.target import Target
+from outrider.target.model import Target
+from tests.engines import toys
+from tests.engines.engine import ALWAYS_SHARED, INTERPRETED, UNREAD, Answer, Job, run_vllm
 
 pytestmark = pytest.mark.engine
 NEW = 24  # response tokens

@@ -10,23 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import TOY, randomise
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from outrider.data.samples import Sample
-from outrider.decoding import StopRules, generate
-from outrider.drafters import DFlashConfig, DSparkConfig, catalogue
+import outrider.drafters.registry as catalogue
+from outrider.checkpoints.checkpoint import Checkpoint
+from outrider.data.responses import Sample
+from outrider.decoding.generate import generate
+from outrider.decoding.request import StopRules
+from outrider.drafters.dflash import DFlashConfig
+from outrider.drafters.dspark import DSparkConfig
 from outrider.drafters.eagle3 import Eagle3Config
-from outrider.drafters.heads import HeadsConfig
-from outrider.formats import Checkpoint
-from outrider.target import Target
+from outrider.drafters.medusa import HeadsConfig
+from outrider.target.model import Target
+from outrider.training.dataset import choose_draft_ids, inverse_ids
 from outrider.training.features import measure_tap_scale
-from outrider.training.objective import ObjectiveConfig
+from outrider.training.loss import ObjectiveConfig
 from outrider.training.recipe import Recipe
 from outrider.training.setup import Run
 from outrider.training.step import BlockObjective
 from outrider.training.trainer import Trainer
-from outrider.training.vocabulary import choose_draft_ids, inverse_ids
+from tests.toys.targets import TOY, randomise
 
 VOCAB, HIDDEN, LAYERS = 160, 64, 5
 SHAPES = {

@@ -1,1 +1,1 @@
-"""One file per verb."""
+"""The command line: one file per group of verbs."""

@@ -1,38 +1,467 @@
-"""outrider bench --backend KIND --tasks FILES_OR_NAMES --concurrency 1,2,4,8,16,32 --out DIR"""
+"""`--backend KIND`: which engine is measured, under which variants.
+
+local                          our engine; variants as in loadtest/variants.py
+transformers                   none, prompt-lookup; assisted where --assistant names a model
+openai, vllm, sglang, ...      none (--baseline-url) and speculative (--base-url): servers that run already;
+                               with --launch none and fixed-K: started here, one at a time (bench_servers.py)
+mlx                            none, speculative
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
+import os
+import shlex
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
+import numpy as np
 import typer
 from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig
 
-from outrider.benchmark.frontier import Sweep
-from outrider.benchmark.journal import Journal
-from outrider.benchmark.local import engine_config
-from outrider.benchmark.metrics import Sla
-from outrider.benchmark.prompts import mixed_prompts
-from outrider.benchmark.summary import Frontier
-from outrider.benchmark.variants import KNOWN
-from outrider.benchmark.workload import Workload, run_workload
-from outrider.cli.backends import ONE_AT_A_TIME, Chosen, Kind, choose_mlx, choose_transformers
-from outrider.cli.bench_local import choose_local
-from outrider.cli.bench_report import report
-from outrider.cli.bench_servers import API_KEY, EngineType, ServerOptions, Wanted, choose_servers
-from outrider.cli.drafters import AUTO, CHOICES, DrafterChoice, require_drafter, warn_of_thinking
-from outrider.cli.options import TREE, choose_tree, counting, split_names, split_numbers
-from outrider.cli.runtime import load, set_up
+from outrider.backends.base import SERVERS, Launch, Server, drafting_of, engine_of
+from outrider.backends.export import embedding_factor
+from outrider.backends.openai import Endpoint
+from outrider.backends.transformers import load_causal_lm
+from outrider.checkpoints.checkpoint import empty_module, read_config, read_parts
+from outrider.cli.common import (
+    AUTO,
+    CHOICES,
+    TREE,
+    DrafterChoice,
+    choose_tree,
+    counting,
+    load,
+    require_drafter,
+    show_paths,
+    split_names,
+    split_numbers,
+    warn_of_thinking,
+)
 from outrider.data.chat import Chat
-from outrider.drafters.tree_size import FORM
-from outrider.evaluation.results import machine
-from outrider.formats import versions
-from outrider.target.resolve import EMBEDDED_ID
-from outrider.training.ranks import join
+from outrider.decoding.request import StopRules
+from outrider.drafters.base import FORM, Drafter, TreeSize, draft_slots
+from outrider.drafters.language_model import StandaloneConfig
+from outrider.drafters.ngram import NgramConfig
+from outrider.engine.scheduler import EngineConfig
+from outrider.evaluation.profile import setting_of
+from outrider.loadtest.load import mixed_prompts
+from outrider.loadtest.metrics import Frontier, Journal, PointSummary, Sla
+from outrider.loadtest.plots import write_plots
+from outrider.loadtest.simulate import (
+    Cluster,
+    Comparison,
+    Routing,
+    check_comparable,
+    compare,
+    load_machine,
+    serve,
+    simulate_sweep,
+)
+from outrider.loadtest.sources import (
+    ASSISTED,
+    PROMPT_LOOKUP,
+    SPECULATIVE,
+    LocalSource,
+    ServerSource,
+    Source,
+    engine_config,
+    launching,
+    local_engines,
+    mlx_source,
+    running_servers,
+    transformers_source,
+)
+from outrider.loadtest.sweep import HEADINGS, Sweep, Workload, run_workload, side_by_side
+from outrider.loadtest.traces import Traces, record
+from outrider.loadtest.variants import KNOWN, NO_SPECULATION, Variant, build_variant, default_variants, fixed_length
+from outrider.scheduling.cost import Profile
+from outrider.target.hub import EMBEDDED_ID, resolve_model
+from outrider.target.linear import warm_up
+from outrider.target.model import Target, count_layers
+from outrider.utils.device import default_dtype, dtype_name, set_up
+from outrider.utils.distributed import join
+from outrider.utils.measure import machine, versions
+
+Kind = Literal["local", "transformers", "openai", "vllm", "sglang", "llama.cpp", "mlx"]
+ONE_AT_A_TIME = ("transformers", "mlx")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A source and the variants it is measured under; `grouped` where changing the variant is expensive.
+
+    `settings` name what else decides, and the type of the weights (`dtype`) where it is known.
+    """
+
+    source: Source
+    variants: list[str]
+    grouped: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def choose_transformers(
+    target: str, chat: Chat, assistant: str | None, drafts: int, names: list[str] | None, device: str
+) -> Chosen:
+    """transformers' generate.
+
+    Raises:
+        ValueError: no such model or variant.
+    """
+    dtype = default_dtype(device)
+    model = load_causal_lm(target, device, dtype)
+    helper = None if assistant is None else load_causal_lm(assistant, device, dtype)
+    there = [NO_SPECULATION, PROMPT_LOOKUP, *([] if helper is None else [ASSISTED])]
+    source = transformers_source(model, sorted(chat.eos_ids), drafts, helper)
+    settings = {"assistant": assistant, "prompt_lookup": drafts, "dtype": dtype_name(dtype)}
+    return Chosen(source, among(names, there), settings=settings)
+
+
+def choose_mlx(target: str, choice: DrafterChoice, names: list[str] | None) -> Chosen:
+    """Apple's MLX.
+
+    Raises:
+        ValueError: it is not installed, or there is no trained drafter.
+    """
+    if choice.directory is None:
+        raise ValueError(f"--backend mlx decodes with a trained drafter, not with {choice.kind}: give its directory.")
+    source = mlx_source(target, choice.directory)
+    stored = AutoConfig.from_pretrained(resolve_model(target)).get_text_config().dtype  # what mlx-lm computes in
+    settings = {"dtype": None if stored is None else dtype_name(stored)}
+    return Chosen(source, among(names, [NO_SPECULATION, SPECULATIVE]), settings=settings)
+
+
+def among(names: list[str] | None, there: list[str]) -> list[str]:
+    """The variants asked for, all that there are by default."""
+    if names is None:
+        return there
+    if unknown := [name for name in names if name not in there]:
+        raise ValueError(f"no variant {unknown[0]!r} here; there are {', '.join(there)}.")
+    return list(dict.fromkeys([*there[:1], *names])) if there[0] == NO_SPECULATION else names
+
+
+# ----------------------------------------------------------------------------
+# Our own engine as `outrider bench` measures it: drafter, variants and the files that decide.
+# ----------------------------------------------------------------------------
+
+
+_OF_A_DRAFTER = {".json", ".safetensors"}
+
+
+def choose_local(
+    choice: DrafterChoice,
+    target: Target,
+    names: list[str] | None,
+    threshold: float | None,
+    profile: Path | None,
+    config_at: Callable[[float], EngineConfig],
+    users: int,
+    tree: TreeSize | None,
+    token_budget: int,
+) -> Chosen:
+    """Our engine, with its kernels built for so many users.
+
+    Args:
+        names: variants; all that the drafter allows by default.
+        threshold: of variant threshold; the drafter's recommended one by default.
+        profile: what adaptive variants decide by.
+        tree: draft trees of that size.
+        token_budget: most rows of one forward.
+
+    Raises:
+        ValueError: no such drafter or variant, or a variant needs what is not there.
+    """
+    opened = choice.open(target, tree=tree)
+    threshold = opened.recommended_threshold if threshold is None else threshold
+    allowed = default_variants(opened.drafter.gamma, threshold, opened.confident)
+    if tree is not None:  # its nodes have survivals, if anything; no threshold was recommended for those
+        threshold, allowed = None, [NO_SPECULATION, f"fixed-{tree.nodes}"]
+    names = names or allowed
+    built = _variants(names, target, opened.drafter, threshold, profile)
+    files = [] if choice.directory is None else sorted(choice.directory.iterdir())
+    settings: dict[str, Any] = {"threshold": threshold, "profile_sha256": _digest(profile)}
+    settings |= {"dtype": dtype_name(target.dtype)}
+    settings |= {"drafter_sha256": _digest(*(path for path in files if path.suffix in _OF_A_DRAFTER))}
+    warm_up(min(users * (draft_slots(opened.drafter) + 1), max(token_budget, users)))
+    engines = local_engines(target, opened.drafter, built, config_at)
+    return Chosen(LocalSource(target, engines), [variant.name for variant in built], settings=settings)
+
+
+def _variants(
+    names: list[str], target: Target, drafter: Drafter, threshold: float | None, profile: Path | None
+) -> list[Variant]:
+    """All of them, the one without speculation in any case; a profile of something else is refused."""
+    cost = None
+    if profile is not None:
+        cost = Profile.load(profile)
+        cost.check(setting_of(target, drafter))
+    slots = draft_slots(drafter)
+    return [build_variant(name, slots, threshold, cost) for name in dict.fromkeys([NO_SPECULATION, *names])]
+
+
+def _digest(*paths: Path | None) -> str | None:
+    """Of files that decide: a profile measured anew, a drafter trained or calibrated again."""
+    content = [path.read_bytes() for path in paths if path is not None]
+    return hashlib.sha256(b"".join(content)).hexdigest() if content else None
+
+
+# ----------------------------------------------------------------------------
+# `--backend openai|vllm|sglang|llama.cpp`: servers that run already, or engines that are started here.
+#
+# --launch   drafter -> read, and held to what the engine loads -> a command for every variant -> only then measured
+#
+# Whatever is wrong with a drafter is found before the baseline is measured, which can take an hour.
+# ----------------------------------------------------------------------------
+
+
+API_KEY = "OUTRIDER_API_KEY"
+EngineType = Literal["float32", "bfloat16", "float16"]
+_GGUF = "llama.cpp"  # reads files of its own, converted from the checkpoints that are named beside them
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Which servers, and how they are started where they are. See the options of `outrider bench`."""
+
+    base_url: str | None = None
+    baseline_url: str | None = None
+    served_model: str | None = None
+    chat: bool = False
+    launch: bool = False
+    engine_python: str = sys.executable
+    engine_command: str | None = None
+    engine_args: str = ""
+    engine_target: str | None = None
+    engine_drafter: str | None = None
+    engine_dtype: EngineType | None = None
+    startup_timeout: float = 600.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be measured on servers.
+
+    Args:
+        chat: of the target.
+        choice: the drafter, asked for only where an engine is started with it.
+        names: of variants; None: all there are.
+        chat_of: what a prompt is asked with where servers render prompts themselves.
+        room: (users, tokens of the longest request), asked for when an engine starts.
+        logs: directory for what started engines print.
+        device: of our own process, which decides a started engine's type where nothing else does.
+    """
+
+    chat: Chat
+    choice: Callable[[], DrafterChoice]
+    names: list[str] | None
+    chat_of: Callable[[Sequence[int]], dict[str, Any]]
+    thinking: bool
+    room: Callable[[], tuple[int, int]]
+    logs: Path
+    device: str
+
+
+def choose_servers(kind: str, options: ServerOptions, wanted: Wanted) -> Chosen:
+    """Engines over HTTP.
+
+    Raises:
+        ValueError: no server is named and none is to be started, or the engine does not load this drafter.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError(f"--backend {kind}: one process asks a server; torchrun is for local, transformers and mlx.")
+    engine = next(engine for engine in SERVERS if engine.name == kind)
+    endpoint = Endpoint(
+        options.base_url or "http://127.0.0.1",
+        options.served_model,
+        os.environ.get(API_KEY),
+        engine.extra,
+        engine.metrics,
+        wanted.chat_of if options.chat else None,
+        wanted.thinking if wanted.thinking or kind != "openai" else None,  # not every server knows the field
+    )
+    if options.launch:
+        if options.base_url or options.baseline_url:
+            raise ValueError("--launch starts the servers itself: leave out --base-url and --baseline-url.")
+        return _launched(engine, options, wanted, endpoint)
+    if options.base_url is None:
+        raise ValueError(
+            f"--backend {kind}: name a running server (--base-url, and --baseline-url for one without speculation), or "
+            "let it be started (--launch)."
+        )
+    endpoints = {SPECULATIVE: endpoint}
+    if options.baseline_url is not None:
+        endpoints[NO_SPECULATION] = replace(endpoint, url=options.baseline_url)
+    servers = {"base_url": options.base_url, "baseline_url": options.baseline_url, "chat": options.chat}
+    source = ServerSource(running_servers(endpoints), wanted.chat.tokenizer)
+    return Chosen(source, among(wanted.names, sorted(endpoints)), settings=servers)
+
+
+def _launched(engine: Server, options: ServerOptions, wanted: Wanted, endpoint: Endpoint) -> Chosen:
+    gguf, target = engine.name == _GGUF, wanted.chat.name
+    launch = Launch(
+        target=options.engine_target or (target if gguf else str(resolve_model(target))),
+        drafter=options.engine_drafter,
+        algorithm="",
+        drafts=0,
+        port=0,
+        dtype=options.engine_dtype or dtype_name(default_dtype(wanted.device)),
+        users=1,
+        context=1,
+        python=options.engine_python,
+        executable=options.engine_command,
+        extra=tuple(shlex.split(options.engine_args)),
+    )
+    engine.command(launch)  # what cannot be started needs no drafter either
+    launch = _drafting(launch, engine.name, wanted.choice(), target)
+    gamma = launch.drafts
+    variants = list(dict.fromkeys([NO_SPECULATION, *(wanted.names or [f"fixed-{gamma}"])]))
+    drafts = {name: 0 if name == NO_SPECULATION else fixed_length(name, gamma) for name in variants}
+    for count in drafts.values():  # what a command refuses, it refuses now
+        engine.command(replace(launch, drafts=count))
+
+    def plan() -> Launch:
+        users, context = wanted.room()
+        return replace(launch, users=users, context=context)
+
+    servers = launching(engine, plan, drafts, endpoint, wanted.logs, options.startup_timeout)
+    settings: dict[str, Any] = {"engine_args": options.engine_args, "chat": options.chat}
+    settings |= {"engine_drafter": options.engine_drafter, "dtype": None if gguf else launch.dtype}
+    return Chosen(ServerSource(servers, wanted.chat.tokenizer), variants, grouped=True, settings=settings)
+
+
+def _drafting(launch: Launch, engine: str, choice: DrafterChoice, target: str) -> Launch:
+    """With the drafter, and with as many drafts as it makes.
+
+    Raises:
+        ValueError: not a drafter, or not one that the engine loads as it is.
+    """
+    if choice.directory is not None:
+        return _trained(launch, engine, choice.directory, target)
+    if choice.kind == "ngram":
+        return replace(launch, algorithm="ngram", drafts=choice.gamma or NgramConfig.gamma, drafter=None)
+    drafter = launch.drafter or (choice.where if engine == _GGUF else str(resolve_model(choice.where)))
+    return replace(launch, algorithm=choice.kind, drafts=choice.gamma or StandaloneConfig.gamma, drafter=drafter)
+
+
+def _trained(launch: Launch, engine: str, directory: Path, target: str) -> Launch:
+    """As `_drafting`, for a directory; `target` says how deep it is where config.json does not."""
+    parts = read_parts(directory, count_layers(target))
+    empty_module(parts, directory)
+    name, served = parts.method.name, engine_of(engine)
+    try:
+        if launch.drafter is None and engine != _GGUF:
+            served.check_loads(parts, read_config(directory)[1], embedding_factor(target))
+        elif name in served.dialects:  # what --engine-drafter names was made of it
+            served.limits(parts, embedding_factor(target))
+    except ValueError as error:
+        raise ValueError(f"--launch with the drafter {directory}: {error}") from error
+    told = drafting_of(parts, launch.drafter or str(directory))
+    return replace(
+        launch,
+        algorithm=told.method,
+        drafts=told.drafts,
+        drafter=told.drafter,
+        reduced_vocabulary=told.reduced_vocabulary,
+        mixed=told.mixed,
+    )
+
+
+# ----------------------------------------------------------------------------
+# What `outrider bench` shows: a table of 80 columns, verdicts, and where files and plots are.
+#
+# Of engines whose steps are seen it shows rows verified and the drafts' share, of others what users see instead: the
+# time between outputs.
+# ----------------------------------------------------------------------------
+
+
+_Column = tuple[str, float, str]  # heading, scale, format
+_COLUMNS: dict[str, _Column] = {
+    "tokens_per_second": ("tok/s", 1.0, ".1f"),
+    "user_p50": ("user", 1.0, ".1f"),
+    "user_p95": ("p95", 1.0, ".1f"),
+    "ttft_p50": ("TTFT", 1e3, ".0f"),
+    "ttft_p95": ("p95", 1e3, ".0f"),
+    "goodput": ("good/s", 1.0, ".2f"),
+}
+_INSIDE: dict[str, _Column] = {
+    "budget": ("rows", 1.0, ".2f"),
+    "tau": ("tau", 1.0, ".2f"),
+    "draft_share": ("draft", 100.0, ".0f"),
+}
+_OUTSIDE: dict[str, _Column] = {
+    "gap_p50": ("gap", 1e3, ".0f"),
+    "gap_p95": ("p95", 1e3, ".0f"),
+    "tau": ("tau", 1.0, ".2f"),
+}
+
+
+def report(frontier: Frontier, out: Path, console: Console, exact: bool = True) -> None:
+    """Write frontier.json and the plots, print tables and verdicts.
+
+    Args:
+        exact: whether greedy output must be plain decoding's; other engines' numerics change with their batches.
+
+    Raises:
+        ValueError: it had to be and was not: a bug worth reporting.
+    """
+    path = frontier.save(out)
+    _print(frontier, console)
+    show_paths(console, path, *write_plots(frontier, out))
+    wrong = sorted({point.variant for point in frontier.points if point.mismatches})
+    if wrong and exact:
+        raise ValueError(
+            f"output differs from plain decoding with {', '.join(wrong)}; this is a bug, please report it."
+        )
+
+
+def _print(frontier: Frontier, console: Console) -> None:
+    seen = any(point.median("budget") is not None for point in frontier.points)
+    columns = _COLUMNS | (_INSIDE if seen else _OUTSIDE)
+    ours = "draft in % of the time" if seen else "gap between outputs in ms"
+    title = f"medians; {frontier.arrivals} arrivals; TTFT in ms, {ours}, other: mismatches"
+    table = Table(title=title, box=None, padding=(0, 1, 0, 0))
+    for heading in ("load", "variant", *(title for title, _, _ in columns.values()), "other"):
+        table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=True)
+    for point in frontier.points:
+        cells = []
+        for figure, (_, scale, shape) in columns.items():
+            found = point.median(figure)
+            cells.append("" if found is None else format(scale * found, shape))
+        table.add_row(f"{point.level:g}", point.variant, *cells, str(point.mismatches))
+    console.print(table)
+    for level in frontier.levels:
+        console.print(
+            f"load {level.level:g}: best adaptive {level.adaptive} is {level.ratio:.3f}x best static {level.static}",
+            highlight=False,
+        )
+    for verdict in frontier.overall:
+        kind = "adaptive" if verdict.adaptive else "static"
+        console.print(
+            f"{verdict.variant} ({kind}): {verdict.mean_ratio:.3f}x no speculation on average over the loads, "
+            f"{verdict.worst_ratio:.3f}x at worst",
+            highlight=False,
+        )
+    statics = [v for v in frontier.overall if not v.adaptive]
+    if frontier.overall and statics and frontier.overall[0].adaptive and len(statics) < len(frontier.overall):
+        best, beaten = frontier.overall[0], statics[0]
+        console.print(
+            f"{best.variant} beats every static choice over the sweep; {beaten.variant} is the best of those."
+        )
+
+
+# ----------------------------------------------------------------------------
+# outrider bench --backend KIND --tasks FILES_OR_NAMES --concurrency 1,2,4,8,16,32 --out DIR
+# ----------------------------------------------------------------------------
+
 
 _CONCURRENCY = "1,2,4,8,16,32"
 
@@ -146,3 +575,191 @@ def bench_command(
             run_workload(sweep, chosen.source, work, known.tokenizer, thinking, journal, ranks, on_progress)
         if ranks.main:
             report(Frontier.of(arrivals, journal.points, settings), out, console, chosen.source.exact)
+
+
+# ----------------------------------------------------------------------------
+# outrider bench-table DIR DIR ...: sweeps of several engines in one table.
+# ----------------------------------------------------------------------------
+
+
+def bench_table(
+    directories: Annotated[list[Path], typer.Argument(help="--out of outrider bench, one per engine")],
+    out: Annotated[Path | None, typer.Option(help="Markdown file for the table")] = None,
+) -> None:
+    """Engines side by side, measured alike, each against itself without speculation."""
+    rows, console = side_by_side(directories), Console()
+    view = Table(box=None, padding=(0, 1, 0, 0))
+    for heading in HEADINGS:
+        view.add_column(heading, justify="left" if heading in HEADINGS[:2] else "right", no_wrap=True)
+    for row in rows:
+        view.add_row(*row)
+    console.print(view)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lines = [HEADINGS, ("---", "---", *("---:" for _ in HEADINGS[2:])), *rows]
+        out.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8")
+        show_paths(console, out)
+
+
+# ----------------------------------------------------------------------------
+# outrider simulate --record TRACES --tasks ...,   outrider simulate --traces TRACES --profile FILE --out DIR
+# ----------------------------------------------------------------------------
+
+
+def simulate_command(
+    recording: Annotated[
+        Path | None, typer.Option("--record", help="decode --tasks here, write traces to this .npz, and stop")
+    ] = None,
+    target: Annotated[str, typer.Option(help="to record: model id or directory")] = EMBEDDED_ID,
+    drafter: Annotated[str, typer.Option(help=f"to record: {CHOICES}")] = AUTO,
+    tasks: Annotated[str | None, typer.Option(help="to record: JSONL files or shipped sets; first turns")] = None,
+    max_samples: Annotated[int, typer.Option(min=1, help="to record: prompts in all, mixed from the tasks")] = 100,
+    device: Annotated[str, typer.Option(help="to record: cpu, cuda, ...")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="to record")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="per response; no more than was recorded")] = 64,
+    seed: Annotated[int, typer.Option(help="of the mix of prompts, and of arrivals")] = 0,
+    thinking: Annotated[bool, typer.Option("--thinking/--no-thinking", help="to record: of the chat template")] = False,
+    traces: Annotated[Path | None, typer.Option(help="what --record wrote")] = None,
+    profile: Annotated[Path | None, typer.Option(help='outrider profile\'s, or {"sps": [...], ...}')] = None,
+    out: Annotated[Path | None, typer.Option(help="directory for frontier.json, plots, validation.json")] = None,
+    concurrency: Annotated[str, typer.Option(help="users of closed loops")] = "1,2,4,8,16,32",
+    rates: Annotated[str | None, typer.Option(help="Poisson arrivals per second, instead")] = None,
+    variants: Annotated[str | None, typer.Option(help="comma-separated; all of them by default")] = None,
+    confidence_threshold: Annotated[
+        float | None, typer.Option(help="of `threshold`; as recommended if not given")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="counted per point, one per user where that is more")] = 12,
+    repeats: Annotated[int, typer.Option(min=1, help="other arrivals each; a closed loop needs one")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, help="engines behind one router")] = 1,
+    routing: Annotated[str, typer.Option(help="least-loaded or round-robin")] = "least-loaded",
+    max_requests: Annotated[
+        int | None, typer.Option(min=1, help="running at once, per engine; all users, or 32 of Poisson arrivals")
+    ] = None,
+    token_budget: Annotated[int, typer.Option(min=1, help="rows per step")] = EngineConfig.token_budget,
+    sla_ttft: Annotated[float, typer.Option(help="seconds to the first token")] = Sla.ttft,
+    sla_tokens_per_second: Annotated[float, typer.Option(help="of a user")] = Sla.tokens_per_second,
+    scale_verify: Annotated[float, typer.Option(help="target forwards take so many times as long")] = 1.0,
+    scale_draft: Annotated[float, typer.Option(help="drafts take so many times as long")] = 1.0,
+    validate: Annotated[Path | None, typer.Option(help="measured frontier.json to compare with")] = None,
+) -> None:
+    """Predict a load test from a profile and recorded drafts: any concurrency, any policy, machines you do not have."""
+    console = Console()
+    if recording is not None:
+        if tasks is None:
+            raise ValueError("--record needs --tasks: prompts to decode.")
+        set_up(threads)
+        found = record_traces(
+            target, drafter, split_names(tasks), max_samples, max_new_tokens, seed, thinking, device, console
+        )
+        found.save(recording)
+        show_paths(console, recording)
+        return
+    if traces is None or profile is None or out is None:
+        raise ValueError("give --traces, --profile and --out; or --record FILE to make traces first.")
+    recorded, measured = Traces.load(traces), None if validate is None else Frontier.load(validate)
+    machine = load_machine(profile, recorded.about["setting"], scale_draft, scale_verify)
+    threshold = recorded.about["threshold"] if confidence_threshold is None else confidence_threshold
+    allowed = default_variants(recorded.gamma, threshold, not np.isnan(recorded.confidences_NK).any())
+    names = allowed if variants is None else split_names(variants, f"variant; there are {KNOWN}")
+    kind: Literal["closed", "poisson"] = "closed" if rates is None else "poisson"
+    levels = split_numbers("--concurrency", concurrency) if rates is None else split_numbers("--rates", rates)
+    sla = Sla(sla_ttft, sla_tokens_per_second)
+    sweep = Sweep(kind, levels, tuple(names), repeats, requests, None, max_new_tokens, sla, seed)
+    settings = sweep.settings() | {"token_budget": token_budget, "max_requests": max_requests}
+    settings |= {"replicas": replicas, "routing": routing}
+    settings |= {"simulated": {"scale_verify": scale_verify, "scale_draft": scale_draft, "traces": recorded.about}}
+    if measured is not None:
+        check_comparable(settings, measured.settings)
+    router, prompts = _routing(routing), [response.prompt for response in recorded.responses]
+
+    def serving(variant: str, level: float) -> Cluster:
+        if kind == "poisson":
+            limit = max_requests or EngineConfig.max_requests
+        else:  # the least loaded replica never has more than its share
+            users = math.ceil(level / replicas) if routing == "least-loaded" else int(level)
+            limit = min(users, max_requests or users)
+        longest = max(len(prompt) for prompt in prompts) + max_new_tokens
+        engine = engine_config(longest, limit, token_budget)
+        return serve(variant, recorded, machine, engine, threshold, replicas, router)
+
+    with counting(console, "simulate") as on_progress:
+        points = simulate_sweep(sweep, serving, prompts, on_progress)
+    frontier = Frontier.of(kind, points, settings)
+    path = frontier.save(out)
+    console.print(points_table(frontier.points))
+    show_paths(console, path, *write_plots(frontier, out))
+    if measured is not None:
+        report_simulation(compare(frontier.points, measured.points), out / "validation.json", console)
+
+
+def record_traces(
+    target: str,
+    drafter: str,
+    tasks: list[str],
+    count: int,
+    tokens: int,
+    seed: int,
+    thinking: bool,
+    device: str,
+    console: Console,
+) -> Traces:
+    """Decode the prompts a load test would ask, with a draft at every position."""
+    choice = require_drafter(drafter, target, thinking)
+    warn_of_thinking(choice, thinking)
+    loaded = load(target, device)
+    opened = choice.open(loaded)
+    assert loaded.tokenizer is not None
+    prompts = [prompt.tokens for prompt in mixed_prompts(loaded.tokenizer, tasks, count, seed, thinking)]
+    about = {
+        "setting": setting_of(loaded, opened.drafter).model_dump(),
+        "tasks": [Path(task).stem for task in tasks],
+        "max_new_tokens": tokens,
+        "thinking": thinking,
+        "threshold": opened.recommended_threshold,
+        "versions": versions(),
+        "machine": machine(),
+    }
+    with counting(console, "record") as on_progress:
+        found = record(loaded, opened.drafter, prompts, StopRules(tokens), about, on_progress)
+    positions, matching = len(found.accepted_N), int(found.accepted_N.sum())
+    console.print(
+        f"{len(prompts)} responses, {positions} positions, on average {matching / positions:.2f} drafts right"
+    )
+    return found
+
+
+def points_table(points: list[PointSummary]) -> Table:
+    """Throughput by variant and level."""
+    levels = sorted({point.level for point in points})
+    view = Table(title="simulated tokens per second")
+    view.add_column("variant")
+    for level in levels:
+        view.add_column(f"{level:g}", justify="right", no_wrap=True)
+    found = {(point.variant, point.level): f"{point.throughput:.1f}" for point in points}
+    for variant in dict.fromkeys(point.variant for point in points):
+        view.add_row(variant, *(found[variant, level] for level in levels))
+    return view
+
+
+def report_simulation(compared: list[Comparison], path: Path, console: Console) -> None:
+    """Print and write the error at every point; the worst is named."""
+    view = Table(title="tokens per second: simulated against measured")
+    for heading in ("variant", "level", "measured", "simulated", "error"):
+        view.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=True)
+    for one in compared:
+        view.add_row(
+            one.variant, f"{one.level:g}", f"{one.measured:.1f}", f"{one.predicted:.1f}", f"{one.error:+.1f} %"
+        )
+    console.print(view)
+    worst = max(compared, key=lambda one: abs(one.error))
+    console.print(f"worst: {worst.variant} at {worst.level:g}, {worst.error:+.1f} %", highlight=False)
+    content = {"points": [one.model_dump() for one in compared], "worst": worst.model_dump()}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    show_paths(console, path)
+
+
+def _routing(name: str) -> Routing:
+    for known in get_args(Routing):
+        if name == known:
+            return known
+    raise ValueError(f"--routing {name!r}: choose one of {', '.join(get_args(Routing))}.")

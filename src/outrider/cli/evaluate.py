@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
-from outrider.cli.drafters import AUTO, CHOICES, require_drafter, warn_of_thinking
-from outrider.cli.mlx import load_for_mlx, mlx_versions, open_for_mlx
-from outrider.cli.options import (
+from outrider.cli.common import (
+    AUTO,
+    CHOICES,
     TREE,
     TYPICAL,
     choose_policy,
     choose_tree,
     choose_typical,
     counting,
+    load,
+    require_drafter,
     show_paths,
     split_names,
+    warn_of_thinking,
 )
-from outrider.cli.runtime import load, set_up
-from outrider.drafters.base import Drafter
-from outrider.drafters.tree_size import FORM
-from outrider.evaluation.drafter_info import DrafterInfo
+from outrider.cli.mlx import load_for_mlx, mlx_versions, open_for_mlx
+from outrider.data.sources import load_prompts
+from outrider.drafters.base import FORM, Drafter, TreeSize
+from outrider.evaluation.comparison import (
+    compare,
+    load_results,
+    notes,
+    plot_draft_cost,
+    split_label,
+    terminal,
+    write_comparison,
+)
+from outrider.evaluation.doctor.case import Case, read_data, read_drafter
+from outrider.evaluation.doctor.examine import as_json, examine, print_report, verdict
+from outrider.evaluation.draft_cost import cost_table, load_costs, measure_costs
+from outrider.evaluation.evaluate import EvaluationConfig, evaluate
 from outrider.evaluation.report import table, write_report
-from outrider.evaluation.results import Results
-from outrider.evaluation.run import EvaluationConfig, evaluate
-from outrider.formats import versions
+from outrider.evaluation.results import DrafterInfo, Results
 from outrider.sampling import SamplingParams
-from outrider.scheduling import Policy
-from outrider.target import Target
-from outrider.training.ranks import ALONE, Ranks, join
+from outrider.scheduling.policies import Policy
+from outrider.target.hub import EMBEDDED_ID
+from outrider.target.model import Target
+from outrider.utils.device import set_up
+from outrider.utils.distributed import ALONE, Ranks, join
+from outrider.utils.measure import versions
 from outrider.verification import TypicalAcceptance
 
 
@@ -137,3 +157,166 @@ def report(results: Results, out: Path, console: Console) -> None:
     wrong = [t.task for t in results.tasks if t.greedy_mismatches]
     if wrong and not results.lossy:
         raise ValueError(f"output differs from plain decoding on {', '.join(wrong)}; this is a bug, please report it.")
+
+
+# ----------------------------------------------------------------------------
+# outrider compare DIR... [--out DIR]
+# ----------------------------------------------------------------------------
+
+
+def compare_command(
+    results: Annotated[list[str], typer.Argument(help="directories of outrider eval --out, as DIR or NAME=DIR")],
+    out: Annotated[Path | None, typer.Option(help="directory for JSON, Markdown and pictures")] = None,
+    draft_cost: Annotated[Path | None, typer.Option(help="JSON of outrider bench-drafters, to show as well")] = None,
+    allow_different: Annotated[
+        bool, typer.Option("--allow-different", help="compare other settings or machines, and say so")
+    ] = False,
+) -> None:
+    """Drafters side by side: tau, acceptance, speedup, cost, size. Results of one name are seeds of one drafter."""
+    console = Console()
+    loaded = [load_results(argument) for argument in results]
+    costs = None if draft_cost is None else load_costs(draft_cost)
+    comparison = compare(loaded, allow_different, costs)
+    _print_whole(console, terminal(comparison))
+    for line in notes(comparison):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if costs is not None:
+        _print_whole(console, cost_table(costs))
+    if out is not None:
+        show_paths(console, *write_comparison(comparison, out))
+
+
+def _print_whole(console: Console, view: Table) -> None:
+    """A terminal that is narrower wraps; nothing is cut off."""
+    needed = Measurement.get(console, console.options.update(max_width=1000), view).maximum
+    console.width = max(console.width, needed)
+    console.print(view)
+
+
+# ----------------------------------------------------------------------------
+# outrider bench-drafters DRAFTER... --out FILE
+# ----------------------------------------------------------------------------
+
+
+Size = TypeVar("Size")
+
+
+def bench_drafters(
+    drafters: Annotated[list[str], typer.Argument(help=f"each as CHOICE or NAME=CHOICE. CHOICE: {CHOICES}")],
+    target: Annotated[str, typer.Option(help="model id or directory")] = EMBEDDED_ID,
+    tree: Annotated[
+        list[str] | None, typer.Option(metavar=f"NAME={FORM}", help="that drafter drafts trees; may be repeated")
+    ] = None,
+    block_size: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=ROWS", help="that drafter's blocks have so many rows; may be repeated"),
+    ] = None,
+    context: Annotated[int, typer.Option(min=3, help="committed tokens before the draft")] = 256,
+    repeats: Annotated[int, typer.Option(min=3, help="rounds at every length, after two that are not counted")] = 20,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the figures, and a PNG beside it")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default")] = None,
+) -> None:
+    """What a draft costs by its length, drafters taking turns: flat for one pass, rising for a chain."""
+    named = name_drafters(drafters)
+    trees = sizes("--tree", tree, named, TreeSize.parse)
+    blocks = sizes("--block-size", block_size, named, _number)
+    choices = {name: require_drafter(choice, target) for name, choice in named.items()}
+    set_up(threads)
+    console = Console()
+    loaded = load(target, device)
+    opened = [(name, choice.open(loaded, blocks.get(name), trees.get(name))) for name, choice in choices.items()]
+    measured = [(found.info(name), found.drafter) for name, found in opened]
+    with counting(console, "bench-drafters") as on_progress:
+        costs = measure_costs(loaded, measured, context, repeats, versions(), on_progress)
+    console.print(cost_table(costs))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(costs.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        plot_draft_cost(costs, out.with_suffix(".png"))
+        show_paths(console, out, out.with_suffix(".png"))
+
+
+def name_drafters(arguments: Sequence[str]) -> dict[str, str]:
+    """{name: choice}; a choice without a name is its own.
+
+    Raises:
+        ValueError: one name for two.
+    """
+    pairs = [(label or choice, choice) for label, choice in map(split_label, arguments)]
+    names = [name for name, _ in pairs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two drafters are called {', '.join(twice)}; name them: NAME=CHOICE.")
+    return dict(pairs)
+
+
+def sizes(
+    option: str, given: Sequence[str] | None, named: Mapping[str, str], read: Callable[[str], Size]
+) -> dict[str, Size]:
+    """{name: size} of a repeated `NAME=SIZE`; a name that is a path may hold the sign itself.
+
+    Raises:
+        ValueError: no drafter of that name, or no size.
+    """
+    found: dict[str, Size] = {}
+    for text in given or ():
+        name = max((name for name in named if text.startswith(f"{name}=")), key=len, default=None)
+        if name is None:
+            meant = text.partition("=")[0]
+            raise ValueError(f"{option} {text!r}: no drafter is called {meant!r}; there are {', '.join(named)}.")
+        try:
+            found[name] = read(text.removeprefix(f"{name}="))
+        except ValueError as error:
+            raise ValueError(f"{option} {text!r}: {error}") from error
+    return found
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError("give NAME=NUMBER, the number at least 1.")
+    return int(text)
+
+
+# ----------------------------------------------------------------------------
+# outrider doctor --target T --drafter D --data responses.jsonl: what is wrong, what it means, what to do.
+# ----------------------------------------------------------------------------
+
+
+def doctor(
+    target: Annotated[str | None, typer.Option(help="model id or directory")] = None,
+    drafter: Annotated[Path | None, typer.Option(help="drafter directory")] = None,
+    data: Annotated[Path | None, typer.Option(help="responses file the drafter learns from")] = None,
+    evaluation: Annotated[str | None, typer.Option("--eval", help="prompts that must not be in the data")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="conversations run through the models")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens decoded per conversation")] = 48,
+    thinking: Annotated[bool, typer.Option(help="the mode the drafter is to serve in")] = False,
+    json_out: Annotated[Path | None, typer.Option("--json", help="file for the findings")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+) -> None:
+    """Check target, drafter and data against each other. Exit status 1 where a fault is found."""
+    if target is None and drafter is None and data is None:
+        raise ValueError("nothing to examine: give --target, --drafter or --data, best all three.")
+    set_up(threads)
+    console = Console()
+    case = Case(thinking=thinking, samples=samples, max_new_tokens=max_new_tokens)
+    if target is not None:
+        case.loaded_target = load(target, device)
+    if evaluation is not None:
+        case.eval_prompts = load_prompts(evaluation)
+    unread = [
+        read_drafter(case, drafter, device) if drafter is not None else None,
+        read_data(case, data) if data is not None else None,
+    ]
+    with console.status("examining") as status:
+        found = examine(case, lambda check: status.update(f"examining: {check.name}"))
+    findings = [finding for finding in unread if finding is not None] + found
+    print_report(findings, console)
+    if json_out is not None:
+        paths = {"target": target, "drafter": drafter, "data": data, "eval": evaluation}
+        inputs = {name: None if value is None else str(value) for name, value in paths.items()}
+        inputs |= {"samples": str(samples), "max_new_tokens": str(max_new_tokens), "thinking": str(thinking)}
+        json_out.parent.mkdir(parents=True, exist_ok=True)
+        json_out.write_text(json.dumps({**as_json(findings, inputs), "versions": versions()}, indent=1) + "\n")
+    if verdict(findings) == "fault":
+        raise typer.Exit(1)

@@ -1,4 +1,10 @@
-"""outrider experiment TABLE.yaml [key=value ...]: one command from prompts to the comparison of its drafters."""
+"""What would fail only after hours of training, found before it.
+
+tasks        can be read
+commands     eval, calibrate and bench-drafters take their options, as if they were given by hand
+drafters     are there, or another row makes them; and they draft in trees and blocks where that is asked
+rows         are evaluated alike, so that outrider compare will take them
+"""
 
 from __future__ import annotations
 
@@ -6,15 +12,133 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from importlib import resources
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from outrider.cli.experiment_checks import check_experiment
-from outrider.evaluation.experiment import Stage, plan
-from outrider.evaluation.experiment_table import load_table
+from outrider.checkpoints.checkpoint import load_drafter, read_metadata
+from outrider.checkpoints.published import shipped_drafter
+from outrider.cli.calibrate import calibrate_command
+from outrider.cli.common import (
+    choose_policy,
+    choose_tree,
+    choose_typical,
+    load,
+    recommended_threshold,
+    require_drafter,
+    split_names,
+)
+from outrider.cli.evaluate import bench_drafters, evaluate_command, report, run_evaluation
+from outrider.cli.train import run_training
+from outrider.data.sources import load_prompts
+from outrider.drafters.registry import method_of
+from outrider.evaluation.comparison import differences
+from outrider.evaluation.evaluate import EvaluationConfig, load_tasks
+from outrider.evaluation.experiment import (
+    ExperimentTable,
+    Stage,
+    beside,
+    load_table,
+    plan,
+    row_recipe,
+    run_directory,
+    trainings,
+)
+from outrider.sampling import SamplingParams
+from outrider.target.model import Target
+from outrider.training.recipe import load_recipe
+from outrider.utils.device import set_up
+
+_VERBS: dict[str, Callable[..., None]] = {
+    "eval": evaluate_command,
+    "calibrate": calibrate_command,
+    "bench-drafters": bench_drafters,
+}
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+_ALIKE = ("max_samples", "max_new_tokens", "thinking", *_SAMPLING, "typical", "backend", "device", "threads")
+_USAGE: Any = typer.BadParameter.__mro__[1]  # UsageError, of which an unknown option is one; typer does not export it
+
+
+def check_experiment(table: ExperimentTable, path: Path, stages: Sequence[Stage]) -> None:
+    """All of it.
+
+    Raises:
+        ValueError: the first that is wrong; the message names the row.
+    """
+    load_tasks([str(beside(path, task)) for task in table.tasks])
+    _check_drafters(table, path)
+    asked: dict[str, dict[str, str]] = {}
+    for stage in stages:
+        try:
+            options = _options(stage)
+            if stage.args[0] == "calibrate":
+                for task in split_names(options["tasks"]):
+                    load_prompts(task, 1)
+            if stage.args[0] == "eval":
+                _check_drafts(table, path, stage.row, options)
+                asked[stage.row] = {name: str(options[name]) for name in _ALIKE}
+        except ValueError as error:
+            raise ValueError(f"{path}: {f'row {stage.row}' if stage.row else stage.args[0]}: {error}") from error
+    found = differences(list(asked), list(asked.values()))
+    if found and not table.allow_different:
+        raise ValueError(
+            f"{path}: rows are not comparable: {'; '.join(found)}. allow_different: true compares them all the same."
+        )
+
+
+def _check_drafters(table: ExperimentTable, path: Path) -> None:
+    target = load_recipe(beside(path, table.recipe)).target
+    made = {run_directory(Path(table.out), *training).resolve() for training in trainings(table)}
+    for name, row in table.rows.items():
+        directory = None if row.drafter is None else require_drafter(row.drafter, target).directory
+        if directory is None or (directory / "config.json").is_file() or directory.resolve().parent in made:
+            continue
+        raise ValueError(
+            f"row {name}: drafter {row.drafter!r} is no directory with a config.json, none that a row of {path} will "
+            "make, and neither ngram nor lm:MODEL."
+        )
+
+
+def _options(stage: Stage) -> dict[str, Any]:
+    """What a verb would be called with; {} of verbs whose options are not the user's to set."""
+    verb, *args = stage.args
+    if verb not in _VERBS:
+        return {}
+    app = typer.Typer(add_completion=False)
+    app.command(verb)(_VERBS[verb])
+    try:
+        return typer.main.get_command(app).make_context(verb, args).params
+    except _USAGE as error:
+        raise ValueError(error.format_message()) from error
+
+
+def _check_drafts(table: ExperimentTable, path: Path, name: str, options: dict[str, Any]) -> None:
+    """How a row's drafts are verified, and whether it can draft so: a directory tells only when it is opened."""
+    tree, block_size = options["tree"], options["block_size"]
+    choose_policy(options["draft_length"], options["confidence_threshold"])
+    choose_tree(tree, options["confidence_threshold"])
+    choose_typical(options["typical"])
+    SamplingParams(**{field: options[field] for field in _SAMPLING})
+    drafter = table.rows[name].drafter
+    if drafter is not None and require_drafter(drafter, options["target"]).directory is not None:
+        return
+    method = None if drafter is not None else method_of(row_recipe(table, path, name).drafter.algorithm)
+    who = drafter if method is None else method.name
+    if tree is not None and (method is None or method.branch is None):
+        raise ValueError(f"tree {tree}: {who} drafts chains; leave it out.")
+    if block_size is not None and (method is None or "block_size" not in {f.name for f in fields(method.config)}):
+        raise ValueError(f"block_size {block_size}: {who} has no blocks; leave it out.")
+
+
+# ----------------------------------------------------------------------------
+# outrider experiment TABLE.yaml [key=value ...]: one command from prompts to the comparison of its drafters.
+# ----------------------------------------------------------------------------
 
 
 def experiment(
@@ -70,3 +194,51 @@ def run_command(command: list[str]) -> int:
         finally:
             for number, handler in former.items():
                 signal.signal(number, handler)
+
+
+# ----------------------------------------------------------------------------
+# outrider demo: prompts -> responses -> a small DSpark drafter -> a measured speedup, on the embedded model.
+#
+# Where a drafter for the model is shipped, it is measured on the same prompts after the fresh one, to show what longer
+# training gives.
+# ----------------------------------------------------------------------------
+
+
+_TASKS = ["eval_math", "eval_chat", "eval_code"]
+_THRESHOLD = 0.25  # a drafter this young is often wrong, and knows it
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="where the run goes")] = Path("runs/demo"),
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="recipe fields to change: optimizer.steps=20 ...")
+    ] = None,
+    eval_samples: Annotated[int, typer.Option(min=1, help="held-out prompts per task and drafter")] = 3,
+    eval_tokens: Annotated[int, typer.Option(min=1, help="new tokens per response")] = 96,
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+) -> None:
+    """The whole road in under ten minutes: regenerate, train, evaluate on held-out prompts, and the shipped drafter."""
+    console = Console()
+    started = time.perf_counter()
+    set_up(threads)
+    path = Path(str(resources.files("outrider.cli") / "demo.yaml"))
+    recipe = load_recipe(path, overrides or []).model_copy(update={"out": str(out)})
+    target = load(recipe.target, recipe.device)
+    run_training(recipe, target, console)
+    config = EvaluationConfig(eval_samples, eval_tokens)
+    console.rule("the drafter trained just now")
+    _measure(out / "drafter", target, config, _THRESHOLD, out / "eval", console)
+    shipped = shipped_drafter(recipe.target)
+    if shipped is not None:
+        console.rule("the shipped drafter, trained for longer")
+        threshold = recommended_threshold(read_metadata(shipped))
+        _measure(shipped, target, config, threshold, out / "eval-shipped", console)
+    console.print(f"demo finished in {(time.perf_counter() - started) / 60:.1f} minutes")
+
+
+def _measure(
+    directory: Path, target: Target, config: EvaluationConfig, threshold: float | None, out: Path, console: Console
+) -> None:
+    packed, policy = load_drafter(directory).packed(target), choose_policy(None, threshold)
+    results = run_evaluation(target, packed, _TASKS, config, policy, {"drafter": str(directory)}, console)
+    report(results, out, console)

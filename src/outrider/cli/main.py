@@ -8,30 +8,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from outrider.cli import (
-    bench,
-    bench_drafters,
-    bench_table,
-    benchmark,
-    benchmark_training,
-    calibrate,
-    compare,
-    demo,
-    doctor,
-    evaluate,
-    experiment,
-    export,
-    features,
-    generate,
-    inspect,
-    models,
-    package,
-    planning,
-    prepare,
-    profile,
-    simulate,
-    train,
-)
+from outrider.cli.bench import bench_command, bench_table, simulate_command
+from outrider.cli.calibrate import calibrate_command, profile_command
+from outrider.cli.checkpoints import export_command, package_command
+from outrider.cli.data import inspect_command, prepare_command
+from outrider.cli.evaluate import bench_drafters, compare_command, doctor, evaluate_command
+from outrider.cli.experiment import demo, experiment
+from outrider.cli.generate import generate_command, models
+from outrider.cli.train import features_app, train
 
 app = typer.Typer(
     help="Train, evaluate and serve draft models for lossless speculative decoding.",
@@ -39,29 +23,25 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("prepare")(prepare.prepare_command)
-app.command("inspect")(inspect.inspect_command)
-app.command("train")(train.train)
-app.command("eval")(evaluate.evaluate_command)
-app.command("compare")(compare.compare_command)
-app.command("experiment")(experiment.experiment)
-app.command("calibrate")(calibrate.calibrate_command)
-app.command("profile")(profile.profile_command)
-app.command("bench")(bench.bench_command)
-app.command("models")(models.models)
-app.command("bench-table")(bench_table.bench_table)
-app.command("package")(package.package_command)
-app.command("export")(export.export_command)
-app.command("generate")(generate.generate_command)
-app.command("demo")(demo.demo)
-app.add_typer(features.app, name="features")
-app.command("doctor")(doctor.doctor)
-app.command("simulate")(simulate.simulate_command)
-app.command("bench-forward")(benchmark.bench_forward)
-app.command("bench-planning")(planning.bench_planning)
-app.command("bench-objective")(benchmark_training.bench_objective)
-app.command("bench-drafters")(bench_drafters.bench_drafters)
-app.command("bench-training")(benchmark_training.bench_training)
+app.command("prepare")(prepare_command)
+app.command("inspect")(inspect_command)
+app.command("train")(train)
+app.command("eval")(evaluate_command)
+app.command("compare")(compare_command)
+app.command("experiment")(experiment)
+app.command("calibrate")(calibrate_command)
+app.command("profile")(profile_command)
+app.command("bench")(bench_command)
+app.command("models")(models)
+app.command("bench-table")(bench_table)
+app.command("package")(package_command)
+app.command("export")(export_command)
+app.command("generate")(generate_command)
+app.command("demo")(demo)
+app.add_typer(features_app, name="features")
+app.command("doctor")(doctor)
+app.command("simulate")(simulate_command)
+app.command("bench-drafters")(bench_drafters)
 
 
 def main() -> None:

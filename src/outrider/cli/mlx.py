@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 from typing import TYPE_CHECKING
 
-from outrider.cli.drafters import DrafterChoice, OpenedDrafter
+from outrider.backends.mlx import require_mlx
+from outrider.checkpoints.checkpoint import load_drafter
+from outrider.cli.common import DrafterChoice, OpenedDrafter
+from outrider.drafters.base import TreeSize
 from outrider.drafters.ngram import NgramConfig, NgramDrafter
-from outrider.drafters.tree_size import TreeSize
-from outrider.formats import load_drafter
-from outrider.mlx import require_mlx
 
 if TYPE_CHECKING:
-    from outrider.mlx.target import MLXTarget
+    from outrider.backends.mlx.target import MLXTarget
 
 
 def load_for_mlx(target: str) -> MLXTarget:
@@ -22,7 +22,7 @@ def load_for_mlx(target: str) -> MLXTarget:
         ValueError: MLX is not installed, or it cannot load this model.
     """
     require_mlx()
-    from outrider.mlx.target import load_mlx_target
+    from outrider.backends.mlx.target import load_mlx_target
 
     return load_mlx_target(target)
 
@@ -35,7 +35,7 @@ def open_for_mlx(
     Raises:
         ValueError: a drafter that MLX does not run, or one made for another target.
     """
-    from outrider.mlx.drafter import MLXDrafter
+    from outrider.backends.mlx.drafter import MLXDrafter
 
     if block_size is not None or tree is not None:
         raise ValueError("--backend mlx drafts chains of the trained block size: leave --block-size and --tree out.")

@@ -1,1 +1,1 @@
-"""Prompts, chat templates, response regeneration, samples with loss masks, anchors."""
+"""Conversations, chat templates and the target's own responses."""

@@ -18,9 +18,9 @@ from jinja2.exceptions import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from outrider.data.conversations import Conversation, Turn, chat_messages, messages_of
-from outrider.data.samples import Reply
-from outrider.target import Target
-from outrider.target.resolve import resolve_model
+from outrider.data.responses import Reply
+from outrider.target.hub import resolve_model
+from outrider.target.model import Target
 
 
 def render(

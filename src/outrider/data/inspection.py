@@ -15,7 +15,7 @@ from html import escape
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from outrider.data.samples import Reply, Sample, join_turns
+from outrider.data.responses import Reply, Sample, join_turns
 
 _UNFINISHED_CHARACTER = "\ufffd"
 _LONGEST_CHARACTER = 8  # tokens

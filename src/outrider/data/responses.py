@@ -1,14 +1,8 @@
-"""Regenerated responses: the on-policy text a drafter learns from, kept as tokens in a JSON Lines file.
+"""What a drafter is trained on: the tokens of a conversation and the ranges that the target generated.
 
-    FILE.jsonl          line 1   {"settings": {...}, "summary": {...}}     what made the file, and its counts
-                        others   {"id", "turn", "prompt": [tokens], "response": [tokens], "finished", "exact"}
-    FILE.journal.jsonl  line 1   {"settings": {...}}                       only while responses are being made
-                        others   {"replies": [...]}                        one commit: a batch, or one server's answer
-    FILE.failed.jsonl   each     {"id", "turn", "reason"}                  only where servers failed
+    tokens   [system, user 1, RESPONSE 1, user 2, RESPONSE 2]        spans = ranges of the responses, [start, end)
 
-A commit is one line: it counts when its newline is there and is cut off otherwise, so a process may die at any moment.
-At the end the file is written anew, in the order of the conversations, and takes its place by a rename; its bytes do
-not depend on how often the run was interrupted. Tokens, not text, so that the loss mask's boundary is exact.
+A position is supervised exactly when generation produced its token; nothing is searched for in rendered text.
 """
 
 from __future__ import annotations
@@ -22,9 +16,91 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.data.samples import Reply
-from outrider.formats.files import write_atomically
-from outrider.target.resolve import canonical_id
+from outrider.target.hub import canonical_id
+from outrider.utils.files import write_atomically
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence. `spans` are ascending, disjoint and not empty, each starting at 1 or later."""
+
+    id: str
+    tokens: list[int]
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def supervised_positions(self) -> list[int]:
+        """Positions of generated tokens, ascending."""
+        return [p for start, end in self.spans for p in range(start, end)]
+
+    @property
+    def supervised_tokens(self) -> list[int]:
+        return [token for start, end in self.spans for token in self.tokens[start:end]]
+
+    @property
+    def anchors(self) -> list[int]:
+        """Positions whose next token was generated: the last prompt token of each turn, then its response's tokens."""
+        return [p - 1 for p in self.supervised_positions]
+
+    @property
+    def num_supervised(self) -> int:
+        return sum(end - start for start, end in self.spans)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One generated turn: prompt tokens, then the tokens of the response (its stop token included when it has one).
+
+    `exact` is false where a server gave text only and its tokens had to be guessed by splitting it again.
+    """
+
+    id: str
+    turn: int
+    prompt: list[int]
+    response: list[int]
+    finished: bool
+    exact: bool = True
+
+
+def join_turns(replies: Iterable[Reply]) -> list[Sample]:
+    """Samples from replies: a turn continues its conversation's sample where its prompt begins with those tokens.
+
+    A chat template that rewrites earlier turns (dropped thinking, say) breaks the chain, and the turn becomes a sample
+    of its own. Samples are in the order in which their first replies come.
+    """
+    turns: dict[str, list[Reply]] = {}
+    for reply in replies:
+        turns.setdefault(reply.id, []).append(reply)
+    samples: list[Sample] = []
+    for name, conversation in turns.items():
+        tokens: list[int] = []
+        spans: list[tuple[int, int]] = []
+        for reply in sorted(conversation, key=lambda r: r.turn):
+            if spans and reply.prompt[: len(tokens)] != tokens:
+                samples.append(Sample(name, tokens, tuple(spans)))
+                spans = []
+            tokens = reply.prompt + reply.response
+            if reply.response:
+                spans.append((len(reply.prompt), len(tokens)))
+        if spans:
+            samples.append(Sample(name, tokens, tuple(spans)))
+    return samples
+
+
+# ----------------------------------------------------------------------------
+# Regenerated responses: the on-policy text a drafter learns from, kept as tokens in a JSON Lines file.
+#
+#     FILE.jsonl          line 1   {"settings": {...}, "summary": {...}}     what made the file, and its counts
+#                         others   {"id", "turn", "prompt": [tokens], "response": [tokens], "finished", "exact"}
+#     FILE.journal.jsonl  line 1   {"settings": {...}}                       only while responses are being made
+#                         others   {"replies": [...]}                        one commit: a batch, or one server's answer
+#     FILE.failed.jsonl   each     {"id", "turn", "reason"}                  only where servers failed
+#
+# A commit is one line: it counts when its newline is there and is cut off otherwise, so a process may die at any
+# moment. At the end the file is written anew, in the order of the conversations, and takes its place by a rename; its
+# bytes do not depend on how often the run was interrupted. Tokens, not text, so that the loss mask's boundary is exact.
+# ----------------------------------------------------------------------------
+
 
 # What files without these settings were made with.
 _UNWRITTEN = {"thinking": False, "top_p": 1.0, "top_k": 0, "generator": "outrider"}

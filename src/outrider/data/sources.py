@@ -1,100 +1,306 @@
-"""Who answers: the interface of a source of responses, and the local engine behind it. Servers are in servers.py.
+"""Conversations from Hugging Face data sets: `hf:owner/name[:split]`, or a directory with a data set in it.
 
-requests (all of a turn, done or not)  ->  source  ->  commits: lists of replies that are kept together or not at all
+Rows are streamed, so a limit costs no more than the rows it takes. The column is found by its name: messages,
+conversations (from/value or role/content), turns or prompt.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import json
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from importlib import resources
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
-from outrider.data.conversations import Message
-from outrider.data.generation import generate_batch, plan_batches
-from outrider.data.responses import Failure
-from outrider.data.samples import Reply
-from outrider.sampling import SamplingParams
-from outrider.target import Target
-from outrider.target.resolve import dtype_name
+from outrider.data.conversations import SHAPES, Conversation, parse_row
+from outrider.target.hub import cache_dir
+from outrider.utils.files import write_atomically
+
+PREFIX = "hf:"
+_COLUMNS = ("messages", "conversations", "turns", "prompt")
+
+
+def dataset_conversations(source: str) -> Iterator[Conversation]:
+    """Conversations of a data set, in its order; rows without anything to answer are passed over and counted.
+
+    Raises:
+        ValueError: `datasets` is not installed, the data set cannot be had, or none of its columns holds conversations.
+    """
+    name, _, split = source.removeprefix(PREFIX).partition(":")
+    rows = open_dataset(name, split or "train")
+    known = list(rows.column_names or next(iter(rows), {}))
+    if not set(_COLUMNS) & set(known):
+        raise ValueError(
+            f"data set {name!r} has the columns {', '.join(known)}; conversations are looked for in "
+            f"{', '.join(_COLUMNS)}. Rename a column, or write the prompts to a JSONL file."
+        )
+    label = f"{Path(name).name}-{split}" if split else Path(name).name  # two splits may be used together
+    bad = total = 0
+    reason = ""
+    for total, row in enumerate(rows, start=1):
+        try:
+            conversation = parse_row(row, f"{label}-{total}")
+        except ValueError as error:
+            bad, reason = bad + 1, reason or f"row {total}: {error}"
+            continue
+        yield conversation
+    if total == bad:
+        raise ValueError(
+            f"data set {name!r} has no conversation to answer in {total} rows ({reason or 'it is empty'})."
+        )
+    if bad:
+        warnings.warn(f"{name}: {bad} of {total} rows passed over; the first: {reason}", stacklevel=2)
+
+
+def open_dataset(name: str, split: str, config: str | None = None, files: str | None = None) -> Any:
+    """Rows of a data set, streamed where it is on the hub; `files` inside it are JSONL
+    files to read instead.
+
+    Raises:
+        ValueError: `datasets` is not installed, or the data set cannot be had.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"reading the data set {name!r} needs the package datasets: pip install 'outrider[hub]', or write the "
+            "prompts to a JSONL file."
+        ) from error
+    try:
+        if (Path(name) / "state.json").is_file():
+            return datasets.load_from_disk(name)
+        if (Path(name) / "dataset_dict.json").is_file():
+            return datasets.load_from_disk(name)[split]
+        if files is not None:  # by the reader of such files: the data set's own script, if any, is never run
+            return datasets.load_dataset(
+                "json", data_files=f"hf://datasets/{name}/{files}", split=split, streaming=True
+            )
+        return datasets.load_dataset(name, config, split=split, streaming=True)
+    except Exception as error:  # the library raises its own, the hub client's, fsspec's and the file system's errors
+        raise ValueError(
+            f"no data set {name!r} with a split {split!r}: looked for a local directory and on the Hugging Face hub "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}). Without network, "
+            'write the prompts to a JSONL file with one {"turns": [...]} per line.'
+        ) from error
+
+
+# ----------------------------------------------------------------------------
+# Code prompts made from the documented functions of the running Python's own standard library.
+#
+#     def name(arguments):  +  its docstring   ->   "implement this function"
+#
+# Sources are parsed, never imported, so nothing runs and nothing of the library is stored in the project.
+# ----------------------------------------------------------------------------
+
+
+NAME = "stdlib_functions"
+_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo", "__pycache__"}
+_DOCSTRING_CHARACTERS = range(40, 900)
+_WORDINGS = (
+    "Write a Python function for this signature and description, and check that it does what is asked.",
+    "Implement the following function in Python.",
+    "Complete this Python function so that it behaves as documented:",
+    "Solve this programming task. The function must do what its docstring says.",
+)
+
+
+def stdlib_turns() -> Iterator[tuple[str, str]]:
+    """(id, user turn) for every documented public function and method, in an order that mixes modules."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found: dict[str, tuple[str, str]] = {}
+    for path in sorted(root.rglob("*.py")):
+        place = path.relative_to(root)
+        if _SKIPPED & set(place.parts) or any(part.startswith("_") for part in place.parts[:-1]):
+            continue
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        for name, definition in _functions(tree, ".".join(place.with_suffix("").parts)):
+            key = hashlib.sha256(definition.encode()).hexdigest()
+            wording = _WORDINGS[int(key[:8], 16) % len(_WORDINGS)]
+            found.setdefault(key, (f"stdlib-{name}-{key[:6]}", f"{wording}\n```python\n{definition}\n```"))
+    yield from (found[key] for key in sorted(found))
+
+
+def _functions(tree: ast.Module, module: str) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+            continue
+        docstring = ast.get_docstring(node)
+        if docstring is None or len(docstring) not in _DOCSTRING_CHARACTERS or not (node.args.args or node.args.vararg):
+            continue
+        arguments = ast.unparse(node.args).removeprefix("self, ").removeprefix("cls, ")
+        if arguments in ("self", "cls"):
+            continue
+        returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+        text = docstring.replace("\n", "\n    ").replace("\n    \n", "\n\n")
+        yield f"{module}.{node.name}", f'def {node.name}({arguments}){returns}:\n    """{text}\n    """'
+
+
+# ----------------------------------------------------------------------------
+# The data sets that papers on drafting measure, by name, with their prompts: gsm8k, humaneval, mt-bench, ...
+#
+#     name -> $OUTRIDER_CACHE/tasks/NAME.jsonl: read if there, else made of the Hugging Face data set's rows
+#
+# Mathematics asks for a boxed answer, HumanEval for a solution that passes the tests; the others are asked as they are:
+# the prompts of DFlash's evaluation (arXiv 2602.06036). Two have words of ours: LiveCodeBench, where DFlash's are
+# longer and want nothing but the program, and arena-hard, which is not in it. As in DSpark (arXiv 2607.05147) at most
+# 500 rows of a set count. LiveCodeBench is its newest file: all six are 4.5 GB, nearly all of it tests; figures on
+# it are not the papers'.
+# ----------------------------------------------------------------------------
+
+
+_BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+_MOST_ROWS = 500
+
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class RegenerationConfig:
-    """What decides a response, beside the target and the prompt. Lengths in tokens."""
+class Task:
+    """A data set on the hub. `turns` makes a conversation of a row; `files` are read instead of its own loading."""
 
-    max_new_tokens: int = 256
-    max_prompt_tokens: int = 512
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    thinking: bool = False
-
-    @property
-    def params(self) -> SamplingParams:
-        return SamplingParams(self.temperature, self.top_k, self.top_p, seed=self.seed)
-
-    def seed_of(self, conversation: str, turn: int) -> int:
-        """A seed of its own for every response, below 2^31."""
-        digest = hashlib.sha256(f"{self.seed}\n{turn}\n{conversation}".encode()).digest()
-        return int.from_bytes(digest[:4], "big") >> 1
+    name: str
+    repo: str
+    split: str
+    turns: Callable[[Row], list[str]]
+    config: str | None = None
+    files: str | None = None
 
 
-@dataclass(frozen=True)
-class Request:
-    """One response that is wanted, or was (`done`): what the source may need to plan."""
-
-    id: str
-    turn: int
-    prompt: list[int]
-    seed: int
-    done: bool
-    messages: list[Message]
-    tools: tuple[dict[str, Any], ...]
+def _problem(column: str) -> Callable[[Row], list[str]]:
+    return lambda row: [row[column] + _BOXED]
 
 
-class ResponseSource(Protocol):
-    """Something that answers requests."""
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """Settings that decide what it answers: `generator`, and `dtype` where it is known."""
-        ...
-
-    @property
-    def renders_prompts(self) -> bool:
-        """Whether prompts are tokenised by the source itself, by a template that need not be ours."""
-        ...
-
-    def answer(
-        self, requests: Sequence[Request], config: RegenerationConfig, stop: Callable[[], bool]
-    ) -> Iterator[list[Reply | Failure]]:
-        """Answers to the requests that are not done, in commits; ends early when `stop` says so."""
-        ...
+def _humaneval(row: Row) -> list[str]:
+    task = "Write a solution to the following problem and make sure that it passes the tests:"
+    return [f"{task}\n```python\n{row['prompt']}\n```"]
 
 
-@dataclass(frozen=True)
-class LocalSource:
-    """The target itself, batch by batch. A commit is a batch, so a batch is always decoded whole."""
+def _livecodebench(row: Row) -> list[str]:
+    start = f"\n\nStart from this code:\n```python\n{row['starter_code']}\n```" if row.get("starter_code") else ""
+    return [f"Write a Python program that solves this problem.\n\n{row['question_content']}{start}"]
 
-    target: Target
-    batch_size: int = 64
-    renders_prompts: bool = False
 
-    @property
-    def description(self) -> dict[str, Any]:
-        return {"generator": "outrider", "dtype": dtype_name(self.target.dtype)}
+def _alpaca(row: Row) -> list[str]:
+    return [f"{row['instruction']}\n\nInput:\n{row['input']}" if row.get("input") else row["instruction"]]
 
-    def answer(
-        self, requests: Sequence[Request], config: RegenerationConfig, stop: Callable[[], bool]
-    ) -> Iterator[list[Reply | Failure]]:
-        for batch in plan_batches([len(r.prompt) for r in requests], self.batch_size):
-            wanted = [requests[i] for i in batch if not requests[i].done]
-            if not wanted:
+
+TASKS = (
+    Task("gsm8k", "openai/gsm8k", "test", _problem("question"), config="main"),
+    Task("math500", "HuggingFaceH4/MATH-500", "test", _problem("problem")),
+    Task("aime25", "MathArena/aime_2025", "train", _problem("problem")),
+    Task("humaneval", "openai/openai_humaneval", "test", _humaneval),
+    Task("mbpp", "google-research-datasets/mbpp", "test", lambda row: [row["prompt"]], config="sanitized"),
+    Task("livecodebench", "livecodebench/code_generation_lite", "train", _livecodebench, files="test6.jsonl"),
+    Task("mt-bench", "HuggingFaceH4/mt_bench_prompts", "train", lambda row: list(row["prompt"])),
+    Task("alpaca", "tatsu-lab/alpaca", "train", _alpaca),
+    Task(
+        "arena-hard",
+        "lmarena-ai/arena-hard-auto",
+        "train",
+        lambda row: [row["prompt"]],
+        files="data/arena-hard-v2.0/question.jsonl",
+    ),
+)
+
+
+def task_names() -> list[str]:
+    """All of them."""
+    return [task.name for task in TASKS]
+
+
+def task_file(name: str) -> Path:
+    """The cached JSONL file of a task, made on first use.
+
+    Raises:
+        ValueError: it is not cached and cannot be had; the message names the file that would do.
+    """
+    task = next(task for task in TASKS if task.name == name)
+    path = cache_dir() / "tasks" / f"{name}.jsonl"
+    if path.is_file():
+        return path
+    try:
+        rows = open_dataset(task.repo, task.split, task.config, task.files)
+        lines = [
+            json.dumps({"id": f"{name}-{number}", "turns": task.turns(row)}, ensure_ascii=False)
+            for number, row in enumerate(islice(rows, _MOST_ROWS), start=1)
+        ]
+        if not lines:
+            raise ValueError(f"the data set {task.repo} has no rows")
+    except Exception as error:  # rows are streamed: the network may fail at any of them, in any library's way
+        reason = str(error).splitlines()[0] if str(error) else "no details"
+        raise ValueError(
+            f"task {name!r} is not cached and cannot be had from the hub ({type(error).__name__}: {reason}). Without "
+            f'network, write its prompts to {path}, one {{"turns": [...]}} per line, or give a JSONL file of yours '
+            "instead of its name."
+        ) from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "".join(f"{line}\n" for line in lines), durable=True)
+    return path
+
+
+# ----------------------------------------------------------------------------
+# Where conversations come from: JSON Lines files, the shipped sets, the standard library, Hugging Face data sets, and
+# the papers' tasks by name (data/sources.py).
+#
+# One JSON object per line, `{"turns": [user turn, ...]}` or `{"messages": [...], "tools": [...]}`; `id` is optional.
+# ----------------------------------------------------------------------------
+
+
+def shipped_sets() -> dict[str, Path]:
+    """The prompt sets inside the package, by name (train_chat, eval_math, ...)."""
+    folder = Path(str(resources.files("outrider.data") / "prompts"))
+    return {path.stem: path for path in sorted(folder.glob("*.jsonl"))}
+
+
+def iterate_prompts(path_or_name: str | Path) -> Iterator[Conversation]:
+    """Conversations of a source one by one, so that a limit need not read all of it. See `load_prompts`."""
+    name = str(path_or_name)
+    if name == NAME:
+        yield from (Conversation(key, (turn,)) for key, turn in stdlib_turns())
+    elif name in task_names() and not Path(name).exists():
+        yield from _lines(task_file(name))
+    elif name.startswith(PREFIX) or Path(name).is_dir():
+        yield from dataset_conversations(name)
+    else:
+        yield from _lines(shipped_sets().get(name, Path(name)))
+
+
+def load_prompts(path_or_name: str | Path, limit: int | None = None) -> list[Conversation]:
+    """Read a JSONL file, a shipped set, `stdlib_functions` or a task (gsm8k, ...) by its name, `hf:owner/name[:split]`,
+    or a data set's directory.
+
+    Raises:
+        ValueError: no such file or set, or a malformed line (the message names file and line).
+    """
+    return list(islice(iterate_prompts(path_or_name), limit))
+
+
+def _lines(path: Path) -> Iterator[Conversation]:
+    if not path.is_file():
+        raise ValueError(
+            f"no prompt file {str(path)!r}; give a JSONL path or one of the shipped sets: "
+            f"{', '.join([*shipped_sets(), NAME])}; one of the tasks {', '.join(task_names())}; "
+            f"or {PREFIX}owner/name for a Hugging Face data set."
+        )
+    empty = True
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+        for number, text in enumerate(file, start=1):
+            if not text.strip():
                 continue
-            if stop():
-                return
-            prompts, seeds = [r.prompt for r in wanted], [r.seed for r in wanted]
-            said = generate_batch(self.target, prompts, config.max_new_tokens, config.params, seeds)
-            yield [Reply(r.id, r.turn, r.prompt, s.tokens, s.finished) for r, s in zip(wanted, said, strict=True)]
+            try:
+                conversation = parse_row(text, f"{path.stem}-{number}")
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}. Each line must be {SHAPES}.") from error
+            empty = False
+            yield conversation
+    if empty:
+        raise ValueError(f"{path}: no prompts in the file.")

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from outrider.decoding.lane import ModelLane
+from outrider.decoding.request import FinishReason, ModelLane, StopRules, TextStream, check_prompt
 from outrider.decoding.round import RoundResult, run_round
-from outrider.decoding.text import TextStream
 from outrider.drafters.base import Drafter
-from outrider.drafters.tree import TreeProposal
+from outrider.drafters.draft import TreeProposal
 from outrider.sampling import SamplingParams
-from outrider.scheduling import FixedPolicy, Policy
-from outrider.target.protocol import DecodingTarget
+from outrider.scheduling.policies import FixedPolicy, Policy
+from outrider.target.model import DecodingTarget
 from outrider.verification import TypicalAcceptance
 
 Kind = Literal["draft", "correction", "bonus"]
-FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
@@ -72,43 +70,6 @@ class Generation:
     finish: FinishReason
     rounds: list[RoundStats]
     seconds: float
-
-
-@dataclass(frozen=True)
-class StopRules:
-    """When a response ends. `stop_ids` None: the target's own stop tokens; () to ignore them."""
-
-    max_new_tokens: int = 256
-    stop_ids: Sequence[int] | None = None
-    stop_strings: Sequence[str] = field(default=())
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1.")
-
-    def ids(self, target: DecodingTarget) -> frozenset[int]:
-        """The stop tokens."""
-        return target.eos_ids if self.stop_ids is None else frozenset(self.stop_ids)
-
-
-def check_prompt(target: DecodingTarget, prompt: Sequence[int]) -> None:
-    """A prompt must leave room for a response.
-
-    Raises:
-        ValueError: it is empty, does not fit the target's context, or has tokens the target does not know.
-    """
-    if bad := [token for token in prompt if not 0 <= token < target.vocab_size]:
-        raise ValueError(
-            f"prompt token {bad[0]} is outside {target.name}'s vocabulary of {target.vocab_size}: tokenise the "
-            "prompt for this model."
-        )
-    if not prompt:
-        raise ValueError("the prompt is empty: give at least one token.")
-    if len(prompt) >= target.max_context:
-        raise ValueError(
-            f"the prompt has {len(prompt)} tokens and {target.name} reads {target.max_context}, the response included: "
-            "shorten the prompt."
-        )
 
 
 def stream(
@@ -198,3 +159,27 @@ def generate(
         pieces.append(chunk.text)
         finish = chunk.finish or finish
     return Generation(tokens, "".join(pieces), finish, rounds, time.perf_counter() - started)
+
+
+# ----------------------------------------------------------------------------
+# tau = tokens per round, bonus included;  c_k = P(position k accepted | 1..k-1 accepted and k verified).
+#
+# For a tree, k is a depth: accepted at k / rounds whose path reached k - 1 and whose tree had nodes at k.
+#
+# What rounds of real decoding say about a drafter, in the papers' convention (DSpark, arXiv 2607.05147).
+# ----------------------------------------------------------------------------
+
+
+def acceptance(rounds: Sequence[RoundStats], gamma: int) -> tuple[float, list[float | None], list[int]]:
+    """(accepted length, conditional acceptance per position, histogram) of some rounds.
+
+    A position that no round reached is None; the histogram counts rounds by accepted drafts, 0..gamma.
+    """
+    histogram = [0] * (gamma + 1)
+    for r in rounds:
+        histogram[r.accepted] += 1
+    conditional: list[float | None] = []
+    for k in range(1, gamma + 1):
+        reached = sum(r.reach >= k and r.accepted >= k - 1 for r in rounds)
+        conditional.append(sum(r.accepted >= k for r in rounds) / reached if reached else None)
+    return sum(r.committed for r in rounds) / len(rounds), conditional, histogram

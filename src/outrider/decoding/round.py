@@ -10,16 +10,18 @@ The state before it: all committed tokens but the anchor are in the target's cac
 Source: Leviathan et al., arXiv 2211.17192; DSpark, arXiv 2607.05147. Shapes: R requests, V vocab.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from outrider.drafters.base import Draft
-from outrider.drafters.tree import Tree, TreeProposal
+from outrider.drafters.draft import Draft, Tree, TreeProposal
 from outrider.sampling import RandomSource
-from outrider.scheduling import Policy, StepView
+from outrider.scheduling.policies import Policy
+from outrider.scheduling.view import StepView
 from outrider.verification import (
     TreeVerdict,
     TypicalAcceptance,

@@ -1,77 +1,84 @@
-"""proposal = x_1..x_l, the exact p_k each x_k was drawn from, and c_1..c_l: what every chain drafter hands over.
+"""How large a tree a user wants: `60`, or `60,depth=8,top_k=10`.
 
-The distributions must be those that were *sampled from*, warps included: acceptance min(1, p_t/p_d) is lossless for
-no others (Leviathan et al., arXiv 2211.17192). Shapes: K block positions, L taps, V target vocab.
+    nodes    draft tokens of a tree, the anchor not among them; any tree drafter takes that many
+    depth    draft tokens one after another        } of trees that grow while they are drafted (EAGLE-2); what is left
+    top_k    nodes per depth, children per node    } out is the method's to choose
+
+A tree of fixed shape has no such choice: its shape follows from how often its candidates are right.
 """
 
 from __future__ import annotations
 
+import math
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
 
-from outrider.drafters.tree import TreeProposal
+from outrider.drafters.draft import Draft
+from outrider.drafters.heads import ChainHeads, ConfidenceHead, Estimator, VanillaMarkov
+from outrider.drafters.layers import BlockLayout
 from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeenTokens
+from outrider.target.linear import PackedLinear
+from outrider.target.model import DecodingTarget, Target
+
+FORM = "NODES[,depth=D][,top_k=K]"
+_NAMES = ("depth", "top_k")
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """Draft tokens of one request.
+class TreeSize:
+    """What `Method.branch` is asked for. None: the method's own."""
 
-    `drafted_with` holds p_k(x_k); `row(k)` gives p_k over the target's vocabulary [V], whatever the drafter's own, and
-    is asked only where a residual is needed. `confidences` c_k were known before x_k was drawn; [] if there are none.
-    """
-
-    tokens: list[int]
-    drafted_with: list[float]
-    row: Callable[[int], Tensor]
-    confidences: list[float]
+    nodes: int
+    depth: int | None = None
+    top_k: int | None = None
 
     @staticmethod
-    def certain(tokens: list[int], vocab_size: int, device: torch.device | str | None = None) -> Proposal:
-        """Tokens that chance had no part in: every p_k is one-hot."""
+    def parse(text: str) -> TreeSize:
+        """The inverse of `str`.
 
-        def row(k: int) -> Tensor:
-            one_hot_V = torch.zeros(vocab_size, device=device)
-            one_hot_V[tokens[k]] = 1.0
-            return one_hot_V
+        Raises:
+            ValueError: not of that form, a field twice, or a number below 1.
+        """
+        nodes, *rest = text.replace(" ", "").split(",")
+        pairs = [field.partition("=")[::2] for field in rest]
+        fields = dict(pairs)
+        numbers = [nodes, *fields.values()]
+        if len(fields) < len(pairs) or not set(fields) <= set(_NAMES) or not all(map(_positive, numbers)):
+            raise ValueError(f"tree {text!r}: write {FORM} with whole numbers from 1, as 60 or 60,depth=8,top_k=10.")
+        return TreeSize(int(nodes), **{name: int(number) for name, number in fields.items()})
 
-        return Proposal(tokens, [1.0] * len(tokens), row, [])
-
-    @staticmethod
-    def empty() -> Proposal:
-        """No draft: the target's own token is all the round gives."""
-
-        def row(k: int) -> Tensor:
-            raise IndexError(k)
-
-        return Proposal([], [], row, [])
-
-    @property
-    def depth(self) -> int:
-        """Most draft tokens that can be accepted."""
-        return len(self.tokens)
+    def __str__(self) -> str:
+        chosen = {name: getattr(self, name) for name in _NAMES}
+        return ",".join([str(self.nodes), *(f"{name}={number}" for name, number in chosen.items() if number)])
 
     @property
-    def row_parents(self) -> None:
-        """The rows of the target forward follow one another."""
+    def shaped(self) -> bool:
+        """Whether more than the number of nodes is asked for."""
+        return self.depth is not None or self.top_k is not None
 
-    def children(self, node: int) -> list[int]:
-        """The positions that may come after position `node`, -1 being the anchor."""
-        return [node + 1] if node + 1 < len(self.tokens) else []
-
-    def tokens_before(self, row: int) -> list[int]:
-        """The draft tokens on the way to a row of the target forward."""
-        return self.tokens[:row]
-
-    def truncated(self, length: int | None) -> Proposal:
-        return Proposal(self.tokens[:length], self.drafted_with[:length], self.row, self.confidences[:length])
+    @property
+    def setting(self) -> int | str:
+        """As results keep it: a number where that says all."""
+        return str(self) if self.shaped else self.nodes
 
 
-Draft = Proposal | TreeProposal
+def _positive(text: str) -> bool:
+    return re.fullmatch("0*[1-9][0-9]*", text) is not None
+
+
+# ----------------------------------------------------------------------------
+# proposal = x_1..x_l, the exact p_k each x_k was drawn from, and c_1..c_l: what every chain drafter hands over.
+#
+# The distributions must be those that were *sampled from*, warps included: acceptance min(1, p_t/p_d) is lossless for
+# no others (Leviathan et al., arXiv 2211.17192). Shapes: K block positions, L taps, V target vocab.
+# ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -145,3 +152,373 @@ def draft_slots(drafter: Drafter | None) -> int:
     if drafter is None:
         return 0
     return drafter.nodes if isinstance(drafter, TreeDrafter) else drafter.gamma
+
+
+# ----------------------------------------------------------------------------
+# What a drafter is served with besides its weights: the target's head, the draft vocabulary, calibration.
+#
+#     draft logits = head[draft_ids] h        c_k = sigmoid(s_k / T_k + b_k)
+#
+# Shapes: N rows, H draft hidden, V target vocab, Vd draft vocab.
+# ----------------------------------------------------------------------------
+
+
+Head = Callable[[Tensor], Tensor]  # hidden states [N, H] -> draft logits [N, Vd]
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What a drafter is served with besides its weights.
+
+    Attributes:
+        draft_ids_Vd: the target's id of every draft token; None where the draft vocabulary is the target's.
+        temperatures: T_k > 0 per draft position, that calibrate the confidences; None leaves them as they are.
+        offsets: b_k per draft position, added to the logits after the temperatures; None: no offset.
+        estimator: gives confidences where the drafter has no head for them.
+        accuracy: a_k(i) per draft position and rank, which candidate trees are chosen by (drafters/trees.py);
+            None where nobody has measured them.
+        head_VdH: the drafter's own LM head over its draft vocabulary, [M, Vd, H] where each of M heads has one; None:
+            the target's.
+        embedding_VH: its own token embedding; None: the target's.
+        embedding_scale: what embeddings are multiplied by, where the checkpoint says so; None: unsaid.
+    """
+
+    draft_ids_Vd: Tensor | None = None
+    temperatures: Sequence[float] | None = None
+    offsets: Sequence[float] | None = None
+    estimator: Estimator | None = None
+    accuracy: Sequence[Sequence[float]] | None = None
+    head_VdH: Tensor | None = None
+    embedding_VH: Tensor | None = None
+    embedding_scale: float | None = None
+
+    def for_target(self, target: Target) -> Serving:
+        """Without what is only a copy of the target's own tensors.
+
+        Raises:
+            ValueError: the drafter is made for embeddings multiplied by another factor than this target's.
+        """
+        check_embedding_scale(self.embedding_scale, target.embed_scale, target.name)
+        rows_VdH = target.head_VD if self.draft_ids_Vd is None else target.head_VD[self.draft_ids_Vd.to(target.device)]
+        head = None if _equal(self.head_VdH, rows_VdH) else self.head_VdH
+        embedding_VH = None if _equal(self.embedding_VH, target.embed_VD) else self.embedding_VH
+        return replace(self, head_VdH=head, embedding_VH=embedding_VH)
+
+    def check(self, config: Any) -> None:
+        """All of it fits the drafter.
+
+        Raises:
+            ValueError: another number of draft positions or draft ids, or a temperature that is not above 0.
+        """
+        if self.temperatures is not None and (len(self.temperatures) != config.gamma or min(self.temperatures) <= 0):
+            raise ValueError(
+                f"temperatures {list(self.temperatures)} must be {config.gamma} numbers above 0, one per draft "
+                "position; calibrate this drafter again (outrider calibrate)."
+            )
+        if self.offsets is not None and len(self.offsets) != config.gamma:
+            raise ValueError(
+                f"offsets {list(self.offsets)} must be {config.gamma} numbers, one per draft position; "
+                "calibrate this drafter again (outrider calibrate)."
+            )
+        if self.accuracy is not None and len(self.accuracy) != config.gamma:
+            raise ValueError(
+                f"candidate accuracies of {len(self.accuracy)} positions for a drafter of {config.gamma}; measure this "
+                "drafter again (outrider calibrate)."
+            )
+        ids = config.vocab_size if self.draft_ids_Vd is None else len(self.draft_ids_Vd)
+        if ids != config.draft_vocab_size:
+            raise ValueError(
+                f"{ids} draft ids for a draft vocabulary of {config.draft_vocab_size}; "
+                "pass the checkpoint's draft_ids_Vd."
+            )
+
+    def head(self, target: Target, number: int = 0) -> PackedLinear:
+        """The LM head over the draft vocabulary: hidden states [N, H] -> draft logits [N, Vd] in float32.
+
+        Args:
+            number: which, where the drafter has several.
+        """
+        if self.head_VdH is not None:
+            own_VdH = self.head_VdH if self.head_VdH.dim() == 2 else self.head_VdH[number]
+            return PackedLinear(own_VdH.to(target.device, torch.float32))
+        if self.draft_ids_Vd is None and target.dtype == torch.float32:
+            return target.head
+        ids = self.draft_ids_Vd
+        head_VH = target.head_VD if ids is None else target.head_VD[ids.to(target.device)]
+        return PackedLinear(head_VH.float())
+
+    def embedding(self, target: Target) -> Tensor:
+        """What turns tokens into inputs of the drafter, [V, H]; the target's factor is applied to either."""
+        return target.embed_VD if self.embedding_VH is None else self.embedding_VH.to(target.device)
+
+    def chain_heads(
+        self,
+        target: DecodingTarget,
+        sequential: VanillaMarkov | None = None,
+        confidence: ConfidenceHead | None = None,
+    ) -> ChainHeads:
+        """What `sample_chain` reads besides hidden states."""
+        ids = None if self.draft_ids_Vd is None else self.draft_ids_Vd.to(target.device)
+        return ChainHeads(
+            target.vocab_size, sequential, confidence, ids, self.temperatures, self.offsets, self.estimator
+        )
+
+
+WEIGHTS_ALONE = Serving()  # all the rest is the target's own
+
+
+def capped(head: Head, multiplier: float, softcap: float | None) -> Head:
+    """c tanh(m u / c) of the logits u [N, Vd] that `head` gives, m the multiplier, c the cap (None: m u)."""
+    if multiplier == 1.0 and softcap is None:
+        return head
+
+    def logits(hidden_NH: Tensor) -> Tensor:
+        scaled_NVd = head(hidden_NH) * multiplier
+        return scaled_NVd if softcap is None else softcap * torch.tanh(scaled_NVd / softcap)
+
+    return logits
+
+
+def _equal(own: Tensor | None, theirs: Tensor) -> bool:
+    """Whether a drafter's tensor is the target's, in all of its M copies."""
+    if own is None or own.shape[-2:] != theirs.shape:
+        return False
+    copies = own if own.dim() > theirs.dim() else own[None]
+    return all(torch.equal(one.to(theirs), theirs) for one in copies)
+
+
+def check_embedding_scale(stated: float | None, factor: float, target: str) -> None:
+    """What a checkpoint says embeddings are multiplied by is what its target multiplies them by.
+
+    Raises:
+        ValueError: it is not, by more than rounding to bfloat16 explains.
+    """
+    if stated is not None and not math.isclose(stated, factor, rel_tol=2**-8):
+        raise ValueError(
+            f"input_embedding_scale is {stated:g}, and {target} multiplies embeddings by {factor:g}: this drafter was "
+            "made for another target, or its config.json does not say what it was trained with."
+        )
+
+
+def check_fits(config: Any, target: DecodingTarget, final: bool = False) -> None:
+    """A drafter must have been made for this target.
+
+    Args:
+        final: whether its taps may include the last hidden state.
+
+    Raises:
+        ValueError: hidden size, vocabulary, depth or taps differ (the message says which).
+    """
+    for name, mine, theirs in (
+        ("hidden_size", config.hidden_size, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("num_target_layers", config.num_target_layers, target.num_layers),
+    ):
+        if mine != theirs:
+            raise ValueError(
+                f"this drafter was made for another target: {name} is {mine}, {target.name} has {theirs}. "
+                "Load the target it was trained on, or train a drafter for this one (outrider train)."
+            )
+    target.check_taps(config.target_layer_ids, final)
+
+
+# ----------------------------------------------------------------------------
+# What a drafter is to the rest of the house: one `Method`, a line of drafters/registry.py.
+#
+#     recipe section --configure--> config --module--> DraftModule --rows--> objective        (training)
+#                                                      DraftModule --serve--> Drafter          (decoding)
+#
+# Training knows a drafter by `DraftModule` alone, decoding by `Drafter` (drafters/base.py) alone, checkpoints by the
+# fields of `config` and the tensors of the module. Embedding and LM head are the target's, frozen, never the module's.
+#
+# Shapes: S context slots of all sequences, N anchors (one draft each), K = gamma draft positions, L taps, D target
+# hidden size, H draft hidden size (= D, because the head is the target's), V vocabulary, Vd draft vocabulary, r rank.
+# ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BlockInputs:
+    """One training forward.
+
+    Context slots are those of each sequence before its last anchor, one sequence after the other. An anchor at
+    position a may use slots 0 .. a-1 of its own sequence: the taps there, and the tokens after them, the last of which
+    is itself.
+
+    Attributes:
+        taps_SLD: raw float32 taps, in the order of `config.target_layer_ids`.
+        next_tokens_S: token i + 1 of its sequence, for slot i.
+        layout: slots per sequence, positions of the anchors, whose anchors they are.
+        previous_NK: x_{k-1} for draft position k = 1..gamma; column 0 holds the anchors.
+        embed: the target's frozen, scaled embedding, int64 [...] -> float32 [..., D].
+    """
+
+    taps_SLD: Tensor
+    next_tokens_S: Tensor
+    layout: BlockLayout
+    previous_NK: Tensor
+    embed: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """What the objective reads: draft logits are head(hidden) + w2 latent.
+
+    With `candidates` they are so for the likeliest tokens of head(hidden) only, that many, and no other can be drafted;
+    head(hidden) is then trained beside them, so that the right ones are among them.
+
+    Attributes:
+        hidden_NKH: normed hidden states; row (n, k) predicts x_k and may depend on previous_NK[n, :k+1] only.
+        latent_NKr, w2_Vr: a sequential head's latents and its output matrix [Vd, r]; None without one.
+        embedding_NKr: what `confidence` reads beside the hidden state; None if nothing.
+        confidence: (hidden [M, H], embedding [M, r] or None) -> logits of c [M], asked of supervised rows, in float32.
+        candidates: how many tokens of the draft vocabulary can be drafted at a position; None: all of them.
+    """
+
+    hidden_NKH: Tensor
+    latent_NKr: Tensor | None = None
+    w2_Vr: Tensor | None = None
+    embedding_NKr: Tensor | None = None
+    confidence: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    candidates: int | None = None
+
+
+class DraftModule(nn.Module, ABC):
+    """A trainable drafter: `config`, parameters, and the training forward `rows`.
+
+    Taps differ in size by orders of magnitude, so training measures `tap_scale_L` and a module that needs taps of order
+    one divides them by it. The constants fold into the weight named by `tap_weight` when weights are saved. A module
+    whose first act is to norm its taps may leave the scale alone: `tap_weight` is then None.
+
+    Attributes:
+        algorithm: the method's name, as in a recipe's `drafter.algorithm`.
+        final_tap: whether the target's last hidden state (after its final norm) may be one of the taps.
+        tap_weight: name of the weight [out, L * D (+ more)] whose first columns read the flattened taps / tap_scale.
+        config: a frozen dataclass with at least hidden_size, vocab_size, draft_vocab_size, target_layer_ids,
+            num_target_layers and gamma (a field or a property).
+        tap_scale_L: ones unless training set it.
+    """
+
+    algorithm: ClassVar[str]
+    final_tap: ClassVar[bool] = False
+    tap_weight: str | None = None
+    config: Any
+    tap_scale_L: Tensor
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("tap_scale_L", torch.ones(len(config.target_layer_ids)), persistent=False)
+
+    @abstractmethod
+    def rows(self, inputs: BlockInputs) -> DraftRows:
+        """The training forward: all draft positions of all anchors, given the true previous tokens."""
+
+    def _tap_columns(self) -> Tensor:
+        return self.tap_scale_L.repeat_interleave(self.config.hidden_size)
+
+    def folded_state_dict(self) -> dict[str, Tensor]:
+        """Weights that take raw taps: `tap_scale_L` divided out of the columns that read them. What is saved."""
+        state = {name: tensor.detach() for name, tensor in self.state_dict().items()}
+        if self.tap_weight is not None:
+            scale = self._tap_columns()
+            weight = state[self.tap_weight].clone()
+            weight[:, : len(scale)] /= scale
+            state[self.tap_weight] = weight
+        return {name: tensor.contiguous() for name, tensor in state.items()}
+
+    @torch.no_grad()
+    def rescale_taps(self, scale_L: Tensor) -> None:
+        """Divide taps by `scale_L` [L] from now on, in place, without changing what is computed from raw ones."""
+        before = self._tap_columns()
+        self.tap_scale_L.copy_(scale_L)
+        if self.tap_weight is not None:
+            self.get_parameter(self.tap_weight)[:, : len(before)].mul_(self._tap_columns() / before)
+
+
+class MethodSection(BaseModel):
+    """What a recipe's `drafter:` may set for every method; subclasses narrow `algorithm` to a Literal with a default.
+
+    With `start_from`, fields that are not set are those of the checkpoint, and those that are must agree with it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    automatic: ClassVar[frozenset[str]] = frozenset({"target_layer_ids"})  # fields that null leaves to the method
+
+    algorithm: str
+    start_from: str | None = None  # a drafter directory to go on from, relative to the recipe or to where you are
+    draft_vocab_size: int | None = Field(None, ge=2)  # null: the target's
+    initialize_from_target: bool = True  # where the method knows how; noise otherwise
+
+    def draft_vocab(self, target: Target) -> int:
+        """Tokens that can be drafted."""
+        return min(self.draft_vocab_size or target.vocab_size, target.vocab_size)
+
+    def beside(self, config: Any, target: Target) -> dict[str, tuple[object, object]]:
+        """{field: (what the recipe sets it to, what a checkpoint with this config has)}, in comparable terms.
+
+        Fields that the config has under the same name need nothing more; a subclass adds those it turns into others.
+        """
+        set_here = {name: getattr(self, name) for name in self.model_fields_set - {"start_from", "algorithm"}}
+        asked = {name: value for name, value in set_here.items() if value is not None or name not in self.automatic}
+        pairs = {name: (value, getattr(config, name, None)) for name, value in asked.items()}
+        if "target_layer_ids" in pairs:
+            pairs["target_layer_ids"] = (sorted(asked["target_layer_ids"]), sorted(config.target_layer_ids))
+        if "draft_vocab_size" in pairs:
+            pairs["draft_vocab_size"] = (self.draft_vocab(target), config.draft_vocab_size)
+        if "initialize_from_target" in pairs:
+            pairs["initialize_from_target"] = (self.initialize_from_target, False)
+        return pairs
+
+
+@dataclass(frozen=True)
+class Method:
+    """One line of the catalogue.
+
+    Attributes:
+        name: in recipes (`drafter.algorithm`) and in config.json.
+        section: what a recipe may set.
+        configure: (section, target) -> config; ValueError where they do not go together.
+        config: the frozen dataclass, saved field by field.
+        module: config -> module, with fresh weights.
+        serve: the module, ready to draft for a target. It copies what it needs: training goes on with the module.
+        initialize: sets fresh weights from the target's, given a few token sequences; None: noise is all there is.
+            Called only for targets with Llama-shaped layers (`target.family.lean`).
+        branch: (what `serve` made, size) -> the same, drafting trees of that size; ValueError where it has no such
+            trees. None: it drafts chains only.
+    """
+
+    name: str
+    section: type[MethodSection]
+    configure: Callable[[Any, Target], Any]
+    config: type[Any]
+    module: Callable[[Any], DraftModule]
+    serve: Callable[[Any, Target, Serving], Drafter]
+    initialize: Callable[[Any, Target, Sequence[Sequence[int]]], None] | None = None
+    branch: Callable[[Any, TreeSize], TreeDrafter] | None = None
+
+    def defaults(self) -> dict[str, Any]:
+        """What a recipe's section says where it says nothing, as JSON."""
+        return self.section(algorithm=self.name).model_dump(mode="json")
+
+
+def mask_token_id(target: Target, wanted: str | None) -> int:
+    """The id of the mask token: the recipe's, the tokenizer's own, or the last special token chat never uses."""
+    tokenizer = target.tokenizer
+    assert tokenizer is not None
+    if wanted is not None:
+        found = tokenizer.convert_tokens_to_ids(wanted)
+        if not isinstance(found, int) or (found == tokenizer.unk_token_id and wanted != tokenizer.unk_token):
+            raise ValueError(f"drafter.mask_token {wanted!r} is not one token of {target.name}.")
+        return found
+    if tokenizer.mask_token_id is not None:
+        return int(tokenizer.mask_token_id)
+    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, *target.eos_ids}
+    template = tokenizer.chat_template or ""
+    special = {
+        token: index
+        for token, index in tokenizer.get_added_vocab().items()
+        if index not in used and token not in template and index < target.vocab_size
+    }
+    if not special:
+        raise ValueError(f"{target.name} has no spare special token; name one with drafter.mask_token.")
+    return max(special.values())

@@ -17,41 +17,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall, Proposal
-from outrider.drafters.estimator import Estimator
-from outrider.drafters.sequential import ConfidenceHead, VanillaMarkov
+from outrider.drafters.base import DraftCall
+from outrider.drafters.draft import Proposal
+from outrider.drafters.heads import ChainHeads
 from outrider.sampling import warp
 
 Step = Callable[[int, list[int]], Tensor]  # (k from 0, x_{k-1} of every request) -> h_k [R, H] of every request
-
-
-@dataclass(frozen=True)
-class ChainHeads:
-    """What a walk reads besides hidden states.
-
-    `draft_ids_Vd` maps a reduced draft vocabulary into the target's (None: the same). Confidences come from the
-    `confidence` head or, where there is none, from an `estimator`; `temperatures` T_k and `offsets` b_k per position
-    calibrate them (None: all 1, all 0).
-    """
-
-    vocab_size: int
-    sequential: VanillaMarkov | None = None
-    confidence: ConfidenceHead | None = None
-    draft_ids_Vd: Tensor | None = None
-    temperatures: Sequence[float] | None = None
-    offsets: Sequence[float] | None = None
-    estimator: Estimator | None = None
-
-    @property
-    def confident(self) -> bool:
-        """Whether proposals come with confidences."""
-        return self.confidence is not None or self.estimator is not None
-
-    def calibrated(self, logit_N: Tensor, k: int) -> Tensor:
-        """c_k [N] at position k, counted from 0."""
-        temperature = 1.0 if self.temperatures is None else self.temperatures[k]
-        offset = 0.0 if self.offsets is None else self.offsets[k]
-        return (logit_N / temperature + offset).sigmoid()
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """DSpark: DFlash plus a sequential head and a confidence head (semi-autoregressive drafting).
 
-    logits_k = U_k + W2 l_k(x_{k-1}, h_k)      U_k from the parallel backbone, l_k from drafters/sequential.py
+    logits_k = U_k + W2 l_k(x_{k-1}, h_k)      U_k from the parallel backbone, l_k from drafters/medusa.py
     c_k      = sigmoid(w^T [h_k; W1[x_{k-1}]])
 
 Source: DSpark, arXiv 2607.05147. Parameter names are those of the DeepSpec dialect. `markov_rank: 0` without a
@@ -10,11 +10,21 @@ confidence head is DeepSpec's own spelling of DFlash.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from outrider.drafters.dflash import DFlash, DFlashConfig
-from outrider.drafters.method import BlockInputs, DraftRows
-from outrider.drafters.sequential import ConfidenceHead, VanillaMarkov, build_sequential_head
+from pydantic import Field
+
+from outrider.drafters.base import BlockInputs, DraftRows, Method
+from outrider.drafters.dflash import (
+    BlockSection,
+    DFlash,
+    DFlashConfig,
+    PackedDrafter,
+    backbone_fields,
+    initialize_block,
+)
+from outrider.drafters.heads import ConfidenceHead, VanillaMarkov, build_sequential_head
+from outrider.target.model import Target
 
 
 @dataclass(frozen=True)
@@ -71,3 +81,21 @@ class DSpark(DFlash):
         latent_NKr, embedding_NKr = self.markov_head.unroll(inputs.previous_NK, rows.hidden_NKH)
         w2_Vr = self.markov_head.markov_w2.weight
         return replace(rows, latent_NKr=latent_NKr, w2_Vr=w2_Vr, embedding_NKr=embedding_NKr)
+
+
+class DSparkSection(BlockSection):
+    algorithm: Literal["dspark"] = "dspark"
+    markov_rank: int = Field(64, ge=0)
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+
+
+_HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+
+
+def _dspark_config(section: DSparkSection, target: Target) -> DSparkConfig:
+    return DSparkConfig(**backbone_fields(section, target), **{name: getattr(section, name) for name in _HEADS})
+
+
+DSPARK = Method("dspark", DSparkSection, _dspark_config, DSparkConfig, DSpark, PackedDrafter, initialize_block)

@@ -24,17 +24,42 @@ Shapes: S context slots, N anchors, X rows, L taps, H hidden, Q heads, G kv head
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
-from outrider.drafters.attention import split_attention
-from outrider.drafters.dflash import SwiGLU, rope_table
-from outrider.drafters.kv import check_heads
-from outrider.drafters.method import BlockInputs, DraftModule, DraftRows
-from outrider.drafters.projections import Projections
+from outrider.drafters.base import (
+    BlockInputs,
+    DraftCall,
+    DraftModule,
+    DraftRows,
+    Method,
+    MethodSection,
+    Serving,
+    TreeSize,
+    check_fits,
+    longest_draft,
+)
+from outrider.drafters.chain import sample_steps
+from outrider.drafters.draft import Proposal, Tree, TreeProposal, rerank
+from outrider.drafters.layers import (
+    DraftKV,
+    Projections,
+    SwiGLU,
+    check_heads,
+    layer_shapes,
+    rope_table,
+    split_attention,
+)
+from outrider.target.lean import rotate
+from outrider.target.linear import PackedLinear
+from outrider.target.model import Target
 
 
 @dataclass(frozen=True)
@@ -158,3 +183,375 @@ class Eagle3(DraftModule):
             hidden.append(self.norm(state_NH))
             state_NH = self.fed_back(state_NH, hidden[-1])
         return DraftRows(torch.stack(hidden, dim=1))
+
+
+# ----------------------------------------------------------------------------
+# EAGLE-3 ready to serve: packed weights, a cache of committed pairs, one small pass per draft token.
+#
+#     committed x_0 .. x_{c-1} with features f_0 .. f_{c-1}; the anchor is x_c
+#     pair i = (f_i, x_{i+1}), at the position of its token     pairs 0 .. c-2 are cached, f_{c-1} waits for its token
+#     draft 1       pair c-1 = (f_{c-1}, anchor)                written behind the committed pairs and forgotten
+#     draft k + 1   the pair (h of draft k, x_k)                likewise
+#
+# A committed pair costs keys and values alone. Requests share every matrix product; only attention goes one by one.
+#
+# See drafters/eagle3.py for the method. Shapes: R requests, M rows of one request, X = R M rows, T new tokens, L taps,
+# H hidden, P = 2 H a pair, Q heads, G kv heads, E head dim.
+# ----------------------------------------------------------------------------
+
+
+class Eagle3Session:
+    """One request: `count` committed tokens, keys and values of their pairs, and the feature that waits for a token."""
+
+    def __init__(self, config: Eagle3Config, slots: int, like: Tensor) -> None:
+        self.count = 0
+        self.waiting_H = like.new_zeros(config.hidden_size)  # nothing precedes the first token
+        self.kv = DraftKV(config, slots, like)
+
+    @property
+    def pairs(self) -> int:
+        """Committed pairs in the cache."""
+        return max(0, self.count - 1)
+
+    def attend(self, q_MQE: Tensor, end: int, drafted_MW: Tensor | None) -> Tensor:
+        """M rows over all committed pairs and, of the slots behind them, those in `drafted_MW`; [M, Q * E]."""
+        visible_MS = None if drafted_MW is None else F.pad(drafted_MW, (self.pairs, 0), value=True)
+        return self.kv.attend(q_MQE, end, visible_MS)
+
+
+class Eagle3Drafter:
+    """Serves one drafter for one target. Weights are copied; train the module, then build this again."""
+
+    def __init__(self, module: Eagle3, target: Target, serving: Serving) -> None:
+        config = module.config
+        check_fits(config, target)
+        serving.check(config)
+        self.config = config
+        self.taps, self.gamma = tuple(config.target_layer_ids), config.gamma
+        self.embed_VH, self.embed_scale = serving.embedding(target), target.embed_scale
+        self.head, self.heads = serving.head(target), serving.chain_heads(target)
+        state = {
+            name: tensor.to(target.device, torch.float32, copy=True)
+            for name, tensor in module.folded_state_dict().items()
+        }
+        layer = "midlayer."
+        attention = layer + "self_attn."
+        self.fc, self.norm = PackedLinear(state["fc.weight"]), state["norm.weight"]
+        self.tap_norms = [state[f"fc_norm.{i}.weight"] for i in range(len(self.taps))] if config.fc_norm else None
+        self.joint_norm = state.get("input_norm.weight")
+        self.input_norm, self.hidden_norm = state[layer + "input_layernorm.weight"], state[layer + "hidden_norm.weight"]
+        self.kv, self.qkv = _joined(state, attention, "kv"), _joined(state, attention, "qkv")
+        self.q_norm, self.k_norm = state.get(attention + "q_norm.weight"), state.get(attention + "k_norm.weight")
+        self.o = PackedLinear(state[attention + "o_proj.weight"], state.get(attention + "o_proj.bias"))
+        self.post_norm = state[layer + "post_attention_layernorm.weight"]
+        self.gate_up = PackedLinear(torch.cat([state[f"{layer}mlp.{name}_proj.weight"] for name in ("gate", "up")]))
+        self.down = PackedLinear(state[layer + "mlp.down_proj.weight"])
+
+    def new_session(self, capacity: int, drafted: int | None = None) -> Eagle3Session:
+        """An empty cache of `capacity` committed tokens and `drafted` rows of one draft (None: those of a chain)."""
+        return Eagle3Session(self.config, capacity + (self.gamma if drafted is None else drafted), self.norm)
+
+    def features(self, taps_TLH: Tensor) -> Tensor:
+        """f [T, H] from raw taps."""
+        return self.fc(self._normed_taps(taps_TLH.float()).flatten(1))
+
+    def extend(
+        self, sessions: Sequence[Eagle3Session], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None
+    ) -> None:
+        """Cache the pairs that newly committed tokens complete (taps: raw, [T, L, H], session after session)."""
+        assert taps_TLD is not None
+        features_TH = self.features(taps_TLD)
+        states: list[Tensor] = []
+        completing: list[Sequence[int]] = []
+        waiting_RH: list[Tensor] = []
+        for session, part, new_TH in zip(sessions, tokens, features_TH.split([len(t) for t in tokens]), strict=True):
+            waiting = torch.cat((session.waiting_H[None], new_TH))
+            first = 0 if session.count else 1  # the very first token completes no pair
+            states.append(waiting[first : len(part)])
+            completing.append(part[first:])
+            waiting_RH.append(waiting[-1].clone())  # not a view that keeps a prefill alive
+        counts = [len(part) for part in completing]
+        starts = [session.pairs for session in sessions]
+        flat = [token for part in completing for token in part]
+        kv = self.kv(self._pairs(torch.cat(states), flat)).unflatten(1, (2, -1, self.config.head_dim))
+        new = kv[:, 0] if self.k_norm is None else self._rms(kv[:, 0], self.k_norm)
+        keys = rotate(new, *self._rope([s + 1 + i for s, n in zip(starts, counts, strict=True) for i in range(n)]))
+        for session, start, k, v in zip(sessions, starts, keys.split(counts), kv[:, 1].split(counts), strict=True):
+            session.kv.write(start, k, v)
+        for session, part, waiting in zip(sessions, tokens, waiting_RH, strict=True):  # nothing can fail any more
+            session.count, session.waiting_H = session.count + len(part), waiting
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+        """A chain of up to gamma tokens per call, while their confidence is at least `floor`.
+
+        Only an estimator could give one, and `outrider calibrate` fits none for this method: `floor` is idle as yet.
+        """
+        sessions: list[Eagle3Session] = [call.session for call in calls]
+        state_RH = torch.stack([session.waiting_H for session in sessions])
+
+        def step(k: int, previous: list[int]) -> Tensor:
+            nonlocal state_RH
+            state_RH = self.advance(sessions, state_RH, previous, k, k)
+            return self.normed(state_RH)
+
+        return sample_steps(self.head, step, longest_draft(calls, self.gamma), calls, self.heads, floor)
+
+    def advance(
+        self,
+        sessions: Sequence[Eagle3Session],
+        state_XH: Tensor,
+        tokens: Sequence[int],
+        depth: int,
+        written: int,
+        drafted_RMW: Tensor | None = None,
+        spacing: int = 0,
+    ) -> Tensor:
+        """Drafting rows through the layer: h [X, H], as the next row takes it (before the final norm, or behind).
+
+        Args:
+            state_XH, tokens: the pairs, M per session, session after session.
+            depth: drafts between the anchor and these tokens (0: they are anchors).
+            written: rows of this draft that are in the cache already, behind the committed pairs.
+            drafted_RMW: which rows of this draft a row sees, itself included (W = written + M); None: all.
+            spacing: positions from one row of a request to the next: 0 for alternatives, 1 along a chain.
+        """
+        Q, G, E = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
+        R, M = len(sessions), len(tokens) // len(sessions)
+        pairs_XP = self._pairs(state_XH, tokens)
+        qkv = self.qkv(pairs_XP).view(R * M, -1, E)
+        qk, v = qkv.split((Q + G, G), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self._rms(qk[:, :Q], self.q_norm), self._rms(qk[:, Q:], self.k_norm)), dim=1)
+        qk = rotate(qk, *self._rope([s.count + depth + m * spacing for s in sessions for m in range(M)]))
+        attended = []
+        for r, session in enumerate(sessions):
+            rows, start = slice(r * M, (r + 1) * M), session.pairs + written
+            session.kv.write(start, qk[rows, Q:], v[rows])
+            attended.append(session.attend(qk[rows, :Q], start + M, None if drafted_RMW is None else drafted_RMW[r]))
+        residual_XH = pairs_XP[:, self.config.hidden_size :] if self.config.norm_before_residual else state_XH
+        x_XH = residual_XH + self.o(torch.cat(attended))
+        gate, up = self.gate_up(self._rms(x_XH, self.post_norm)).chunk(2, dim=-1)
+        x_XH = x_XH + self.down(F.silu(gate).mul_(up))
+        return self._rms(x_XH, self.norm) if self.config.norm_output else x_XH
+
+    def normed(self, state_XH: Tensor) -> Tensor:
+        """What the head reads."""
+        return state_XH if self.config.norm_output else self._rms(state_XH, self.norm)
+
+    def _normed_taps(self, taps_TLH: Tensor) -> Tensor:
+        if self.tap_norms is not None:
+            return torch.stack([self._rms(taps_TLH[:, i], weight) for i, weight in enumerate(self.tap_norms)], dim=1)
+        return taps_TLH if self.joint_norm is None else self._rms(taps_TLH.flatten(1), self.joint_norm)
+
+    def _pairs(self, state_XH: Tensor, tokens: Sequence[int]) -> Tensor:
+        tokens_X = torch.tensor(tokens, dtype=torch.long, device=self.embed_VH.device)
+        embedded_XH = F.embedding(tokens_X, self.embed_VH).float() * self.embed_scale
+        return torch.cat((self._rms(embedded_XH, self.input_norm), self._rms(state_XH, self.hidden_norm)), dim=-1)
+
+    def _rms(self, x_XH: Tensor, weight_H: Tensor) -> Tensor:
+        return F.rms_norm(x_XH, x_XH.shape[-1:], weight_H, self.config.rms_norm_eps)
+
+    def _rope(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        positions_X = torch.tensor(positions, dtype=torch.long, device=self.embed_VH.device)
+        return rope_table(positions_X, self.config.head_dim, self.config.rope_theta)
+
+
+def _joined(state: Mapping[str, Tensor], attention: str, names: str) -> PackedLinear:
+    """One matrix for some of the projections q, k, v; their biases, where they have any."""
+    weights = [state[f"{attention}{name}_proj.weight"] for name in names]
+    biases = [state.get(f"{attention}{name}_proj.bias") for name in names]
+    bias = torch.cat([one for one in biases if one is not None]) if biases[0] is not None else None
+    return PackedLinear(torch.cat(weights), bias)
+
+
+# ----------------------------------------------------------------------------
+# EAGLE-2's dynamic tree: grow where the drafter is sure, then keep the nodes that are most likely to be reached.
+#
+#     expand   depth 1: the top k tokens after the anchor.   depth d + 1: of all nodes of depth d the k most likely ones
+#              get the drafter's top k children each            (k, then k^2, k^2, ... candidates; one pass per depth)
+#     rerank   of all candidates, the N with the largest  s(node) = product of p along its path
+#
+# A path's probability stands for its chance of acceptance, which is well founded where the drafter is calibrated. All
+# candidates are top-k tokens: nothing is drawn, so choosing among them by probability is lossless at any temperature
+# (drafters/draft.py says why that would not hold for drawn nodes). Scores are those of temperature 1 whatever the
+# request samples with. Rows of one depth run together; each sees the committed pairs, its ancestors and itself.
+#
+# Depth is the paper's 6, but no more than the gamma that the drafter was trained for. A deeper tree must be asked for:
+# in its last steps the drafter reads states that training never showed it. That costs acceptance, not exactness.
+#
+# Source: EAGLE-2, arXiv 2406.16858. Shapes: R requests, M rows of one depth, k children, H hidden, Vd draft vocab, W
+# rows of one draft so far.
+# ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """The paper's tree for 7B targets by default; `nodes` counts draft tokens, the anchor not among them."""
+
+    depth: int = 6
+    top_k: int = 10
+    nodes: int = 60
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "top_k", "nodes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"tree {name} {getattr(self, name)} must be at least 1.")
+
+    @property
+    def rows(self) -> int:
+        """Most rows that growing a tree takes: the anchor's and those that get children."""
+        return 1 + (self.depth - 1) * self.top_k
+
+
+@dataclass
+class _Pool:
+    """All candidates of one request, parents before children."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)  # log s
+
+    def proposal(self, nodes: int) -> TreeProposal:
+        # exp of each number by itself: a vectorised one may order neighbours differently.
+        survivals = [math.exp(score) for score in self.scores]
+        return rerank(TreeProposal(Tree(self.tokens, self.parents), survivals=survivals), nodes)
+
+
+class DynamicTreeDrafter:
+    """Serves a trained EAGLE-3 drafter with trees instead of chains."""
+
+    def __init__(self, drafter: Eagle3Drafter, shape: TreeShape) -> None:
+        self.drafter, self.config, self.shape = drafter, drafter.config, shape
+        self.taps, self.gamma, self.nodes = drafter.taps, shape.depth, shape.nodes
+
+    def new_session(self, capacity: int) -> Eagle3Session:
+        return self.drafter.new_session(capacity, self.shape.rows)
+
+    def extend(
+        self, sessions: Sequence[Eagle3Session], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None
+    ) -> None:
+        self.drafter.extend(sessions, tokens, taps_TLD)
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[TreeProposal]:
+        """A tree per call, no deeper and no larger than it has use for; `floor` is left to the policy."""
+        depths = [self.gamma if call.limit is None else min(call.limit, self.gamma) for call in calls]
+        sizes = [self.nodes if call.nodes is None else min(call.nodes, self.nodes) for call in calls]
+        growth = _Growth(self.drafter, [call.session for call in calls], [call.anchor for call in calls])
+        for depth in range(max(depths)):
+            if depth:
+                growth.choose(self.shape.top_k)
+            growth.expand(depth, self.shape.top_k, [depth < deepest for deepest in depths])
+        return [pool.proposal(size) for pool, size in zip(growth.pools, sizes, strict=True)]
+
+
+class _Growth:
+    """The trees of all requests, growing depth by depth.
+
+    `states_RMH`, `tokens_RM`: the pairs of the rows that are next to get children; `nodes_RM` their nodes (-1: anchor),
+    `scores_RM` their log s, `seen_RMW` the rows of this draft that each may see.
+    """
+
+    def __init__(self, drafter: Eagle3Drafter, sessions: Sequence[Eagle3Session], anchors: Sequence[int]) -> None:
+        self.drafter, self.sessions = drafter, sessions
+        self.states_RMH = torch.stack([session.waiting_H for session in sessions])[:, None]
+        device = self.states_RMH.device
+        self.tokens_RM = torch.tensor(anchors, device=device)[:, None]
+        self.nodes_RM = torch.full_like(self.tokens_RM, -1)
+        self.scores_RM = torch.zeros(self.tokens_RM.shape, device=device)
+        self.seen_RMW = torch.ones(len(anchors), 1, 1, dtype=torch.bool, device=device)
+        self.candidates = 0  # per request, of all depths
+        self.pools = [_Pool() for _ in sessions]
+
+    def expand(self, depth: int, top_k: int, wanted: Sequence[bool]) -> None:
+        """Give every row its `top_k` children; they are put down for the requests that want this depth."""
+        R, M, H = self.states_RMH.shape
+        written = self.seen_RMW.shape[2] - M
+        h_XH = self.drafter.advance(
+            self.sessions,
+            self.states_RMH.reshape(R * M, H),
+            self.tokens_RM.flatten().tolist(),
+            depth,
+            written,
+            self.seen_RMW if depth else None,
+        )
+        log_probs_XVd = self.drafter.head(self.drafter.normed(h_XH)).log_softmax(-1)
+        top_Xk, ids_Xk = log_probs_XVd.topk(min(top_k, log_probs_XVd.shape[-1]), dim=-1)
+        ids_Vd = self.drafter.heads.draft_ids_Vd
+        self.outputs_RMH = h_XH.view(R, M, H)
+        # Rounding must not let a child outlive its parent.
+        self.child_scores_RC = (self.scores_RM[..., None] + top_Xk.clamp(max=0.0).view(R, M, -1)).flatten(1)
+        self.child_tokens_RC = (ids_Xk if ids_Vd is None else ids_Vd[ids_Xk]).reshape(R, -1)
+        parents_RC = self.nodes_RM.repeat_interleave(top_Xk.shape[-1], dim=1)
+        lists = (self.child_tokens_RC.tolist(), parents_RC.tolist(), self.child_scores_RC.tolist())
+        for pool, wants, tokens, parents, scores in zip(self.pools, wanted, *lists, strict=True):
+            if wants:
+                pool.tokens += tokens
+                pool.parents += parents
+                pool.scores += scores
+        self.candidates += parents_RC.shape[1]
+
+    def choose(self, top_k: int) -> None:
+        """Of the children just made, the `top_k` most likely are the next rows."""
+        R, M, H = self.outputs_RMH.shape
+        children = self.child_scores_RC.shape[1]
+        self.scores_RM, chosen_RM = self.child_scores_RC.topk(min(top_k, children), dim=1)
+        row_RM = chosen_RM // (children // M)  # of the parent
+        self.tokens_RM = self.child_tokens_RC.gather(1, chosen_RM)
+        self.nodes_RM = self.candidates - children + chosen_RM
+        self.states_RMH = self.outputs_RMH.gather(1, row_RM[..., None].expand(-1, -1, H))
+        inherited = self.seen_RMW.gather(1, row_RM[..., None].expand(-1, -1, self.seen_RMW.shape[2]))
+        itself = torch.eye(row_RM.shape[1], dtype=torch.bool, device=inherited.device).expand(R, -1, -1)
+        self.seen_RMW = torch.cat((inherited, itself), dim=2)
+
+
+def dynamic_tree(drafter: Eagle3Drafter, size: TreeSize) -> DynamicTreeDrafter:
+    """A tree of that size; the paper's depth, if trained so far, and width where it leaves them open.
+
+    Raises:
+        ValueError: more nodes than such a tree ever has.
+    """
+    shape = TreeShape(
+        depth=min(TreeShape.depth, drafter.gamma) if size.depth is None else size.depth,
+        top_k=TreeShape.top_k if size.top_k is None else size.top_k,
+        nodes=size.nodes,
+    )
+    most = shape.top_k + (shape.depth - 1) * shape.top_k**2
+    if shape.nodes > most:
+        raise ValueError(
+            f"a tree of {shape.nodes} nodes: with depth {shape.depth} and top_k {shape.top_k} there are {most} at most."
+        )
+    return DynamicTreeDrafter(drafter, shape)
+
+
+# ----------------------------------------------------------------------------
+# EAGLE-3 as a method: what a recipe says of it, and the config that follows.
+#
+# Weights begin as noise, as in the paper: the layer reads pairs [embedding; feature], which no layer of the target
+# does.
+# ----------------------------------------------------------------------------
+
+
+class Eagle3Section(MethodSection):
+    """A recipe's choices; the defaults are the paper's."""
+
+    algorithm: Literal["eagle3"] = "eagle3"
+    gamma: int = Field(7, ge=1)  # draft tokens, and steps of the training-time test
+    target_layer_ids: list[int] | None = None  # null: an early, a middle and a late layer
+
+
+def eagle_taps(num_target_layers: int) -> list[int]:
+    """The official choice: what layers 2, L / 2 and L - 3 read, i.e. the outputs of those before them."""
+    return sorted({1, num_target_layers // 2 - 1, num_target_layers - 4})
+
+
+def configure(section: Eagle3Section, target: Target) -> Eagle3Config:
+    """The target's layer shapes, the recipe's choices."""
+    return Eagle3Config(
+        **layer_shapes(target),
+        draft_vocab_size=section.draft_vocab(target),
+        target_layer_ids=target.check_taps(section.target_layer_ids or eagle_taps(target.num_layers)),
+        gamma=section.gamma,
+    )
+
+
+EAGLE3 = Method("eagle3", Eagle3Section, configure, Eagle3Config, Eagle3, Eagle3Drafter, branch=dynamic_tree)

@@ -1,171 +1,219 @@
-"""What drafters made of heads on the target's last hidden state share (Medusa, Hydra).
+"""logits_k = U_k + W2 l_k: one cheap sequential step that lets x_k see x_{k-1} after a parallel draft.
 
-    x_{n-2} -> target -> f_{n-2} --LM head-->      x_{n-1}   the anchor: the target's own, committed
-                            |----- draft head 1 -> x_1       (position n)
-                            |----- draft head K -> x_K       (position n + K - 1)
+    vanilla   l_k = W1[x_{k-1}]
+    gated     l_k = sigmoid(W [h_k; W1[x_{k-1}]] + b) * W1[x_{k-1}]
+    rnn       z_k = [s_{k-1}; W1[x_{k-1}]; h_k],  g = sigmoid(W_g z)
+              s_k = g * s_{k-1} + (1 - g) * tanh(W_c z),  l_k = tanh(W_o z),  s_0 = 0
+    confidence  c_k = sigmoid(w^T [h_k; W1[x_{k-1}]] + b), trained towards 1 - ||p_d - p_t||_1 / 2
 
-The target has not read the anchor when a block is drafted, so the newest feature is that of the token before it. That
-is Medusa's situation too: there the anchor is what the LM head itself says at f. An anchor at position a reads slot
-a - 1; a lone first token has nothing before it and its feature is zero, in training as in serving. f is taken after the
-final norm, where the LM head reads it, so taps need no scale. Draft head k gives a hidden state; the target's frozen LM
-head (or its rows of a reduced draft vocabulary) makes the logits.
-
-    x = f + SiLU(W_0 z + b_0),  then  x + SiLU(W_l x + b_l)  for l = 1 .. num_layers - 1;    W = 0 at the start
-
-Sources: Medusa, arXiv 2401.10774, section 2.1; Hydra, arXiv 2402.05109.
-Shapes: R requests, N anchors, T new tokens, S context slots, L = 1 tap, K heads, H hidden, Z inputs of the first layer.
+Source: DSpark, arXiv 2607.05147. Parameter names are those of DeepSpec checkpoints.
+Shapes: N blocks, K block positions, V vocab, Vd draft vocab, H draft hidden, r rank.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
-import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
-from outrider.drafters.base import DraftCall, Proposal
-from outrider.drafters.candidates import Level
-from outrider.drafters.method import DraftModule, MethodSection, Serving, check_fits
-from outrider.target import Target
-from outrider.target.linear import PackedLinear
+
+class VanillaMarkov(nn.Module):
+    """A first-order Markov correction of rank r. The other heads compute the latent l_k differently, nothing else."""
+
+    kind: ClassVar[str] = "vanilla"
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        nn.init.normal_(self.markov_w1.weight, std=0.02)
+        nn.init.zeros_(self.markov_w2.weight)  # training starts from the parallel drafter, uncorrected
+
+    def initial_state(self, batch: int) -> Tensor | None:
+        return None
+
+    def step(
+        self, prev_tokens_N: Tensor, hidden_NH: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One position: the latent l_k, the embedding W1[x_{k-1}] (the confidence head reads it), the next state."""
+        embedding_Nr = self.markov_w1(prev_tokens_N)
+        return embedding_Nr, embedding_Nr, state
+
+    def unroll(self, prev_tokens_NK: Tensor, hidden_NKH: Tensor) -> tuple[Tensor, Tensor]:
+        """All positions at once, teacher-forced: latents and embeddings, equal to repeated `step`."""
+        embedding_NKr = self.markov_w1(prev_tokens_NK)
+        return embedding_NKr, embedding_NKr
+
+    def bias(self, latent: Tensor) -> Tensor:
+        """[..., r] -> [..., Vd], to be added to the drafter's own logits."""
+        return self.markov_w2(latent)
+
+
+class GatedMarkov(VanillaMarkov):
+    """The block's hidden state decides, per latent dimension, how much the previous token matters."""
+
+    kind: ClassVar[str] = "gated"
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
+        super().__init__(vocab_size, draft_vocab_size, hidden_size, rank)
+        self.gate_proj = nn.Linear(hidden_size + rank, rank)
+
+    def step(
+        self, prev_tokens_N: Tensor, hidden_NH: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        latent_Nr, embedding_Nr = self.unroll(prev_tokens_N, hidden_NH)  # no state: any leading shape will do
+        return latent_Nr, embedding_Nr, state
+
+    def unroll(self, prev_tokens_NK: Tensor, hidden_NKH: Tensor) -> tuple[Tensor, Tensor]:
+        embedding_NKr = self.markov_w1(prev_tokens_NK)
+        gate_NKr = torch.sigmoid(self.gate_proj(torch.cat([hidden_NKH, embedding_NKr], dim=-1)))
+        return gate_NKr * embedding_NKr, embedding_NKr
+
+
+class RNNMarkov(VanillaMarkov):
+    """A gated recurrence over the whole drafted prefix."""
+
+    kind: ClassVar[str] = "rnn"
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
+        super().__init__(vocab_size, draft_vocab_size, hidden_size, rank)
+        self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)  # rows: gate, candidate, output
+
+    def initial_state(self, batch: int) -> Tensor:
+        return self.markov_w1.weight.new_zeros(batch, self.rank)
+
+    def step(
+        self, prev_tokens_N: Tensor, hidden_NH: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        assert state is not None, "RNNMarkov.step needs initial_state() or the last step's state"
+        embedding_Nr = self.markov_w1(prev_tokens_N)
+        latent_Nr, state = self._recur(state, embedding_Nr, hidden_NH)
+        return latent_Nr, embedding_Nr, state
+
+    def unroll(self, prev_tokens_NK: Tensor, hidden_NKH: Tensor) -> tuple[Tensor, Tensor]:
+        embedding_NKr = self.markov_w1(prev_tokens_NK)
+        state = self.initial_state(prev_tokens_NK.shape[0])
+        latents = []
+        for embedding_Nr, hidden_NH in zip(embedding_NKr.unbind(1), hidden_NKH.unbind(1), strict=True):
+            latent_Nr, state = self._recur(state, embedding_Nr, hidden_NH)
+            latents.append(latent_Nr)
+        return torch.stack(latents, dim=1), embedding_NKr
+
+    def _recur(self, state_Nr: Tensor, embedding_Nr: Tensor, hidden_NH: Tensor) -> tuple[Tensor, Tensor]:
+        joint = self.joint_proj(torch.cat([state_Nr, embedding_Nr, hidden_NH], dim=-1))
+        gate_Nr, candidate_Nr, output_Nr = joint.chunk(3, dim=-1)
+        gate_Nr = torch.sigmoid(gate_Nr)
+        return torch.tanh(output_Nr), gate_Nr * state_Nr + (1 - gate_Nr) * torch.tanh(candidate_Nr)
+
+
+class ConfidenceHead(nn.Module):
+    """The logit of c_k, the chance that x_k will be accepted if it is reached; known before x_k is drawn."""
+
+    def __init__(self, hidden_size: int, rank: int, with_markov: bool) -> None:
+        super().__init__()
+        self.with_markov = with_markov
+        self.proj = nn.Linear(hidden_size + (rank if with_markov else 0), 1)
+
+    def forward(self, hidden: Tensor, embedding: Tensor | None) -> Tensor:
+        """[..., H], [..., r] -> [...]"""
+        if self.with_markov:
+            if embedding is None:
+                raise ValueError(
+                    "confidence_head_with_markov=True needs the embedding of a sequential head, and this drafter has "
+                    "none (markov_rank=0); set confidence_head_with_markov=False or add a sequential head"
+                )
+            hidden = torch.cat([hidden, embedding], dim=-1)
+        return self.proj(hidden).squeeze(-1)
+
+
+SEQUENTIAL_HEADS: tuple[type[VanillaMarkov], ...] = (VanillaMarkov, GatedMarkov, RNNMarkov)
+
+
+def build_sequential_head(
+    kind: str, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int
+) -> VanillaMarkov:
+    for head in SEQUENTIAL_HEADS:
+        if head.kind == kind:
+            return head(vocab_size, draft_vocab_size, hidden_size, rank)
+    known = ", ".join(head.kind for head in SEQUENTIAL_HEADS)
+    raise ValueError(f"unknown sequential head {kind!r}; choose one of: {known}")
+
+
+# ----------------------------------------------------------------------------
+# c_k = sigmoid(w_1 logit(max p_k) + w_2 H(p_k) + b_k),   p_k = softmax of the draft logits, as they are
+#
+# The confidence of a drafter that has no confidence head: a logistic regression on how sure p_k is (maximum
+# probability, entropy in nats) and on the position. All of it is known before x_k is drawn. The drawn token's own
+# probability says more, and must not be used: admission would then depend on x_k, and the output would no longer be the
+# target's (the stopping rule of DSpark, arXiv 2607.05147). Shapes: A requests, Vd draft vocab, F = 2 features.
+# ----------------------------------------------------------------------------
+
+
+_LOGIT_LIMIT = 20.0  # float32 puts 1 - max p_k at 0 beyond; p_k is one-hot for every purpose
+
+
+class Estimator(Protocol):
+    """What a walk asks for the logit of c_k."""
+
+    def __call__(self, logits_AVd: Tensor, k: int) -> Tensor:
+        """Logits [A] of the confidences at position k, counted from 0, from the draft logits before the warp."""
+        ...
 
 
 @dataclass(frozen=True)
-class HeadsConfig:
-    """K = `num_heads` draft heads of `num_layers` residual layers each."""
+class CertaintyEstimator:
+    """Fitted by `outrider calibrate`: two weights for all positions, one bias per position."""
 
-    hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    num_target_layers: int
-    num_heads: int
-    num_layers: int
+    weights: Sequence[float]
+    biases: Sequence[float]
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} must be at least 1.")
+        if len(self.weights) != 2:
+            raise ValueError(f"estimator weights {list(self.weights)} must be 2 numbers; run outrider calibrate again.")
 
-    @property
-    def gamma(self) -> int:
-        """Draft tokens per block."""
-        return self.num_heads
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        """The last hidden state, after the final norm."""
-        return (self.num_target_layers - 1,)
+    def __call__(self, logits_AVd: Tensor, k: int) -> Tensor:
+        features_AF = certainty(logits_AVd)
+        return features_AF @ features_AF.new_tensor(list(self.weights)) + self.biases[k]
 
 
-class HeadsSection(MethodSection):
-    """A recipe's choices; the paper's have one layer and 5 heads."""
-
-    num_heads: int = Field(5, ge=1)
-    num_layers: int = Field(1, ge=1)
-
-
-def configure_heads(section: HeadsSection, target: Target) -> HeadsConfig:
-    """The target's shapes, the recipe's choices."""
-    return HeadsConfig(
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=section.draft_vocab(target),
-        num_target_layers=target.num_layers,
-        num_heads=section.num_heads,
-        num_layers=section.num_layers,
-    )
+def certainty(logits_AVd: Tensor) -> Tensor:
+    """(logit of the largest probability, entropy in nats) of each row, [A, 2], at temperature 1."""
+    log_probs_AVd = logits_AVd.log_softmax(-1)
+    top_A, place_A = log_probs_AVd.max(-1)
+    others_AVd = log_probs_AVd.scatter(-1, place_A[:, None], -torch.inf)  # 1 - p from the rest: no cancellation
+    logit_A = (top_A - others_AVd.logsumexp(-1)).clamp(-_LOGIT_LIMIT, _LOGIT_LIMIT)
+    entropy_A = torch.special.entr(log_probs_AVd.exp()).sum(-1)
+    return torch.stack((logit_A, entropy_A), dim=-1)
 
 
-class DraftHead(nn.Module):
-    """The residual layers of one head. Zero weights make it hand on its hidden state: it starts as the LM head."""
+@dataclass(frozen=True)
+class ChainHeads:
+    """What a walk reads besides hidden states.
 
-    def __init__(self, inputs: int, hidden_size: int, num_layers: int) -> None:
-        super().__init__()
-        sizes = [inputs] + [hidden_size] * (num_layers - 1)
-        self.layers = nn.ModuleList(nn.Linear(size, hidden_size) for size in sizes)
-        for parameter in self.parameters():
-            nn.init.zeros_(parameter)
-
-    def forward(self, hidden_NH: Tensor, inputs_NZ: Tensor) -> Tensor:
-        return residual_layers(list(self.layers), hidden_NH, inputs_NZ)
-
-
-def residual_layers(layers: Sequence[Callable[[Tensor], Tensor]], hidden_NH: Tensor, inputs_NZ: Tensor) -> Tensor:
-    """The formula of the module's docstring; the residual stream keeps the type of `hidden_NH`."""
-    x_NH = hidden_NH + F.silu(layers[0](inputs_NZ))
-    for layer in layers[1:]:
-        x_NH = x_NH + F.silu(layer(x_NH))
-    return x_NH
-
-
-class HeadsModule(DraftModule):
-    """K draft heads, the trainable part. Parameter names are those of Medusa checkpoints."""
-
-    final_tap = True
-    config: HeadsConfig
-
-    def __init__(self, config: HeadsConfig, inputs: Sequence[int]) -> None:
-        super().__init__(config)
-        self.blocks = nn.ModuleList(DraftHead(size, config.hidden_size, config.num_layers) for size in inputs)
-
-
-class LastHidden:
-    """The memory of one request: the last hidden state of its newest committed token but the anchor."""
-
-    def __init__(self, hidden_size: int, device: torch.device) -> None:
-        self.hidden_H = torch.zeros(hidden_size, device=device)
-
-
-class ServedHeads(ABC):
-    """The serving side: no cache, one vector per request.
-
-    Weights are copied; train the module, then build this again.
+    `draft_ids_Vd` maps a reduced draft vocabulary into the target's (None: the same). Confidences come from the
+    `confidence` head or, where there is none, from an `estimator`; `temperatures` T_k and `offsets` b_k per position
+    calibrate them (None: all 1, all 0).
     """
 
-    def __init__(self, module: HeadsModule, target: Target, serving: Serving) -> None:
-        config = module.config
-        check_fits(config, target, module.final_tap)
-        serving.check(config)
-        self.config = config
-        self.taps, self.gamma, self.accuracy = config.target_layer_ids, config.gamma, serving.accuracy
-        self.device = target.device
-        self.head, self.heads = serving.head(target), serving.chain_heads(target)
-        state = {
-            name: tensor.to(target.device, torch.float32, copy=True)
-            for name, tensor in module.folded_state_dict().items()
-        }
-        self.layers = [
-            [
-                PackedLinear(state[f"blocks.{k}.layers.{i}.weight"], state[f"blocks.{k}.layers.{i}.bias"])
-                for i in range(config.num_layers)
-            ]
-            for k in range(config.num_heads)
-        ]
+    vocab_size: int
+    sequential: VanillaMarkov | None = None
+    confidence: ConfidenceHead | None = None
+    draft_ids_Vd: Tensor | None = None
+    temperatures: Sequence[float] | None = None
+    offsets: Sequence[float] | None = None
+    estimator: Estimator | None = None
 
-    def new_session(self, capacity: int) -> LastHidden:
-        return LastHidden(self.config.hidden_size, self.device)
+    @property
+    def confident(self) -> bool:
+        """Whether proposals come with confidences."""
+        return self.confidence is not None or self.estimator is not None
 
-    def extend(self, sessions: Sequence[LastHidden], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
-        """Remember the last of each session's new taps."""
-        assert taps_TLD is not None
-        end = 0
-        for session, part in zip(sessions, tokens, strict=True):
-            end += len(part)
-            if part:
-                session.hidden_H = taps_TLD[end - 1, -1].float().clone()  # not a view that keeps a prefill alive
-
-    @abstractmethod
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
-        """A chain per call."""
-
-    @abstractmethod
-    def levels(self, calls: Sequence[DraftCall], depth: int) -> Level:
-        """Draft logits for a tree of that depth, level by level; temperatures and penalties left out."""
-
-    def newest(self, calls: Sequence[DraftCall]) -> Tensor:
-        """The features that a block reads, [R, H]."""
-        return torch.stack([call.session.hidden_H for call in calls])
+    def calibrated(self, logit_N: Tensor, k: int) -> Tensor:
+        """c_k [N] at position k, counted from 0."""
+        temperature = 1.0 if self.temperatures is None else self.temperatures[k]
+        offset = 0.0 if self.offsets is None else self.offsets[k]
+        return (logit_N / temperature + offset).sigmoid()

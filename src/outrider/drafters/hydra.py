@@ -3,7 +3,7 @@
     z_k = [norm f; norm e(x_0); norm e(x_1); ..; norm e(x_{k-1})]          x_0 the anchor, e the target's embedding
     h_k = f + SiLU(W_k z_k + b_k)  (and further layers),    p_k = softmax(LM head h_k)      k = 1 .. K
 
-f is the target's last hidden state at the token before the anchor (drafters/heads.py); norm divides by the RMS and has
+f is the target's last hidden state at the token before the anchor (drafters/medusa.py); norm divides by the RMS and has
 no weights, because hidden states and embeddings differ in size by orders of magnitude, and by target. Head k has k + 1
 blocks of H inputs, so parameters grow with K squared.
 
@@ -22,20 +22,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall, Proposal, longest_draft
-from outrider.drafters.candidates import Level
+from outrider.drafters.base import BlockInputs, DraftCall, DraftRows, Method, Serving, longest_draft
 from outrider.drafters.chain import sample_steps
-from outrider.drafters.heads import (
+from outrider.drafters.draft import Proposal
+from outrider.drafters.medusa import (
     HeadsConfig,
     HeadsModule,
     HeadsSection,
     ServedHeads,
     configure_heads,
     residual_layers,
+    static_tree,
 )
-from outrider.drafters.method import BlockInputs, DraftRows, Method, Serving
-from outrider.drafters.static_tree import static_tree
-from outrider.target import Target
+from outrider.drafters.trees import Level
+from outrider.target.model import Target
 
 _EPS = 1e-6
 

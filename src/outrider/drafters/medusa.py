@@ -1,38 +1,280 @@
-"""Medusa: K heads that read the same hidden state, and nothing of each other.
+"""What drafters made of heads on the target's last hidden state share (Medusa, Hydra).
 
-    h_k = f + SiLU(W_k f + b_k)  (and further layers),    p_k = softmax(LM head h_k)      k = 1 .. K
+    x_{n-2} -> target -> f_{n-2} --LM head-->      x_{n-1}   the anchor: the target's own, committed
+                            |----- draft head 1 -> x_1       (position n)
+                            |----- draft head K -> x_K       (position n + K - 1)
 
-f is the target's last hidden state at the token before the anchor (drafters/heads.py). Because no head sees what the
-others drew, all K run at once, and candidates form a tree without another pass (drafters/candidates.py).
+The target has not read the anchor when a block is drafted, so the newest feature is that of the token before it. That
+is Medusa's situation too: there the anchor is what the LM head itself says at f. An anchor at position a reads slot
+a - 1; a lone first token has nothing before it and its feature is zero, in training as in serving. f is taken after the
+final norm, where the LM head reads it, so taps need no scale. Draft head k gives a hidden state; the target's frozen LM
+head (or its rows of a reduced draft vocabulary) makes the logits.
 
-Source: Medusa, arXiv 2401.10774, section 2.1. Departure: the release trains a vocabulary matrix per head (V x H each);
-here all heads share the target's frozen one, as every drafter of this package does, and `num_layers` makes up for it.
-Checkpoints of the release are served with their own matrices.
-Shapes: R requests, N anchors, K heads, H hidden, Vd draft vocab.
+    x = f + SiLU(W_0 z + b_0),  then  x + SiLU(W_l x + b_l)  for l = 1 .. num_layers - 1;    W = 0 at the start
+
+Sources: Medusa, arXiv 2401.10774, section 2.1; Hydra, arXiv 2402.05109.
+Shapes: R requests, N anchors, T new tokens, S context slots, L = 1 tap, K heads, H hidden, Z inputs of the first layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
 
-from outrider.drafters.base import DraftCall, Proposal, longest_draft
-from outrider.drafters.candidates import Level
-from outrider.drafters.chain import sample_chain, sample_steps
-from outrider.drafters.heads import (
-    HeadsConfig,
-    HeadsModule,
-    HeadsSection,
-    ServedHeads,
-    configure_heads,
-    residual_layers,
+from outrider.drafters.base import (
+    BlockInputs,
+    DraftCall,
+    DraftModule,
+    DraftRows,
+    Method,
+    MethodSection,
+    Serving,
+    TreeSize,
+    check_fits,
+    longest_draft,
 )
-from outrider.drafters.method import BlockInputs, DraftRows, Method, Serving
-from outrider.drafters.static_tree import static_tree
-from outrider.target import Target
+from outrider.drafters.chain import sample_chain, sample_steps
+from outrider.drafters.draft import Proposal, Tree, TreeProposal
+from outrider.drafters.trees import CandidateTree, Level, assumed_accuracy, best_tree, draw_trees
+from outrider.target.linear import PackedLinear
+from outrider.target.model import Target
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """K = `num_heads` draft heads of `num_layers` residual layers each."""
+
+    hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    num_target_layers: int
+    num_heads: int
+    num_layers: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1.")
+
+    @property
+    def gamma(self) -> int:
+        """Draft tokens per block."""
+        return self.num_heads
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """The last hidden state, after the final norm."""
+        return (self.num_target_layers - 1,)
+
+
+class HeadsSection(MethodSection):
+    """A recipe's choices; the paper's have one layer and 5 heads."""
+
+    num_heads: int = Field(5, ge=1)
+    num_layers: int = Field(1, ge=1)
+
+
+def configure_heads(section: HeadsSection, target: Target) -> HeadsConfig:
+    """The target's shapes, the recipe's choices."""
+    return HeadsConfig(
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=section.draft_vocab(target),
+        num_target_layers=target.num_layers,
+        num_heads=section.num_heads,
+        num_layers=section.num_layers,
+    )
+
+
+class DraftHead(nn.Module):
+    """The residual layers of one head. Zero weights make it hand on its hidden state: it starts as the LM head."""
+
+    def __init__(self, inputs: int, hidden_size: int, num_layers: int) -> None:
+        super().__init__()
+        sizes = [inputs] + [hidden_size] * (num_layers - 1)
+        self.layers = nn.ModuleList(nn.Linear(size, hidden_size) for size in sizes)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, hidden_NH: Tensor, inputs_NZ: Tensor) -> Tensor:
+        return residual_layers(list(self.layers), hidden_NH, inputs_NZ)
+
+
+def residual_layers(layers: Sequence[Callable[[Tensor], Tensor]], hidden_NH: Tensor, inputs_NZ: Tensor) -> Tensor:
+    """The formula of the module's docstring; the residual stream keeps the type of `hidden_NH`."""
+    x_NH = hidden_NH + F.silu(layers[0](inputs_NZ))
+    for layer in layers[1:]:
+        x_NH = x_NH + F.silu(layer(x_NH))
+    return x_NH
+
+
+class HeadsModule(DraftModule):
+    """K draft heads, the trainable part. Parameter names are those of Medusa checkpoints."""
+
+    final_tap = True
+    config: HeadsConfig
+
+    def __init__(self, config: HeadsConfig, inputs: Sequence[int]) -> None:
+        super().__init__(config)
+        self.blocks = nn.ModuleList(DraftHead(size, config.hidden_size, config.num_layers) for size in inputs)
+
+
+class LastHidden:
+    """The memory of one request: the last hidden state of its newest committed token but the anchor."""
+
+    def __init__(self, hidden_size: int, device: torch.device) -> None:
+        self.hidden_H = torch.zeros(hidden_size, device=device)
+
+
+class ServedHeads(ABC):
+    """The serving side: no cache, one vector per request.
+
+    Weights are copied; train the module, then build this again.
+    """
+
+    def __init__(self, module: HeadsModule, target: Target, serving: Serving) -> None:
+        config = module.config
+        check_fits(config, target, module.final_tap)
+        serving.check(config)
+        self.config = config
+        self.taps, self.gamma, self.accuracy = config.target_layer_ids, config.gamma, serving.accuracy
+        self.device = target.device
+        self.head, self.heads = serving.head(target), serving.chain_heads(target)
+        state = {
+            name: tensor.to(target.device, torch.float32, copy=True)
+            for name, tensor in module.folded_state_dict().items()
+        }
+        self.layers = [
+            [
+                PackedLinear(state[f"blocks.{k}.layers.{i}.weight"], state[f"blocks.{k}.layers.{i}.bias"])
+                for i in range(config.num_layers)
+            ]
+            for k in range(config.num_heads)
+        ]
+
+    def new_session(self, capacity: int) -> LastHidden:
+        return LastHidden(self.config.hidden_size, self.device)
+
+    def extend(self, sessions: Sequence[LastHidden], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
+        """Remember the last of each session's new taps."""
+        assert taps_TLD is not None
+        end = 0
+        for session, part in zip(sessions, tokens, strict=True):
+            end += len(part)
+            if part:
+                session.hidden_H = taps_TLD[end - 1, -1].float().clone()  # not a view that keeps a prefill alive
+
+    @abstractmethod
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+        """A chain per call."""
+
+    @abstractmethod
+    def levels(self, calls: Sequence[DraftCall], depth: int) -> Level:
+        """Draft logits for a tree of that depth, level by level; temperatures and penalties left out."""
+
+    def newest(self, calls: Sequence[DraftCall]) -> Tensor:
+        """The features that a block reads, [R, H]."""
+        return torch.stack([call.session.hidden_H for call in calls])
+
+
+# ----------------------------------------------------------------------------
+# Heads whose candidates are tried as a tree of fixed shape instead of drawn as a chain.
+#
+#     drafter.levels  -> draft logits per depth (Medusa: one row a depth; Hydra: one row a path)
+#     CandidateTree   -> the shape     temperature 0: the likeliest tokens, *chosen*       -> TreeProposal
+#                                      above it: *drawn* without replacement (drafters/trees.py)
+#
+# Lossless either way, for any shape: verification accepts a chosen node with the target's own probability of it, a
+# drawn one by the exact rule (verification.py). There are no confidences. Source: Medusa, arXiv 2401.10774, section
+# 2.1.2, which chooses at any temperature. Drawing was accepted more often: of four siblings at the shipped DSpark
+# drafter's first position one was, 0.38 of the time instead of 0.34 at temperature 1, 0.44 instead of 0.42 at 0.7 (180
+# and 126 positions of SmolLM2-135M's text).
+# Shapes: R requests, N nodes.
+# ----------------------------------------------------------------------------
+
+
+class StaticTreeDrafter:
+    """A `TreeDrafter` (drafters/base.py) over Medusa's or Hydra's heads.
+
+    Raises:
+        ValueError: the tree is deeper than there are heads, or wider than the draft vocabulary.
+    """
+
+    def __init__(self, drafter: ServedHeads, tree: CandidateTree) -> None:
+        vocab = drafter.config.draft_vocab_size
+        if tree.depth > drafter.gamma or tree.width > vocab:
+            raise ValueError(
+                f"a candidate tree of depth {tree.depth} and width {tree.width} for a drafter of {drafter.gamma} heads "
+                f"and {vocab} draft tokens: cut the tree, or train more heads."
+            )
+        self.drafter, self.config, self.tree = drafter, drafter.config, tree
+        self.taps, self.gamma, self.nodes = drafter.taps, tree.depth, len(tree.paths)
+
+    def new_session(self, capacity: int) -> LastHidden:
+        return self.drafter.new_session(capacity)
+
+    def extend(self, sessions: Sequence[LastHidden], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
+        self.drafter.extend(sessions, tokens, taps_TLD)
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[TreeProposal]:
+        """The same shape for every call, less what is too deep or too much for it."""
+        found: dict[int, TreeProposal] = {}
+        for sampling in (False, True):
+            chosen = [r for r, call in enumerate(calls) if (call.params.temperature > 0) == sampling]
+            if chosen:
+                found |= zip(chosen, self._propose([calls[r] for r in chosen], sampling), strict=True)
+        return [found[r] for r in range(len(calls))]
+
+    def _propose(self, calls: Sequence[DraftCall], sampling: bool) -> list[TreeProposal]:
+        depth = longest_draft(calls, self.gamma)
+        tree, level = self.tree.cut(depth), self.drafter.levels(calls, depth)
+        heads, device = self.drafter.heads, self.drafter.device
+        if sampling:
+            return draw_trees(tree, calls, level, heads, device)
+        tokens_RN = tree.tokens(torch.tensor([call.anchor for call in calls], device=device), level, heads.draft_ids_Vd)
+        return [_proposal(tree, row, call) for row, call in zip(tokens_RN.tolist(), calls, strict=True)]
+
+
+def _proposal(tree: CandidateTree, tokens: list[int], call: DraftCall) -> TreeProposal:
+    fitting = tree.within(call.limit, call.nodes)
+    kept = CandidateTree(tuple(tree.paths[i] for i in fitting))
+    return TreeProposal(Tree([tokens[i] for i in fitting], kept.parents))
+
+
+def static_tree(drafter: ServedHeads, size: TreeSize) -> StaticTreeDrafter:
+    """The best tree of so many nodes for the drafter's accuracies, or for assumed ones where nobody has measured them.
+
+    Raises:
+        ValueError: a depth or a width is asked for, or there are not that many paths.
+    """
+    if size.shaped:
+        raise ValueError(
+            f"tree {size}: the shape of this drafter's trees follows from how often each head's candidates are right "
+            f"(outrider calibrate); ask for {size.nodes} nodes alone. depth and top_k are for trees that grow."
+        )
+    return StaticTreeDrafter(drafter, best_tree(drafter.accuracy or assumed_accuracy(drafter.gamma), size.nodes))
+
+
+# ----------------------------------------------------------------------------
+# Medusa: K heads that read the same hidden state, and nothing of each other.
+#
+#     h_k = f + SiLU(W_k f + b_k)  (and further layers),    p_k = softmax(LM head h_k)      k = 1 .. K
+#
+# f is the target's last hidden state at the token before the anchor (drafters/medusa.py). Because no head sees what the
+# others drew, all K run at once, and candidates form a tree without another pass (drafters/trees.py).
+#
+# Source: Medusa, arXiv 2401.10774, section 2.1. Departure: the release trains a vocabulary matrix per head (V x H
+# each); here all heads share the target's frozen one, as every drafter of this package does, and `num_layers` makes up
+# for it. Checkpoints of the release are served with their own matrices.
+# Shapes: R requests, N anchors, K heads, H hidden, Vd draft vocab.
+# ----------------------------------------------------------------------------
 
 
 class MedusaSection(HeadsSection):

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall, Proposal
+from outrider.drafters.base import DraftCall
+from outrider.drafters.draft import Proposal
 
 
 @dataclass(frozen=True)

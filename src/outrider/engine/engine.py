@@ -16,11 +16,12 @@ import torch
 
 from outrider.decoding.round import RoundResult, run_round
 from outrider.drafters.base import Drafter, TreeDrafter, draft_slots
-from outrider.engine.batch import StepBatch
-from outrider.engine.request import LiveRequest, Output, Request, StepRecord
+from outrider.engine.batch import LiveRequest, Output, Request, StepBatch, StepRecord
 from outrider.engine.scheduler import EngineConfig, Scheduler
-from outrider.scheduling import AlwaysDraft, DraftGate, FixedPolicy, History, Policy
-from outrider.target import Target
+from outrider.scheduling.gate import AlwaysDraft, DraftGate
+from outrider.scheduling.policies import FixedPolicy, Policy
+from outrider.scheduling.view import History
+from outrider.target.model import Target
 from outrider.target.paged import PagedKV
 
 

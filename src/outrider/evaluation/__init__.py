@@ -1,1 +1,1 @@
-"""Measuring: tasks, plain against speculative decoding in one run, plots, and the proof of losslessness."""
+"""Evaluations, comparisons, profiles and experiments."""

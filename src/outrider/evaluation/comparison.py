@@ -1,23 +1,138 @@
-"""Results of several drafters side by side, of one target on the same prompts, under one clock.
+"""What is compared, and whether it can be: results by label, and the conditions they share or do not.
 
-    DIR/results.json ...  ->  same conditions?  ->  groups by label (the seeds of one drafter)  ->  figures per task
+    LABEL=DIR  ->  DIR/results.json  ->  target, sampling, prompts, verification rule, machine, versions
 
-Every result given is in the comparison; a group's figure is the mean over its results, with the lowest and the highest.
-The row "mean" is the plain mean over tasks, as the papers have it. Speedup is over plain decoding of the same run.
+Conditions are what must be the same for figures to mean the same. What a drafter is free to choose is told, not
+refused: budgets of training, and how much of its drafts is verified (`Group.verified`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+import matplotlib
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from pydantic import BaseModel, ValidationError
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
-from outrider.evaluation.card_results import verified
-from outrider.evaluation.comparison_inputs import Loaded, budgets_of, conditions_of, cost_differences, differences
-from outrider.evaluation.draft_cost import DraftCosts
-from outrider.evaluation.drafter_info import DrafterInfo
-from outrider.evaluation.results import TaskResult
+from outrider.evaluation.draft_cost import DraftCosts, cost_markdown
+from outrider.evaluation.model_card import WHOLE, listed, verified
+from outrider.evaluation.results import DrafterInfo, Results, TaskResult
+
+_DATA = {"anchors", "samples", "response_tokens", "samples_sha256"}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A results file with the name it goes by."""
+
+    label: str
+    path: Path
+    results: Results
+
+    @property
+    def drafter(self) -> DrafterInfo:
+        """Who drafted; files from before this was written tell its directory and gamma."""
+        found, settings = self.results.drafter, self.results.settings
+        if found is None:
+            found = DrafterInfo(label=self.label, algorithm="unknown", gamma=settings.get("gamma", 0))
+        return found.model_copy(update={"label": self.label})
+
+
+def split_label(argument: str) -> tuple[str, str]:
+    """`NAME=WHERE` -> (NAME, WHERE), ("", WHERE) without a name; a directory's own name may contain a `=`."""
+    name, found, where = argument.partition("=")
+    return (name, where) if found and not Path(argument).is_dir() else ("", argument)
+
+
+def load_results(argument: str) -> Loaded:
+    """`DIR` or `LABEL=DIR` -> the results in it.
+
+    Raises:
+        ValueError: no results there, or not such a file.
+    """
+    label, directory = split_label(argument)
+    path = Path(directory) / "results.json"
+    if not path.is_file():
+        raise ValueError(f"{directory} has no results.json: give directories that outrider eval --out wrote.")
+    try:
+        results = Results.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        raise ValueError(f"{path}: not the results of an evaluation ({error.errors()[0]['msg']}).") from error
+    if not label:
+        label = Path(str(results.settings.get("drafter", directory))).name
+        label = label if results.drafter is None else results.drafter.label
+    return Loaded(label, Path(directory), results)
+
+
+def conditions_of(results: Results) -> dict[str, Any]:
+    """What must be the same for figures to mean the same, flat; not the policy, which is the drafter's to choose."""
+    settings = results.settings
+    found = {name: settings.get(name) for name in ("target", "device", "dtype", "thinking", "max_new_tokens")}
+    found |= {f"sampling {name}": value for name, value in settings.get("sampling", {}).items()}
+    found["verification"] = results.lossy or "lossless"
+    found["tasks"] = ", ".join(task.task for task in results.tasks)
+    for task in results.tasks:
+        found[f"samples of {task.task}"] = task.samples
+        found[f"prompts of {task.task}"] = task.prompts_sha256
+    found |= {f"machine {name}": value for name, value in results.machine.items()}
+    return found | {f"version of {name}": value for name, value in results.versions.items()}
+
+
+def cost_differences(costs: DraftCosts, conditions: Mapping[str, Any]) -> list[str]:
+    """Where draft costs were measured on something else than the results."""
+    theirs = {"target": costs.target, **{f"machine {name}": value for name, value in costs.machine.items()}}
+    ours = {name: conditions.get(name) for name in theirs}
+    return differences(["results", "draft costs"], [ours, theirs])
+
+
+def budgets_of(loaded: Sequence[Loaded]) -> list[str]:
+    """Where trainings had not the same budget. A seed draws its own anchors, so data are compared by seed."""
+    trained = [(one.label, one.drafter.training) for one in loaded]
+    known = [(label, training) for label, training in trained if training is not None]
+    found = differences([label for label, _ in known], [{"steps": training.steps} for _, training in known])
+    for seed in dict.fromkeys(training.seed for _, training in known):
+        same = [(label, training) for label, training in known if training.seed == seed]
+        fields = [training.model_dump(include=_DATA) for _, training in same]
+        found += [f"seed {seed}, {line}" for line in differences([label for label, _ in same], fields)]
+    return found
+
+
+def differences(labels: Sequence[str], found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """`name: a (who), b (who)` for every name with more than one value; a file that does not say does not differ."""
+    lines = []
+    for name in dict.fromkeys(name for one in found for name in one):
+        who: dict[str, list[str]] = {}
+        for label, one in zip(labels, found, strict=True):
+            if one.get(name) is not None:
+                who.setdefault(str(one[name]), []).append(label)
+        if len(who) > 1:
+            found_here = (f"{_shortened(v)} ({', '.join(dict.fromkeys(w))})" for v, w in who.items())
+            lines.append(f"{name}: " + ", ".join(found_here))
+    return lines
+
+
+def _shortened(value: str) -> str:
+    """Both ends of what is long: names of versions differ at the end."""
+    return value if len(value) <= 60 else f"{value[:28]}...{value[-28:]}"
+
+
+# ----------------------------------------------------------------------------
+# Results of several drafters side by side, of one target on the same prompts, under one clock.
+#
+#     DIR/results.json ...  ->  same conditions?  ->  groups by label (the seeds of one drafter)  ->  figures per task
+#
+# Every result given is in the comparison; a group's figure is the mean over its results, with the lowest and the
+# highest. The row "mean" is the plain mean over tasks, as the papers have it. Speedup is over plain decoding of the
+# same run.
+# ----------------------------------------------------------------------------
+
 
 MEAN = "mean"
 FIGURES = ("accepted_length", "acceptance_rate", "speedup", "draft_ms", "verify_ms")
@@ -181,3 +296,278 @@ def _spread(values: Sequence[float | None]) -> Spread | None:
     known = [value for value in values if value is not None]
     mean = _mean(values)
     return None if mean is None else Spread(mean=mean, low=min(known), high=max(known))
+
+
+# ----------------------------------------------------------------------------
+# Pictures of a comparison: acceptance by position (as in Figure 2 of DSpark, arXiv 2607.05147), tau, accepted per
+# verified draft and speedup by task, and what a draft costs by its length (as in Figure 3 of DFlash, arXiv 2602.06036).
+#
+# A line (all rounds together) or a bar (mean) stands for one drafter, a small point for one of its results. After ten
+# drafters the colours come again, dashed and hatched.
+# ----------------------------------------------------------------------------
+
+
+matplotlib.use("Agg")
+
+_COLOURS = 10  # of matplotlib's cycle
+_MARKERS = "osD^vP*Xd<>h"
+_NAME_INCHES = 0.26  # a line of a legend
+_DASHES, _HATCHES = ("-", "--", ":"), ("", "////", "xxxx")
+_FEWEST_ROUNDS = 20  # a position that fewer rounds reached is not drawn: its rate would be chance
+
+
+def line_style(number: int) -> dict[str, Any]:
+    """Of the drafter with that number, wherever it is drawn as a line."""
+    dashes = _DASHES[number // _COLOURS % len(_DASHES)]
+    marker = _MARKERS[number % len(_MARKERS)]
+    return {"color": f"C{number % _COLOURS}", "linestyle": dashes, "marker": marker, "markersize": 5}
+
+
+def bar_style(number: int) -> dict[str, Any]:
+    """The same of a bar."""
+    hatch = _HATCHES[number // _COLOURS % len(_HATCHES)]
+    return {"color": f"C{number % _COLOURS}", "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+
+
+def plot_conditional(comparison: Comparison, path: Path) -> None:
+    """P(accept k | 1..k-1 accepted): a panel per task, a line per drafter."""
+    tasks = [task for task in comparison.groups[0].spreads if task != MEAN]
+    columns = min(len(tasks), 3)
+    lines = math.ceil(len(tasks) / columns)
+    size = (4.4 * columns + 1.6, max(3.6 * lines, _NAME_INCHES * len(comparison.groups)))
+    figure, grid = plt.subplots(lines, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for unused in grid.flat[len(tasks) :]:
+        unused.set_axis_off()
+    for i, (task, axes) in enumerate(zip(tasks, grid.flat, strict=False)):
+        for number, group in enumerate(comparison.groups):
+            _conditional_line(axes, group, i, number)
+        axes.set(xlabel="draft position k", ylim=(0, 1), title=task)
+        axes.set_xticks(range(1, max(group.entries[0].drafter.gamma for group in comparison.groups) + 1))
+        axes.grid(alpha=0.3)
+    figure.supxlabel(
+        f"positions that fewer than {_FEWEST_ROUNDS} rounds reached are left out", fontsize=8, color="grey"
+    )
+    grid[0][0].set_ylabel("P(accept k | 1..k-1 accepted)")
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside right center")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _conditional_line(axes: Axes, group: Group, task: int, number: int) -> None:
+    found = [entry.figures[task] for entry in group.entries]
+    style = line_style(number)
+    heights = []
+    for k in range(max(len(figures.reached) for figures in found)):
+        known = [(f.conditional_acceptance[k], f.reached[k]) for f in found if k < len(f.reached)]
+        judged = [(height, rounds) for height, rounds in known if height is not None and rounds]
+        rounds = sum(count for _, count in judged)
+        enough = rounds >= _FEWEST_ROUNDS
+        heights.append(sum(height * count for height, count in judged) / rounds if enough else math.nan)
+        if enough and len(found) > 1:
+            axes.scatter([k + 1] * len(judged), [height for height, _ in judged], s=8, color=style["color"], alpha=0.5)
+    axes.plot(range(1, len(heights) + 1), heights, label=group.name, **style)
+
+
+def plot_tau_and_speedup(comparison: Comparison, path: Path) -> None:
+    """Bars per task and drafter: tau, which share of the verified drafts (or nodes) was accepted, and the speedup."""
+    tasks = list(comparison.groups[0].spreads)
+    # Many bars become thinner rather than the picture so wide that its words cannot be read.
+    width = min(14.0, max(6.4, 0.28 * len(tasks) * len(comparison.groups) + 2.6))
+    figure, panels = plt.subplots(3, 1, figsize=(width, 8.0), sharex=True, layout="constrained")
+    titles = {"accepted_length": "\u03c4, tokens per target pass", "acceptance_rate": "accepted / verified drafts"}
+    titles["speedup"] = "speedup over plain decoding"
+    for axes, (name, title) in zip(panels, titles.items(), strict=True):
+        bar = 0.8 / len(comparison.groups)
+        for number, group in enumerate(comparison.groups):
+            places = [i + (number - (len(comparison.groups) - 1) / 2) * bar for i in range(len(tasks))]
+            spreads = [group.spreads[task][name] for task in tasks]
+            heights = [math.nan if spread is None else spread.mean for spread in spreads]
+            axes.bar(places, heights, width=0.9 * bar, label=group.name, **bar_style(number))
+            if len(group.entries) > 1:
+                for entry in group.entries:
+                    found = [getattr(figures, name) for figures in entry.figures]
+                    points = [math.nan if figure is None else figure for figure in found]
+                    axes.scatter(places, points, s=9, color="black", alpha=0.7, zorder=3)
+        if name != "acceptance_rate":
+            axes.axhline(1, color="grey", linewidth=0.8)
+        axes.set(ylabel=title)
+        axes.set_xticks(range(len(tasks)), tasks)
+        axes.margins(x=0.02)
+        axes.grid(alpha=0.3, axis="y")
+    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside right center")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_draft_cost(costs: DraftCosts, path: Path) -> None:
+    """Milliseconds of a round's draft against the tokens it may have: medians, quartiles as a band."""
+    height = max(4.0, _NAME_INCHES * len(costs.drafters))
+    figure, axes = plt.subplots(figsize=(8.4, height), layout="constrained")
+    for number, drafter in enumerate(costs.drafters):
+        gammas = [point.gamma for point in drafter.points]
+        low, middle, high = (_milliseconds([point.whole[i] for point in drafter.points]) for i in range(3))
+        style = line_style(number)
+        axes.plot(gammas, middle, label=drafter.info.label, **style)
+        axes.fill_between(gammas, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    axes.set_xticks(range(1, max(drafter.info.gamma for drafter in costs.drafters) + 1))
+    axes.set(xlabel="draft tokens in a row (of a tree: its depth)", ylabel="milliseconds per round", ylim=(0, None))
+    axes.set_title(f"Cost of drafting after {costs.context} tokens ({costs.machine.get('cpu', 'unknown processor')})")
+    axes.grid(alpha=0.3)
+    figure.legend(frameon=False, loc="outside right center")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _milliseconds(seconds: Sequence[float]) -> list[float]:
+    return [1e3 * second for second in seconds]
+
+
+# ----------------------------------------------------------------------------
+# A comparison on the terminal, as Markdown and as JSON.
+#
+# task | drafter           | gamma        | tau              | per verified | speedup | ... | parameters | minutes
+# gsm8k  dspark, 3 results   7              2.51 (2.48-2.55)   21.6 %         ...
+#          seed 0            7              2.48               21.1 %         ...
+#        eagle3 (LOSSY)      6 (60 nodes)   2.92               3.2 %          ...
+# ----------------------------------------------------------------------------
+
+
+HEADINGS = (
+    *("task", "drafter", "gamma", "tau", "per verified", "speedup", "draft ms", "verify ms", "identical", "parameters"),
+    "minutes",
+)
+_UNKNOWN = "-"
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "accepted_length": lambda value: f"{value:.2f}",
+    "acceptance_rate": lambda value: f"{100 * value:.1f} %",
+    "speedup": lambda value: f"{value:.2f}x",
+    "draft_ms": lambda value: f"{value:.1f}",
+    "verify_ms": lambda value: f"{value:.1f}",
+}
+
+
+def rows(comparison: Comparison) -> list[list[str]]:
+    """Cells under `HEADINGS`: per task and for the mean, every group in the order given, its results below it."""
+    found = []
+    for i, task in enumerate(comparison.groups[0].spreads):
+        for group in comparison.groups:
+            found.append(_group_row(group, task, [entry.figures[i] for entry in group.entries]))
+            if len(group.entries) > 1:
+                found += [_entry_row(group, entry, entry.figures[i]) for entry in group.entries]
+    return found
+
+
+def terminal(comparison: Comparison) -> Table:
+    """The table people read; wider than 80 characters."""
+    view = Table(title="Drafters side by side", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in HEADINGS:
+        view.add_column(heading, justify="left" if heading in ("task", "drafter") else "right", no_wrap=True)
+    last = None
+    for row in rows(comparison):
+        if last not in (None, row[0]):
+            view.add_section()
+        view.add_row("" if row[0] == last else row[0], *row[1:])
+        last = row[0]
+    return view
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """What a reader of the table must know: where, with which settings, what differs."""
+    shown = {
+        name: value for name, value in comparison.conditions.items() if not name.startswith(("prompts of", "tasks"))
+    }
+    lines = [f"Conditions: {listed(shown)}."]
+    lines += [f"Differs: {line}." for line in comparison.differences]
+    lines += [f"{g.label}: {g.lossy}; its output is not the target's." for g in comparison.groups if g.lossy]
+    partly = [f"{g.label} {g.verified}" for g in comparison.groups if g.verified != WHOLE]
+    if partly:
+        lines.append(f"Verified where not the {WHOLE}: {'; '.join(partly)}.")
+    lines += [f"Training differs: {line}." for line in comparison.budgets]
+    silent = [g.label for g in comparison.groups if any(entry.drafter.training is None for entry in g.entries)]
+    if silent:
+        lines.append(f"No training recorded: {', '.join(silent)}.")
+    if not comparison.budgets and len(silent) < len(comparison.groups):
+        lines.append("Steps, anchors and training data are the same where they are recorded.")
+    return lines
+
+
+def markdown(comparison: Comparison) -> str:
+    """The same table and notes."""
+    lines = ["| " + " | ".join(HEADINGS) + " |", "|---|---|" + "---:|" * (len(HEADINGS) - 2)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows(comparison)]
+    lines += [
+        "",
+        "tau: tokens per target pass, the target's own included. per verified: accepted drafts per verified draft, "
+        "which in trees are nodes. speedup: over "
+        "plain decoding in the same run, prefill included. ms: per round. identical: turns equal to plain greedy "
+        "decoding. parameters: the drafter's own. minutes: of training. Several results of one drafter: "
+        "their mean (lowest-highest), then each.",
+        "",
+        *(f"- {line}" for line in notes(comparison)),
+    ]
+    if comparison.draft_cost is not None:
+        lines += ["", *cost_markdown(comparison.draft_cost)]
+    return "\n".join(lines) + "\n"
+
+
+def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
+    """comparison.json, comparison.md and the pictures; returns the paths."""
+    out.mkdir(parents=True, exist_ok=True)
+    names = ["comparison.json", "comparison.md", "conditional_acceptance.png", "tau_speedup.png"]
+    paths = [out / name for name in names]
+    paths[0].write_text(comparison.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    paths[1].write_text(markdown(comparison), encoding="utf-8")
+    plot_conditional(comparison, paths[2])
+    plot_tau_and_speedup(comparison, paths[3])
+    if comparison.draft_cost is not None:
+        paths.append(out / "draft_cost.png")
+        plot_draft_cost(comparison.draft_cost, paths[-1])
+    return paths
+
+
+def _group_row(group: Group, task: str, figures: Sequence[Figures]) -> list[str]:
+    name = group.name + ("" if len(group.entries) == 1 else f", {len(group.entries)} results")
+    cells = [_spread_cell(group.spreads[task][figure], _FORMATS[figure]) for figure in FIGURES]
+    return [task, name, _gamma(group.entries[0]), *cells, _identical(figures, group), *_made(group.entries, task)]
+
+
+def _entry_row(group: Group, entry: Entry, figures: Figures) -> list[str]:
+    training = entry.drafter.training
+    name = f"  seed {training.seed}" if training is not None else f"  {Path(entry.path).name}"
+    values = [getattr(figures, figure) for figure in FIGURES]
+    cells = [_UNKNOWN if v is None else _FORMATS[f](v) for f, v in zip(FIGURES, values, strict=True)]
+    return [figures.task, name, _gamma(entry), *cells, _identical([figures], group), *_made([entry], figures.task)]
+
+
+def _gamma(entry: Entry) -> str:
+    """Draft tokens in a row, and in all where they branch."""
+    gamma, nodes = entry.drafter.gamma, entry.drafter.nodes
+    return str(gamma) if nodes is None or nodes == gamma else f"{gamma} ({nodes} nodes)"
+
+
+def _spread_cell(found: Spread | None, text: Callable[[float], str]) -> str:
+    if found is None:
+        return _UNKNOWN
+    return text(found.mean) if found.low == found.high else f"{text(found.mean)} ({text(found.low)}-{text(found.high)})"
+
+
+def _identical(figures: Sequence[Figures], group: Group) -> str:
+    if any(one.sampled for one in figures):
+        return "sampled"
+    turns, ties = sum(one.turns for one in figures), sum(one.ties for one in figures)
+    wrong = sum(one.mismatches for one in figures)
+    text = f"{turns - ties - wrong}/{turns}"
+    text += f", {ties} tie{'s' if ties > 1 else ''}" if ties else ""
+    return text + (f", {wrong} DIFFER" if wrong and not group.lossy else "")
+
+
+def _made(entries: Sequence[Entry], task: str) -> list[str]:
+    """Parameters in millions and training minutes; once, beside the mean."""
+    if task != MEAN:
+        return ["", ""]
+    parameters = entries[0].drafter.parameters
+    seconds = [entry.drafter.training.seconds if entry.drafter.training else None for entry in entries]
+    known = [second / 60 for second in seconds if second is not None]
+    minutes = f"{sum(known) / len(known):.1f}" if known and len(known) == len(seconds) else _UNKNOWN
+    return [_UNKNOWN if parameters is None else f"{parameters / 1e6:.1f} M", minutes]

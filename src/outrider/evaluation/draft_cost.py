@@ -13,23 +13,24 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import BaseModel
+from rich.table import Table
 
+from outrider.checkpoints.checkpoint import Checkpoint
 from outrider.data.conversations import messages_of
-from outrider.data.prompts import load_prompts, shipped_sets
-from outrider.decoding.lane import Clock
+from outrider.data.sources import load_prompts, shipped_sets
 from outrider.drafters.base import DraftCall, Drafter
-from outrider.evaluation.drafter_info import DrafterInfo
-from outrider.evaluation.profile_jobs import READ
-from outrider.evaluation.quartiles import Quartiles, quartiles
-from outrider.evaluation.results import machine
+from outrider.evaluation.profile import READ
+from outrider.evaluation.results import DrafterInfo
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
-from outrider.target import Target
+from outrider.target.model import Target
+from outrider.utils.measure import Clock, Quartiles, machine, quartiles
 
 _WARM_UP = 2  # repeats that are not counted
 
@@ -169,3 +170,73 @@ def _point(gamma: int, spent: Sequence[tuple[float, float, int]]) -> CostPoint:
         whole=quartiles([read + propose for read, propose, _ in spent]),
         proposed=statistics.fmean(count for _, _, count in spent),
     )
+
+
+# ----------------------------------------------------------------------------
+# Draft costs as a table, on the terminal and as Markdown: milliseconds a round by the tokens it may draft.
+#
+# drafter     1     2     3   ...   quartiles
+# dspark    6.1   6.2   6.2         6.0-6.5      one pass: flat
+# eagle3    2.9   5.4   8.1         7.8-8.4      a pass per token: rising
+# ----------------------------------------------------------------------------
+
+
+def cost_cells(costs: DraftCosts) -> list[list[str]]:
+    """Headings, then a row per drafter: medians by length, and the quartiles of its longest draft."""
+    deepest = max(len(drafter.points) for drafter in costs.drafters)
+    found = [["drafter", *map(str, range(1, deepest + 1)), "quartiles"]]
+    for drafter in costs.drafters:
+        medians = [f"{1e3 * point.whole[1]:.1f}" for point in drafter.points]
+        low, _, high = drafter.points[-1].whole
+        empty = [""] * (deepest - len(medians))
+        found.append([drafter.info.label, *medians, *empty, f"{1e3 * low:.1f}-{1e3 * high:.1f}"])
+    return found
+
+
+def cost_title(costs: DraftCosts) -> str:
+    """What the numbers are."""
+    return (
+        f"Drafting after {costs.context} tokens: milliseconds by draft tokens in a row (of a tree: its depth), "
+        f"median of {costs.repeats}; quartiles of the longest"
+    )
+
+
+def cost_table(costs: DraftCosts) -> Table:
+    """For people; may be wider than 80 characters."""
+    headings, *rows = cost_cells(costs)
+    view = Table(title=cost_title(costs))
+    for heading in headings:
+        view.add_column(heading, justify="left" if heading == headings[0] else "right", no_wrap=True)
+    for row in rows:
+        view.add_row(*row)
+    return view
+
+
+def cost_markdown(costs: DraftCosts) -> list[str]:
+    """The same, as lines."""
+    headings, *rows = cost_cells(costs)
+    rule = "|---|" + "---:|" * (len(headings) - 1)
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (headings, *rows)]
+    return [f"{cost_title(costs)}.", "", lines[0], rule, *lines[1:]]
+
+
+# ----------------------------------------------------------------------------
+# A block drafter with blocks of another size than it was trained with: the same weights, more or fewer mask rows.
+#
+# What training at one size gives at another is a question of its own (DFlash, arXiv 2602.06036).
+# ----------------------------------------------------------------------------
+
+
+def with_block_size(checkpoint: Checkpoint, block_size: int) -> Checkpoint:
+    """The drafter with that many rows a block. Its calibration is left out: it was for the positions of the other one.
+
+    Raises:
+        ValueError: not a block drafter, or a size that it cannot have.
+    """
+    drafter = checkpoint.drafter
+    if not hasattr(drafter.config, "block_size"):
+        raise ValueError(f"block_size {block_size}: a {drafter.algorithm} drafter has no blocks; leave it out.")
+    other = type(drafter)(replace(drafter.config, block_size=block_size))
+    other.load_state_dict(drafter.state_dict())
+    metadata = {name: value for name, value in checkpoint.metadata.items() if name != "calibration"}
+    return replace(checkpoint, drafter=other.eval().requires_grad_(False), metadata=metadata)

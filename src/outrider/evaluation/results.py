@@ -1,24 +1,84 @@
-"""results.json: what one evaluation measured, with the settings, versions and machine that made it.
+"""Who drafted in an evaluation, and what making it cost: outrider.json in a few comparable numbers.
 
-accepted_length          mean tokens per round, bonus included (the papers' tau)
-conditional_acceptance   P(position k accepted | 1..k-1 accepted and k verified)
-acceptance_histogram     rounds by number of accepted drafts, 0..gamma
-speedup                  plain seconds / speculative seconds over the same tokens, prefill included
-
-Fields with a default came later: files without them are still read.
+steps, anchors, seconds ...   sums over all trainings behind a drafter; None as soon as one of them did not say
+recipe_sha256                 of the recipe without its seed: equal for two seeds of one drafter
 """
 
 from __future__ import annotations
 
-import os
-import platform
+import hashlib
+import json
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from pydantic import BaseModel
 
-from outrider.evaluation.drafter_info import DrafterInfo
+from outrider.drafters.registry import METHODS, method_of
 from outrider.verification import lossy_note
+
+_SUMMED = {"step": "steps", "anchors": "anchors", "training_seconds": "seconds"}
+_NOT_THE_METHOD = {"seed", "threads", "log_every", "eval_every", "save_every", "feature_cache_gb"}
+
+
+class TrainingInfo(BaseModel):
+    """What a drafter was trained with. `response_tokens` and `samples` are those of its last data."""
+
+    steps: int | None = None
+    anchors: int | None = None  # blocks that gave a loss
+    seconds: float | None = None
+    samples: int | None = None
+    response_tokens: int | None = None
+    samples_sha256: str | None = None
+    seed: int | None = None
+    recipe_sha256: str | None = None
+
+    @staticmethod
+    def of(metadata: Mapping[str, Any]) -> TrainingInfo | None:
+        """From outrider.json; None where it does not tell of a training."""
+        if "step" not in metadata:
+            return None
+        fields: dict[str, Any] = {}
+        for key, name in _SUMMED.items():
+            parts = [run.get(key) for run in (*metadata.get("history", []), metadata)]
+            fields[name] = None if None in parts else sum(parts)
+        fields |= {name: metadata.get(name) for name in ("samples", "response_tokens", "samples_sha256")}
+        recipe = metadata.get("recipe", {})
+        method = {name: value for name, value in recipe.items() if name not in _NOT_THE_METHOD}
+        method["drafter"] = _beyond_defaults(recipe.get("drafter", {}))
+        digest = hashlib.sha256(json.dumps(method, sort_keys=True).encode()).hexdigest()
+        return TrainingInfo(**fields, seed=recipe.get("seed"), recipe_sha256=digest)
+
+
+def _beyond_defaults(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's drafter section without fields that say what saying nothing would; newer ones among them."""
+    if section.get("algorithm") not in [method.name for method in METHODS]:
+        return dict(section)
+    unsaid = method_of(section["algorithm"]).defaults()
+    said = {name: value for name, value in section.items() if (value or None) != (unsaid.get(name) or None)}
+    return {"algorithm": section["algorithm"], **said}
+
+
+class DrafterInfo(BaseModel):
+    """Seeds of one drafter share a label. `parameters`: its own; embedding and LM head are the target's."""
+
+    label: str
+    algorithm: str
+    gamma: int
+    nodes: int | None = None  # most draft tokens of one forward: more than gamma where drafts branch
+    parameters: int | None = None
+    training: TrainingInfo | None = None
+
+
+# ----------------------------------------------------------------------------
+# results.json: what one evaluation measured, with the settings, versions and machine that made it.
+#
+# accepted_length          mean tokens per round, bonus included (the papers' tau)
+# conditional_acceptance   P(position k accepted | 1..k-1 accepted and k verified)
+# acceptance_histogram     rounds by number of accepted drafts, 0..gamma
+# speedup                  plain seconds / speculative seconds over the same tokens, prefill included
+#
+# Fields with a default came later: files without them are still read.
+# ----------------------------------------------------------------------------
 
 
 class TaskResult(BaseModel):
@@ -60,19 +120,3 @@ class Results(BaseModel):
     def lossy(self) -> str:
         """What to say wherever its figures are shown: the rule, where output need not be the target's; else nothing."""
         return lossy_note(self.settings.get("lossy"))
-
-
-def machine() -> dict[str, Any]:
-    """What ran: processor, cores, threads, memory; no host names."""
-    cpu = platform.processor()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            cpu = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    found: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    if hasattr(os, "sysconf"):
-        found["memory_gb"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found

@@ -6,12 +6,18 @@ step too: tau / (fixed + forward(B)) peaks at a larger B than tau / forward(B).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Protocol
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from outrider.scheduling.view import Floats, Ints, StepView
+from outrider.utils.files import write_atomically
 
 
 class StepCost(Protocol):
@@ -49,3 +55,321 @@ class SpsTable:
     def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
         found_N: Floats = self._seconds[np.minimum(tokens_N, len(self._seconds)) - 1]
         return found_N
+
+
+# ----------------------------------------------------------------------------
+# seconds of a forward  ~  bias + alpha R + theta B + sigma R S
+#
+# What a machine costs in four numbers: per forward, per request, per token, per cached token read. Least squares on
+# *relative* errors, so that the short forwards, where policies decide, count as much as the long ones. Real curves are
+# staircases and this is a line, so its residuals are kept: they say how far it may be trusted. A profile
+# (scheduling/cost.py) interpolates between what it measured and asks this only beyond.
+# Shapes: N cells, R requests, B tokens in all, S mean cached tokens per request.
+# ----------------------------------------------------------------------------
+
+
+class Cell(BaseModel):
+    """One measured forward: its shape, and the quartiles of its seconds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    requests: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    context: int = Field(ge=0)
+    low: float = Field(gt=0)
+    median: float = Field(gt=0)
+    high: float = Field(gt=0)
+
+
+class Additive(BaseModel):
+    """The four numbers, in seconds, and (fitted - measured) / measured per cell."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bias: float
+    alpha: float
+    theta: float
+    sigma: float
+    residuals: list[float]
+
+    @staticmethod
+    def fit(cells: Sequence[Cell]) -> Additive:
+        """Of at least one cell; where all cells agree on an axis, its cost is shared out (smallest coefficients)."""
+        shape_N4 = np.array([(1, c.requests, c.tokens, c.requests * c.context) for c in cells], dtype=np.float64)
+        seconds_N = np.array([c.median for c in cells])
+        # Columns of one size: lstsq drops directions by singular value, and R S is thousands of times larger than 1.
+        size_4 = shape_N4.max(axis=0).clip(min=1)
+        weighted_N4 = shape_N4 / size_4 / seconds_N[:, None]
+        found_4 = np.linalg.lstsq(weighted_N4, np.ones(len(cells)), rcond=None)[0] / size_4
+        bias, alpha, theta, sigma = found_4.tolist()
+        residuals_N = shape_N4 @ found_4 / seconds_N - 1
+        return Additive(bias=bias, alpha=alpha, theta=theta, sigma=sigma, residuals=residuals_N.tolist())
+
+    @property
+    def spread(self) -> float:
+        """Root mean square of the residuals."""
+        return float(np.sqrt(np.mean(np.square(self.residuals))))
+
+
+# ----------------------------------------------------------------------------
+# seconds of a target forward by (R requests, B tokens, S mean context), from measured cells
+#
+#        B = 1 2 3 4 5 6 7 8 ...      16        32        64        128
+#     R = 1  o o o o o o o o o o o o o o o o o o o         o          o . . theta      o cells
+#     R = 2    o   o   o   o    o     o . . . . . . as R = 1 . . . . . . .
+#     R = 4        o       o          o         o . as R = 2 . . . . . . .
+#
+# Cells of one row rise with the tokens: where measurements fall, the nearest rising line in squares takes their place
+# (isotonic regression). More tokens are not cheaper by more than noise, and a policy that searches the table would find
+# just those cells that noise made cheap, and pay what they really cost. Cliffs upward stay as they are.
+#
+# A row is the row of fewer requests plus their difference, which is linear between cells and constant outside of them:
+# steps of the staircase come from matrix products over all B rows, whoever they belong to, and need to be measured one
+# by one only once. Below the first row lies the additive form's theta B (scheduling/cost.py). Requests and contexts in
+# between are linear; beyond the last cells the additive form goes on. Shapes: N token counts asked for; B = 0..edge.
+# ----------------------------------------------------------------------------
+
+
+class ForwardTable:
+    """Raises ValueError where cells are no grid: twice the same, or requests not measured at some context."""
+
+    def __init__(self, cells: Sequence[Cell], fit: Additive) -> None:
+        # Slopes below zero are noise: they must not run on.
+        self.alpha, self.theta, self.sigma = max(fit.alpha, 0.0), max(fit.theta, 0.0), max(fit.sigma, 0.0)
+        self.requests = sorted({c.requests for c in cells})
+        self.contexts = sorted({c.context for c in cells})
+        self.edge = max(c.tokens for c in cells)
+        self._seconds_RSB = np.empty((len(self.requests), len(self.contexts), self.edge + 1))
+        measured = _by_row(cells)
+        for s, context in enumerate(self.contexts):
+            row_B: Floats = self.theta * np.arange(self.edge + 1.0)
+            for r, requests in enumerate(self.requests):
+                if (requests, context) not in measured:
+                    raise ValueError(f"cells: {requests} requests were not measured at context {context}")
+                row_B = self._seconds_RSB[r, s] = _row(measured[requests, context], row_B)
+
+    def seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
+        """Medians [N]; contexts shorter than the shortest cost as much as that."""
+        r, r_next, along_r = _between(self.requests, requests)
+        s, s_next, along_s = _between(self.contexts, context)
+        table = self._seconds_RSB
+        curve_B = ((1 - along_r) * (1 - along_s)) * table[r, s]
+        if along_s:
+            curve_B += ((1 - along_r) * along_s) * table[r, s_next]
+        if along_r:
+            curve_B += (along_r * (1 - along_s)) * table[r_next, s]
+            if along_s:
+                curve_B += (along_r * along_s) * table[r_next, s_next]
+        found_N: Floats = curve_B[np.minimum(tokens_N, self.edge)]
+        more_requests = max(requests - self.requests[-1], 0)
+        more_context = max(context - self.contexts[-1], 0.0)
+        if more_requests or more_context:
+            more_read = more_requests * context + (requests - more_requests) * more_context
+            found_N += self.alpha * more_requests + self.sigma * more_read
+        if tokens_N.size and tokens_N.max() > self.edge:
+            found_N += self.theta * np.maximum(tokens_N - self.edge, 0)
+        return found_N
+
+
+def _by_row(cells: Sequence[Cell]) -> dict[tuple[int, int], dict[int, float]]:
+    measured: dict[tuple[int, int], dict[int, float]] = {}
+    for c in cells:
+        row = measured.setdefault((c.requests, c.context), {})
+        if c.tokens in row:
+            raise ValueError(f"cells: {c.requests} requests, {c.tokens} tokens at context {c.context} come twice")
+        row[c.tokens] = c.median
+    return measured
+
+
+def _row(measured: dict[int, float], base_B: Floats) -> Floats:
+    """Seconds of 0, 1, 2, ... tokens: the cells, and between them as `base_B`."""
+    counts = np.array(sorted(measured))
+    over = _rising([measured[count] for count in counts.tolist()]) - base_B[counts]
+    row_B: Floats = np.maximum.accumulate(base_B + np.interp(np.arange(len(base_B)), counts, over))
+    return row_B
+
+
+def _rising(values: Sequence[float]) -> Floats:
+    """Isotonic regression: neighbours that fall are pooled into their mean until none do."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, size = pools.pop()
+            mean, count = (mean * count + before * size) / (count + size), count + size
+        pools.append((mean, count))
+    return np.repeat([mean for mean, _ in pools], [count for _, count in pools])
+
+
+def _between(grid: Sequence[int], value: float) -> tuple[int, int, float]:
+    """The places around `value`, and how far along it is from the first to the second; at an end, that end twice."""
+    after = bisect_right(grid, value)
+    if after in (0, len(grid)):
+        end = max(after - 1, 0)
+        return end, end, 0.0
+    return after - 1, after, (value - grid[after - 1]) / (grid[after] - grid[after - 1])
+
+
+# ----------------------------------------------------------------------------
+# seconds of one step  =  draft(D)  +  verify(R, B, S)  +  other(R)          measured on the machine that serves
+#
+#     verify     a table over requests R, tokens B >= R and mean context S (scheduling/cost.py)
+#     draft      for each of D requests: the drafter reads its new tokens, then a block of some depth (linear between
+#     one
+#                token and gamma); 0 for none
+#     other      what else a step does for R requests: rows are warped and judged, text
+#
+# SPS(B) = 1 / seconds is the curve of DSpark, arXiv 2607.05147. Shapes: N token counts asked for.
+# ----------------------------------------------------------------------------
+
+
+class Setting(BaseModel):
+    """What costs depend on. `threads` is None off the CPU; `drafter` None where nothing is drafted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    target: str
+    dtype: str
+    processor: str
+    threads: int | None
+    drafter: str | None
+
+
+class Curve(BaseModel):
+    """Seconds by number of requests: quartiles (low, median, high) at each measured count."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    requests: list[int] = Field(min_length=1)
+    seconds: list[tuple[float, float, float]]
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Curve:
+        if any(a >= b for a, b in pairwise([0, *self.requests])) or len(self.seconds) != len(self.requests):
+            raise ValueError("needs ascending requests from 1 on, with three quartiles of seconds each")
+        return self
+
+    def at(self, requests: int) -> float:
+        """The median, linear between counts and, with the last slope, beyond them; 0 for no request."""
+        if requests <= 0:
+            return 0.0
+        counts = self.requests
+        if requests <= counts[0] or len(counts) == 1:
+            return self.seconds[0][1] * max(1.0, requests / counts[0])
+        i = min(bisect_right(counts, requests), len(counts) - 1)
+        low, high = self.seconds[i - 1][1], self.seconds[i][1]
+        # Noise may tilt the last piece down, and no number of requests is free.
+        slope = (high - low) / (counts[i] - counts[i - 1])
+        return low + (slope if requests <= counts[i] else max(slope, 0.0)) * (requests - counts[i - 1])
+
+
+class Profile(BaseModel):
+    """A measured machine; a `StepCost`.
+
+    `draft` are whole blocks of `gamma` tokens, `draft_one` blocks kept to one; `extend` is the drafter's reading of new
+    tokens, which comes with each block.
+
+    Raises:
+        ValueError: cells that are no grid (some requests were not measured at some context), or twice the same.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal[2] = 2
+    setting: Setting
+    cells: list[Cell] = Field(min_length=1)
+    fit: Additive
+    gamma: int
+    draft: Curve | None
+    draft_one: Curve | None
+    extend: Curve | None
+    other: Curve
+    repeats: int
+    machine: dict[str, Any]
+    versions: dict[str, str]
+
+    @cached_property
+    def table(self) -> ForwardTable:
+        """The cells, ready to be asked."""
+        return ForwardTable(self.cells, self.fit)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Profile:
+        assert self.table  # building it checks the cells
+        return self
+
+    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
+        """Whole steps, [N]; see `StepCost`."""
+        around = self.draft_seconds(drafting, depth) + self.other_seconds(requests)
+        seconds_N: Floats = self.verify_seconds(tokens_N, requests, context) + around
+        return seconds_N
+
+    def verify_seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
+        """Target forwards [N] of `tokens_N` tokens, those of prefill chunks included."""
+        return self.table.seconds(tokens_N, requests, context)
+
+    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
+        """Reading, and a block of `depth` tokens (None: gamma), for each of `drafting` requests."""
+        if self.draft is None or self.draft_one is None or self.extend is None or depth == 0:
+            return 0.0
+        reading, whole = self.extend.at(drafting), self.draft.at(drafting)
+        if depth is None or depth >= self.gamma:
+            return reading + whole
+        one = self.draft_one.at(drafting)
+        return reading + one + (whole - one) * (depth - 1) / (self.gamma - 1)
+
+    def other_seconds(self, requests: int) -> float:
+        """What a step of `requests` costs besides drafting and the target."""
+        return self.other.at(requests)
+
+    def plain(self) -> Profile:
+        """The same machine serving without a drafter."""
+        return self.model_copy(
+            update={
+                "setting": self.setting.model_copy(update={"drafter": None}),
+                "draft": None,
+                "draft_one": None,
+                "extend": None,
+            }
+        )
+
+    def check(self, used: Setting) -> None:
+        """The profile is of what it is used with. Without a drafter in use, the profiled one does not matter.
+
+        Raises:
+            ValueError: naming each field that differs.
+        """
+        differing = [
+            f"{name} is {mine}, here it is {theirs}"
+            for name, mine in self.setting.model_dump().items()
+            if mine != (theirs := getattr(used, name)) and not (name == "drafter" and theirs is None)
+        ]
+        if differing:
+            raise ValueError(
+                f"this profile was measured with something else: {'; '.join(differing)}. "
+                "Measure what you use: outrider profile --target ... --drafter ... --out FILE."
+            )
+
+    def save(self, path: Path) -> None:
+        """Write JSON: the old file or the new one is there at any moment."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, self.model_dump_json(indent=1) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> Profile:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: not there, not JSON, or not a profile of this format (the message names the field).
+        """
+        if not path.is_file():
+            raise ValueError(f"{path}: no such profile; write one with outrider profile --out {path}.")
+        try:
+            return Profile.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"]) or "the file"
+            raise ValueError(
+                f"{path}: not a profile this version reads: {field}: {first['msg']}. "
+                "Measure again with outrider profile."
+            ) from error

@@ -22,31 +22,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider.scheduling.cost import StepCost
-from outrider.scheduling.order import gains
-from outrider.scheduling.view import Floats, Ints
-
-Flags = NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class GateView:
-    """What is known before a step drafts.
-
-    `expected_RK`: a request's own mean calibrated confidence per position, NaN where it has never drafted; `idle_R`:
-    steps since it last drafted, or since it came; `other_requests` decode in the same step and cannot draft in it;
-    `typical_K`: the same mean over all requests there ever were, None before there were any. `contexts_R` and
-    `other_tokens` as in `StepView`.
-    """
-
-    expected_RK: Floats
-    idle_R: Ints
-    contexts_R: Ints
-    other_tokens: int = 0
-    other_requests: int = 0
-    typical_K: Floats | None = None
+from outrider.scheduling.policies import gains
+from outrider.scheduling.view import Flags, Floats, GateView, Ints
 
 
 class DraftGate(Protocol):

@@ -1,11 +1,10 @@
-"""admit (r, k) or stop, seeing only c_1..c_k of r and what is already admitted:
+"""candidates (r, k) by survival, falling:   a_{1,1}  a_{2,1}  a_{1,2}  a_{1,3}  a_{2,2}  ...   -> causal order
 
-    fixed       l_r = min(length, drafted_r)
-    threshold   l_r = the longest prefix with every c_k >= threshold
-    prefix      the largest survival a_{r,k} = c_1 ... c_k on the frontier (r, l_r + 1), while tau * SPS(B) improves
-
-Source: DSpark, arXiv 2607.05147, algorithm 1. Losslessness demands that admitting x_k never depends on x_k, and
-c_{k+1} does: a search over all confidences, however tempting, biases the output. R requests, B tokens per forward.
+Survival never rises along a block, so sorting all candidates gives the very order in which a heap of frontiers
+(r, l_r + 1) would pop them: what stands before a candidate is either its own prefix or another request's, and nothing
+behind it can move it. Survivals are compared in steps of 1 / 65534: that is a radix sort, some five times as fast as a
+sort of floats, and steps keep the order of one block. Ties resolve by (position, request), never by token values.
+Shapes: R requests, K draft positions, N candidates.
 """
 
 from __future__ import annotations
@@ -14,10 +13,53 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.scheduling.cost import StepCost, step_seconds
-from outrider.scheduling.order import causal_order, lengths_of
-from outrider.scheduling.view import Ints, StepView
+from outrider.scheduling.view import Floats, Ints, StepView
+
+STEPS = 65534
+_LAST = STEPS + 1  # behind everything drafted
+
+
+def falling(survival: Floats) -> NDArray[np.uint16]:
+    """Sort keys, any shape: the larger the survival, the smaller the key."""
+    keys: NDArray[np.uint16] = (STEPS + 0.5 - survival * STEPS).astype(np.uint16)
+    return keys
+
+
+def causal_order(survival_RK: Floats, drafted_R: Ints) -> Ints:
+    """Flat indices k * R + r of all drafted tokens, best first, [N]."""
+    drafted_KR = np.arange(survival_RK.shape[1])[:, None] < drafted_R
+    keys_KR = np.where(drafted_KR, falling(survival_RK.T), np.uint16(_LAST))
+    order_N: Ints = np.argsort(keys_KR, axis=None, kind="stable")[: int(drafted_R.sum())]
+    return order_N
+
+
+def gains(values: Floats) -> Floats:
+    """Sums of the largest 0, 1, 2, ... of `values` (any shape, in [0, 1]), to within 1 / 65534 each."""
+    largest_first = np.sort(falling(values), axis=None, kind="stable")
+    sums = np.zeros(largest_first.size + 1, dtype=np.int64)
+    np.cumsum(STEPS - largest_first, dtype=np.int64, out=sums[1:])
+    return sums / STEPS
+
+
+def lengths_of(admitted_N: Ints, requests: int) -> Ints:
+    """How many candidates of each request are among these, [R]."""
+    lengths_R: Ints = np.bincount(admitted_N % requests, minlength=requests)
+    return lengths_R
+
+
+# ----------------------------------------------------------------------------
+# admit (r, k) or stop, seeing only c_1..c_k of r and what is already admitted:
+#
+#     fixed       l_r = min(length, drafted_r)
+#     threshold   l_r = the longest prefix with every c_k >= threshold
+#     prefix      the largest survival a_{r,k} = c_1 ... c_k on the frontier (r, l_r + 1), while tau * SPS(B) improves
+#
+# Source: DSpark, arXiv 2607.05147, algorithm 1. Losslessness demands that admitting x_k never depends on x_k, and
+# c_{k+1} does: a search over all confidences, however tempting, biases the output. R requests, B tokens per forward.
+# ----------------------------------------------------------------------------
 
 
 class Policy(Protocol):
@@ -86,3 +128,161 @@ class PrefixScheduler:
         worse = throughput[1:] <= throughput[:-1]
         admitted = int(worse.argmax()) if worse.any() else len(order_N)
         return lengths_of(order_N[:admitted], len(survival_RK))
+
+
+# ----------------------------------------------------------------------------
+# step t - 2:  confidences --- global search over the cost curve ---> budget m*
+# step t:      confidences -------------------------------- causal order, the first m* -> lengths
+#
+# The production form of the prefix scheduler (DSpark, arXiv 2607.05147): a machine that prepares its next forward while
+# the draft still runs needs the number of tokens before the confidences. Two steps back, every confidence may be read,
+# whatever it tells about its own token: the tokens of *this* step do not exist yet. So the search may cross cliffs of a
+# jagged curve. Only the allocation reads this draft, in causal order and to a length fixed before it.
+# ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AsyncScheduler:
+    """A budget from two steps ago, spent by current survival.
+
+    The old step is scaled to the requests that draft now. In the second step of all the one before is the oldest there
+    is; where the old step drafted nothing, `expected_K` speaks for it. In the first step each draft gets one token:
+    first positions are the likeliest, and the next step knows more.
+    """
+
+    cost: StepCost
+    floor: ClassVar[float] = 0.0
+
+    def lengths(self, view: StepView) -> Ints:
+        survival_RK = view.survival_RK()
+        if not view.drafted_R.any():
+            return np.zeros_like(view.drafted_R)
+        order_N = causal_order(survival_RK, view.drafted_R)
+        return lengths_of(order_N[: self._budget(view, len(order_N))], len(survival_RK))
+
+    def _budget(self, view: StepView, candidates: int) -> int:
+        """How many of the candidates are verified; independent of this step's confidences."""
+        drafting = int(np.count_nonzero(view.drafted_R))
+        old_RK = _earlier_survival(view)
+        if old_RK is None:
+            return drafting
+        curve, scale = gains(old_RK), drafting / len(old_RK)
+        admitted_N = np.arange(candidates + 1)
+        gained = scale * np.interp(admitted_N / scale, np.arange(len(curve)), curve)
+        throughput = (len(view.drafted_R) + gained) / step_seconds(self.cost, view, admitted_N)
+        return int(throughput.argmax())
+
+
+def _earlier_survival(view: StepView) -> Floats | None:
+    """a_{r,k} of the requests that drafted two steps ago, or what a request's would be on average."""
+    if view.past:
+        drafting_R = view.past[0].drafted_R > 0
+        if drafting_R.any():
+            return np.cumprod(view.past[0].confidences_RK[drafting_R], axis=1, dtype=np.float64)
+    return None if view.expected_K is None else np.cumprod(view.expected_K, dtype=np.float64)[None]
+
+
+# ----------------------------------------------------------------------------
+# one length for all:   k* = argmax_k  (R + sum_r sum_{j <= k} E[a_j]) / seconds(R + sum_r min(k, drafted_r))
+#
+# The speculation length of TurboSpec (arXiv 2406.14066): what a step returns is predicted from earlier steps alone, so
+# no request is told from another and nothing of this draft is read. E[a_j] are products of `expected_K`.
+# ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GoodputPolicy:
+    """The common length with most expected tokens per second; one token before anything is known."""
+
+    cost: StepCost
+    floor: ClassVar[float] = 0.0
+
+    def lengths(self, view: StepView) -> Ints:
+        view.survival_RK()  # refuses drafts without confidences: nothing would ever be known of them
+        if view.expected_K is None or not view.drafted_R.any():
+            return np.minimum(view.drafted_R, 1)
+        lengths_K = np.arange(view.drafted_R.max() + 1)
+        verified_KR = np.minimum(lengths_K[:, None], view.drafted_R)
+        gained = np.concatenate(([0.0], np.cumsum(np.cumprod(view.expected_K))))
+        tokens_K = len(view.drafted_R) + gained[verified_KR].sum(axis=1)
+        throughput_K = tokens_K / step_seconds(self.cost, view, verified_KR.sum(axis=1))
+        return verified_KR[int(throughput_K.argmax())]
+
+
+# ----------------------------------------------------------------------------
+# causal look-ahead: plan with expectations, pay with what is revealed, plan again
+#
+#     revealed   c_1 .. c_l of the admitted and c_{l+1} at each frontier:  a_{r,l+1} is known
+#     expected   a_{r,j} = a_{r,l+1} * e_{l+2} ... e_j  for the rest, e_k the mean of earlier steps (`expected_K`)
+#     plan       m* = argmax_m (tau + the m largest) / seconds(B + m), over the whole curve;   m* = 0 ends it
+#     admit      in causal order while survival holds the plan's price (its smallest value), m* tokens at most
+#
+# An early stop is blind on real cost curves, which are staircases: the first token over a cliff never pays for itself,
+# though seven more on the same step would be free. Looking at *realised* confidences behind the frontier would
+# see them and bias the output: c_{k+1} tells x_k. Expectations do not. Whether x_k is admitted is a function of earlier
+# steps, of c_1 .. c_k, and of tokens admitted before it: the plan was made from those, and stopping at the price looks
+# at a survival that is on the frontier by then. So the output stays exact, by construction (checked by enumeration).
+# Shapes: R requests, K draft positions, N candidates.
+# ----------------------------------------------------------------------------
+
+
+_LEAST = 1e-6  # of an expected confidence: products of 16 of them are divided by
+_SORTED = 8_192  # candidates in all plans of a step together, which bounds its time; 2 plans for 256 requests of 16
+
+
+@dataclass(frozen=True)
+class LookAhead:
+    """Admit what earlier steps promise and this one keeps. Before there are any, only frontiers are seen."""
+
+    cost: StepCost
+    floor: ClassVar[float] = 0.0
+
+    def lengths(self, view: StepView) -> Ints:
+        survival_RK = view.survival_RK()
+        lengths_R = np.zeros_like(view.drafted_R)
+        if not view.drafted_R.any():
+            return lengths_R
+        order_N = causal_order(survival_RK, view.drafted_R)
+        realised_N = survival_RK.T.ravel()[order_N]
+        seconds_N = step_seconds(self.cost, view, np.arange(len(order_N) + 1))
+        promise_K = _promise(view)
+        admitted, tau = 0, float(len(survival_RK))
+        for _ in range(max(2, _SORTED // len(order_N))):
+            curve = gains(expected_survival(survival_RK, lengths_R, view.drafted_R, promise_K))
+            planned = int(((tau + curve[: len(order_N) - admitted + 1]) / seconds_N[admitted:]).argmax())
+            if planned == 0:
+                break
+            price = curve[planned] - curve[planned - 1]
+            kept = _kept(realised_N[admitted : admitted + planned], price)
+            tau += float(realised_N[admitted : admitted + kept].sum())
+            admitted += kept
+            lengths_R = lengths_of(order_N[:admitted], len(survival_RK))
+            if admitted == len(order_N):
+                break
+        return lengths_R
+
+
+def expected_survival(survival_RK: Floats, lengths_R: Ints, drafted_R: Ints, promise_K: Floats) -> Floats:
+    """What the tokens from each frontier on are expected to survive, 0 elsewhere; reads a_{r,l+1} and nothing behind.
+
+    Args:
+        promise_K: expected survival by position of a request of which nothing is revealed.
+    """
+    positions = survival_RK.shape[1]
+    frontier_R = np.minimum(lengths_R, positions - 1)
+    scale_R = survival_RK[np.arange(len(frontier_R)), frontier_R] / promise_K[frontier_R]
+    positions_K = np.arange(positions)
+    open_RK = (positions_K >= lengths_R[:, None]) & (positions_K < drafted_R[:, None])
+    return np.where(open_RK, scale_R[:, None] * promise_K, 0.0)
+
+
+def _promise(view: StepView) -> Floats:
+    positions = view.confidences_RK.shape[1]
+    expected_K = np.zeros(positions) if view.expected_K is None else view.expected_K[:positions]
+    return np.cumprod(np.maximum(expected_K, _LEAST), dtype=np.float64)
+
+
+def _kept(realised_M: Floats, price: float) -> int:
+    """How many of the next candidates are worth the plan's price; the first is what the plan was made from."""
+    below = falling(realised_M) > falling(np.array(price)) + 1
+    return max(1, int(below.argmax())) if below.any() else len(realised_M)

@@ -1,7 +1,1 @@
-"""The frozen LLM: resolution, families, taps, KV cache with rollback, lean CPU forward."""
-
-from outrider.target.cache import KVCache
-from outrider.target.load import load_target
-from outrider.target.model import Target, TargetOutput
-
-__all__ = ["KVCache", "Target", "TargetOutput", "load_target"]
+"""The frozen target model: loading, hidden states, KV caches with rollback, and the fast CPU forward."""

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outrider.target.branches import Branches, additive
+from outrider.target.attention import Branches, additive
 from outrider.target.cache import KVCache, KVLayer
 from outrider.target.linear import PackedLinear
-from outrider.target.ragged import RaggedStep
+from outrider.target.paged import RaggedStep
 
 # (layer, q [B, K * G, T, E], k [B, K, T, E], v [B, K, T, E]) -> [B, K * G, T, E]
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -1,31 +1,186 @@
-"""The frozen target: one forward gives logits where asked and the tapped hidden states.
-
-    tokens_BT, cache  ->  logits at the last `logits` tokens [B, n, V], taps [B, T, L, D], last hidden [B, T, D]
-
-Tap i is HF's `hidden_states[i + 1]`: the output of decoder layer i, after the final norm for the last layer; -1 is the
-embedding output. Only drafters that are made for it read the last one (docs/architecture.md, Checkpoints).
-"""
+"""What decoding and drafters ask of a target, wherever it runs; `Target` (target/model.py) is the torch one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+from transformers.utils.quantization_config import Mxfp4Config
 
-from outrider.target.branches import Branches
-from outrider.target.cache import KVCache
-from outrider.target.decoder import FamilyDecoder, text_decoder
-from outrider.target.families import family_of
+from outrider.target.attention import Branches
+from outrider.target.cache import KVCache, recurrent_modules
+from outrider.target.hf import FamilyDecoder, text_decoder
+from outrider.target.hub import resolve_model
 from outrider.target.lean import LeanDecoder
 from outrider.target.linear import PackedLinear
-from outrider.target.paged import PagedKV, RaggedOutput, Span
-from outrider.target.protocol import check_taps
-from outrider.target.ragged import RaggedStep
-from outrider.target.recurrent import recurrent_modules
+from outrider.target.paged import PagedKV, RaggedOutput, RaggedStep, Span
+from outrider.utils.device import usable_device
+
+
+class DecodingCache(Protocol):
+    """What a target has read of one request."""
+
+    @property
+    def length(self) -> int:
+        """Tokens in it."""
+        ...
+
+    def keep_path(self, start: int, rows: Sequence[int]) -> None:
+        """Of the tokens from `start` on keep these (rising, counted from `start`), one after another."""
+        ...
+
+
+class DecodingOutput(Protocol):
+    """Logits where asked for [B, n, V], and taps [B, T, L, D], ascending in layer."""
+
+    @property
+    def logits_BTV(self) -> Tensor | None: ...
+
+    @property
+    def taps_BTLD(self) -> Tensor | None: ...
+
+
+class DecodingTarget(Protocol):
+    """A frozen LLM. `device` is where its logits and taps are."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a response."""
+        ...
+
+    def check_taps(self, taps: Sequence[int], final: bool = False) -> tuple[int, ...]:
+        """See `check_taps` below."""
+        ...
+
+    def check_trees(self) -> None:
+        """Raises ValueError where the target cannot verify branching drafts."""
+        ...
+
+    def new_cache(self, capacity: int) -> DecodingCache:
+        """An empty cache of at least `capacity` tokens."""
+        ...
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        cache: Any,
+        taps: tuple[int, ...] = (),
+        logits: int | None = 1,
+        parents: Sequence[int] | None = None,
+    ) -> DecodingOutput:
+        """Run T new tokens after those in a `new_cache` of this target; see `Target.forward`."""
+        ...
+
+
+def check_taps(num_layers: int, taps: Sequence[int], final: bool = False) -> tuple[int, ...]:
+    """The taps, ascending.
+
+    Args:
+        final: whether the last hidden state may be one of them.
+
+    Raises:
+        ValueError: a tap is out of range, repeated, or the final layer where that is not wanted.
+    """
+    last = num_layers - 1
+    highest = last if final else last - 1
+    bad = [tap for tap in taps if not -1 <= tap <= highest]
+    if bad or len(set(taps)) != len(taps) or not taps:
+        raise ValueError(
+            f"target_layer_ids {list(taps)} do not fit a target of {num_layers} layers: use distinct ids from "
+            f"-1 (embedding output) to {highest}"
+            + ("." if final else f"; the final layer {last} cannot be tapped by this drafter.")
+        )
+    return tuple(sorted(taps))
+
+
+# ----------------------------------------------------------------------------
+# Which causal-LM families a target may come from, and which of them have the lean CPU forward.
+#
+# A family is listed once its cached, tapped forward and its decoding have been compared with `transformers`
+# (tests/test_target.py, tests/test_target_families.py; docs/targets.md has the table). Of a multimodal model its
+# `text_config` counts.
+# ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Family:
+    """What Outrider must know about a `model_type`."""
+
+    model_type: str
+    lean: bool = False  # RMSNorm -> (QK-norm) -> RoPE -> GQA -> SwiGLU: target/lean.py can run it
+    scaled_embeddings: bool = False  # embeddings are multiplied by sqrt(hidden_size) before layer 0
+
+    def embedding_scale(self, hidden_size: int, dtype: torch.dtype) -> float:
+        """What embeddings are multiplied by in a model of this type, which rounds the factor to it."""
+        return torch.tensor(hidden_size**0.5, dtype=dtype).item() if self.scaled_embeddings else 1.0
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family("llama", lean=True),
+    Family("qwen3", lean=True),
+    Family("qwen3_moe"),
+    Family("gemma", scaled_embeddings=True),
+    Family("gemma2", scaled_embeddings=True),
+    Family("gemma3_text", scaled_embeddings=True),
+    Family("gemma4_text", scaled_embeddings=True),
+    Family("gemma4_unified_text", scaled_embeddings=True),
+    Family("gpt_oss"),
+    Family("qwen3_next"),
+    Family("qwen3_5_text"),
+    Family("qwen3_5_moe_text"),
+    Family("deepseek_v3"),
+)
+
+
+def family_of(config: PretrainedConfig) -> Family:
+    """The family of a language model's config (`get_text_config()` of a multimodal one).
+
+    Raises:
+        ValueError: the `model_type` is not supported; the message lists those that are.
+    """
+    for family in FAMILIES:
+        if family.model_type == config.model_type:
+            return family
+    supported = ", ".join(f.model_type for f in FAMILIES)
+    raise ValueError(f"model_type {config.model_type!r} is not a supported target family. Supported: {supported}.")
+
+
+# ----------------------------------------------------------------------------
+# The frozen target: one forward gives logits where asked and the tapped hidden states.
+#
+#     tokens_BT, cache  ->  logits at the last `logits` tokens [B, n, V], taps [B, T, L, D], last hidden [B, T, D]
+#
+# Tap i is HF's `hidden_states[i + 1]`: the output of decoder layer i, after the final norm for the last layer; -1 is
+# the embedding output. Only drafters that are made for it read the last one (docs/architecture.md, Checkpoints).
+# ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -78,7 +233,7 @@ class Target:
         return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
 
     def check_taps(self, taps: Sequence[int], final: bool = False) -> tuple[int, ...]:
-        """The taps, ascending; ValueError where they do not fit (target/protocol.py)."""
+        """The taps, ascending; ValueError where they do not fit (target/model.py)."""
         return check_taps(self.num_layers, taps, final)
 
     def check_trees(self) -> None:
@@ -113,7 +268,8 @@ class Target:
             cache: extended by T slots; roll it back to drop tokens.
             taps: ascending layer ids to capture (see `check_taps`).
             logits: how many of the last tokens get logits; None for all T, 0 for none.
-            parents: where the tokens of one sequence branch (target/branches.py): the parent of each, -1 for the first.
+            parents: where the tokens of one sequence branch (target/attention.py): the parent of each, -1 for the
+            first.
         """
         T = tokens_BT.shape[1]
         if parents is not None:
@@ -188,3 +344,52 @@ class Target:
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
+
+
+# ----------------------------------------------------------------------------
+# From an id or a directory to a `Target`.
+# ----------------------------------------------------------------------------
+
+
+def count_layers(id_or_dir: str) -> int:
+    """Decoder layers of a model, read from its config alone.
+
+    Raises:
+        ValueError: the model cannot be found.
+    """
+    return int(AutoConfig.from_pretrained(resolve_model(id_or_dir, weights=False)).get_text_config().num_hidden_layers)
+
+
+def load_target(
+    id_or_dir: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    place: Callable[[Any], None] = lambda model: None,
+) -> Target:
+    """Load a Hugging Face causal LM as a frozen target; MXFP4 weights are dequantised.
+
+    Args:
+        id_or_dir: a local directory, a hub id, or "SmolLM2-135M-Instruct" (see target/hub.py).
+        dtype: float32 on a CPU (most emulate bf16, see linear.py); bfloat16 is usual on a GPU.
+        place: called with the model before it moves to `device`, to shard its layers.
+
+    Raises:
+        ValueError: the model or the device cannot be found, or its family is not supported.
+    """
+    device = usable_device(device)
+    path = resolve_model(str(id_or_dir))
+    config = AutoConfig.from_pretrained(path)
+    family_of(config.get_text_config())  # refuse before reading gigabytes
+    quantized = getattr(config, "quantization_config", None) or {}
+    # gpt-oss is published in MXFP4; its kernels would round otherwise for other numbers of rows.
+    plain = {"quantization_config": Mxfp4Config(dequantize=True)} if quantized.get("quant_method") == "mxfp4" else {}
+    progress = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **plain)
+        place(model)
+        model.to(device)
+    finally:
+        if progress:
+            transformers_logging.enable_progress_bar()
+    return Target(model, AutoTokenizer.from_pretrained(path), name=str(id_or_dir))

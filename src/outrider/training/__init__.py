@@ -1,1 +1,1 @@
-"""Objectives, features, anchors' batches, the trainer, checkpoints, recipes."""
+"""Training of draft models."""

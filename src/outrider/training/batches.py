@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.data.samples import Sample
-from outrider.drafters.attention import BlockLayout
-from outrider.drafters.method import DraftModule
+from outrider.data.responses import Sample
+from outrider.drafters.base import DraftModule
+from outrider.drafters.layers import BlockLayout
 from outrider.training.features import Features
 from outrider.training.recipe import OptimizerSection
 

@@ -18,18 +18,25 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from outrider.data.chat import Chat
 from outrider.data.conversations import Conversation
-from outrider.data.prompts import iterate_prompts
-from outrider.data.regeneration import Regeneration, regenerate
-from outrider.data.responses import read_responses, sole_writer
-from outrider.data.samples import Reply, Sample, join_turns
-from outrider.data.servers import ServerConfig, ServerSource
-from outrider.data.sources import LocalSource, RegenerationConfig
-from outrider.formats.files import settle
-from outrider.target import Target
-from outrider.target.resolve import canonical_id
+from outrider.data.regenerate import (
+    LocalSource,
+    Regeneration,
+    RegenerationConfig,
+    ServerConfig,
+    ServerSource,
+    regenerate,
+)
+from outrider.data.responses import Reply, Sample, join_turns, read_responses, sole_writer
+from outrider.data.sources import iterate_prompts
+from outrider.target.hub import canonical_id
+from outrider.target.model import Target
 from outrider.training.recipe import DataSection, Recipe
+from outrider.utils.files import settle
 
 Progress = Callable[[int, int, int], None]
 
@@ -191,3 +198,28 @@ def split_samples(samples: Sequence[Sample], held_out: int, path: Path) -> tuple
     chosen = set(order[:held_out])
     ranked = sorted(samples, key=lambda s: place(s.id))
     return [s for s in ranked if s.id not in chosen], [s for s in ranked if s.id in chosen]
+
+
+# ----------------------------------------------------------------------------
+# A reduced draft vocabulary: the tokens worth drafting, by frequency in the target's own responses.
+#
+# Lossless all the same: a token outside it is never drafted, and verification can still emit it.
+# ----------------------------------------------------------------------------
+
+
+def choose_draft_ids(
+    samples: Sequence[Sample], vocab_size: int, draft_vocab_size: int, always: frozenset[int]
+) -> Tensor:
+    """[Vd] ascending target ids: `always` (stop tokens), then the most frequent of responses, then of all text."""
+    responses = Counter(token for sample in samples for token in sample.supervised_tokens)
+    everything = Counter(token for sample in samples for token in sample.tokens)
+    ranked = [*sorted(always), *(t for t, _ in responses.most_common()), *(t for t, _ in everything.most_common())]
+    ids = list(dict.fromkeys([*ranked, *range(vocab_size)]))[:draft_vocab_size]
+    return torch.tensor(sorted(ids))
+
+
+def inverse_ids(draft_ids_Vd: Tensor, vocab_size: int) -> Tensor:
+    """[V] index into the draft vocabulary, -1 outside it."""
+    inverse_V = torch.full((vocab_size,), -1, dtype=torch.long, device=draft_ids_Vd.device)
+    inverse_V[draft_ids_Vd] = torch.arange(len(draft_ids_Vd), device=draft_ids_Vd.device)
+    return inverse_V

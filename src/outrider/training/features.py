@@ -4,25 +4,28 @@ A prefill gives, for tokens t_0 .. t_{n-2} with R generated ones among t_1 .. t_
     taps    [n - 1, L, D]   divided by tap_scale, float16
     hidden  [R, D]          normed last hidden states at the sample's anchors, float16; row p predicts token p + 1
     lse, argmax [R]         of the full-vocabulary logits of the same rows
-`FeatureSource` computes them online and writes nothing to disk; training/store.py reads them from one. When the memory
-is full the least recently used sample goes and is fetched again on its next visit: the same numbers, so results do not
-depend on the budget. What is missing for a step is prefilled in packed groups.
+`FeatureSource` computes them online and writes nothing to disk; training/feature_store.py reads them from one. When the
+memory is full the least recently used sample goes and is fetched again on its next visit: the same numbers, so results
+do not depend on the budget. What is missing for a step is prefilled in packed groups.
 
 Shapes: S context slots, R generated tokens, L taps, D target hidden.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from outrider.data.samples import Sample
-from outrider.target import Target
+from outrider.data.responses import Sample
+from outrider.target.model import Target
 
 PACK_TOKENS = 2048  # of one packed prefill: matrix products are at full speed, and temporaries stay below 100 MB
 _HEAD_CHUNK = 64
@@ -46,7 +49,7 @@ class Features:
 class FeatureCache(ABC):
     """Features of samples by index, remembered up to `budget_bytes`; subclasses say where they come from."""
 
-    background = False  # whether fetching in another thread helps (training/prefetch.py)
+    background = False  # whether fetching in another thread helps (training/features.py)
 
     def __init__(self, samples: Sequence[Sample], budget_bytes: int) -> None:
         self.samples = samples
@@ -198,3 +201,87 @@ def measure_tap_scale(target: Target, samples: Sequence[Sample], taps: tuple[int
         total += squares_TL.median(0).values
         count += 1
     return (total / count).sqrt().float()
+
+
+# ----------------------------------------------------------------------------
+# The features of coming steps, fetched ahead of their use.
+#
+#     store    step s trains  |  a thread reads s+1, s+2, ... into a bounded queue
+#     online   step s trains, then step s+1 is prefilled together with what the steps after it lack (one packed group)
+#
+# A thread only where fetching waits for a disk: prefilling on a CPU would fight the training step for the same cores,
+# and on a GPU it is asynchronous by itself. Features do not depend on when they are fetched, so neither do results.
+# ----------------------------------------------------------------------------
+
+
+_AHEAD = 4  # steps
+_POLL_SECONDS = 0.1
+
+
+@contextmanager
+def step_features(
+    source: FeatureCache, steps: Iterable[Sequence[int]], ahead: int = _AHEAD
+) -> Iterator[Iterator[list[Features]]]:
+    """Yields an iterator over the features of each step's samples, in the order of `steps`.
+
+    While it is open nobody else may use `source`. An exception met while fetching is raised by the `next` that would
+    have returned those features.
+    """
+    if not source.background:
+        yield _inline(source, steps, ahead)
+        return
+    ready: queue.Queue[list[Features] | BaseException | None] = queue.Queue(maxsize=ahead)
+    stop = threading.Event()
+
+    def fetch() -> None:
+        try:
+            for indices in steps:
+                if not _put(ready, source.gather(indices), stop):
+                    return
+            _put(ready, None, stop)
+        except BaseException as error:
+            _put(ready, error, stop)
+
+    worker = threading.Thread(target=fetch, name="features", daemon=True)
+    worker.start()
+    try:
+        yield _drain(ready)
+    finally:
+        stop.set()
+        worker.join()
+
+
+def _put(
+    ready: queue.Queue[list[Features] | BaseException | None],
+    item: list[Features] | BaseException | None,
+    stop: threading.Event,
+) -> bool:
+    while not stop.is_set():
+        try:
+            ready.put(item, timeout=_POLL_SECONDS)
+            return True
+        except queue.Full:
+            continue
+    return False
+
+
+def _drain(ready: queue.Queue[list[Features] | BaseException | None]) -> Iterator[list[Features]]:
+    while (item := ready.get()) is not None:
+        if isinstance(item, BaseException):
+            raise item
+        yield item
+
+
+def _inline(source: FeatureCache, steps: Iterable[Sequence[int]], ahead: int) -> Iterator[list[Features]]:
+    coming: deque[Sequence[int]] = deque()
+    for indices in steps:
+        coming.append(indices)
+        if len(coming) > ahead:
+            yield _first(source, coming)
+    while coming:
+        yield _first(source, coming)
+
+
+def _first(source: FeatureCache, coming: deque[Sequence[int]]) -> list[Features]:
+    now = coming.popleft()
+    return source.gather(now, [index for indices in coming for index in indices])

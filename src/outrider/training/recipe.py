@@ -23,8 +23,8 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from outrider.drafters.catalogue import method_of
-from outrider.drafters.method import MethodSection
+from outrider.drafters.base import MethodSection
+from outrider.drafters.registry import method_of
 
 _DEFAULT_METHOD = "dspark"
 
@@ -156,7 +156,7 @@ class Recipe(_Section):
     feature_cache_gb: float = Field(2.0, ge=0)  # features in memory, wherever they come from
     features: FeaturesSection = FeaturesSection()
     data: DataSection
-    # What may be set is the method's own (drafters/catalogue.py); the default method where `algorithm` is left out.
+    # What may be set is the method's own (drafters/registry.py); the default method where `algorithm` is left out.
     drafter: Annotated[SerializeAsAny[MethodSection], BeforeValidator(_drafter_section)] = Field(
         default_factory=method_of(_DEFAULT_METHOD).section
     )

@@ -1,8 +1,19 @@
-"""From a recipe to everything a run needs: target, samples, drafter, objective."""
+"""Which drafter a recipe asks for: a new one in the target's shapes, or one to go on from.
+
+    start_from: null    config = Method.configure(the recipe's choices, target), weights = noise or the target's
+    start_from: DIR     config, weights, draft vocabulary and tap order = the checkpoint's; the recipe may repeat
+                        what it says, not contradict it
+
+A target of the same shapes is accepted as the drafter's own: going on from a base model's drafter on a fine-tuned
+target is what this is for. A checkpoint takes raw taps; to train it, its scales are measured again and
+
+    W (taps) = W' (taps / tap_scale)      with W' = W * tap_scale, column by column:    the same function
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,19 +21,112 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.data.samples import Sample
-from outrider.drafters.catalogue import method_of
-from outrider.drafters.method import DraftModule
-from outrider.target import Target
-from outrider.training.dataset import recipe_samples
-from outrider.training.drafter import CALIBRATION_SAMPLES, fresh, load_start
+from outrider.checkpoints.checkpoint import load_drafter
+from outrider.data.responses import Sample
+from outrider.drafters.base import DraftModule, Method, MethodSection, check_fits
+from outrider.drafters.registry import method_of
+from outrider.target.model import Target
+from outrider.training.dataset import choose_draft_ids, inverse_ids, recipe_samples
 from outrider.training.features import measure_tap_scale
-from outrider.training.objective import ObjectiveConfig
+from outrider.training.loss import ObjectiveConfig
 from outrider.training.parallel import check_layers
-from outrider.training.ranks import ALONE, Ranks
 from outrider.training.recipe import Recipe
 from outrider.training.step import BlockObjective
-from outrider.training.vocabulary import inverse_ids
+from outrider.utils.distributed import ALONE, Ranks
+from outrider.utils.files import weight_files
+
+CALIBRATION_SAMPLES = 16  # that tap scales and starting weights are measured on
+_REMEMBERED = ("target", "step", "samples", "response_tokens", "anchors", "training_seconds")
+
+
+@dataclass(frozen=True)
+class Start:
+    """A drafter to train. `origin` identifies the checkpoint it goes on from, `history` says how that was made."""
+
+    drafter: DraftModule
+    draft_ids_Vd: Tensor
+    origin: str = ""
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+def trainings(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The trainings a checkpoint went through, oldest first: where it began, steps, data and optimizer of each."""
+    recipe = metadata.get("recipe", {})
+    last = {name: metadata[name] for name in _REMEMBERED if name in metadata}
+    last |= {name: recipe[name] for name in ("precision", "optimizer") if name in recipe}
+    if recipe.get("drafter", {}).get("initialize_from_target"):
+        last["initialize_from_target"] = True
+    return [*metadata.get("history", []), last]
+
+
+def as_trained(drafter: DraftModule) -> dict[str, Any]:
+    """The recipe section of a drafter that was gone on from, as far as its config tells: most of it was left out."""
+    section, config = method_of(drafter.algorithm).section, drafter.config
+    fields = {name: getattr(config, name) for name in section.model_fields if hasattr(config, name)}
+    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+    return {"algorithm": drafter.algorithm, **fields, "initialize_from_target": False}
+
+
+@torch.no_grad()
+def fresh(method: Method, drafter: DraftModule, recipe: Recipe, target: Target, samples: Sequence[Sample]) -> Start:
+    """A new drafter: tap scales measured, weights from the target where the recipe and the method want that."""
+    config, drafter = drafter.config, drafter.to(target.device)
+    calibration = samples[:CALIBRATION_SAMPLES]
+    drafter.tap_scale_L.copy_(measure_tap_scale(target, calibration, config.target_layer_ids))
+    if method.initialize is not None and recipe.drafter.initialize_from_target and target.family.lean:
+        method.initialize(drafter, target, [sample.tokens for sample in calibration])
+    ids = choose_draft_ids(samples, target.vocab_size, config.draft_vocab_size, target.eos_ids)
+    return Start(drafter, ids.to(target.device))
+
+
+def load_start(section: MethodSection, target: Target, out: Path) -> Start:
+    """The drafter in `section.start_from`, ready to train; its taps are raw still (`rescale_taps`).
+
+    Raises:
+        ValueError: not a drafter, made for another target, contradicted by the recipe, or what this run writes.
+    """
+    assert section.start_from is not None
+    directory = Path(section.start_from)
+    if directory.resolve() in ((out / "drafter").resolve(), (out / "best").resolve()):
+        raise ValueError(f"drafter.start_from {directory} would be overwritten by this run; choose another out.")
+    checkpoint = load_drafter(directory, target.device, target.num_layers)
+    drafter = checkpoint.drafter.requires_grad_(True).train()
+    check_fits(drafter.config, target, drafter.final_tap)
+    _check_agrees(section, drafter, target)
+    ids = checkpoint.draft_ids_Vd
+    own = checkpoint.serving(calibrated=False).for_target(target)
+    if own.head_VdH is not None or own.embedding_VH is not None:
+        raise ValueError(
+            f"drafter.start_from {directory} has an LM head or embedding of its own, and drafters are trained with the "
+            "target's: serve it as it is, or train a new one."
+        )
+    if not getattr(drafter.config, "plain_logits", True):
+        raise ValueError(
+            f"drafter.start_from {directory}: its logits are multiplied or capped (output_multiplier, "
+            "final_logit_softcapping), and such drafters are served here, not trained."
+        )
+    ids = torch.arange(target.vocab_size, device=target.device) if ids is None else ids
+    files = [path.read_bytes() for path in (directory / "config.json", *weight_files(directory))]
+    return Start(drafter, ids, hashlib.sha256(b"".join(files)).hexdigest(), trainings(checkpoint.metadata))
+
+
+def _check_agrees(section: MethodSection, drafter: DraftModule, target: Target) -> None:
+    """Fields that the recipe sets are those of the checkpoint."""
+    if "algorithm" in section.model_fields_set and section.algorithm != drafter.algorithm:
+        pairs: dict[str, tuple[object, object]] = {"algorithm": (section.algorithm, drafter.algorithm)}
+    else:
+        pairs = section.beside(drafter.config, target)
+    different = [f"{name} is {asked}, there {stored}" for name, (asked, stored) in pairs.items() if asked != stored]
+    if different:
+        raise ValueError(
+            f"the recipe's drafter section contradicts {section.start_from}: {'; '.join(sorted(different))}. "
+            "Leave these fields out to take the checkpoint's."
+        )
+
+
+# ----------------------------------------------------------------------------
+# From a recipe to everything a run needs: target, samples, drafter, objective.
+# ----------------------------------------------------------------------------
 
 
 @dataclass

@@ -10,8 +10,11 @@ is drawn during training, so these tensors and one integer are all that an exact
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,9 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from outrider.formats.files import atomic_directory, read_tensors, settle
-from outrider.target.sharded import whole
-from outrider.training.ranks import Ranks
+from outrider.utils.distributed import Ranks, whole
+from outrider.utils.files import atomic_directory, read_tensors, settle
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -110,3 +112,36 @@ def _placed(tensor: Tensor, parameter: Tensor) -> Tensor:
     if isinstance(parameter, DTensor) and tensor.dim():  # AdamW's step count is a number on every rank
         return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return tensor
+
+
+# ----------------------------------------------------------------------------
+# SIGINT and SIGTERM end a run after the step at hand, with its state saved: what a pre-empted machine needs.
+# ----------------------------------------------------------------------------
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignal:
+    """Inside the `with` block `received` is the first signal's number, or 0. A second one acts as it always did."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._former: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():  # only there may handlers be set
+            self._former = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+        return self
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        self.received = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        self._former = {}
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()

@@ -16,11 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafters.method import BlockInputs, DraftModule, DraftRows
-from outrider.target import Target
+from outrider.drafters.base import BlockInputs, DraftModule, DraftRows
+from outrider.target.model import Target
 from outrider.training.batches import BlockBatch
-from outrider.training.objective import ObjectiveConfig, ObjectiveOutput, objective
-from outrider.training.target_view import TargetView
+from outrider.training.loss import ObjectiveConfig, ObjectiveOutput, TargetView, objective
 
 Precision = Literal["float32", "bfloat16"]
 

@@ -1,27 +1,145 @@
-"""Which drafter of a run is the best one, and when to stop looking for a better one.
+"""What a drafter is worth on held-out, on-policy text.
 
-    every decode_every steps, and at the last:  decode held-out prompts -> tau -> best? -> OUT/best
-                                                                              patience spent? -> stop
+    expected accepted length = 1 + sum_k prod_{i <= k} a_i      bonus included, averaged over anchors
+    a_i: agreement of the argmaxes (temperature 0), or 1 - TV (temperature 1)
 
-Without decode checks the held-out expected accepted length takes tau's place, at every evaluation. What is due when is
-a function of the step, and the memory (`state_dict`) is a few numbers that travel with the training state, so a resumed
-run picks the same drafter and stops at the same step as an uninterrupted one.
-
-A few prompts make a noisy measure, and the best of many noisy values looks better than it is: choose by it, but do
-not quote it.
+The teacher-forced product is exactly what decoding measures, because a sequential head only ever sees accepted tokens.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from outrider.drafters.method import DraftModule
-from outrider.training.decode_check import decode_check, first_prompts
+import torch
+from torch import Tensor
+
+from outrider.data.responses import Sample
+from outrider.decoding.generate import acceptance, generate
+from outrider.decoding.request import StopRules
+from outrider.drafters.base import DraftModule, Serving
+from outrider.drafters.registry import method_of
+from outrider.sampling import SamplingParams
+from outrider.target.model import Target
+from outrider.training.batches import BlockBatch, Schedule, build_batch
+from outrider.training.features import Features
 from outrider.training.recipe import Recipe
 from outrider.training.setup import Run
+from outrider.training.step import BlockObjective, scatter
+
+
+def survival(acceptance_NK: Tensor) -> Tensor:
+    """Chance that position k is reached and accepted: the running product."""
+    return acceptance_NK.cumprod(-1)
+
+
+class FeaturesByIndex(Protocol):
+    """A list of features, or a source that computes them."""
+
+    def __getitem__(self, index: int, /) -> Features: ...
+
+
+def held_out_batches(
+    samples: Sequence[Sample], features: FeaturesByIndex, gamma: int, anchors_per_sample: int
+) -> Iterator[BlockBatch]:
+    """One batch per sample, at the same anchors whenever it is asked for."""
+    schedule = Schedule(samples, 1, anchors_per_sample, seed=0)
+    for index in range(len(samples)):
+        yield build_batch([(index, schedule.anchors(index, 0))], samples, [features[index]], gamma)
+
+
+@torch.no_grad()
+def held_out_metrics(drafter: DraftModule, compute: BlockObjective, batches: Iterable[BlockBatch]) -> dict[str, float]:
+    """Means over held-out anchors: loss, expected accepted length at temperatures 0 and 1, acceptance per position."""
+    losses: list[float] = []
+    greedy, sampled, counted = [], [], []
+    for batch in batches:
+        output = compute(drafter, batch)
+        losses.append(output.loss.item())
+        greedy.append(scatter(output.agreement_N, batch.supervised_NK))
+        sampled.append(scatter(output.acceptance_N, batch.supervised_NK))
+        counted.append(batch.supervised_NK)
+    greedy_NK, sampled_NK, counted_NK = torch.cat(greedy), torch.cat(sampled), torch.cat(counted)
+    result = {
+        "loss": sum(losses) / len(losses),
+        "expected_length_greedy": 1 + survival(greedy_NK).sum(-1).mean().item(),
+        "expected_length_sampled": 1 + survival(sampled_NK).sum(-1).mean().item(),
+    }
+    reached_NK = counted_NK & (torch.cat((torch.ones_like(greedy_NK[:, :1]), survival(greedy_NK)[:, :-1]), 1) > 0)
+    for k in range(counted_NK.shape[1]):
+        reached_N = reached_NK[:, k]
+        result[f"conditional_acceptance_{k + 1}"] = greedy_NK[reached_N, k].mean().item() if reached_N.any() else 0.0
+    return result
+
+
+# ----------------------------------------------------------------------------
+# Real decoding with the drafter as it is now: what held-out metrics promise, measured.
+#
+#     folded weights -> serving form (`Method.serve`) -> draft, verify, commit on held-out prompts
+#
+# Nothing of training is touched: weights are copied, no gradient is recorded, and randomness comes from seeds of the
+# prompts' own, the same at every check. At temperature 0 the output is the target's own, so no plain decoding is
+# needed.
+# ----------------------------------------------------------------------------
+
+
+def first_prompts(samples: Sequence[Sample], count: int) -> list[list[int]]:
+    """The first prompt of each of `count` conversations, as tokens."""
+    firsts: dict[str, Sample] = {}
+    for sample in samples:  # a conversation may come in several samples, its first turn in the first of them
+        firsts.setdefault(sample.id, sample)
+    return [s.tokens[: s.spans[0][0]] for s in list(firsts.values())[:count]]
+
+
+@torch.no_grad()
+def decode_check(
+    drafter: DraftModule,
+    target: Target,
+    draft_ids_Vd: Tensor | None,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+) -> dict[str, float]:
+    """Decode the prompts and count.
+
+    `tau` is tokens per round, bonus included; `conditional_acceptance_k` is there for positions that some round
+    reached; `tokens_per_second` includes the prefills, `seconds` also the time to pack the weights.
+    """
+    started = time.perf_counter()
+    served = method_of(drafter.algorithm).serve(drafter, target, Serving(draft_ids_Vd))
+    rules = StopRules(max_new_tokens)
+    decoded = [
+        generate(target, prompt, served, SamplingParams(temperature=temperature, seed=number), rules)
+        for number, prompt in enumerate(prompts)
+    ]
+    rounds = [r for generation in decoded for r in generation.rounds]
+    tokens = sum(len(generation.tokens) for generation in decoded)
+    tau, conditional, _ = acceptance(rounds, drafter.config.gamma)
+    figures: dict[str, float] = {
+        "tau": tau,
+        "rounds": len(rounds),
+        "tokens": tokens,
+        "tokens_per_second": tokens / sum(generation.seconds for generation in decoded),
+    }
+    figures |= {f"conditional_acceptance_{k}": c for k, c in enumerate(conditional, 1) if c is not None}
+    return {**figures, "seconds": time.perf_counter() - started}
+
+
+# ----------------------------------------------------------------------------
+# Which drafter of a run is the best one, and when to stop looking for a better one.
+#
+#     every decode_every steps, and at the last:  decode held-out prompts -> tau -> best? -> OUT/best
+#                                                                               patience spent? -> stop
+#
+# Without decode checks the held-out expected accepted length takes tau's place, at every evaluation. What is due when
+# is a function of the step, and the memory (`state_dict`) is a few numbers that travel with the training state, so a
+# resumed run picks the same drafter and stops at the same step as an uninterrupted one.
+#
+# A few prompts make a noisy measure, and the best of many noisy values looks better than it is: choose by it, but do
+# not quote it.
+# ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

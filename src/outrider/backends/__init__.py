@@ -1,0 +1,1 @@
+"""Inference engines that serve drafters."""

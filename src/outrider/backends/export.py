@@ -1,0 +1,189 @@
+"""What exports state about a target, read from its files without loading the model: two tensors and config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from outrider.backends.base import Engine
+from outrider.checkpoints.checkpoint import Checkpoint, write_files
+from outrider.checkpoints.describe import spoken
+from outrider.checkpoints.dialects.base import MOST_LAYERS, Fields, Parts, TargetFacts, Written
+from outrider.drafters.base import check_embedding_scale
+from outrider.target.hub import canonical_id, resolve_model
+from outrider.target.model import FAMILIES
+from outrider.utils.device import dtype_name
+from outrider.utils.files import atomic_directory, read_mapping, weight_files
+
+
+def target_facts(id_or_dir: str, dtype: torch.dtype) -> TargetFacts:
+    """Name, architecture, depth, embedding and LM head of a target; tensors in `dtype`.
+
+    Raises:
+        ValueError: no such model, or its files lack one of these.
+    """
+    directory = resolve_model(id_or_dir)
+    raw = read_mapping(directory / "config.json")
+    inner = raw.get("text_config") or raw  # multimodal models keep the language model's fields in a section
+    fields = Fields(inner, str(directory / "config.json"), "Hugging Face")
+    embedding_VH = _tensor(directory, "embed_tokens.weight")
+    head_VH = _tensor(directory, "lm_head.weight")
+    if embedding_VH is None:
+        raise ValueError(f"{directory}: no tensor is named *embed_tokens.weight; exports need the target's embedding.")
+    return TargetFacts(
+        name_or_path=canonical_id(id_or_dir),
+        architectures=Fields(raw, fields.where, fields.dialect).texts("architectures"),
+        num_layers=fields.integer("num_hidden_layers", high=MOST_LAYERS),
+        embedding_VH=embedding_VH.to(dtype),
+        head_VH=(embedding_VH if head_VH is None else head_VH).to(dtype),  # tied where there is none
+        embedding_scale=_embedding_scale(inner, embedding_VH.dtype),
+    )
+
+
+def check_target(parts: Parts, target: TargetFacts) -> None:
+    """The drafter was made for a target of these shapes.
+
+    Raises:
+        ValueError: it was not.
+    """
+    config = parts.config
+    vocab, hidden = target.embedding_VH.shape
+    for name, theirs in (("vocab_size", vocab), ("hidden_size", hidden), ("num_target_layers", target.num_layers)):
+        if getattr(config, name) != theirs:
+            raise ValueError(
+                f"this drafter was made for another target: {name} is {getattr(config, name)}, "
+                f"{target.name_or_path} has {theirs}; name the target it was trained on (--target)."
+            )
+    check_embedding_scale(parts.embedding_scale, target.embedding_scale, target.name_or_path)
+
+
+def embedding_factor(id_or_dir: str) -> float:
+    """By what a target multiplies its embeddings, from its config.json alone.
+
+    Raises:
+        ValueError: no such model.
+    """
+    raw = read_mapping(resolve_model(id_or_dir, weights=False) / "config.json")
+    return _embedding_scale(raw.get("text_config") or raw, torch.float32)
+
+
+def _embedding_scale(config: Mapping[str, Any], dtype: torch.dtype) -> float:
+    """As `Target` has it when loaded in that type; exports do not ask for a family that can be loaded."""
+    for family in FAMILIES:
+        if family.model_type == config.get("model_type"):
+            return family.embedding_scale(int(config["hidden_size"]), dtype)
+    return 1.0
+
+
+def _tensor(directory: Path, name: str) -> Tensor | None:
+    """The tensor of that name, with whatever prefix; None if there is none."""
+    for path in weight_files(directory):
+        try:
+            with safe_open(path, framework="pt") as file:
+                found = [key for key in file.keys() if key == name or key.endswith("." + name)]  # noqa: SIM118
+                if found:
+                    return _shortest(file, found)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a readable safetensors file ({error}).") from error
+    return None
+
+
+def _shortest(file: Any, names: Sequence[str]) -> Tensor:
+    tensor = file.get_tensor(min(names, key=len))
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+# ----------------------------------------------------------------------------
+# A drafter written for an engine: its dialect, a card that says what it is, and the command that serves it.
+#
+# OUT/config.json, OUT/model.safetensors   what the engine loads (backends/base.py)
+# OUT/README.md                            model card: the drafter, what was left out, how to serve it
+# OUT/outrider.json                        our metadata, so that every verb here reads OUT as it read the source
+# ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and the commands that serve it."""
+
+    written: Written
+    commands: list[str]
+
+
+def export_drafter(
+    checkpoint: Checkpoint, engine: Engine, out: Path, target: TargetFacts, dtype: torch.dtype = torch.float32
+) -> Exported:
+    """Write a drafter for an engine, atomically.
+
+    Raises:
+        ValueError: `out` exists, the target is another one, or the engine cannot serve this drafter.
+        OSError: the disk is full; nothing half-written is left.
+    """
+    if out.exists():
+        raise ValueError(f"{out} exists: export to a new directory.")
+    parts = checkpoint.parts(dtype)
+    check_target(parts, target)
+    written = engine.write(parts, target)
+    written.fallbacks.extend(_unread(checkpoint.metadata, engine, parts.method.name))
+    commands = engine.serve(parts, str(out), target.name_or_path)
+    card = model_card(out.resolve().name, parts, written, engine, target, commands, dtype)
+    with atomic_directory(out) as staging:
+        write_files(staging, written, dtype, checkpoint.metadata, card)
+    return Exported(written, commands)
+
+
+def _unread(metadata: Mapping[str, Any], engine: Engine, method: str) -> list[str]:
+    """What outrider.json says of serving and the engine does not look at, a sentence each."""
+    sentences = []
+    if metadata.get("calibration") is not None:
+        does = engine.calibration if method == "dspark" else f"computes none for {method}"
+        sentences.append(f"The calibration of confidences stays in outrider.json; {engine.name} {does}.")
+    if (recommended := metadata.get("recommended")) is not None:
+        sentences.append(
+            f"What is recommended ({spoken(recommended)}) stays in outrider.json, where {engine.name} does not look."
+        )
+    return sentences
+
+
+def model_card(
+    name: str,
+    parts: Parts,
+    written: Written,
+    engine: Engine,
+    target: TargetFacts,
+    commands: list[str],
+    dtype: torch.dtype,
+) -> str:
+    """The text of README.md, with the front matter that the hub reads."""
+    config = parts.config
+    front: dict[str, Any] = {} if Path(target.name_or_path).is_dir() else {"base_model": target.name_or_path}
+    front |= {"pipeline_tag": "text-generation", "tags": ["speculative-decoding", "draft-model", parts.method.name]}
+    parameters = sum(tensor.numel() for tensor in written.tensors.values() if tensor.is_floating_point())
+    rows = [
+        ("method", parts.method.name),
+        ("dialect", engine.dialects[parts.method.name].name),
+        ("parameters in the file", f"{parameters / 1e6:.1f} million, {dtype_name(dtype)}"),
+        ("drafts per round", str(config.gamma)),
+        ("tapped layers (outputs, from 0)", ", ".join(map(str, config.target_layer_ids))),
+        ("the same as hidden states", ", ".join(str(tap + 1) for tap in config.target_layer_ids)),
+        ("draft vocabulary", f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens"),
+    ]
+    lines = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"# {name}",
+        f"A draft model for speculative decoding of **{target.name_or_path}**, written by Outrider for {engine.name}.\n"
+        "The output of a lossless engine is the target's own, whatever a drafter proposes.",
+        "\n".join(["| | |", "|---|---|", *(f"| {label} | {value} |" for label, value in rows)]),
+        "## Serve\n\n```\n" + "\n".join(commands) + "\n```",
+    ]
+    if written.fallbacks:
+        lines.append("## Left out\n\n" + "\n".join(f"* {sentence}" for sentence in written.fallbacks))
+    return "\n\n".join(lines) + "\n"

@@ -1,0 +1,339 @@
+"""torch <-> MLX: float32 rows by way of numpy, which both read from memory.
+
+On Apple silicon both sides share that memory, so a row costs a copy and no transfer; what crosses is small (a block's
+logits, taps of committed tokens), and whoever converts waits until MLX has computed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import torch
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.utils import load_config, load_model
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from outrider.target.hub import resolve_model
+from outrider.target.model import check_taps
+
+
+def to_torch(x: mx.array) -> Tensor:
+    """A float32 copy on the CPU; evaluates `x`."""
+    return torch.from_numpy(np.array(x.astype(mx.float32)))
+
+
+def to_mlx(x: Tensor) -> mx.array:
+    """A copy in MLX, float32, int64 or bool as on the other side."""
+    return mx.array(x.detach().cpu().numpy())
+
+
+# ----------------------------------------------------------------------------
+# config.json as mlx-lm reads it.
+#
+#     transformers 5   rope_parameters: {rope_theta, rope_type, ..}, or one such mapping per kind of layer
+#     mlx-lm           rope_theta, rope_scaling, partial_rotary_factor; Gemma: rope_global_base_freq,
+#     rope_local_base_freq
+#
+# Many models of mlx-lm know the older fields only, and take a default where one is absent: a model that transformers 5
+# saved would then decode with another rotation and without a word. What is missing is filled in; what is there stays.
+# ----------------------------------------------------------------------------
+
+
+def older_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What to add to a config.json, also to the language model's part of a multimodal one."""
+    added = _rope(config)
+    text = config.get("text_config")
+    if isinstance(text, Mapping) and (below := _rope(text)):
+        added["text_config"] = {**text, **below}
+    return added
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, Mapping):
+        return {}
+    found: dict[str, Any] = {}
+    if isinstance(rope.get("full_attention"), Mapping):
+        sliding = rope.get("sliding_attention") or {}
+        found["rope_local_base_freq"] = sliding.get("rope_theta")
+        rope = rope["full_attention"]
+        found["rope_global_base_freq"] = rope.get("rope_theta")
+    found["rope_theta"] = rope.get("rope_theta")
+    found["partial_rotary_factor"] = rope.get("partial_rotary_factor")
+    if rope.get("rope_type", "default") != "default":
+        found["rope_scaling"] = dict(rope)
+    return {name: value for name, value in found.items() if value is not None and config.get(name) is None}
+
+
+# ----------------------------------------------------------------------------
+# What goes into the layers of an mlx-lm model and what comes out: taps, and calls that can be made again.
+#
+#     layer(x, mask, cache)  ->  h          tap i = h of layer i, tap -1 = x of layer 0 (the scaled embedding)
+#
+# mlx-lm's modules have no hooks, so each layer's class is replaced by a subclass that notes the call and is otherwise
+# the
+# same: attributes, parameters and the model's own forward stay as they are.
+# ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of one layer."""
+
+    layer: Any
+    x: mx.array
+    rest: tuple[Any, ...]
+    named: dict[str, Any]
+    output: mx.array
+
+    def again(self, rows: int) -> None:
+        """The same call with the first `rows` tokens, for what it writes into its cache.
+
+        MLX computes what is read: of the layer only the part that leads to the cache runs, no MLP and no output.
+        """
+        self.layer(self.x[:, :rows], *self.rest, **self.named)
+
+
+class LayerLog:
+    """Notes the calls of a model's layers while asked to."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._wanted: frozenset[int] = frozenset()
+        self._calls: dict[int, Call] = {}
+        for index, layer in enumerate(layers):
+            self._listen(index, layer)
+
+    def _listen(self, index: int, layer: Any) -> None:
+        log, own = self, type(layer)
+
+        def call(module: Any, x: mx.array, *rest: Any, **named: Any) -> Any:
+            output = own.__call__(module, x, *rest, **named)
+            if index in log._wanted:
+                hidden = output[0] if isinstance(output, tuple) else output
+                log._calls[index] = Call(module, x, rest, named, hidden)
+            return output
+
+        layer.__class__ = type(own.__name__, (own,), {"__call__": call})
+
+    @contextmanager
+    def noting(self, wanted: Sequence[int]) -> Iterator[dict[int, Call]]:
+        """The calls of these layers inside the block, by index."""
+        self._wanted, self._calls = frozenset(wanted), {}
+        try:
+            yield self._calls
+        finally:
+            self._wanted, self._calls = frozenset(), {}
+
+
+# ----------------------------------------------------------------------------
+# One request's cache in an mlx-lm model, with rollback to any row of the last forward.
+#
+#     KVCache          rows 0 .. n        forget the last: move the end
+#     RotatingKVCache  the last w rows    after several rows at once they lie in order, w - 1 and the new: cut the end
+#     ArraysCache      a recurrent state  back to the state before, then the kept rows again, through that layer alone
+#
+# A gated delta net (Qwen3-Next, Qwen3.5) or any other recurrence has no rows to forget. States are immutable arrays, so
+# remembering one is a reference; making up for the kept rows reads one layer's input projections and nothing else
+# (`Call.again`).
+# ----------------------------------------------------------------------------
+
+
+class MLXCache:
+    """The caches of all layers; `length` counts tokens.
+
+    Raises:
+        ValueError: a layer keeps its memory in a way that cannot be rolled back.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.layers: list[Any] = make_prompt_cache(model)
+        self.length = 0
+        kinds = {type(layer) for layer in self.layers}
+        if unknown := sorted(
+            kind.__name__ for kind in kinds if not issubclass(kind, KVCache | RotatingKVCache | ArraysCache)
+        ):
+            raise ValueError(
+                f"this MLX model keeps its memory as {', '.join(unknown)}, which cannot be rolled back after a "
+                "rejected draft; use another target, or mlx-lm's own decoding."
+            )
+        self.recurrent = tuple(i for i, layer in enumerate(self.layers) if isinstance(layer, ArraysCache))
+        self._before: dict[int, list[mx.array | None]] = {}
+        self._calls: dict[int, Call] = {}
+
+    def remember(self) -> None:
+        """Before a forward: the recurrent states as they are."""
+        self._before = {i: list(self.layers[i].cache) for i in self.recurrent}
+
+    def grown(self, count: int, calls: Mapping[int, Call]) -> None:
+        """After a forward of `count` tokens, with the calls of the recurrent layers."""
+        self.length += count
+        self._calls = {i: calls[i] for i in self.recurrent}
+
+    def settle(self) -> None:
+        """Compute what is pending: a long prompt must not pile up a graph."""
+        mx.eval([layer.state for layer in self.layers])
+        self._before, self._calls = {}, {}
+
+    def keep_path(self, start: int, rows: Sequence[int]) -> None:
+        """Of the last forward, which began at `start`, keep the first rows (a chain: no other path is possible)."""
+        kept = len(rows)
+        assert kept and list(rows) == list(range(kept)), f"rows {list(rows)} are no beginning of a chain"
+        forgotten = self.length - start - kept
+        assert forgotten >= 0, f"cannot keep {kept} rows after {start}: there are {self.length - start}"
+        if forgotten:
+            for index, layer in enumerate(self.layers):
+                if isinstance(layer, RotatingKVCache):
+                    _cut(layer, forgotten)
+                elif isinstance(layer, ArraysCache):
+                    layer.cache = self._before[index]
+                    self._calls[index].again(kept)
+                else:
+                    layer.trim(forgotten)
+        self.length = start + kept
+        self._before, self._calls = {}, {}
+
+
+def _cut(layer: Any, count: int) -> None:
+    """Forget the last `count` of the rows that one forward added; its own `trim` refuses once the window is full.
+
+    A forward of several rows lays the window out in order, so they are the last ones, and it kept one row of context
+    less than the window for the first of them: as long as one stays, nothing that was thrown away is needed again.
+    """
+    layer.keys, layer.values = layer.keys[..., :-count, :], layer.values[..., :-count, :]
+    layer.offset -= count
+    layer._idx = layer.keys.shape[2]
+
+
+# ----------------------------------------------------------------------------
+# An mlx-lm model as a target: tokens in, logits and taps out, a cache that rolls back.
+#
+#     tokens_BT, cache -> mlx-lm's own forward -> logits at the last tokens [B, n, V], taps [B, T, L, D]       B = 1
+#
+# The model is used as it is, quantised or not; its layers are only listened to (layers.py). How a family scales its
+# embeddings is read off the input of layer 0, not kept in a table: mlx-lm does it inside each model's own forward.
+# ----------------------------------------------------------------------------
+
+
+_NO_LIMIT = 2**31  # a config that names no longest context
+_PROBES = 8  # tokens whose embeddings are compared with what layer 0 is given
+
+
+@dataclass(frozen=True)
+class MLXOutput:
+    """What one forward returns, in float32 on the CPU."""
+
+    logits_BTV: Tensor | None
+    taps_BTLD: Tensor | None
+
+
+class MLXTarget:
+    """A `DecodingTarget` over a model of mlx-lm.
+
+    Args:
+        model: as `mlx_lm.utils.load_model` makes it.
+        config: its config.json with the stop tokens of its generation config.
+    """
+
+    def __init__(
+        self, model: Any, config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, name: str
+    ) -> None:
+        text: Mapping[str, Any] = config.get("text_config") or config  # multimodal configs keep the LLM's apart
+        causal = getattr(model, "language_model", model)
+        self.model, self.name, self.tokenizer = model, name, tokenizer
+        self.embed = causal.model.embed_tokens
+        self.head = getattr(causal, "lm_head", self.embed)
+        self.layers = causal.model.layers
+        self.vocab_size = int(self.head.weight.shape[0])
+        self.num_layers = len(self.layers)
+        limit = text.get("max_position_embeddings") or getattr(causal.args, "max_position_embeddings", None)
+        self.max_context = int(limit or _NO_LIMIT)
+        eos = config.get("eos_token_id", text.get("eos_token_id"))
+        self.eos_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+        self.device = torch.device("cpu")  # of what it returns
+        self.log = LayerLog(self.layers)
+        probes = mx.arange(min(_PROBES, self.vocab_size))[None]
+        embedded = self.embed(probes)
+        self.hidden_size, self.dtype = int(embedded.shape[-1]), embedded.dtype
+        self.embed_scale = self._embed_scale(probes)
+
+    def _embed_scale(self, probes: mx.array) -> float:
+        """What the model multiplies embeddings by. Nothing behind layer 0's input is read, so nothing is computed."""
+        with self.log.noting([0]) as calls:
+            self.model(probes, cache=MLXCache(self.model).layers)
+        given, plain = calls[0].x.astype(mx.float32), self.embed(probes).astype(mx.float32)
+        return ((given * plain).sum() / (plain * plain).sum()).item()
+
+    def check_taps(self, taps: Sequence[int], final: bool = False) -> tuple[int, ...]:
+        """The taps, ascending; ValueError where they do not fit (target/model.py)."""
+        return check_taps(self.num_layers, taps, final)
+
+    def check_trees(self) -> None:
+        """Refuse draft trees: mlx-lm's attention knows no branches.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("the MLX backend verifies chains, not trees: leave --tree out.")
+
+    def new_cache(self, capacity: int) -> MLXCache:
+        """An empty cache; it grows by itself."""
+        return MLXCache(self.model)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        cache: MLXCache,
+        taps: tuple[int, ...] = (),
+        logits: int | None = 1,
+        parents: Sequence[int] | None = None,
+    ) -> MLXOutput:
+        """Run T new tokens of one request after the cached ones; arguments as `Target.forward` has them.
+
+        Raises:
+            ValueError: tokens branch (`check_trees`).
+        """
+        if parents is not None:
+            self.check_trees()
+        B, T = tokens_BT.shape
+        assert B == 1, f"the MLX backend reads one request at a time, not {B}"
+        cache.remember()
+        inputs = [0 if tap == -1 else tap for tap in taps]  # tap -1 goes into layer 0
+        with self.log.noting([*inputs, *cache.recurrent]) as calls:
+            logits_BTV = self.model(to_mlx(tokens_BT), cache=cache.layers)
+        cache.grown(T, calls)
+        captured = [calls[0].x if tap == -1 else calls[tap].output for tap in taps]
+        taps_BTLD = to_torch(mx.stack(captured, axis=2)) if taps else None
+        if logits == 0:
+            cache.settle()  # never read, so the head was not computed
+            return MLXOutput(None, taps_BTLD)
+        wanted = T if logits is None else logits
+        return MLXOutput(to_torch(logits_BTV[:, T - wanted :]), taps_BTLD)
+
+
+def load_mlx_target(id_or_dir: str) -> MLXTarget:
+    """Load a model with mlx-lm.
+
+    Args:
+        id_or_dir: a directory, a hub id (of mlx-community or of any safetensors release that mlx-lm knows), or the
+            embedded model (target/hub.py). Runs on MLX's default device.
+
+    Raises:
+        ValueError: the model cannot be found, or mlx-lm has no such architecture.
+    """
+    path = Path(resolve_model(id_or_dir))
+    if mx.default_device() == mx.Device(mx.cpu):
+        mx.disable_compile()  # without a GPU it would call a C++ compiler, seconds for every kernel
+    try:
+        model, config = load_model(path, model_config=older_fields(load_config(path)))
+    except FileNotFoundError as error:
+        raise ValueError(f"{id_or_dir}: {error}; mlx-lm reads directories with model*.safetensors.") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path / 'config.json'}: mlx-lm needs a field that is not there ({error}).") from error
+    return MLXTarget(model, config, AutoTokenizer.from_pretrained(path), id_or_dir)

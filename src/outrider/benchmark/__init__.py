@@ -1,1 +1,0 @@
-"""Load on an engine, real or simulated, and what it gives."""

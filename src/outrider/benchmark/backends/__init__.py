@@ -1,1 +1,0 @@
-"""Who can take the load: this process's engine, libraries, and servers (see `sources`)."""

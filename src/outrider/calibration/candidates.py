@@ -1,0 +1,136 @@
+"""held-out prompts -> the target's text -> at every token of it, the rank each head gives to what came k tokens later
+
+    a_k(i) = share of positions where the true x_k is the rank-i token of head k, given the true x_1 .. x_{k-1}
+
+What a tree of fixed shape is chosen by (drafters/trees.py). Measured through the serving path, on prompts the
+drafter never saw; the true tokens are those of the target's own response, at the temperature of serving.
+
+Ranks are by likelihood at any temperature. Above 0 serving *draws* siblings (drafters/trees.py): the i-th drawn is
+not the rank-i token, and it is accepted more often than it equals the target's. The accuracies are then no acceptance
+rates, but a guide to where branching pays, and so are the lengths computed from them.
+Source: Medusa, arXiv 2401.10774, section 2.3.3. Shapes: N positions, K heads, H hidden, T tokens, Vd draft vocab.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import accumulate
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from outrider.calibration.collect import target_texts
+from outrider.data.chat import render
+from outrider.drafters.base import DraftCall
+from outrider.drafters.medusa import ServedHeads
+from outrider.drafters.trees import assumed_accuracy, best_tree, expected_length, measured_accuracy
+from outrider.evaluation.evaluate import EvaluationConfig, load_tasks
+from outrider.sampling import SamplingParams, SeededSource, SeenTokens
+from outrider.target.model import Target
+
+SIZES = (4, 8, 16, 32, 60)  # nodes of the trees that are compared
+_AT_ONCE = 16  # positions judged together; more only take memory
+_FEWEST = 100  # positions; shares of fewer are mostly noise
+
+
+class Candidates(BaseModel):
+    """What outrider.json keeps under `candidates`: `accuracy[k][i]` is a_{k+1}(i), over `positions` of `tasks`."""
+
+    accuracy: list[list[float]]
+    positions: int
+    tasks: list[str]
+    sampling: dict[str, Any]
+    max_new_tokens: int
+    versions: dict[str, str]
+
+
+def measure_candidates(
+    target: Target,
+    drafter: ServedHeads,
+    tasks: Sequence[str],
+    config: EvaluationConfig,
+    versions: dict[str, str],
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Candidates:
+    """Over the first turns of all prompts.
+
+    Raises:
+        ValueError: a task file is missing or malformed (before anything is decoded), or responses have too few tokens.
+    """
+    assert target.tokenizer is not None
+    ranks: list[Tensor] = []
+    loaded = load_tasks(tasks, config.max_samples)
+    for name, conversations in loaded:
+        on_progress(name, 0, len(conversations))
+        prompts = [render(target.tokenizer, c.turns[:1], [], c.tools, config.thinking) for c in conversations]
+        for done, (prompt, text) in enumerate(zip(prompts, target_texts(target, prompts, config), strict=True), 1):
+            ranks.append(true_ranks(target, drafter, prompt, text))
+            on_progress(name, done, len(conversations))
+    ranks_NK = torch.cat(ranks)
+    if (ranks_NK[:, -1] >= 0).sum() < _FEWEST:
+        raise ValueError(
+            f"the last head was judged at fewer than {_FEWEST} tokens of the responses: give more prompts "
+            "(--max-samples) or longer responses (--max-new-tokens)."
+        )
+    return Candidates(
+        accuracy=measured_accuracy(ranks_NK, ranks_NK >= 0),
+        positions=len(ranks_NK),
+        tasks=[name for name, _ in loaded],
+        sampling=asdict(config.params),
+        max_new_tokens=config.max_new_tokens,
+        versions=versions,
+    )
+
+
+@torch.inference_mode()
+def true_ranks(target: Target, drafter: ServedHeads, prompt: Sequence[int], text: Sequence[int]) -> Tensor:
+    """Ranks [N, K] of the tokens that follow every token of `text` but the last, and the prompt; -1 behind the end.
+
+    A token that the drafter cannot draft ranks behind all that it can.
+    """
+    tokens, K = [*prompt, *text], drafter.gamma
+    block = torch.tensor([tokens[:-1]], device=target.device)
+    taps_BTLD = target.forward(block, target.new_cache(len(tokens)), drafter.taps, logits=0).taps_BTLD
+    assert taps_BTLD is not None
+    anchors = range(len(prompt) - 1, len(tokens) - 1)
+    ranks_NK = torch.full((len(anchors), K), -1)
+    for first in range(0, len(anchors), _AT_ONCE):
+        chosen = anchors[first : first + _AT_ONCE]
+        level = drafter.levels([_call(target, drafter, tokens[a], taps_BTLD[0, :a]) for a in chosen], K)
+        for k in range(K):
+            known = [n for n, a in enumerate(chosen) if a + k + 1 < len(tokens)]
+            # Positions too close to the end walk along, with any token in place of those they lack.
+            paths = [[*tokens[a : a + k + 1], *[0] * (k + 1)][: k + 1] for a in chosen]
+            logits_NVd = level(k, torch.tensor(paths, device=target.device)[:, None])[known, 0]
+            true_N = torch.tensor([tokens[chosen[n] + k + 1] for n in known], dtype=torch.long, device=target.device)
+            ranks_NK[[first + n for n in known], k] = _ranks(logits_NVd, true_N, drafter.heads.draft_ids_Vd).cpu()
+    return ranks_NK
+
+
+def _call(target: Target, drafter: ServedHeads, anchor: int, taps_TLD: Tensor) -> DraftCall:
+    session = drafter.new_session(len(taps_TLD))
+    drafter.extend([session], [[0] * len(taps_TLD)], taps_TLD)  # it remembers the last
+    return DraftCall(session, anchor, SamplingParams(), SeenTokens(target.vocab_size), SeededSource(0))
+
+
+def _ranks(logits_NVd: Tensor, true_N: Tensor, draft_ids_Vd: Tensor | None) -> Tensor:
+    if draft_ids_Vd is None:
+        return (logits_NVd > logits_NVd.gather(1, true_N[:, None])).sum(1)
+    matches_NVd = draft_ids_Vd == true_N[:, None]
+    own_N = logits_NVd.masked_fill(~matches_NVd, -torch.inf).amax(1)  # -inf where it cannot be drafted
+    return (logits_NVd > own_N[:, None]).sum(1)
+
+
+def expected_lengths(accuracy: Sequence[Sequence[float]]) -> list[tuple[int, float, float]]:
+    """(nodes, expected accepted drafts of the tree chosen by `accuracy`, of the tree chosen without) of some sizes."""
+    paths = sum(accumulate((len(row) for row in accuracy), operator.mul))
+    found = []
+    for nodes in (size for size in SIZES if size <= paths):
+        trees = (best_tree(table, nodes) for table in (accuracy, assumed_accuracy(len(accuracy))))
+        mine, default = (expected_length(tree, accuracy) for tree in trees)
+        found.append((nodes, mine, default))
+    return found

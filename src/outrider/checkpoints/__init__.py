@@ -1,0 +1,1 @@
+"""Drafters on disk, in every dialect."""

@@ -1,0 +1,178 @@
+"""What a checkpoint is, in words: (label, value) pairs for people.
+
+Tapped layers are given in both conventions: as layer outputs counted from 0 (ours, z-lab, DeepSpec, SGLang), and as
+hidden states, one more (speculators, vLLM's EAGLE-3), where 0 is the embedding's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from outrider.checkpoints.checkpoint import METADATA, empty_module, read_config, read_metadata, read_parts
+from outrider.checkpoints.dialects.base import MOST_LAYERS, Parts, UnknownDepth
+from outrider.drafters.dflash import DFlashConfig
+from outrider.utils.device import dtype_name
+from outrider.utils.files import read_weights, weight_files
+
+Facts = list[tuple[str, str]]
+
+
+def describe(directory: Path, num_target_layers: int | None = None) -> Facts:
+    """A checkpoint in a dialect we read.
+
+    Args:
+        num_target_layers: depth of the target, where somebody knows it.
+
+    Raises:
+        ValueError: not one, or its fields and tensors do not go together; the message names them.
+    """
+    raw, dialect = read_config(directory)
+    depth_known = True
+    try:
+        parts = read_parts(directory, num_target_layers)
+    except UnknownDepth:  # all there is to say but the depth, and taps that follow from it
+        parts, depth_known = read_parts(directory, MOST_LAYERS), False
+    empty_module(parts, directory)
+    metadata = read_metadata(directory)
+    return [
+        ("dialect", dialect.name),
+        ("method", parts.method.name),
+        ("target", named_target(raw, metadata) or "not named"),
+        *_shape(parts, depth_known),
+        *_taps(raw, parts, depth_known),
+        *_block(parts.config),
+        *_vocabulary(parts),
+        *_size(directory, parts),
+        ("calibration", _calibration(metadata)),
+        *([("recommended", spoken(metadata["recommended"]))] if "recommended" in metadata else []),
+        (METADATA, "yes" if metadata else "none: made elsewhere"),
+    ]
+
+
+def spoken(settings: object) -> str:
+    """`{"confidence_threshold": 0.25}` as `confidence threshold 0.25`; what is no mapping, as it is."""
+    if not isinstance(settings, dict):
+        return str(settings)
+    return ", ".join(f"{str(name).replace('_', ' ')} {value}" for name, value in settings.items())
+
+
+def describe_unknown(directory: Path, raw: Mapping[str, Any]) -> Facts:
+    """What can be said of a directory in no dialect we read."""
+    named = [(name, str(raw.get(name))) for name in ("architectures", "model_type")]
+    try:
+        tensors = read_weights(directory)
+    except ValueError as error:
+        return [*named, ("tensors", str(error))]
+    return [
+        *named,
+        ("tensors", f"{len(tensors)}: {', '.join(sorted(tensors)[:6])}{' ...' if len(tensors) > 6 else ''}"),
+        ("parameters", _millions(tensors)),
+    ]
+
+
+def tensor_rows(directory: Path) -> list[tuple[str, str, str]]:
+    """(name, shape, type) of every tensor in the files, by name."""
+    return [
+        (name, str(list(tensor.shape)), dtype_name(tensor.dtype))
+        for name, tensor in sorted(read_weights(directory).items())
+    ]
+
+
+def named_target(raw: Mapping[str, Any], metadata: Mapping[str, Any]) -> str | None:
+    """The target that a checkpoint's files name: our metadata, or config.json in one of three dialects' words."""
+    envelope = raw.get("speculators_config")
+    verifier = envelope.get("verifier") if isinstance(envelope, Mapping) else None
+    found = (
+        metadata.get("target"),
+        verifier.get("name_or_path") if isinstance(verifier, Mapping) else None,
+        raw.get("base_model_name_or_path"),  # Medusa's releases
+        raw.get("target_model_name_or_path"),  # DeepSpec
+    )
+    return next((name for name in found if isinstance(name, str) and name), None)
+
+
+def _shape(parts: Parts, depth_known: bool) -> Facts:
+    config = parts.config
+    layers = str(config.num_target_layers) if depth_known else "an unstated number of"
+    rows = [("fits targets with", f"{layers} layers, hidden size {config.hidden_size}, {config.vocab_size:,} tokens")]
+    for name, label in (
+        ("num_hidden_layers", "draft layers"),
+        ("num_heads", "draft heads"),
+        ("num_modules", "modules"),
+    ):
+        if hasattr(config, name):
+            rows.append((label, str(getattr(config, name))))
+    if hasattr(config, "rope_theta"):
+        rows.append(("rope_theta", f"{config.rope_theta:g}"))
+    if getattr(config, "sliding_window", None) is not None:
+        rows.append(("sliding window", f"{config.sliding_window}, in {_windowed(config)} layers"))
+    if getattr(config, "is_causal", False) is not False:
+        rows.append(("rows see those before them", "in all layers" if config.is_causal else "in sliding layers"))
+    if not getattr(config, "plain_logits", True):
+        cap = config.final_logit_softcapping
+        rows.append(("logits", f"times {config.output_multiplier:g}" + ("" if cap is None else f", capped at {cap:g}")))
+    return rows
+
+
+def _windowed(config: DFlashConfig) -> str:
+    count = sum(sight.window is not None for sight in config.sights)
+    return "all" if count == config.num_hidden_layers else f"{count} of {config.num_hidden_layers}"
+
+
+def _taps(raw: Mapping[str, Any], parts: Parts, depth_known: bool) -> Facts:
+    taps = parts.config.target_layer_ids
+    if not depth_known and max(taps) >= MOST_LAYERS - 4:  # counted from the end of a depth that we do not know
+        return [("tapped layers", "the default of its method; name the target to see them (--target)")]
+    return [
+        ("tapped layer outputs", ", ".join(map(str, taps))),
+        ("  as hidden states", ", ".join(str(tap + 1) for tap in taps)),
+    ]
+
+
+def _block(config: Any) -> Facts:
+    rows = [("drafts per round", str(config.gamma))]
+    if hasattr(config, "sample_from_anchor"):
+        layout = "anchor drafts too" if config.sample_from_anchor else "anchor, then masks that draft"
+        rows.append(("block", f"{config.block_size} rows: {layout}; mask token {config.mask_token_id}"))
+    if hasattr(config, "markov_rank"):
+        kind = f"{config.markov_head_type}, rank {config.markov_rank}" if config.markov_rank else "none"
+        rows += [("sequential head", kind), ("confidence head", "yes" if config.enable_confidence_head else "no")]
+    return rows
+
+
+def _vocabulary(parts: Parts) -> Facts:
+    config = parts.config
+    own = [name for name, tensor in (("LM head", parts.head), ("embedding", parts.embedding_VH)) if tensor is not None]
+    scale = parts.embedding_scale
+    return [
+        ("draft vocabulary", f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens"),
+        ("stored beside the drafter", " and ".join(own) or "nothing: embedding and LM head are the target's"),
+        *([] if scale is None else [("embeddings multiplied by", f"{scale:g}")]),
+    ]
+
+
+def _size(directory: Path, parts: Parts) -> Facts:
+    files = weight_files(directory)
+    size = sum(path.stat().st_size for path in files) / 1e6
+    kinds = sorted({dtype_name(tensor.dtype) for tensor in parts.tensors.values()})
+    return [
+        ("parameters", f"{_millions(parts.tensors)} in {len(parts.tensors)} tensors, {', '.join(kinds)}"),
+        ("on disk", f"{size:.1f} MB in {', '.join(path.name for path in files)}"),
+    ]
+
+
+def _millions(tensors: Mapping[str, Tensor]) -> str:
+    return f"{sum(tensor.numel() for tensor in tensors.values()) / 1e6:.2f} million"
+
+
+def _calibration(metadata: Mapping[str, Any]) -> str:
+    stored = metadata.get("calibration")
+    if not isinstance(stored, Mapping):
+        return "none"
+    temperatures = stored.get("temperatures")
+    count = len(temperatures) if isinstance(temperatures, list) else "?"
+    return f"temperatures for {count} positions{', offsets' if stored.get('offsets') else ''}"

@@ -1,0 +1,68 @@
+"""Every checkpoint dialect, in the order in which readers are asked; at most one says yes.
+
+speculators  speculators_model_type   eagle3, dflash, dflash2, dspark, mtp; one envelope, read by vLLM
+z-lab        DFlashDraftModel         DFlash; taps and mask in `dflash_config`; anchor + masks layout
+z-lab        DFlash2DraftModel        DFlash 2; the sizes of convolution and selector beside them
+DeepSpec     Qwen3DSparkModel         DSpark (and DFlash as markov_rank 0); taps and mask at the top level
+EAGLE-3      LlamaForCausalLMEagle3   EAGLE-3, one layer; taps in three spellings, DeepSpec's among them
+Medusa       model_type medusa        heads, an LM head each or the target's once
+Outrider     Outrider...Model         any method: `algorithm` and the fields of its config
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.checkpoints.dialects.base import Dialect
+from outrider.checkpoints.dialects.deepspec import DeepSpec
+from outrider.checkpoints.dialects.eagle3 import Eagle3Dialect
+from outrider.checkpoints.dialects.medusa import MedusaDialect
+from outrider.checkpoints.dialects.own import Own
+from outrider.checkpoints.dialects.speculators import Speculators
+from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
+from outrider.drafters.base import Method
+from outrider.drafters.registry import METHODS
+
+_MAKERS: tuple[Dialect, ...] = (Speculators(), ZLab(), ZLab2(), DeepSpec(), Eagle3Dialect(), MedusaDialect())
+_NATIVE: tuple[Dialect, ...] = (ZLab(), ZLab2(), DeepSpec())  # carry all there is of a method; ours does for the others
+
+
+def dialects() -> tuple[Dialect, ...]:
+    """All there are; every method of the catalogue has one of ours."""
+    return (*_MAKERS, *(Own(method) for method in METHODS))
+
+
+class UnknownDialect(ValueError):
+    """A config.json that belongs to no dialect we read; `raw` is what it says."""
+
+    def __init__(self, message: str, raw: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.raw = raw
+
+
+def dialect_for(method: Method) -> Dialect:
+    """The dialect that a method's drafters are saved in."""
+    for dialect in _NATIVE:
+        if method.name in dialect.methods:
+            return dialect
+    return Own(method)
+
+
+def dialect_of(raw: Mapping[str, Any], where: object) -> Dialect:
+    """The dialect a config.json is written in.
+
+    Raises:
+        UnknownDialect: it belongs to no dialect we read.
+        ValueError: its architectures are no list of names.
+    """
+    named = raw.get("architectures")
+    if named is not None and (not isinstance(named, list) or any(not isinstance(name, str) for name in named)):
+        raise ValueError(f"{where}: architectures is {named!r}; it must be a list of names.")
+    for dialect in dialects():
+        if dialect.reads(raw):
+            return dialect
+    known = ", ".join(f"{dialect.spelling} ({dialect.name})" for dialect in dialects())
+    raise UnknownDialect(
+        f"{where}: architectures {named or []} is not a drafter dialect Outrider reads. Known: {known}.", raw
+    )

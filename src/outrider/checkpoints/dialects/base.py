@@ -1,0 +1,297 @@
+"""Reading one JSON mapping field by field: what is missing or of the wrong kind is a ValueError that names it.
+
+null counts as absent, as in every engine; a bool is no integer; every number has its bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.base import Method
+
+# Far above any model, far below what overflows a shape or never ends.
+MOST_LAYERS, MOST_DRAFTS, WIDEST, LARGEST_VOCABULARY = 2**10, 2**12, 2**20, 2**24
+LONGEST_CONTEXT = 2**40
+_HUGE = 1e30
+_REQUIRED: Any = object()
+
+
+class Fields:
+    """A mapping with its name for error messages: `where` is the file, `dialect` whose fields these are."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str, dialect: str, path: str = "") -> None:
+        self._raw, self.where, self.dialect, self._path = raw, where, dialect, path
+
+    def __contains__(self, name: str) -> bool:
+        return self._raw.get(name) is not None
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
+        """The same mapping with values for fields that it lacks."""
+        given = {name: value for name, value in self._raw.items() if value is not None}
+        return Fields({**defaults, **given}, self.where, self.dialect, self._path)
+
+    def replaced(self, values: Mapping[str, Any]) -> Fields:
+        """The same mapping with these values, whatever it says."""
+        return Fields({**self._raw, **values}, self.where, self.dialect, self._path)
+
+    def raw(self, name: str) -> Any:
+        """What stands there, None if nothing."""
+        return self._raw.get(name)
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self._raw.get(name)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            raise ValueError(f"{self.where}: the {self.dialect} dialect needs the field {self._path + name!r}.")
+        return default
+
+    def refuse(self, name: str, wanted: str) -> ValueError:
+        """The error for a field whose value is not as `wanted`."""
+        return ValueError(f"{self.where}: {self._path}{name} is {self._raw.get(name)!r}; it must be {wanted}.")
+
+    def integer(self, name: str, low: int = 1, high: int = WIDEST, default: Any = _REQUIRED) -> int:
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.refuse(name, f"an integer from {low} to {high}")
+        return value
+
+    def number(self, name: str, default: Any = _REQUIRED) -> float:
+        """A finite number above 0."""
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _HUGE:
+            raise self.refuse(name, "a number above 0")
+        return float(value)
+
+    def flag(self, name: str, default: Any = _REQUIRED) -> bool:
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self.refuse(name, "true or false")
+        return value
+
+    def text(self, name: str, default: Any = _REQUIRED) -> str:
+        value = self._value(name, default)
+        if not isinstance(value, str):
+            raise self.refuse(name, "a string")
+        return value
+
+    def integers(self, name: str, low: int, high: int, default: Any = _REQUIRED) -> tuple[int, ...]:
+        """A list of integers, ascending and distinct: engines tap layers in this order whatever the list's."""
+        value = self._value(name, default)
+        if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+            raise self.refuse(name, "a list of integers")
+        if any(isinstance(one, bool) or not isinstance(one, int) or not low <= one <= high for one in value):
+            raise self.refuse(name, f"a list of integers from {low} to {high}")
+        if list(value) != sorted(set(value)):
+            raise self.refuse(name, "ascending, each id once: engines tap layers in this order whatever the list says")
+        return tuple(value)
+
+    def texts(self, name: str, default: Any = _REQUIRED) -> tuple[str, ...]:
+        value = self._value(name, default)
+        if not isinstance(value, Sequence) or isinstance(value, str) or any(not isinstance(v, str) for v in value):
+            raise self.refuse(name, "a list of strings")
+        return tuple(value)
+
+    def section(self, name: str, default: Any = _REQUIRED) -> Fields:
+        """A mapping inside the mapping."""
+        value = self._value(name, default)
+        if not isinstance(value, Mapping):
+            raise self.refuse(name, "a mapping of fields")
+        return Fields(value, self.where, self.dialect, f"{self._path}{name}.")
+
+
+# ----------------------------------------------------------------------------
+# What a checkpoint dialect is: config.json and tensors of one maker, to and from the parts of a drafter.
+#
+#     config.json + tensors --read--> Parts (method, config, our tensor names) --module--> drafter
+#                           <--write-- Parts + the target's facts where the dialect stores them
+#
+# A reader takes every tensor or names the one it does not know. A writer gives `Written`, or a ValueError that names
+# the field or tensor that its dialect has no place for. What it leaves out because no reader needs it for the same
+# drafts, or because an engine does without, is in `Written.fallbacks`, one sentence each; nothing else is left out.
+#
+# Shapes: V target vocabulary, Vd draft vocabulary, H hidden size (the target's), M draft heads.
+# ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A drafter as plain data.
+
+    Attributes:
+        method: of drafters/registry.py; `config` is its dataclass.
+        tensors: the module's, under our names; they take raw taps.
+        draft_ids_Vd: int64, the target's id of every draft token; None: the draft vocabulary is the target's.
+        head: the drafter's own LM head, [Vd, H], or [M, Vd, H] with one for each of its heads; None: the target's.
+        embedding_VH: the drafter's own token embedding; None: the target's.
+        embedding_scale: what embeddings are multiplied by, where the checkpoint says so; None: what the target does.
+    """
+
+    method: Method
+    config: Any
+    tensors: Mapping[str, Tensor]
+    draft_ids_Vd: Tensor | None = None
+    head: Tensor | None = None
+    embedding_VH: Tensor | None = None
+    embedding_scale: float | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a checkpoint was read, for error messages, and what its reader may need to be told.
+
+    `num_target_layers`: depth of the target, for dialects that do not state it; None: unknown.
+    """
+
+    where: str
+    num_target_layers: int | None = None
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What some dialects state about the target: its name, and its tensors where engines want their own copy.
+
+    `embedding_scale`: what it multiplies embeddings by before its first layer.
+    """
+
+    name_or_path: str
+    architectures: tuple[str, ...]
+    num_layers: int
+    embedding_VH: Tensor
+    head_VH: Tensor
+    embedding_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Written:
+    """The content of config.json and model.safetensors, and what was left out."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    fallbacks: list[str] = field(default_factory=list)
+
+
+class Dialect(Protocol):
+    """One maker's spelling.
+
+    Attributes:
+        name: as users call it.
+        spelling: what config.json shows by which it is known.
+        methods: names of the methods it can carry.
+    """
+
+    name: str
+    spelling: str
+    methods: tuple[str, ...]
+
+    def reads(self, raw: Mapping[str, Any]) -> bool:
+        """Whether this config.json is written in it."""
+
+    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> Parts:
+        """The drafter.
+
+        Raises:
+            ValueError: naming a field or tensor that is missing, of the wrong kind or size, or unsupported.
+        """
+
+    def write(self, parts: Parts, target: TargetFacts | None) -> Written:
+        """config.json, every field explicit, and tensors.
+
+        Raises:
+            ValueError: naming a field or tensor that this dialect cannot carry, or asking for the target's facts.
+        """
+
+
+def draft_offsets(ids_Vd: Tensor) -> Tensor:
+    """`d2t` [Vd]: target id = i + d2t[i]."""
+    return ids_Vd - torch.arange(len(ids_Vd), device=ids_Vd.device)
+
+
+def draft_mask(ids_Vd: Tensor, vocab_size: int) -> Tensor:
+    """`t2d` bool [V]: which of the target's tokens can be drafted."""
+    mask_V = torch.zeros(vocab_size, dtype=torch.bool, device=ids_Vd.device)
+    mask_V[ids_Vd] = True
+    return mask_V
+
+
+def take_draft_ids(tensors: dict[str, Tensor], vocab: int, draft_vocab: int, where: str) -> Tensor | None:
+    """The draft vocabulary that `d2t` and `t2d` spell; both are taken out of `tensors`.
+
+    Raises:
+        ValueError: d2t is missing where it is needed, does not fit the vocabularies, names an id twice, or t2d
+            contradicts it.
+    """
+    d2t_Vd, t2d_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    if d2t_Vd is None or (draft_vocab == vocab == len(d2t_Vd) and not d2t_Vd.any()):
+        if draft_vocab != vocab:
+            raise ValueError(
+                f"{where}: draft_vocab_size {draft_vocab} of {vocab} needs the tensor d2t, which is missing."
+            )
+        return None  # EAGLE-3's own code saves both tables, never filled, with a whole vocabulary
+    if d2t_Vd.dim() != 1 or d2t_Vd.is_floating_point() or d2t_Vd.is_complex():
+        raise ValueError(f"{where}: d2t is {d2t_Vd.dtype} of shape {list(d2t_Vd.shape)}; it must be a list of offsets.")
+    ids_Vd = d2t_Vd.long() + torch.arange(len(d2t_Vd))
+    if len(ids_Vd) != draft_vocab or ids_Vd.min() < 0 or ids_Vd.max() >= vocab:
+        raise ValueError(
+            f"{where}: d2t has {len(ids_Vd)} entries up to id {int(ids_Vd.max())}; config.json says {draft_vocab} of "
+            f"{vocab}."
+        )
+    names, counts = ids_Vd.unique(return_counts=True)
+    if len(names) != len(ids_Vd):
+        raise ValueError(
+            f"{where}: d2t names target id {int(names[counts.argmax()])} {int(counts.max())} times; every draft token "
+            "needs an id of its own, or its probability is not the one that is verified."
+        )
+    if t2d_V is not None and not torch.equal(t2d_V.bool(), draft_mask(ids_Vd, vocab)):
+        raise ValueError(f"{where}: t2d is not the mask of the {draft_vocab} tokens that d2t names.")
+    return ids_Vd
+
+
+# ----------------------------------------------------------------------------
+# `outrider` in config.json: what we know of a drafter and a dialect has no field for.
+#
+#     "outrider": {"num_target_layers": 30, "gamma": 7}
+#
+# Engines ignore it. It is a section because vLLM's Medusa takes every top-level key that contains "num" and "layers"
+# for its own number of layers.
+# ----------------------------------------------------------------------------
+
+
+SECTION = "outrider"
+
+
+class UnknownDepth(ValueError):
+    """Nobody says how many layers the target has."""
+
+
+def write_extras(config: Any) -> dict[str, Any]:
+    """The section, as a field of config.json."""
+    return {SECTION: {"num_target_layers": config.num_target_layers, "gamma": config.gamma}}
+
+
+def target_depth(fields: Fields, source: Source) -> int:
+    """How many layers the target has: the config's word, in our section or at the top, or else the caller's.
+
+    Raises:
+        UnknownDepth: nobody says.
+    """
+    ours = fields.section(SECTION, {})
+    for place in (ours, fields):
+        if "num_target_layers" in place:
+            return place.integer("num_target_layers", high=MOST_LAYERS)
+    if source.num_target_layers is None:
+        raise UnknownDepth(
+            f"{source.where}: the {fields.dialect} dialect does not state num_target_layers: name the target that this "
+            "drafter is for (--target)."
+        )
+    return source.num_target_layers
+
+
+def draft_length(fields: Fields, default: int) -> int:
+    """gamma, where the dialect has no field for it."""
+    return fields.section(SECTION, {}).integer("gamma", high=MOST_DRAFTS, default=default)

@@ -1,0 +1,262 @@
+"""The Qwen3 layers of block drafters in config.json: what z-lab, DeepSpec and speculators have in common.
+
+Every field that a loader may default differently is written, but for `is_causal` where there is no one answer: without
+it a sliding layer is causal inside its block and a full one is not (z-lab's model and vLLM's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from outrider.checkpoints.dialects.base import (
+    LARGEST_VOCABULARY,
+    LONGEST_CONTEXT,
+    MOST_DRAFTS,
+    MOST_LAYERS,
+    Fields,
+    Parts,
+    Source,
+    TargetFacts,
+    draft_mask,
+    draft_offsets,
+    take_draft_ids,
+    target_depth,
+)
+from outrider.drafters.base import Method
+from outrider.drafters.dflash import FULL, SLIDING, DFlashConfig
+
+
+def layer_fields(config: Any) -> dict[str, Any]:
+    """What a layer of any Llama-like drafter is made of, each field under the name transformers gives it."""
+    return {
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "hidden_act": "silu",
+    }
+
+
+def write_backbone(config: DFlashConfig) -> dict[str, Any]:
+    """The layers' fields, as transformers' Qwen3 names them."""
+    layers, sliding = config.num_hidden_layers, config.sliding_window is not None
+    alike = (SLIDING if sliding else FULL,) * layers
+    causal = {} if config.is_causal is None else {"is_causal": config.is_causal}
+    return {
+        "model_type": "qwen3",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": layers,
+        **layer_fields(config),
+        "attention_bias": False,
+        **causal,
+        "attention_dropout": 0.0,
+        "use_sliding_window": sliding,
+        "sliding_window": config.sliding_window,
+        "layer_types": list(config.layer_types or alike),
+        "max_window_layers": 0 if sliding else layers,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+
+
+def check_plain_logits(config: DFlashConfig, dialect: str) -> None:
+    """Draft logits are the head's own, as in every dialect but z-lab's.
+
+    Raises:
+        ValueError: they are multiplied or capped.
+    """
+    if not config.plain_logits:
+        raise ValueError(
+            f"output_multiplier {config.output_multiplier:g} and final_logit_softcapping "
+            f"{config.final_logit_softcapping} have no place in the {dialect} dialect, only in z-lab's (--to zlab)."
+        )
+
+
+def read_backbone(fields: Fields) -> dict[str, Any]:
+    """The arguments of a block drafter's config that say what its layers are."""
+    layers = fields.integer("num_hidden_layers", high=MOST_LAYERS)
+    return {**read_shapes(fields), "num_hidden_layers": layers, **_sights(fields, layers)}
+
+
+def read_shapes(fields: Fields, biases: bool = False, llama_defaults: bool = False) -> dict[str, Any]:
+    """What every decoder layer has, whoever made it.
+
+    Args:
+        biases: whether the caller has a place for attention biases.
+        llama_defaults: fields that hand-written Llama configs leave out have transformers' defaults for Llama.
+
+    Raises:
+        ValueError: scaled RoPE, or biases or an activation that no drafter here has.
+    """
+    if fields.text("hidden_act", "silu") != "silu":
+        raise fields.refuse("hidden_act", "silu")
+    if fields.flag("attention_bias", False) and not biases:
+        raise fields.refuse("attention_bias", "false: drafters of this kind have no biases here")
+    if fields.flag("mlp_bias", False):
+        raise fields.refuse("mlp_bias", "false: drafters have no biases in their MLPs here")
+    heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    soft: dict[str, Any] = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048} if llama_defaults else {}
+    fields = fields.with_defaults(soft)
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.integer("num_key_value_heads", default=heads),
+        "head_dim": fields.integer("head_dim", default=max(1, hidden // heads)),
+        "vocab_size": fields.integer("vocab_size", high=LARGEST_VOCABULARY),
+        "max_position_embeddings": fields.integer("max_position_embeddings", high=LONGEST_CONTEXT),
+        "rms_norm_eps": fields.number("rms_norm_eps"),
+        "rope_theta": _rope_theta(fields, {"rope_theta": 10000.0} if llama_defaults else {}),
+    }
+
+
+def _rope_theta(fields: Fields, default: dict[str, Any]) -> float:
+    """The base of plain rotary positions; transformers keeps it at the top or, since version 5, in a section."""
+    sections = [(name, fields.section(name)) for name in ("rope_parameters", "rope_scaling") if name in fields]
+    for _, rope in sections:
+        kind = "rope_type" if "rope_type" in rope else "type"
+        if rope.text(kind, "default") != "default":
+            raise rope.refuse(kind, "'default': drafters here have unscaled rotary positions")
+    for name, rope in sections:
+        if "rope_theta" in rope:
+            theta = rope.number("rope_theta")
+            if "rope_theta" in fields and fields.number("rope_theta") != theta:
+                raise fields.refuse("rope_theta", f"{theta:g}, as in {name}")
+            return theta
+    return fields.with_defaults(default).number("rope_theta")
+
+
+def _sights(fields: Fields, layers: int) -> dict[str, Any]:
+    """Windows, kinds of layers, and whether the rows of a block see those after them."""
+    types = fields.texts("layer_types", (FULL,) * layers)
+    if len(types) != layers:
+        raise fields.refuse("layer_types", f"one kind for each of the {layers} layers")
+    if unknown := set(types) - {FULL, SLIDING}:
+        raise fields.refuse("layer_types", f"{FULL} or {SLIDING}, not {', '.join(sorted(unknown))}")
+    sliding, mixed = SLIDING in types, len(set(types)) > 1
+    switched = fields.flag("use_sliding_window", False)  # transformers drops the window where it is off
+    if sliding and not switched:
+        raise fields.refuse("use_sliding_window", "true where layers are sliding: without it they have no window")
+    if switched and "sliding_window" in fields and "layer_types" not in fields:
+        raise fields.refuse("layer_types", "there where a window is: readers do not agree on which layers have it")
+    stated = fields.flag("is_causal") if "is_causal" in fields else None
+    return {
+        "sliding_window": fields.integer("sliding_window", high=LONGEST_CONTEXT) if sliding else None,
+        "layer_types": types if mixed else (),
+        "is_causal": sliding if stated is None and not mixed else stated,
+    }
+
+
+# ----------------------------------------------------------------------------
+# Fields of the draft block, wherever a dialect keeps them, and the tensors of a vocabulary.
+#
+# nested section first, then the top level; both must agree where both are there
+# ----------------------------------------------------------------------------
+
+
+_ANYWHERE = (
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "sample_from_anchor",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+)
+
+
+class BlockFields(Fields):
+    """config.json of a block drafter with its block's fields at the top, whether they were there or in a section."""
+
+    def __init__(self, raw: Mapping[str, Any], source: Source, dialect: str, nested: str) -> None:
+        super().__init__(raised(raw, nested, _ANYWHERE, source.where, dialect), source.where, dialect)
+        self.depth = target_depth(self, source)
+
+    def block(self, vocab_size: int) -> dict[str, Any]:
+        """block_size, mask_token_id and draft_vocab_size, as our configs name them."""
+        return {
+            "block_size": self.integer("block_size", high=MOST_DRAFTS),
+            "mask_token_id": self.integer("mask_token_id", low=0, high=vocab_size - 1),
+            "draft_vocab_size": self.integer("draft_vocab_size", high=LARGEST_VOCABULARY, default=vocab_size),
+        }
+
+    def taps(self, default: Callable[[int, int], Sequence[int]] | None = None, count: int = 0) -> tuple[int, ...]:
+        """target_layer_ids; `default` makes `count` of them for a target's depth where the config has none."""
+        if default is not None and "target_layer_ids" not in self:
+            return tuple(default(self.depth, count))
+        return self.integers("target_layer_ids", low=-1, high=self.depth - 1)
+
+
+def raised(raw: Mapping[str, Any], nested: str, names: Sequence[str], where: str, dialect: str) -> dict[str, Any]:
+    """config.json with fields of one of its sections raised to the top.
+
+    Raises:
+        ValueError: a field is in both places and differs.
+    """
+    section = Fields(raw, where, dialect).section(nested, {})
+    merged = dict(raw)
+    for name in names:
+        inner, outer = section.raw(name), raw.get(name)
+        if inner is not None and outer is not None and inner != outer:
+            raise ValueError(
+                f"{where}: {name} is {outer!r}, {nested}.{name} is {inner!r}: engines read one or the other; make them "
+                "agree."
+            )
+        merged[name] = outer if inner is None else inner
+    return merged
+
+
+def read_vocabulary(method: Method, config: Any, tensors: Mapping[str, Tensor], source: Source) -> Parts:
+    """Parts with the draft vocabulary, head and embedding apart from the module's tensors."""
+    rest = dict(tensors)
+    ids_Vd = take_draft_ids(rest, config.vocab_size, config.draft_vocab_size, source.where)
+    sizes = {"lm_head.weight": config.draft_vocab_size, "embed_tokens.weight": config.vocab_size}
+    own = {name: rest.pop(name, None) for name in sizes}
+    for name, rows in sizes.items():
+        tensor, wanted = own[name], (rows, config.hidden_size)
+        if tensor is not None and tensor.shape != wanted:
+            raise ValueError(
+                f"{source.where}: {name} has shape {list(tensor.shape)}, config.json implies {list(wanted)}."
+            )
+    return Parts(method, config, rest, ids_Vd, own["lm_head.weight"], own["embed_tokens.weight"])
+
+
+def write_vocabulary(parts: Parts, mask: bool = False) -> dict[str, Tensor]:
+    """The module's tensors, and head, embedding and draft vocabulary where they are not the target's.
+
+    Args:
+        mask: write `t2d` beside `d2t`.
+    """
+    tensors = dict(parts.tensors)
+    if parts.head is not None:
+        tensors["lm_head.weight"] = parts.head
+    if parts.embedding_VH is not None:
+        tensors["embed_tokens.weight"] = parts.embedding_VH
+    if parts.draft_ids_Vd is not None:
+        tensors["d2t"] = draft_offsets(parts.draft_ids_Vd)
+        if mask:
+            tensors["t2d"] = draft_mask(parts.draft_ids_Vd, parts.config.vocab_size)
+    return tensors
+
+
+def with_target_tensors(parts: Parts, target: TargetFacts | None, embedding: bool = True) -> Parts:
+    """The target's head (and embedding) in the places of those that the drafter does not have itself."""
+    if target is None:
+        return parts
+    ids = parts.draft_ids_Vd
+    head_VdH = target.head_VH if ids is None else target.head_VH[ids.to(target.head_VH.device)]
+    own_VH = target.embedding_VH if parts.embedding_VH is None and embedding else parts.embedding_VH
+    return replace(parts, head=head_VdH if parts.head is None else parts.head, embedding_VH=own_VH)

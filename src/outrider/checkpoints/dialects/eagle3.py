@@ -1,0 +1,164 @@
+"""EAGLE-3 as SafeAILab, AngelSlim, SpecForge and DeepSpec publish it, and as vLLM names its classes.
+
+    tensors   midlayer.* (ours too) or layers.0.*, fc, norm, lm_head (trained, the drafter's own), d2t, t2d,
+              input_norm or fc_norm.{i}, embed_tokens where it is not the target's
+    taps      eagle_aux_hidden_state_layer_ids at the top level counts hidden states (vLLM), one more than our ids;
+              inside `eagle_config` it counts layer outputs (SGLang, which adds the one itself), as our ids do;
+              target_layer_ids (DeepSpec's Qwen3Eagle3Model) counts layer outputs too;
+              none of them: layers 2, L / 2 and L - 3 read them
+
+The number of drafts is the engine's to choose; `outrider.gamma` keeps what the drafter was trained for, and so does
+DeepSpec's `ttt_length`. DeepSpec's EAGLE-3 for Gemma 4 has that family's layers and is not read.
+Sources: EAGLE-3, arXiv 2503.01840, and its code; DeepSpec's code; vLLM 0.32 and SGLang for the two conventions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from outrider.checkpoints.dialects.base import (
+    LARGEST_VOCABULARY,
+    MOST_DRAFTS,
+    MOST_LAYERS,
+    Fields,
+    Parts,
+    Source,
+    TargetFacts,
+    Written,
+    draft_length,
+    target_depth,
+    write_extras,
+)
+from outrider.checkpoints.dialects.blocks import (
+    layer_fields,
+    raised,
+    read_shapes,
+    read_vocabulary,
+    with_target_tensors,
+    write_vocabulary,
+)
+from outrider.drafters.eagle3 import EAGLE3, Eagle3Config, eagle_taps
+
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias")
+LAYERS, PLAIN = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
+_DEEPSPEC = "Qwen3Eagle3Model"
+_OURS, _OTHERS = "midlayer.", "layers.0."
+
+
+class Eagle3Dialect:
+    """The field's EAGLE-3."""
+
+    name = "EAGLE-3"
+    spelling = "LlamaForCausalLMEagle3"
+    methods: tuple[str, ...] = (EAGLE3.name,)
+
+    def reads(self, raw: Mapping[str, Any]) -> bool:
+        named = raw.get("architectures") or []
+        if any(
+            name == _DEEPSPEC or name.endswith("Eagle3") or (name.startswith("Eagle3") and "CausalLM" in name)
+            for name in named
+        ):
+            return True
+        # The official training code leaves the base model's name.
+        base = "LlamaForCausalLM" in named and raw.get("model_type") == "llama" and raw.get("num_hidden_layers") == 1
+        return base and "draft_vocab_size" in raw
+
+    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> Parts:
+        nested = ("norm_before_fc", "use_aux_hidden_state")
+        fields = Fields(raised(raw, "eagle_config", nested, source.where, self.name), source.where, self.name)
+        if not fields.flag("use_aux_hidden_state", True):
+            raise fields.refuse("use_aux_hidden_state", "true: EAGLE-3 drafts from taps")
+        depth = target_depth(fields, source)
+        trained_for = fields.integer("ttt_length", high=MOST_DRAFTS, default=Eagle3Config.gamma)
+        gamma = draft_length(fields, trained_for)
+        return read_eagle3(fields, _taps(fields, depth), depth, gamma, tensors, source)
+
+    def write(self, parts: Parts, target: TargetFacts | None) -> Written:
+        parts = with_target_tensors(parts, target, embedding=False)
+        if parts.head is None:
+            raise ValueError("the EAGLE-3 dialect stores lm_head.weight: name the target whose head it is (--target).")
+        config = parts.config
+        taps = list(config.target_layer_ids)
+        fields = {
+            **write_eagle3(config),
+            "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else self.spelling],
+            "draft_vocab_size": config.draft_vocab_size,
+            **{name: getattr(config, name) for name in FLAGS},
+            "target_hidden_size": config.hidden_size,
+            "num_aux_hidden_states": len(taps),
+            LAYERS: [tap + 1 for tap in taps],
+            "eagle_config": {
+                LAYERS: taps,
+                "use_aux_hidden_state": True,
+                "norm_before_fc": config.norm_before_fc,
+            },
+            **write_extras(config),
+        }
+        return Written(fields, write_vocabulary(parts, mask=True))
+
+
+def _taps(fields: Fields, depth: int) -> tuple[int, ...]:
+    """Our ids, from whichever convention the config follows."""
+    nested = fields.section("eagle_config", {})
+    outputs = nested.integers(LAYERS, -1, depth - 1) if nested.raw(LAYERS) else None
+    states = tuple(i - 1 for i in fields.integers(LAYERS, 0, depth)) if fields.raw(LAYERS) else None
+    if outputs is not None and states is not None and outputs != states:
+        raise fields.refuse(LAYERS, f"{[tap + 1 for tap in outputs]}, one more than eagle_config's layer outputs")
+    found = outputs or states
+    plain = fields.integers(PLAIN, -1, depth - 1) if fields.raw(PLAIN) else None
+    if found is not None and plain is not None and plain != found:
+        raise fields.refuse(PLAIN, f"{list(found)}, the layer outputs that {LAYERS} means")
+    return found or plain or tuple(eagle_taps(depth))
+
+
+def write_eagle3(config: Eagle3Config) -> dict[str, Any]:
+    """The layer's fields, as transformers' Llama (Qwen3 with query and key norms) names them."""
+    return {
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        **layer_fields(config),
+        "attention_bias": config.attention_bias,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "layer_types": ["full_attention"],
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+
+
+def read_eagle3(
+    fields: Fields, taps: tuple[int, ...], depth: int, gamma: int, tensors: Mapping[str, Tensor], source: Source
+) -> Parts:
+    """The drafter, once its taps are known: fields of the layer and flags, at one level."""
+    if fields.integer("num_hidden_layers", high=MOST_LAYERS, default=1) != 1:
+        raise fields.refuse("num_hidden_layers", "1: EAGLE-3 drafters have one layer here")
+    if set(fields.texts("layer_types", ("full_attention",))) != {"full_attention"}:
+        raise fields.refuse("layer_types", "full_attention: EAGLE-3 drafters have no sliding window here")
+    shapes = read_shapes(fields, biases=True, llama_defaults=True)
+    for name, wanted in (("target_hidden_size", shapes["hidden_size"]), ("num_aux_hidden_states", len(taps))):
+        if fields.integer(name, default=wanted) != wanted:
+            raise fields.refuse(name, str(wanted))
+    if fields.flag("bias", False):
+        raise fields.refuse("bias", "false: `fc` has no bias here")
+    renamed = {
+        _OURS + name.removeprefix(_OTHERS) if name.startswith(_OTHERS) else name: t for name, t in tensors.items()
+    }
+    if len(renamed) != len(tensors):
+        raise ValueError(f"{source.where}: the tensors have the layer twice, as midlayer.* and as layers.0.*.")
+    config = Eagle3Config(
+        **shapes,
+        draft_vocab_size=fields.integer("draft_vocab_size", high=LARGEST_VOCABULARY, default=shapes["vocab_size"]),
+        target_layer_ids=taps,
+        num_target_layers=depth,
+        gamma=gamma,
+        **{name: fields.flag(name, False) for name in FLAGS},
+        qk_norm=_OURS + "self_attn.q_norm.weight" in renamed,
+    )
+    return read_vocabulary(EAGLE3, config, renamed, source)

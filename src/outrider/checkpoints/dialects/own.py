@@ -1,0 +1,87 @@
+"""Our dialect, for methods that a maker's dialect cannot carry whole: `algorithm` and the fields of its config.
+
+architectures ["Outrider...Model"], model_type "outrider_drafter"; every field is there and no other
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from outrider.checkpoints.dialects.base import (
+    LARGEST_VOCABULARY,
+    LONGEST_CONTEXT,
+    MOST_DRAFTS,
+    MOST_LAYERS,
+    WIDEST,
+    Fields,
+    Parts,
+    Source,
+    TargetFacts,
+    Written,
+)
+from outrider.checkpoints.dialects.blocks import read_vocabulary, write_vocabulary
+from outrider.drafters.base import Method
+
+_TYPE = "outrider_drafter"
+_BESIDE = {"architectures", "algorithm", "model_type", "dtype"}  # the config's own fields
+_HIGHEST = {  # what a number may be where the shapes of tensors do not bound it
+    "max_position_embeddings": LONGEST_CONTEXT,
+    "sliding_window": LONGEST_CONTEXT,
+    "vocab_size": LARGEST_VOCABULARY,
+    "draft_vocab_size": LARGEST_VOCABULARY,
+    **dict.fromkeys(("num_target_layers", "num_hidden_layers", "num_layers", "num_modules"), MOST_LAYERS),
+    **dict.fromkeys(("gamma", "block_size", "num_heads"), MOST_DRAFTS),
+}
+_MAY_BE_ZERO = {"mask_token_id", "markov_rank"}
+
+
+class Own:
+    """Our dialect for one method."""
+
+    name = "Outrider"
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+        self.methods: tuple[str, ...] = (method.name,)
+        self.spelling = f"Outrider{''.join(part.capitalize() for part in method.name.split('_'))}Model"
+
+    def reads(self, raw: Mapping[str, Any]) -> bool:
+        return self.spelling in (raw.get("architectures") or [])
+
+    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> Parts:
+        kinds = typing.get_type_hints(self._method.config)
+        wanted = [field.name for field in dataclasses.fields(self._method.config)]
+        if unknown := sorted(set(raw) - set(wanted) - _BESIDE):
+            raise ValueError(f"{source.where}: a {self._method.name} drafter has no fields {', '.join(unknown)}.")
+        fields = Fields(raw, source.where, self.name)
+        given = {name: _value(fields, name, kinds[name]) for name in wanted if name in raw or kinds[name] is not bool}
+        config = self._method.config(**given)
+        return read_vocabulary(self._method, config, tensors, source)
+
+    def write(self, parts: Parts, target: TargetFacts | None) -> Written:
+        own = {"architectures": [self.spelling], "algorithm": self._method.name, "model_type": _TYPE}
+        return Written({**own, **dataclasses.asdict(parts.config)}, write_vocabulary(parts))
+
+
+def _value(fields: Fields, name: str, kind: Any) -> Any:
+    """One field of a config, of the kind that its dataclass declares."""
+    if isinstance(kind, types.UnionType):  # X | None
+        if name not in fields:
+            return None
+        (kind,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
+    if kind is bool:
+        return fields.flag(name)
+    if kind is int:
+        return fields.integer(name, low=int(name not in _MAY_BE_ZERO), high=_HIGHEST.get(name, WIDEST))
+    if kind is float:
+        return fields.number(name)
+    if kind is str:
+        return fields.text(name)
+    assert typing.get_origin(kind) is tuple, f"{name}: a config field of kind {kind} has no spelling in JSON here"
+    return fields.integers(name, low=-1, high=MOST_LAYERS)

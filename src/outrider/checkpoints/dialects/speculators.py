@@ -1,0 +1,360 @@
+"""The algorithms of the speculators dialect: what stands beside the envelope, and the names of tensors.
+
+    dflash, dflash2, dspark
+                     our names; aux_hidden_state_layer_ids, block_size, mask_token_id, sample_from_anchor, and what each
+                     has of its own; sliding_window_non_causal: whether rows see each other in sliding layers too
+    eagle3           layers.0.* for our midlayer.*; eagle_aux_hidden_state_layer_ids and the norm flags
+    mtp              mtp_layers.0.*: one module of a Qwen3-shaped target, the whole vocabulary
+
+Taps are hidden states, one more than our ids. Source: speculators 0.9.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from outrider.checkpoints.dialects.base import (
+    LARGEST_VOCABULARY,
+    MOST_DRAFTS,
+    MOST_LAYERS,
+    Fields,
+    Parts,
+    Source,
+    TargetFacts,
+    Written,
+    target_depth,
+    write_extras,
+)
+from outrider.checkpoints.dialects.blocks import (
+    check_plain_logits,
+    layer_fields,
+    read_backbone,
+    read_shapes,
+    read_vocabulary,
+    with_target_tensors,
+    write_backbone,
+    write_vocabulary,
+)
+from outrider.checkpoints.dialects.deepspec import read_heads, write_heads
+from outrider.checkpoints.dialects.eagle3 import FLAGS, LAYERS, read_eagle3, write_eagle3
+from outrider.checkpoints.dialects.zlab import read_own, write_own
+from outrider.drafters.dflash import DFLASH, DFlashConfig
+from outrider.drafters.dflash2 import DFLASH2, DFlash2Config
+from outrider.drafters.dspark import DSPARK, DSparkConfig
+from outrider.drafters.eagle3 import Eagle3Config, eagle_taps
+from outrider.drafters.mtp import MTP_METHOD, MTPConfig
+from outrider.utils.device import dtype_name
+
+Fragments = tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]
+
+_BLOCK_TAPS = "aux_hidden_state_layer_ids"
+_EAGLE_FLAGS = tuple(flag for flag in FLAGS if flag != "attention_bias")  # that stands with the layer
+_MTP_NAMES = {  # ours (of module 0) -> theirs; the names of the transformer layer are the same
+    "enorm.weight": "token_layernorm.weight",
+    "hnorm.weight": "hidden_layernorm.weight",
+    "eh_proj.weight": "input_proj.weight",
+    "norm.weight": "final_layernorm.weight",
+}
+_OUR_MODULE, _THEIR_MODULE = "depths.0.", "mtp_layers.0."
+
+
+def _taps(fields: Fields, name: str, depth: int) -> tuple[int, ...]:
+    """Our ids; the library's default where the config has none."""
+    if name not in fields:
+        return tuple(eagle_taps(depth))
+    return tuple(state - 1 for state in fields.integers(name, low=0, high=depth))
+
+
+def _read_dflash(
+    fields: Fields, depth: int, drafts: int | None, tensors: Mapping[str, Tensor], source: Source
+) -> Parts:
+    config = DFlashConfig(**_read_block(fields, depth), sample_from_anchor=fields.flag("sample_from_anchor", False))
+    return _checked(read_vocabulary(DFLASH, config, tensors, source), fields, drafts)
+
+
+def _read_dflash2(
+    fields: Fields, depth: int, drafts: int | None, tensors: Mapping[str, Tensor], source: Source
+) -> Parts:
+    own = read_own(fields) | {"sample_from_anchor": fields.flag("sample_from_anchor", False)}
+    config = DFlash2Config(**_read_block(fields, depth, both_ways=True), **own)
+    return _checked(read_vocabulary(DFLASH2, config, tensors, source), fields, drafts)
+
+
+def _read_dspark(
+    fields: Fields, depth: int, drafts: int | None, tensors: Mapping[str, Tensor], source: Source
+) -> Parts:
+    config = DSparkConfig(**_read_block(fields, depth), **read_heads(fields, confidence=True))
+    return _checked(read_vocabulary(DSPARK, config, tensors, source), fields, drafts)
+
+
+def _read_block(fields: Fields, depth: int, both_ways: bool = False) -> dict[str, Any]:
+    _same_hidden_size(fields)
+    both_ways = fields.flag("sliding_window_non_causal", both_ways)  # of sliding layers; full ones are never causal
+    layers = fields.section("transformer_layer_config").replaced({"is_causal": False if both_ways else None})
+    backbone = read_backbone(layers)
+    return {
+        **backbone,
+        "draft_vocab_size": fields.integer("draft_vocab_size", high=LARGEST_VOCABULARY),
+        "block_size": fields.integer("block_size", high=MOST_DRAFTS),
+        "mask_token_id": fields.integer("mask_token_id", low=0, high=backbone["vocab_size"] - 1),
+        "target_layer_ids": _taps(fields, _BLOCK_TAPS, depth),
+        "num_target_layers": depth,
+    }
+
+
+def _checked(parts: Parts, fields: Fields, drafts: int | None) -> Parts:
+    """The envelope's number of drafts is at most the block's, which is what decides."""
+    gamma = parts.config.gamma
+    if drafts is not None and drafts > gamma:
+        raise ValueError(
+            f"{fields.where}: speculators_config proposes {drafts} tokens, but block_size "
+            f"{parts.config.block_size} with sample_from_anchor {parts.config.sample_from_anchor} gives {gamma}."
+        )
+    return parts
+
+
+def _same_hidden_size(fields: Fields) -> None:
+    hidden = fields.section("transformer_layer_config").raw("hidden_size")
+    if "target_hidden_size" in fields and fields.raw("target_hidden_size") != hidden:
+        raise fields.refuse("target_hidden_size", f"hidden_size {hidden}: drafters here are as wide as their target")
+
+
+def _write_dflash(parts: Parts) -> Fragments:
+    config = parts.config
+    return {**_write_block(config), "sample_from_anchor": config.sample_from_anchor}, *_layers(parts)
+
+
+def _write_dflash2(parts: Parts) -> Fragments:
+    """The library's candidates are of the whole vocabulary, and masks alone draft."""
+    config = parts.config
+    for name, wanted in (("draft_vocab_size", config.vocab_size), ("sample_from_anchor", False)):
+        if getattr(config, name) != wanted:
+            raise ValueError(
+                f"{name} {getattr(config, name)} has no place in the speculators dialect of DFlash 2, which has "
+                f"{wanted}: train with that, or serve with Outrider."
+            )
+    fields, layers, tensors = _write_dflash(parts)
+    return {**fields, **write_own(config)}, layers, tensors
+
+
+def _write_dspark(parts: Parts) -> Fragments:
+    return {**_write_block(parts.config), **write_heads(parts.config)}, *_layers(parts)
+
+
+def _layers(parts: Parts) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    return write_backbone(parts.config), write_vocabulary(parts, mask=True)
+
+
+def _write_block(config: DFlashConfig) -> dict[str, Any]:
+    check_plain_logits(config, "speculators")
+    return {
+        "draft_vocab_size": config.draft_vocab_size,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_hidden_size": config.hidden_size,
+        _BLOCK_TAPS: [tap + 1 for tap in config.target_layer_ids],
+        "sliding_window_non_causal": not _sliding_is_causal(config),
+    }
+
+
+def _sliding_is_causal(config: DFlashConfig) -> bool:
+    if any(sight.causal and sight.window is None for sight in config.sights):
+        raise ValueError(
+            "is_causal true has no place in the speculators dialect but for sliding layers: its full ones never are. "
+            "Train with is_causal false, or serve with Outrider."
+        )
+    return any(sight.causal for sight in config.sights)
+
+
+def _read_eagle3(
+    fields: Fields, depth: int, drafts: int | None, tensors: Mapping[str, Tensor], source: Source
+) -> Parts:
+    _same_hidden_size(fields)
+    outer: dict[str, Any] = {name: fields.flag(name, False) for name in _EAGLE_FLAGS}
+    outer["draft_vocab_size"] = fields.integer("draft_vocab_size", high=LARGEST_VOCABULARY)
+    layers = fields.section("transformer_layer_config").replaced(outer)
+    gamma = Eagle3Config.gamma if drafts is None else drafts
+    return read_eagle3(layers, _taps(fields, LAYERS, depth), depth, gamma, tensors, source)
+
+
+def _write_eagle3(parts: Parts) -> Fragments:
+    """vLLM counts taps by `num_aux_hidden_states` of the layer's config."""
+    config = parts.config
+    fields = {
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.hidden_size,
+        LAYERS: [tap + 1 for tap in config.target_layer_ids],
+        "embed_requires_grad": False,
+        **{name: getattr(config, name) for name in _EAGLE_FLAGS},
+    }
+    layers = {**write_eagle3(config), "num_aux_hidden_states": len(config.target_layer_ids)}
+    tensors = {
+        name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in write_vocabulary(parts, mask=True).items()
+    }
+    return fields, layers, tensors
+
+
+def _read_mtp(fields: Fields, depth: int, drafts: int | None, tensors: Mapping[str, Tensor], source: Source) -> Parts:
+    layers = fields.section("transformer_layer_config")
+    if layers.text("model_type") != "qwen3":
+        raise layers.refuse("model_type", "qwen3: MTP modules with other layers are not supported")
+    if fields.integer("num_nextn_predict_layers", high=MOST_LAYERS, default=1) != 1:
+        raise fields.refuse("num_nextn_predict_layers", "1, as in this dialect")
+    shapes = read_shapes(layers)
+    config = MTPConfig(
+        **shapes,
+        draft_vocab_size=shapes["vocab_size"],
+        target_layer_ids=(depth - 1,),
+        num_target_layers=depth,
+        gamma=1 if drafts is None else drafts,
+        qk_norm=True,
+    )
+    return read_vocabulary(MTP_METHOD, config, _renamed(tensors, to_ours=True), source)
+
+
+def _write_mtp(parts: Parts) -> Fragments:
+    config = parts.config
+    for name, wanted in (("num_modules", 1), ("qk_norm", True), ("draft_vocab_size", config.vocab_size)):
+        if getattr(config, name) != wanted:
+            raise ValueError(
+                f"{name} {getattr(config, name)} has no place in the speculators dialect of MTP, which has one module "
+                f"of a Qwen3-shaped target and the whole vocabulary ({name} {wanted})."
+            )
+    if parts.head is not None or parts.embedding_VH is not None:
+        raise ValueError("lm_head.weight and embed_tokens.weight have no place in the speculators dialect of MTP.")
+    layers = {
+        "model_type": "qwen3",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_target_layers,  # the library reads the state behind this layer
+        **layer_fields(config),
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * config.num_target_layers,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+    return {"num_nextn_predict_layers": 1}, layers, _renamed(parts.tensors, to_ours=False)
+
+
+def _renamed(tensors: Mapping[str, Tensor], to_ours: bool) -> dict[str, Tensor]:
+    pairs = {_OUR_MODULE + ours: _THEIR_MODULE + theirs for ours, theirs in _MTP_NAMES.items()}
+    before, after = _OUR_MODULE, _THEIR_MODULE
+    if to_ours:
+        pairs = {theirs: ours for ours, theirs in pairs.items()}
+        before, after = after, before
+    return {
+        pairs.get(name, after + name.removeprefix(before) if name.startswith(before) else name): tensor
+        for name, tensor in tensors.items()
+    }
+
+
+# ----------------------------------------------------------------------------
+# speculators 0.9: one envelope for several algorithms, the dialect vLLM reads by itself.
+#
+#     speculators_model_type    eagle3, dflash, dflash2, dspark, mtp
+#     transformer_layer_config  the draft layers, as transformers names them; no model_type beside it
+#     speculators_config        algorithm, how many tokens to propose, and the verifier (the target)
+#     taps                      hidden states, one more than our ids (dialects/speculators_parts.py)
+#
+# Library and vLLM default several fields differently, so every one is written. Embedding and head come from the
+# verifier, but for the two that the library's own checkpoints store: the head of EAGLE-3 and that of a reduced draft
+# vocabulary.
+# Sources: speculators 0.9.0; vLLM 0.32.
+# ----------------------------------------------------------------------------
+
+
+VERSION = "0.9.0"
+
+
+@dataclass(frozen=True)
+class _Algorithm:
+    """One `speculators_model_type`.
+
+    Attributes:
+        read: (its fields, target depth, drafts a block, tensors, source) -> parts.
+        write: parts, with the target's tensors where stored -> (its fields, transformer_layer_config, tensors).
+        stores_head: whether lm_head.weight is always in the checkpoint.
+        layers_are_the_targets: transformer_layer_config counts the target's layers, not the drafter's.
+    """
+
+    architecture: str
+    read: Callable[[Fields, int, int | None, Mapping[str, Tensor], Source], Parts]
+    write: Callable[[Parts], tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]]
+    stores_head: bool = False
+    layers_are_the_targets: bool = False
+
+
+_ALGORITHMS = {
+    "eagle3": _Algorithm("Eagle3Speculator", _read_eagle3, _write_eagle3, stores_head=True),
+    "dflash": _Algorithm("DFlashSpeculator", _read_dflash, _write_dflash),
+    "dflash2": _Algorithm("DFlash2DraftModel", _read_dflash2, _write_dflash2),
+    "dspark": _Algorithm("DSparkSpeculator", _read_dspark, _write_dspark),
+    "mtp": _Algorithm("MTPDraftModel", _read_mtp, _write_mtp, layers_are_the_targets=True),
+}
+
+
+class Speculators:
+    """The speculators library's dialect; its algorithms have our methods' names."""
+
+    name = "speculators"
+    spelling = "speculators_model_type"
+    methods: tuple[str, ...] = tuple(_ALGORITHMS)
+
+    def reads(self, raw: Mapping[str, Any]) -> bool:
+        return "speculators_model_type" in raw
+
+    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> Parts:
+        fields = Fields(raw, source.where, self.name)
+        algorithm = _ALGORITHMS.get(fields.text("speculators_model_type"))
+        if algorithm is None:
+            raise fields.refuse("speculators_model_type", f"one of {', '.join(_ALGORITHMS)}")
+        if algorithm.layers_are_the_targets and source.num_target_layers is None:
+            depth = fields.section("transformer_layer_config").integer("num_hidden_layers", high=MOST_LAYERS)
+            source = replace(source, num_target_layers=depth)
+        return algorithm.read(fields, target_depth(fields, source), _proposed(fields), tensors, source)
+
+    def write(self, parts: Parts, target: TargetFacts | None) -> Written:
+        algorithm, config = _ALGORITHMS[parts.method.name], parts.config
+        if target is None:
+            raise ValueError("the speculators dialect names its verifier: say which target this is for (--target).")
+        if algorithm.stores_head or parts.draft_ids_Vd is not None:
+            parts = with_target_tensors(parts, target, embedding=False)
+        fields, layers, tensors = algorithm.write(parts)
+        dtype = dtype_name(next(iter(parts.tensors.values())).dtype)
+        proposal = {"proposal_type": "greedy", "speculative_tokens": config.gamma, "verifier_accept_k": 1}
+        proposal["accept_tolerance"] = 0.0
+        envelope = {
+            "architectures": [algorithm.architecture],
+            "speculators_model_type": parts.method.name,
+            "speculators_version": VERSION,
+            "speculators_config": {
+                "algorithm": parts.method.name,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposal],
+                "verifier": {"name_or_path": target.name_or_path, "architectures": list(target.architectures)},
+            },
+            "transformer_layer_config": {**layers, "dtype": dtype},
+            "tie_word_embeddings": False,
+            "dtype": dtype,
+        }
+        return Written({**envelope, **fields, **write_extras(config)}, tensors)
+
+
+def _proposed(fields: Fields) -> int | None:
+    """How many tokens a round proposes; None where the config does not say."""
+    methods = fields.section("speculators_config", {}).raw("proposal_methods")
+    if methods is None:
+        return None
+    if not isinstance(methods, list) or not methods or not isinstance(methods[0], Mapping):
+        raise ValueError(
+            f"{fields.where}: speculators_config.proposal_methods is {methods!r}; it must be a list of mappings."
+        )
+    first = Fields(methods[0], fields.where, fields.dialect, "speculators_config.proposal_methods[0].")
+    return first.integer("speculative_tokens", high=MOST_DRAFTS)

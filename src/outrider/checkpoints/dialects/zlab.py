@@ -1,0 +1,128 @@
+"""z-lab's DFlash: `architectures: ["DFlashDraftModel"]`, taps and mask in `dflash_config`.
+
+    tensors   fc, hidden_norm, norm, layers.{i}.*: our own names; lm_head and d2t only where they are not the target's
+    block     1 anchor + (block_size - 1) masks; a mask predicts the token at its own position
+
+Embeddings are multiplied by `input_embedding_scale`: sqrt(hidden_size) for Gemma targets, 1 for others. It is written
+where the target is known, and must be the target's where a checkpoint states it. A checkpoint without it leaves it to
+the target here. The package then takes 1 in PyTorch, and Gemma 4's own factor in MLX (where a stated one comes on top).
+
+Source: the `dflash` package, version 0.1.0. Newer checkpoints keep block_size in `dflash_config`, and SGLang looks
+there first for every field of the block; fields that are in both places must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from outrider.checkpoints.dialects.base import Fields, Parts, Source, TargetFacts, Written
+from outrider.checkpoints.dialects.blocks import (
+    BlockFields,
+    read_backbone,
+    read_vocabulary,
+    write_backbone,
+    write_vocabulary,
+)
+from outrider.drafters.dflash import DFLASH, DFlashConfig, default_taps
+from outrider.drafters.dflash2 import DFLASH2, OWN_FIELDS, DFlash2Config
+
+
+class ZLab:
+    """DFlash as z-lab publishes it."""
+
+    name = "z-lab"
+    spelling = "DFlashDraftModel"
+    methods: tuple[str, ...] = (DFLASH.name,)
+
+    def reads(self, raw: Mapping[str, Any]) -> bool:
+        return self.spelling in (raw.get("architectures") or [])
+
+    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> Parts:
+        fields = BlockFields(raw, source, self.name, nested="dflash_config")
+        cap = fields.number("final_logit_softcapping") if fields.raw("final_logit_softcapping") else None  # 0: none
+        scale = fields.number("input_embedding_scale") if "input_embedding_scale" in fields else None
+        backbone = read_backbone(fields)
+        taps = fields.taps(default_taps, backbone["num_hidden_layers"])
+        config = DFlashConfig(
+            **backbone,
+            **fields.block(backbone["vocab_size"]),
+            target_layer_ids=taps,
+            num_target_layers=fields.depth,
+            sample_from_anchor=False,
+            output_multiplier=fields.number("output_multiplier", 1.0),
+            final_logit_softcapping=cap,
+        )
+        return replace(read_vocabulary(DFLASH, config, tensors, source), embedding_scale=scale)
+
+    def write(self, parts: Parts, target: TargetFacts | None) -> Written:
+        config = parts.config
+        if config.sample_from_anchor:
+            raise ValueError(
+                "the z-lab dialect has one block layout, anchor + masks: train with sample_from_anchor=false, "
+                "or save as DSpark (DeepSpec dialect, markov_rank 0)."
+            )
+        section: dict[str, Any] = {"mask_token_id": config.mask_token_id}
+        section |= {"target_layer_ids": list(config.target_layer_ids), "output_multiplier": config.output_multiplier}
+        section |= {"final_logit_softcapping": config.final_logit_softcapping}
+        scale = parts.embedding_scale if target is None else target.embedding_scale
+        fields = {
+            **write_backbone(config),
+            "architectures": [self.spelling],
+            "draft_vocab_size": config.draft_vocab_size,
+            "block_size": config.block_size,
+            "num_target_layers": config.num_target_layers,
+            "dflash_config": section if scale is None else {**section, "input_embedding_scale": scale},
+        }
+        return Written(fields, write_vocabulary(parts))
+
+
+# ----------------------------------------------------------------------------
+# z-lab's DFlash 2: `architectures: ["DFlash2DraftModel"]`, z-lab's DFlash with four more fields in `dflash_config`.
+#
+#     conv_kernel_size, conv_group_size, selector_rank, selector_top_k
+#
+# Tensor names are our own. With a reduced draft vocabulary the successor codebook has its rows only. Nobody but us
+# reads
+# that: no reader of DFlash 2 has a draft vocabulary, and backends/base.py refuses to export one.
+#
+# Source: the package `dflash` 0.1.0.
+# ----------------------------------------------------------------------------
+
+
+def read_own(fields: Fields) -> dict[str, Any]:
+    """What DFlash 2 has beside DFlash's fields, as the arguments of its config."""
+    return {name: fields.integer(name) for name in OWN_FIELDS}
+
+
+def write_own(config: DFlash2Config) -> dict[str, int]:
+    """The same fields, all of them."""
+    return {name: getattr(config, name) for name in OWN_FIELDS}
+
+
+class ZLab2:
+    """What DFlash 2 adds to z-lab's DFlash."""
+
+    name = "z-lab"
+    spelling = "DFlash2DraftModel"
+    methods: tuple[str, ...] = (DFLASH2.name,)
+
+    def __init__(self) -> None:
+        self._zlab = ZLab()
+
+    def reads(self, raw: Mapping[str, Any]) -> bool:
+        """The speculators library gives its own envelope the same architecture."""
+        return self.spelling in (raw.get("architectures") or []) and "speculators_model_type" not in raw
+
+    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> Parts:
+        own = read_own(Fields(raw, source.where, self.name).section("dflash_config"))
+        parts = self._zlab.read(raw, tensors, source)
+        return replace(parts, method=DFLASH2, config=DFlash2Config(**vars(parts.config), **own))
+
+    def write(self, parts: Parts, target: TargetFacts | None) -> Written:
+        written = self._zlab.write(parts, target)
+        nested = {**written.config["dflash_config"], **write_own(parts.config)}
+        return replace(written, config={**written.config, "architectures": [self.spelling], "dflash_config": nested})

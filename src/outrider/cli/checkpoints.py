@@ -1,0 +1,121 @@
+"""outrider export DRAFTER --to ENGINE --out DIR: the drafter in the dialect that an engine loads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from outrider.backends.base import ENGINES, engine_of
+from outrider.backends.export import export_drafter, target_facts
+from outrider.checkpoints.checkpoint import METADATA, load_drafter, read_config, read_metadata, save_drafter
+from outrider.checkpoints.describe import named_target
+from outrider.checkpoints.dialects.base import UnknownDepth
+from outrider.evaluation.model_card import CardFacts, model_card
+from outrider.evaluation.results import Results
+from outrider.scheduling.policies import ThresholdPolicy
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def export_command(
+    drafter: Annotated[Path, typer.Argument(help="drafter directory, in any dialect")],
+    to: Annotated[str, typer.Option(help="; ".join(f"{each.name}: {', '.join(each.dialects)}" for each in ENGINES))],
+    out: Annotated[Path, typer.Option(help="a new directory")],
+    target: Annotated[str | None, typer.Option(help="id or directory; the one that the files name by default")] = None,
+    dtype: Annotated[str, typer.Option(help="of the weights: float32, bfloat16 or float16")] = "float32",
+) -> None:
+    """Write a drafter for an engine, with a model card and the command that serves it."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"--dtype {dtype} is not one of {', '.join(_DTYPES)}.")
+    engine = engine_of(to)
+    if out.exists():
+        raise ValueError(f"--out {out} exists: export to a new directory.")
+    raw, _ = read_config(drafter)
+    named = target or named_target(raw, read_metadata(drafter))
+    if named is None:
+        raise ValueError(f"{drafter} does not say which target it is for: name it with --target.")
+    facts = target_facts(named, _DTYPES[dtype])
+    checkpoint = load_drafter(drafter, num_target_layers=facts.num_layers)
+    exported = export_drafter(checkpoint, engine, out, facts, _DTYPES[dtype])
+    console = Console(highlight=False, soft_wrap=True)
+    size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
+    console.print(f"{out}: {size:.1f} MB, {len(exported.written.tensors)} tensors", markup=False)
+    for sentence in exported.written.fallbacks:
+        console.print(f"left out: {sentence}", markup=False)
+    for command in exported.commands:
+        console.print(command, markup=False)
+
+
+# ----------------------------------------------------------------------------
+# outrider package DRAFTER OUT: the drafter as it is shipped, smaller and with its model card.
+# ----------------------------------------------------------------------------
+
+
+_PACKAGE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_FILES = {"config.json", "model.safetensors", "README.md", METADATA}
+
+
+def package_command(
+    drafter: Annotated[Path, typer.Argument(help="drafter directory")],
+    out: Annotated[Path, typer.Argument(help="where to; its name is the model's. May be DRAFTER itself")],
+    dtype: Annotated[str, typer.Option(help="of the weights on disk: bfloat16 or float32")] = "bfloat16",
+    results: Annotated[
+        list[Path] | None, typer.Option(help="results.json of outrider eval, for the model card; repeatable")
+    ] = None,
+    source: Annotated[list[str] | None, typer.Option(help="a source of training prompts; repeatable")] = None,
+    license: Annotated[str | None, typer.Option(help="of the weights, as the hub spells it: apache-2.0, ...")] = None,
+    confidence_threshold: Annotated[
+        float | None, typer.Option(help="verification threshold that outrider generate uses by default")
+    ] = None,
+) -> None:
+    """Write a drafter with half-size weights, its metadata and a README.md made from what was measured."""
+    if dtype not in _PACKAGE_DTYPES:
+        raise ValueError(f"--dtype {dtype} is not one of {', '.join(_DTYPES)}.")
+    if lost := foreign(out):
+        raise ValueError(
+            f"{out} holds something other than a drafter ({', '.join(lost[:3])}) and would be replaced; choose another "
+            "place."
+        )
+    try:
+        checkpoint = load_drafter(drafter)
+    except UnknownDepth as error:
+        raise ValueError(
+            f"{drafter} was made elsewhere; package a drafter that outrider train wrote. To write it for an engine: "
+            f"outrider export {drafter} --to ENGINE --target TARGET --out OUT."
+        ) from error
+    if confidence_threshold is not None:
+        recommended = {"confidence_threshold": ThresholdPolicy(confidence_threshold).threshold}
+        checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, "recommended": recommended})
+    measured = [read_results(path) for path in results or []]
+    facts = CardFacts(out.resolve().name, _PACKAGE_DTYPES[dtype], measured, source or [], license)
+    save_drafter(checkpoint, out, _PACKAGE_DTYPES[dtype], model_card(checkpoint, facts))
+    size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
+    Console().print(f"{out}: {size:.1f} MB, model card in README.md", highlight=False, markup=False, soft_wrap=True)
+
+
+def foreign(out: Path) -> list[str]:
+    """Names of what is at `out`, as no part of a drafter of ours, and would be lost if one were written there."""
+    if not out.is_dir():
+        return [out.name] if out.exists() else []
+    names = sorted(path.name for path in out.iterdir())
+    return [name for name in names if name not in _FILES] if METADATA in names else names
+
+
+def read_results(path: Path) -> Results:
+    """A results.json.
+
+    Raises:
+        ValueError: missing, or not one.
+    """
+    if not path.is_file():
+        raise ValueError(f"no {path}; give results.json files that outrider eval wrote.")
+    try:
+        return Results.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        raise ValueError(f"{path} is not a results.json of outrider eval: {error.errors()[0]['msg']}.") from error

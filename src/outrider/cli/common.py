@@ -1,0 +1,356 @@
+"""Process-wide settings a measurement depends on: threads, memory allocator, quiet logs."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from outrider.checkpoints.checkpoint import load_drafter, read_metadata
+from outrider.checkpoints.published import Published, fetch, published_by, published_for, shipped_drafter
+from outrider.drafters.base import Drafter, TreeSize, draft_slots
+from outrider.drafters.heads import ChainHeads
+from outrider.drafters.language_model import StandaloneConfig, StandaloneDrafter
+from outrider.drafters.ngram import NgramConfig, NgramDrafter
+from outrider.drafters.registry import method_of, tree_methods
+from outrider.evaluation.draft_cost import with_block_size
+from outrider.evaluation.results import DrafterInfo, TrainingInfo
+from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
+from outrider.target.model import Target, load_target
+from outrider.utils.device import default_dtype
+from outrider.verification import TypicalAcceptance
+
+
+def load(
+    target: str,
+    device: str | torch.device,
+    dtype: torch.dtype | None = None,
+    place: Callable[[Any], None] = lambda model: None,
+) -> Target:
+    """The target on a device. `dtype` null: see `default_dtype`."""
+    return load_target(target, dtype or default_dtype(device), device, place)
+
+
+# ----------------------------------------------------------------------------
+# What options of several verbs mean: which policy, which tasks; and their progress bars.
+# ----------------------------------------------------------------------------
+
+
+TREE = f"draft trees of so many nodes ({', '.join(tree_methods())}); depth and top_k of trees that grow"
+TYPICAL = "LOSSY: keep drafts the target finds plausible (Medusa); EPSILON,DELTA, or `default`: 0.09,0.3"
+
+
+def choose_policy(draft_length: int | None, confidence_threshold: float | None) -> Policy:
+    """The scheduling policy two options describe.
+
+    Raises:
+        ValueError: both are given.
+    """
+    if confidence_threshold is None:
+        return FixedPolicy(draft_length)
+    if draft_length is not None:
+        raise ValueError("give --draft-length or --confidence-threshold, not both.")
+    return ThresholdPolicy(confidence_threshold)
+
+
+def choose_typical(text: str | None) -> TypicalAcceptance | None:
+    """What `--typical` says.
+
+    Raises:
+        ValueError: not two numbers in (0, 1].
+    """
+    if text is None or text == "default":
+        return None if text is None else TypicalAcceptance()
+    thresholds = split_numbers("--typical", text)
+    if len(thresholds) != 2:
+        raise ValueError(f"--typical {text!r}: give EPSILON,DELTA, as 0.09,0.3, or `default`.")
+    return TypicalAcceptance(*thresholds)
+
+
+def choose_tree(text: str | None, confidence_threshold: float | None = None) -> TreeSize | None:
+    """What `--tree` says.
+
+    Raises:
+        ValueError: not of its form, or a confidence threshold is given, too.
+    """
+    if text is None:
+        return None
+    if confidence_threshold is not None:
+        raise ValueError(
+            "--tree with --confidence-threshold: a node of a tree has no confidence of its own; leave one of them out."
+        )
+    return TreeSize.parse(text)
+
+
+def split_names(names: str, kind: str = "task file or shipped set") -> list[str]:
+    """`a, b` -> ["a", "b"]; `kind` is what they should name.
+
+    Raises:
+        ValueError: no name in it.
+    """
+    found = [name.strip() for name in names.split(",") if name.strip()]
+    if not found:
+        raise ValueError(f"{names!r} names no {kind}.")
+    return found
+
+
+def split_numbers(option: str, text: str) -> tuple[float, ...]:
+    """`1, 2` -> (1.0, 2.0)
+
+    Raises:
+        ValueError: not numbers.
+    """
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{option} {text!r}: give numbers, as 1,2,4.") from None
+
+
+def show_paths(console: Console, *paths: Path) -> None:
+    """What was written, a line each."""
+    for path in paths:
+        console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def counting(console: Console, title: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar; gives the function that moves it: (what, done, total)."""
+    columns = (TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
+
+
+@contextmanager
+def responding(console: Console) -> Iterator[Callable[[int, int, int], None]]:
+    """A progress bar for responses, there once any are asked for; gives what moves it: (turns done, total, tokens)."""
+    columns = (
+        TextColumn("[bold]responses"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("responses", total=None, tokens=0, visible=False)
+        yield lambda done, total, tokens: bar.update(task, completed=done, total=total, tokens=tokens, visible=True)
+
+
+# ----------------------------------------------------------------------------
+# `--drafter CHOICE`: which drafter a verb decodes with.
+#
+#     auto                      the shipped drafter of the target, or else a published one (outrider models)
+#     none                      plain decoding
+#     DIR                       a trained drafter (a directory of one of these names is ./NAME)
+#     MAKER/NAME                one of those that `outrider models` lists, downloaded
+#     ngram[@GAMMA]             copies from the text so far; nothing is trained or loaded
+#     lm:ID_OR_DIR[@GAMMA]      a smaller language model with the target's tokenizer
+#
+# A choice is read before the target is loaded, so that a mistake costs nothing, and opened afterwards.
+# ----------------------------------------------------------------------------
+
+
+AUTO, NONE = "auto", "none"
+CHOICES = (
+    "drafter directory; auto: the shipped or a published one for the target; one that outrider models lists; "
+    "ngram[@GAMMA]; lm:ID_OR_DIR[@GAMMA]"
+)
+HOW_TO_TRAIN = "train one: outrider train recipes/smollm2-135m/dspark.yaml with your target and prompts in it"
+_UNTRAINED = re.compile(r"(?:(?P<ngram>ngram)|lm:(?P<model>[^@].*?))(?:@(?P<gamma>\d+))?")
+
+
+def recommended_threshold(metadata: Mapping[str, Any]) -> float | None:
+    """The confidence threshold a drafter was found to serve best with (`outrider package` stores it)."""
+    return metadata.get("recommended", {}).get("confidence_threshold")
+
+
+@dataclass(frozen=True)
+class OpenedDrafter:
+    """A drafter ready to serve, as results name it.
+
+    `parameters` are its own, not the target's; `metadata` is its outrider.json, {} where there is none. `tree`: what
+    was asked of its trees, None where it drafts chains.
+    """
+
+    drafter: Drafter
+    name: str
+    algorithm: str
+    parameters: int
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    tree: TreeSize | None = None
+
+    def info(self, label: str | None = None) -> DrafterInfo:
+        """Who drafts, for results and comparisons; called `label`, or as its algorithm and the shape of its trees."""
+        training = TrainingInfo.of(self.metadata)
+        shape = f" {self.tree}" if self.tree is not None and self.tree.shaped else ""
+        name = label or f"{self.algorithm}{shape}"
+        return DrafterInfo(
+            label=name,
+            algorithm=self.algorithm,
+            gamma=self.drafter.gamma,
+            nodes=draft_slots(self.drafter),
+            parameters=self.parameters,
+            training=training,
+        )
+
+    @property
+    def recommended_threshold(self) -> float | None:
+        """See the function of this name."""
+        return recommended_threshold(self.metadata)
+
+    @property
+    def confident(self) -> bool:
+        """Whether its drafts come with confidences."""
+        heads = getattr(self.drafter, "heads", None)
+        return isinstance(heads, ChainHeads) and heads.confident
+
+
+@dataclass(frozen=True)
+class DrafterChoice:
+    """What `--drafter` says. `where`: directory or model, "" for ngram; `gamma` None: the drafter's own.
+
+    `repo`: whence the directory was downloaded.
+    """
+
+    kind: Literal["directory", "ngram", "lm"]
+    where: str
+    gamma: int | None = None
+    repo: str | None = None
+
+    @property
+    def knows_thinking(self) -> bool | None:
+        """Whether the texts it was trained on had thinking in them; None: not known, or nothing was trained."""
+        if self.directory is None:
+            return None
+        if self.repo is not None and (entry := published_by(self.repo)) is not None:
+            return entry.thinking
+        data = read_metadata(self.directory).get("recipe", {}).get("data")
+        return None if data is None else bool(data.get("thinking", False))
+
+    @property
+    def directory(self) -> Path | None:
+        """Of a trained drafter, None for the others."""
+        return Path(self.where) if self.kind == "directory" else None
+
+    def open(self, target: Target, block_size: int | None = None, tree: TreeSize | None = None) -> OpenedDrafter:
+        """Ready to draft for `target`.
+
+        Args:
+            block_size: rows of a block drafter's blocks, if not as trained.
+            tree: draft trees of that size.
+
+        Raises:
+            ValueError: no drafter or model there, it does not fit the target, or it has no such blocks or trees.
+        """
+        if self.kind == "directory":
+            checkpoint = load_drafter(self.where, num_target_layers=target.num_layers)
+            if block_size is not None:
+                checkpoint = with_block_size(checkpoint, block_size)
+            module = checkpoint.drafter
+            parameters = sum(parameter.numel() for parameter in module.parameters())
+            served, name = checkpoint.packed(target), self.where
+            if tree is not None:
+                shape = f"tree of {tree}" + (", measured accuracies" if "candidates" in checkpoint.metadata else "")
+                served, name = _branched(module.algorithm, served, tree), f"{name} ({shape})"
+            return OpenedDrafter(served, name, module.algorithm, parameters, checkpoint.metadata, tree)
+        if block_size is not None or tree is not None:
+            raise ValueError(f"a drafter of kind {self.kind} has neither blocks nor trees: leave both options out.")
+        if self.kind == "ngram":
+            config = NgramConfig() if self.gamma is None else NgramConfig(self.gamma)
+            drafter = NgramDrafter(target.vocab_size, config, target.device)
+            return OpenedDrafter(drafter, f"ngram@{config.gamma}", "ngram", 0)
+        gamma = StandaloneConfig.gamma if self.gamma is None else self.gamma
+        try:
+            model = load(self.where, target.device, target.dtype)
+            small = StandaloneDrafter(model, target, gamma)
+        except ValueError as error:  # what loading says would be taken for the target's
+            raise ValueError(f"--drafter lm:{self.where}: {error}") from error
+        parameters = sum(parameter.numel() for parameter in model.model.parameters())
+        return OpenedDrafter(small, f"lm:{self.where}@{gamma}", "lm", parameters)
+
+
+def _branched(algorithm: str, served: Drafter, size: TreeSize) -> Drafter:
+    branch = method_of(algorithm).branch
+    if branch is None:
+        raise ValueError(f"--tree {size}: {algorithm} drafts chains; trees are for {', '.join(tree_methods())}.")
+    return branch(served, size)
+
+
+def choose_drafter(choice: str, target: str, thinking: bool = False) -> DrafterChoice | None:
+    """What `--drafter` means for a target's id or directory; None: plain decoding.
+
+    Args:
+        thinking: whether the responses will have it; `auto` then prefers a drafter that was not made without.
+
+    Raises:
+        ValueError: half a choice, as `lm:` without a model, or a published drafter that cannot be had.
+    """
+    if choice == NONE:
+        return None
+    if choice == AUTO:
+        if (found := shipped_drafter(target)) is not None:
+            return DrafterChoice("directory", str(found))
+        published = published_for(target, thinking)
+        return _downloaded(published[0]) if published else None
+    if untrained := _UNTRAINED.fullmatch(choice):
+        gamma = None if untrained["gamma"] is None else int(untrained["gamma"])
+        return DrafterChoice("ngram" if untrained["ngram"] else "lm", untrained["model"] or "", gamma)
+    if re.match("(ngram|lm)([:@]|$)", choice):
+        raise ValueError(
+            f"--drafter {choice}: write ngram, ngram@8, lm:ID_OR_DIR or lm:ID_OR_DIR@4, the number being the draft "
+            f"length; a directory of that name is ./{choice}."
+        )
+    if not Path(choice).is_dir() and (entry := published_by(choice)) is not None:
+        return _downloaded(entry)
+    return DrafterChoice("directory", choice)
+
+
+def _downloaded(entry: Published) -> DrafterChoice:
+    return DrafterChoice("directory", str(fetch(entry)), repo=entry.repo)
+
+
+def require_drafter(choice: str, target: str, thinking: bool = False) -> DrafterChoice:
+    """`choose_drafter` where there must be one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = choose_drafter(choice, target, thinking)
+    if found is None:
+        raise ValueError(
+            f"--drafter {choice}: no drafter for {target}. Give its directory, put it into models/, use ngram or "
+            f"lm:SMALLER_MODEL, or {HOW_TO_TRAIN}."
+        )
+    return found
+
+
+def warn_of_thinking(choice: DrafterChoice, thinking: bool) -> None:
+    """Say what it costs to think with a drafter that has never seen it."""
+    if thinking and choice.knows_thinking is False:
+        warnings.warn(
+            f"the drafter {choice.repo or choice.where} was trained on responses without thinking, and reasoning is "
+            "text unlike them: fewer drafts are accepted, while every rejected one costs its draft and its "
+            "verification. Output stays the target's. Compare the accepted length with and without --thinking; to win "
+            "it back, go on training with thinking: true in the recipe's data.",
+            stacklevel=2,
+        )
+
+
+def require_directory(choice: str, target: str) -> Path:
+    """The directory of a trained drafter.
+
+    Raises:
+        ValueError: there is none, or this choice has none.
+    """
+    found = require_drafter(choice, target).directory
+    if found is None:
+        raise ValueError(f"--drafter {choice} has no directory to store anything in: give a trained drafter.")
+    return found

@@ -1,0 +1,249 @@
+"""outrider prepare --target T --prompts FILE --out FILE: the target's responses, from this machine or from servers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from outrider.checkpoints.describe import describe, describe_unknown, tensor_rows
+from outrider.checkpoints.dialects import UnknownDialect
+from outrider.cli.common import load, responding
+from outrider.data.chat import Chat
+from outrider.data.inspection import Row, html_page, rows_of, terminal_text
+from outrider.data.regenerate import Regeneration
+from outrider.data.responses import beside, read_responses, sole_writer
+from outrider.target.hub import resolve_model
+from outrider.target.model import count_layers
+from outrider.training.dataset import make_responses, responses_path
+from outrider.training.recipe import DataSection, PromptSource, load_recipe
+from outrider.utils.device import set_up
+
+
+def prepare_command(
+    target: Annotated[str | None, typer.Option(help="model id or directory; the recipe's by default")] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Option(help="JSONL file, shipped set, hf:owner/name[:split]; repeatable")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="the responses file, *.jsonl")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="take what is not given here from its data section")] = None,
+    base_url: Annotated[
+        list[str] | None, typer.Option(help="OpenAI-compatible server of the target; repeatable; none: decode here")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="the target's name on the servers")] = None,
+    chat: Annotated[bool | None, typer.Option("--chat", help="servers without /v1/completions")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="requests in flight per server")] = None,
+    timeout: Annotated[float | None, typer.Option(help="seconds per request")] = None,
+    retries: Annotated[int | None, typer.Option(min=0)] = None,
+    thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=2)] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0)] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: Annotated[int | None, typer.Option(min=0)] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="conversations of each --prompts")] = None,
+    max_turns: Annotated[int | None, typer.Option(min=1, help="turns of each conversation of --prompts")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1)] = None,
+    max_minutes: Annotated[float | None, typer.Option(help="stop after this long; run again to go on")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; the recipe's, else cpu")] = None,
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+) -> None:
+    """Regenerate responses for training; a run that was killed goes on where it stopped."""
+    base = load_recipe(recipe) if recipe else None
+    set_up(threads or (base.threads if base else None))
+    given: dict[str, Any] = {
+        "base_urls": base_url,
+        "served_model": model,
+        "chat_api": chat,
+        "concurrency": concurrency,
+        "timeout": timeout,
+        "retries": retries,
+        "thinking": thinking,
+        "max_new_tokens": max_new_tokens,
+        "max_prompt_tokens": max_prompt_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "batch_size": batch_size,
+        "max_minutes": max_minutes,
+    }
+    if prompts:
+        given["prompts"] = [PromptSource(path=path, limit=limit, max_turns=max_turns) for path in prompts]
+    elif limit is not None or max_turns is not None:
+        raise ValueError("--limit and --max-turns belong to --prompts; a recipe has its own for each source.")
+    chosen = {name: value for name, value in given.items() if value is not None}
+    there = {**(base.data.model_dump() if base else {}), **chosen}
+    name = target or (base.target if base else None)
+    path = out or (responses_path(base) if base else None)
+    if name is None or path is None or not there.get("prompts"):
+        missing = "--target" if name is None else "--out" if path is None else "--prompts"
+        raise ValueError(f"{missing} is missing: give it, or a --recipe that has it.")
+    try:
+        data = DataSection.model_validate({**there, "responses": str(path)})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"--{str(first['loc'][0]).replace('_', '-')} {first['input']}: {first['msg']}.") from error
+    chosen_seed = seed if seed is not None else base.seed if base else 0
+    # A recipe's responses are compared with its precision when it trains.
+    dtype = getattr(torch, base.precision) if base else None
+    run(data, name, path, chosen_seed, device or (base.device if base else "cpu"), dtype, Console())
+
+
+def run(
+    data: DataSection, target: str, path: Path, seed: int, device: str, dtype: torch.dtype | None, console: Console
+) -> None:
+    """Complete the responses file and say what came out.
+
+    Raises:
+        ValueError: a prompt and its response may not fit the target's context, or see `make_responses`.
+        typer.Exit: every request failed; the status is 1.
+    """
+    loaded = None if data.base_urls else load(target, device, dtype)
+    chat = Chat.of(loaded) if loaded is not None else Chat.load(target)
+    longest = data.max_prompt_tokens + data.max_new_tokens
+    if longest > chat.max_context:
+        raise ValueError(
+            f"--max-prompt-tokens + --max-new-tokens is {longest} and {chat.name} reads {chat.max_context} tokens; "
+            "lower one of them."
+        )
+    started = time.monotonic()
+    with sole_writer(path), responding(console) as on_progress:
+        made = make_responses(data, chat, loaded, seed, path, on_progress)
+    report(made, path, time.monotonic() - started, console)
+    if made.failures and not made.replies:
+        raise typer.Exit(1)
+
+
+def report(made: Regeneration, path: Path, seconds: float, console: Console) -> None:
+    """Counts, speed, lengths, and what to look out for."""
+    counts = made.summary
+    lines = [
+        f"{counts.total} turns = {counts.done} done + {counts.skipped} skipped (prompt too long) "
+        f"+ {counts.failed} failed + {counts.waiting} waiting",
+        f"{counts.tokens} response tokens, {made.new_tokens / seconds:.0f} tokens/s in this run; "
+        f"{counts.finished / max(counts.done, 1):.1%} of the responses finished by themselves",
+    ]
+    lengths = sorted(len(r.response) for r in made.replies)
+    if len(lengths) > 1:
+        cuts = statistics.quantiles(lengths, n=20, method="inclusive")
+        marks = ", ".join(f"{percent}% {cuts[percent // 5 - 1]:.0f}" for percent in (5, 25, 50, 75, 95))
+        lines.append(f"response length at quantile {marks}; longest {lengths[-1]}")
+    if counts.inexact:
+        lines.append(
+            f"warning: {counts.inexact / counts.done:.1%} of the responses came as text and were split into tokens "
+            "again; where the target had chosen other tokens, the drafter learns what it would not say. Prefer a "
+            "server that returns token ids."
+        )
+    if counts.failed:
+        lines.append(f"the first failure: {made.failures[0].reason}")
+        lines.append(f"reasons of all: {beside(path, 'failed')}; the next run asks again")
+    for line in [*lines, str(path)]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+# ----------------------------------------------------------------------------
+# outrider inspect: rows of a responses file with the tokens that are trained on in colour, or what a checkpoint is.
+# ----------------------------------------------------------------------------
+
+
+def inspect_command(
+    path: Annotated[Path, typer.Argument(help="a responses file (*.jsonl), or a drafter directory in any dialect")],
+    target: Annotated[
+        str | None, typer.Option(help="whose tokenizer, or whom the drafter is for; the one the file names by default")
+    ] = None,
+    row: Annotated[int | None, typer.Option(min=0, help="only this row")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="rows from the beginning")] = 5,
+    tokens: Annotated[bool, typer.Option("--tokens", help="show token boundaries")] = False,
+    html: Annotated[Path | None, typer.Option(help="write a page here instead")] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="list a checkpoint's tensors")] = False,
+) -> None:
+    """Look at what is trained on (supervised tokens in colour, prompts dim), or say what a checkpoint is."""
+    transformers_logging.set_verbosity_error()
+    console = Console(highlight=False, soft_wrap=True)
+    if path.suffix == ".jsonl":
+        inspect_responses(path, target, row, limit, tokens, html, console)
+    elif path.exists():
+        inspect_checkpoint(path, target, tensors, console)
+    else:
+        raise ValueError(f"{path} does not exist: give a responses file, *.jsonl, or a drafter directory.")
+
+
+def inspect_checkpoint(path: Path, target: str | None, tensors: bool, console: Console) -> None:
+    """Say what a checkpoint is.
+
+    Raises:
+        ValueError: it is in no dialect we read (told after what can be said of it), or damaged.
+    """
+    depth = None if target is None else count_layers(target)
+    try:
+        facts = describe(path, depth)
+    except UnknownDialect as error:
+        print_facts(describe_unknown(path, error.raw), console)
+        raise
+    print_facts(facts, console)
+    if tensors:
+        rows = tensor_rows(path)
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        for name, shape, kind in rows:
+            console.print(f"{name:{widths[0]}}  {shape:{widths[1]}}  {kind}", markup=False)
+
+
+def print_facts(facts: Sequence[tuple[str, str]], console: Console) -> None:
+    """Labels in a column, values beside them."""
+    width = max(len(label) for label, _ in facts)
+    for label, value in facts:
+        console.print(f"{label:{width}}  {value}", markup=False)
+
+
+def inspect_responses(
+    path: Path, target: str | None, row: int | None, limit: int, tokens: bool, html: Path | None, console: Console
+) -> None:
+    """Rows of a responses file, on the terminal or as a page.
+
+    Raises:
+        ValueError: no such file or row, or its target's tokenizer cannot be found.
+    """
+    settings, replies = read_responses(path)
+    rows = rows_of(replies)
+    if row is not None and row >= len(rows):
+        raise ValueError(f"{path} has {len(rows)} rows, numbered from 0; there is no row {row}.")
+    chosen = range(min(limit, len(rows))) if row is None else [row]
+    named = target or settings.get("target")
+    if named is None:
+        raise ValueError(f"{path} does not name its target: give --target.")
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(str(named), weights=False))
+    summary = [(str(name), str(value)) for name, value in settings.items()] + figures(rows)
+    if html is not None:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(html_page(path.name, summary, [rows[i] for i in chosen], tokenizer), encoding="utf-8")
+        console.print(f"{len(chosen)} of {len(rows)} rows in {html}", markup=False)
+        return
+    for name, value in summary:
+        console.print(f"{name}: {value}", style="dim", markup=False)
+    for number in chosen:
+        console.print(f"\nrow {number}  {rows[number].caption}", style="bold", markup=False)
+        console.print(terminal_text(rows[number], tokenizer, tokens))
+
+
+def figures(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Counts over all rows."""
+    total = sum(len(row.sample.tokens) for row in rows)
+    supervised = sum(row.sample.num_supervised for row in rows)
+    finished = Counter(done for row in rows for done in row.finished)
+    return [
+        ("rows", f"{len(rows)} of {len({row.sample.id for row in rows})} conversations"),
+        ("tokens", f"{total}, {supervised} supervised ({supervised / max(total, 1):.0%})"),
+        ("responses", f"{finished.total()}, {finished[True]} finished by themselves"),
+        ("inexact", str(sum(not exact for row in rows for exact in row.exact))),
+    ]

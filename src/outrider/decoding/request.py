@@ -1,0 +1,270 @@
+"""Tokens to text as they come, and stop strings wherever they fall.
+
+A token may end inside a UTF-8 character, so text is released only when it no longer changes; a piece of text that may
+be the beginning of a stop string is held back until it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from outrider.decoding.round import RoundResult, TargetRows
+from outrider.drafters.base import DraftCall, Drafter, TreeDrafter, draft_slots
+from outrider.drafters.draft import Draft, Proposal
+from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeededSource, SeenTokens, warp
+from outrider.scheduling.view import StepView
+from outrider.target.model import DecodingTarget
+from outrider.utils.measure import Clock
+
+_REPLACEMENT = "\ufffd"
+
+
+class TextStream:
+    """Incremental detokenisation with stop strings.
+
+    Args:
+        tokenizer: the target's; None gives no text (token-only use).
+        stop_strings: text that ends the response; it is not part of the output.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop_strings: Sequence[str] = ()) -> None:
+        if any(not stop for stop in stop_strings):
+            raise ValueError("an empty stop string would stop before the first token; leave it out.")
+        if stop_strings and tokenizer is None:
+            raise ValueError("stop strings need a tokenizer; load the target with one.")
+        self.tokenizer = tokenizer
+        self.stop_strings = tuple(stop_strings)
+        self.text = ""  # everything final so far, cut at a stop string
+        self.stopped = False
+        self._tokens: list[int] = []
+        self._start = 0  # tokens before this one are final; decoding restarts here
+        self._final = 0  # characters of decode(tokens[_start:]) already in `text`
+        self._released = 0
+
+    def push(self, token: int) -> bool:
+        """Add one token; True when a stop string is complete."""
+        if self.tokenizer is None:
+            return False
+        self._tokens.append(token)
+        window = self._window(self.tokenizer)
+        if window.endswith(_REPLACEMENT):
+            return False
+        self.text += window[self._final :]
+        # The last token stays in the window: some tokenizers write a space between two tokens, not after one.
+        self._start = len(self._tokens) - 1
+        self._final = len(self._window(self.tokenizer))
+        return self._cut()
+
+    def cut(self, tokens: Sequence[int], stop_ids: frozenset[int]) -> tuple[list[int], bool]:
+        """Push tokens up to and including the first that stops the response; says whether one did."""
+        for position, token in enumerate(tokens):
+            if self.push(token) or token in stop_ids:
+                return list(tokens[: position + 1]), True
+        return list(tokens), False
+
+    def _window(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        return str(tokenizer.decode(self._tokens[self._start :], skip_special_tokens=True))
+
+    def _cut(self) -> bool:
+        places = [at for stop in self.stop_strings if (at := self.text.find(stop)) >= 0]
+        if places:
+            self.text = self.text[: min(places)]
+            self.stopped = True
+        return self.stopped
+
+    def release(self, final: bool = False) -> str:
+        """Text not released before; keeps back what may become a stop string, unless `final`."""
+        if final and self.tokenizer is not None and not self.stopped:
+            window = self._window(self.tokenizer)
+            self.text += window[self._final :]
+            self._final = len(window)
+            self._cut()  # a stop string may have been waiting for an unfinished character behind it
+        end = len(self.text)
+        if not final:
+            end -= max((_overlap(self.text, stop) for stop in self.stop_strings), default=0)
+        piece = self.text[self._released : end]
+        self._released = max(self._released, end)
+        return piece
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+# ----------------------------------------------------------------------------
+# One request on real models: the state between rounds, and what a round does to it.
+#
+#     committed x_0 .. x_{n-1};  target cache and draft cache hold x_0 .. x_{n-2};  anchor = x_{n-1}
+#     draft()   one block after the anchor
+#     score()   target forward on [anchor, d_1..d_l] or [anchor, nodes of a tree], rows warped when read
+#     commit()  keep the accepted path's n - 1 + accepted + 1 slots and give the drafter the taps of what stayed
+#
+# Plain decoding is the same lane without a drafter: every proposal is empty, every token is a bonus token.
+# See docs/architecture.md, The decode round. Shapes: B = 1, T tokens, L taps, V vocab.
+# ----------------------------------------------------------------------------
+
+
+_PREFILL_CHUNK = 512  # tokens; bounds the attention mask of a long prompt
+
+
+def target_rows(
+    logits_KV: Tensor,
+    part: Draft,
+    params: SamplingParams,
+    seen: SeenTokens,
+    noise: PositionNoise | None,
+    position: int,
+    likeliest: Sequence[int] | None = None,
+) -> TargetRows:
+    """One request's rows after its anchor and `part`.
+
+    Args:
+        logits_KV: of rows 0 .. len(part.tokens).
+        position: of the token after the anchor.
+        likeliest: argmax of every row, where it is known already.
+    """
+
+    def row(k: int) -> Tensor:
+        return warp(logits_KV[k].float(), params, seen.with_tokens(part.tokens_before(k)))
+
+    if noise is not None:
+        return TargetRows(row, lambda k: noise.pick(row(k), position + len(part.tokens_before(k))))
+    if params.temperature == 0.0 and likeliest is not None and params.repetition_penalty == 1.0:
+        return TargetRows(row, likeliest.__getitem__)
+    return TargetRows(row)
+
+
+class ModelLane:
+    """A `Batch` (decoding/round.py) of one request over a target and, unless decoding is plain, a drafter.
+
+    Args:
+        prompt: prompt tokens, at least one.
+        capacity: most committed tokens, prompt included.
+
+    Raises:
+        ValueError: a tree drafter for a target whose rows cannot branch.
+    """
+
+    def __init__(
+        self,
+        target: DecodingTarget,
+        drafter: Drafter | None,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        capacity: int,
+    ) -> None:
+        self.target, self.drafter, self.params = target, drafter, params
+        if isinstance(drafter, TreeDrafter):
+            target.check_trees()
+        self.taps = () if drafter is None else drafter.taps
+        self.cache = target.new_cache(capacity + draft_slots(drafter) + 1)
+        self.session = None if drafter is None else drafter.new_session(capacity)
+        self.source: RandomSource = SeededSource(params.seed)
+        self.noise = PositionNoise(params.seed, target.vocab_size) if params.coupled else None
+        self.seen = SeenTokens(target.vocab_size, params.repetition_penalty, prompt, target.device)
+        self.committed, self.remaining = len(prompt), capacity - len(prompt)
+        self.draft_clock, self.verify_clock = Clock(target.device), Clock(target.device)
+        self._scored: tuple[list[int], Tensor | None] = [], None
+        self.anchor = prompt[-1]
+        self._prefill(prompt[:-1])
+
+    def _prefill(self, tokens: Sequence[int]) -> None:
+        for start in range(0, len(tokens), _PREFILL_CHUNK):
+            chunk = torch.tensor([tokens[start : start + _PREFILL_CHUNK]], device=self.target.device)
+            output = self.target.forward(chunk, self.cache, self.taps, logits=0)
+            self._extend(tokens[start : start + _PREFILL_CHUNK], None if not self.taps else output.taps_BTLD)
+
+    def _extend(self, tokens: Sequence[int], taps_BTLD: Tensor | None) -> None:
+        if self.drafter is not None:
+            self.drafter.extend([self.session], [tokens], None if taps_BTLD is None else taps_BTLD[0])
+
+    @property
+    def sources(self) -> Sequence[RandomSource]:
+        return [self.source]
+
+    def draft(self, floor: float) -> Sequence[Draft]:
+        """A block or tree after the anchor, never longer than what may be committed besides the target's own token."""
+        limit = self.remaining - 1
+        if self.drafter is None or limit < 1:
+            return [Proposal.empty()]
+        call = DraftCall(
+            self.session, self.anchor, self.params, self.seen, self.source, limit, self.noise, self.committed
+        )
+        with self.draft_clock:
+            return self.drafter.propose([call], floor)
+
+    def view(self, proposals: Sequence[Draft]) -> StepView:
+        drafted = [len(proposal.tokens) for proposal in proposals]
+        return StepView.of([proposal.confidences for proposal in proposals], drafted, [self.committed])
+
+    def score(self, parts: Sequence[Draft]) -> list[TargetRows]:
+        """One forward on [anchor, *part.tokens]."""
+        (part,) = parts
+        tokens = [self.anchor, *part.tokens]
+        with self.verify_clock:
+            block = torch.tensor([tokens], device=self.target.device)
+            output = self.target.forward(block, self.cache, self.taps, logits=None, parents=part.row_parents)
+        assert output.logits_BTV is not None
+        self._scored = tokens, output.taps_BTLD
+        return [target_rows(output.logits_BTV[0], part, self.params, self.seen, self.noise, self.committed)]
+
+    def commit(self, result: RoundResult) -> None:
+        """Keep the accepted drafts and make the target's own token the next anchor."""
+        kept = [0, *(node + 1 for node in result.verdict.path)]  # rows of the old anchor and the accepted drafts
+        with self.verify_clock:
+            self.cache.keep_path(self.cache.length - (result.admitted + 1), kept)
+        tokens, taps_BTLD = self._scored
+        with self.draft_clock:
+            self._extend([tokens[row] for row in kept], None if taps_BTLD is None else taps_BTLD[:, kept])
+        for token in result.tokens:
+            self.seen.add(token)
+        self.anchor = result.verdict.next_token
+        self.committed += len(result.tokens)
+        self.remaining -= len(result.tokens)
+
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class StopRules:
+    """When a response ends. `stop_ids` None: the target's own stop tokens; () to ignore them."""
+
+    max_new_tokens: int = 256
+    stop_ids: Sequence[int] | None = None
+    stop_strings: Sequence[str] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1.")
+
+    def ids(self, target: DecodingTarget) -> frozenset[int]:
+        """The stop tokens."""
+        return target.eos_ids if self.stop_ids is None else frozenset(self.stop_ids)
+
+
+def check_prompt(target: DecodingTarget, prompt: Sequence[int]) -> None:
+    """A prompt must leave room for a response.
+
+    Raises:
+        ValueError: it is empty, does not fit the target's context, or has tokens the target does not know.
+    """
+    if bad := [token for token in prompt if not 0 <= token < target.vocab_size]:
+        raise ValueError(
+            f"prompt token {bad[0]} is outside {target.name}'s vocabulary of {target.vocab_size}: tokenise the "
+            "prompt for this model."
+        )
+    if not prompt:
+        raise ValueError("the prompt is empty: give at least one token.")
+    if len(prompt) >= target.max_context:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens and {target.name} reads {target.max_context}, the response included: "
+            "shorten the prompt."
+        )

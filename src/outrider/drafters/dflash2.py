@@ -1,0 +1,322 @@
+"""Grouped dynamic causal convolution: a block row mixes with the rows right before it.
+
+    conv(x)_i = sum_{o < O} (b_o + d_io[group]) * x_{i-o}      x_{i-o} = 0 before the first row, which is the anchor's
+    d         = W x      one projection of the sublayer's input gives the dynamic parts of both sides
+    y         = x + conv_1(sublayer(conv_0(norm x)))      b: a weight per channel, d: one per group of channels
+
+Rows of a block see each other in both directions in attention, and yet guess apart from each other; the convolution is
+a cheap path from a draft position to the next. Context features do not pass it. At the start it is the identity:
+b_0 = 1, all else 0.
+
+Source: z-lab's DFlash 2 (package `dflash` 0.1.0), whose parameter names these are; the identity start is that of
+public trainers (speculators, TorchSpec).
+Shapes: N blocks, K rows a block, H hidden, G groups, O kernel size, 2 sides: before and behind the sublayer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from outrider.drafters.base import BlockInputs, DraftCall, DraftRows, Method, longest_draft
+from outrider.drafters.chain import BlockRows, sample_rows
+from outrider.drafters.dflash import (
+    BlockSection,
+    DFlash,
+    DFlashConfig,
+    DraftLayer,
+    PackedDrafter,
+    PackedLayer,
+    backbone_fields,
+    check_layout,
+    initialize_block,
+)
+from outrider.drafters.draft import Proposal
+from outrider.target.model import Target
+
+
+def convolve(x_NKH: Tensor, base_OH: Tensor, dynamic_NKOG: Tensor) -> Tensor:
+    """One side, [N, K, H]; a block has at least O rows."""
+    size, groups = dynamic_NKOG.shape[-2:]
+    x = x_NKH.unflatten(-1, (groups, -1))
+    kernel = base_OH.unflatten(-1, (groups, -1)) + dynamic_NKOG[..., None]
+    y = kernel[:, :, 0] * x
+    for o in range(1, size):
+        y = y + F.pad(kernel[:, o:, o] * x[:, :-o], (0, 0, 0, 0, o, 0))
+    return y.flatten(-2)
+
+
+class GroupedDynamicConv(nn.Module):
+    """Both sides of one sublayer."""
+
+    def __init__(self, hidden_size: int, kernel_size: int, group_size: int) -> None:
+        super().__init__()
+        self.shape = (2, kernel_size, hidden_size // group_size)
+        self.base_kernel = nn.Parameter(torch.zeros(2, kernel_size, hidden_size))
+        self.kernel_projection = nn.Linear(hidden_size, 2 * kernel_size * self.shape[-1], bias=False)
+        nn.init.ones_(self.base_kernel[:, 0])
+        nn.init.zeros_(self.kernel_projection.weight)
+
+    def before(self, x_NKH: Tensor) -> tuple[Tensor, Tensor]:
+        """What the sublayer reads, and the dynamic kernel that `behind` takes."""
+        dynamic = self.kernel_projection(x_NKH).unflatten(-1, self.shape)
+        return convolve(x_NKH, self.base_kernel[0], dynamic[:, :, 0]), dynamic[:, :, 1]
+
+    def behind(self, y_NKH: Tensor, dynamic_NKOG: Tensor) -> Tensor:
+        """What is added to the residual stream."""
+        return convolve(y_NKH, self.base_kernel[1], dynamic_NKOG)
+
+
+# ----------------------------------------------------------------------------
+# The candidate selector: a walk through the likeliest tokens of every position.
+#
+#     C_k = the c likeliest tokens of U_k = W_head h_k                 every position on its own, from one parallel pass
+#     s_k(v) = U_k(v) + <A[x_{k-1}] * P h_k, B[v]>   for v in C_k      x_0: the anchor
+#     p_k = warp(softmax(s_k)), zero outside C_k
+#
+# Each p_k is an exact distribution over the vocabulary, so verification stays lossless. A * P h is the latent of a
+# sequential head (drafters/medusa.py) whose output matrix B is asked for c rows only.
+#
+# Source: z-lab's DFlash 2 (package `dflash` 0.1.0), whose parameter names these are. The successors start at zero:
+# training begins with the parallel drafter, uncorrected.
+# Shapes: X any, R requests, A those that draw, K positions, V vocab, Vd draft vocab, C candidates, H hidden, r rank.
+# ----------------------------------------------------------------------------
+
+
+def candidate_scores(unary_XC: Tensor, codes_XCr: Tensor, latent_Xr: Tensor) -> Tensor:
+    """s [X, C] from the candidates' logits U, their rows of B, and A[x_{k-1}] * P h_k."""
+    return unary_XC + torch.einsum("...cr,...r->...c", codes_XCr, latent_Xr)
+
+
+class CandidateSelector(nn.Module):
+    """A, B and P."""
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(draft_vocab_size, rank))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+        nn.init.normal_(self.predecessor_codebook, std=0.02)
+
+    def latent(self, previous_X: Tensor, hidden_XH: Tensor) -> Tensor:
+        """A[x_{k-1}] * P h_k, [X, r]."""
+        return self.predecessor_codebook[previous_X] * self.hidden_projection(hidden_XH)
+
+
+class CandidateRows(BlockRows):
+    """What `sample_rows` walks through: c logits a position, of tokens that differ from row to row."""
+
+    def __init__(
+        self,
+        base_logits: Callable[[Tensor], Tensor],
+        hidden_RKH: Tensor,
+        selector: CandidateSelector,
+        count: int,
+        draft_ids_Vd: Tensor | None,
+    ) -> None:
+        super().__init__(lambda hidden_NH: self._candidates(base_logits(hidden_NH)), hidden_RKH)
+        self.selector, self.count, self.draft_ids_Vd = selector, count, draft_ids_Vd
+
+    def _candidates(self, logits_NVd: Tensor) -> Tensor:
+        """The candidates' logits; their indices are kept."""
+        unary_NC, self.indices_NC = logits_NVd.topk(self.count, dim=-1)
+        return unary_NC
+
+    def _indices(self, k: int, active: list[int]) -> Tensor:
+        indices_NKC = self.indices_NC.view(len(self.rows_of), -1, self.count)
+        return indices_NKC[[self.rows_of[r] for r in active], k]
+
+    def hidden(self, k: int, previous: list[int]) -> Tensor:
+        self.previous_R = torch.tensor(previous, device=self.hidden_RKH.device)
+        return super().hidden(k, previous)
+
+    def logits(self, k: int, active: list[int]) -> Tensor:
+        unary_AC = super().logits(k, active)
+        codes_ACr = self.selector.successor_codebook[self._indices(k, active)]
+        latent_Ar = self.selector.latent(self.previous_R[active], self.hidden_RKH[active, k])
+        return candidate_scores(unary_AC, codes_ACr, latent_Ar)
+
+    def ids(self, k: int, active: list[int]) -> Tensor | None:
+        indices_AC = self._indices(k, active)
+        return indices_AC if self.draft_ids_Vd is None else self.draft_ids_Vd[indices_AC]
+
+
+# ----------------------------------------------------------------------------
+# DFlash 2: DFlash with a convolution over each block and a selector among candidates.
+#
+#     layer      x += conv(attention(conv(norm x)));  x += conv(mlp(conv(norm x)))        drafters/dflash2.py
+#     drafting   top-c tokens of every position, then one walk through them               drafters/dflash2.py
+#
+# Attention, context features and the layout (anchor + masks) are DFlash's.
+#
+# Training. The parallel logits U get DFlash's own objective, which is what brings the true token among the candidates;
+# the selector's distribution gets the same objective over the candidates it will have when served, given the true
+# previous token. Where the true token is not among them it has no cross-entropy there, as a token outside a reduced
+# draft vocabulary has none, and the distance counts the target's mass outside. (speculators and TorchSpec put the true
+# token in by force; what such a set accepts is not what is served.)
+#
+# Source: z-lab's DFlash 2 (package `dflash` 0.1.0).
+# Shapes: N blocks, K rows a block, S context slots, H draft hidden.
+# ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DFlash2Config(DFlashConfig):
+    """DFlash's fields and those of the convolution and the selector; the defaults are those of z-lab's releases."""
+
+    block_size: int = 8
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.conv_kernel_size <= self.block_size:
+            raise ValueError(
+                f"conv_kernel_size {self.conv_kernel_size} must be between 1 and block_size {self.block_size}: nothing "
+                "precedes a block."
+            )
+        if self.conv_group_size < 1 or self.hidden_size % self.conv_group_size:
+            raise ValueError(f"conv_group_size {self.conv_group_size} must divide hidden_size {self.hidden_size}.")
+        if self.selector_rank < 1:
+            raise ValueError(f"selector_rank {self.selector_rank} must be at least 1.")
+        if not 1 <= self.selector_top_k <= self.draft_vocab_size:
+            raise ValueError(
+                f"selector_top_k {self.selector_top_k} must be between 1 and draft_vocab_size {self.draft_vocab_size}."
+            )
+
+
+class ConvolvedLayer(DraftLayer):
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__(config, index)
+        sizes = config.hidden_size, config.conv_kernel_size, config.conv_group_size
+        self.attention_conv = GroupedDynamicConv(*sizes)
+        self.mlp_conv = GroupedDynamicConv(*sizes)
+
+    def forward(self, x_NKH: Tensor, context_SH: Tensor, *where: Any) -> Tensor:
+        x_NKH = x_NKH + convolved(
+            self.attention_conv, self.input_layernorm(x_NKH), lambda y: self.self_attn(y, context_SH, *where)
+        )
+        return x_NKH + convolved(self.mlp_conv, self.post_attention_layernorm(x_NKH), self.mlp)
+
+
+def convolved(conv: GroupedDynamicConv, x_NKH: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+    """conv_1(sublayer(conv_0(x)))."""
+    y_NKH, dynamic_NKOG = conv.before(x_NKH)
+    return conv.behind(sublayer(y_NKH), dynamic_NKOG)
+
+
+class DFlash2(DFlash):
+    """The convolved backbone with its selector."""
+
+    algorithm: ClassVar[str] = "dflash2"
+    layer: ClassVar[type[DraftLayer]] = ConvolvedLayer
+    config: DFlash2Config
+
+    def __init__(self, config: DFlash2Config) -> None:
+        super().__init__(config)
+        self.candidate_selector = CandidateSelector(
+            config.vocab_size, config.draft_vocab_size, config.hidden_size, config.selector_rank
+        )
+
+    def rows(self, inputs: BlockInputs) -> DraftRows:
+        rows, selector = super().rows(inputs), self.candidate_selector
+        return replace(
+            rows,
+            latent_NKr=selector.latent(inputs.previous_NK, rows.hidden_NKH),
+            w2_Vr=selector.successor_codebook,
+            candidates=self.config.selector_top_k,
+        )
+
+
+# ----------------------------------------------------------------------------
+# DFlash 2 ready to serve: the packed block drafter with convolved layers, and a walk through candidates.
+#
+#     block_hidden   as in drafters/dflash.py; each sublayer between the two sides of its convolution
+#     propose        one head product for the block, its c likeliest tokens a position, then gamma small steps
+#
+# Shapes: N = R * K rows, R requests, K block rows, H draft hidden.
+# ----------------------------------------------------------------------------
+
+
+class PackedConvolvedLayer(PackedLayer):
+    def __init__(self, layer: DraftLayer, config: DFlashConfig) -> None:
+        super().__init__(layer, config)
+        assert isinstance(layer, ConvolvedLayer)
+        self.attention_conv, self.mlp_conv = layer.attention_conv, layer.mlp_conv
+        self.rows = config.block_size
+
+    def __call__(self, x_NH: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        x_NH = x_NH + self._convolved(
+            self.attention_conv, self.normed(x_NH, self.input_norm), lambda y_NH: self.o(attend(self.qkv(y_NH)))
+        )
+        return x_NH + self._convolved(self.mlp_conv, self.normed(x_NH, self.post_norm), self.mlp)
+
+    def _convolved(self, conv: GroupedDynamicConv, x_NH: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        blocks_RKH = x_NH.unflatten(0, (-1, self.rows))
+        return convolved(conv, blocks_RKH, lambda y: sublayer(y.flatten(0, 1)).view_as(blocks_RKH)).flatten(0, 1)
+
+
+class DFlash2Drafter(PackedDrafter):
+    """Serves one DFlash 2 drafter for one target."""
+
+    layer: ClassVar[type[PackedLayer]] = PackedConvolvedLayer
+    config: DFlash2Config
+    drafter: DFlash2
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+        """Draft for every call, gamma tokens each at most, while c_k is at least `floor`."""
+        hidden_RKH = self.block_hidden([call.session for call in calls], [call.anchor for call in calls])
+        longest = longest_draft(calls, self.gamma)
+        rows = CandidateRows(
+            self.head,
+            hidden_RKH[:, :longest],
+            self.drafter.candidate_selector,
+            self.config.selector_top_k,
+            self.heads.draft_ids_Vd,
+        )
+        return sample_rows(rows, longest, calls, self.heads, floor)
+
+
+# ----------------------------------------------------------------------------
+# DFlash 2 as a method: what a recipe says of it, its config, and where its weights begin: where DFlash's do.
+# ----------------------------------------------------------------------------
+
+
+class DFlash2Section(BlockSection):
+    """What recipes may set beside a block drafter's own fields."""
+
+    algorithm: Literal["dflash2"] = "dflash2"
+    block_size: int = Field(8, ge=2)
+    conv_kernel_size: int = Field(2, ge=1)
+    conv_group_size: int = Field(16, ge=1)
+    selector_rank: int = Field(64, ge=1)
+    selector_top_k: int = Field(16, ge=1)
+
+
+OWN_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+
+def configure(section: DFlash2Section, target: Target) -> DFlash2Config:
+    """The target's layer shapes, the recipe's choices."""
+    config = DFlash2Config(**backbone_fields(section, target), **{name: getattr(section, name) for name in OWN_FIELDS})
+    check_layout(config)
+    return config
+
+
+DFLASH2 = Method(
+    "dflash2",
+    DFlash2Section,
+    configure,
+    DFlash2Config,
+    DFlash2,
+    DFlash2Drafter,
+    initialize_block,
+)

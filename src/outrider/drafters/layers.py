@@ -1,0 +1,401 @@
+"""Keys and values of one draft layer for one request, written in place and read up to an end.
+
+    slots   0 .. committed-1 | rows of the draft in hand | free
+
+A draft's own rows are written behind what is committed and overwritten by the next draft: forgetting costs nothing.
+The query heads of one key head are folded into rows, so keys are never repeated.
+
+Shapes: T rows, S slots read, Q heads, G kv heads, E head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outrider.target.lean import rotate, signed_sin
+from outrider.target.model import Target
+from outrider.utils.distributed import whole
+
+
+class HeadShapes(Protocol):
+    """What a config says of attention."""
+
+    @property
+    def num_attention_heads(self) -> int: ...
+
+    @property
+    def num_key_value_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+
+def check_heads(config: HeadShapes) -> None:
+    """Query heads divide evenly among key heads.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if config.num_key_value_heads < 1 or config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "
+            f"{config.num_key_value_heads}."
+        )
+
+
+class DraftKV:
+    """Room for `slots` rows, in the type and on the device of `like`."""
+
+    def __init__(self, config: HeadShapes, slots: int, like: Tensor) -> None:
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        shape = (config.num_key_value_heads, slots, config.head_dim)
+        self.keys_GSE, self.values_GSE = like.new_empty(shape), like.new_empty(shape)
+
+    def write(self, start: int, k_TGE: Tensor, v_TGE: Tensor) -> None:
+        """Put the rows at `start`."""
+        self.keys_GSE[:, start : start + len(k_TGE)] = k_TGE.transpose(0, 1)
+        self.values_GSE[:, start : start + len(v_TGE)] = v_TGE.transpose(0, 1)
+
+    def attend(self, q_TQE: Tensor, end: int, visible_TS: Tensor | None) -> Tensor:
+        """Over the slots before `end`, or those of them that are visible: [T, Q * E]."""
+        T, heads, E = q_TQE.shape
+        mask = None if visible_TS is None else visible_TS.repeat(self.groups, 1)
+        q_GRE = q_TQE.transpose(0, 1).reshape(1, heads // self.groups, -1, E)  # rows: query group x T
+        keys, values = self.keys_GSE[None, :, :end], self.values_GSE[None, :, :end]
+        out = F.scaled_dot_product_attention(q_GRE, keys, values, attn_mask=mask)
+        return out.view(heads, T, E).transpose(0, 1).reshape(T, heads * E)
+
+
+# ----------------------------------------------------------------------------
+# The sparse block mask of training, two ways.
+#
+#     queries   block n, row k, at position a_n + k
+#     keys      context slots j of the same sequence with j < a_n   (strictly before the anchor, by position)
+#               the K rows of block n itself, in both directions unless the layer is causal
+#               nothing of any other block
+#
+# `split_attention` (CPU) never builds the [N K, S + N K] square: context scores and own-block scores are computed apart
+# and share one softmax. `flex_block_attention` (CUDA) states the same mask to FlexAttention; a test compares them.
+#
+# Shapes: N blocks, K rows a block, S context slots, G kv heads, Q queries per kv head, E head dim.
+# Source: DFlash, arXiv 2602.06036, section on training; visibility by position, see docs/architecture.md.
+# ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Where the blocks of a training step stand.
+
+    `lengths` [sequences] are context slots per sequence (concatenated along S); `anchors_N` are positions inside the
+    sequence; `sequence_N` says which one, ascending.
+    """
+
+    lengths: list[int]
+    anchors_N: Tensor
+    sequence_N: Tensor
+
+    def positions_S(self) -> Tensor:
+        """Absolute position of every context slot."""
+        return torch.cat([torch.arange(length, device=self.anchors_N.device) for length in self.lengths])
+
+    def block_positions_NK(self, rows: int) -> Tensor:
+        """Absolute position of every block row: the anchor's own, then the following ones."""
+        return self.anchors_N[:, None] + torch.arange(rows, device=self.anchors_N.device)
+
+    def before_anchors(self, x_SH: Tensor) -> Tensor:
+        """[N, H] rows of the slots right before the anchors; zeros where nothing precedes an anchor."""
+        lengths = torch.tensor(self.lengths, device=x_SH.device)
+        starts_N = (lengths.cumsum(0) - lengths)[self.sequence_N]
+        slots_N = torch.where(self.anchors_N > 0, starts_N + self.anchors_N - 1, len(x_SH))
+        return F.pad(x_SH, (0, 0, 0, 1))[slots_N]  # the row behind the last: nothing
+
+
+class Sight(NamedTuple):
+    """What the rows of a block see in one draft layer.
+
+    Attributes:
+        window: of the context, the last so many positions, the row's own included; None: all of it.
+        causal: of their own block, the rows up to their own; otherwise all of them.
+    """
+
+    window: int | None = None
+    causal: bool = False
+
+
+EVERYTHING = Sight()
+
+
+def serving_mask(sight: Sight, length: int, rows: int, device: torch.device | None = None) -> Tensor | None:
+    """What the rows of one block see of `length` context slots and themselves, bool [K, S]; None: everything."""
+    if sight == EVERYTHING:
+        return None
+    slots = torch.arange(length + rows, device=device)
+    distance_KS = slots[length:, None] - slots
+    visible_KS = distance_KS >= 0 if sight.causal else torch.ones_like(distance_KS, dtype=torch.bool)
+    if sight.window is not None:
+        visible_KS &= (distance_KS < sight.window) | (slots >= length)
+    return visible_KS
+
+
+def visible_context(anchors_N: Tensor, slots: int, rows: int, window: int | None) -> Tensor:
+    """Bool [N, K, S]: which context slots of its own sequence a block row sees."""
+    slots_S = torch.arange(slots, device=anchors_N.device)
+    visible = (slots_S < anchors_N[:, None])[:, None].expand(-1, rows, -1)
+    if window is not None:
+        positions_NK = anchors_N[:, None] + torch.arange(rows, device=anchors_N.device)
+        visible = visible & (positions_NK[..., None] - slots_S < window)
+    return visible
+
+
+def split_attention(
+    q_NKHE: Tensor,
+    context_k_SGE: Tensor,
+    context_v_SGE: Tensor,
+    block_k_NKGE: Tensor,
+    block_v_NKGE: Tensor,
+    layout: BlockLayout,
+    sight: Sight = EVERYTHING,
+) -> Tensor:
+    """Attention under the block mask, [N, K, H, E]; one pass per sequence, no masked-out block pairs computed.
+
+    A block may have another number of own keys than of queries, all visible: a chain's next row has those before it.
+    """
+    K, H, E = q_NKHE.shape[1:]
+    J, G = block_k_NKGE.shape[1:3]
+    per_sequence = torch.bincount(layout.sequence_N, minlength=len(layout.lengths)).tolist()
+    out, n0, s0 = [], 0, 0
+    for count, length in zip(per_sequence, layout.lengths, strict=True):
+        blocks, slots = slice(n0, n0 + count), slice(s0, s0 + length)
+        n0, s0 = n0 + count, s0 + length
+        if not count:
+            continue
+        q = q_NKHE[blocks].view(count, K, G, H // G, E) * E**-0.5
+        q_ctx = q.permute(2, 3, 0, 1, 4).reshape(G, H // G * count * K, E)
+        ctx = (q_ctx @ context_k_SGE[slots].permute(1, 2, 0)).view(G, H // G, count, K, length)
+        visible = visible_context(layout.anchors_N[blocks], length, K, sight.window)
+        ctx = ctx.masked_fill(~visible, -torch.inf)
+        q_own = q.permute(2, 0, 3, 1, 4).reshape(G, count, -1, E)  # [G, N, Q K, E]
+        own = q_own @ block_k_NKGE[blocks].permute(2, 0, 3, 1)  # [G, N, Q K, J]
+        own = own.view(G, count, H // G, K, J).transpose(1, 2)
+        if sight.causal:
+            own = own.masked_fill(own.new_ones(K, J, dtype=torch.bool).triu(1), -torch.inf)
+        weights = torch.cat((ctx, own), dim=-1).softmax(-1)
+        w_ctx, w_own = weights.split((length, J), dim=-1)
+        y = (w_ctx.reshape(G, H // G * count * K, length) @ context_v_SGE[slots].transpose(0, 1)).view(
+            G, H // G, count, K, E
+        )
+        y_own = w_own.transpose(1, 2).reshape(G, count, -1, J) @ block_v_NKGE[blocks].permute(2, 0, 1, 3)
+        y = y + y_own.view(G, count, H // G, K, E).transpose(1, 2)
+        out.append(y.permute(2, 3, 0, 1, 4).reshape(count, K, H, E))
+    return torch.cat(out)
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def flex_block_attention(
+    q_NKHE: Tensor,
+    context_k_SGE: Tensor,
+    context_v_SGE: Tensor,
+    block_k_NKGE: Tensor,
+    block_v_NKGE: Tensor,
+    layout: BlockLayout,
+    sight: Sight = EVERYTHING,
+) -> Tensor:
+    """The same attention through FlexAttention: one kernel for all sequences (compiled on CUDA, eager elsewhere)."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    N, K, H, E = q_NKHE.shape
+    S, G = context_k_SGE.shape[:2]
+    device = q_NKHE.device
+    slot_sequence = torch.repeat_interleave(
+        torch.arange(len(layout.lengths), device=device), torch.tensor(layout.lengths, device=device)
+    )
+    slot_position, anchors, sequence = layout.positions_S(), layout.anchors_N, layout.sequence_N
+    window, causal = sight
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        block, slot = q // K, kv.clamp(max=S - 1)
+        context = (kv < S) & (slot_sequence[slot] == sequence[block]) & (slot_position[slot] < anchors[block])
+        if window is not None:
+            context = context & (anchors[block] + q % K - slot_position[slot] < window)
+        own = (kv >= S) & ((kv - S) // K == block)
+        if causal:
+            own = own & ((kv - S) % K <= q % K)
+        return context | own
+
+    keys = torch.cat((context_k_SGE, block_k_NKGE.reshape(N * K, G, E))).transpose(0, 1)[None]
+    values = torch.cat((context_v_SGE, block_v_NKGE.reshape(N * K, G, E))).transpose(0, 1)[None]
+    queries = q_NKHE.reshape(N * K, H, E).transpose(0, 1)[None]
+    block_mask = create_block_mask(mask, None, None, N * K, S + N * K, device=device)
+    kernel: Any = _compiled_flex() if device.type == "cuda" else flex_attention
+    out = kernel(queries, keys, values, block_mask=block_mask, enable_gqa=H != G)
+    return out[0].transpose(0, 1).reshape(N, K, H, E)
+
+
+# ----------------------------------------------------------------------------
+# The projections of grouped-query attention, for layers whose rows see what their caller decides.
+#
+#     q = R norm(W_q u)    k = R norm(W_k u)    v = W_v u    out = W_o attended       R: rotation by position
+#
+# EAGLE-3's layer reads pairs, 2 H wide, all others read H. `norm` is there, head by head, where `qk_norm` says so.
+# Parameter names are those of checkpoints.
+#
+# Shapes: X rows, U inputs, H hidden, Q heads, G kv heads, E head dim.
+# ----------------------------------------------------------------------------
+
+
+Rope = tuple[Tensor, Tensor]  # cos and signed sin, broadcast over heads
+
+
+class Projections(nn.Module):
+    """In the shapes of `config`: hidden_size, head counts, head_dim and rms_norm_eps."""
+
+    def __init__(self, config: Any, inputs: int, qk_norm: bool, bias: bool = False) -> None:
+        super().__init__()
+        E = config.head_dim
+        self.head_dim = E
+        self.q_proj = nn.Linear(inputs, config.num_attention_heads * E, bias=bias)
+        self.k_proj = nn.Linear(inputs, config.num_key_value_heads * E, bias=bias)
+        self.v_proj = nn.Linear(inputs, config.num_key_value_heads * E, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * E, config.hidden_size, bias=bias)
+        if qk_norm:
+            self.q_norm = nn.RMSNorm(E, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(E, eps=config.rms_norm_eps)
+        self.qk_norm = qk_norm
+
+    def queries(self, u_XU: Tensor, rope: Rope) -> Tensor:
+        """[X, Q, E]"""
+        return self._rotated(self.q_norm if self.qk_norm else None, self.q_proj(u_XU), rope)
+
+    def keys_values(self, u_XU: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """[X, G, E] each."""
+        keys = self._rotated(self.k_norm if self.qk_norm else None, self.k_proj(u_XU), rope)
+        return keys, self.v_proj(u_XU).unflatten(-1, (-1, self.head_dim))
+
+    def _rotated(self, norm: nn.RMSNorm | None, x: Tensor, rope: Rope) -> Tensor:
+        """Result in x's type: under autocast queries, keys and values must agree.
+
+        The norm is in its own type, which is float32 but in layers sharded in bfloat16; the rotation is in float32.
+        """
+        heads = x.unflatten(-1, (-1, self.head_dim))
+        heads = heads.float() if norm is None else norm(heads.to(norm.weight.dtype))
+        return rotate(heads, *rope).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """The MLP of every draft layer; `config` has hidden_size and intermediate_size."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rope_table(positions: Tensor, head_dim: int, theta: float) -> Rope:
+    """cos and signed sin for absolute positions: [..., 1, head_dim], the 1 standing for heads."""
+    inverse = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    angles = positions[..., None].float() * inverse
+    angles = torch.cat((angles, angles), dim=-1)[..., None, :]
+    return angles.cos(), signed_sin(angles.sin())
+
+
+# ----------------------------------------------------------------------------
+# Draft layers in the target's shapes and, where the target is Llama-shaped, with its weights to begin with.
+#
+# draft layer i   <-  target layer (num_layers - n + i): projections, MLP, norms
+# q_norm, k_norm  <-  copied where the target has them, else the mean RMS of the target's own queries and keys, so
+#                     that attention logits start at the target's size
+# ----------------------------------------------------------------------------
+
+
+def layer_shapes(target: Target) -> dict[str, Any]:
+    """The fields of a drafter's config that follow from the target alone, in config.json's words.
+
+    Where layers differ, the first one with attention counts (Gemma 4: a sliding one, with the smaller heads).
+    """
+    theirs = target.config
+    rope = getattr(theirs, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # Gemma 3 has one set per kind of layer
+    attention = next(layer.self_attn for layer in target.decoder.layers if hasattr(layer, "self_attn"))
+    active = getattr(theirs, "intermediate_size", None) or theirs.moe_intermediate_size * theirs.num_experts_per_tok
+    return {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": active,
+        "num_attention_heads": theirs.num_attention_heads,
+        "num_key_value_heads": theirs.num_attention_heads // attention.num_key_value_groups,
+        "head_dim": getattr(attention, "head_dim", None) or target.hidden_size // theirs.num_attention_heads,
+        "vocab_size": target.vocab_size,
+        "num_target_layers": target.num_layers,
+        "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        "rms_norm_eps": theirs.rms_norm_eps,
+        "max_position_embeddings": target.max_context,
+    }
+
+
+@torch.no_grad()
+def copy_target_layers(layers: Iterable[nn.Module], target: Target, documents: Sequence[Sequence[int]]) -> list[Any]:
+    """Copy the weights of the target's last layers into draft layers of the same shapes and names, in place.
+
+    A draft layer may lack q_norm and k_norm. Returns the target's layers, in order.
+
+    Args:
+        documents: token sequences on which the size of queries and keys is measured.
+    """
+    drafted: list[Any] = list(layers)
+    source = list(target.decoder.layers)[-len(drafted) :]
+    rms = _query_key_rms(target, source, documents)
+    for layer, theirs, (q_rms, k_rms) in zip(drafted, source, rms, strict=True):
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            getattr(layer.self_attn, name).weight.copy_(whole(getattr(theirs.self_attn, name).weight))
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            getattr(layer.mlp, name).weight.copy_(whole(getattr(theirs.mlp, name).weight))
+        layer.input_layernorm.weight.copy_(whole(theirs.input_layernorm.weight))
+        layer.post_attention_layernorm.weight.copy_(whole(theirs.post_attention_layernorm.weight))
+        if hasattr(layer.self_attn, "q_norm") and hasattr(theirs.self_attn, "q_norm"):
+            layer.self_attn.q_norm.weight.copy_(whole(theirs.self_attn.q_norm.weight))
+            layer.self_attn.k_norm.weight.copy_(whole(theirs.self_attn.k_norm.weight))
+        elif hasattr(layer.self_attn, "q_norm"):
+            layer.self_attn.q_norm.weight.fill_(q_rms)
+            layer.self_attn.k_norm.weight.fill_(k_rms)
+    return source
+
+
+def _query_key_rms(
+    target: Target, layers: Sequence[Any], documents: Sequence[Sequence[int]]
+) -> list[tuple[float, float]]:
+    seen: dict[nn.Module, list[float]] = {}
+
+    def record(module: nn.Module, _args: Any, output: Tensor) -> None:
+        heads = output.unflatten(-1, (-1, target.decoder.layers[0].self_attn.head_dim))
+        seen.setdefault(module, []).append(heads.square().mean(-1).sqrt().mean().item())
+
+    hooks = [proj.register_forward_hook(record) for layer in layers for proj in _query_key(layer)]
+    try:
+        with torch.inference_mode():  # like Target.forward: weights that a sharded target gathers remember the mode
+            for document in documents:
+                target.model(torch.tensor([list(document)], device=target.device), logits_to_keep=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    means = [[sum(seen[proj]) / len(seen[proj]) for proj in _query_key(layer)] for layer in layers]
+    return [(q, k) for q, k in means]
+
+
+def _query_key(layer: Any) -> tuple[nn.Module, nn.Module]:
+    return layer.self_attn.q_proj, layer.self_attn.k_proj

@@ -1,0 +1,415 @@
+"""MTP: sequential modules, each of which predicts one token further, after DeepSeek-V3.
+
+    u_i^k = W_k [norm(Emb(x_{i+k})); norm(h_i^{k-1})]       h_i^0: the target's hidden state, after its final norm
+    h_i^k = norm(Block_k(u_1^k .. u_i^k))                   one causal transformer layer over positions i
+    p(x_{i+k+1}) = softmax(W_head h_i^k)                    embedding and head are the target's, frozen
+
+An anchor at position a is drafted for in row i = a - 1: draft k comes from h_{a-1}^k, which has read x_{a-1+k}. There
+are D modules. Draft k <= D is module k's, exactly as above: its keys are rows 0 .. a-1 of its own depth. Draft k > D
+reuses module D one row further, on its own output: row i + 1 of depth D asks for h_{i+1}^{D-1}, which has read as much
+as h_i^D has, and is replaced by it. So
+
+    D = 1        MTP-1; with gamma > 1 what engines do with DeepSeek-V3's one module: context keys from pairs of
+                 (target state, next token), then the module's own states
+    D = gamma    the paper's modules: a full causal pass over the text at each depth
+
+and training runs the very same rows, so what is trained is what is served, at every depth.
+
+Choices. h^0 is what the target's head reads, which is also what engines hand over. The embedding comes first in the
+concatenation, as in DeepSeek's checkpoints (the paper writes the state first). States go from depth to depth behind the
+norm, as in SGLang: h^k is then the same kind of quantity for every k. vLLM hands them on before the norm, and takes the
+embedding at position 0 for zero; with gamma = 1 only the latter remains. Weights trained as in the paper with one depth
+know draft 1 only: any engine that reuses them asks for more than they learned, and this training is what unrolls it.
+
+Source: DeepSeek-V3, arXiv 2412.19437, section 2.2. Parameter names of a module are those of its checkpoints, but
+for `norm`: `shared_head.norm` there.
+Shapes: S context slots, N anchors, K = gamma draft positions, H hidden, Q heads, G kv heads, E head dim.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from outrider.drafters.base import (
+    BlockInputs,
+    DraftCall,
+    DraftModule,
+    DraftRows,
+    Method,
+    MethodSection,
+    Serving,
+    check_fits,
+    longest_draft,
+)
+from outrider.drafters.chain import sample_steps
+from outrider.drafters.dflash import PackedLayer
+from outrider.drafters.draft import Proposal
+from outrider.drafters.layers import (
+    DraftKV,
+    Projections,
+    Rope,
+    SwiGLU,
+    check_heads,
+    copy_target_layers,
+    layer_shapes,
+    rope_table,
+    split_attention,
+)
+from outrider.target.lean import rotate
+from outrider.target.linear import PackedLinear
+from outrider.target.model import Target
+
+
+@dataclass(frozen=True)
+class MTPConfig:
+    """`num_modules` modules in the target's layer shapes draft `gamma` tokens; `qk_norm` where the target has it."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    num_modules: int = 1
+    gamma: int = 1
+    qk_norm: bool = False
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_modules <= self.gamma:
+            raise ValueError(
+                f"num_modules {self.num_modules} must be between 1 and gamma {self.gamma}: module k drafts token k."
+            )
+        check_heads(self)
+        if tuple(self.target_layer_ids) != (self.num_target_layers - 1,):
+            raise ValueError(
+                f"target_layer_ids {list(self.target_layer_ids)} must be [{self.num_target_layers - 1}]: MTP reads the "
+                "target's last hidden state."
+            )
+
+
+class MTPModule(nn.Module):
+    """One depth: the projection of [embedding; state], one transformer layer, and the norm the head reads behind."""
+
+    def __init__(self, config: MTPConfig) -> None:
+        super().__init__()
+        H, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm = nn.RMSNorm(H, eps=eps)
+        self.hnorm = nn.RMSNorm(H, eps=eps)
+        self.eh_proj = nn.Linear(2 * H, H, bias=False)
+        self.input_layernorm = nn.RMSNorm(H, eps=eps)
+        self.self_attn = Projections(config, H, config.qk_norm)
+        self.post_attention_layernorm = nn.RMSNorm(H, eps=eps)
+        self.mlp = SwiGLU(config)
+        self.norm = nn.RMSNorm(H, eps=eps)
+
+    def combine(self, state_XH: Tensor, embedded_XH: Tensor) -> Tensor:
+        """u: what the layer reads; float32 also under autocast, as every residual stream here."""
+        return self.eh_proj(torch.cat((self.enorm(embedded_XH), self.hnorm(state_XH)), dim=-1)).float()
+
+    def queries(self, u_XH: Tensor, rope: Rope) -> Tensor:
+        return self.self_attn.queries(self.input_layernorm(u_XH), rope)
+
+    def keys_values(self, u_XH: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        return self.self_attn.keys_values(self.input_layernorm(u_XH), rope)
+
+    def finish(self, u_XH: Tensor, attended_XQE: Tensor) -> Tensor:
+        """The rest of the layer: h, behind its norm."""
+        x_XH = u_XH + self.self_attn.o_proj(attended_XQE.flatten(-2))
+        return self.norm(x_XH + self.mlp(self.post_attention_layernorm(x_XH)))
+
+
+class MTP(DraftModule):
+    """The modules of all depths. States are normed on entry, so the scale of the tap does not matter."""
+
+    algorithm: ClassVar[str] = "mtp"
+    final_tap: ClassVar[bool] = True
+    config: MTPConfig
+
+    def __init__(self, config: MTPConfig) -> None:
+        super().__init__(config)
+        self.depths = nn.ModuleList(MTPModule(config) for _ in range(config.num_modules))
+
+    def module(self, depth: int) -> MTPModule:
+        """What drafts token `depth` (from 0)."""
+        module = self.depths[min(depth, len(self.depths) - 1)]
+        assert isinstance(module, MTPModule)
+        return module
+
+    def rows(self, inputs: BlockInputs) -> DraftRows:
+        """Context keys once per module; the anchors' own rows depth by depth.
+
+        An anchor's row is computed apart from the context, of which it sees the slots before its own. That serves an
+        anchor at position 0 too: nothing precedes it, and its h^0 is zero.
+        """
+        config, layout = self.config, inputs.layout
+        modules, E, theta = len(self.depths), config.head_dim, config.rope_theta
+        before = replace(layout, anchors_N=layout.anchors_N - 1)
+        rope_S = rope_table(layout.positions_S() + 1, E, theta)  # a pair stands where its token does
+        state_SH = inputs.taps_SLD[:, 0]
+        state_NH = layout.before_anchors(state_SH)
+        hidden = []
+        for k in range(config.gamma):
+            module = self.module(k)
+            if k < modules:
+                u_SH = module.combine(state_SH, inputs.embed(_tokens_ahead(inputs, k)))
+                context = module.keys_values(u_SH, rope_S)
+                own: list[tuple[Tensor, Tensor]] = []
+                if k + 1 < modules:
+                    state_SH = module.finish(u_SH, _causal(module.queries(u_SH, rope_S), *context, layout.lengths))
+            u_NH = module.combine(state_NH, inputs.embed(inputs.previous_NK[:, k]))
+            rope_N = rope_table(layout.anchors_N + max(0, k + 1 - modules), E, theta)
+            own.append(module.keys_values(u_NH, rope_N))
+            own_k, own_v = (torch.stack(rows, dim=1) for rows in zip(*own, strict=True))
+            query_N1QE = module.queries(u_NH, rope_N)[:, None]
+            attended = split_attention(query_N1QE, *context, own_k, own_v, before)
+            state_NH = module.finish(u_NH, attended[:, 0])
+            hidden.append(state_NH)
+        return DraftRows(torch.stack(hidden, dim=1))
+
+
+def _tokens_ahead(inputs: BlockInputs, more: int) -> Tensor:
+    """[S] token i + 1 + more of its sequence, for slot i; behind the last anchor they are those it drafts after."""
+    if not more:
+        return inputs.next_tokens_S
+    counts = torch.bincount(inputs.layout.sequence_N, minlength=len(inputs.layout.lengths))
+    last = (counts.cumsum(0) - 1).tolist()
+    parts = inputs.next_tokens_S.split(inputs.layout.lengths)
+    return torch.cat(
+        [torch.cat((part, inputs.previous_NK[n, 1 : 1 + more]))[more:] for part, n in zip(parts, last, strict=True)]
+    )
+
+
+def _causal(q_SQE: Tensor, k_SGE: Tensor, v_SGE: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Causal attention inside each sequence, [S, Q, E]."""
+    sequences = zip(*(x.transpose(0, 1).split(list(lengths), dim=1) for x in (q_SQE, k_SGE, v_SGE)), strict=True)
+    seen = [
+        F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+        for q, k, v in sequences
+    ]
+    return torch.cat(seen, dim=1).transpose(0, 1)
+
+
+# ----------------------------------------------------------------------------
+# MTP ready to serve: packed weights, one key cache per depth, and a chain of steps after the anchor.
+#
+#     committed tokens x_0 .. x_{c-1} and their states h_0^0 .. h_{c-1}^0 are known; the anchor is x_c
+#     rows of depth k whose token is committed:  0 .. c-1-k      cached; their states wait for depth k + 1
+#     rows of depth k that a draft completes:    c-k .. c-1      k of them: the newest row's token is draft k - 1
+#     draft k > D:                               row c-1+k-D of depth D, on its own last output
+#
+# The rows a draft completes are written behind those that are final, and forgotten: a session's lengths follow from the
+# number of committed tokens alone. Requests share every matrix product; only attention goes one by one.
+#
+# See drafters/mtp.py for the method. Shapes: T rows of all requests, m rows of one, H hidden, Q heads, G kv heads,
+# E head dim.
+# ----------------------------------------------------------------------------
+
+
+class MTPSession:
+    """One request: `count` committed tokens and, per depth, keys, values and the states that wait for a token."""
+
+    def __init__(self, config: MTPConfig, capacity: int, like: Tensor) -> None:
+        self.count = 0
+        self.depths = [DraftKV(config, capacity + config.gamma, like) for _ in range(config.num_modules)]
+        self.waiting = [like.new_empty(0, config.hidden_size) for _ in range(config.num_modules)]
+
+    def attend(self, depth: int, start: int, q_mQE: Tensor) -> Tensor:
+        """The rows from `start` on over themselves and all before them, causally: [m, Q * E]."""
+        end, visible_mS = start + len(q_mQE), None
+        if len(q_mQE) > 1:
+            rows_m1 = torch.arange(start, end, device=q_mQE.device)[:, None]
+            visible_mS = torch.arange(end, device=q_mQE.device) <= rows_m1
+        return self.depths[depth].attend(q_mQE, end, visible_mS)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Consecutive rows of one request at one depth: what they read, their first cache slot and first position."""
+
+    state_mH: Tensor
+    tokens: Sequence[int]
+    start: int
+    position: int
+
+
+class _PackedModule(PackedLayer):
+    def __init__(self, module: MTPModule, config: MTPConfig) -> None:
+        super().__init__(module, config)
+        self.enorm, self.hnorm = module.enorm.weight.detach(), module.hnorm.weight.detach()
+        self.eh = PackedLinear.fused(module.eh_proj)
+        self.norm = module.norm.weight.detach()
+
+
+class MTPDrafter:
+    """Serves MTP for one target. Weights are copied; train the module, then build this again."""
+
+    def __init__(self, drafter: MTP, target: Target, serving: Serving) -> None:
+        config = drafter.config
+        check_fits(config, target, final=True)
+        serving.check(config)
+        drafter = copy.deepcopy(drafter).to(target.device, torch.float32)  # heads and distributions need float32
+        self.config = config
+        self.taps, self.gamma = tuple(config.target_layer_ids), config.gamma
+        self.modules = [_PackedModule(drafter.module(k), config) for k in range(config.num_modules)]
+        self.embed_VH, self.embed_scale = serving.embedding(target), target.embed_scale
+        self.head, self.heads = serving.head(target), serving.chain_heads(target)
+        positions = torch.arange(target.max_context + config.gamma + 1, device=target.device)
+        self.rope = rope_table(positions, config.head_dim, config.rope_theta)
+
+    def new_session(self, capacity: int) -> MTPSession:
+        """Empty caches for one request of at most `capacity` committed tokens."""
+        return MTPSession(self.config, capacity, self.modules[0].norm)
+
+    def extend(self, sessions: Sequence[MTPSession], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
+        """Take newly committed tokens: each depth caches the rows that they complete (taps: [T, 1, H])."""
+        assert taps_TLD is not None
+        states = list(taps_TLD[:, 0].float().split([len(part) for part in tokens]))
+        waiting: list[list[Tensor]] = [[] for _ in sessions]
+        for depth in range(self.config.num_modules):
+            rows = []
+            for left, one in zip(waiting, zip(sessions, tokens, states, strict=True), strict=True):
+                completed, rest_mH = self._completed(depth, *one)
+                rows.append(completed)
+                left.append(rest_mH)
+            last = depth + 1 == self.config.num_modules  # of its rows only the keys are ever read
+            states = self._run(depth, sessions, rows, keys_only=last)
+        for session, part, left in zip(sessions, tokens, waiting, strict=True):  # nothing can fail any more
+            session.count, session.waiting = session.count + len(part), left
+
+    def _completed(
+        self, depth: int, session: MTPSession, tokens: Sequence[int], state_mH: Tensor
+    ) -> tuple[_Rows, Tensor]:
+        """The rows of a depth whose token is among `tokens`, and the states beyond them, which wait."""
+        start = max(0, session.count - depth - 1)
+        rows = max(0, session.count + len(tokens) - depth - 1 - start)
+        states = torch.cat((session.waiting[depth], state_mH))
+        return _Rows(states[:rows], tokens[len(tokens) - rows :], start, start + 1), states[rows:].clone()
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+        """A chain of up to gamma tokens per call, while their confidence is at least `floor`.
+
+        Only an estimator could give one, and `outrider calibrate` fits none for this method: `floor` is idle as yet.
+        """
+        sessions: list[MTPSession] = [call.session for call in calls]
+        chains: list[list[int]] = [[] for _ in calls]
+        states = [self.modules[0].norm.new_zeros(0, self.config.hidden_size)] * len(calls)
+
+        def step(k: int, previous: list[int]) -> Tensor:
+            nonlocal states
+            for chain, token in zip(chains, previous, strict=True):
+                chain.append(token)
+            rows = [self._drafted(k, *one) for one in zip(sessions, chains, states, strict=True)]
+            states = self._run(min(k, self.config.num_modules - 1), sessions, rows)
+            return torch.stack([state_mH[-1] for state_mH in states])
+
+        return sample_steps(self.head, step, longest_draft(calls, self.gamma), calls, self.heads, floor)
+
+    def _drafted(self, k: int, session: MTPSession, chain: Sequence[int], state_mH: Tensor) -> _Rows:
+        """The rows whose tokens are the anchor and the drafts so far (`chain`), given what step k - 1 made."""
+        further = max(0, k + 1 - self.config.num_modules)  # rows behind the newest committed state
+        if not further:
+            state_mH = torch.cat((session.waiting[k], state_mH))[-k - 1 :]
+        rows = state_mH[-1:] if further else state_mH
+        if not len(rows):  # nothing is committed before the anchor: the state before the text is zero
+            rows = self.modules[0].norm.new_zeros(1, self.config.hidden_size)
+        end = max(1, session.count) + further
+        return _Rows(rows, chain[len(chain) - len(rows) :], end - len(rows), session.count + further + 1 - len(rows))
+
+    def _run(
+        self, depth: int, sessions: Sequence[MTPSession], rows: Sequence[_Rows], keys_only: bool = False
+    ) -> list[Tensor]:
+        """Rows of one depth through its module, their keys into the caches: h [m, H] per request."""
+        config, module, counts = self.config, self.modules[depth], [len(part.tokens) for part in rows]
+        Q, G, E, eps = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps
+        device = self.embed_VH.device
+        tokens_T = torch.tensor([token for part in rows for token in part.tokens], dtype=torch.long, device=device)
+        positions_T = torch.cat([torch.arange(p.position, p.position + n) for p, n in zip(rows, counts, strict=True)])
+        embedded_TH = F.embedding(tokens_T, self.embed_VH).float() * self.embed_scale
+        state_TH = module.normed(torch.cat([part.state_mH for part in rows]), module.hnorm)
+        u_TH = module.eh(torch.cat((module.normed(embedded_TH, module.enorm), state_TH), dim=-1))
+        qkv = module.qkv(module.normed(u_TH, module.input_norm)).view(len(tokens_T), Q + 2 * G, E)
+        q, k, v = qkv.split((Q, G, G), dim=1)
+        if module.q_norm is not None:
+            q, k = F.rms_norm(q, (E,), module.q_norm, eps), F.rms_norm(k, (E,), module.k_norm, eps)
+        cos, sin = (table[positions_T.to(device)] for table in self.rope)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        for session, part, k_mGE, v_mGE in zip(sessions, rows, k.split(counts), v.split(counts), strict=True):
+            session.depths[depth].write(part.start, k_mGE, v_mGE)
+        if keys_only:
+            return []
+        attended = [
+            session.attend(depth, part.start, q_mQE)
+            for session, part, q_mQE in zip(sessions, rows, q.split(counts), strict=True)
+        ]
+        x_TH = u_TH + module.o(torch.cat(attended))
+        x_TH = x_TH + module.mlp(module.normed(x_TH, module.post_norm))
+        return list(module.normed(x_TH, module.norm).split(counts))
+
+
+# ----------------------------------------------------------------------------
+# MTP as a method: what a recipe says of it, its config, and where its weights begin.
+#
+#     eh_proj          <- the sum of both normed inputs
+#     enorm, hnorm     <- gains that give this sum the size of the residual stream in front of the target's last layer
+#     the layer        <- the target's last one, in every module
+#     last norm        <- ones: the target's own makes untrained states overconfident
+#
+# Shapes: T tokens of a document, H hidden.
+# ----------------------------------------------------------------------------
+
+
+class MTPSection(MethodSection):
+    """What recipes may set: `num_modules` with weights of their own, the last of which is reused up to `gamma`."""
+
+    algorithm: Literal["mtp"] = "mtp"
+    num_modules: int = Field(1, ge=1)
+    gamma: int = Field(1, ge=1)
+
+
+def configure(section: MTPSection, target: Target) -> MTPConfig:
+    """The target's layer shapes, the recipe's depths."""
+    return MTPConfig(
+        **layer_shapes(target),
+        draft_vocab_size=section.draft_vocab(target),
+        target_layer_ids=target.check_taps([target.num_layers - 1], final=True),
+        num_modules=section.num_modules,
+        gamma=section.gamma,
+        qk_norm=hasattr(target.decoder.layers[-1].self_attn, "q_norm"),
+    )
+
+
+@torch.no_grad()
+def initialize(drafter: MTP, target: Target, documents: Sequence[Sequence[int]]) -> None:
+    """Copy weights in place. A layer that reads a stream of the size it was trained on adds to it in proportion."""
+    gain = (_residual_mean_square(target, documents) / 2) ** 0.5
+    for module in drafter.depths:
+        assert isinstance(module, MTPModule)
+        copy_target_layers([module], target, documents)
+        module.enorm.weight.fill_(gain)
+        module.hnorm.weight.fill_(gain)
+        eye_HH = torch.eye(drafter.config.hidden_size)
+        module.eh_proj.weight.copy_(torch.cat((eye_HH, eye_HH), dim=1))
+
+
+def _residual_mean_square(target: Target, documents: Sequence[Sequence[int]]) -> float:
+    """Of what the last layer reads; position 0 is left out: its activations are outliers."""
+    before = max(-1, target.num_layers - 2)
+    taps_of, _ = target.prefill_packed(documents, (before,))
+    return torch.cat([taps_TLD[1:].float() for taps_TLD in taps_of]).square().mean().item()
+
+
+MTP_METHOD = Method("mtp", MTPSection, configure, MTPConfig, MTP, MTPDrafter, initialize)

@@ -1,0 +1,232 @@
+"""Static candidate trees: which ranks of which head are tried, fixed before anything is drafted.
+
+    anchor -+- (0) -+- (0,0)         a node is a path of ranks, counted from 0: (1,0) is head 2's likeliest token
+            |       +- (0,1)         after head 1's second likeliest
+            +- (1) --- (1,0)
+            +- (2)                   E[accepted] = sum over nodes of  prod_k a_k(rank_k)
+
+a_k(i) says how often the rank-i token of head k is the target's. A product falls from a node to its first child and to
+its next sibling; so taking the largest product again and again, among first children and next siblings of what is in
+the tree, gives the best tree of every size (the search of Medusa, arXiv 2401.10774, section 2.3.3). The shape is known
+before anything is drafted, so it is lossless whatever statistics it was chosen from.
+Shapes: R requests, P paths, N nodes, k tokens known, Vd draft vocab.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.base import DraftCall
+from outrider.drafters.draft import Drawn, Tree, TreeProposal, draw_siblings
+from outrider.drafters.heads import ChainHeads
+from outrider.sampling import warp
+
+Level = Callable[[int, Tensor], Tensor]  # (k, tokens of paths [R, P, k + 1], anchor first) -> logits [R, P or 1, Vd]
+
+
+@dataclass(frozen=True)
+class CandidateTree:
+    """Paths of ranks, each after its parent; what comes first is tried first and is the last to be left out.
+
+    Raises:
+        ValueError: no path, a path before its parent, twice the same, or a negative rank.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        known: set[tuple[int, ...]] = {()}
+        for path in self.paths:
+            if not path or path in known or path[:-1] not in known or path[-1] < 0:
+                raise ValueError(
+                    f"candidate path {path}: list it once, after its parent {path[:-1]}, with ranks from 0."
+                )
+            known.add(path)
+        if not self.paths:
+            raise ValueError("a candidate tree needs a path: (0,) is the first head's likeliest token.")
+
+    @property
+    def depth(self) -> int:
+        return max(map(len, self.paths))
+
+    @property
+    def width(self) -> int:
+        """Candidates that the widest node asks for."""
+        return 1 + max(path[-1] for path in self.paths)
+
+    @cached_property
+    def parents(self) -> list[int]:
+        """The parent's place in `paths`; -1 is the anchor."""
+        place = {path: i for i, path in enumerate(self.paths)}
+        return [place.get(path[:-1], -1) for path in self.paths]
+
+    def cut(self, depth: int) -> CandidateTree:
+        """The nodes down to `depth`, at least 1."""
+        return CandidateTree(tuple(path for path in self.paths if len(path) <= depth))
+
+    def within(self, limit: int | None, nodes: int | None) -> list[int]:
+        """The first `nodes` nodes that are not deeper than `limit`; None: no such limit."""
+        return [i for i, path in enumerate(self.paths) if limit is None or len(path) <= limit][:nodes]
+
+    def tokens(self, anchors_R: Tensor, level: Level, draft_ids_Vd: Tensor | None) -> Tensor:
+        """The tree's tokens [R, N] (target vocabulary), one pass of `level` per depth over the nodes with children."""
+        tokens_RN = anchors_R.new_zeros(len(anchors_R), len(self.paths))
+        inner, paths_RPk = [-1], anchors_R[:, None, None]
+        for k in range(self.depth):
+            nodes = [i for i, path in enumerate(self.paths) if len(path) == k + 1]
+            ranks = [self.paths[i][-1] for i in nodes]
+            rows = [inner.index(self.parents[i]) for i in nodes]
+            top_RPm = level(k, paths_RPk).topk(1 + max(ranks), dim=-1).indices
+            shared = top_RPm.shape[1] == 1  # heads that see no tokens: one row for all paths
+            tokens_Rn = top_RPm[:, [0] * len(nodes) if shared else rows, ranks]
+            tokens_RN[:, nodes] = tokens_Rn if draft_ids_Vd is None else draft_ids_Vd[tokens_Rn]
+            row_of = dict(zip(nodes, rows, strict=True))
+            inner = [i for i in nodes if i in self.parents]
+            paths_RPk = torch.cat((paths_RPk[:, [row_of[i] for i in inner]], tokens_RN[:, inner, None]), dim=-1)
+        return tokens_RN
+
+
+def best_tree(accuracy: Sequence[Sequence[float]], nodes: int) -> CandidateTree:
+    """The tree of `nodes` nodes with the largest expected accepted length; its first n nodes are the best n.
+
+    Args:
+        accuracy: a_k(i) per head and rank, at most 1 and not rising with the rank.
+
+    Raises:
+        ValueError: the table is empty or has fewer paths than nodes.
+    """
+
+    def candidate(path: tuple[int, ...], prefix: float) -> None:
+        k = len(path) - 1
+        if k < len(accuracy) and path[-1] < len(accuracy[k]):
+            # Ties in favour of the shallower and the likelier node, which costs nothing and is the same everywhere.
+            heapq.heappush(waiting, (-prefix * accuracy[k][path[-1]], len(path), path, prefix))
+
+    waiting: list[tuple[float, int, tuple[int, ...], float]] = []
+    taken: list[tuple[int, ...]] = []
+    candidate((0,), 1.0)
+    while waiting and len(taken) < nodes:
+        product, _, path, prefix = heapq.heappop(waiting)
+        taken.append(path)
+        candidate((*path[:-1], path[-1] + 1), prefix)
+        candidate((*path, 0), -product)
+    if not taken or len(taken) < nodes:
+        raise ValueError(
+            f"a tree of {nodes} nodes: {len(accuracy)} heads with {[len(a) for a in accuracy]} ranks give "
+            f"{len(taken)} paths; use 1 node at least, and no more than there are."
+        )
+    return CandidateTree(tuple(taken))
+
+
+def expected_length(tree: CandidateTree, accuracy: Sequence[Sequence[float]]) -> float:
+    """Expected accepted drafts of a tree, if heads were right independently of each other."""
+    reach: dict[tuple[int, ...], float] = {(): 1.0}
+    for path in tree.paths:
+        reach[path] = reach[path[:-1]] * accuracy[len(path) - 1][path[-1]]
+    return sum(reach.values()) - 1.0
+
+
+def assumed_accuracy(heads: int, ranks: int = 10, first: float = 0.5, depth: float = 0.8) -> list[list[float]]:
+    """A guess where nobody has measured (outrider calibrate does): a_k(i) = first depth^(k-1) / (i + 1)^2, i from 0."""
+    return [[first * depth**k / (i + 1) ** 2 for i in range(ranks)] for k in range(heads)]
+
+
+def measured_accuracy(ranks_NK: Tensor, known_NK: Tensor, ranks: int = 10) -> list[list[float]]:
+    """a_k(i) from where the target's tokens stood among a head's candidates.
+
+    Args:
+        ranks_NK: rank of the true x_k in head k's distribution, from 0.
+        known_NK: where there was one; a head that never had any is an error.
+    """
+    counts = [
+        torch.bincount(r[known].clamp(max=ranks), minlength=ranks + 1)
+        for r, known in zip(ranks_NK.T, known_NK.T, strict=True)
+    ]
+    assert all(count.sum() for count in counts), "a head without a single known token"
+    shares = [(count[:ranks] / count.sum()).tolist() for count in counts]
+    # Noise in the counts must not let a later rank look better than an earlier one: `best_tree` relies on the order.
+    return [[min(row[: i + 1]) for i in range(ranks)] for row in shares]
+
+
+# ----------------------------------------------------------------------------
+# A tree of fixed shape whose siblings are drawn without replacement, for sampling.
+#
+#     shape  (0) (1) (0,0) (0,1) (1,0)         x_a, x_b ~ p_1 without replacement         one pass of heads per depth,
+#     tree    a   b    c     d     e           x_c, x_d ~ p_2(. | x_a),  x_e ~ p_2(. | x_b)    all requests together
+#
+# A rank of the shape is a place in the order of drawing, which is the order of trial. The shape is settled before the
+# first draw; nodes that the support is too small for are left out with all below them, which p alone decides. Warps and
+# penalties are those of the request, so p_d is what was drawn from, and verification may use the exact rule for
+# siblings without replacement (verification.py). A drawn first sibling is accepted with 1 - TV(p_t, p_d) instead of p_t
+# of the likeliest token.
+#
+# Sources: SpecInfer, arXiv 2305.09781; without replacement: Jeon et al., arXiv 2402.14160.
+# Shapes: R requests, P inner nodes of one depth, k tokens known, V target vocab, Vd draft vocab.
+# ----------------------------------------------------------------------------
+
+
+def draw_trees(
+    shape: CandidateTree, calls: Sequence[DraftCall], level: Level, heads: ChainHeads, device: torch.device
+) -> list[TreeProposal]:
+    """A tree per call, of the nodes of `shape` that the call has use for, as far as there is something to draw."""
+    drawings = [_Drawing(shape, call, heads) for call in calls]
+    inner = [-1]
+    for k in range(shape.depth):
+        paths_RPk = torch.tensor([[drawing.path(node) for node in inner] for drawing in drawings], device=device)
+        logits_RPVd = level(k, paths_RPk)
+        shared = logits_RPVd.shape[1] == 1  # heads that see no tokens: one row for all paths
+        for drawing, logits_PVd in zip(drawings, logits_RPVd, strict=True):
+            for p, node in enumerate(inner):
+                drawing.draw(node, logits_PVd[0 if shared else p])
+        inner = [i for i, path in enumerate(shape.paths) if len(path) == k + 1 and i in shape.parents]
+    return [drawing.proposal() for drawing in drawings]
+
+
+class _Drawing:
+    """One request's tree. `tokens`: of the nodes drawn so far; `rows`: what the children of a node were drawn from."""
+
+    def __init__(self, shape: CandidateTree, call: DraftCall, heads: ChainHeads) -> None:
+        self.shape, self.call, self.vocab_size, self.ids_Vd = shape, call, heads.vocab_size, heads.draft_ids_Vd
+        wanted = shape.within(call.limit, call.nodes)
+        self.children = {node: [i for i in wanted if shape.parents[i] == node] for node in (-1, *wanted)}
+        self.tokens: dict[int, int] = {}
+        self.rows: dict[int, Tensor] = {}
+
+    def path(self, node: int) -> list[int]:
+        """The anchor and the tokens down to `node`; 0 where there are none: such a node walks along."""
+        found: list[int] = []
+        while node >= 0:
+            found.append(self.tokens.get(node, 0))
+            node = self.shape.parents[node]
+        return [self.call.anchor, *reversed(found)]
+
+    def draw(self, node: int, logits_Vd: Tensor) -> None:
+        """The children of `node`."""
+        children = self.children.get(node, [])
+        if not children or (node >= 0 and node not in self.tokens):
+            return
+        call, ids_Vd, before = self.call, self.ids_Vd, self.path(node)[1:]
+        seen_V = call.seen.with_tokens(before)
+        row_Vd = warp(logits_Vd, call.params, seen_V if seen_V is None or ids_Vd is None else seen_V[ids_Vd])
+        position = call.position + len(before)
+        found = draw_siblings(row_Vd, len(children), call.source, call.noise, position, ids_Vd)
+        self.tokens |= zip(children, found if ids_Vd is None else ids_Vd[found].tolist(), strict=False)
+        self.rows[node] = row_Vd
+
+    def proposal(self) -> TreeProposal:
+        nodes = sorted(self.tokens)
+        place = {-1: -1, **{node: i for i, node in enumerate(nodes)}}
+        tree = Tree([self.tokens[node] for node in nodes], [place[self.shape.parents[node]] for node in nodes])
+        return TreeProposal(tree, {place[node]: Drawn(partial(self._row, node)) for node in self.rows})
+
+    def _row(self, node: int) -> Tensor:
+        row_Vd = self.rows[node]
+        if self.ids_Vd is None:
+            return row_Vd
+        return row_Vd.new_zeros(self.vocab_size).scatter_(0, self.ids_Vd, row_Vd)

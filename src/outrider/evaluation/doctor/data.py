@@ -1,0 +1,417 @@
+"""Were the prompts rendered as they will be when the drafter serves?
+
+    prompt = prefix + the user's words + suffix        prefix and suffix: what the chat template puts around any message
+
+The suffix is the generation prompt, and the thinking mode is part of it. A drafter trained behind another template, or
+with thinking on, meets contexts it has never seen: fluent drafts, low acceptance. Recorded digests and flags are
+compared where there are any; otherwise the template's own shell is looked for in the data.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from outrider.data.chat import Chat, render
+from outrider.data.conversations import messages_of
+from outrider.data.responses import Reply, Sample
+from outrider.evaluation.doctor.case import Case, Result, fault, ok, skipped, warning
+from outrider.target.model import Target
+
+_MARKERS = ("<think>", "</think>", "<thinking>", "</thinking>", "<|channel|>analysis")
+_LOOKED_AT = 200  # replies, evenly spread
+_FEW, _MOST = 0.05, 0.95
+
+
+@dataclass(frozen=True)
+class Shell:
+    """What the template puts around a first user message, as tokens."""
+
+    prefix: list[int]
+    suffix: list[int]
+
+    def before(self, prompt: Sequence[int]) -> bool:
+        return list(prompt[: len(self.prefix)]) == self.prefix
+
+    def after(self, prompt: Sequence[int]) -> bool:
+        return list(prompt[len(prompt) - len(self.suffix) :]) == self.suffix
+
+
+def shell(tokenizer: PreTrainedTokenizerBase, thinking: bool) -> Shell:
+    """Found by rendering messages that share neither beginning nor end."""
+    first, second = (render(tokenizer, [text], [], thinking=thinking) for text in ("alpha 1", "Zulu ?"))
+    return Shell(_shared_beginning(first, second), _shared_beginning(first[::-1], second[::-1])[::-1])
+
+
+def _shared_beginning(first: list[int], second: list[int]) -> list[int]:
+    return [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))]
+
+
+def shells(case: Case) -> list[Shell]:
+    """The template's shells in the serving mode and the other one; none for a base model."""
+    tokenizer = case.target.tokenizer
+    assert tokenizer is not None
+    return [shell(tokenizer, on) for on in (case.thinking, not case.thinking)] if tokenizer.chat_template else []
+
+
+def content(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], known: Sequence[Shell]) -> str:
+    """The user's words of a first turn, as far as the template lets them be told apart."""
+    for around in known:
+        if around.before(prompt) and around.after(prompt):
+            return str(tokenizer.decode(list(prompt[len(around.prefix) : len(prompt) - len(around.suffix)])))
+    return str(tokenizer.decode(list(prompt), skip_special_tokens=True))
+
+
+def _records(case: Case, name: str) -> dict[str, Any]:
+    """A setting as the responses file and the drafter's record have it, where they do."""
+    trained = {} if case.loaded_checkpoint is None else case.loaded_checkpoint.metadata.get("responses", {})
+    records = {"the data": case.settings.get(name), "the drafter": trained.get(name)}
+    return {where: value for where, value in records.items() if value is not None}
+
+
+def _first_turns(case: Case) -> list[Reply]:
+    first = [r for r in case.replies if r.turn == 0]
+    return first[:: max(1, len(first) // _LOOKED_AT)][:_LOOKED_AT]
+
+
+def chat_template(case: Case) -> Result:
+    """Do the prompts in the data have the shape that today's template gives them?"""
+    tokenizer = case.target.tokenizer
+    assert tokenizer is not None
+    now = Chat.of(case.target).template_sha256
+    other = {w: str(v)[:12] for w, v in _records(case, "chat_template_sha256").items() if v != now}
+    remedy = "Serve with the template of training, or regenerate the responses and train with today's."
+    if other:
+        recorded = " and ".join(f"{where} {digest}" for where, digest in other.items())
+        return fault(
+            f"the chat template is {now[:12]}; recorded by {recorded}",
+            "The chat template changed since the responses were made: the drafter serves contexts it never saw.",
+            remedy,
+        )
+    if not tokenizer.chat_template:
+        return ok("no chat template, prompts are plain text")
+    prompts = [r.prompt for r in _first_turns(case)]
+    if not prompts:
+        return skipped("the data has no first turns")
+    known = shells(case)
+    begins = _share(prompts, lambda p: any(s.before(p) for s in known))
+    ends = _share(prompts, lambda p: any(s.after(p) for s in known))
+    figure = f"{begins:.0%} of {len(prompts)} prompts begin and {ends:.0%} end as the template has it"
+    if ends < _MOST:
+        wanted = tokenizer.decode(known[0].suffix)
+        return fault(
+            figure,
+            f"Prompts should end with {wanted!r} before the response begins; these were made with another template, or "
+            "without its generation prompt.",
+            remedy,
+        )
+    if begins < _MOST:
+        return warning(
+            figure,
+            "Prompts begin otherwise: system prompts or tools of their own, a template that prints the date, or "
+            "another template.",
+            "If the data brings its own system prompts, ignore this; else " + remedy[0].lower() + remedy[1:],
+        )
+    same = _share(
+        prompts,
+        lambda p: any(render(tokenizer, [content(tokenizer, p, known)], [], thinking=on) == p for on in (False, True)),
+    )
+    if same < _MOST:
+        return warning(
+            f"{figure}; {same:.0%} are rendered the same again",
+            "The tokenizer now splits the same text into other tokens, or the template changes what users write.",
+            "Check that tokenizer and template are those of training.",
+        )
+    return ok(f"{figure}, {same:.0%} rendered the same again")
+
+
+def thinking_mode(case: Case) -> Result:
+    """Was the data made in the thinking mode the drafter is to serve in?"""
+    tokenizer = case.target.tokenizer
+    assert tokenizer is not None
+    chosen = _first_turns(case)
+    if not chosen:
+        return skipped("the data has no first turns")
+    texts = [str(tokenizer.decode(r.response)) for r in chosen]
+    marked = sum(any(m in text for m in _MARKERS) for text in texts) / len(texts)
+    records = _records(case, "thinking")
+    if len(set(records.values())) > 1:
+        return fault(
+            "; ".join(f"{where}: thinking {'on' if on else 'off'}" for where, on in records.items()),
+            "The drafter was trained on responses of the other mode than these.",
+            "Examine it with the data it was trained on, or train it on these.",
+        )
+    on = bool(next(iter(records.values()))) if records else _made_thinking(tokenizer, chosen)
+    mode = {True: "on", False: "off", None: "not recorded"}
+    figure = f"data: thinking {mode[on]}, serving: {mode[case.thinking]}; {marked:.0%} of responses hold thinking marks"
+    if on is not None and on != case.thinking:
+        return fault(
+            figure,
+            "The drafter was trained on the other mode: its responses begin differently and read differently.",
+            f"Serve with thinking {mode[on]}, or regenerate the responses with it {mode[case.thinking]} "
+            "(tell the doctor what will serve with --thinking or --no-thinking).",
+        )
+    if on is False and marked > _FEW:
+        return fault(
+            figure,
+            "Responses think although the prompts ask them not to: they were not made with these prompts.",
+            "Regenerate the responses from the prompts as they are rendered.",
+        )
+    if on is None and _FEW < marked < _MOST:
+        return warning(
+            figure,
+            "Two modes are mixed in one file.",
+            "Regenerate with one setting for all conversations.",
+        )
+    return ok(figure)
+
+
+def _made_thinking(tokenizer: PreTrainedTokenizerBase, chosen: Sequence[Reply]) -> bool | None:
+    """The mode the data was made in, read off its generation prompts; None where the template has one for both."""
+    if not tokenizer.chat_template:
+        return None
+    off, on = (shell(tokenizer, thinking) for thinking in (False, True))
+    if off.suffix == on.suffix:
+        return None
+    prompts = [r.prompt for r in chosen]
+    shares = {False: _share(prompts, off.after), True: _share(prompts, on.after)}
+    modes = [mode for mode, share in shares.items() if share > 0.5]
+    return modes[0] if len(modes) == 1 else None
+
+
+def _share(prompts: Sequence[list[int]], test: Any) -> float:
+    return sum(bool(test(p)) for p in prompts) / len(prompts)
+
+
+# ----------------------------------------------------------------------------
+# What can be said of the data without a model: spans, ends, repeats, and prompts that belong to an evaluation.
+# ----------------------------------------------------------------------------
+
+
+_TRUNCATED = 0.9  # share of responses without an end above which a drafter sees too few ends
+_REPEATED = 0.05  # share of conversations with the prompt of another
+_GRAM = 8  # words
+_NEAR = 0.8  # share of an evaluation prompt's word sequences found in one training prompt
+
+
+def loss_mask(case: Case) -> Result:
+    """Do the spans of generated tokens lie where generation can have put them?"""
+    bad = []
+    for sample in case.conversations:
+        ends = [0, *(end for _, end in sample.spans)]
+        placed = all(0 < a < b and a >= last for (a, b), last in zip(sample.spans, ends, strict=False))
+        if not placed or ends[-1] > len(sample.tokens):
+            bad.append(sample.id)
+    if bad:
+        return fault(
+            f"{len(bad)} conversations with spans outside their tokens, the first {bad[0]!r}",
+            "The loss would be taken at positions that the target never generated.",
+            "Write the responses again; prompt and response must be the generator's own tokens.",
+        )
+    empty = sum(not reply.response for reply in case.replies)
+    if empty:
+        return warning(
+            f"{empty} of {len(case.replies)} replies are empty",
+            "They supervise nothing.",
+            "Look at why the generator returned nothing for them.",
+        )
+    total = sum(len(s.tokens) for s in case.conversations)
+    share = sum(s.num_supervised for s in case.conversations) / total
+    return ok(f"{len(case.conversations)} conversations, {total} tokens, {share:.0%} supervised")
+
+
+def ends(case: Case) -> Result:
+    """Do finished responses end with a stop token of the target, and how many were cut off?"""
+    stops = case.target.eos_ids
+    finished = [r for r in case.replies if r.finished]
+    wrong = [r.id for r in finished if not r.response or r.response[-1] not in stops]
+    if wrong:
+        return fault(
+            f"{len(wrong)} of {len(finished)} finished responses do not end with a stop token {sorted(stops)}",
+            f"The drafter never learns where a response ends (the first is {wrong[0]!r}).",
+            "Keep the stop token when responses are written; take token ids from the generator rather than its text.",
+        )
+    cut = 1 - len(finished) / len(case.replies)
+    figure = f"{cut:.0%} of {len(case.replies)} responses were cut off before their end"
+    if cut > _TRUNCATED:
+        return warning(
+            figure,
+            "The drafter sees hardly any end of a response.",
+            "Raise data.max_new_tokens, unless the target never stops by itself.",
+        )
+    return ok(figure)
+
+
+def token_ids(case: Case) -> Result:
+    """Are all ids tokens of the target?"""
+    outside = [r.id for r in case.replies if any(not 0 <= t < case.target.vocab_size for t in r.prompt + r.response)]
+    if outside:
+        return fault(
+            f"{len(outside)} replies hold ids outside the target's vocabulary, the first {outside[0]!r}",
+            "The data was tokenized for another model.",
+            "Regenerate the responses with this target.",
+        )
+    return ok(f"all below {case.target.vocab_size}")
+
+
+def mask_in_data(case: Case) -> Result:
+    """Does the token that means 'to be drafted' occur in the text?"""
+    mask = case.block_drafter.config.mask_token_id
+    said = sum(mask in r.response for r in case.replies)
+    read = sum(mask in r.prompt for r in case.replies)
+    if said or read:
+        return warning(
+            f"mask token {mask} occurs in {said} responses and {read} prompts",
+            "The drafter cannot tell such a token from a place to fill.",
+            "Train with a mask token that text never contains (drafter.mask_token).",
+        )
+    return ok(f"mask token {mask} occurs nowhere")
+
+
+def duplicates(case: Case) -> Result:
+    """How many conversations open with the prompt of another?"""
+    first = Counter(tuple(r.prompt) for r in case.replies if r.turn == 0)
+    repeated = sum(first.values()) - len(first)
+    share = repeated / max(1, sum(first.values()))
+    figure = f"{repeated} of {sum(first.values())} conversations repeat another's prompt"
+    if share <= _REPEATED:
+        return ok(figure)
+    return warning(
+        figure,
+        "Repeats weigh more than the rest, and one of them in the held-out part makes its figures too good.",
+        "Remove repeated prompts before regenerating.",
+    )
+
+
+def contamination(case: Case) -> Result:
+    """Are prompts of the evaluation set among the training prompts, word for word or nearly?"""
+    tokenizer, known = case.target.tokenizer, shells(case)
+    assert tokenizer is not None
+    texts = [_words(content(tokenizer, r.prompt, known)) for r in case.replies if r.turn == 0]
+    if not texts:
+        return skipped("the data has no first turns")
+    exact = {tuple(words) for words in texts}
+    wanted: dict[tuple[str, ...], set[int]] = defaultdict(set)
+    asked = [
+        _words(" ".join(str(m.get("content") or "") for m in messages_of(prompt.turns[0])))
+        for prompt in case.eval_prompts
+    ]
+    for number, words in enumerate(asked):
+        for gram in _grams(words):
+            wanted[gram].add(number)
+    most: Counter[int] = Counter()
+    for words in texts:
+        shared = Counter(number for gram in _grams(words) for number in wanted.get(gram, ()))
+        for number, count in shared.items():
+            most[number] = max(most[number], count)
+    found = [
+        prompt.id
+        for number, (prompt, words) in enumerate(zip(case.eval_prompts, asked, strict=True))
+        if tuple(words) in exact or (len(words) >= _GRAM and most[number] >= _NEAR * len(_grams(words)))
+    ]
+    figure = f"{len(found)} of {len(asked)} evaluation prompts are in the data"
+    if not found:
+        return ok(figure)
+    return fault(
+        f"{figure}: {', '.join(found[:5])}",
+        "Results on prompts that were trained on say nothing about prompts that were not.",
+        "Remove them from the training prompts and train again, or evaluate on others.",
+    )
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.casefold())
+
+
+def _grams(words: Sequence[str]) -> set[tuple[str, ...]]:
+    return {tuple(words[i : i + _GRAM]) for i in range(len(words) - _GRAM + 1)}
+
+
+# ----------------------------------------------------------------------------
+# Is the data the target's own? Text it did not write has a likelihood it would not give itself.
+#
+#     nll_T      = mean of -log p_T(x)            over response tokens, p_T the target's distribution at temperature T
+#     entropy_T  = mean of the entropy of p_T     what nll_T comes to on text drawn from p_T
+#     agreement  = share of tokens that are the target's argmax     all of them, ties apart, at temperature 0
+#
+# Sampling with top-p or top-k only lowers nll_T, so the test is one-sided. It is made on all responses together, where
+# a small shift shows, and on each, where a few foreign ones do. A drafter trained on foreign text learns to continue
+# what the target would not say. Shapes: R response tokens, V vocab.
+# ----------------------------------------------------------------------------
+
+
+_HEAD_CHUNK = 64
+_GREEDY = (0.98, 0.9)  # agreement at temperature 0: below the first a warning, below the second a fault
+_EXCESS = (0.1, 0.3)  # nats a token above the entropy, likewise
+_FOREIGN = 0.2  # share of responses that are worse than the second limit: a fault above it, a warning below
+_WORST = 3
+_STANDARD_ERRORS = 4.0
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Per response token of one sample."""
+
+    id: str
+    nll_R: torch.Tensor
+    entropy_R: torch.Tensor
+    agreement_R: torch.Tensor
+
+    def level(self, temperature: float | None) -> int:
+        """0 on-policy, 1 doubtful, 2 foreign; at a recorded temperature or, None, at any up to 1."""
+        if temperature == 0:
+            return sum(self.agreement_R.mean().item() < limit for limit in _GREEDY)
+        excess_R = self.nll_R - self.entropy_R
+        noise = _STANDARD_ERRORS * excess_R.std().item() / len(excess_R) ** 0.5 if len(excess_R) > 1 else float("inf")
+        return sum(excess_R.mean().item() > max(limit, noise) for limit in _EXCESS)
+
+
+@torch.inference_mode()
+def likelihood(target: Target, sample: Sample, temperature: float) -> Likelihood:
+    """How likely the target finds a sample's responses at a temperature above 0."""
+    tokens = torch.tensor([sample.tokens[:-1]], device=target.device)
+    output = target.forward(tokens, target.new_cache(tokens.shape[1]), logits=0)
+    hidden_RD = output.hidden_BTD[0, sample.anchors]
+    said_R = torch.tensor(sample.supervised_tokens, device=target.device)
+    nll, entropy, agreement = [], [], []
+    for rows, said in zip(hidden_RD.split(_HEAD_CHUNK), said_R.split(_HEAD_CHUNK), strict=True):
+        logits = target.logits(rows).float()
+        log_p = (logits / temperature).log_softmax(-1)
+        nll.append(-log_p.gather(1, said[:, None])[:, 0])
+        entropy.append(-(log_p.exp() * log_p).sum(-1))
+        agreement.append((logits.argmax(-1) == said).float())
+    return Likelihood(sample.id, torch.cat(nll), torch.cat(entropy), torch.cat(agreement))
+
+
+def on_policy(case: Case) -> Result:
+    """Did the target write these responses?"""
+    recorded: float | None = case.settings.get("temperature")
+    temperature = recorded or 1.0  # not recorded: drawn at 1 or below, where nll_1 <= entropy_1
+    found = [likelihood(case.target, sample, temperature) for sample in case.chosen]
+    names = ("nll_R", "entropy_R", "agreement_R")
+    whole = Likelihood("all", *(torch.cat([getattr(f, name) for f in found]) for name in names))
+    figure = (
+        f"{whole.agreement_R.mean():.1%} of {len(whole.nll_R)} tokens are the target's first choice; "
+        f"{whole.nll_R.mean():.2f} nats a token, {whole.entropy_R.mean():.2f} expected at temperature {temperature:g}"
+    )
+    foreign = sum(f.level(recorded) == 2 for f in found)
+    level = max(whole.level(recorded), (foreign > 0) + (foreign > _FOREIGN * len(found)))
+    if level == 0:
+        return ok(figure)
+    worst = sorted(found, key=lambda f: (f.nll_R - f.entropy_R).mean().item(), reverse=True)[:_WORST]
+    listed = "; ".join(f"{f.id}: {f.agreement_R.mean():.0%}, {f.nll_R.mean():.2f} nats" for f in worst)
+    figure += f"; {foreign} of {len(found)} responses are foreign"
+    drawn = f"temperature {recorded:g}" if recorded is not None else "any temperature up to 1"
+    return (fault if level == 2 else warning)(
+        figure,
+        f"The responses are not what this target says at {drawn}: another model, a person, another template or another "
+        f"precision wrote them. Worst: {listed}.",
+        "Regenerate the responses with this target (outrider train does when data.responses names a new file).",
+    )

@@ -1,0 +1,500 @@
+"""Is the drafter connected as it was trained? Each part is exchanged for its likely confusions and measured again.
+
+    taps one layer off, in another order; another mask token; the other block layout; another RoPE base; a sorted d2t
+
+A trained drafter is best the way it was trained, so an exchange that makes it clearly better names a mistake. An
+exchange that does not proves nothing about mistakes of another kind; the training record (serving.py) is for those.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.data.responses import Sample
+from outrider.decoding.generate import generate
+from outrider.decoding.request import StopRules
+from outrider.drafters.base import check_fits, mask_token_id
+from outrider.evaluation.doctor.case import Case, Result, Variant, fault, gain, ok, skipped, warning
+from outrider.target.model import Target
+from outrider.training.features import Features
+from outrider.utils.device import dtype_name
+
+_MOST_MASKS = 24
+_TIE = 0.05  # tokens a round; special tokens that were never trained are embedded alike
+_COMMON_THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """The drafter as it is beside the best of its variants. `level` is that of `gain`."""
+
+    figure: str
+    best: Variant
+    level: int
+
+    def mistake(self, meaning: str, remedy: str) -> Result:
+        """A fault, or a warning where the mistake costs little."""
+        if self.level == 2:
+            return fault(self.figure, meaning, remedy)
+        return warning(self.figure, f"By a small but clear margin: {meaning}", remedy)
+
+
+def _compare(case: Case, variants: Sequence[Variant], tie: float = 0.0) -> _Comparison:
+    best, theirs = case.probe.best(variants, tie)
+    gamma = min(case.drafter.config.gamma, theirs.sampled_NK.shape[1])  # layouts differ in it
+    own_N, other_N = case.probe.own.lengths_N(gamma), theirs.lengths_N(gamma)
+    figure = f"{own_N.mean():.2f} tokens a round as it is, {other_N.mean():.2f} with {best.label}"
+    return _Comparison(figure, best, gain(other_N, own_N))
+
+
+def tap_indices(case: Case) -> Result:
+    """Do the taps read the layers the drafter was trained on, or their neighbours?"""
+    last = case.target.num_layers - 2
+    variants = []
+    for step in (-1, 1):
+        shifted = tuple(min(max(tap + step, -1), last) for tap in case.probe.taps)
+        if len(set(shifted)) == len(shifted):
+            variants.append(Variant(f"taps {list(shifted)}", taps=shifted))
+    if not variants:
+        return skipped("the taps have no neighbours to compare with")
+    found = _compare(case, variants)
+    if not found.level:
+        return ok(found.figure)
+    return found.mistake(
+        f"target_layer_ids {list(case.probe.taps)} are off by one: the drafter was trained on the neighbouring layers. "
+        "Conventions differ: here tap i is the output of decoder layer i, which transformers reports as "
+        "hidden_states[i + 1].",
+        f"Write {found.best.label.replace('taps', 'target_layer_ids')} into the drafter's config.json.",
+    )
+
+
+def tap_order(case: Case) -> Result:
+    """Do the columns of fc get the taps in the order they were trained in?"""
+    taps = case.probe.taps
+    if len(taps) < 2:
+        return skipped("one tap has no order")
+    orders = {taps[::-1], *(taps[i:] + taps[:i] for i in range(1, len(taps)))}
+    for i, j in combinations(range(len(taps)), 2):
+        swapped = list(taps)
+        swapped[i], swapped[j] = swapped[j], swapped[i]
+        orders.add(tuple(swapped))
+    found = _compare(case, [Variant(f"order {list(o)}", taps=o) for o in sorted(orders - {taps})])
+    if found.level:
+        return found.mistake(
+            f"the taps arrive in another order than in training: target_layer_ids says {list(taps)}, and each slice of "
+            "fc belongs to one tap.",
+            f"The columns of fc.weight stand in the {found.best.label}: sort them by tap, ascending, as engines do.",
+        )
+    return ok(found.figure)
+
+
+def mask_token(case: Case) -> Result:
+    """Is the mask token the one the drafter was trained with?"""
+    target, own = case.target, case.block_drafter.config.mask_token_id
+    others = _plausible_masks(target, own)
+    if not others:
+        return skipped("the target names no other token that could be the mask")
+    found = _compare(case, [Variant(f"mask token {i}", {"mask_token_id": i}) for i in others], _TIE)
+    if not found.level:
+        return ok(f"id {own}{_spelled(target, own)}: {found.figure}")
+    right = found.best.config["mask_token_id"]
+    return found.mistake(
+        f"mask_token_id {own}{_spelled(target, own)} is not the token the drafter was trained with; "
+        f"{right}{_spelled(target, right)}, or one embedded like it, is. Every draft position but the "
+        "anchor starts from the wrong embedding.",
+        f"Set mask_token_id to {right} in the drafter's config.json.",
+    )
+
+
+def _plausible_masks(target: Target, own: int) -> list[int]:
+    """Ids that could have been meant: special tokens, the one training would choose, neighbours by number."""
+    ids: list[int | None] = [own - 1, own + 1, 0, *target.eos_ids]
+    tokenizer = target.tokenizer
+    if tokenizer is not None:
+        with suppress(ValueError):  # no spare special token
+            ids.insert(0, mask_token_id(target, None))
+        ids += [tokenizer.mask_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
+        ids += sorted(tokenizer.get_added_vocab().values())
+    ids += [getattr(target.config, "pad_token_id", None), target.vocab_size - 1]
+    found = dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < target.vocab_size and i != own)
+    return list(found)[:_MOST_MASKS]
+
+
+def _spelled(target: Target, index: int) -> str:
+    return "" if target.tokenizer is None else f" ({target.tokenizer.convert_ids_to_tokens(index)!r})"
+
+
+def block_layout(case: Case) -> Result:
+    """Does row k predict the token at its position or the next one, as in training?"""
+    config = case.block_drafter.config
+    if config.block_size < 2:
+        return skipped("a block of one row has one layout")
+    flipped = not config.sample_from_anchor
+    found = _compare(case, [Variant(f"sample_from_anchor={flipped}", {"sample_from_anchor": flipped})])
+    if not found.level:
+        return ok(found.figure)
+    return found.mistake(
+        f"the block layout is wrong: sample_from_anchor={config.sample_from_anchor} reads every draft from the "
+        "neighbouring row, so all positions are shifted by one.",
+        f"Set sample_from_anchor to {str(flipped).lower()} in the drafter's config.json.",
+    )
+
+
+def rope_base(case: Case) -> Result:
+    """Does the drafter rotate keys and queries as it did in training?"""
+    own = case.block_drafter.config.rope_theta
+    theirs = target_rope(case.target).get("rope_theta")
+    bases = [float(b) for b in dict.fromkeys([theirs, *_COMMON_THETAS]) if b is not None and float(b) != own]
+    found = _compare(case, [Variant(f"rope_theta {b:g}", {"rope_theta": b}) for b in bases])
+    if not found.level:
+        return ok(f"rope_theta {own:g}: {found.figure}")
+    return found.mistake(
+        f"rope_theta {own:g} is not what the drafter was trained with: it looks at the wrong distances, and the more "
+        "so the longer the context.",
+        f"Set {found.best.label.replace(' ', ' to ')} in the drafter's config.json.",
+    )
+
+
+def target_rope(target: Target) -> dict[str, Any]:
+    """The target's RoPE parameters; of its full-attention layers where there are several kinds."""
+    rope = getattr(target.config, "rope_parameters", None) or {}
+    return dict(rope.get("full_attention", rope))
+
+
+def draft_vocabulary_order(case: Case) -> Result:
+    """Does row i of the draft head stand for the token that d2t says?"""
+    ids = case.checkpoint.draft_ids_Vd
+    if ids is None:
+        return skipped("the draft vocabulary is the target's own")
+    in_order = ids.sort().values
+    if bool((in_order == ids).all()):
+        return ok(f"{len(ids)} ids, ascending")
+    found = _compare(case, [Variant("d2t in ascending order", draft_ids_Vd=in_order)])
+    if not found.level:
+        return ok(f"{len(ids)} ids, not ascending: {found.figure}")
+    return found.mistake(
+        "d2t is shuffled: the rows of the draft head (markov_w2) stand for other tokens than d2t says.",
+        "Store the ids in the order of the draft head's rows; Outrider writes them ascending.",
+    )
+
+
+# ----------------------------------------------------------------------------
+# What can be said of a drafter's files without running it: numbers, shapes, vocabulary, positions.
+# ----------------------------------------------------------------------------
+
+
+# A head that training never moved; a vocabulary that is not reduced.
+_MAY_BE_ZERO = ("bias", "markov_w2.weight", "d2t", "t2d")
+_COVERED = (0.9, 0.6)  # share of response tokens inside the draft vocabulary: below the first a warning, then a fault
+
+
+def tensors(case: Case) -> Result:
+    """Are the stored weights numbers, and is any of them empty?"""
+    broken = [name for name, tensor in case.stored.items() if not tensor.isfinite().all()]
+    if broken:
+        return fault(
+            f"{len(broken)} tensors with NaN or infinity: {', '.join(broken[:3])}",
+            "Training diverged or the file was damaged. One such number makes every draft worthless.",
+            "Go back to an earlier checkpoint; lower the learning rate if training goes on from it.",
+        )
+    empty = [name for name, t in case.stored.items() if not name.endswith(_MAY_BE_ZERO) and not t.any()]
+    if empty:
+        return warning(
+            f"{len(empty)} tensors of zeros: {', '.join(empty[:3])}",
+            "A weight that is zero throughout was never trained or never copied.",
+            "Look at how the checkpoint was made; convert or train it again.",
+        )
+    kinds = Counter(dtype_name(t.dtype) for t in case.stored.values())
+    size = sum(t.nbytes for t in case.stored.values()) / 1e6
+    return ok(f"{len(case.stored)} tensors, {size:.1f} MB, {', '.join(sorted(kinds))}, all finite")
+
+
+def fits_target(case: Case) -> Result:
+    """Was the drafter made for a target of these shapes, and of this name?"""
+    try:
+        check_fits(case.drafter.config, case.target, case.drafter.final_tap)
+    except ValueError as error:
+        return fault(
+            str(error),
+            "Every number in a drafter refers to its own target's layers and vocabulary.",
+            "Name the right target with --target, or train a drafter for this one.",
+        )
+    trained_on = case.checkpoint.metadata.get("target")
+    config = case.drafter.config
+    figure = (
+        f"hidden size {config.hidden_size}, {config.num_target_layers} layers, taps {list(config.target_layer_ids)}"
+    )
+    if trained_on is not None and _short(trained_on) != _short(case.target.name):
+        return warning(
+            f"trained on {trained_on}, examined with {case.target.name}",
+            "The shapes agree but the names do not. Another fine-tune of the same base lowers acceptance without any "
+            "other sign.",
+            "If the two are one model under two names, ignore this; else use the target it was trained on.",
+        )
+    return ok(figure)
+
+
+def _short(name: object) -> str:
+    return str(name).rstrip("/").rsplit("/", 1)[-1].casefold()
+
+
+def vocabulary(case: Case) -> Result:
+    """Do tokenizer, target and drafter count the same tokens, and can the end be drafted?"""
+    target, config = case.target, case.drafter.config
+    tokenizer = target.tokenizer
+    if tokenizer is not None and len(tokenizer) > target.vocab_size:
+        return fault(
+            f"the tokenizer has {len(tokenizer)} tokens, the target {target.vocab_size}",
+            "Tokens beyond the target's embedding cannot be read: tokens were added without resizing the model.",
+            "Resize the target's embeddings and train it on the new tokens, or remove them from the tokenizer.",
+        )
+    ids = case.checkpoint.draft_ids_Vd
+    if ids is not None:
+        absent = sorted(case.target.eos_ids - set(ids.tolist()))
+        if absent:
+            return warning(
+                f"stop tokens {absent} are not in the draft vocabulary",
+                "The drafter can never propose the end of a response; its last blocks are always cut short.",
+                "Keep stop tokens in the draft vocabulary (outrider train always does).",
+            )
+    return ok(f"target {target.vocab_size}, drafter {config.vocab_size}, drafts {config.draft_vocab_size} of them")
+
+
+def coverage(case: Case) -> Result:
+    """How much of what the target says can be drafted at all?"""
+    if case.checkpoint.draft_ids_Vd is None:
+        return skipped("the draft vocabulary is the target's own")
+    spoken = torch.tensor([t for sample in case.conversations for t in sample.supervised_tokens])
+    share = torch.isin(spoken, case.draft_ids_Vd.cpu()).float().mean().item()
+    figure = f"{share:.1%} of {len(spoken)} response tokens are in the draft vocabulary of {len(case.draft_ids_Vd)}"
+    if share >= _COVERED[0]:
+        return ok(figure)
+    return (warning if share >= _COVERED[1] else fault)(
+        figure,
+        "A token outside the draft vocabulary ends every block it stands in: acceptance cannot exceed this share.",
+        "Raise drafter.draft_vocab_size, or choose the ids from text like this.",
+    )
+
+
+def embedding_and_head(case: Case) -> Result:
+    """Does the file bring an embedding or a head of its own, and are the target's tied as it says?"""
+    target = case.target
+    for name, own_VD in (("embed_tokens.weight", target.embed_VD), ("lm_head.weight", target.head_VD)):
+        found = case.stored.get(name)
+        if found is None:
+            continue
+        expected = own_VD if len(found) == len(own_VD) else own_VD[case.draft_ids_Vd]
+        if found.shape != expected.shape or not torch.allclose(found.float(), expected.float().cpu(), atol=1e-2):
+            return warning(
+                f"the file's {name} {list(found.shape)} is not the target's",
+                "It is served as it is, and costs memory of its own; a drafter for another target looks the same.",
+                "Make sure of the target. To train on, start a new drafter: training uses the target's frozen ones.",
+            )
+    tied = bool(getattr(target.config, "tie_word_embeddings", False))
+    same = target.embed_VD.data_ptr() == target.head_VD.data_ptr() or torch.equal(target.embed_VD, target.head_VD)
+    if tied != same:
+        return warning(
+            f"the target's config says tie_word_embeddings={str(tied).lower()}, its tensors say otherwise",
+            "A converter may have dropped or copied the head; the drafter uses what is loaded.",
+            "Compare the target's output with its publisher's before training on it.",
+        )
+    return ok(f"the target's own, {'tied' if tied else 'apart'}")
+
+
+def positions(case: Case) -> Result:
+    """Do the drafter's positions reach as far as the target's, in the same measure?"""
+    config, target = case.block_drafter.config, case.target
+    rope = target_rope(target)
+    longest = max((len(s.tokens) for s in case.conversations), default=0)
+    kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta")
+    window = config.sliding_window
+    figure = f"rope_theta {config.rope_theta:g}, window {window or 'none'}, longest conversation {longest or 'unknown'}"
+    if theta is not None and float(theta) != config.rope_theta:
+        return warning(
+            f"rope_theta is {config.rope_theta:g}, the target's {float(theta):g}",
+            "A drafter trained that way is right; one whose config was edited or defaulted loses acceptance as the "
+            "context grows.",
+            "Compare with the config it was trained with; look at the checks of the RoPE base and of context length.",
+        )
+    reach = rope.get("original_max_position_embeddings")
+    if kind != "default" and longest > (reach or config.max_position_embeddings):
+        return warning(
+            f"the target scales RoPE ({kind}), the drafter does not; the longest conversation has {longest} tokens",
+            "Beyond the unscaled length the drafter's positions are ones it never trained on.",
+            "Train on conversations as long as those it will serve.",
+        )
+    if longest > config.max_position_embeddings:
+        return warning(
+            f"max_position_embeddings is {config.max_position_embeddings}, the longest conversation has {longest}",
+            "Engines refuse or truncate contexts beyond it.",
+            "Raise max_position_embeddings if the drafter was trained on such lengths.",
+        )
+    if window is not None and not config.layer_types and longest > window:
+        return warning(
+            f"sliding_window {window}, longest conversation {longest}",
+            "The drafter does not see the beginning of long contexts; text that copies from there is drafted blindly.",
+            "Train with a larger window, or with none, if acceptance falls with context length.",
+        )
+    return ok(figure)
+
+
+# ----------------------------------------------------------------------------
+# Does the drafter serve as it was trained? The checks that run both ways, on the same text.
+#
+#     leak       what a block computes must not change when everything after its anchor does
+#     served     accepted drafts of the decoding loop = agreement of the training forward, round by round
+#     record     the accepted length now, beside the one training wrote down
+#     length     acceptance by position in the conversation
+#
+# Shapes: N anchors, K draft positions, S context slots, H draft hidden.
+# ----------------------------------------------------------------------------
+
+
+_BLOCKS = 8
+_TOLERANCE = 1e-3  # of hidden states, which are normed to about 1
+_GAP = 0.05  # share of the trained length
+_ROUNDS = 0.1  # share of rounds that may differ (ties) before it is worth a warning
+_RECORD = (0.6, 0.25)  # share of the recorded drafts (length less 1): below it a warning, a fault
+_NOTHING = 1.1  # tokens a round
+_FALL = 0.75
+_FEWEST = 12  # anchors in a bucket
+_STANDARD_ERRORS = 3.0
+
+
+@torch.no_grad()
+def leak(case: Case) -> Result:
+    """Does a block see anything after its anchor?"""
+    probe = case.probe
+    sample = max(case.chosen, key=lambda s: s.num_supervised)
+    every = sample.anchors
+    if len(every) < 2:
+        return skipped("no response is long enough to have a future")
+    anchors = every[:: max(1, len(every) // _BLOCKS)]
+    middle = (len(anchors) - 1) // 2
+    cut = anchors[middle]
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(0, case.target.vocab_size, (len(sample.tokens),), generator=generator).tolist()
+    changed = Sample("changed", sample.tokens[: cut + 1] + noise[cut + 1 :], sample.spans)
+    source = probe.source([sample, changed])
+    own, future = source[0], source[1]
+    taps_SLD = torch.randn(future.taps_SLD.shape, generator=generator).to(own.taps_SLD) * own.taps_SLD.std()
+    future = replace(future, taps_SLD=torch.cat((future.taps_SLD[:cut], taps_SLD[cut:])))
+    past = replace(own, taps_SLD=torch.cat((taps_SLD[:cut], own.taps_SLD[cut:])))
+
+    def hidden(text: Sample, features: Features) -> Tensor:
+        batch = probe.batch([(text, features, anchors)], Variant())
+        return probe.objective.rows(probe.drafter, batch).hidden_NKH
+
+    before = hidden(sample, own)
+    moved = (hidden(changed, future) - before)[: middle + 1].abs().max().item()
+    if not moved <= _TOLERANCE:
+        return fault(
+            f"hidden states of a block move by {moved:.2g} when only its future changes",
+            "The block mask lets a block see tokens or features that decoding does not have yet (visibility by index "
+            "instead of position is the usual cause): training looks splendid, serving does not.",
+            "Restore the mask: context slots strictly before the anchor, and the block's own rows.",
+        )
+    used = (hidden(sample, past) - before)[middle].abs().max().item()
+    if used <= _TOLERANCE:
+        return warning(
+            f"nothing moves with the future ({moved:.1g}), nor with the past ({used:.1g})",
+            "The drafter does not use the target's features at all: it drafts from the anchor alone.",
+            "Look at fc, hidden_norm and the key and value projections; train longer.",
+        )
+    return ok(f"{middle + 1} blocks move by {moved:.1g} with their future, by {used:.2g} with their past")
+
+
+def trained_against_served(case: Case) -> Result:
+    """Does decoding accept what the training forward says it will, on the text decoding itself produced?"""
+    served_by = case.checkpoint.packed(case.target, calibrated=False)
+    gamma = case.drafter.config.gamma
+    trained, served = [], []
+    for sample in case.chosen:
+        prompt = sample.tokens[: sample.spans[0][0]]
+        generation = generate(case.target, prompt, served_by, rules=StopRules(case.max_new_tokens))
+        text = Sample(sample.id, prompt + generation.tokens, ((len(prompt), len(prompt) + len(generation.tokens)),))
+        at, anchors = len(prompt) - 1, []
+        for stats in generation.rounds:
+            if at + gamma + 1 < len(text.tokens):  # the last rounds are cut by the end of the response
+                anchors.append(at)
+                served.append(stats.accepted)
+            at += stats.committed
+        if anchors:
+            features = case.probe.source([text])[0]
+            trained.append(case.probe.accept([(text, features, anchors)], Variant()).greedy_lengths_N)
+    if not trained:
+        return skipped("every response was too short to hold a whole block; raise --max-new-tokens")
+    trained_N = torch.cat(trained)
+    served_N = torch.tensor(served) + 1.0
+    gap_N = trained_N - served_N
+    gap, differ = gap_N.mean().item(), (gap_N.abs() > 0.5).float().mean().item()
+    figure = (
+        f"{trained_N.mean():.2f} tokens a round by the training forward, {served_N.mean():.2f} by decoding, over "
+        f"{len(gap_N)} rounds; {differ:.0%} of them differ"
+    )
+    noise = _STANDARD_ERRORS * gap_N.std().item() / len(gap_N) ** 0.5 if len(gap_N) > 1 else 0.0
+    meaning = (
+        "The two compute the same drafter on the same text and must agree but for ties: positions, features or masks "
+        "differ between training and serving."
+    )
+    remedy = "Compare the two paths on one block (tests/test_alignment.py does); report it if the code is unchanged."
+    if abs(gap) > max(_GAP * trained_N.mean().item(), noise):
+        return fault(figure, meaning, remedy)
+    return warning(figure, meaning, remedy) if differ > _ROUNDS else ok(figure)
+
+
+def training_record(case: Case) -> Result:
+    """Does the drafter accept what its record says it accepted?"""
+    now = case.probe.own.greedy_lengths_N.mean().item()
+    recorded = case.checkpoint.metadata.get("held_out", {}).get("expected_length_greedy")
+    remedy = "Look at the other findings first; then at target, precision and data."
+    if recorded is None:
+        if now >= _NOTHING:
+            return ok(f"{now:.2f} tokens a round at temperature 0 on this data; no record to compare with")
+        meaning = "The drafter's proposals are next to never accepted: it is untrained, or not connected as trained."
+        return warning(f"{now:.2f} tokens a round at temperature 0; no record to compare with", meaning, remedy)
+    figure = f"{now:.2f} tokens a round at temperature 0 on this data, {recorded:.2f} recorded on held-out data"
+    level = sum(now - 1 < limit * (recorded - 1) for limit in _RECORD)
+    if level == 0:
+        return ok(figure)
+    return (fault if level == 2 else warning)(
+        figure,
+        "The drafter is worth much less here than in training. Data of another kind (code beside chat, say) explains "
+        "some of it; a drafter that is wired differently, or another target, the rest.",
+        remedy,
+    )
+
+
+def context_length(case: Case) -> Result:
+    """Does acceptance fall as the conversation grows?"""
+    found = case.probe.own
+    lengths_N, positions_N = found.lengths_N(), found.positions_N
+    edges = [0, *(2**i for i in range(5, 24))]
+    buckets = []
+    for low, high in pairwise(edges):
+        inside_N = (positions_N >= low) & (positions_N < high)
+        if int(inside_N.sum()) >= _FEWEST:
+            buckets.append((low, high, lengths_N[inside_N]))
+    if len(buckets) < 2:
+        return skipped(f"positions up to {int(positions_N.max())} are too few to compare lengths")
+    figure = "tokens a round by position: " + ", ".join(f"{low}-{high}: {x.mean():.2f}" for low, high, x in buckets)
+    last = buckets[-1][2]
+    best = max((x for _, _, x in buckets[:-1]), key=lambda x: x.mean().item())
+    error = (best.var().item() / len(best) + last.var().item() / len(last)) ** 0.5
+    fall = best.mean().item() - last.mean().item()
+    if last.mean() - 1 < _FALL * (best.mean() - 1) and fall > _STANDARD_ERRORS * error:
+        return warning(
+            figure,
+            "Acceptance falls with the length of the context: a wrong RoPE base or scaling, a window too small, or "
+            "training on shorter conversations than these.",
+            "Compare RoPE and window with the target's; train on conversations as long as those served.",
+        )
+    return ok(figure)

@@ -1,0 +1,359 @@
+"""outrider.json's `calibration` -> the card's section on confidences.
+
+    served:  sigmoid(logit(c_k) / T_k + b_k),    c_k of the drafter's head, or of an estimator where it has none
+
+How they were fitted: calibration/collect.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from pydantic import ValidationError
+
+from outrider.calibration.collect import Calibration
+from outrider.checkpoints.checkpoint import Checkpoint
+from outrider.data.sources import shipped_sets
+from outrider.drafters.dspark import DSparkConfig
+from outrider.drafters.registry import method_of
+from outrider.evaluation.results import Results, TaskResult
+from outrider.scheduling.policies import FixedPolicy
+from outrider.target.hub import canonical_id
+from outrider.training.setup import trainings
+from outrider.utils.device import dtype_name
+
+
+def confidences(stored: object) -> str:
+    """The section.
+
+    Raises:
+        ValueError: `stored` is no calibration; names the field.
+    """
+    try:
+        found = Calibration.model_validate(stored)
+    except ValidationError as error:
+        where = ".".join(str(part) for part in error.errors()[0]["loc"])
+        raise ValueError(
+            f"outrider.json: calibration.{where}: {error.errors()[0]['msg']}; run outrider calibrate again."
+        ) from error
+    parts = ["## Confidences", *_estimator(found.estimator), _scaling(found), _table(found), _measured(found)]
+    return "\n\n".join(parts)
+
+
+def _estimator(estimator: Mapping[str, Sequence[float]] | None) -> list[str]:
+    """Nothing where a confidence head speaks."""
+    if estimator is None:
+        return []
+    certainty, entropy = estimator["weights"]
+    biases = ", ".join(f"{bias:+.2f}" for bias in estimator["biases"])
+    return [
+        "The drafter has no confidence head. Its confidences are a logistic regression on its own distribution p_k:\n"
+        f"c_k = sigmoid({certainty:.2f} logit(max p_k) {entropy:+.2f} entropy(p_k) + bias_k), biases {biases}."
+    ]
+
+
+def _scaling(found: Calibration) -> str:
+    what, how = "A temperature per position", "is applied when the drafter is served."
+    if _offsets(found):
+        what = "A temperature and an offset per position"
+        how = "are applied when the drafter\nis served: sigmoid(logit(c) / temperature + offset)."
+    return (
+        f"{what} (Sequential Temperature Scaling) {how}\n"
+        "Survival to position k against what was accepted, 20 bins, before -> after:"
+    )
+
+
+def _offsets(found: Calibration) -> list[float] | None:
+    """None where there are none, or all are 0."""
+    return found.offsets if found.offsets and any(found.offsets) else None
+
+
+def _table(found: Calibration) -> str:
+    offsets = _offsets(found)
+    lines = [
+        f"| k | temperature |{' offset |' if offsets else ''} ECE | ECE by chance | Brier | ROC-AUC after |",
+        f"|---:|---:|{'---:|' if offsets else ''}---:|---:|---:|---:|",
+    ]
+    for i, t in enumerate(found.temperatures):
+        auc = found.after.roc_auc[i]
+        offset = f" {offsets[i]:+.2f} |" if offsets else ""
+        errors = f"{found.before.ece[i]:.3f} -> {found.after.ece[i]:.3f}"
+        squares = f"{found.before.brier[i]:.3f} -> {found.after.brier[i]:.3f}"
+        noise, area = f"{found.after.ece_noise[i]:.3f}", "-" if auc is None else f"{auc:.3f}"
+        lines.append(f"| {i + 1} | {t:.2f} |{offset} {errors} | {noise} | {squares} | {area} |")
+    return "\n".join(lines)
+
+
+def _measured(found: Calibration) -> str:
+    return (
+        f"Fitted on {found.fit_rounds:,} rounds of {', '.join(found.fitted_on)}; measured on "
+        f"{found.measured_rounds:,} other rounds of {', '.join(found.measured_on)};\n"
+        f"decoding at temperature {found.sampling['temperature']}. By chance: what as many rounds would show of "
+        "perfect confidences."
+    )
+
+
+# ----------------------------------------------------------------------------
+# The measured part of a model card: a row per task, the machine, and the command that gives it again.
+# ----------------------------------------------------------------------------
+
+
+WHOLE = "whole block"
+
+
+def measured(many: Sequence[Results]) -> str:
+    """Markdown: the figures of some evaluations, with temperature, machine, versions and commands."""
+    head = "| task | temperature | verified | turns | tokens | tau | plain tok/s | tok/s | speedup | same tokens |"
+    lines = ["## Measured", "", head, "|---|---:|---|---:|---:|---:|---:|---:|---:|---|"]
+    lines += [_row(task, results) for results in many for task in results.tasks]
+    lines += [
+        "",
+        "tau: tokens per target pass, the target's own included. Plain and speculative decoding take turns in one\n"
+        "run; speedup is over whole requests, prefill included, with quartiles over turns.",
+        "",
+    ]
+    machines = dict.fromkeys(f"Measured on {listed(r.machine)}; {listed(r.versions)}." for r in many)
+    return "\n".join([*lines, *machines, "", "```", *(_command(r) for r in many), "```"])
+
+
+def _row(task: TaskResult, results: Results) -> str:
+    settings, (low, _, high) = results.settings, task.speedup_quartiles
+    same = {None: "sampled", True: "yes", False: "no"}[task.greedy_identical]
+    same = f"{same}; {results.lossy}" if results.lossy else same
+    cells = [task.task, settings["temperature"], verified(settings), task.turns, f"{task.tokens:,}"]
+    cells += [f"{task.accepted_length:.2f}", f"{task.baseline_tokens_per_second:.1f}", f"{task.tokens_per_second:.1f}"]
+    cells += [f"{task.speedup:.2f}x ({low:.2f}-{high:.2f})", same]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def verified(settings: Mapping[str, Any]) -> str:
+    """What of each draft the target judged, by the settings of an evaluation."""
+    threshold, length, tree = (settings.get(name) for name in ("confidence_threshold", "draft_length", "tree"))
+    if threshold is not None:
+        return f"while c >= {threshold}"
+    if tree is not None:
+        return f"tree of {tree}" if length is None else f"{length} nodes of a tree of {tree}"
+    if length is not None:
+        return f"{length} drafts"
+    whole = "draft_length" in settings or settings["policy"] == repr(FixedPolicy())
+    return WHOLE if whole else str(settings["policy"])
+
+
+def _command(results: Results) -> str:
+    settings = results.settings
+    options = {"target": settings["target"], "drafter": "DIR", "tasks": ",".join(map(_task_argument, results.tasks))}
+    named = ("max_samples", "max_new_tokens", "draft_length", "confidence_threshold", "block_size", "tree")
+    options |= {name: settings.get(name) for name in named} | dict(settings["sampling"])
+    if lossy := settings.get("lossy"):
+        options["typical"] = f"{lossy['epsilon']:g},{lossy['delta']:g}"
+    options["target"] = target_name(options)
+    return "outrider eval " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in options.items() if v is not None)
+
+
+def _task_argument(task: TaskResult) -> str:
+    return task.task if task.task in shipped_sets() else f"{task.task}.jsonl"
+
+
+def target_name(metadata: Mapping[str, Any]) -> str:
+    """The target's id, or the name alone of a local directory."""
+    target = str(metadata["target"])
+    return Path(target).expanduser().name if Path(target).expanduser().is_absolute() else target
+
+
+def listed(fields: Mapping[str, Any]) -> str:
+    """`name value, name value`, without what is None."""
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in fields.items() if value is not None)
+
+
+# ----------------------------------------------------------------------------
+# outrider.json + results.json of `outrider eval` -> README.md of a drafter directory, with Hugging Face front matter.
+#
+# Every statement comes from what was recorded or given; what was not recorded is left out.
+# ----------------------------------------------------------------------------
+
+
+_NEEDED = ("target", "recipe", "step", "samples", "response_tokens")
+_NOT_NUMBERS = ("optimizer", "target", "initialize_from_target")  # of a training
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What the files do not say.
+
+    `sources`: one line per source of prompts. `license`: an identifier of the hub (apache-2.0, ...), None to name none.
+    """
+
+    name: str
+    dtype: torch.dtype
+    results: Sequence[Results] = ()
+    sources: Sequence[str] = ()
+    license: str | None = None
+
+
+def model_card(checkpoint: Checkpoint, facts: CardFacts) -> str:
+    """The text of README.md.
+
+    Raises:
+        ValueError: outrider.json lacks what training records, or results are those of another drafter.
+    """
+    metadata = checkpoint.metadata
+    missing = [name for name in _NEEDED if name not in metadata]
+    if missing:
+        raise ValueError(f"outrider.json has no {', '.join(missing)}: package a drafter that outrider train wrote.")
+    for results in facts.results:
+        _check_same(results, checkpoint)
+    parts = [
+        _front_matter(metadata, facts, checkpoint.drafter.algorithm),
+        _introduction(checkpoint, facts),
+        _use(metadata, facts.name),
+        _settings(checkpoint, facts.dtype),
+        _data(metadata, facts.sources),
+        _training(metadata),
+    ]
+    if facts.results:
+        parts.append(measured(facts.results))
+    if "calibration" in metadata:
+        parts.append(confidences(metadata["calibration"]))
+    parts += [_limits(checkpoint, facts.results), _licence(checkpoint, facts.license)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _check_same(results: Results, checkpoint: Checkpoint) -> None:
+    expected = {
+        "target": canonical_id(checkpoint.metadata["target"]),
+        "drafter_step": checkpoint.metadata["step"],
+        "gamma": checkpoint.drafter.config.gamma,
+    }
+    theirs = {**results.settings, "target": canonical_id(str(results.settings.get("target")))}
+    for name, value in expected.items():
+        if theirs.get(name) != value:
+            raise ValueError(
+                f"the results are of another drafter: their {name} is {theirs.get(name)}, this one has {value}. Give "
+                "results.json files of outrider eval with this drafter."
+            )
+
+
+def _front_matter(metadata: Mapping[str, Any], facts: CardFacts, algorithm: str) -> str:
+    fields: dict[str, Any] = {} if facts.license is None else {"license": facts.license}
+    if not Path(metadata["target"]).expanduser().is_dir():  # a model of the hub
+        fields["base_model"] = target_name(metadata)
+    fields |= {"library_name": "outrider", "pipeline_tag": "text-generation"}
+    fields["tags"] = ["speculative-decoding", "draft-model", algorithm]
+    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
+
+
+def _introduction(checkpoint: Checkpoint, facts: CardFacts) -> str:
+    return (
+        f"# {facts.name}\n\n"
+        f"A {type(checkpoint.drafter).__name__} draft model for speculative decoding of "
+        f"**{target_name(checkpoint.metadata)}**, trained with\n"
+        "Outrider. It proposes blocks of tokens, the target checks a block in one pass and keeps what fits its own\n"
+        "distribution. The output is distributed exactly as the target's; at temperature 0 it is the same text,\n"
+        "numerical ties apart. On its own this model generates nothing."
+    )
+
+
+def _use(metadata: Mapping[str, Any], name: str) -> str:
+    target = target_name(metadata)
+    return (
+        "## Use\n\n```\n"
+        f'outrider generate "Name three rivers." --target {target} --drafter {name} --show-rounds\n'
+        f"outrider eval --target {target} --drafter {name} --tasks my_prompts.jsonl --out eval\n```\n\n"
+        "A directory inside `models/`, or inside the directory `$OUTRIDER_MODELS` names, is found without `--drafter`."
+    )
+
+
+def _settings(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
+    config = checkpoint.drafter.config
+    parameters = sum(p.numel() for p in checkpoint.drafter.parameters())
+    size = f"{parameters * dtype.itemsize / 1e6:.1f} MB as {dtype_name(dtype)}"
+    rows = [
+        ("parameters", f"{parameters / 1e6:.1f} million, {size}"),
+        *([("draft layers", str(config.num_hidden_layers))] if hasattr(config, "num_hidden_layers") else []),
+        ("drafts per block (gamma)", str(config.gamma)),
+        ("tapped target layers", ", ".join(map(str, config.target_layer_ids))),
+        ("draft vocabulary", f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens"),
+    ]
+    if isinstance(config, DSparkConfig):
+        head = f"{config.markov_head_type}, rank {config.markov_rank}" if config.markov_rank else "none"
+        rows += [("sequential head", head), ("confidence head", "yes" if config.enable_confidence_head else "no")]
+    lines = [f"| {name} | {value} |" for name, value in rows]
+    return "\n".join(
+        ["## Model", "", "| | |", "|---|---|", *lines, "", "Embedding and LM head are the target's, not stored here."]
+    )
+
+
+def _data(metadata: Mapping[str, Any], sources: Sequence[str]) -> str:
+    lines = [
+        "## Data",
+        "",
+        f"{metadata['samples']:,} conversations with {metadata['response_tokens']:,} response tokens. The responses "
+        "are the target's own,\nregenerated from the prompts; the loss covers generated tokens only.",
+        "",
+        *(f"* {source}" for source in sources),
+        *([""] if sources else []),
+        f"Settings: {listed(metadata['recipe']['data'])}.",
+    ]
+    return "\n".join(lines)
+
+
+def _training(metadata: Mapping[str, Any]) -> str:
+    recipe = metadata["recipe"]
+    lines = ["## Training", "", f"{metadata['step']:,} steps of {recipe['optimizer']['steps']:,}."]
+    if metadata.get("history"):
+        lines += ["It went on from a drafter that was trained before:", ""]
+        lines += [f"{number}. {_stage(stage)}" for number, stage in enumerate(metadata["history"], start=1)]
+        lines += ["", "The last training:"]
+    lines += ["", f"* optimizer: {listed(recipe['optimizer'])}", f"* objective: {listed(recipe['objective'])}"]
+    if metadata.get("held_out"):
+        lengths = {k: f"{v:.2f}" for k, v in metadata["held_out"].items() if k.startswith("expected_length")}
+        lines.append(f"* held-out conversations: {listed(lengths)}")
+    if metadata.get("versions"):
+        lines.append(f"* versions: {listed(metadata['versions'])}")
+    return "\n".join(lines)
+
+
+def _stage(stage: Mapping[str, Any]) -> str:
+    numbers = {name: value for name, value in stage.items() if name not in _NOT_NUMBERS}
+    rate = stage.get("optimizer", {}).get("learning_rate")
+    return listed({**numbers, **({} if rate is None else {"learning rate": rate})}) or "not recorded"
+
+
+def _limits(checkpoint: Checkpoint, many: Sequence[Results]) -> str:
+    config, data = checkpoint.drafter.config, checkpoint.metadata["recipe"]["data"]
+    lines = [
+        "## Limits",
+        "",
+        "* It fits this one target. What the output says, and what is wrong with it, is the target's.",
+    ]
+    lines.append("* How much it helps depends on the text: the closer to the training prompts, the more is accepted.")
+    if config.draft_vocab_size < config.vocab_size:
+        lines.append("* Tokens outside the draft vocabulary are never drafted; the target adds them itself.")
+    if {"max_prompt_tokens", "max_new_tokens"} <= set(data):
+        longest = data["max_prompt_tokens"] + data["max_new_tokens"]
+        lines.append(f"* Trained on contexts of at most {longest} tokens a turn; longer ones are untested.")
+    slower = [f"{t.task} (temperature {r.settings['temperature']})" for r in many for t in r.tasks if t.speedup < 1]
+    if slower:
+        lines.append(f"* Slower than plain decoding on {', '.join(slower)} where it was measured.")
+    return "\n".join(lines)
+
+
+def _licence(checkpoint: Checkpoint, license: str | None) -> str:
+    """Weights are derived from whatever any training behind them began with."""
+    metadata = checkpoint.metadata
+    text = f"## Licence\n\nWeights: {license}." if license else "## Licence"
+    if metadata.get("history"):
+        text += "\n\nTraining went on from an earlier drafter, whose licence applies to these weights too."
+    if method_of(checkpoint.drafter.algorithm).initialize is not None:
+        copied = [{**metadata, **stage} for stage in trainings(metadata) if stage.get("initialize_from_target")]
+        if sources := dict.fromkeys(map(target_name, copied)):
+            text += (
+                "\n\nWhere shapes allow it (Llama and Qwen3 targets) the draft layers start as copies of the target's "
+                f"last layers, so the weights\nare derived from {' and '.join(sources)}, whose licence applies to them."
+            )
+    return text

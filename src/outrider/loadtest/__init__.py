@@ -1,0 +1,1 @@
+"""Load tests, measured and simulated."""

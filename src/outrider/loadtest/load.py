@@ -1,0 +1,349 @@
+"""Whose seconds count, and when the next request comes.
+
+    closed loop   N users:   ask ---- answer, ask -- answer, ask ------ answer, ...     never more than N at once
+    Poisson       a rate:    ask  ask      ask ask  ask           ask    ...            whatever happens
+
+A closed loop shows what the machine can give; open arrivals show how long requests wait for it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from outrider.backends.base import Acceptance, Backend, Telling
+from outrider.data.chat import render, response_text
+from outrider.data.conversations import Conversation, chat_messages
+from outrider.data.sources import load_prompts
+from outrider.decoding.request import StopRules
+from outrider.engine.batch import Output, Request, StepRecord
+from outrider.sampling import SamplingParams
+
+
+class Clock(Protocol):
+    """Seconds, measured or simulated."""
+
+    def now(self) -> float: ...
+
+    def stepped(self, last: StepRecord | None) -> None:
+        """A step is over."""
+        ...
+
+    def wait_until(self, moment: float) -> None: ...
+
+
+class WallClock:
+    """The time that passes."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def stepped(self, last: StepRecord | None) -> None:
+        """Steps take the time they take."""
+
+    def wait_until(self, moment: float) -> None:
+        time.sleep(max(0.0, moment - self.now()))
+
+
+class Arrivals(Protocol):
+    def next(self, now: float, live: int) -> float | None:
+        """When the next request comes, `live` being in; None: once one of them has left."""
+        ...
+
+    def taken(self) -> None:
+        """That request has come."""
+        ...
+
+
+class ClosedLoop:
+    """`users` of which each asks again as soon as it is answered."""
+
+    def __init__(self, users: int) -> None:
+        self.users = users
+
+    def next(self, now: float, live: int) -> float | None:
+        return now if live < self.users else None
+
+    def taken(self) -> None:
+        """Nothing to remember."""
+
+
+class Poisson:
+    """Independent users: exponential gaps, `rate` requests per second on average."""
+
+    def __init__(self, rate: float, seed: int, start: float) -> None:
+        self._rate, self._random, self._next = rate, random.Random(seed), start
+
+    def next(self, now: float, live: int) -> float | None:
+        return self._next
+
+    def taken(self) -> None:
+        self._next += self._random.expovariate(self._rate)
+
+
+# ----------------------------------------------------------------------------
+# Mixed prompts: each task shuffled by the seed, then one of each in turn, so that any beginning holds all tasks alike.
+#
+# a3 b1 c2 | a0 b0 c1 | a2 b4 | ...        a task that runs out leaves the round
+#
+# Later turns need what was said before them, and every variant must be asked the same: the baseline answers first, and
+# its answers are the history for all, as in an evaluation.
+# ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The tokens that ask for the next response of one conversation, `said` being the earlier ones."""
+
+    name: str
+    tokens: tuple[int, ...]
+    conversation: Conversation = field(repr=False, compare=False)
+    said: tuple[str, ...] = ()
+
+    def goes_on_after(self, turn: int) -> bool:
+        """Whether it is the turn of that number, counted from 1, and not its conversation's last."""
+        return len(self.said) == turn - 1 and len(self.conversation.turns) > turn
+
+    @property
+    def chat(self) -> dict[str, Any]:
+        """For a server that renders prompts itself: the fields `messages` and, where there are any, `tools`."""
+        messages = chat_messages(self.conversation.turns[: len(self.said) + 1], self.said)
+        tools = {"tools": list(self.conversation.tools)} if self.conversation.tools else {}
+        return {"messages": messages, **tools}
+
+
+def mixed_prompts(
+    tokenizer: PreTrainedTokenizerBase, tasks: Sequence[str], count: int, seed: int, thinking: bool = False
+) -> list[Prompt]:
+    """First turns of at most `count` conversations from task files (JSONL), shipped sets or tasks by name; fewer where
+    they hold fewer.
+
+    Raises:
+        ValueError: a file is missing or malformed, or a prompt cannot be rendered (file and conversation are named).
+    """
+    shuffled = []
+    for task in tasks:
+        name = Path(task).stem
+        conversations = [(name, conversation) for conversation in load_prompts(task)]
+        random.Random(f"{seed} {name}").shuffle(conversations)
+        shuffled.append(conversations)
+    turns = (entry for entry in chain.from_iterable(zip_longest(*shuffled)) if entry is not None)
+    prompts = []
+    for (name, conversation), _ in zip(turns, range(count), strict=False):
+        prompts.append(_prompt(tokenizer, f"{name}/{conversation.id}", conversation, (), thinking))
+    return prompts
+
+
+def with_next_turn(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    answers: Mapping[Prompt, Sequence[int]],
+    thinking: bool,
+) -> list[Prompt]:
+    """Each prompt that was answered is followed by the next turn of its conversation.
+
+    Raises:
+        ValueError: a turn cannot be rendered.
+    """
+    grown = []
+    for prompt in prompts:
+        grown.append(prompt)
+        if prompt in answers:
+            said = (*prompt.said, response_text(tokenizer, answers[prompt]))
+            name = f"{prompt.name.partition('#')[0]}#{len(said) + 1}"
+            grown.append(_prompt(tokenizer, name, prompt.conversation, said, thinking))
+    return grown
+
+
+def _prompt(
+    tokenizer: PreTrainedTokenizerBase, name: str, conversation: Conversation, said: tuple[str, ...], thinking: bool
+) -> Prompt:
+    try:
+        tokens = render(tokenizer, conversation.turns[: len(said) + 1], said, conversation.tools, thinking)
+    except ValueError as error:
+        raise ValueError(f"{name.replace('/', ', prompt ', 1)}: {error}") from error
+    return Prompt(name, tuple(tokens), conversation, said)
+
+
+# ----------------------------------------------------------------------------
+# Users on an engine: who asks when, and when each token came.
+#
+#     warm-up requests         |  window: every step counts                                      |
+#     of growing lengths -----> opens                counted requests 0, 1, .. M - 1  all finished
+#     fillers: whenever somebody must ask and it is not a counted request's turn: the load never falls
+#
+# Closed loop: N users, each asks again when answered. Fillers keep all N busy until the last counted request is done,
+# so the window has no drain tail, and no counted request is cut off for being long. Counted requests are the same
+# prompts in the same order for every variant. Warm-up requests end one after the other, so users do not move in step.
+# Poisson: requests come at a rate whatever happens; waiting counts as time to the first token.
+# ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """How much is asked.
+
+    Args:
+        requests: counted ones; the window ends when all are finished. None: it ends after `seconds`, and the requests
+            are those that came and finished within it, which favours short ones: prefer a number.
+        warmup: requests before the window, of up to `warmup_tokens` tokens each.
+    """
+
+    requests: int | None = 32
+    seconds: float | None = None
+    max_new_tokens: int = 64
+    warmup: int = 1
+    warmup_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        if (self.requests is None) == (self.seconds is None):
+            raise ValueError(f"requests={self.requests}, seconds={self.seconds}: give one of the two.")
+        for name in ("requests", "seconds", "max_new_tokens", "warmup", "warmup_tokens"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value} must be above 0.")
+
+
+@dataclass
+class Served:
+    """One request: `times[i]` is when its i-th output came and `sizes[i]` how many tokens it held."""
+
+    id: str
+    index: int | None  # of its prompt, if it counts
+    arrived: float
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    finished: bool = False
+    accepted_length: float | None = None
+
+    def take(self, output: Output, now: float) -> None:
+        self.tokens += output.tokens
+        if output.tokens:
+            self.times.append(now)
+            self.sizes.append(len(output.tokens))
+        self.finished = output.finish is not None
+
+    def end(self, backend: Backend) -> None:
+        """Note what is known once it has finished. An engine whose steps are seen gives one output per round."""
+        if isinstance(backend, Telling):
+            told = backend.told(self.id)
+            self.accepted_length = told.accepted_length
+            self.tokens = self.tokens if told.tokens is None else told.tokens
+        elif backend.last is not None and self.times:
+            self.accepted_length = len(self.tokens) / len(self.times)
+
+
+@dataclass(frozen=True)
+class Window:
+    """What happened in it. `finished`: all requests that ended, counted or not; `tokens` those of all requests.
+
+    `told` is None where `steps` say more.
+    """
+
+    seconds: float
+    tokens: int
+    finished: int
+    requests: list[Served]
+    steps: list[StepRecord]
+    told: Acceptance | None = None
+
+
+def run_load(
+    backend: Backend, prompts: Sequence[Sequence[int]], arrivals: Arrivals, config: LoadConfig, clock: Clock
+) -> Window:
+    """Drive a backend through one window; it is idle before and after."""
+    assert backend.idle and prompts
+    return _Run(backend, prompts, arrivals, config, clock).run()
+
+
+class _Run:
+    def __init__(
+        self, backend: Backend, prompts: Sequence[Sequence[int]], arrivals: Arrivals, config: LoadConfig, clock: Clock
+    ) -> None:
+        self.backend, self.prompts, self.arrivals, self.config, self.clock = backend, prompts, arrivals, config, clock
+        self.live: dict[str, Served] = {}
+        self.counted: list[Served] = []
+        self.steps: list[StepRecord] = []
+        self.submitted = self.warm = self.tokens = self.finished = 0
+        self.opened: float | None = None
+
+    def run(self) -> Window:
+        while not self._over():
+            self._admit()
+            outputs = self.backend.step()
+            self.clock.stepped(self.backend.last)
+            self._take(outputs)
+        assert self.opened is not None
+        seconds = self.clock.now() - self.opened
+        told = self.backend.acceptance() if isinstance(self.backend, Telling) else None
+        for id in self.live:
+            self.backend.cancel(id)
+        requests = [served for served in self.counted if served.finished]
+        return Window(seconds, self.tokens, self.finished, requests, self.steps, told)
+
+    def _over(self) -> bool:
+        if self.opened is None:
+            return False
+        if self.config.seconds is not None:
+            return self.clock.now() - self.opened >= self.config.seconds
+        return len(self.counted) == self.config.requests and all(served.finished for served in self.counted)
+
+    def _admit(self) -> None:
+        """Everybody who has come by now; if nobody is there, the next one is waited for."""
+        while (moment := self.arrivals.next(self.clock.now(), len(self.live))) is not None:
+            if moment > self.clock.now():
+                if self.live:
+                    return
+                self.clock.wait_until(moment)
+            self._submit(moment)
+            self.arrivals.taken()
+
+    def _submit(self, arrived: float) -> None:
+        config, number = self.config, self.submitted
+        length, index = config.max_new_tokens, None
+        if number < config.warmup:
+            length = max(1, config.warmup_tokens * (number + 1) // config.warmup)
+        elif self.opened is not None and (config.requests is None or len(self.counted) < config.requests):
+            index = len(self.counted) % len(self.prompts)
+        # Warm-up and fillers come from the other end, so that counted requests do not depend on how many there were.
+        prompt = self.prompts[-1 - number % len(self.prompts) if index is None else index]
+        served = Served(str(number), index, arrived)
+        if index is not None:
+            self.counted.append(served)
+        self.live[served.id] = served
+        self.submitted += 1
+        params = SamplingParams(temperature=0.0)
+        self.backend.submit(Request(served.id, list(prompt), params, StopRules(min(length, config.max_new_tokens))))
+
+    def _take(self, outputs: Sequence[Output]) -> None:
+        now, counting = self.clock.now(), self.opened is not None
+        if counting and self.backend.last is not None:
+            self.steps.append(self.backend.last)
+        for output in outputs:
+            served = self.live[output.id]
+            served.take(output, now)
+            if counting:
+                self.tokens += len(output.tokens)
+                self.finished += served.finished
+            if served.finished:
+                parts = len(served.tokens)
+                served.end(self.backend)
+                self.tokens += (len(served.tokens) - parts) * counting
+                del self.live[output.id]
+                self.warm += int(output.id) < self.config.warmup
+        if self.opened is None and self.warm == self.config.warmup:
+            if isinstance(self.backend, Telling):
+                self.backend.mark()
+            self.opened = self.clock.now()
+
+
+Serve = Callable[[str, float], Backend]  # (variant, level) -> an idle backend
+Compare = Callable[[Sequence[int], Sequence[int], Sequence[int]], str]  # (prompt, plain, other) -> same, tie, mismatch

@@ -1,0 +1,430 @@
+"""One window in numbers.
+
+tokens/s      all tokens of the window / its seconds
+user speed    (tokens - those of the first output) / (last - first output) of a request; p95 is what 95 % at least get
+TTFT          first output - arrival
+budget        (admitted + requests) / requests: rows verified per request and step        tau  committed / requests
+acceptance    accepted / admitted
+draft share   of the steps' seconds: blocks, and what drafters take to read committed tokens
+goodput       finished requests per second * share of the counted that met the limits
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+
+from outrider.backends.base import Acceptance
+from outrider.loadtest.load import Served, Window
+from outrider.loadtest.variants import NO_SPECULATION, is_adaptive
+from outrider.utils.files import write_atomically
+from outrider.utils.measure import Quartiles, machine, quartiles, versions
+
+
+@dataclass(frozen=True)
+class Sla:
+    """What a user is promised: seconds to the first token, then tokens per second."""
+
+    ttft: float = 2.0
+    tokens_per_second: float = 5.0
+
+    def met(self, served: Served) -> bool:
+        speed = user_speed(served)
+        return ttft(served) <= self.ttft and (speed is None or speed >= self.tokens_per_second)
+
+
+class Metrics(BaseModel):
+    """See the module's head; times in seconds.
+
+    None where there was nothing to take it from (one output per request, no draft), or the backend does not show it.
+    """
+
+    seconds: float
+    tokens: int
+    requests: int
+    steps: int
+    tokens_per_second: float
+    user_p50: float | None
+    user_p95: float | None
+    ttft_p50: float | None
+    ttft_p95: float | None
+    gap_p50: float | None  # between two outputs of a request
+    gap_p95: float | None
+    goodput: float
+    attainment: float
+    rounds_per_request: float
+    budget: float | None
+    acceptance: float | None
+    tau: float | None
+    draft_share: float | None
+    drafting_share: float | None  # of the requests of a step, how many drafted
+
+
+class RequestFigures(BaseModel):
+    """One counted request, of the prompt `index`; `gaps`: seconds between its outputs, which hold `sizes` tokens.
+
+    `accepted_length` is None where an engine does not tell it of single requests.
+    """
+
+    index: int
+    tokens: int
+    ttft: float
+    gaps: list[float]
+    sizes: list[int]
+    tokens_per_second: float | None  # after the first output
+    accepted_length: float | None
+
+    @staticmethod
+    def of(served: Served) -> RequestFigures:
+        assert served.index is not None
+        speed = user_speed(served)
+        return RequestFigures(
+            index=served.index,
+            tokens=len(served.tokens),
+            ttft=round(ttft(served), 6),
+            gaps=[round(later - earlier, 6) for earlier, later in pairwise(served.times)],
+            sizes=served.sizes,
+            tokens_per_second=None if speed is None else round(speed, 3),
+            accepted_length=served.accepted_length,
+        )
+
+
+def ttft(served: Served) -> float:
+    return served.times[0] - served.arrived
+
+
+def user_speed(served: Served) -> float | None:
+    """Tokens per second after the first output; None where there was only one."""
+    span = served.times[-1] - served.times[0]
+    return (len(served.tokens) - served.sizes[0]) / span if span > 0 else None
+
+
+def summarise(window: Window, sla: Sla) -> Metrics:
+    """Numbers of a window with at least one finished request.
+
+    Raises:
+        ValueError: no counted request finished.
+    """
+    requests, steps = window.requests, window.steps
+    if not requests:
+        raise ValueError(
+            f"no request was answered within {window.seconds:.3g} s; give --seconds-per-point more, or count requests."
+        )
+    speeds = [speed for served in requests if (speed := user_speed(served)) is not None]
+    firsts = [ttft(served) for served in requests]
+    gaps = [later - earlier for served in requests for earlier, later in pairwise(served.times)]
+    decoded, admitted = sum(s.requests for s in steps), sum(s.admitted for s in steps)
+    attainment = sum(sla.met(served) for served in requests) / len(requests)
+    told = window.told or Acceptance(
+        _ratio(sum(s.committed for s in steps), decoded), _ratio(sum(s.accepted for s in steps), admitted)
+    )
+    return Metrics(
+        seconds=window.seconds,
+        tokens=window.tokens,
+        requests=len(requests),
+        steps=len(steps),
+        tokens_per_second=window.tokens / window.seconds,
+        user_p50=_quantile(speeds, 0.5),
+        user_p95=_quantile(speeds, 0.05),
+        ttft_p50=_quantile(firsts, 0.5),
+        ttft_p95=_quantile(firsts, 0.95),
+        gap_p50=_quantile(gaps, 0.5),
+        gap_p95=_quantile(gaps, 0.95),
+        goodput=attainment * window.finished / window.seconds,
+        attainment=attainment,
+        rounds_per_request=sum(len(served.times) for served in requests) / len(requests),
+        budget=_ratio(admitted + decoded, decoded),
+        acceptance=told.acceptance,
+        tau=told.accepted_length,
+        draft_share=_ratio(sum(s.draft_seconds for s in steps), sum(s.seconds for s in steps)),
+        drafting_share=_ratio(sum(s.drafting for s in steps), decoded),
+    )
+
+
+def _quantile(values: Sequence[float], share: float) -> float | None:
+    return float(np.quantile(values, share)) if values else None
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+# ----------------------------------------------------------------------------
+# What a sweep has measured, on disk as it goes: OUT/settings.json, OUT/reference.json, OUT/points.jsonl;
+# of conversations also OUT/said.json: what later turns were asked after.
+#
+# A point is one line and counts once its newline is there, so a sweep that was stopped goes on after its last whole
+# line. Levels, variants and repeats may grow from run to run; whatever changes a single measurement may not.
+# ----------------------------------------------------------------------------
+
+
+_REFERENCE, _SAID = "reference.json", "said.json"
+
+
+class Point(BaseModel):
+    """One variant under one load, once. `level`: concurrent users, or requests per second.
+
+    `same`, `ties`, `mismatches`: its responses against plain decoding of the same prompts (evaluation/evaluate.py).
+    `requests` came later: points without them are still read.
+    """
+
+    variant: str
+    level: float
+    repeat: int
+    metrics: Metrics
+    same: int
+    ties: int
+    mismatches: int
+    requests: list[RequestFigures] = []
+
+    @property
+    def key(self) -> tuple[str, float, int]:
+        return self.variant, self.level, self.repeat
+
+
+class Journal:
+    """The points of one directory.
+
+    Raises:
+        ValueError: it holds points measured with other settings, or a line that is none.
+    """
+
+    def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory, self._path = directory, directory / "points.jsonl"
+        self.points = self._read()
+        self._check(settings)
+
+    def _check(self, settings: dict[str, Any]) -> None:
+        path, settings = self.directory / "settings.json", json.loads(json.dumps(settings))
+        if not path.exists():
+            self._write(path, settings)
+            return
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        differing = [
+            f"{name} was {earlier.get(name)}, now {settings.get(name)}"
+            for name in sorted(settings.keys() | earlier.keys())
+            if earlier.get(name) != settings.get(name)
+        ]
+        if differing and not self.points:  # an engine that never started, say: there is nothing to go on with
+            for name in (_REFERENCE, _SAID):
+                (self.directory / name).unlink(missing_ok=True)
+            self._write(path, settings)
+        elif differing:
+            raise ValueError(
+                f"{self.directory} holds a sweep with other settings: {'; '.join(differing)}. "
+                "Choose another --out, or repeat the settings to go on with it."
+            )
+
+    def _read(self) -> list[Point]:
+        if not self._path.exists():
+            return []
+        whole, newline, torn = self._path.read_bytes().rpartition(b"\n")
+        if torn:
+            os.truncate(self._path, len(whole) + len(newline))
+        points = []
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                points.append(Point.model_validate_json(line))
+            except ValidationError as error:
+                raise ValueError(
+                    f"{self._path}:{number}: not a point of this version; choose another --out."
+                ) from error
+        return points
+
+    def append(self, point: Point) -> None:
+        """Keep a point; it is on disk when this returns."""
+        with self._path.open("ab") as file:
+            file.write(point.model_dump_json().encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.points.append(point)
+
+    def reference(self) -> list[list[int]] | None:
+        """The plain responses of the prompts, once there."""
+        path = self.directory / _REFERENCE
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def keep_reference(self, responses: list[list[int]]) -> None:
+        self._write(self.directory / _REFERENCE, responses)
+
+    def said(self) -> list[list[list[int]]]:
+        """The baseline's responses that later turns were asked after, turn by turn; [] before there are any."""
+        path = self.directory / _SAID
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+    def keep_said(self, turns: list[list[list[int]]]) -> None:
+        self._write(self.directory / _SAID, turns)
+
+    @staticmethod
+    def _write(path: Path, content: Any) -> None:
+        write_atomically(path, json.dumps(content) + "\n")
+
+
+# ----------------------------------------------------------------------------
+# frontier.json: medians and quartiles over repeats, and who won.
+#
+#     at a level      best adaptive / best static variant, by median throughput
+#     over the sweep  mean over levels of throughput / that without speculation, and the worst of these ratios
+#
+# Static variants are chosen once, adaptive ones look at the load (loadtest/variants.py). Verdicts are of the closed
+# loop: Poisson throughput is the rate of arrivals until a variant gives way, so there goodput is what to read.
+# ----------------------------------------------------------------------------
+
+
+class PointSummary(BaseModel):
+    """One variant at one level. `quartiles`: of each figure of `Metrics`, (low, median, high); None: never known."""
+
+    variant: str
+    level: float
+    repeats: int
+    quartiles: dict[str, Quartiles | None]
+    same: int
+    ties: int
+    mismatches: int
+
+    def median(self, figure: str) -> float | None:
+        found = self.quartiles[figure]
+        return None if found is None else found[1]
+
+    @property
+    def throughput(self) -> float:
+        """Median tokens per second."""
+        found = self.median("tokens_per_second")
+        assert found is not None
+        return found
+
+
+class LevelVerdict(BaseModel):
+    """The best of both kinds at one level; `ratio` is adaptive / static."""
+
+    level: float
+    static: str
+    adaptive: str
+    ratio: float
+
+
+class VariantVerdict(BaseModel):
+    """One variant over all levels, in multiples of no speculation."""
+
+    variant: str
+    adaptive: bool
+    mean_ratio: float
+    worst_ratio: float
+
+
+class Frontier(BaseModel):
+    """The whole file. `levels` and `overall` are empty where there is nothing to compare."""
+
+    arrivals: str
+    points: list[PointSummary]
+    levels: list[LevelVerdict]
+    overall: list[VariantVerdict]
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    versions: dict[str, str]
+
+    @staticmethod
+    def of(arrivals: str, points: Sequence[Point], settings: dict[str, Any]) -> Frontier:
+        """Points made on this machine, summed up."""
+        found, closed = summarise_points(points), arrivals == "closed"
+        return Frontier(
+            arrivals=arrivals,
+            points=found,
+            levels=level_verdicts(found) if closed else [],
+            overall=overall_verdicts(found) if closed else [],
+            settings=settings,
+            machine=machine(),
+            versions=versions(),
+        )
+
+    def save(self, directory: Path) -> Path:
+        """Write frontier.json; says where it is."""
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / "frontier.json"
+        path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        return path
+
+    @staticmethod
+    def load(path: Path) -> Frontier:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: missing, or something else.
+        """
+        if not path.is_file():
+            raise ValueError(f"no measured points at {path}: measure them (outrider bench --out {path.parent}).")
+        try:
+            return Frontier.model_validate_json(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path} is no frontier.json of outrider bench ({str(error).splitlines()[0]}).") from None
+
+
+def summarise_points(points: Sequence[Point]) -> list[PointSummary]:
+    """Repeats together, in order of level, variants as they first came."""
+    groups: dict[tuple[str, float], list[Point]] = {}
+    for point in points:
+        groups.setdefault((point.variant, point.level), []).append(point)
+    found = []
+    for (variant, level), group in sorted(groups.items(), key=lambda entry: entry[0][1]):
+        figures = {name: _known_quartiles([getattr(p.metrics, name) for p in group]) for name in Metrics.model_fields}
+        found.append(
+            PointSummary(
+                variant=variant,
+                level=level,
+                repeats=len(group),
+                quartiles=figures,
+                same=sum(p.same for p in group),
+                ties=sum(p.ties for p in group),
+                mismatches=sum(p.mismatches for p in group),
+            )
+        )
+    return found
+
+
+def level_verdicts(points: Sequence[PointSummary]) -> list[LevelVerdict]:
+    """Where both kinds were measured."""
+    verdicts = []
+    for level in sorted({p.level for p in points}):
+        here = sorted((p for p in points if p.level == level), key=lambda p: -p.throughput)
+        static = next((p for p in here if not is_adaptive(p.variant)), None)
+        adaptive = next((p for p in here if is_adaptive(p.variant)), None)
+        if static and adaptive:
+            ratio = adaptive.throughput / static.throughput
+            verdicts.append(LevelVerdict(level=level, static=static.variant, adaptive=adaptive.variant, ratio=ratio))
+    return verdicts
+
+
+def overall_verdicts(points: Sequence[PointSummary]) -> list[VariantVerdict]:
+    """Best first; only variants measured at every level that plain decoding was."""
+    plain = {p.level: p.throughput for p in points if p.variant == NO_SPECULATION}
+    if not plain:
+        return []
+    verdicts = []
+    for variant in dict.fromkeys(p.variant for p in points):
+        mine = {p.level: p.throughput for p in points if p.variant == variant}
+        if plain.keys() <= mine.keys():
+            ratios = [mine[level] / plain[level] for level in plain]
+            verdicts.append(
+                VariantVerdict(
+                    variant=variant,
+                    adaptive=is_adaptive(variant),
+                    mean_ratio=statistics.mean(ratios),
+                    worst_ratio=min(ratios),
+                )
+            )
+    return sorted(verdicts, key=lambda v: -v.mean_ratio)
+
+
+def _known_quartiles(values: Sequence[float | None]) -> Quartiles | None:
+    known = [value for value in values if value is not None]
+    return quartiles(known) if known else None

@@ -1,0 +1,540 @@
+"""seconds of a step  =  draft(drafting requests)  +  verify(rows, requests, context)  +  other(requests), part by part
+
+What the simulator charges. A measured `Profile` is a machine; so are a profile scaled part by part (another processor,
+a larger target) and a plain table somebody published.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from outrider.decoding.request import FinishReason
+from outrider.engine.batch import Output, Request, StepRecord
+from outrider.engine.scheduler import EngineConfig, Scheduler, StepPlan, Work
+from outrider.loadtest.load import run_load
+from outrider.loadtest.metrics import Point, PointSummary, summarise
+from outrider.loadtest.sweep import Sweep
+from outrider.loadtest.traces import Response, Traces
+from outrider.loadtest.variants import build_variant
+from outrider.scheduling.cost import Profile, SpsTable, StepCost
+from outrider.scheduling.gate import AlwaysDraft, DraftGate
+from outrider.scheduling.policies import FixedPolicy, Policy
+from outrider.scheduling.view import Floats, History, Ints
+
+
+class Machine(StepCost, Protocol):
+    """A step cost that says what each part takes; `seconds` is their sum."""
+
+    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
+        """A block of `depth` tokens (None: a whole one) for each of `drafting` requests; 0 for none."""
+        ...
+
+    def verify_seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
+        """Target forwards of `tokens_N` rows in all, [N]."""
+        ...
+
+    def other_seconds(self, requests: int) -> float:
+        """Sampling and bookkeeping."""
+        ...
+
+    def plain(self) -> Machine:
+        """The same machine serving without a drafter."""
+        ...
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A machine whose parts take so many times as long."""
+
+    machine: Machine
+    draft: float = 1.0
+    verify: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("draft", "verify"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"--scale-{name} {getattr(self, name)} must be above 0: it multiplies seconds.")
+
+    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
+        fixed = self.draft_seconds(drafting, depth) + self.other_seconds(requests)
+        return fixed + self.verify_seconds(tokens_N, requests, context)
+
+    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
+        return self.draft * self.machine.draft_seconds(drafting, depth)
+
+    def verify_seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
+        return self.verify * self.machine.verify_seconds(tokens_N, requests, context)
+
+    def other_seconds(self, requests: int) -> float:
+        return self.machine.other_seconds(requests)
+
+    def plain(self) -> Scaled:
+        return replace(self, machine=self.machine.plain())
+
+
+class Table(BaseModel):
+    """`{"sps": [...], "draft_seconds": [...], "other_seconds": s}`: rates by rows, drafts by requests, both from 1 on.
+
+    Beyond its end a list goes on as it ended: the rate stays, and so do the seconds of one more drafting request.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    sps: list[float] = Field(min_length=1)
+    draft_seconds: list[float] = Field(default=[0.0], min_length=1)
+    per_step_seconds: float = Field(default=0.0, ge=0, alias="other_seconds")
+
+    @field_validator("sps")
+    @classmethod
+    def _positive(cls, sps: list[float]) -> list[float]:
+        SpsTable(sps)
+        return sps
+
+
+class TableMachine:
+    """The machine a `Table` describes, whatever the context."""
+
+    def __init__(self, table: Table) -> None:
+        self._forward, self._other = SpsTable(table.sps), table.per_step_seconds
+        self._draft = np.concatenate(([0.0], table.draft_seconds))
+
+    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
+        return self.draft_seconds(drafting, depth) + self._other + self.verify_seconds(tokens_N, requests, context)
+
+    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
+        last = len(self._draft) - 1
+        if drafting <= last:
+            return float(self._draft[drafting])
+        return float(self._draft[last] + (drafting - last) * (self._draft[last] - self._draft[last - 1]))
+
+    def verify_seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
+        return self._forward.seconds(tokens_N, requests, 0, context)
+
+    def other_seconds(self, requests: int) -> float:
+        return self._other
+
+    def plain(self) -> TableMachine:
+        return self
+
+
+def load_machine(path: Path, recorded: Mapping[str, Any], draft: float = 1.0, verify: float = 1.0) -> Machine:
+    """A profile or a table file, scaled.
+
+    Args:
+        recorded: the setting of the traces; a profile must be of the same target and drafter.
+
+    Raises:
+        ValueError: missing, neither of the two, or of something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"no profile at {path}: measure one (outrider profile --out {path}).") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}).") from None
+    found: Machine
+    if isinstance(content, dict) and "sps" in content:
+        try:
+            found = TableMachine(Table.model_validate(content))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}.") from None
+    else:
+        found = profile = Profile.load(path)
+        for name in ("target", "drafter"):
+            mine, theirs = getattr(profile.setting, name), recorded.get(name)
+            if mine != theirs:
+                raise ValueError(f"{path}: {name} is {mine}, the traces are of {theirs}: record and profile the same.")
+    return found if draft == verify == 1.0 else Scaled(found, draft, verify)
+
+
+# ----------------------------------------------------------------------------
+# Discrete events: the engine's own scheduling over recorded drafts, each step charged what the machine would take.
+#
+#     plan      engine/scheduler.py     queues, blocks, chunks of prefill, preemption     the production object
+#     draft     gate, traces            c_1 .. c_l of position n                          recorded
+#     decide    history, policy         l per request                                     the production objects
+#     commit    min(A_n, l) + 1 tokens                                                    exact for greedy decoding
+#     clock  += draft(D) + verify(B, R, S) + other(R)                                     measured, or supposed
+#
+# So nothing is modelled but seconds. Step for step it is what engine/engine.py does, without tensors.
+# Shapes: R requests that decode, K draft positions.
+# ----------------------------------------------------------------------------
+
+
+@dataclass
+class _Live:
+    """A request on its way: `place` is its position in its response, `end` where it stops."""
+
+    response: Response
+    place: int
+    end: int
+    limited: bool  # it ends there because of max_new_tokens
+
+    @property
+    def row(self) -> int:
+        """Of the traces' arrays."""
+        return self.response.start + self.place
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        return len(self.response.prompt) + self.place
+
+    def commit(self, count: int) -> tuple[list[int], FinishReason | None]:
+        """Up to `count` more tokens, and how the response ended if it did."""
+        before, self.place = self.place, min(self.place + count, self.end)
+        tokens = self.response.tokens[before : self.place]
+        return tokens, None if self.place < self.end else "length" if self.limited else "stop"
+
+
+class SimulatedEngine:
+    """What `Engine` is, but for the models: the same calls, the same records, seconds from `machine`.
+
+    Args:
+        gamma: most drafts of a block, as recorded by default; 0 simulates plain decoding.
+    """
+
+    def __init__(
+        self,
+        traces: Traces,
+        machine: Machine,
+        policy: Policy | None = None,
+        gate: DraftGate | None = None,
+        config: EngineConfig | None = None,
+        gamma: int | None = None,
+    ) -> None:
+        self.traces, self.config = traces, config or EngineConfig()
+        self.policy: Policy = policy or FixedPolicy()
+        self.gate: DraftGate = gate or AlwaysDraft()
+        gamma = traces.gamma if gamma is None else gamma
+        assert gamma <= traces.gamma, f"blocks of {gamma} asked for, {traces.gamma} recorded"
+        self.machine = machine if gamma else machine.plain()
+        self.scheduler, self.history = Scheduler(self.config, gamma), History(gamma)
+        self.last: StepRecord | None = None
+        self._live: dict[str, _Live] = {}
+
+    @property
+    def idle(self) -> bool:
+        return not self._live
+
+    @property
+    def load(self) -> int:
+        """Requests in it."""
+        return len(self._live)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its text is the recorded one.
+
+        Raises:
+            ValueError: its id is in use, it is not greedy, or its prompt or so long a response was not recorded.
+        """
+        if request.id in self._live:
+            raise ValueError(f"request id {request.id!r} is in use; give every request its own.")
+        if request.params.temperature > 0 or request.params.repetition_penalty != 1:
+            raise ValueError(f"request {request.id!r} is sampled; traces are of greedy decoding: use temperature 0.")
+        response, wanted = self.traces.find(request.prompt), request.rules.max_new_tokens
+        if wanted > len(response.tokens) and not response.stopped:
+            raise ValueError(
+                f"request {request.id!r} asks for {wanted} tokens, its trace has {len(response.tokens)}: "
+                f"record with --max-new-tokens {wanted}, or ask for fewer."
+            )
+        end = min(wanted, len(response.tokens))
+        self.scheduler.add(request.id, len(response.prompt), wanted)
+        self._live[request.id] = _Live(response, 0, end, end < len(response.tokens) or not response.stopped)
+
+    def cancel(self, id: str) -> bool:
+        """Forget a request and free all it holds; False where there is none of that id."""
+        if self._live.pop(id, None) is None:
+            return False
+        self._forget(id)
+        return True
+
+    def step(self) -> list[Output]:
+        """One step, as long as `last.seconds` says; an output for every request that got tokens."""
+        plan = self.scheduler.plan()
+        if not plan.work:
+            return []
+        deciding = [work for work in plan.work if work.decodes]
+        context = sum(self._live[work.id].length for work in plan.work) / len(plan.work)
+        counts, outputs = _Counts(), list[Output]()
+        if deciding:
+            counts, outputs = self._round(deciding, sum(work.prefill for work in plan.work))
+        self._settle(plan, outputs)
+        self.last = self._record(plan, counts, outputs, context)
+        return outputs
+
+    def _round(self, deciding: Sequence[Work], prefill: int) -> tuple[_Counts, list[Output]]:
+        ids, live = [work.id for work in deciding], [self._live[work.id] for work in deciding]
+        contexts, rows_R = [one.length for one in live], np.array([one.row for one in live])
+        depths_R = self._depths(deciding, contexts, prefill)
+        confidences_RK = self.traces.confidences_NK[rows_R].astype(np.float64)
+        drafted_R = np.minimum(self.traces.drafted_N[rows_R], depths_R)
+        doubted_RK = confidences_RK < self.policy.floor  # False for NaN: without confidences nothing is left out
+        drafted_R = np.where(doubted_RK.any(axis=1), np.minimum(drafted_R, doubted_RK.argmax(axis=1)), drafted_R)
+        view = self.history.step_view(ids, confidences_RK.tolist(), drafted_R.tolist(), contexts, prefill)
+        admitted_R = self.policy.lengths(view)
+        accepted_R = np.minimum(self.traces.accepted_N[rows_R], admitted_R)
+        parts = [one.commit(count + 1) for one, count in zip(live, accepted_R.tolist(), strict=True)]
+        self.history.record(ids, view)
+        counts = _Counts(
+            drafting=int((depths_R > 0).sum()),
+            proposed=int(drafted_R.sum()),
+            admitted=int(admitted_R.sum()),
+            accepted=int(accepted_R.sum()),
+            depth=int(drafted_R.max()),
+        )
+        return counts, [Output(id, tokens, "", finish) for id, (tokens, finish) in zip(ids, parts, strict=True)]
+
+    def _depths(self, deciding: Sequence[Work], contexts: Sequence[int], prefill: int) -> Ints:
+        """How many tokens are drafted for each at most, [R]: as many as it may use and the gate lets it."""
+        able = [i for i, work in enumerate(deciding) if work.limit > 0]
+        depths_R = np.zeros(len(deciding), dtype=np.int64)
+        if able:
+            ids = [deciding[i].id for i in able]
+            view = self.history.gate_view(ids, [contexts[i] for i in able], prefill, len(deciding) - len(able))
+            depths_R[able] = np.minimum(self.gate.depths(view), [deciding[i].limit for i in able])
+        return depths_R
+
+    def _settle(self, plan: StepPlan, outputs: Sequence[Output]) -> None:
+        for work in plan.work:
+            if not work.decodes:
+                self.scheduler.advance(work.id, work.prefill)
+        for output in outputs:
+            if output.finish is None:
+                self.scheduler.commit(output.id, len(output.tokens))
+            else:
+                del self._live[output.id]
+                self._forget(output.id)
+
+    def _forget(self, id: str) -> None:
+        self.scheduler.remove(id)
+        self.history.forget(id)
+
+    def _record(self, plan: StepPlan, counts: _Counts, outputs: Sequence[Output], context: float) -> StepRecord:
+        requests, prefill = len(plan.work), sum(work.prefill for work in plan.work)
+        tokens = prefill + len(outputs) + counts.admitted
+        draft = self.machine.draft_seconds(counts.drafting, max(counts.depth, 1))
+        verify = float(self.machine.verify_seconds(np.array([tokens]), requests, context)[0])
+        other = self.machine.other_seconds(requests)
+        return StepRecord(
+            seconds=draft + verify + other,
+            draft_seconds=draft,
+            verify_seconds=verify,
+            other_seconds=other,
+            requests=len(outputs),
+            drafting=counts.drafting,
+            tokens=tokens,
+            prefill_tokens=prefill,
+            proposed=counts.proposed,
+            admitted=counts.admitted,
+            accepted=counts.accepted,
+            committed=sum(len(output.tokens) for output in outputs),
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            used_blocks=self.scheduler.allocator.used,
+        )
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Of one step's round: drafting requests; draft tokens proposed, admitted, accepted; the longest draft."""
+
+    drafting: int = 0
+    proposed: int = 0
+    admitted: int = 0
+    accepted: int = 0
+    depth: int = 0
+
+
+# ----------------------------------------------------------------------------
+# Replicas side by side on one clock: each starts its next step when its last one ended and it has work.
+#
+#     replica 0   |--step--|----step----|      |-step-|
+#     replica 1   |------step------|--step--|
+#     step()               ^       ^    ^   ^      ^     gives the outputs of the step that ends next, at the time it
+#     ends
+#
+# One replica is the simulation of one engine. A submission is seen between two of these events, as by an engine between
+# two of its steps.
+# ----------------------------------------------------------------------------
+
+
+Routing = Literal["round-robin", "least-loaded"]
+
+
+class Cluster:
+    """Simulated engines behind a router: to a load generator one engine (`Backend`), and the `Clock` it goes by.
+
+    Attributes:
+        last: the step whose outputs came last.
+    """
+
+    def __init__(self, replicas: Sequence[SimulatedEngine], routing: Routing = "least-loaded") -> None:
+        if not replicas:
+            raise ValueError("a cluster needs at least one replica.")
+        self.replicas, self.routing = list(replicas), routing
+        self._now = 0.0
+        self.last: StepRecord | None = None
+        self._routed = 0
+        self._flying: list[tuple[float, int, StepRecord, list[Output]]] = []  # a heap by end, then by replica
+        self._resting = set(range(len(self.replicas)))
+
+    @property
+    def idle(self) -> bool:
+        return not self._flying and all(replica.idle for replica in self.replicas)
+
+    def now(self) -> float:
+        """Simulated seconds."""
+        return self._now
+
+    def stepped(self, last: StepRecord | None) -> None:
+        """`step` moves the time itself."""
+
+    def wait_until(self, moment: float) -> None:
+        """Nothing happens for a while."""
+        assert self.idle, "time passes by steps while there is work"
+        self._now = max(self._now, moment)
+
+    def submit(self, request: Request) -> None:
+        """Send a request to the next replica, or to the one with the fewest requests."""
+        if self.routing == "round-robin":
+            chosen = self.replicas[self._routed % len(self.replicas)]
+        else:
+            chosen = min(self.replicas, key=lambda replica: replica.load)
+        self._routed += 1
+        chosen.submit(request)
+
+    def cancel(self, id: str) -> bool:
+        """Forget a request; False where no replica has it. What its step in flight gives still comes out."""
+        return any(replica.cancel(id) for replica in self.replicas)
+
+    def step(self) -> list[Output]:
+        """Move to the end of the step that ends next; its outputs."""
+        for number in sorted(self._resting):
+            replica = self.replicas[number]
+            if not replica.idle:
+                outputs = replica.step()
+                assert replica.last is not None
+                heapq.heappush(self._flying, (self._now + replica.last.seconds, number, replica.last, outputs))
+                self._resting.remove(number)
+        if not self._flying:
+            return []
+        self._now, number, self.last, outputs = heapq.heappop(self._flying)
+        self._resting.add(number)
+        return outputs
+
+
+# ----------------------------------------------------------------------------
+# the sweep of a load test on simulated machines, and how far it is from the real one
+#
+#     error = predicted / measured - 1     of aggregate tokens per second, per variant and level
+#
+# Load generator, numbers, verdicts and plots are those of real runs (load.py, metrics.py, summary.py, plots.py): only
+# engine and clock are simulated.
+# ----------------------------------------------------------------------------
+
+
+_SAME = ("arrivals", "max_new_tokens", "requests", "seed", "token_budget")
+
+
+class Comparison(BaseModel):
+    """Aggregate tokens per second of one point, simulated and measured; `error` in per cent."""
+
+    variant: str
+    level: float
+    measured: float
+    predicted: float
+    error: float
+
+
+def serve(
+    name: str,
+    traces: Traces,
+    machine: Machine,
+    engine: EngineConfig,
+    threshold: float | None,
+    replicas: int = 1,
+    routing: Routing = "least-loaded",
+) -> Cluster:
+    """Replicas that serve by the variant of that name (variants.py).
+
+    Raises:
+        ValueError: no such variant, or it needs what is not there.
+    """
+    variant = build_variant(name, traces.gamma, threshold, machine)
+    parts = (traces, machine, variant.policy, variant.gate, engine, variant.drafts)
+    return Cluster([SimulatedEngine(*parts) for _ in range(replicas)], routing)
+
+
+def simulate_sweep(
+    sweep: Sweep,
+    serving: Callable[[str, float], Cluster],
+    prompts: Sequence[Sequence[int]],
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> list[Point]:
+    """Every point of a sweep; `serving` gives an idle cluster for a variant and a level.
+
+    Raises:
+        ValueError: the traces do not answer what the load asks.
+    """
+    turns, points = list(sweep.turns()), list[Point]()
+    for number, (variant, level, repeat) in enumerate(turns):
+        on_progress(f"{variant} at {level:g}", number, len(turns))
+        cluster = serving(variant, level)
+        arrivals = sweep.arriving(level, repeat, cluster.now())
+        window = run_load(cluster, prompts, arrivals, sweep.load(level), cluster)
+        metrics, same = summarise(window, sweep.sla), len(window.requests)  # the text is the recorded one
+        points.append(
+            Point(variant=variant, level=level, repeat=repeat, metrics=metrics, same=same, ties=0, mismatches=0)
+        )
+    on_progress("done", len(turns), len(turns))
+    return points
+
+
+def check_comparable(simulated: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
+    """Settings of a simulation and of what it is to be compared with: the load must be the same.
+
+    Raises:
+        ValueError: naming each field that differs.
+    """
+    differing = [
+        f"{name} is {measured.get(name)}, here it is {simulated[name]}"
+        for name in _SAME
+        if measured.get(name) != simulated[name]
+    ]
+    if differing:
+        raise ValueError(
+            f"--validate: measured under another load: {'; '.join(differing)}. Simulate what was measured."
+        )
+
+
+def compare(predicted: Sequence[PointSummary], measured: Sequence[PointSummary]) -> list[Comparison]:
+    """The points both have, in the order of the predicted ones; medians over repeats.
+
+    Raises:
+        ValueError: they have none in common.
+    """
+    real = {(point.variant, point.level): point.throughput for point in measured}
+    found = [
+        Comparison(
+            variant=point.variant,
+            level=point.level,
+            measured=real[point.variant, point.level],
+            predicted=point.throughput,
+            error=100 * (point.throughput / real[point.variant, point.level] - 1),
+        )
+        for point in predicted
+        if (point.variant, point.level) in real
+    ]
+    if not found:
+        raise ValueError("no measured point has the variant and level of a simulated one: choose the same for both.")
+    return found

@@ -1,0 +1,445 @@
+"""One load over several processes, each with an engine of its own: who takes what, and what it adds up to.
+
+    rank 0:  users/N,  prompts 0, N, 2N, ..         seconds  the longest         tokens, requests  all together
+    rank 1:  users/N,  prompts 1, N+1, ..           steps and rounds  all together: tau is that of one process
+
+Every counted prompt is decoded once, by whichever rank, so greedy responses and accepted lengths are those of one
+process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from outrider.backends.base import Acceptance, Backend, Telling
+from outrider.decoding.request import StopRules
+from outrider.engine.batch import Request
+from outrider.loadtest.load import (
+    Arrivals,
+    Clock,
+    ClosedLoop,
+    Compare,
+    LoadConfig,
+    Poisson,
+    Prompt,
+    Serve,
+    Served,
+    WallClock,
+    Window,
+    run_load,
+    with_next_turn,
+)
+from outrider.loadtest.metrics import Frontier, Journal, Point, PointSummary, RequestFigures, Sla, summarise
+from outrider.loadtest.sources import Source
+from outrider.loadtest.variants import NO_SPECULATION
+from outrider.utils.distributed import ALONE, Ranks
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's part. `prompts`: their indices, counted ones in order; None: all there are."""
+
+    ranks: Ranks
+    prompts: list[int] | None
+
+    @staticmethod
+    def of(ranks: Ranks, prompts: int, counted: int | None) -> Share:
+        """The share of `counted` requests over so many prompts.
+
+        Raises:
+            ValueError: several ranks and fewer requests than ranks, or a window by seconds.
+        """
+        if ranks.world == 1:
+            return Share(ranks, None)
+        if counted is None or counted < ranks.world:
+            raise ValueError(
+                f"{ranks.world} processes share counted requests, and there are {counted}: give "
+                "--requests-per-point of at least as many."
+            )
+        return Share(ranks, [index % prompts for index in range(counted)][ranks.rank :: ranks.world])
+
+    def users(self, arrivals: str, level: float) -> float:
+        """Of this rank, or its rate.
+
+        Raises:
+            ValueError: users cannot be shared evenly.
+        """
+        if arrivals == "closed" and level % self.ranks.world:
+            raise ValueError(f"concurrency {level:g} cannot be shared by {self.ranks.world} processes: take multiples.")
+        return level / self.ranks.world
+
+    def config(self, config: LoadConfig) -> LoadConfig:
+        """With this rank's number of requests and warm-ups."""
+        if self.prompts is None:
+            return config
+        return replace(config, requests=len(self.prompts), warmup=max(1, config.warmup // self.ranks.world))
+
+    def of_prompts(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """This rank's prompts."""
+        return prompts if self.prompts is None else [prompts[index] for index in self.prompts]
+
+    def merged(self, window: Window) -> Window:
+        """The windows of all ranks as one; a collective."""
+        if self.prompts is None:
+            return window
+        for served in window.requests:
+            assert served.index is not None
+            served.index = self.prompts[served.index]
+        windows = self.ranks.gather(window)
+        told = [found.told for found in windows if found.told is not None]
+        return Window(
+            max(found.seconds for found in windows),
+            sum(found.tokens for found in windows),
+            sum(found.finished for found in windows),
+            _in_turn([found.requests for found in windows]),
+            [step for found in windows for step in found.steps],
+            _together(told) if told else None,
+        )
+
+
+def _in_turn(shares: Sequence[Sequence[Served]]) -> list[Served]:
+    """Requests in the order of one process: the first of every rank, the second of every rank, ..."""
+    return [served for turn in zip_longest(*shares) for served in turn if served is not None]
+
+
+def _together(parts: Sequence[Acceptance]) -> Acceptance:
+    """Weighted by rounds."""
+    known = [(p.accepted_length, p.rounds) for p in parts if p.accepted_length is not None and p.rounds]
+    rounds = sum(count for _, count in known)
+    length = sum(length * count for length, count in known) / rounds if rounds else None
+    return Acceptance(length, rounds=rounds)
+
+
+# ----------------------------------------------------------------------------
+# Throughput against user speed: every variant at every level, again and again, taking turns.
+#
+#     repeat 0:  level 1: A B C   level 2: B C A   ...        neighbours in time are compared, who comes first changes:
+#     repeat 1:  level 1: B C A   level 2: C A B   ...        drift of the machine falls on all alike
+#
+# Figures 7 and 8 of DSpark (arXiv 2607.05147) are made of such points. Every measurement starts with an idle backend of
+# its own. Responses are compared with plain decoding's, made before the first point (and warming the machine up).
+# ----------------------------------------------------------------------------
+
+
+_MAY_CHANGE = ("levels", "variants", "repeats", "grouped")  # they decide what is measured when, not any single figure
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is measured.
+
+    `levels`: concurrent users (closed), or requests per second (poisson). `requests` are counted at each, and one per
+    user where that is more.
+    """
+
+    arrivals: Literal["closed", "poisson"]
+    levels: tuple[float, ...]
+    variants: tuple[str, ...]
+    repeats: int
+    requests: int | None
+    seconds: float | None
+    max_new_tokens: int
+    sla: Sla
+    seed: int = 0
+    warmup_tokens: int = 16
+    grouped: bool = False
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise ValueError(f"repeats={self.repeats} must be at least 1.")
+        if not self.levels or min(self.levels) <= 0 or len(set(self.levels)) < len(self.levels):
+            raise ValueError(f"levels {list(self.levels)} must be different numbers above 0.")
+        if self.arrivals == "closed" and any(level != int(level) for level in self.levels):
+            raise ValueError(f"concurrency {list(self.levels)}: users come whole.")
+        if len(set(self.variants)) < len(self.variants):
+            raise ValueError(f"variants {', '.join(self.variants)}: one is named twice.")
+        for level in self.levels:
+            self.load(level)
+
+    @property
+    def baseline(self) -> str:
+        """The variant that all others' responses are compared with."""
+        return NO_SPECULATION if NO_SPECULATION in self.variants else self.variants[0]
+
+    def settings(self) -> dict[str, Any]:
+        """What every single measurement is made with: not levels, variants and repeats, which may grow."""
+        return {name: value for name, value in asdict(self).items() if name not in _MAY_CHANGE}
+
+    def load(self, level: float) -> LoadConfig:
+        """One warm-up request per user, so that all are at work when the window opens."""
+        warmup = int(level) if self.arrivals == "closed" else 4
+        return LoadConfig(self.counted(level), self.seconds, self.max_new_tokens, warmup, self.warmup_tokens)
+
+    def counted(self, level: float) -> int | None:
+        """Requests that count at a level."""
+        if self.requests is None or self.arrivals != "closed":
+            return self.requests
+        return max(self.requests, int(level))
+
+    def arriving(self, level: float, repeat: int, now: float) -> Arrivals:
+        """The same moments for every variant."""
+        if self.arrivals == "closed":
+            return ClosedLoop(int(level))
+        return Poisson(level, 1000 * self.seed + repeat, now)
+
+    def turns(self) -> Iterator[tuple[str, float, int]]:
+        """(variant, level, repeat) in the order they are measured.
+
+        `grouped`: all levels of a variant together, and the variants to and fro, so that each engine is started once
+        per repeat or less.
+        """
+        if self.grouped:
+            for repeat in range(self.repeats):
+                for variant in self.variants[:: 1 if repeat % 2 == 0 else -1]:
+                    for level in self.levels:
+                        yield variant, level, repeat
+            return
+        for repeat in range(self.repeats):
+            for place, level in enumerate(self.levels):
+                first = (repeat + place) % len(self.variants)
+                for variant in self.variants[first:] + self.variants[:first]:
+                    yield variant, level, repeat
+
+
+def run_sweep(
+    sweep: Sweep,
+    serve: Serve,
+    prompts: Sequence[Sequence[int]],
+    compare: Compare,
+    journal: Journal,
+    clock: Callable[[], Clock],
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    ranks: Ranks = ALONE,
+) -> None:
+    """Measure whatever the journal does not hold yet; the clock is made anew for every point.
+
+    Several ranks each take a share of the users and of the counted prompts; the journal is the main rank's.
+    """
+    turns = list(sweep.turns())
+    done, known = ranks.from_main(lambda: ({point.key for point in journal.points}, journal.reference()))
+    if all(turn in done for turn in turns):
+        return
+    on_progress("plain responses", 0, len(turns))
+    reference = _reference(sweep, serve, prompts, known, ranks)
+    if ranks.main and reference is not known:
+        journal.keep_reference(reference)
+    for number, (variant, level, repeat) in enumerate(turns):
+        on_progress(f"{variant} at {level:g}", number, len(turns))
+        if (variant, level, repeat) in done:
+            continue
+        window = _window(sweep, serve(variant, level), prompts, level, repeat, clock, ranks)
+        if not ranks.main:
+            continue
+        verdicts = _verdicts(window, prompts, reference, compare)
+        journal.append(
+            Point(
+                variant=variant,
+                level=level,
+                repeat=repeat,
+                metrics=summarise(window, sweep.sla),
+                same=verdicts["same"],
+                ties=verdicts["tie"],
+                mismatches=verdicts["mismatch"],
+                requests=[RequestFigures.of(served) for served in window.requests],
+            )
+        )
+    on_progress("done", len(turns), len(turns))
+
+
+def _window(
+    sweep: Sweep,
+    backend: Backend,
+    prompts: Sequence[Sequence[int]],
+    level: float,
+    repeat: int,
+    clock: Callable[[], Clock],
+    ranks: Ranks,
+) -> Window:
+    """One point; that of all ranks together, on every rank."""
+    share = Share.of(ranks, len(prompts), sweep.counted(level))
+    config = share.config(sweep.load(level))
+    ranks.wait()
+    ticking = clock()
+    arrivals = sweep.arriving(share.users(sweep.arrivals, level), repeat, ticking.now())
+    window = run_load(backend, share.of_prompts(prompts), arrivals, config, ticking)
+    return share.merged(window)
+
+
+def _reference(
+    sweep: Sweep, serve: Serve, prompts: Sequence[Sequence[int]], known: list[list[int]] | None, ranks: Ranks
+) -> list[list[int]]:
+    """Plain responses of every prompt that may count."""
+    count = len(prompts[: sweep.counted(max(sweep.levels))])
+    if known is not None and len(known) >= count:
+        return known
+    mine = range(count)[ranks.rank :: ranks.world]
+    asked = [prompts[index] for index in mine]
+    said = responses(serve(sweep.baseline, max(sweep.levels)), asked, sweep.max_new_tokens)
+    found: list[list[int]] = [[] for _ in range(count)]
+    for part in ranks.gather(list(zip(mine, said, strict=True))):
+        for index, tokens in part:
+            found[index] = tokens
+    return found
+
+
+def responses(backend: Backend, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+    """Greedy responses to all of them."""
+    rules = StopRules(max_new_tokens)
+    found: list[list[int]] = [[] for _ in prompts]
+    for index, prompt in enumerate(prompts):
+        backend.submit(Request(str(index), list(prompt), rules=rules))
+    while not backend.idle:
+        for output in backend.step():
+            found[int(output.id)] += output.tokens
+            if output.finish is not None and isinstance(backend, Telling):
+                found[int(output.id)] = backend.told(output.id).tokens or found[int(output.id)]
+    return found
+
+
+def _verdicts(
+    window: Window, prompts: Sequence[Sequence[int]], reference: Sequence[Sequence[int]], compare: Compare
+) -> Counter[str]:
+    verdicts: Counter[str] = Counter()
+    for served in window.requests:
+        assert served.index is not None
+        plain = reference[served.index]
+        same = served.tokens == list(plain)
+        verdicts["same" if same else compare(prompts[served.index], plain, served.tokens)] += 1
+    return verdicts
+
+
+# ----------------------------------------------------------------------------
+# The prompts of a sweep: first turns that are known beforehand, later ones that the baseline's answers lead to.
+# ----------------------------------------------------------------------------
+
+
+Respond = Callable[[int, Sequence[Sequence[int]]], list[list[int]]]  # (turn, prompts) -> the baseline's answers
+_TEMPLATE = 64  # tokens that a chat template puts around a turn, at most
+
+
+class Workload:
+    """What users ask: at most `turns` turns of each conversation, answered with at most `max_new_tokens` each."""
+
+    def __init__(self, first: Sequence[Prompt], turns: int, max_new_tokens: int) -> None:
+        self.asked, self.turns, self._most = list(first), turns, max_new_tokens
+        self._known = 1  # turns whose prompts are there
+
+    @property
+    def prompts(self) -> list[tuple[int, ...]]:
+        return [prompt.tokens for prompt in self.asked]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt there will be; unknown answers count as whole, a token as one byte of text."""
+        return max(len(prompt.tokens) + self._to_come(prompt) for prompt in self.asked)
+
+    def _to_come(self, prompt: Prompt) -> int:
+        later = prompt.conversation.turns[self._known : self.turns]
+        return sum(self._most + len(str(turn).encode()) + _TEMPLATE for turn in later)
+
+    def room(self, users: int) -> tuple[int, int]:
+        """(users, tokens of the longest request)"""
+        return users, self.longest + self._most
+
+    def chat_of(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """The messages and tools that a prompt of ours is made of."""
+        wanted = tuple(tokens)
+        return next(prompt.chat for prompt in self.asked if prompt.tokens == wanted)
+
+    def grow(self, tokenizer: PreTrainedTokenizerBase, thinking: bool, respond: Respond) -> None:
+        """Add the later turns."""
+        for turn in range(1, self.turns):
+            going_on = [prompt for prompt in self.asked if prompt.goes_on_after(turn)]
+            if not going_on:
+                return
+            answers = respond(turn, [prompt.tokens for prompt in going_on])
+            self.asked = with_next_turn(tokenizer, self.asked, dict(zip(going_on, answers, strict=True)), thinking)
+            self._known = turn + 1
+
+
+def run_workload(
+    sweep: Sweep,
+    source: Source,
+    work: Workload,
+    tokenizer: PreTrainedTokenizerBase,
+    thinking: bool,
+    journal: Journal,
+    ranks: Ranks,
+    on_progress: Callable[[str, int, int], None],
+) -> None:
+    """Make the later turns, then `run_sweep`. Answers once given are kept beside the points and not asked for again."""
+    said = ranks.from_main(journal.said)
+    known = len(said)
+
+    def respond(turn: int, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        if turn > len(said):
+            on_progress(f"answers to turn {turn}", turn - 1, work.turns - 1)
+            plain = source.serve(sweep.baseline, max(sweep.levels))
+            said.append(ranks.from_main(lambda: responses(plain, prompts, sweep.max_new_tokens)))
+        return said[turn - 1]
+
+    work.grow(tokenizer, thinking, respond)
+    if ranks.main and len(said) > known:
+        journal.keep_said(said)
+    run_sweep(sweep, source.serve, work.prompts, source.compare, journal, WallClock, on_progress, ranks)
+
+
+# ----------------------------------------------------------------------------
+# Sweeps of several engines in one table: the same target, prompts and lengths, each against its own baseline.
+#
+# engine        variant    load      type   tok/s   user   TTFT   gap   tau   x none
+# local         fixed-7       1   float32    41.2   41.9    88    51   2.31    1.62
+# transformers  none          1   float32    17.0   ...                       1.00
+#
+# Two things are told, not refused: the type of the weights, which MLX and GGUF files choose themselves, and whether a
+# server rendered the prompts from messages ("chat") with the template it has.
+# ----------------------------------------------------------------------------
+
+
+HEADINGS = ("engine", "variant", "load", "type", "tok/s", "user", "TTFT ms", "gap ms", "tau", "x none")
+_SAME = ("target", "prompts_sha256", "max_new_tokens", "thinking", "turns", "arrivals", "device")
+
+
+def side_by_side(directories: Sequence[Path]) -> list[tuple[str, ...]]:
+    """Rows of all sweeps, by load, then in the order given; blank where an engine does not tell.
+
+    Raises:
+        ValueError: a sweep is missing, or two were made under different conditions (each is named).
+    """
+    sweeps = [Frontier.load(directory / "frontier.json") for directory in directories]
+    for directory, sweep in zip(directories[1:], sweeps[1:], strict=True):
+        differing = [name for name in _SAME if sweep.settings.get(name) != sweeps[0].settings.get(name)]
+        if sweep.machine != sweeps[0].machine:
+            differing.append("machine")
+        if differing:
+            raise ValueError(
+                f"{directory} was not measured as {directories[0]} was: {', '.join(differing)} differ. Measure both "
+                "alike, on one machine."
+            )
+    rows = [
+        (point.level, _row(sweep, point, _baseline(sweep, point.level))) for sweep in sweeps for point in sweep.points
+    ]
+    return [row for _, row in sorted(rows, key=lambda entry: entry[0])]
+
+
+def _baseline(sweep: Frontier, level: float) -> float | None:
+    return next((p.throughput for p in sweep.points if (p.variant, p.level) == (NO_SPECULATION, level)), None)
+
+
+def _row(sweep: Frontier, point: PointSummary, plain: float | None) -> tuple[str, ...]:
+    def shown(figure: str, scale: float, form: str) -> str:
+        found = point.median(figure)
+        return "" if found is None else format(scale * found, form)
+
+    ratio = "" if plain is None else f"{point.throughput / plain:.2f}"
+    figures = shown("user_p50", 1, ".1f"), shown("ttft_p50", 1e3, ".0f"), shown("gap_p50", 1e3, ".0f")
+    engine = f"{sweep.settings['backend']}{' (chat)' if sweep.settings.get('chat') else ''}"
+    measured = engine, point.variant, f"{point.level:g}", sweep.settings.get("dtype") or ""
+    return *measured, f"{point.throughput:.1f}", *figures, shown("tau", 1, ".2f"), ratio

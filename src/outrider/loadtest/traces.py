@@ -1,0 +1,177 @@
+"""at every position n of a greedy response:   c_1 .. c_K,   A_n = drafts that equal the text that follows
+
+    position    0    1    2    3                l drafts admitted at position n  ->  min(A_n, l) + 1 tokens,
+    text        The  cat  sat  .                                                     never past the end of the text
+    draft at 0  The  cat  on        A_0 = 2
+    draft at 1       cat  sat  .    A_1 = 3
+
+Greedy text does not depend on how it is decoded, so one decode that drafts everywhere and verifies nothing tells what
+every policy would have committed: replaying a trace is exact, not a model of acceptance. Position n is the number of
+response tokens committed; its anchor is the token before. Shapes: N positions of all responses, K draft positions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.decoding.generate import generate
+from outrider.decoding.request import StopRules
+from outrider.drafters.base import Drafter
+from outrider.drafters.draft import Proposal
+from outrider.loadtest.variants import Listening
+from outrider.scheduling.policies import FixedPolicy
+from outrider.scheduling.view import Ints
+from outrider.target.model import Target
+from outrider.utils.files import write_atomically
+
+_ARRAYS = ("confidences_NK", "drafted_N", "accepted_N", "prompts", "prompt_ends", "responses", "ends", "stopped")
+
+
+@dataclass(frozen=True)
+class Response:
+    """One recorded response. Its positions are rows `start .. start + len(tokens) - 1` of the traces' arrays.
+
+    `stopped`: it ended by itself, not at the limit of the recording.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: list[int]
+    stopped: bool
+    start: int
+
+
+class Traces:
+    """Responses and what a drafter proposed along them.
+
+    Attributes:
+        confidences_NK: float32; as the drafter hands them over (calibrated), 0 behind `drafted_N`; NaN without a head.
+        drafted_N: block lengths. accepted_N: A_n <= drafted_N.
+        about: what they were recorded with (target, drafter, ...).
+    """
+
+    def __init__(
+        self,
+        responses: Sequence[Response],
+        confidences_NK: NDArray[np.float32],
+        drafted_N: Ints,
+        accepted_N: Ints,
+        about: dict[str, Any],
+    ) -> None:
+        self.responses = list(responses)
+        self.confidences_NK, self.drafted_N, self.accepted_N, self.about = confidences_NK, drafted_N, accepted_N, about
+        self._by_prompt = {response.prompt: response for response in self.responses}
+
+    @property
+    def gamma(self) -> int:
+        return int(self.confidences_NK.shape[1])
+
+    def find(self, prompt: Sequence[int]) -> Response:
+        """The response recorded for these prompt tokens.
+
+        Raises:
+            ValueError: there is none.
+        """
+        found = self._by_prompt.get(tuple(prompt))
+        if found is None:
+            raise ValueError(
+                f"no trace of a prompt of {len(prompt)} tokens among {len(self.responses)}: record the prompts you "
+                "simulate (same tasks, same target)."
+            )
+        return found
+
+    def save(self, path: Path) -> None:
+        """Write one compressed .npz; a reader finds it complete or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        prompts = [response.prompt for response in self.responses]
+        arrays: dict[str, Any] = {
+            "confidences_NK": self.confidences_NK,
+            "drafted_N": self.drafted_N.astype(np.uint8),
+            "accepted_N": self.accepted_N.astype(np.uint8),
+            "prompts": np.concatenate([np.asarray(prompt, dtype=np.int32) for prompt in prompts]),
+            "prompt_ends": np.cumsum([len(prompt) for prompt in prompts]),
+            "responses": np.concatenate([np.asarray(r.tokens, dtype=np.int32) for r in self.responses]),
+            "ends": np.cumsum([len(r.tokens) for r in self.responses]),
+            "stopped": np.array([r.stopped for r in self.responses]),
+            "about": np.array(json.dumps(self.about)),
+        }
+        write_atomically(path, lambda file: np.savez_compressed(file, **arrays))
+
+    @staticmethod
+    def load(path: Path) -> Traces:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: missing, damaged, or not such a file.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in _ARRAYS}
+                about = json.loads(str(file["about"]))
+        except FileNotFoundError:
+            raise ValueError(f"no traces at {path}: record them (outrider simulate --record {path}).") from None
+        except (BadZipFile, KeyError, ValueError, EOFError) as error:
+            raise ValueError(f"{path} holds no traces ({error}); record them again (--record {path}).") from error
+        prompts = np.split(arrays["prompts"], arrays["prompt_ends"][:-1])
+        texts = np.split(arrays["responses"], arrays["ends"][:-1])
+        starts = [0, *arrays["ends"][:-1].tolist()]
+        responses = [
+            Response(tuple(prompt.tolist()), text.tolist(), bool(stopped), start)
+            for prompt, text, stopped, start in zip(prompts, texts, arrays["stopped"], starts, strict=True)
+        ]
+        counts = arrays["drafted_N"].astype(np.int64), arrays["accepted_N"].astype(np.int64)
+        return Traces(responses, arrays["confidences_NK"], *counts, about)
+
+
+def record(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    rules: StopRules,
+    about: dict[str, Any],
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Traces:
+    """Decode prompts greedily, one draft at every position.
+
+    Args:
+        prompts: prompt tokens; the same prompt twice is recorded once.
+
+    Raises:
+        ValueError: no prompts, or one that does not fit the target.
+    """
+    if not prompts:
+        raise ValueError("no prompts to record: give task files or shipped sets.")
+    responses: list[Response] = []
+    blocks: list[tuple[Proposal, int]] = []
+    distinct = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
+    for number, prompt in enumerate(distinct):
+        on_progress("traces", number, len(distinct))
+        listener = Listening(drafter)
+        generation = generate(target, prompt, listener, rules=rules, policy=FixedPolicy(0))
+        tokens = generation.tokens
+        # The last position of a response that ends by length is not drafted: nothing of a block could be used.
+        heard = [*listener.heard, Proposal.empty()][: len(tokens)]
+        assert len(heard) == len(tokens), "a position without its proposal"
+        responses.append(Response(prompt, tokens, generation.finish == "stop", len(blocks)))
+        blocks += [(proposal, _matching(proposal.tokens, tokens[n:])) for n, proposal in enumerate(heard)]
+    on_progress("traces", len(distinct), len(distinct))
+    confidences_NK = np.zeros((len(blocks), drafter.gamma), dtype=np.float32)
+    for row_K, (proposal, _) in zip(confidences_NK, blocks, strict=True):
+        row_K[: len(proposal.tokens)] = proposal.confidences[: len(proposal.tokens)] or np.nan
+    drafted_N = np.array([len(proposal.tokens) for proposal, _ in blocks])
+    return Traces(responses, confidences_NK, drafted_N, np.array([count for _, count in blocks]), about)
+
+
+def _matching(draft: Sequence[int], text: Sequence[int]) -> int:
+    """How many tokens of a draft equal the text, from the first on."""
+    count = 0
+    while count < min(len(draft), len(text)) and draft[count] == text[count]:
+        count += 1
+    return count

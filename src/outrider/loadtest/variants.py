@@ -1,0 +1,184 @@
+"""Variants by name: how long drafts are, how many of them are verified, who drafts.
+
+none                                no speculation
+fixed-K                             K drafts (of a tree: nodes) of everybody; no more than K are drawn
+threshold                           while confidence holds, at the drafter's recommended threshold
+prefix, async, goodput, look-ahead  chosen by cost, from a profile of this machine; NAME+skip: may skip drafting too
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from outrider.drafters.base import DraftCall, Drafter, TreeDrafter
+from outrider.drafters.draft import Draft, Proposal
+from outrider.scheduling.cost import StepCost
+from outrider.scheduling.gate import AlwaysDraft, DraftGate, SkipDrafting
+from outrider.scheduling.policies import (
+    AsyncScheduler,
+    FixedPolicy,
+    GoodputPolicy,
+    LookAhead,
+    Policy,
+    PrefixScheduler,
+    ThresholdPolicy,
+)
+
+NO_SPECULATION = "none"
+BY_COST: dict[str, Callable[[StepCost], Policy]] = {
+    "prefix": PrefixScheduler,
+    "async": AsyncScheduler,
+    "goodput": GoodputPolicy,
+    "look-ahead": LookAhead,
+}
+FIXED = (1, 2, 3, 5, 7)
+SKIP = "+skip"
+_FIXED = "fixed-"
+KNOWN = f"{', '.join([NO_SPECULATION, 'fixed-K', 'threshold', *BY_COST])}, and NAME{SKIP} for those chosen by cost"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to serve. `drafts`: most tokens of a draft; 0 without a drafter."""
+
+    name: str
+    drafts: int
+    policy: Policy
+    gate: DraftGate
+
+
+def is_adaptive(name: str) -> bool:
+    """It looks at the load."""
+    return name.removesuffix(SKIP) in BY_COST
+
+
+def default_variants(gamma: int, threshold: float | None, confident: bool) -> list[str]:
+    """All that this drafter allows; without confidences, fixed lengths."""
+    fixed = [f"fixed-{k}" for k in FIXED if k <= gamma]
+    if not confident:
+        return [NO_SPECULATION, *fixed]
+    recommended = [] if threshold is None else ["threshold"]
+    return [NO_SPECULATION, *fixed, *recommended, *BY_COST, f"look-ahead{SKIP}"]
+
+
+def fixed_length(name: str, gamma: int) -> int:
+    """K of fixed-K.
+
+    Raises:
+        ValueError: it is not such a name, or K is none of 1..gamma.
+    """
+    found = re.fullmatch(rf"{_FIXED}(\d+)", name)
+    if found is None:
+        raise ValueError(f"no variant {name!r} here; there are {NO_SPECULATION} and {_FIXED}K.")
+    if not 1 <= int(found[1]) <= gamma:
+        raise ValueError(f"variant {name}: this drafter drafts 1 to {gamma} tokens; choose among those.")
+    return int(found[1])
+
+
+def build_variant(name: str, gamma: int, threshold: float | None, cost: StepCost | None) -> Variant:
+    """The variant of that name.
+
+    Args:
+        gamma: most tokens the drafter drafts; of a tree drafter, the nodes.
+        threshold: what the drafter was found to serve best with, if anything.
+        cost: of steps on this machine; only adaptive variants need it.
+
+    Raises:
+        ValueError: unknown, or it needs what is not there.
+    """
+    always = AlwaysDraft()
+    if name == NO_SPECULATION:
+        return Variant(name, 0, FixedPolicy(), always)
+    if name == "threshold":
+        if threshold is None:
+            raise ValueError(
+                "variant threshold: the drafter recommends none; give --confidence-threshold, store one "
+                "(outrider package --confidence-threshold), or leave the variant out."
+            )
+        return Variant(name, gamma, ThresholdPolicy(threshold), always)
+    if name.startswith(_FIXED):
+        return Variant(name, fixed_length(name, gamma), FixedPolicy(), always)
+    if not is_adaptive(name):
+        raise ValueError(f"no variant {name!r}; there are {KNOWN}.")
+    if cost is None:
+        raise ValueError(
+            f"variant {name} decides by what steps cost here: measure that (outrider profile --out FILE) and give "
+            "--profile FILE, or leave the variant out."
+        )
+    gate = SkipDrafting(cost) if name.endswith(SKIP) else always
+    return Variant(name, gamma, BY_COST[name.removesuffix(SKIP)](cost), gate)
+
+
+# ----------------------------------------------------------------------------
+# drafters around a drafter
+#
+#     Shortened   never asks it for more than so many tokens          Listening   remembers what it proposed
+#     Pruned      never asks it for more than so many nodes
+#
+# Everything else goes through: taps, sessions and what they read.
+# ----------------------------------------------------------------------------
+
+
+class Wrapped:
+    """A drafter that is another one, but for what a subclass changes."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.taps, self.gamma = drafter.taps, drafter.gamma
+
+    def new_session(self, capacity: int) -> Any:
+        return self.drafter.new_session(capacity)
+
+    def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
+        self.drafter.extend(sessions, tokens, taps_TLD)
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> Sequence[Draft]:
+        return self.drafter.propose(calls, floor)
+
+
+class Shortened(Wrapped):
+    """Asked for no more than `gamma` tokens: a fixed length pays for no draft it never verifies."""
+
+    def __init__(self, drafter: Drafter, gamma: int) -> None:
+        super().__init__(drafter)
+        assert 1 <= gamma <= drafter.gamma
+        self.gamma = gamma
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> Sequence[Draft]:
+        assert all(call.limit is not None and call.limit <= self.gamma for call in calls), "engines plan with our gamma"
+        return super().propose(calls, floor)
+
+
+class Pruned(Wrapped):
+    """Asked for trees of no more than `nodes` nodes."""
+
+    def __init__(self, drafter: TreeDrafter, nodes: int) -> None:
+        super().__init__(drafter)
+        assert 1 <= nodes <= drafter.nodes
+        self.nodes, self.gamma = nodes, min(nodes, drafter.gamma)
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> Sequence[Draft]:
+        assert all(call.nodes is not None and call.nodes <= self.nodes for call in calls), "engines plan with our nodes"
+        return super().propose(calls, floor)
+
+
+class Listening(Wrapped):
+    """Remembers, in `heard`, what it proposed to its one request."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__(drafter)
+        self.heard: list[Proposal] = []
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+        found: list[Proposal] = []
+        for draft in super().propose(calls, floor):
+            if not isinstance(draft, Proposal):
+                raise ValueError("drafts that branch cannot be recorded: traces hold one chain per position.")
+            found.append(draft)
+        self.heard += found
+        return found

@@ -1,0 +1,233 @@
+"""penalty -> temperature -> top-k -> top-p -> min-p: the knobs of one request, in the order they are applied.
+
+The defaults are greedy decoding. Speculative decoding is lossless with respect to the *warped* target distribution
+(Leviathan et al., arXiv 2211.17192, section 2.2), so target and drafter share one `SamplingParams`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import BoolTensor, Tensor
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    temperature: float = 0.0  # 0: argmax
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off; relative to the most likely token
+    repetition_penalty: float = 1.0  # 1: off; over prompt and output, as in Hugging Face
+    seed: int = 0
+    coupled: bool = False  # tokens depend on the seed and the target alone, not on drafts (sampling.py)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature={self.temperature} must be finite and >= 0; use 0 for greedy decoding")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(
+                f"seed={self.seed} must be from 0 to 2^64 - 1 (PyTorch's CPU generator uses the low 32 bits)"
+            )
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must be >= 0; use 0 to keep every token")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be in (0, 1]; use 1 to keep every token")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must be in [0, 1]; use 0 to keep every token")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be finite and > 0; use 1 for none")
+
+
+# ----------------------------------------------------------------------------
+# logits --penalty--> --/T--> --top-k--> --softmax--> --top-p--> --min-p--> --normalise--> probs
+#
+# Semantics are those of Hugging Face's logits processors, in their order. What is kept never depends on how ties are
+# broken: top-k and top-p keep every token as likely as the last one kept. At temperature 0 the answer is one-hot at
+# `torch.argmax`, the lowest index on ties. Shapes: K rows (any leading dimensions), V vocab.
+# ----------------------------------------------------------------------------
+
+
+# A nucleus rarely holds more tokens than this; looking for it here first avoids sorting the vocabulary.
+_NUCLEUS_GUESS = 512
+
+
+def warp(logits_KV: Tensor, params: SamplingParams, seen_KV: BoolTensor | Tensor | None = None) -> Tensor:
+    """The distribution(s) that tokens are drawn from; float32 or float64, as the logits."""
+    assert logits_KV.dtype in (torch.float32, torch.float64), f"warp needs float32 or float64, not {logits_KV.dtype}"
+    if params.repetition_penalty != 1.0:
+        assert seen_KV is not None, "a repetition penalty needs the mask of the tokens so far"
+        penalty = params.repetition_penalty
+        penalised_KV = torch.where(logits_KV < 0, logits_KV * penalty, logits_KV / penalty)
+        logits_KV = torch.where(seen_KV, penalised_KV, logits_KV)
+    if params.temperature == 0.0:
+        return torch.zeros_like(logits_KV).scatter_(-1, logits_KV.argmax(-1, keepdim=True), 1.0)
+    # The maximum goes first: at a tiny temperature logits / T overflows, (logits - max) / T does not.
+    logits_KV = (logits_KV - logits_KV.amax(-1, keepdim=True)) / params.temperature
+    if 0 < params.top_k < logits_KV.shape[-1]:
+        last_kept_K1 = logits_KV.topk(params.top_k, dim=-1).values[..., -1:]
+        logits_KV = logits_KV.masked_fill(logits_KV < last_kept_K1, -torch.inf)
+    probs_KV = logits_KV.softmax(-1)
+    if params.top_p == 1.0 and params.min_p == 0.0:
+        return probs_KV
+    if params.top_p < 1.0:
+        probs_KV = probs_KV.masked_fill(probs_KV < _nucleus_floor(probs_KV, params.top_p), 0.0)
+    if params.min_p > 0.0:
+        probs_KV = probs_KV.masked_fill(probs_KV < params.min_p * probs_KV.amax(-1, keepdim=True), 0.0)
+    return probs_KV / probs_KV.sum(-1, keepdim=True)
+
+
+def _nucleus_floor(probs_KV: Tensor, top_p: float) -> Tensor:
+    """The smallest probability kept: a token stays while the mass of the likelier ones is < top_p."""
+    vocab = probs_KV.shape[-1]
+    for size in (min(_NUCLEUS_GUESS, vocab), vocab):
+        sorted_KS = probs_KV.topk(size, dim=-1).values
+        before_KS = sorted_KS.cumsum(-1) - sorted_KS
+        if size == vocab or bool((before_KS[..., -1] >= top_p).all()):
+            break
+    kept_K1 = (before_KS < top_p).sum(-1, keepdim=True)
+    return sorted_KS.gather(-1, kept_K1 - 1)
+
+
+class SeenTokens:
+    """The mask of the tokens so far that a repetition penalty reads; costs nothing while the penalty is 1."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        repetition_penalty: float = 1.0,
+        tokens: Iterable[int] = (),
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._mask_V: Tensor | None = None
+        if repetition_penalty != 1.0:
+            self._mask_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self._mask_V[torch.tensor(list(tokens), dtype=torch.long, device=device)] = True
+
+    def add(self, token: int) -> None:
+        if self._mask_V is not None:
+            self._mask_V[token] = True
+
+    def with_tokens(self, tokens: Sequence[int] = ()) -> Tensor | None:
+        """A fresh mask of everything seen and `tokens`, or None when no penalty reads it."""
+        if self._mask_V is None:
+            return None
+        mask_V = self._mask_V.clone()
+        if tokens:
+            mask_V[torch.tensor(tokens, dtype=torch.long, device=mask_V.device)] = True
+        return mask_V
+
+
+# ----------------------------------------------------------------------------
+# p_res = (p_t - p_d)_+ / sum (p_t - p_d)_+: what the target wants and the drafter under-served.
+#
+# min(p_t, p_d) + P(reject) * p_res = p_t, which is why rejecting a draft token costs nothing in distribution
+# (Leviathan et al., arXiv 2211.17192, appendix A.1). Shapes: V vocab.
+# ----------------------------------------------------------------------------
+
+
+def residual(target_V: Tensor, draft_V: Tensor) -> Tensor:
+    """The distribution of the token that replaces a rejected draft."""
+    excess_V = (target_V - draft_V).clamp_(min=0)
+    mass = excess_V.sum()
+    # No excess means p_t = p_d, where nothing is ever rejected but by rounding: then p_t itself is the right answer.
+    return excess_V / mass if mass > 0 else target_V
+
+
+# ----------------------------------------------------------------------------
+# u ~ U[0, 1):   accept(p) = [u < p]     choose(p_V) = min { v : u < p_0 + ... + p_v }
+#
+# All randomness of decoding passes through these two questions. A `SeededSource` answers them with a generator; the
+# proof tool answers them in every possible way (outrider.evaluation.enumeration). Shapes: V vocab.
+# ----------------------------------------------------------------------------
+
+
+class RandomSource(Protocol):
+    def accept(self, probability: float) -> bool:
+        """True with the given probability; always from 1 on, never at 0."""
+        ...
+
+    def choose(self, probs_V: Tensor) -> int:
+        """An index with its probability; never one of probability 0."""
+        ...
+
+
+class SeededSource:
+    """Draws from a generator of its own: a request's tokens do not depend on who else is in the batch."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def accept(self, probability: float) -> bool:
+        if probability >= 1.0:
+            return True
+        if probability <= 0.0:
+            return False
+        return self._uniform() < probability
+
+    def choose(self, probs_V: Tensor) -> int:
+        top, index = probs_V.max(dim=-1)
+        if top.item() >= 1.0:  # one-hot (to rounding): greedy decoding draws nothing and sums nothing
+            return int(index)
+        cumulative_V = probs_V.cumsum(-1, dtype=torch.float64)
+        total = cumulative_V[-1].item()
+        assert total > 0.0, f"probabilities sum to {total}"
+        # right=True skips tokens of probability 0: they share their predecessor's cumulative sum.
+        return int(torch.searchsorted(cumulative_V, self._uniform() * total, right=True))
+
+    def _uniform(self) -> float:
+        return torch.rand((), generator=self._generator, dtype=torch.float64).item()
+
+
+# ----------------------------------------------------------------------------
+# pick(p, n) = argmin_v E_{n,v} / p_v,   E_{n,v} ~ Exp(1) a function of (seed, position n, token v) alone
+#
+# An exponential race: `pick` is distributed as p. Because the noise belongs to the position and not to the order of
+# questions, the token at position n is a function of the target's row and the seed, whatever was drafted, admitted or
+# batched with it: the same request gives the same tokens with any drafter, policy and company, or without any. A
+# drafter that races with the same noise agrees with the target at least (1 - d) / (1 + d) of the time at total
+# variation d; rejection sampling reaches 1 - d, so this costs some acceptance.
+#
+# Source: Daliri, Musco and Suresh, arXiv 2408.07978 (drafter-invariant speculative decoding). Shapes: V vocab.
+# ----------------------------------------------------------------------------
+
+
+_KEPT = 32  # positions whose noise is remembered: drafter and target ask for the same ones
+
+
+class PositionNoise:
+    """The noise of one request."""
+
+    def __init__(self, seed: int, vocab_size: int) -> None:
+        self.seed, self.vocab_size = seed, vocab_size
+        self._rows: dict[int, Tensor] = {}
+
+    def row(self, position: int) -> Tensor:
+        """E_n [V] of an absolute position, float32 on the CPU."""
+        if position not in self._rows:
+            while len(self._rows) >= _KEPT:
+                del self._rows[next(iter(self._rows))]
+            # Hashed: two requests with other seeds must not share noise at shifted positions. PyTorch uses 32 bits.
+            digest = hashlib.blake2b(f"{self.seed} {position}".encode(), digest_size=4).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+            self._rows[position] = torch.empty(self.vocab_size).exponential_(generator=generator)
+        return self._rows[position]
+
+    def pick(self, probs: Tensor, position: int, ids: Tensor | None = None) -> int:
+        """An index into `probs`, which covers the whole vocabulary or, in its order, the tokens `ids`."""
+        return int(self._race(probs, position, ids).argmax())
+
+    def ranking(self, probs: Tensor, position: int, count: int, ids: Tensor | None = None) -> list[int]:
+        """The first `count` of the race, the `pick` first; impossible ones are left out."""
+        race = self._race(probs, position, ids)
+        found: list[int] = race.topk(min(count, int((probs > 0).sum()))).indices.tolist()
+        return found
+
+    def _race(self, probs: Tensor, position: int, ids: Tensor | None) -> Tensor:
+        noise = self.row(position).to(probs.device)
+        return probs / (noise if ids is None else noise[ids])

@@ -1,0 +1,124 @@
+"""Rows that branch: row t follows its parent row, sees the cache and its own ancestors, and stands at its depth.
+
+    parents   -1  0  0  1  1       slots     past  past+1  past+2  past+3  past+4
+    depths     0  1  1  2  2       position  past + depth: what rotary embeddings and sliding windows count by
+
+              0 1 2 3 4            Siblings share a position and do not see each other. Which rows stay is known after
+        row 0 x                    verification; their keys then move into the slots that follow the cache
+        row 1 x x                  (`KVCache.keep_path`, `PagedKV.keep_paths`), and nothing is computed again.
+        row 2 x . x
+        row 3 x x . x              Tree attention: SpecInfer, arXiv 2305.09781.
+        row 4 x x . . x
+
+Shapes: T new rows, N keys one forward sees, K kv heads, G queries per kv head, E head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Depth of every row and which rows each one sees, itself included."""
+
+    depths_T: torch.Tensor
+    sees_TT: torch.Tensor
+
+    @staticmethod
+    def of(parents: Sequence[int]) -> Branches:
+        """From the parent row of each row; the first has -1 and no other does."""
+        assert all((parent == -1) == (t == 0) and parent < t for t, parent in enumerate(parents)), f"{list(parents)}"
+        sees_TT = np.eye(len(parents), dtype=bool)
+        for row, parent in enumerate(parents[1:], start=1):
+            sees_TT[row] |= sees_TT[parent]
+        return Branches(torch.from_numpy(sees_TT.sum(axis=1) - 1), torch.from_numpy(sees_TT))
+
+    def visible(self, past: int, low: int = 0, window: int | None = None) -> torch.Tensor:
+        """[T, past - low + T] bool over cached positions low .. past - 1 and the rows.
+
+        Args:
+            window: the last so many positions are visible, the row's own included; None is all.
+        """
+        rows = len(self.depths_T)
+        visible_TN = torch.cat([torch.ones(rows, past - low, dtype=torch.bool), self.sees_TT], dim=1)
+        if window is not None:
+            position_T = past + self.depths_T
+            position_N = torch.cat([torch.arange(low, past), position_T])
+            visible_TN &= position_T[:, None] - position_N < window
+        return visible_TN
+
+
+def additive(visible: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """0 where visible, else -inf: made once, because attention would convert a bool mask in every layer."""
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
+
+
+def lowest_visible(past: int, window: int | None) -> int:
+    """The first position that any new row after `past` cached ones sees."""
+    return 0 if window is None else max(0, past + 1 - window)
+
+
+# ----------------------------------------------------------------------------
+# Attention over folded rows: the G query heads of one key head become rows, so keys are never repeated.
+#
+#     q [1, H, T, E]  -- fold -->  [1, K, T * G, E]  -- attend over k, v [1, K, N, E] -- unfold -->  [1, H, T, E]
+#
+# Shapes: K kv heads, G queries per kv head, H = K * G, E head dim, T tokens, Q = T * G folded rows, N keys.
+# ----------------------------------------------------------------------------
+
+
+def fold(q: torch.Tensor, K: int) -> torch.Tensor:
+    """[1, H, T, E] -> [1, K, T * G, E]: the query heads of a key head become rows, token by token."""
+    _, H, T, E = q.shape
+    return q.reshape(1, K, H // K, T, E).transpose(2, 3).reshape(1, K, T * (H // K), E)
+
+
+def unfold(folded: torch.Tensor, groups: int) -> torch.Tensor:
+    """The way back, [1, H, T, E]."""
+    _, K, Q, E = folded.shape
+    out = folded.view(1, K, Q // groups, groups, E)
+    return out.transpose(1, 2).reshape(1, Q // groups, K * groups, E).transpose(1, 2)
+
+
+def attend_folded(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask_11QN: torch.Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of folded rows, [1, K, Q, E]; fused where there is neither soft cap nor sinks."""
+    if softcap is None and sinks_H is None:
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask_11QN, scale=scale)
+    return _attend_in_full(q, keys, values, mask_11QN, scale, softcap, sinks_H)
+
+
+def _attend_in_full(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask_11QN: torch.Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of one span with what fused kernels do not offer; probabilities in float32. [1, K, Q, E]."""
+    _, K, Q, E = q.shape
+    scores = (q @ keys.transpose(-1, -2)) * (E**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask_11QN is not None:
+        scores = scores + mask_11QN
+    if sinks_H is not None:
+        sinks = sinks_H.view(1, K, -1).repeat(1, 1, Q * K // len(sinks_H))[..., None]  # rows are (token, query of K)
+        scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
+    probabilities = scores.softmax(-1, dtype=torch.float32)[..., : keys.shape[2]]
+    return probabilities.to(values.dtype) @ values

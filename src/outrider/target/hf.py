@@ -1,0 +1,149 @@
+"""transformers' attention interface: a family's own modules attend as we say, for the duration of one forward.
+
+They bring their scaling, window, soft cap and sinks; the step knows which keys each row sees.
+Shapes: K kv heads, H query heads, E head dim, T rows; the leading 1 is transformers' batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PretrainedConfig
+
+from outrider.target.attention import Branches, additive
+from outrider.target.cache import KVCache, recurrent_modules, remember_inputs
+from outrider.target.paged import RaggedStep
+
+_IMPLEMENTATION = "outrider_ragged"
+
+
+def ragged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    *,
+    ragged_step: RaggedStep,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: q [1, H, T, E], k and v [1, K, T, E] -> ([1, T, H, E], no weights)."""
+    assert attention_mask is None, "transformers made a mask of its own"
+    layer: Any = module.layer_idx
+    out = ragged_step.attend(layer, query, key, value, scaling, sliding_window, softcap, s_aux)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(_IMPLEMENTATION, ragged_attention)
+
+
+@contextmanager
+def ragged_attention_in(config: PretrainedConfig) -> Iterator[None]:
+    """The modules of this config's model call `ragged_attention` inside, and what they called before afterwards."""
+    before = config._attn_implementation
+    config._attn_implementation = _IMPLEMENTATION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+# ----------------------------------------------------------------------------
+# A family's own decoder from transformers, tapped by hooks: what runs where there is no lean forward (target/lean.py).
+#
+#     ForCausalLM.model                  the decoder                  hooks: embedding -> tap -1, layer i -> tap i
+#     ForConditionalGeneration.model.language_model    the same inside a multimodal model; images are never given
+#
+# Rows that branch (target/attention.py) go through it with a mask of ours for every kind of layer; requests of a ragged
+# pass bring their own attention (target/hf.py). Shapes: B sequences, T new tokens, S slots, D hidden.
+# ----------------------------------------------------------------------------
+
+
+Tapped = tuple[torch.Tensor, dict[int, torch.Tensor]]  # normed last hidden states [B, T, D], {tap: [B, T, D]}
+
+
+def text_decoder(model: Any) -> Any:
+    """The module with `embed_tokens`, `layers` and `norm` of a causal LM, alone or inside a multimodal model."""
+    return getattr(model.model, "language_model", model.model)
+
+
+class FamilyDecoder:
+    """Runs a decoder of transformers with the cache, the branches and the ragged batches of this package."""
+
+    def __init__(self, model: Any, config: PretrainedConfig) -> None:
+        self.module, self.config = text_decoder(model), config
+        self._last = config.num_hidden_layers - 1
+        self._captured: dict[int, torch.Tensor] = {}
+        self._wanted: tuple[int, ...] = ()
+        self.module.embed_tokens.register_forward_hook(self._hook(-1))
+        for index, layer in enumerate(self.module.layers[:-1]):  # the last one's tap is the model's own output
+            layer.register_forward_hook(self._hook(index))
+        for recurrent in recurrent_modules(self.module).values():
+            recurrent.register_forward_pre_hook(remember_inputs, with_kwargs=True)
+
+    def _hook(self, index: int) -> Any:
+        def capture(_module: Any, _args: Any, output: Any) -> None:
+            if index in self._wanted:
+                self._captured[index] = output[0] if isinstance(output, tuple) else output
+
+        return capture
+
+    def forward(
+        self,
+        tokens_BT: torch.Tensor,
+        cache: KVCache,
+        positions_BT: torch.Tensor,
+        taps: tuple[int, ...],
+        branches: Branches | None = None,
+    ) -> Tapped:
+        """As `LeanDecoder.forward`."""
+        B, T = tokens_BT.shape
+        mask: Any = None
+        if branches is not None:
+            mask = self._branch_masks(cache, branches)
+        elif cache.pad_B is not None:
+            slots = torch.arange(cache.length + T, device=tokens_BT.device)
+            mask = (slots[None] >= cache.pad_B[:, None]).long()
+        positions_BT = positions_BT.expand(B, T)
+        return self._tapped(
+            taps, input_ids=tokens_BT, past_key_values=cache, attention_mask=mask, position_ids=positions_BT
+        )
+
+    def _branch_masks(self, cache: KVCache, branches: Branches) -> Any:
+        """Additive [1, 1, T, S]: one for all layers, or one per kind of layer, which is how such families take them."""
+        assert cache.pad_B is None, "branches after left padding"
+        weight = self.module.norm.weight
+
+        def mask(window: int | None) -> torch.Tensor:
+            return additive(branches.visible(cache.length, 0, window), weight.dtype)[None, None].to(weight.device)
+
+        kinds, window = getattr(self.config, "layer_types", None) or (), getattr(self.config, "sliding_window", None)
+        if "sliding_attention" in kinds:
+            return {"full_attention": mask(None), "sliding_attention": mask(window)}
+        return mask(None if "full_attention" in kinds else window)
+
+    def forward_ragged(self, step: RaggedStep, taps: tuple[int, ...]) -> Tapped:
+        """The rows of many requests, B = 1, each attending as `step` says."""
+        with ragged_attention_in(self.config):
+            return self._tapped(taps, input_ids=step.tokens_1T, position_ids=step.positions_1T, ragged_step=step)
+
+    def forward_padded(self, documents: Sequence[Sequence[int]], taps: tuple[int, ...]) -> Tapped:
+        """A row per document, padded on the right: no layer lets a real token see what comes after it."""
+        rows = [torch.tensor(document) for document in documents]
+        tokens_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return self._tapped(taps, input_ids=tokens_BT.to(self.module.norm.weight.device))
+
+    def _tapped(self, taps: tuple[int, ...], **inputs: Any) -> Tapped:
+        self._wanted, self._captured = taps, {}
+        output = self.module(use_cache="past_key_values" in inputs, **inputs)
+        captured, self._wanted, self._captured = self._captured, (), {}
+        if self._last in taps:
+            captured[self._last] = output.last_hidden_state
+        return output.last_hidden_state, captured

@@ -1,0 +1,833 @@
+"""How features lie in a shard, and how many bytes that takes.
+
+    taps    [S, L, D]  bf16, or int8 / fp8 (e4m3) with taps_scale [S, L]     value = stored * scale
+    hidden  [R, D]     likewise, with hidden_scale [R]                       scale = max |row| / 127 or / 448
+    lse     [R]        float32: of the logits of the *stored* hidden rows, so that exp(W h - lse) sums to one
+    argmax  [R]        int32: of the exact rows, the token the target itself would take
+
+O(d) numbers a token; never logits over the vocabulary (DSpark, arXiv 2607.05147, section 5.1). The samples of a shard
+are concatenated along S and R. Shapes: S context slots, R generated tokens, L taps, D target hidden.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import hashlib
+import json
+import shutil
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from outrider.data.responses import Sample
+from outrider.drafters.base import DraftModule
+from outrider.target.model import Target
+from outrider.training.features import (
+    LARGEST_FLOAT16,
+    FeatureCache,
+    Features,
+    FeatureSource,
+    compute_features,
+    logit_summary,
+    measure_tap_scale,
+)
+from outrider.training.recipe import Recipe
+from outrider.training.setup import CALIBRATION_SAMPLES
+from outrider.training.step import BlockObjective
+from outrider.training.watch import held_out_batches, held_out_metrics
+from outrider.utils.device import dtype_name
+from outrider.utils.files import file_sha256, write_atomically
+
+StoreDtype = Literal["bf16", "int8", "fp8"]
+STORED = {"bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_LARGEST_STORED = {"int8": 127.0, "fp8": 448.0}
+# Names in a safetensors header, in the order in which its tensors lie in the file (widest first).
+_HEADER_NAMES = {
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int8: "I8",
+}
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Rows of one sample, or of all samples of a shard."""
+
+    slots: int
+    rows: int
+
+
+def extent(samples: Sequence[Sample]) -> Extent:
+    return Extent(sum(len(s.tokens) - 1 for s in samples), sum(s.num_supervised for s in samples))
+
+
+def encode(target: Target, features: Features, dtype: StoreDtype) -> dict[str, Tensor]:
+    """The stored tensors of one sample, from float16 features."""
+    stored = _encode_rows("taps", features.taps_SLD, dtype) | _encode_rows("hidden", features.hidden_RD, dtype)
+    lse_R, _ = logit_summary(target, _decode_rows("hidden", stored))
+    return {**stored, "lse": lse_R, "argmax": features.argmax_R.int()}
+
+
+def decode(stored: Mapping[str, Tensor]) -> Features:
+    """Features as the trainer wants them, in float16."""
+    taps_SLD, hidden_RD = _decode_rows("taps", stored), _decode_rows("hidden", stored)
+    return Features(taps_SLD, hidden_RD, stored["lse"], stored["argmax"].long())
+
+
+def _encode_rows(name: str, x_XD: Tensor, dtype: StoreDtype) -> dict[str, Tensor]:
+    if dtype == "bf16":
+        return {name: x_XD.bfloat16()}
+    largest_X = x_XD.float().abs().amax(-1)
+    scale_X = torch.where(largest_X == 0, 1.0, largest_X / _LARGEST_STORED[dtype])
+    scaled_XD = x_XD.float() / scale_X[..., None]
+    if dtype == "int8":
+        scaled_XD = scaled_XD.round_()
+    return {name: scaled_XD.to(STORED[dtype]), f"{name}_scale": scale_X}
+
+
+def _decode_rows(name: str, stored: Mapping[str, Tensor]) -> Tensor:
+    x_XD = stored[name].float()
+    if f"{name}_scale" in stored:
+        x_XD = x_XD * stored[f"{name}_scale"][..., None]
+    return x_XD.clamp_(-LARGEST_FLOAT16, LARGEST_FLOAT16).half()  # bf16 rounds 65504 up to 65536
+
+
+def shapes(size: Extent, taps: int, hidden: int, dtype: StoreDtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Every tensor of a shard: its type and shape."""
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "taps": (STORED[dtype], (size.slots, taps, hidden)),
+        "hidden": (STORED[dtype], (size.rows, hidden)),
+        "lse": (torch.float32, (size.rows,)),
+        "argmax": (torch.int32, (size.rows,)),
+    }
+    if dtype != "bf16":
+        tensors["taps_scale"] = (torch.float32, (size.slots, taps))
+        tensors["hidden_scale"] = (torch.float32, (size.rows,))
+    return tensors
+
+
+def shard_bytes(size: Extent, taps: int, hidden: int, dtype: StoreDtype) -> int:
+    """Bytes of the safetensors file: 8, a JSON header padded to a multiple of 8, and the tensors."""
+    tensors = shapes(size, taps, hidden, dtype)
+    order = sorted(tensors, key=lambda name: (list(_HEADER_NAMES).index(tensors[name][0]), name))
+    header, offset = {}, 0
+    for name in order:
+        kind, shape = tensors[name]
+        end = offset + kind.itemsize * torch.Size(shape).numel()
+        header[name] = {"dtype": _HEADER_NAMES[kind], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":"))
+    return 8 + -(-len(text) // 8) * 8 + offset
+
+
+# ----------------------------------------------------------------------------
+# What a feature store will hold, decided and sized before a byte is written.
+#
+#     samples, shard_tokens  ->  shard i = samples [a_i, b_i)  ->  exact file sizes
+#
+# Ranges are a pure function of the samples, so several processes agree on them without talking: process i of N writes
+# the shards i, i + N, ... `plan.json` is what they agree on; `manifest.json` is the plan with every shard's SHA-256.
+# ----------------------------------------------------------------------------
+
+
+FORMAT_VERSION = 1
+# Measured anew by every process, so that it may differ in the last bits from machine to machine.
+_SCALE_TOLERANCE = 1e-4
+_FINGERPRINT_ELEMENTS = 64
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """One file: samples [first, end) and its exact size."""
+
+    file: str
+    first: int
+    end: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """Everything the numbers in a store depend on, and how they are cut into files."""
+
+    format: int
+    target: str
+    target_sha256: str
+    target_dtype: str
+    samples_sha256: str
+    taps: tuple[int, ...]
+    tap_scale: tuple[float, ...]
+    hidden_size: int
+    dtype: StoreDtype
+    shards: tuple[ShardPlan, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size of all shards on disk, headers included."""
+        return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def key(self) -> str:
+        """Identifies the store; every shard's sidecar carries it."""
+        return hashlib.sha256(self.json().encode()).hexdigest()
+
+    def json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def plan_store(
+    target: Target,
+    samples: Sequence[Sample],
+    taps: tuple[int, ...],
+    tap_scale_L: Tensor,
+    dtype: StoreDtype,
+    shard_tokens: int,
+) -> StorePlan:
+    """Cut samples into shards of about `shard_tokens` tokens (the last sample may go beyond)."""
+    shards: list[ShardPlan] = []
+    first = tokens = 0
+    for end, sample in enumerate(samples, start=1):
+        tokens += len(sample.tokens)
+        if tokens >= shard_tokens or end == len(samples):
+            size = shard_bytes(extent(samples[first:end]), len(taps), target.hidden_size, dtype)
+            shards.append(ShardPlan(f"shard-{len(shards):05d}.safetensors", first, end, size))
+            first, tokens = end, 0
+    return StorePlan(
+        FORMAT_VERSION,
+        target.name,
+        target_fingerprint(target),
+        dtype_name(target.dtype),
+        samples_digest(samples),
+        taps,
+        tuple(tap_scale_L.tolist()),
+        target.hidden_size,
+        dtype,
+        tuple(shards),
+    )
+
+
+def samples_digest(samples: Sequence[Sample]) -> str:
+    """SHA-256 of the samples' tokens and generated ranges, in order."""
+    return hashlib.sha256(json.dumps([(s.tokens, s.spans) for s in samples]).encode()).hexdigest()
+
+
+def target_fingerprint(target: Target) -> str:
+    """SHA-256 of the target's config and of a few elements of every parameter: fine-tunes share a config."""
+    config = target.config.to_dict()
+    for key in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"):
+        config.pop(key, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, parameter in target.model.named_parameters():
+        flat = parameter.detach().flatten()
+        some = flat[:: max(1, len(flat) // _FINGERPRINT_ELEMENTS)]
+        digest.update(name.encode() + some.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def read_plan(path: Path) -> StorePlan:
+    """A plan from plan.json or manifest.json.
+
+    Raises:
+        ValueError: not readable, or of another format version.
+    """
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text())
+        if raw["format"] != FORMAT_VERSION:
+            raise ValueError(f"format version {raw['format']!r}, this version reads {FORMAT_VERSION}")
+        names = set(ShardPlan.__dataclass_fields__)
+        shards = tuple(ShardPlan(**{k: v for k, v in shard.items() if k in names}) for shard in raw["shards"])
+        plan = StorePlan(**{**raw, "taps": tuple(raw["taps"]), "tap_scale": tuple(raw["tap_scale"]), "shards": shards})
+        if plan.dtype not in get_args(StoreDtype):
+            raise ValueError(f"unknown dtype {plan.dtype!r}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is damaged or foreign ({error}). Delete it; `outrider features write RECIPE` makes it again and "
+            "keeps every shard that fits."
+        ) from error
+    return plan
+
+
+def agree(found: StorePlan, wanted: StorePlan, directory: Path) -> StorePlan:
+    """`found`, when it says what `wanted` says (tap scales up to rounding).
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    close = len(found.tap_scale) == len(wanted.tap_scale) and torch.allclose(
+        torch.tensor(found.tap_scale), torch.tensor(wanted.tap_scale), rtol=_SCALE_TOLERANCE, atol=0
+    )
+    wanted = replace(wanted, tap_scale=found.tap_scale) if close else wanted
+    # The name is for people: the same weights in another directory are the same target.
+    different = [k for k in StorePlan.__dataclass_fields__ if k != "target" and getattr(found, k) != getattr(wanted, k)]
+    if different:
+        raise ValueError(
+            f"the feature store in {directory} was made for another run ({', '.join(different)} differ). Choose "
+            "another features.directory, or delete this one."
+        )
+    return found
+
+
+# ----------------------------------------------------------------------------
+# One shard: a safetensors file and its sidecar, each written whole or not at all.
+#
+#     .shard-00003.safetensors.tmp  --fsync, rename-->  shard-00003.safetensors, then shard-00003.json {key, sha256,
+#     ...}
+#
+# The sidecar comes last: a shard counts once it is there. A process killed at any time leaves at most a temporary file,
+# and the next one goes on with the shards that have no valid sidecar.
+# ----------------------------------------------------------------------------
+
+
+class DamagedShard(ValueError):
+    """A shard that cannot be used; the message names the file and what is wrong with it."""
+
+
+def clear_leftovers(directory: Path, pattern: str) -> None:
+    """Remove temporary files of processes that were killed inside `write_atomically`."""
+    for path in directory.glob(pattern):
+        path.unlink(missing_ok=True)
+
+
+def sidecar(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
+def encode_samples(
+    target: Target, samples: Sequence[Sample], taps: tuple[int, ...], tap_scale_L: Tensor, dtype: StoreDtype
+) -> list[dict[str, Tensor]]:
+    """Stored tensors of each sample, computed by the target."""
+    return [encode(target, features, dtype) for features in compute_features(target, samples, taps, tap_scale_L)]
+
+
+def write_shard(path: Path, key: str, indices: Sequence[int], encoded: Sequence[Mapping[str, Tensor]]) -> str:
+    """Write samples into one shard with its sidecar, and return its SHA-256."""
+    tensors = {name: torch.cat([e[name] for e in encoded]).cpu().contiguous() for name in encoded[0]}
+    # Not `save_file`: it writes to a temporary file of its own naming, which a killed process would leave for ever.
+    data = save(tensors)
+    sidecar(path).unlink(missing_ok=True)  # while the file changes there is no shard
+    # Not unique: what a killed process left is as large as a shard, and whoever makes this one again writes over it.
+    write_atomically(path, data, durable=True, unique=False)
+    entry = {"key": key, "samples": list(indices), "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    write_atomically(sidecar(path), json.dumps(entry) + "\n", durable=True, unique=False)
+    return str(entry["sha256"])
+
+
+def read_sidecar(path: Path, key: str, samples: Sequence[int] | None = None) -> dict[str, Any]:
+    """The sidecar of the shard at `path`, which holds `samples` (None: whichever it says).
+
+    Raises:
+        DamagedShard: missing, unreadable, or of another store.
+    """
+    try:
+        entry: dict[str, Any] = json.loads(sidecar(path).read_text())
+        foreign = entry["key"] != key
+        entry["sha256"], entry["bytes"], entry["samples"]
+    except FileNotFoundError as error:
+        raise DamagedShard(f"{path} has not been written (no {sidecar(path).name})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedShard(f"{sidecar(path)} is altered: not a shard's sidecar") from error
+    if foreign:
+        raise DamagedShard(f"{path} is foreign: {sidecar(path).name} belongs to another store")
+    if samples is not None and entry["samples"] != list(samples):
+        raise DamagedShard(f"{path} is foreign: {sidecar(path).name} belongs to another shard")
+    return entry
+
+
+def check_shard(path: Path, expected_bytes: int, expected_sha256: str) -> None:
+    """Raises DamagedShard when the file is missing, truncated or altered."""
+    if not path.is_file():
+        raise DamagedShard(f"{path} is missing")
+    found = path.stat().st_size
+    if found != expected_bytes:
+        raise DamagedShard(
+            f"{path} is {'truncated' if found < expected_bytes else 'altered'}: {found} bytes instead of "
+            f"{expected_bytes}"
+        )
+    if file_sha256(path) != expected_sha256:
+        raise DamagedShard(f"{path} is altered, or foreign: its SHA-256 is not the recorded one")
+
+
+class ShardReader:
+    """Features of single samples out of one memory-mapped shard."""
+
+    def __init__(self, path: Path, samples: Sequence[Sample], device: torch.device) -> None:
+        self.file = safe_open(path, "pt")
+        self.device = device
+        self.ends = [Extent(0, 0)]
+        for sample in samples:
+            size, last = extent([sample]), self.ends[-1]
+            self.ends.append(Extent(last.slots + size.slots, last.rows + size.rows))
+
+    def __getitem__(self, place: int) -> Features:
+        """Features of the shard's sample number `place`."""
+        start, end = self.ends[place], self.ends[place + 1]
+        stored = {}
+        for name in self.file.keys():  # noqa: SIM118  (not a dict)
+            rows = slice(start.slots, end.slots) if name.startswith("taps") else slice(start.rows, end.rows)
+            stored[name] = self.file.get_slice(name)[rows].to(self.device)
+        return decode(stored)
+
+
+# ----------------------------------------------------------------------------
+# A complete feature store on disk: written once by any number of processes, read by every training run after.
+#
+#     DIR/plan.json       what the store is (training/feature_store.py); written first, by whoever comes first
+#     DIR/shard-*.safetensors, shard-*.json      shard and sidecar, in any order, by any process
+#     DIR/manifest.json   the plan with the SHA-256 of every shard; written by whoever finds the set complete
+#
+# A directory is bit-identical whatever the number of writers and however often they were killed (on one kind of machine
+# and number of threads: matrix products differ between machines in the last bits).
+# ----------------------------------------------------------------------------
+
+
+def begin_store(directory: Path, wanted: StorePlan) -> StorePlan:
+    """The plan of the store in `directory`: the one found there, else `wanted`, which is written.
+
+    Raises:
+        ValueError: the directory holds another run's store.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "plan.json"
+    if not path.is_file():
+        write_atomically(path, wanted.json(), durable=True, keep_first=True)
+    return agree(read_plan(path), wanted, directory)
+
+
+def missing_bytes(directory: Path, plan: StorePlan) -> int:
+    """Bytes still to be written, by file sizes."""
+    paths = {directory / shard.file: shard.bytes for shard in plan.shards}
+    return sum(size for path, size in paths.items() if not path.is_file() or path.stat().st_size != size)
+
+
+def free_bytes(directory: Path) -> int:
+    """Free on the disk that `directory` is on, or will be."""
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
+def check_space(directory: Path, needed: int) -> None:
+    """Raises ValueError when the disk does not have `needed` bytes free."""
+    free = free_bytes(directory)
+    if needed > free:
+        raise ValueError(
+            f"the store still needs {needed} bytes ({needed / 2**30:.1f} GB) and the disk of {directory} has {free} "
+            f"({free / 2**30:.1f} GB) free: nothing was written. Choose another features.directory, "
+            "features.dtype=int8, or a window with features.max_gb."
+        )
+
+
+def write_store(
+    directory: Path,
+    plan: StorePlan,
+    target: Target,
+    samples: Sequence[Sample],
+    numbers: Iterable[int],
+    on_progress: Callable[[int], None] = lambda number: None,
+) -> list[int]:
+    """Write those of the shards `numbers` that are not there and valid; return their numbers.
+
+    Finishes the store when this completes it.
+    """
+    written = []
+    scale_L = torch.tensor(plan.tap_scale, device=target.device)
+    for number in numbers:
+        shard = plan.shards[number]
+        path = directory / shard.file
+        if not _valid(path, plan, number):
+            encoded = encode_samples(target, samples[shard.first : shard.end], plan.taps, scale_L, plan.dtype)
+            write_shard(path, plan.key, range(shard.first, shard.end), encoded)
+            assert path.stat().st_size == shard.bytes, (path.stat().st_size, shard.bytes)
+            written.append(number)
+        on_progress(number)
+    with contextlib.suppress(DamagedShard):  # other processes are still at work
+        finish_store(directory, plan)
+    return written
+
+
+def _valid(path: Path, plan: StorePlan, number: int) -> bool:
+    try:
+        check_shard(path, plan.shards[number].bytes, _entry(path.parent, plan, number)["sha256"])
+    except DamagedShard:
+        return False
+    return True
+
+
+def _entry(directory: Path, plan: StorePlan, number: int) -> dict[str, Any]:
+    shard = plan.shards[number]
+    return read_sidecar(directory / shard.file, plan.key, range(shard.first, shard.end))
+
+
+def finish_store(directory: Path, plan: StorePlan) -> list[str]:
+    """Write manifest.json from the sidecars and return the SHA-256 of every shard. May be repeated.
+
+    Raises:
+        DamagedShard: a shard has no valid sidecar; all of them are named (the first few, when there are many).
+    """
+    digests, wrong = [], []
+    for number in range(len(plan.shards)):
+        try:
+            digests.append(str(_entry(directory, plan, number)["sha256"]))
+        except DamagedShard as error:
+            wrong.append(f"{error}{_remedy(number)}")
+    if wrong:
+        more = f"; and {len(wrong) - 3} more: `outrider features write RECIPE` goes on" if len(wrong) > 3 else ""
+        raise DamagedShard(f"the feature store in {directory} is not complete: {'; '.join(wrong[:3])}{more}.")
+    text = _manifest(plan, digests)
+    path = directory / "manifest.json"
+    for name in ("plan.json", "manifest.json"):
+        clear_leftovers(directory, f".{name}.*.tmp")
+    if not path.is_file() or path.read_text() != text:
+        path.unlink(missing_ok=True)
+        write_atomically(path, text, durable=True, keep_first=True)
+    return digests
+
+
+def _manifest(plan: StorePlan, digests: Sequence[str]) -> str:
+    fields = asdict(plan)
+    for shard, digest in zip(fields["shards"], digests, strict=True):
+        shard["samples"], shard["sha256"] = shard["end"] - shard["first"], digest
+    return json.dumps(fields, indent=1) + "\n"
+
+
+def _remedy(number: int) -> str:
+    return f" (`outrider features write RECIPE --only {number}` makes it)"
+
+
+def open_store(directory: Path, wanted: StorePlan) -> tuple[StorePlan, list[str]]:
+    """The plan and the shards' SHA-256s of a complete store; a store that lacks only its manifest gets one.
+
+    Raises:
+        ValueError: there is no store, it is incomplete, another run's, or its manifest is damaged.
+    """
+    if not (directory / "plan.json").is_file():
+        raise ValueError(
+            f"{directory} holds no feature store: `outrider features write RECIPE` writes one, features.mode=online "
+            "does without."
+        )
+    plan = agree(read_plan(directory / "plan.json"), wanted, directory)
+    path = directory / "manifest.json"
+    if not path.is_file():
+        return plan, finish_store(directory, plan)
+    if read_plan(path) != plan:
+        raise ValueError(f"{path} does not fit plan.json beside it: altered or foreign. Delete it; it is made again.")
+    try:
+        return plan, [str(shard["sha256"]) for shard in json.loads(path.read_text())["shards"]]
+    except KeyError as error:
+        raise ValueError(f"{path} is altered ({error} is missing). Delete it; it is made again.") from error
+
+
+def check_store(directory: Path, wanted: StorePlan) -> list[str]:
+    """Everything wrong with the shards of a store, file by file; empty when all is well."""
+    plan, digests = open_store(directory, wanted)
+    wrong = []
+    for number, (shard, digest) in enumerate(zip(plan.shards, digests, strict=True)):
+        try:
+            check_shard(directory / shard.file, shard.bytes, digest)
+        except DamagedShard as error:
+            wrong.append(f"{error}{_remedy(number)}")
+    known = {name for shard in plan.shards for name in (shard.file, sidecar(Path(shard.file)).name)}
+    for path in sorted(directory.glob("shard-*")):
+        if path.name not in known:
+            wrong.append(f"{path} is foreign: not part of this store (delete it)")
+    return wrong
+
+
+class FeatureStore(FeatureCache):
+    """Reads a complete store; each shard is checked against its SHA-256 when it is first opened.
+
+    `columns`: which of the store's taps to give, by place; all of them when None.
+    """
+
+    background = True
+
+    def __init__(
+        self,
+        directory: Path,
+        wanted: StorePlan,
+        samples: Sequence[Sample],
+        device: torch.device,
+        budget_bytes: int,
+        columns: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(samples, budget_bytes)
+        self.directory, self.device = directory, device
+        self.plan, self.digests = open_store(directory, wanted)
+        self._columns = None if columns is None or list(columns) == list(range(len(self.plan.taps))) else list(columns)
+        self._firsts = [shard.first for shard in self.plan.shards]
+        self._readers: dict[int, ShardReader] = {}
+
+    def _fetch(self, indices: Sequence[int]) -> list[Features]:
+        return [self._read(index) for index in indices]
+
+    def _read(self, index: int) -> Features:
+        number = bisect.bisect_right(self._firsts, index) - 1
+        shard = self.plan.shards[number]
+        if number not in self._readers:
+            path = self.directory / shard.file
+            try:
+                check_shard(path, shard.bytes, self.digests[number])
+            except DamagedShard as error:
+                raise DamagedShard(f"{error}{_remedy(number)}") from error
+            self._readers[number] = ShardReader(path, self.samples[shard.first : shard.end], self.device)
+        features = self._readers[number][index - shard.first]
+        if self._columns is None:
+            return features
+        return replace(features, taps_SLD=features.taps_SLD[:, self._columns])
+
+
+# ----------------------------------------------------------------------------
+# A rolling window of features on disk: never more than `max_bytes` of shards, refreshed by the target.
+#
+#     wanted -> memory? -> pending? -> a shard on disk? -> the target computes it -> pending --full--> new shard,
+#                                                                               least recently needed shards make room
+#
+# A shard holds samples in the order in which training first needed them, so a miss costs one prefill and never that of
+# its neighbours. What a sample decodes to depends on the sample alone, so any budget gives the numbers of a complete
+# store. The window is a cache: what is damaged is reported, dropped and computed again. One process owns a window.
+# ----------------------------------------------------------------------------
+
+
+_FEWEST_SHARDS = 8  # a budget is cut into at least so many, or one shard would displace everything
+
+
+@dataclass
+class _Shard:
+    path: Path
+    indices: list[int]
+    bytes: int
+    sha256: str
+    reader: ShardReader | None = None  # opened, and checked, at the first need
+
+
+class FeatureWindow(FeatureCache):
+    """Features from a bounded directory, computed where they are not there."""
+
+    def __init__(
+        self,
+        directory: Path,
+        wanted: StorePlan,
+        target: Target,
+        samples: Sequence[Sample],
+        budget_bytes: int,
+        max_bytes: int,
+        shard_tokens: int,
+    ) -> None:
+        super().__init__(samples, budget_bytes)
+        self.directory, self.target, self.max_bytes, self.shard_tokens = directory, target, max_bytes, shard_tokens
+        self.plan = begin_store(directory, replace(wanted, shards=()))
+        self.computed = 0
+        self._pending: dict[int, Mapping[str, Tensor]] = {}
+        self._where: dict[int, _Shard] = {}
+        self._shards: OrderedDict[str, _Shard] = OrderedDict()  # least recently needed first
+        self._next = 0
+        self._scan()
+
+    @property
+    def bytes(self) -> int:
+        """Of all shards on disk."""
+        return sum(shard.bytes for shard in self._shards.values())
+
+    def close(self) -> None:
+        self._flush()
+        super().close()
+
+    def warm(self) -> None:
+        """Fill the window with the first samples that fit."""
+        for index in range(len(self.samples)):
+            if self.bytes + self._size([*self._pending, index]) > self.max_bytes:
+                break
+            self.gather([index])
+        self.close()
+
+    def _scan(self) -> None:
+        """Take over the shards of an earlier process."""
+        clear_leftovers(self.directory, ".*.tmp")
+        for path in sorted(self.directory.glob("window-*.safetensors")):
+            self._next = max(self._next, int(path.stem.rpartition("-")[2]) + 1)
+            try:
+                entry = read_sidecar(path, self.plan.key)
+            except DamagedShard as error:
+                self._remove(path, error)
+                continue
+            shard = _Shard(path, entry["samples"], entry["bytes"], entry["sha256"])
+            self._shards[path.name] = shard
+            self._where |= dict.fromkeys(shard.indices, shard)
+        self._make_room(0)  # the budget may be smaller than last time
+
+    def _fetch(self, indices: Sequence[int]) -> list[Features]:
+        found = {index: self._recall(index) for index in indices}
+        missing = [index for index, features in found.items() if features is None]
+        scale_L = torch.tensor(self.plan.tap_scale, device=self.target.device)
+        samples = [self.samples[i] for i in missing]
+        encoded = encode_samples(self.target, samples, self.plan.taps, scale_L, self.plan.dtype)
+        self.computed += len(missing)
+        for index, stored in zip(missing, encoded, strict=True):
+            self._pending[index] = stored
+            found[index] = decode(stored)
+            if sum(len(self.samples[i].tokens) for i in self._pending) >= self.shard_tokens or (
+                self._size(list(self._pending)) > self.max_bytes // _FEWEST_SHARDS
+            ):
+                self._flush()
+        return [features for features in found.values() if features is not None]
+
+    def _recall(self, index: int) -> Features | None:
+        if index in self._pending:
+            return decode(self._pending[index])
+        shard = self._where.get(index)
+        if shard is None:
+            return None
+        try:
+            if shard.reader is None:
+                check_shard(shard.path, shard.bytes, shard.sha256)
+                samples = [self.samples[i] for i in shard.indices]
+                shard.reader = ShardReader(shard.path, samples, self.target.device)
+        except DamagedShard as error:
+            self._drop(shard)
+            self._remove(shard.path, error)
+            return None
+        self._shards.move_to_end(shard.path.name)
+        return shard.reader[shard.indices.index(index)]
+
+    def _size(self, indices: Sequence[int]) -> int:
+        size = extent([self.samples[i] for i in indices])
+        return shard_bytes(size, len(self.plan.taps), self.plan.hidden_size, self.plan.dtype)
+
+    def _flush(self) -> None:
+        """Write what is pending as one shard; nothing is written where it alone would exceed the budget."""
+        indices, size = list(self._pending), self._size(list(self._pending))
+        if indices and size <= self.max_bytes:
+            self._make_room(size)
+            path = self.directory / f"window-{self._next:06d}.safetensors"
+            self._next += 1
+            digest = write_shard(path, self.plan.key, indices, list(self._pending.values()))
+            shard = _Shard(path, indices, size, digest)
+            self._shards[path.name] = shard
+            self._where |= dict.fromkeys(indices, shard)
+        self._pending.clear()
+
+    def _make_room(self, size: int) -> None:
+        while self._shards and self.bytes + size > self.max_bytes:
+            shard = next(iter(self._shards.values()))
+            self._drop(shard)
+            self._remove(shard.path)
+
+    def _drop(self, shard: _Shard) -> None:
+        del self._shards[shard.path.name]
+        for index in shard.indices:
+            if self._where.get(index) is shard:
+                del self._where[index]
+
+    @staticmethod
+    def _remove(path: Path, why: DamagedShard | None = None) -> None:
+        if why is not None:
+            warnings.warn(f"{why}: dropped from the window and computed again when needed", stacklevel=2)
+        sidecar(path).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+
+
+# ----------------------------------------------------------------------------
+# What storing features in fewer bits does to a drafter: the same held-out anchors, the same weights, other features.
+#
+# float16 features -> encode -> decode -> held-out metrics of a trained drafter
+# ----------------------------------------------------------------------------
+
+
+def store_effect(
+    target: Target,
+    drafter: DraftModule,
+    objective: BlockObjective,
+    samples: Sequence[Sample],
+    dtypes: Sequence[StoreDtype],
+    anchors_per_sample: int,
+) -> dict[str, dict[str, float]]:
+    """{"float16": metrics, dtype: metrics, ...} on fixed anchors of `samples`."""
+    taps, scale_L = drafter.config.target_layer_ids, drafter.tap_scale_L
+    with torch.no_grad():
+        exact = list(compute_features(target, samples, taps, scale_L))
+        versions = {"float16": exact} | {d: [decode(encode(target, f, d)) for f in exact] for d in dtypes}
+
+    def metrics(features: Sequence[Features]) -> dict[str, float]:
+        batches = held_out_batches(samples, features, drafter.config.gamma, anchors_per_sample)
+        return held_out_metrics(drafter, objective, batches)
+
+    return {name: metrics(features) for name, features in versions.items()}
+
+
+# ----------------------------------------------------------------------------
+# Where a run's features come from: the one place that reads the recipe's `features` section.
+#
+# online             the target computes them, memory keeps what fits            FeatureSource
+# store              a complete directory, written by `outrider features write`  FeatureStore
+#                    `taps` set: one directory for drafters that read different layers
+# store, max_gb set  a directory of bounded size that training fills itself      FeatureWindow, one a process
+# ----------------------------------------------------------------------------
+
+
+def store_directory(recipe: Recipe) -> Path:
+    """Where the recipe's feature store is, or will be."""
+    return Path(recipe.features.directory or Path(recipe.out) / "features")
+
+
+def recipe_plan(
+    recipe: Recipe, target: Target, samples: Sequence[Sample], taps: tuple[int, ...], tap_scale_L: Tensor
+) -> StorePlan:
+    """The recipe's store: what it holds and its exact size.
+
+    Raises:
+        ValueError: `features.taps` lacks a layer that the drafter reads, or names one that is none.
+    """
+    section = recipe.features
+    if section.taps is not None:
+        wide = target.check_taps(section.taps, final=True)
+        missing = sorted(set(taps) - set(wide))
+        if missing:
+            raise ValueError(f"features.taps {section.taps} lacks {missing}, which the drafter reads.")
+        wide_L = measure_tap_scale(target, samples[:CALIBRATION_SAMPLES], wide).clone()
+        wide_L[[wide.index(tap) for tap in taps]] = tap_scale_L  # the drafter's own, which it divides by
+        taps, tap_scale_L = wide, wide_L
+    return plan_store(target, samples, taps, tap_scale_L, section.dtype, section.shard_tokens)
+
+
+def open_features(
+    recipe: Recipe,
+    target: Target,
+    samples: Sequence[Sample],
+    taps: tuple[int, ...],
+    tap_scale_L: Tensor,
+    rank: int = 0,
+    world_size: int = 1,
+) -> FeatureCache:
+    """Features of the training samples, as the recipe says. Call `close` when training ends.
+
+    Args:
+        rank, world_size: of this process; a window's budget is shared evenly, a complete store is read by all.
+
+    Raises:
+        ValueError: the store is not there, incomplete, or another run's.
+    """
+    memory = int(recipe.feature_cache_gb * 2**30)
+    section = recipe.features
+    if section.mode == "online":
+        return FeatureSource(target, samples, taps, tap_scale_L, memory)
+    plan = recipe_plan(recipe, target, samples, taps, tap_scale_L)
+    if section.max_gb is None:
+        columns = [plan.taps.index(tap) for tap in taps]
+        return FeatureStore(store_directory(recipe), plan, samples, target.device, memory, columns)
+    if rank == 0:  # windows of another number of processes would stand beside the budget
+        for stale in store_directory(recipe).glob("window-*-of-*"):
+            if not stale.name.endswith(f"-of-{world_size}"):
+                shutil.rmtree(stale, ignore_errors=True)
+    directory = store_directory(recipe) / f"window-{rank}-of-{world_size}"
+    budget = int(section.max_gb * 2**30) // world_size
+    return FeatureWindow(directory, plan, target, samples, memory, budget, section.shard_tokens)

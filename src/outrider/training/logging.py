@@ -1,0 +1,202 @@
+"""Where the time of training goes, what it buys, and the memory it takes, over one log window.
+
+    step = features + forward_backward + optimizer + the rest;      evaluation (checks and saving) is kept apart
+    supervised tokens/s, anchors/s = counted / (window - evaluation)
+
+Counts are per process. On CUDA a phase ends when the GPU is done with it.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+
+from outrider.utils.measure import Clock
+
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory in use so far: allocated on a CUDA device, else resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT / 2**30
+
+
+class Meters:
+    """Clocks to be held open (`with meters.features:`) around the phases of a step, and counters."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.features, self.forward_backward = Clock(device), Clock(device)
+        self.optimizer, self.evaluation = Clock(device), Clock(device)
+        self._restart()
+
+    def _restart(self) -> None:
+        self._started = time.perf_counter()
+        self._steps = self._supervised = self._anchors = 0
+
+    def count(self, supervised: int, anchors: int) -> None:
+        """One more micro-batch, of so many supervised positions and anchors."""
+        self._supervised += supervised
+        self._anchors += anchors
+
+    def count_step(self) -> None:
+        """One more optimizer step."""
+        self._steps += 1
+
+    def window(self) -> dict[str, float]:
+        """Figures since the last call (seconds are per step, evaluation's are of the whole window); starts again."""
+        seconds = time.perf_counter() - self._started
+        evaluation = self.evaluation.take()
+        steps, training = max(1, self._steps), max(seconds - evaluation, 1e-9)
+        figures = {
+            "supervised_tokens_per_second": self._supervised / training,
+            "anchors_per_second": self._anchors / training,
+            "step_seconds": training / steps,
+            "features_seconds": self.features.take() / steps,
+            "forward_backward_seconds": self.forward_backward.take() / steps,
+            "optimizer_seconds": self.optimizer.take() / steps,
+            "evaluation_seconds": evaluation,
+            "peak_memory_gib": peak_memory_gib(self.device),
+        }
+        self._restart()
+        return figures
+
+
+# ----------------------------------------------------------------------------
+# OUT/metrics.jsonl and TensorBoard, side by side, and the progress bar. Only the main rank keeps them.
+# ----------------------------------------------------------------------------
+
+
+class MetricsLog:
+    """One line per entry; entries after the step that a run resumes from are dropped first."""
+
+    speed = ""  # of the latest window, for the progress bar
+
+    def __init__(self, out: Path, first: int) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        path = out / "metrics.jsonl"
+        kept = path.read_text().splitlines(keepends=True) if path.is_file() and first else []
+        whole = [line for line in kept if line.endswith("\n")]  # a killed process may have cut the last one
+        path.write_text("".join(line for line in whole if json.loads(line)["step"] <= first))
+        self.file = path.open("a")
+        self.board = SummaryWriter(str(out / "tensorboard"), purge_step=first + 1)
+
+    def write(self, step: int, group: str, values: dict[str, float]) -> None:
+        """An entry; none where there are no values."""
+        if not values:
+            return
+        if "supervised_tokens_per_second" in values:
+            self.speed = f"{values['supervised_tokens_per_second']:.0f} tok/s"
+        rounded = {name: round(value, 6) for name, value in values.items()}
+        self.file.write(json.dumps({"step": step, "group": group, **rounded}) + "\n")
+        self.file.flush()
+        for name, value in values.items():
+            self.board.add_scalar(f"{group}/{name}", value, step)
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+        self.board.close()
+
+
+class SilentLog(MetricsLog):
+    """The log of the other ranks: nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, step: int, group: str, values: dict[str, float]) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def progress_bar(shown: bool) -> Progress:
+    """The bar of a training run; its tasks have a `status`."""
+    columns = (
+        TextColumn("[bold]train"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, disable=not shown)
+
+
+# ----------------------------------------------------------------------------
+# OUT/metrics.jsonl as one picture: loss, tokens per round, acceptance by position and learning rate against steps.
+#
+# Held-out expected accepted length and the tau of real decoding share an axis: both are tokens per round, and they
+# should agree up to the noise of a few prompts.
+# ----------------------------------------------------------------------------
+
+
+matplotlib.use("Agg")
+
+Groups = dict[str, list[dict[str, Any]]]
+
+
+def read_metrics(path: Path) -> Groups:
+    """Entries by group, in the order of steps; a line that a killed process cut short is left out."""
+    groups: Groups = {}
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            entry = json.loads(line)
+            groups.setdefault(entry["group"], []).append(entry)
+    return groups
+
+
+def plot_training(metrics: Path, picture: Path, best_step: int | None = None) -> None:
+    """Draw `metrics` (a metrics.jsonl) to `picture`; a dotted line marks the best drafter's step."""
+    groups = read_metrics(metrics)
+    figure, axes = plt.subplots(2, 2, figsize=(10, 6.4), sharex=True, layout="constrained")
+    loss, length, acceptance, rate = axes.flat
+    _draw(loss, groups, "train", "loss", "training", alpha=0.5, linewidth=1)
+    _draw(loss, groups, "held_out", "loss", "held out", marker="o")
+    if best_step is not None:
+        length.axvline(best_step, color="black", linestyle=":", linewidth=1, label="best drafter")
+    _draw(length, groups, "held_out", "expected_length_greedy", "expected, temperature 0", marker="o")
+    _draw(length, groups, "held_out", "expected_length_sampled", "expected, temperature 1", marker="o")
+    _draw(length, groups, "decode", "tau", "decoded", marker="s", linestyle="--")
+    _draw_positions(acceptance, groups)
+    _draw(rate, groups, "train", "learning_rate", "", color="tab:gray")
+    loss.set_title("Loss")
+    length.set_title("Tokens per round (\u03c4)")
+    acceptance.set_title("Held-out P(accept k | 1..k-1 accepted)")
+    rate.set_title("Learning rate")
+    for panel in axes.flat:
+        panel.grid(alpha=0.3)
+        if panel is not rate and panel.get_legend_handles_labels()[0]:
+            panel.legend(frameon=False, fontsize="small", ncols=3 if panel is acceptance else 1)
+    acceptance.set(ylim=(0, 1), xlabel="step")
+    rate.set(xlabel="step")
+    rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    figure.savefig(picture, dpi=150)
+    plt.close(figure)
+
+
+def _draw_positions(panel: Any, groups: Groups) -> None:
+    names = [n for n in groups.get("held_out", [{}])[-1] if n.startswith("conditional_acceptance_")]
+    for k, name in enumerate(names, 1):
+        _draw(panel, groups, "held_out", name, f"k = {k}", marker=".", color=plt.get_cmap("viridis")(k / len(names)))
+
+
+def _draw(panel: Any, groups: Groups, group: str, name: str, label: str, **style: Any) -> None:
+    entries = [entry for entry in groups.get(group, []) if name in entry]
+    if entries:
+        panel.plot([e["step"] for e in entries], [e[name] for e in entries], label=label, **style)

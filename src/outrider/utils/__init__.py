@@ -1,0 +1,1 @@
+"""Files, processes, devices and measurements."""

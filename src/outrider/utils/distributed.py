@@ -1,0 +1,122 @@
+"""This process among its peers: what `torchrun` started, or one process alone.
+
+    torchrun --nproc-per-node N -m outrider.cli.main train RECIPE      WORLD_SIZE, RANK, LOCAL_RANK from torchrun
+    outrider train RECIPE                                              one rank, no process group, no collective
+
+gloo carries collectives on CPUs, NCCL on CUDA devices.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from outrider.utils.device import usable_device
+
+_Found = TypeVar("_Found")
+# Ranks wait for the main one while it regenerates responses; a collective that is merely late must not end the run.
+_TIMEOUT = timedelta(hours=12)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """`rank` of `world` processes, computing on `device`. Every method but `main` is a collective."""
+
+    rank: int = 0
+    world: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def main(self) -> bool:
+        """The rank that writes files and talks."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def from_main(self, make: Callable[[], _Found]) -> _Found:
+        """What `make` returns on the main rank, on every rank; the others wait. It must be picklable.
+
+        Raises:
+            ValueError, OSError: what `make` raised, on every rank: none should end by losing its peer.
+        """
+        if self.world == 1:
+            return make()
+        outcome: list[Any] = [None, None]
+        if self.main:
+            try:
+                outcome[0] = make()
+            except (ValueError, OSError) as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0, device=self.device)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def gather(self, mine: _Found) -> list[_Found]:
+        """What every rank has, in their order, on every rank. It must be picklable."""
+        if self.world == 1:
+            return [mine]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, mine)
+        return found
+
+    def copy_from_main(self, tensors: list[Tensor]) -> None:
+        """Overwrite tensors by the main rank's."""
+        if self.world > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), src=0)
+
+    def wait(self) -> None:
+        """Return when every rank has come here."""
+        self.sum(torch.zeros((), device=self.device))
+
+
+ALONE = Ranks()
+
+
+@contextmanager
+def join(device: str) -> Iterator[Ranks]:
+    """Join the processes that torchrun started, or be the only one. `device` "cuda" becomes this rank's own.
+
+    Raises:
+        ValueError: several ranks are given one numbered CUDA device, or CUDA is not there.
+    """
+    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    chosen = usable_device(device)
+    if chosen.type == "cuda":
+        if world > 1 and chosen.index is not None:
+            raise ValueError(f"device {device!r} names one GPU for {world} ranks; use device=cuda.")
+        index = int(os.environ.get("LOCAL_RANK", 0)) if chosen.index is None else chosen.index
+        chosen = torch.device("cuda", index)
+        torch.cuda.set_device(chosen)
+    if world == 1:
+        yield Ranks(device=chosen)
+        return
+    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=_TIMEOUT)
+    try:
+        yield Ranks(rank, world, chosen)
+    finally:
+        dist.destroy_process_group()
+
+
+# ----------------------------------------------------------------------------
+# Weights of a target whose layers may be spread over ranks (training/parallel.py spreads them).
+# ----------------------------------------------------------------------------
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded over ranks (then a collective)."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,254 @@
+"""Files and directories that are either complete or absent, and tensors that are either all there or an error."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+def write_atomically(
+    path: Path,
+    content: str | bytes | Callable[[IO[bytes]], object],
+    *,
+    durable: bool = False,
+    unique: bool = True,
+    keep_first: bool = False,
+) -> None:
+    """Write a file beside `path` and give it its name: a reader finds the old file or the new one, never half of one.
+
+    Args:
+        content: text (written as UTF-8), bytes, or what writes into the open file.
+        durable: content and name are on disk when this returns.
+        unique: every writer has a staging file of its own, `.NAME.xxxxxxxx.tmp`. False, where one process at a time
+            writes `path`: it is `.NAME.tmp`, and the next writer writes over what a killed one left.
+        keep_first: several processes may bring the file, and whoever comes first decides.
+
+    Raises:
+        OSError: the disk is full or not writable; what was at `path` is untouched, and the staging file is gone.
+    """
+    mark = f".{uuid.uuid4().hex[:8]}" if unique else ""
+    staging = path.with_name(f".{path.name}{mark}.tmp")
+    try:
+        with staging.open("wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode() if isinstance(content, str) else content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        if keep_first:
+            os.link(staging, path)
+        else:
+            staging.replace(path)
+    except (FileExistsError, FileNotFoundError):
+        if not keep_first or not path.exists():  # else another process was faster, and may have cleared up after us
+            raise
+    finally:
+        staging.unlink(missing_ok=True)
+    if durable:
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file.
+
+    Raises:
+        ValueError: not JSON, or not a mapping.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, digits or depth without end
+        raise ValueError(f"{path}: not valid JSON ({error}).") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: not a JSON mapping of fields.")
+    return raw
+
+
+@contextmanager
+def atomic_directory(destination: Path) -> Iterator[Path]:
+    """A staging directory beside `destination` that takes its place when the block ends well, and vanishes otherwise.
+
+    Raises:
+        OSError: the disk is full or not writable; what was at `destination` is untouched.
+    """
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    settle(destination)
+    mark = uuid.uuid4().hex[:8]
+    staging = destination.parent / f".{destination.name}.{mark}"
+    staging.mkdir()  # not mkdtemp: a checkpoint must be readable by whom the umask allows
+    try:
+        yield staging
+        for file in staging.iterdir():
+            file.chmod(staging.stat().st_mode & 0o666)  # safetensors writes files for the owner only
+        if destination.exists():
+            retired = destination.parent / f".{destination.name}.{mark}.old"
+            destination.rename(retired)
+            try:
+                staging.rename(destination)
+            except OSError:
+                retired.rename(destination)
+                raise
+            shutil.rmtree(retired, ignore_errors=True)
+        else:
+            staging.rename(destination)
+    except (OSError, SafetensorError) as error:
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        if full:
+            raise OSError(
+                errno.ENOSPC,
+                f"the disk is full: nothing was saved to {destination}. Free space, or choose another place.",
+            ) from error
+        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def settle(destination: Path) -> None:
+    """Finish what a writer killed inside `atomic_directory` began: its predecessor comes back, its leavings go.
+
+    For the process that writes `destination`, and only one does.
+    """
+    leavings = sorted(destination.parent.glob(f".{destination.name}.????????*"))
+    retired = [path for path in leavings if path.suffix == ".old"]
+    if retired and not destination.exists():
+        retired[0].rename(destination)  # killed between the two renames: it was complete
+    for path in leavings:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+_WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")  # the latter: Medusa's own releases
+_MASK = "mask_embedding.pt"  # vLLM reads it beside a DFlash drafter's weights
+_INDEX = "model.safetensors.index.json"
+_PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
+_ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".xz", ".7z", ".bz2", ".zst", ".nemo"}
+
+
+def refuse_archive(path: Path) -> None:
+    """A file where a directory is wanted: say what to do with this one.
+
+    Raises:
+        ValueError: it is a file.
+    """
+    if not path.is_file():
+        return
+    if path.suffix in _PICKLES:
+        raise ValueError(f"{path} is a pickle, which can run code when it is read. {_CONVERT}")
+    if path.suffix in _ARCHIVES:
+        raise ValueError(f"{path} is an archive: unpack it and give the directory with config.json in it.")
+    if path.suffix == ".gguf":
+        raise ValueError(
+            f"{path} is a GGUF, which llama.cpp reads: give the Hugging Face directory it was converted from."
+        )
+    raise ValueError(f"{path} is a file: give the directory that holds config.json and model.safetensors.")
+
+
+_CONVERT = (
+    "Outrider reads safetensors only: ask its maker for them, or convert it yourself with torch.load(file, "
+    "weights_only=True) and safetensors.torch.save_file(tensors, 'model.safetensors')."
+)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint directory.
+
+    Raises:
+        ValueError: there are none, or an index names what is not there.
+    """
+    if (directory / _MASK).exists():
+        raise ValueError(f"{directory / _MASK} is a pickle with a mask embedding that no drafter here has. {_CONVERT}")
+    for name in _WEIGHTS:
+        if (directory / name).is_file():
+            return [directory / name]
+    index = directory / _INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            raise ValueError(f"{index}: weight_map is not a mapping of tensors to files ({error!r}).") from error
+        strange = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+        if strange or not names:
+            raise ValueError(f"{index}: weight_map names {strange or 'no files'}; it must name files beside it.")
+        return [directory / name for name in names]
+    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLES | _ARCHIVES)
+    if pickles:
+        raise ValueError(
+            f"{directory / pickles[0]} is a pickle or an archive, which can run code when read. {_CONVERT}"
+        )
+    raise ValueError(f"{directory / _WEIGHTS[0]} is missing: not a complete checkpoint directory.")
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint directory, whether in one file or in parts.
+
+    Raises:
+        ValueError: missing, not readable safetensors, or a tensor that is in two files.
+    """
+    found: dict[str, Tensor] = {}
+    for path in weight_files(directory):
+        tensors = read_tensors(path)
+        if twice := sorted(set(tensors) & set(found)):
+            raise ValueError(f"{path}: tensor {twice[0]} is in another file of {directory} too.")
+        found |= tensors
+    return found
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file.
+
+    Raises:
+        ValueError: missing or not a readable safetensors file.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: not a complete checkpoint directory.")
+    try:
+        return load_file(path)
+    except (SafetensorError, UnicodeDecodeError, KeyError, OverflowError, TypeError) as error:
+        raise ValueError(f"{path} is not a readable safetensors file ({error}); save or fetch it again.") from error
+
+
+def check_tensors(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Every wanted tensor is there in its shape, and nothing else is.
+
+    Raises:
+        ValueError: naming what is missing, unknown, or of another shape.
+    """
+    missing = sorted(set(wanted) - set(found))
+    unknown = sorted(set(found) - set(wanted))
+    if missing or unknown:
+        parts = [
+            f"{what} {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+            for what, names in (("missing", missing), ("unknown", unknown))
+            if names
+        ]
+        raise ValueError(f"{path}: tensors do not match config.json: {'; '.join(parts)}.")
+    for name, tensor in wanted.items():
+        if found[name].shape != tensor.shape:
+            raise ValueError(
+                f"{path}: {name} has shape {list(found[name].shape)}, config.json implies {list(tensor.shape)}."
+            )
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, as hex digits."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 24):
+            digest.update(chunk)
+    return digest.hexdigest()

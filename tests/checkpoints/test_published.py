@@ -1,0 +1,133 @@
+"""Published drafters: the catalogue, `--drafter auto`, and thinking with a drafter that was trained without it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+from huggingface_hub.utils import LocalEntryNotFoundError
+from typer.testing import CliRunner
+
+import outrider.checkpoints.published as published
+import outrider.checkpoints.published as shipped
+from outrider.checkpoints.dialects import dialects
+from outrider.checkpoints.published import PUBLISHED, fetch, published_by, published_for
+from outrider.cli.common import DrafterChoice, choose_drafter, require_drafter, warn_of_thinking
+from outrider.cli.main import app
+
+DSPARK = "deepseek-ai/dspark_qwen3_4b_block7"
+ZLAB = "z-lab/Qwen3-4B-DFlash-b16"
+
+
+def test_the_catalogue() -> None:
+    repos = [entry.repo for entry in PUBLISHED]
+    assert len(set(repos)) == len(repos) and all("/" in entry.repo and "/" in entry.target for entry in PUBLISHED)
+    assert [entry.repo for entry in published_for("qwen/qwen3-4b")][:2] == [DSPARK, DSPARK.replace("dspark", "dflash")]
+    assert published_for("Qwen/Qwen3-4B", thinking=True)[0].repo == "AngelSlim/Qwen3-4B_eagle3", "not made without"
+    assert [e.repo for e in published_for("meta-llama/Llama-3.3-70B-Instruct")] == [], "pickles are not read"
+    entry = published_by(DSPARK)
+    assert entry is not None and (entry.rows, entry.thinking, entry.dialect) == (7, False, "DeepSpec")
+    assert published_by("nobody/nothing") is None
+
+
+def test_auto_offers_what_a_dialect_reads() -> None:
+    """Every entry's architecture is asked of the readers; `algorithm` must be one that the dialect carries."""
+    carried = {dialect.name: set(dialect.methods) for dialect in dialects() if dialect.name != "Outrider"}
+    carried["z-lab"] = {"dflash", "dflash2"}  # two dialects of one name
+    for entry in PUBLISHED:
+        if entry.obstacle is None:
+            assert entry.dialect is not None and entry.algorithm in carried[entry.dialect], entry.repo
+    unread = {entry.repo: entry.obstacle for entry in PUBLISHED if entry.obstacle is not None}
+    names = ("dspark_gemma4_12b_block7", "dflash_gemma4_12b_block7", "eagle3_gemma4_12b_ttt7")
+    gemma = {f"deepseek-ai/{name}" for name in names}
+    assert {repo for repo, obstacle in unread.items() if obstacle == "layers"} == gemma
+    assert unread["yuhuili/EAGLE3-Vicuna1.3-13B"] == "pickle"
+    assert published_for("google/gemma-4-12B-it") == [] and choose_drafter("auto", "google/gemma-4-12B-it") is None
+    assert any(entry.repo.endswith("eagle3_qwen3_4b_ttt7") for entry in published_for("Qwen/Qwen3-4B"))
+    for repo in unread:
+        found = published_by(repo)
+        assert found is not None
+        with pytest.raises(ValueError, match=f"the drafter {repo} is not read here: "):
+            fetch(found)
+
+
+def test_auto_downloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def snapshot(repo: str, local_files_only: bool = False, allow_patterns: object = None) -> str:
+        asked.append((repo, local_files_only))
+        if local_files_only:
+            raise LocalEntryNotFoundError("not cached")
+        return str(tmp_path)
+
+    monkeypatch.setattr(published, "snapshot_download", snapshot)
+    found = choose_drafter("auto", "Qwen/Qwen3-4B")
+    assert found == DrafterChoice("directory", str(tmp_path), repo=DSPARK) and found.knows_thinking is False
+    assert asked == [(DSPARK, True), (DSPARK, False)]
+    assert require_drafter("auto", "Qwen/Qwen3-4B", thinking=True).repo == "AngelSlim/Qwen3-4B_eagle3"
+    assert choose_drafter("auto", "nobody/model") is None
+    assert choose_drafter(ZLAB, "Qwen/Qwen3-4B") == DrafterChoice("directory", str(tmp_path), repo=ZLAB)
+    assert choose_drafter("nobody/drafter", "Qwen/Qwen3-4B") == DrafterChoice("directory", "nobody/drafter")
+
+    def offline(repo: str, local_files_only: bool = False, allow_patterns: object = None) -> str:
+        raise LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(published, "snapshot_download", offline)
+    with pytest.raises(
+        ValueError, match=rf"{DSPARK} for Qwen/Qwen3-4B is not in .*hf download {DSPARK}.*--drafter DIR"
+    ):
+        choose_drafter("auto", "Qwen/Qwen3-4B")
+
+
+def test_half_a_download_is_taken_up_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[bool] = []
+
+    def snapshot(repo: str, local_files_only: bool = False, allow_patterns: object = None) -> str:
+        asked.append(local_files_only)
+        return str(tmp_path)
+
+    monkeypatch.setattr(published, "snapshot_download", snapshot)
+    for name, wanted in (("config.json", [True, False]), ("model.safetensors", [True])):
+        (tmp_path / name).touch()
+        asked.clear()
+        assert fetch(PUBLISHED[0]) == tmp_path and asked == wanted
+
+
+def test_thinking_with_a_drafter_that_has_never_seen_it(tmp_path: Path) -> None:
+    def drafter(data: dict[str, bool] | None) -> DrafterChoice:
+        metadata = {} if data is None else {"recipe": {"data": data}}
+        (tmp_path / "outrider.json").write_text(json.dumps(metadata))
+        return DrafterChoice("directory", str(tmp_path))
+
+    for choice, known in ((drafter({}), False), (drafter({"thinking": False}), False)):
+        assert choice.knows_thinking is known
+        with pytest.warns(UserWarning, match=r"trained on responses without thinking.*fewer drafts are accepted"):
+            warn_of_thinking(choice, thinking=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_thinking(drafter({}), thinking=False)
+        warn_of_thinking(drafter({"thinking": True}), thinking=True)
+        warn_of_thinking(drafter(None), thinking=True)
+        warn_of_thinking(DrafterChoice("ngram", ""), thinking=True)
+
+
+def test_the_verb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = CliRunner()
+    monkeypatch.setattr(shipped, "_places", lambda: [tmp_path, tmp_path])
+    for name, target in (("a", "some/target-small"), ("b", "gpt-oss-local")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "outrider.json").write_text(json.dumps({"target": target}))
+    every = run.invoke(app, ["models"], env={"COLUMNS": "80"})
+    assert every.exit_code == 0 and all(entry.repo in every.output for entry in PUBLISHED)
+    assert all(len(line) <= 80 for line in every.output.splitlines() if str(tmp_path) not in line)
+    assert every.output.count(str(tmp_path / "a")) == every.output.count(str(tmp_path / "b")) == 1
+    assert "(layers)" in every.output and "(pickle)" in every.output
+    local = run.invoke(app, ["models", "TARGET"], env={"COLUMNS": "80"})
+    assert "some/target-small" in local.output and "published" not in local.output and "gpt-oss" not in local.output
+    some = run.invoke(app, ["models", "gpt-oss"], env={"COLUMNS": "80"})
+    assert "z-lab/gpt-oss-20b-DFlash" in some.output and "Qwen" not in some.output
+    assert str(tmp_path / "b") in some.output
+    none = run.invoke(app, ["models", "gpt-9"])
+    assert isinstance(none.exception, ValueError) and "no published one for a target like" in str(none.exception)

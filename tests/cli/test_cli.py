@@ -1,0 +1,279 @@
+"""The command line: help for every verb, whole runs on a toy model, and mistakes that end in one line and status 2."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub.utils import LocalEntryNotFoundError
+from typer.testing import CliRunner
+
+import outrider.checkpoints.published as published
+import outrider.cli.main as main
+from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, save_drafter
+from outrider.checkpoints.published import published_for
+from outrider.drafters.eagle3 import Eagle3, Eagle3Config
+from outrider.drafters.hydra import Hydra
+from outrider.drafters.medusa import HeadsConfig, Medusa
+from outrider.drafters.registry import tree_methods
+from outrider.evaluation.model_card import measured
+from outrider.evaluation.results import Results
+from outrider.target.model import load_target
+from tests.toys.command_line import Run, check_error
+from tests.toys.targets import randomise
+from tests.toys.tokenizer import byte_tokenizer
+
+VERBS = {
+    "train": ["RECIPE", "OVERRIDES"],
+    "eval": [
+        "--target",
+        "--drafter",
+        "--tasks",
+        "--draft-length",
+        "--confidence-threshold",
+        "--block-size",
+        "--label",
+        "--tree",
+        "--typical",
+    ],
+    "generate": [
+        "PROMPT",
+        "--max-new-tokens",
+        "--temperature",
+        "--show-rounds",
+        "--confidence-threshold",
+        "--tree",
+        "--typical",
+        "--thinking",
+    ],
+    "compare": ["RESULTS", "--out", "--draft-cost", "--allow-different"],
+    "experiment": ["TABLE", "--dry-run"],
+    "bench-drafters": ["DRAFTERS", "--context", "--repeats"],
+    "calibrate": ["--tasks", "--fit-tasks", "--plot", "--thinking"],
+    "profile": ["--target", "--drafter", "--tree", "--max-requests", "--contexts", "--seconds", "--plot"],
+    "bench": ["--backend", "--concurrency", "--variants", "--arrivals", "--launch", "--turns", "--thinking", "--tree"],
+    "bench-table": ["DIRECTORIES", "--out"],
+    "models": ["TARGET"],
+    "simulate": ["--record", "--traces", "--profile", "--validate", "--thinking"],
+    "package": ["DRAFTER", "--dtype", "--results", "--license"],
+    "demo": ["--out", "--eval-samples"],
+    "prepare": ["--target", "--prompts", "--out", "--recipe", "--base-url", "--thinking", "--max-minutes"],
+    "inspect": ["PATH", "--target", "--row", "--limit", "--html"],
+    "bench-forward": ["--context", "--repeats"],
+    "bench-planning": ["--requests", "--gamma"],
+    "bench-objective": ["--anchors", "--vocab", "--hidden"],
+    "bench-training": ["RECIPE", "--responses", "--precision"],
+    "export": ["DRAFTER", "--to", "--out", "--target"],
+    "doctor": ["--target", "--drafter", "--data", "--eval", "--json"],
+}
+
+
+def test_help_of_the_command_and_of_every_verb() -> None:
+    runner = CliRunner()
+    whole = runner.invoke(main.app, ["--help"], env={"COLUMNS": "200"})
+    assert whole.exit_code == 0 and all(verb in whole.output for verb in VERBS)
+    assert {command.name for command in main.app.registered_commands} == set(VERBS)
+    for verb, words in VERBS.items():
+        found = runner.invoke(main.app, [verb, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+        assert found.exit_code == 0, verb
+        for word in words:
+            assert word.lower() in found.output.lower(), (verb, word)
+        if "--tree" in words:
+            assert f"({', '.join(tree_methods())})" in " ".join(found.output.replace("│", " ").split()), verb
+
+
+def test_generate_is_the_same_with_and_without_a_drafter(run: Run, toy: Path) -> None:
+    command = ("generate", "say a word", "--target", toy / "target", "--max-new-tokens", 20)
+    plain = run(*command)
+    drafted = run(*command, "--drafter", toy / "drafter", "--confidence-threshold", 0.1)
+    assert plain[0] == drafted[0] == 0, plain[2] + drafted[2]
+    assert plain[1] == drafted[1] and plain[1].strip(), "stdout is the text and nothing else"
+    assert "20 tokens in 20 rounds (tau 1.00)" in plain[2] and "20 tokens in" in drafted[2]
+    shown = run(*command, "--drafter", toy / "drafter", "--show-rounds", "--raw", "--temperature", 1)
+    assert shown[0] == 0 and "tokens: draft, correction, bonus" in shown[2]
+
+
+def test_generate_thinks_when_asked(run: Run, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template hears of it, the drafter's training is looked at, and `auto` prefers one that has seen it."""
+    target = shutil.copytree(toy / "target", tmp_path / "target")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if enable_thinking %}T{% endif %}"
+    tokenizer.save_pretrained(target)
+    drafter = shutil.copytree(toy / "drafter", tmp_path / "drafter")
+    add_metadata(drafter, recipe={"data": {"thinking": False}})
+    command = ("--target", target, "--drafter", drafter, "--max-new-tokens", 12)
+    with pytest.warns(UserWarning, match="trained on responses without thinking"):
+        found = run("generate", "hi", *command, "--thinking")
+    assert found[0] == 0 and found[1] == run("generate", "hiT", *command, "--raw")[1]
+    assert found[1] != run("generate", "hi", *command)[1]
+    check_error(run("generate", "hi", *command, "--thinking", "--raw"), "--raw has none")
+
+    def offline(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(published, "snapshot_download", offline)
+    quick, thoughtful = (published_for("Qwen/Qwen3-4B", thinking)[0].repo for thinking in (False, True))
+    assert quick != thoughtful
+    check_error(run("generate", "hi", "--target", "Qwen/Qwen3-4B"), quick)
+    check_error(run("generate", "hi", "--target", "Qwen/Qwen3-4B", "--thinking"), thoughtful)
+
+
+def test_eval_writes_results_with_identical_output(run: Run, toy: Path, tmp_path: Path) -> None:
+    tasks = tmp_path / "mine.jsonl"
+    tasks.write_text('{"turns": ["one", "two"]}\n{"turns": ["three"]}\n')
+    found = run(
+        "eval", "--target", toy / "target", "--drafter", toy / "drafter", "--tasks", tasks,
+        "--out", tmp_path / "out", "--max-new-tokens", 12, "--draft-length", 3,
+    )  # fmt: skip
+    assert found[0] == 0, found[2]
+    results = Results.model_validate_json((tmp_path / "out" / "results.json").read_text())
+    task = results.tasks[0]
+    assert task.task == "mine" and task.samples == 2 and task.turns == 3 and task.tokens <= 36
+    assert task.greedy_identical and task.greedy_mismatches == 0
+    assert "FixedPolicy(length=3)" in str(results.settings["policy"]) and results.versions["outrider"]
+    assert sum(task.acceptance_histogram) == task.rounds and not any(task.acceptance_histogram[4:])
+
+
+def test_drafters_without_training(run: Run, toy: Path, tmp_path: Path) -> None:
+    """Copies, and the target drafting for itself: results say which drafter they are of."""
+    tasks = tmp_path / "mine.jsonl"
+    tasks.write_text('{"turns": ["one two one two"]}\n')
+    command = ("eval", "--target", toy / "target", "--tasks", tasks, "--max-new-tokens", 10)
+    for drafter, name, gamma in (
+        ("ngram", "ngram@10", 10),
+        ("ngram@3", "ngram@3", 3),
+        (f"lm:{toy / 'target'}@2", f"lm:{toy / 'target'}@2", 2),
+    ):
+        found = run(*command, "--drafter", drafter, "--out", tmp_path / "out")
+        assert found[0] == 0, found[2]
+        results = Results.model_validate_json((tmp_path / "out" / "results.json").read_text())
+        assert results.settings["drafter"] == name and results.settings["gamma"] == gamma
+        assert results.tasks[0].greedy_identical
+        if drafter.startswith("lm:"):
+            assert not results.tasks[0].acceptance_histogram[0], "it agrees with itself"
+    check_error(run(*command, "--drafter", "lm:", "--out", tmp_path / "out"), "write ngram, ngram@8, lm:ID_OR_DIR")
+    check_error(run(*command, "--drafter", "ngram@0", "--out", tmp_path / "out"), "gamma=0")
+    check_error(run("calibrate", "--tasks", tasks, "--target", toy / "target", "--drafter", "ngram"), "no directory")
+    shown = run("generate", "word", "--target", toy / "target", "--max-new-tokens", 8, "--drafter", "ngram")
+    assert shown[0] == 0 and "drafter ngram@10" in shown[2]
+
+
+def test_drafts_that_branch(run: Run, toy: Path, tmp_path: Path) -> None:
+    tasks = tmp_path / "mine.jsonl"
+    tasks.write_text('{"turns": ["say a word"]}\n')
+    command = ("eval", "--target", toy / "target", "--tasks", tasks, "--max-new-tokens", 12, "--out", tmp_path / "out")
+    vocab = load_target(toy / "target").vocab_size
+    sizes = {"hidden_size": 32, "vocab_size": vocab, "draft_vocab_size": vocab, "num_target_layers": 5}
+    attention = {"intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    for module in (
+        Eagle3(Eagle3Config(**sizes, **attention, target_layer_ids=(0, 1, 3), gamma=4)),
+        Medusa(HeadsConfig(**sizes, num_heads=3, num_layers=1)),
+        Hydra(HeadsConfig(**sizes, num_heads=3, num_layers=1)),
+    ):
+        randomise(module)
+        save_drafter(Checkpoint(module), tmp_path / module.algorithm)
+        status, stdout, stderr = run(*command, "--drafter", tmp_path / module.algorithm, "--tree", 6)
+        assert status == 0, stderr + stdout
+        results = Results.model_validate_json((tmp_path / "out" / "results.json").read_text())
+        assert str(results.settings["drafter"]).endswith(f"{module.algorithm} (tree of 6)")
+        assert results.settings["tree"] == 6 and results.drafter is not None
+        assert results.drafter.label == module.algorithm and results.drafter.nodes == 6
+        assert results.tasks[0].greedy_identical and not results.tasks[0].greedy_mismatches
+        shown = run("generate", "say a word", *command[1:3], *command[5:7], "--drafter", tmp_path / module.algorithm,
+                    "--tree", 6)  # fmt: skip
+        assert shown[0] == 0 and "(tree of 6)" in shown[2]
+    for choice, message in ((toy / "drafter", "dspark drafts chains; trees are for"), ("ngram", "neither blocks nor")):
+        check_error(run(*command, "--drafter", choice, "--tree", 6), message)
+    eagle = ("--drafter", tmp_path / "eagle3")
+    check_error(run(*command, *eagle, "--tree", 311), "with depth 4 and top_k 10 there are 310 at most")
+    assert run(*command, *eagle, "--tree", "6,depth=2,top_k=3")[0] == 0
+    results = Results.model_validate_json((tmp_path / "out" / "results.json").read_text())
+    assert str(results.settings["drafter"]).endswith("eagle3 (tree of 6,depth=2,top_k=3)")
+    assert results.settings["tree"] == "6,depth=2,top_k=3" and results.settings["gamma"] == 2
+    assert results.drafter is not None and results.drafter.label == "eagle3 6,depth=2,top_k=3"
+    check_error(run(*command, "--drafter", tmp_path / "hydra", "--tree", "6,depth=2"), "ask for 6 nodes alone")
+    check_error(run(*command, *eagle, "--tree", "6,width=2"), "write NODES[,depth=D][,top_k=K]")
+    check_error(run(*command, *eagle, "--tree", 6, "--confidence-threshold", 0.5), "no confidence of its own")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.jsonl").write_text(tasks.read_text())
+    both = ("--tasks", f"{tasks},{tmp_path}/other/mine.jsonl")
+    check_error(run(*command[:3], *both, "--out", tmp_path / "o", *eagle), "two task files are called mine")
+    config = tmp_path / "eagle3" / "config.json"
+    config.write_text(config.read_text().replace('"num_attention_heads": 4', '"num_attention_heads": "4"'))
+    check_error(run(*command, *eagle), "num_attention_heads is '4'; it must be an integer")
+
+
+def test_lossy_verification_says_so_everywhere(run: Run, toy: Path, tmp_path: Path) -> None:
+    tasks, note = tmp_path / "mine.jsonl", "LOSSY: typical acceptance, epsilon 0.2, delta 0.4"
+    tasks.write_text('{"turns": ["one", "two"]}\n')
+    models = ("--target", toy / "target", "--drafter", toy / "drafter", "--max-new-tokens", 10)
+    command = ("eval", *models, "--tasks", tasks, "--out", tmp_path / "out", "--typical")
+    for temperature, same in ((0, "2/2 turns"), (1, "sampled")):
+        status, stdout, stderr = run(*command, "0.2,0.4", "--temperature", temperature)
+        assert status == 0, stderr
+        assert note in " ".join(stdout.split()) and same in stdout
+        results = Results.model_validate_json((tmp_path / "out" / "results.json").read_text())
+        assert results.settings["lossy"] == {"rule": "typical acceptance", "epsilon": 0.2, "delta": 0.4}
+        card = measured([results])
+        assert note in card and "--typical 0.2,0.4" in card
+    shown = run("generate", "word", *models, "--typical", "default")
+    assert shown[0] == 0 and "; LOSSY: typical acceptance, epsilon 0.09, delta 0.3" in shown[2]
+    for text, message in (("0.1", "give EPSILON,DELTA"), ("0,0.3", "epsilon=0.0 must be"), ("a,b", "give numbers")):
+        check_error(run(*command, text), message)
+    check_error(run("generate", "word", "--drafter", "none", "--typical", "default"), "nothing is drafted")
+
+
+def test_mistakes_in_recipes(run: Run, tmp_path: Path) -> None:
+    check_error(run("train", tmp_path / "nope.yaml"), "no recipe")
+    check_error(run("train", tmp_path / "[/nope].yaml"), "[/nope].yaml")  # not markup
+    (tmp_path / "r.yaml").write_text("target: a\nout: b\ndata: {prompts: [{path: x}]}\n")
+    check_error(run("train", tmp_path / "r.yaml", "optimizer.steps"), "not of the form key.path=value")
+    status, _, stderr = run("train", tmp_path / "r.yaml", "optimizer.step=3")
+    assert status == 2 and stderr.startswith("error: ") and "optimizer.step: Extra inputs" in stderr
+
+
+def test_mistakes_in_tasks_and_drafters(run: Run, toy: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"turns": ["fine"]}\n{"turns": "oops"}\n')
+
+    def evaluate_(tasks: object, drafter: object = toy / "drafter", *more: object) -> tuple[int, str, str]:
+        out = tmp_path / "out"
+        return run("eval", "--target", toy / "target", "--drafter", drafter, "--tasks", tasks, "--out", out, *more)
+
+    check_error(evaluate_(bad), "bad.jsonl:2: turns: ")
+    check_error(evaluate_(f"eval_math,{tmp_path}/nope"), "give a JSONL path or one of the shipped sets: eval_chat")
+    check_error(
+        evaluate_("eval_math", toy / "nope"),
+        "nope: give a drafter directory (outrider train writes one)",
+    )
+    check_error(evaluate_("eval_math", toy / "target"), "LlamaForCausalLM")
+    check_error(evaluate_("eval_math", toy / "other"), "made for another target: vocab_size")
+    both = ("--draft-length", 3, "--confidence-threshold", 0.5)
+    check_error(evaluate_("eval_math", toy / "drafter", *both), "--draft-length or --confidence-threshold, not both")
+    check_error(evaluate_("eval_math", toy / "drafter", "--top-p", 2), "top_p=2.0")
+    assert not (tmp_path / "out").exists()
+
+
+def test_mistakes_in_prompts_and_targets(run: Run, toy: Path, tmp_path: Path) -> None:
+    target = ("--target", toy / "target")
+    check_error(run("generate", " \n", *target), "the prompt is empty")
+    check_error(run("generate", "hi", *target, "--drafter", tmp_path), "has no config.json")
+    check_error(run("generate", "hi", *target, "--stop", ""), "an empty stop string")
+    check_error(run("generate", "hi", *target, "--top-p", 0), "top_p=0.0 must be in (0, 1]")
+    check_error(run("generate", "x" * 300, *target), "reads 256")
+    check_error(run("generate", "hi", "--target", tmp_path), "without config.json")
+    status, _, stderr = run("generate", "hi", *target, "--max-new-tokens", 0)
+    assert status == 2 and "--max-new-tokens" in stderr and "Traceback" not in stderr
+
+
+def test_the_installed_command_ends_a_mistake_in_one_line() -> None:
+    command = Path(sys.executable).with_name("outrider")
+    found = subprocess.run(
+        [command, "generate", " "], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    check_error((found.returncode, found.stdout, found.stderr), "the prompt is empty")
+    assert not found.stdout

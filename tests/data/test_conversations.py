@@ -1,0 +1,226 @@
+"""Conversations of every shape, data sets, tools and templates, later turns on the exact tokens, the split."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.data.chat import Chat, render, render_text
+from outrider.data.conversations import Conversation, Turn, parse_row
+from outrider.data.responses import Reply, Sample, join_turns
+from outrider.data.sources import load_prompts
+from outrider.training.dataset import recipe_prompts, split_samples
+from outrider.training.recipe import DataSection, PromptSource
+from tests.toys.tokenizer import CHAT_TEMPLATE, byte_tokenizer
+
+SYSTEM = {"role": "system", "content": "be brief"}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+RESULT = {"role": "tool", "content": "3", "tool_call_id": "x"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("row", "turns"),
+    [
+        ({"turns": ["a", "b"]}, ("a", "b")),
+        ({"prompt": "a"}, ("a",)),
+        ({"prompt": [user("a"), said("x"), user("b")]}, ("a", "b")),
+        ({"messages": [user("a"), said("x")]}, ("a",)),
+        ({"messages": [SYSTEM, user("a"), said("x"), user("b")]}, ((SYSTEM, user("a")), "b")),
+        ({"messages": [user("a"), CALL, RESULT, said("x"), user("b")]}, ("a", (RESULT,), "b")),
+        ({"messages": [said("hello"), user("a"), said("x"), said("y")]}, ("a",)),
+        ({"messages": [user("a"), user("b")]}, ((user("a"), user("b")),)),
+        ({"messages": [{**user("a"), "name": None}, said("x")]}, ("a",)),
+        ({"messages": [user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])]}, ("ab",)),  # type: ignore[arg-type]
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "x"}]}, ("a",)),
+        (
+            {"conversations": [{"from": "system", "value": "be brief"}, {"from": "human", "value": "a"}]},
+            ((SYSTEM, user("a")),),
+        ),
+    ],
+)
+def test_what_is_said_before_each_response(row: dict[str, Any], turns: tuple[Turn, ...]) -> None:
+    for given in (row, json.dumps(row)):
+        assert parse_row(given, "x") == Conversation("x", turns)
+    assert parse_row({**row, "id": 4}, "x").id == "4"
+
+
+def test_tools_are_objects_or_their_json() -> None:
+    row = {"messages": [user("a")], "tools": [TOOL]}
+    assert parse_row(row, "x").tools == (TOOL,) == parse_row({**row, "tools": json.dumps([TOOL])}, "x").tools
+    assert parse_row({**row, "tools": None}, "x").tools == () == parse_row({**row, "tools": ""}, "x").tools
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "a", "label": 1}, "no conversation among the fields label, text"),
+        ({"messages": [said("x")]}, "messages: no user message to respond to"),
+        ({"messages": [SYSTEM]}, "no user message"),
+        ({"messages": [{"role": "wizard", "content": "a"}]}, "role 'wizard' is none of system"),
+        ({"messages": [{"content": "a"}]}, 'a message without "role"'),
+        ({"messages": [user(" ")]}, "an empty turn"),
+        ({"messages": [user([{"type": "image"}])]}, "content of type image; only text"),  # type: ignore[arg-type]
+        ({"prompt": " "}, "an empty turn"),
+        ({"messages": "a"}, "messages: .*valid list"),
+    ],
+)
+def test_rows_that_hold_no_conversation(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_row(row, "x")
+
+
+def data_set(folder: Path, rows: Sequence[Mapping[str, object]], name: str = "train") -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def test_a_directory_with_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets", reason="needs the extra outrider[hub]")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = [{"messages": [user(f"q{i}"), said("x")], "source": "s"} for i in range(5)]
+    rows[2] = {"messages": [said("x")], "source": "s"}
+    folder = data_set(tmp_path / "chats", rows)
+    data_set(tmp_path / "chats", rows[:1], "test")
+    with pytest.warns(UserWarning, match="1 of 5 rows passed over; the first: row 3: messages: no user message"):
+        found = load_prompts(folder)
+    assert found == [Conversation(f"chats-{i + 1}", (f"q{i}",)) for i in (0, 1, 3, 4)]
+    assert load_prompts(f"hf:{folder}:test") == [Conversation("chats-test-1", ("q0",))], "its ids are its own"
+    assert load_prompts(folder, limit=2) == found[:2]
+    sections = DataSection(prompts=[PromptSource(path=f"hf:{folder}", limit=2)])
+    assert recipe_prompts(sections) == found[:2]
+    other = data_set(tmp_path / "texts", [{"text": "a"}])
+    with pytest.raises(ValueError, match="has the columns text; conversations are looked for in messages"):
+        load_prompts(other)
+    with pytest.raises(ValueError, match=r"no data set .*with a split 'dev'.*JSONL file"):
+        load_prompts(f"hf:{folder}:dev")
+
+
+def test_a_saved_data_set(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs the extra outrider[hub]")
+    saved = datasets.Dataset.from_list([{"prompt": "a", "id": "n1"}, {"prompt": "b", "id": "n2"}])
+    saved.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"dev": saved}).save_to_disk(str(tmp_path / "several"))
+    wanted = [Conversation("n1", ("a",)), Conversation("n2", ("b",))]
+    assert load_prompts(tmp_path / "one") == wanted == load_prompts(f"hf:{tmp_path / 'several'}:dev")
+
+
+def test_without_the_package_or_the_network_the_error_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "datasets":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(
+        ValueError, match=r"'some/chats' needs the package datasets: pip install 'outrider\[hub\]'.*JSONL"
+    ):
+        load_prompts("hf:some/chats")
+
+
+TOOL_TEMPLATE = "{% if tools %}<|spare_1|>{{ tools[0].function.name }}\n{% endif %}" + CHAT_TEMPLATE
+
+
+def test_system_prompts_and_tools_reach_the_template_or_the_error_says_why() -> None:
+    tokenizer = byte_tokenizer()
+    turns = ((SYSTEM, user("a")), (RESULT,))
+    text = render_text(tokenizer, turns, ["call"])
+    assert [part.split("\n")[0] for part in text.split("<|im_start|>")[1:]] == [
+        "system", "user", "assistant", "tool", "assistant",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="does not support tool calling"):
+        render(tokenizer, turns, ["call"], [TOOL])
+    tokenizer.chat_template = TOOL_TEMPLATE
+    assert render_text(tokenizer, turns, ["call"], [TOOL]).startswith("<|spare_1|>add\n<|im_start|>system")
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(ValueError, match="refuses a conversation with the roles system, user: System role not"):
+        render(tokenizer, turns[:1], [])
+    base = byte_tokenizer(chat=False)
+    assert base.decode(render(base, turns[:1], [])) == "be brief\n\na"
+    with pytest.raises(ValueError, match="no chat template"):
+        render(base, turns[:1], [], [TOOL])
+
+
+def test_thinking_reaches_the_template() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE + "{% if not enable_thinking %}-{% endif %}"
+    assert render_text(tokenizer, ["a"], []).endswith("assistant\n-")
+    assert render_text(tokenizer, ["a"], [], thinking=True).endswith("assistant\n")
+
+
+def chat_of(template: str = CHAT_TEMPLATE) -> Chat:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert isinstance(end, int)
+    return Chat("toy", tokenizer, frozenset([end]), len(tokenizer), 999)
+
+
+def later(chat: Chat, response: Sequence[int]) -> tuple[Reply, list[list[int]]]:
+    conversation = Conversation("c", ("one", "two"))
+    first = Reply("c", 0, chat.prompts(conversation, [], False)[0], list(response), True)
+    return first, chat.prompts(conversation, [first], False)
+
+
+def test_a_later_turn_continues_the_very_tokens_that_were_generated() -> None:
+    chat = chat_of()
+    (end,) = chat.eos_ids
+    merged = chat.tokenizer.convert_tokens_to_ids("STO")  # read back as text it would be three tokens
+    for response, finished in (([merged, end], True), ([merged], False)):
+        first, (prompt, plain) = later(chat, response)
+        assert prompt[: len(first.prompt) + len(response)] == first.prompt + response
+        assert chat.tokenizer.decode(prompt) == chat.tokenizer.decode(plain) and len(plain) == len(prompt) + 2
+        samples = join_turns([first, Reply("c", 1, prompt, [5], finished)])
+        assert len(samples) == 1 and samples[0].supervised_tokens == [*response, 5]
+    letters = list(chat.tokenizer("STO")["input_ids"])
+    first, prompts = later(chat, [*letters, end])
+    assert len(prompts) == 1 and prompts[0][: len(first.prompt) + 4] == [*first.prompt, *letters, end]
+
+
+def test_a_template_that_rewrites_the_response_makes_a_sample_of_its_own() -> None:
+    trimming = chat_of(CHAT_TEMPLATE.replace("m.content", "m.content | trim"))
+    (end,) = trimming.eos_ids
+    spaced = list(trimming.tokenizer(" a")["input_ids"])
+    first, prompts = later(trimming, [*spaced, end])
+    assert len(prompts) == 1 and prompts[0][: len(first.prompt) + 3] != [*first.prompt, *spaced, end]
+    assert len(join_turns([first, Reply("c", 1, prompts[0], [5], True)])) == 2
+    other_stop = chat_of()
+    first, prompts = later(other_stop, [5, other_stop.tokenizer.eos_token_id])
+    assert len(prompts) == 1, "the template writes <|im_end|> where the target wrote <|end|>"
+
+
+def one(name: str) -> Sample:
+    return Sample(name, [1, 2], ((1, 2),))
+
+
+def test_the_split_is_by_conversation_and_stable_when_data_grow() -> None:
+    samples = [one(f"c{i}") for i in range(50)] + [one(f"c{i}") for i in range(0, 50, 3)]
+    train, held_out = split_samples(samples, 8, Path("r"))
+    trained, held = {s.id for s in train}, {s.id for s in held_out}
+    assert len(held) == 8 and not trained & held and len(train) + len(held_out) == len(samples)
+    shuffled = random.Random(1).sample(samples, len(samples))
+    assert {s.id for s in split_samples(shuffled, 8, Path("r"))[1]} == held
+    also_held = split_samples([*samples, *(one(f"new{i}") for i in range(50))], 8, Path("r"))[1]
+    assert not trained & {s.id for s in also_held}, "nothing that was trained on becomes held out"
+    with pytest.raises(ValueError, match=r"responses to 8 conversations and data\.held_out takes 8"):
+        split_samples(held_out, 8, Path("r"))

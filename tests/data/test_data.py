@@ -1,0 +1,444 @@
+"""Prompts, rendering, regenerated responses that survive a kill, and the boundary the loss mask is."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import outrider.data.regenerate as sources
+from outrider.data.chat import Chat, render
+from outrider.data.conversations import Conversation
+from outrider.data.regenerate import (
+    LocalSource,
+    Regeneration,
+    RegenerationConfig,
+    generate_batch,
+    plan_batches,
+    regenerate,
+)
+from outrider.data.responses import Reply, Sample, beside, join_turns, read_responses, sole_writer
+from outrider.data.sources import load_prompts, shipped_sets
+from outrider.sampling import SamplingParams
+from outrider.target.model import Target
+from outrider.training.batches import BlockBatch, Schedule, build_batch
+from outrider.training.features import Features
+from outrider.training.recipe import OptimizerSection
+from tests.toys.targets import TOY, toy_samples
+from tests.toys.tokenizer import byte_tokenizer
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_prompts_with_and_without_ids_blank_lines_and_limit(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "my.jsonl", '{"id": 7, "turns": ["a", "b"], "x": 1}\n\n{"turns": ["ü"]}\n{"turns": ["c"]}\n'
+    )
+    assert load_prompts(path) == [
+        Conversation("7", ("a", "b")),
+        Conversation("my-3", ("ü",)),
+        Conversation("my-4", ("c",)),
+    ]
+    assert [p.id for p in load_prompts(str(path), limit=2)] == ["7", "my-3"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"turns": ["a"', r"my\.jsonl:2: Invalid JSON"),
+        ('["a"]', r"my\.jsonl:2: .*object"),
+        ('{"text": "a"}', r"my\.jsonl:2: no conversation among the fields text\. Each line must be"),
+        ('{"turns": []}', r"my\.jsonl:2: turns: .*at least 1"),
+        ('{"turns": "a"}', r"my\.jsonl:2: turns: .*valid array"),
+        ('{"turns": ["a", 3]}', r"my\.jsonl:2: turns\.1: .*string"),
+        ('{"turns": ["a", " "]}', r"my\.jsonl:2: an empty turn"),
+    ],
+)
+def test_a_malformed_prompt_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = write(tmp_path / "my.jsonl", '{"turns": ["fine"]}\n' + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        load_prompts(path)
+    assert len(load_prompts(path, limit=1)) == 1, "lines beyond the limit are not read"
+
+
+def test_missing_and_empty_prompt_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no prompt file 'nope'.*eval_math.*train_chat"):
+        load_prompts("nope")
+    with pytest.raises(ValueError, match=r"empty\.jsonl: no prompts"):
+        load_prompts(write(tmp_path / "empty.jsonl", "\n \n"))
+
+
+def test_shipped_sets_are_many_distinct_and_disjoint() -> None:
+    sets = {name: load_prompts(name) for name in shipped_sets()}
+    train = [p for name, prompts in sets.items() if name.startswith("train_") for p in prompts]
+    held_out = [p for name, prompts in sets.items() if name.startswith("eval_") for p in prompts]
+    assert len(train) + len(held_out) == sum(map(len, sets.values())) >= 200 and len(held_out) >= 30
+    every = train + held_out
+    assert len({p.id for p in every}) == len(every)
+    texts = [{" ".join(str(p.turns[0]).lower().split()) for p in part} for part in (train, held_out)]
+    assert len(texts[0]) == len(train) and len(texts[1]) == len(held_out) and not texts[0] & texts[1]
+
+
+def test_render_through_the_chat_template() -> None:
+    tokenizer = byte_tokenizer()
+    one = render(tokenizer, ["hé"], [])
+    assert tokenizer.decode(one) == "<|im_start|>user\nhé<|im_end|>\n<|im_start|>assistant\n"
+    assert one[0] == tokenizer.convert_tokens_to_ids("<|im_start|>"), "special tokens, not their letters"
+    two = render(tokenizer, ["hé", "and?"], ["yes"])
+    expected = "yes<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(two) == tokenizer.decode(one) + expected
+    assert two[: len(one)] == one, "a later turn continues the earlier tokens"
+
+
+def test_render_for_a_base_model_and_an_empty_prompt() -> None:
+    base = byte_tokenizer(chat=False)
+    assert base.decode(render(base, ["Once", "and then?"], ["upon a time"])) == "Once\n\nupon a time\n\nand then?"
+    for tokenizer in (base, byte_tokenizer()):
+        with pytest.raises(ValueError, match="prompt is empty"):
+            render(tokenizer, ["a", " \n"], ["b"])
+
+
+PROMPTS = [Conversation(f"p{i}", tuple("abcdefg"[i : i + 1 + i % 3])) for i in range(5)]  # 1, 2, 3, 1 and 2 turns
+CONFIG = RegenerationConfig(max_new_tokens=6)
+SAMPLED = replace(CONFIG, temperature=1.3, top_p=0.95, top_k=40, seed=4)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """A random model over the byte tokenizer's ids."""
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    model = LlamaForCausalLM(LlamaConfig(**{**TOY, "vocab_size": len(tokenizer), "num_hidden_layers": 2}))
+    for parameter in model.parameters():
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
+    return Target(model, tokenizer, "toy")
+
+
+def make(
+    target: Target,
+    path: Path,
+    config: RegenerationConfig = CONFIG,
+    prompts: list[Conversation] = PROMPTS,
+    batch_size: int = 2,
+    on_progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Regeneration:
+    return regenerate(Chat.of(target), LocalSource(target, batch_size), prompts, config, path, on_progress, stop)
+
+
+def key(reply: Reply) -> tuple[str, int]:
+    return reply.id, reply.turn
+
+
+def test_regeneration_keeps_prompts_responses_and_turns_apart(target: Target, tmp_path: Path) -> None:
+    progress: list[tuple[int, int, int]] = []
+    path = tmp_path / "deep" / "r.jsonl"
+    made = make(target, path, on_progress=lambda *numbers: progress.append(numbers))
+    samples = made.replies
+    assert list(map(key, samples)) == [(p.id, t) for p in PROMPTS for t in range(len(p.turns))]
+    settings, read = read_responses(path)
+    assert read == samples and not beside(path, "journal").exists()
+    wanted = {"target": "toy", "generator": "outrider", "dtype": "float32", **asdict(CONFIG)}
+    assert settings == {**wanted, "chat_template_sha256": Chat.of(target).template_sha256}
+    summary = json.loads(path.read_text().splitlines()[0])["summary"]
+    assert summary == asdict(made.summary) and summary["total"] == summary["done"] == 9
+    found = {key(s): s for s in samples}
+    tokenizer = target.tokenizer
+    assert tokenizer is not None
+    for prompt in PROMPTS:
+        for turn in range(len(prompt.turns)):
+            replies = [tokenizer.decode(found[prompt.id, t].response, skip_special_tokens=True) for t in range(turn)]
+            sample = found[prompt.id, turn]
+            assert tokenizer.decode(sample.prompt) == tokenizer.decode(
+                render(tokenizer, prompt.turns[: turn + 1], replies)
+            )
+            assert 1 <= len(sample.response) <= 6
+            # greedy: each response token is the argmax after everything before it, the first one included
+            tokens = torch.tensor([sample.prompt + sample.response])
+            logits = target.forward(tokens, target.new_cache(tokens.shape[1]), logits=None).logits_BTV
+            assert logits is not None
+            assert logits[0, len(sample.prompt) - 1 : -1].argmax(-1).tolist() == sample.response
+    assert progress[-1] == (9, 9, sum(len(s.response) for s in samples))
+
+
+class Killed(BaseException):
+    """Stands for kill -9 between two system calls."""
+
+
+@pytest.mark.parametrize("config", [CONFIG, SAMPLED], ids=["greedy", "sampled"])
+def test_a_run_killed_anywhere_ends_with_the_bytes_of_an_uninterrupted_one(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RegenerationConfig
+) -> None:
+    make(target, tmp_path / "whole.jsonl", config)
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    chance = random.Random(1)
+    path = tmp_path / "killed.jsonl"
+    journal = beside(path, "journal")
+    decoded: list[int] = []
+
+    def dying(*args: object) -> object:
+        if chance.random() < 0.4:
+            raise Killed
+        decoded.append(len(args[1]))  # type: ignore[arg-type]
+        return generate_batch(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sources, "generate_batch", dying)
+    kills = torn = 0
+    while not path.exists():
+        try:
+            make(target, path, config)
+        except Killed:
+            kills += 1
+            if journal.exists() and chance.random() < 0.5:  # it died inside a write
+                torn += 1
+                with journal.open("ab") as file:
+                    file.write(b'{"replies": [{"id": "p0", "tu')
+    assert kills >= 3 and torn >= 1
+    assert path.read_bytes() == whole and not journal.exists()
+    assert sum(decoded) == 9, "nothing is decoded twice"
+
+
+def test_every_cut_of_the_journal_is_gone_on_from(target: Target, tmp_path: Path) -> None:
+    journals: list[bytes] = []
+    path = tmp_path / "r.jsonl"
+    make(target, path, SAMPLED, on_progress=lambda *_: journals.append(beside(path, "journal").read_bytes()))
+    whole, journal = path.read_bytes(), journals[-1]
+    for cut in random.Random(0).sample(range(len(journal)), 12):
+        path.unlink()
+        beside(path, "journal").write_bytes(journal[:cut])
+        make(target, path, SAMPLED)
+        assert path.read_bytes() == whole, cut
+
+
+def test_what_is_said_does_not_depend_on_the_batch_but_on_the_seed(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target.model.generation_config, "eos_token_id", list(range(40)))  # many leave their batch early
+    alone = make(target, tmp_path / "1.jsonl", SAMPLED, batch_size=1).replies
+    assert make(target, tmp_path / "2.jsonl", SAMPLED, batch_size=5).replies == alone
+    assert make(target, tmp_path / "3.jsonl", replace(SAMPLED, seed=5)).replies != alone
+    assert len({tuple(r.response) for r in alone}) > 5
+
+
+def test_sampling_follows_the_targets_distribution(target: Target) -> None:
+    params = SamplingParams(temperature=1.0, top_k=3)
+    prompt = [5, 6, 7]
+    logits = target.forward(torch.tensor([prompt]), target.new_cache(3)).logits_BTV
+    assert logits is not None
+    top = logits[0, -1].topk(3)
+    drawn = generate_batch(target, [prompt] * 3000, 1, params, range(3000))
+    counts = torch.tensor([sum(r.tokens == [int(token)] for r in drawn) for token in top.indices])
+    assert int(counts.sum()) == 3000
+    assert torch.allclose(counts / 3000, top.values.softmax(-1), atol=0.04)
+
+
+def test_batches_are_planned_from_all_prompts_whatever_is_done() -> None:
+    lengths = [random.Random(0).randrange(1, 99) for _ in range(70)]
+    plan = plan_batches(lengths, 4)
+    assert sorted(i for batch in plan for i in batch) == list(range(70))
+    assert plan[:16] == plan_batches(lengths[:64], 4), "a longer list begins with the same batches"
+
+
+def test_prompts_added_later_keep_the_replies_that_are_there(target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    first = make(target, path, SAMPLED, PROMPTS[:3]).replies
+    more = make(target, path, SAMPLED, PROMPTS)
+    assert [r for r in more.replies if r.id in {"p0", "p1", "p2"}] == first
+    assert more.summary.total == more.summary.done == 9
+    assert more.new_tokens == sum(len(r.response) for r in more.replies if r.id in ("p3", "p4"))
+
+
+def test_an_early_stop_keeps_what_there_is_and_the_counts_add_up(target: Target, tmp_path: Path) -> None:
+    whole = make(target, tmp_path / "whole.jsonl", SAMPLED)
+    batches: list[int] = []
+    path = tmp_path / "r.jsonl"
+    made = make(target, path, SAMPLED, on_progress=lambda *n: batches.append(n[0]), stop=lambda: len(batches) >= 2)
+    assert batches == [2, 4] and len(made.replies) == 4
+    assert (made.summary.total, made.summary.done, made.summary.waiting) == (9, 4, 5)
+    assert make(target, path, SAMPLED).replies == whole.replies
+    assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_prompts_that_are_too_long_are_passed_over(target: Target, tmp_path: Path) -> None:
+    length = len(render(byte_tokenizer(), ["a"], []))
+    made = make(target, tmp_path / "r.jsonl", replace(CONFIG, max_prompt_tokens=length))
+    assert sorted(map(key, made.replies)) == [(p.id, 0) for p in PROMPTS]
+    assert (made.summary.done, made.summary.skipped, made.summary.waiting) == (5, 4, 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"temperature": 0.5}, {"max_new_tokens": 7}, {"seed": 1}, {"max_prompt_tokens": 9}, {"top_k": 2}, {"top_p": 0.5}],
+)
+def test_responses_made_with_other_settings_are_refused(
+    target: Target, tmp_path: Path, change: dict[str, float]
+) -> None:
+    path = tmp_path / "r.jsonl"
+    make(target, path, prompts=PROMPTS[:1])
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="other settings"):
+        make(target, path, replace(CONFIG, **change))
+    assert path.read_bytes() == before
+    path.rename(beside(path, "journal"))  # and so is a journal
+    with pytest.raises(ValueError, match="other settings"):
+        make(target, path, replace(CONFIG, **change))
+
+
+def test_another_conversation_under_the_same_id_is_refused(target: Target, tmp_path: Path) -> None:
+    make(target, tmp_path / "r.jsonl")
+    with pytest.raises(ValueError, match="another prompt with the id 'p1'"):
+        make(target, tmp_path / "r.jsonl", prompts=[Conversation("p1", ("other", "c"))])
+
+
+def test_files_of_the_first_format_are_read_and_gone_on_with(target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    whole = make(target, path)
+    old = {"target": "toy", "max_new_tokens": 6, "max_prompt_tokens": 512, "temperature": 0.0, "seed": 0}
+    entries = [asdict(r) for r in whole.replies]
+    lines = [json.dumps({"settings": old})]
+    lines += [json.dumps({k: v for k, v in entry.items() if k != "exact"}) for entry in reversed(entries)]
+    write(path, "\n".join(lines[:6]) + "\n" + lines[6][:20])  # died inside a line
+    assert read_responses(path) == (old, list(reversed(whole.replies))[:5])
+    again = make(target, path)
+    assert again.replies == whole.replies and again.new_tokens < whole.new_tokens
+    with pytest.raises(ValueError, match="other settings"):
+        make(target, write(path, "\n".join(lines) + "\n"), replace(CONFIG, thinking=True))
+
+
+def test_a_malformed_line_that_is_not_the_last_is_named(target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    make(target, path, prompts=PROMPTS[:2])
+    lines = path.read_text().splitlines(keepends=True)
+    for number, broken in ((1, "{}\n"), (2, '{"id": "p0"}\n'), (3, "half\n"), (len(lines), "half\n")):
+        write(path, "".join([*lines[: number - 1], broken, *lines[number:]]))
+        with pytest.raises(
+            ValueError, match=r"not a responses file" if number == 1 else rf"r\.jsonl:{number}: .*Delete the file"
+        ):
+            read_responses(path)
+    path.unlink()
+    write(beside(path, "journal"), lines[0] + "half\n" + lines[1])
+    with pytest.raises(ValueError, match=r"r\.journal\.jsonl:2: not a journal line"):
+        make(target, path, prompts=PROMPTS[:2])
+
+
+def features(sample: Sample) -> Features:
+    """Rows that carry the position they predict, taps that carry their own."""
+    positions = torch.tensor(sample.supervised_positions)
+    taps = torch.arange(len(sample.tokens) - 1).float()[:, None, None].expand(-1, 2, 4)
+    return Features(taps, positions.float()[:, None].expand(-1, 4), positions.float(), positions)
+
+
+def batch_of(samples: list[Sample], chosen: list[tuple[int, list[int]]], gamma: int) -> BlockBatch:
+    return build_batch(chosen, samples, [features(samples[i]) for i, _ in chosen], gamma)
+
+
+def test_anchors_are_exactly_the_tokens_whose_next_token_is_a_response_token() -> None:
+    samples = toy_samples(6)
+    everything = Schedule(samples, 2, 1000, seed=3)
+    few = Schedule(samples, 2, 5, seed=3)
+    for index, sample in enumerate(samples):
+        first, last = sample.spans[0][0] - 1, len(sample.tokens) - 2
+        assert everything.anchors(index, 0) == list(range(first, last + 1))
+        drawn = [few.anchors(index, epoch) for epoch in range(40)]
+        assert all(anchors == sorted(set(anchors)) and len(anchors) == 5 for anchors in drawn)
+        assert {a for anchors in drawn for a in anchors} == set(range(first, last + 1))
+    dealt = [index for step in range(3) for index, _ in few.step(step)]
+    assert sorted(dealt) == list(range(6)), "an epoch deals every sample once"
+
+
+def test_fixed_blocks_cover_every_response_token_once() -> None:
+    gamma = 3
+    samples = [*toy_samples(6), Sample("turns", list(range(20)), ((2, 9), (12, 16)))]
+    blocks = OptimizerSection(sequences_per_step=2, anchors_per_sequence=1000, anchors="blocks")
+    schedule = Schedule.of(blocks, samples, 3, gamma)
+    assert schedule.anchors(6, 0) == [1, 4, 7, 11, 14], "anew in every response"
+    for index, sample in enumerate(samples):
+        batch = batch_of(samples, [(index, schedule.anchors(index, 0))], gamma)
+        assert batch.lse_NK[batch.supervised_NK].tolist() == sample.supervised_positions
+        assert schedule.anchors(index, 0) == schedule.anchors(index, 7)
+    few = Schedule.of(blocks.model_copy(update={"anchors_per_sequence": 2}), samples, 3, gamma)
+    drawn = [tuple(few.anchors(6, epoch)) for epoch in range(60)]
+    assert {len(set(anchors)) for anchors in drawn} == {2}
+    assert {a for anchors in drawn for a in anchors} == {1, 4, 7, 11, 14}, "any of them, not the first"
+    assert few.anchors_dealt(5) == sum(len(anchors) for step in range(5) for _, anchors in few.step(step))
+
+
+@pytest.mark.parametrize("gamma", [1, 4, 30])
+def test_blocks_supervise_the_following_response_tokens_and_nothing_else(gamma: int) -> None:
+    samples = toy_samples(5)
+    chosen = Schedule(samples, 3, 1000, seed=1).step(0)
+    batch = batch_of(samples, chosen, gamma)
+    blocks = [(number, index, anchor) for number, (index, anchors) in enumerate(chosen) for anchor in anchors]
+    assert len(blocks) == len(batch.previous_NK[:, 0])
+    assert batch.layout.lengths == [anchors[-1] for _, anchors in chosen]
+    assert torch.equal(batch.taps_SLD[:, 0, 0].long(), batch.layout.positions_S())
+    for n, (number, index, anchor) in enumerate(blocks):
+        tokens, prompt = samples[index].tokens, samples[index].tokens[: samples[index].spans[0][0]]
+        assert int(batch.layout.anchors_N[n]) == anchor and int(batch.layout.sequence_N[n]) == number
+        assert int(batch.previous_NK[:, 0][n]) == tokens[anchor]
+        following = tokens[anchor + 1 : anchor + 1 + gamma]
+        inside = len(following)
+        assert batch.supervised_NK[n].tolist() == [True] * inside + [False] * (gamma - inside)
+        assert batch.labels_NK[n].tolist() == following + [0] * (gamma - inside)
+        assert batch.previous_NK[n, :inside].tolist() == tokens[anchor : anchor + inside]
+        predicted = list(range(anchor + 1, anchor + 1 + inside))
+        assert min(predicted) >= len(prompt)
+        for rows in (batch.target_hidden_NKD[n, :inside, 0], batch.lse_NK[n, :inside], batch.argmax_NK[n, :inside]):
+            assert rows.tolist() == predicted, "the target's view of exactly these positions"
+
+
+def test_turns_join_into_one_sample_unless_the_template_rewrote_them() -> None:
+    first = Reply("a", 0, [1, 2], [3, 4], True)
+    second = Reply("a", 1, [1, 2, 3, 4, 5, 6], [7], True)
+    rewritten = Reply("a", 2, [1, 2, 9], [8, 8], False)
+    joined = join_turns([second, Reply("b", 0, [5], [6], True), rewritten, first])
+    assert joined == [
+        Sample("a", [1, 2, 3, 4, 5, 6, 7], ((2, 4), (6, 7))),
+        Sample("a", [1, 2, 9, 8, 8], ((3, 5),)),
+        Sample("b", [5, 6], ((1, 2),)),
+    ]
+    assert joined[0].supervised_positions == [2, 3, 6] and joined[0].anchors == [1, 2, 5]
+    assert joined[0].supervised_tokens == [3, 4, 7] and joined[0].num_supervised == 3
+
+
+def test_a_block_ends_with_its_response_even_where_another_one_follows() -> None:
+    sample = Sample("a", list(range(10, 20)), ((2, 4), (5, 9)))
+    batch = batch_of([sample], [(0, [1, 2, 4, 7])], gamma=3)
+    assert batch.supervised_NK.tolist() == [[True, True, False], [True, False, False], [True] * 3, [True, False, False]]
+    assert batch.labels_NK.tolist() == [[12, 13, 0], [13, 0, 0], [15, 16, 17], [18, 0, 0]]
+    assert batch.lse_NK[2].tolist() == [5.0, 6.0, 7.0] and batch.previous_NK[0].tolist() == [11, 12, 13]
+
+
+def test_library_functions_become_prompts_without_being_imported() -> None:
+    prompts = load_prompts("stdlib_functions", 300)
+    assert len(prompts) == 300 == len({p.id for p in prompts})
+    assert prompts == load_prompts("stdlib_functions", 400)[:300]
+    for prompt in prompts:
+        code = str(prompt.turns[0]).split("```python\n")[1].removesuffix("\n```")
+        assert code.startswith("def ") and code.count('"""') >= 2
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def second() -> None:
+        with sole_writer(tmp_path / "r.jsonl"):
+            order.append("second")
+
+    other = threading.Thread(target=second)
+    with sole_writer(tmp_path / "r.jsonl"):
+        other.start()
+        other.join(timeout=0.3)
+        order.append("first")
+    other.join()
+    assert order == ["first", "second"]

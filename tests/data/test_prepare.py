@@ -1,0 +1,192 @@
+"""`outrider prepare` as a process: kill -9 at random points, the last run's bytes, counts, recipes and mistakes."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outrider.data.responses import beside, read_responses
+from outrider.target.model import Target, load_target
+from outrider.training.dataset import existing_responses, recipe_samples
+from outrider.training.recipe import Recipe
+from tests.toys.openai_server import ToyServer, dead_url, serving
+from tests.toys.tokenizer import byte_tokenizer
+from tests.toys.zygote import Zygote, run_killed, size, write_toy, zygote_in
+
+KILLS = 10
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    with zygote_in(tmp_path_factory.mktemp("zygote")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def served(toy: Path) -> Target:
+    return load_target(toy / "target")
+
+
+def command(toy: Path, out: Path, *more: object) -> tuple[object, ...]:
+    fixed = (
+        "--threads",
+        1,
+        "--max-new-tokens",
+        12,
+        "--max-prompt-tokens",
+        200,
+        "--temperature",
+        1.1,
+        "--seed",
+        5,
+        "--batch-size",
+        3,
+    )
+    return ("prepare", "--target", toy / "target", "--prompts", toy / "prompts.jsonl", "--out", out, *fixed, *more)
+
+
+def kill_again_and_again(
+    zygote: Zygote, whole: Path, args: tuple[object, ...], out: Path, chance: random.Random
+) -> int:
+    """Run `args`, killed KILLS times at random moments after random sizes of the journal; how many runs died."""
+    journal = beside(out, "journal")
+
+    def run() -> int:
+        limit = size(journal) + chance.randrange(size(whole) // (2 * KILLS))
+        return run_killed(zygote, args, lambda: size(journal) > limit, chance.random() * 0.02)
+
+    killed = sum(run() for _ in range(KILLS))
+    status, output = zygote.run(*args)
+    assert status == 0, output
+    return killed
+
+
+@pytest.mark.slow
+def test_killed_at_random_points_the_local_engine_ends_with_the_same_bytes(
+    zygote: Zygote, toy: Path, tmp_path: Path
+) -> None:
+    single = ("--batch-size", 1)  # as many moments to be killed at as there are turns
+    status, output = zygote.run(*command(toy, tmp_path / "whole.jsonl", *single))
+    assert status == 0, output
+    assert "36 turns = 36 done + 0 skipped (prompt too long) + 0 failed + 0 waiting" in output
+    assert "tokens/s in this run" in output and "finished by themselves" in output and "50%" in output
+    out = tmp_path / "out.jsonl"
+    killed = kill_again_and_again(zygote, tmp_path / "whole.jsonl", command(toy, out, *single), out, random.Random(7))
+    assert killed == KILLS
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".lock") == ["out.jsonl", "whole.jsonl"], (
+        "nothing is left behind"
+    )
+
+
+@pytest.mark.slow
+def test_killed_at_random_points_servers_end_with_the_same_bytes(
+    zygote: Zygote, toy: Path, served: Target, tmp_path: Path
+) -> None:
+    chance = random.Random(3)
+    faults = ["429", "500", "drop", "malformed"]
+
+    def fault(number: int, body: dict[str, object]) -> str | None:
+        time.sleep(0.01)
+        return chance.choice(faults) if chance.random() < 0.2 else None
+
+    with serving(ToyServer(served, fault)) as a, serving(ToyServer(served, fault)) as b:
+        more = ("--base-url", a.url, "--base-url", b.url, "--base-url", dead_url(), "--concurrency", 2)
+        status, output = zygote.run(*command(toy, tmp_path / "whole.jsonl", *more))
+        assert status == 0 and "36 turns = 36 done" in output, output
+        out = tmp_path / "out.jsonl"
+        args = command(toy, out, *more)
+        assert kill_again_and_again(zygote, tmp_path / "whole.jsonl", args, out, random.Random(1)) == KILLS
+        assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    status, output = zygote.run(*command(toy, tmp_path / "local.jsonl", "--batch-size", 1))
+    assert status == 0
+    assert read_responses(tmp_path / "local.jsonl")[1] == read_responses(out)[1], "server and engine say the same"
+
+
+def test_failures_waiting_and_guessed_tokens_are_reported(
+    zygote: Zygote, toy: Path, served: Target, tmp_path: Path
+) -> None:
+    out = tmp_path / "r.jsonl"
+    with serving(ToyServer(served, lambda number, _: "400" if number in (2, 3) else None, ids=None)) as server:
+        status, output = zygote.run(*command(toy, out, "--base-url", server.url, "--concurrency", 1, "--limit", 4))
+        assert status == 0, output
+        assert "6 turns = 3 done + 0 skipped (prompt too long) + 3 failed + 0 waiting" in output
+        assert "100.0% of the responses came as text" in output and "r.failed.jsonl" in output
+    status, output = zygote.run(
+        *command(toy, out, "--base-url", dead_url(), "--model", "toy", "--limit", 4, "--retries", 0)
+    )
+    assert status == 2 and "cannot be reached" in output and "3 of 6 turns are waiting" in output
+
+
+def test_a_recipe_gives_what_the_command_line_does_not(zygote: Zygote, toy: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    recipe = {
+        "target": str(toy / "target"),
+        "out": str(out),
+        "data": {
+            "prompts": [{"path": str(toy / "prompts.jsonl"), "limit": 6}],
+            "max_new_tokens": 9,
+            "max_prompt_tokens": 99,
+            "thinking": True,
+            "held_out": 2,
+        },
+    }
+    (tmp_path / "r.yaml").write_text(json.dumps(recipe))
+    status, output = zygote.run("prepare", "--recipe", tmp_path / "r.yaml", "--max-new-tokens", 5, "--no-thinking")
+    assert status == 0, output
+    settings, replies = read_responses(out / "responses.jsonl")
+    assert settings["max_new_tokens"] == 5 and settings["max_prompt_tokens"] == 99 and settings["thinking"] is False
+    assert {r.id for r in replies} == {f"c{i}" for i in range(6)}
+
+
+def test_mistakes_end_in_one_line(zygote: Zygote, toy: Path, tmp_path: Path) -> None:
+    target = ("--target", toy / "target")
+    for args, message in [
+        (("--prompts", "train_math", "--out", "x.jsonl"), "--target is missing"),
+        ((*target, "--out", tmp_path / "x.jsonl"), "--prompts is missing"),
+        ((*target, "--prompts", "train_math"), "--out is missing"),
+        ((*target, "--limit", 3, "--out", "x.jsonl"), "--limit and --max-turns belong to --prompts"),
+        ((*target, "--prompts", "train_math", "--out", "x.jsonl"), "is 768 and"),
+    ]:
+        status, output = zygote.run("prepare", *args)
+        assert status == 2 and message in output and "Traceback" not in output, output
+    assert not (tmp_path / "x.jsonl").exists()
+
+
+def recipe_for(toy: Path, out: Path, responses: Path) -> Recipe:
+    data = {"responses": str(responses), "held_out": 4}
+    return Recipe.model_validate({"target": str(toy / "target"), "out": str(out), "data": data})
+
+
+def test_training_uses_a_finished_file_as_it_is(zygote: Zygote, toy: Path, served: Target, tmp_path: Path) -> None:
+    responses = tmp_path / "r.jsonl"
+    status, output = zygote.run(*command(toy, responses))
+    assert status == 0, output
+    before = responses.read_bytes()
+    train, held_out, settings = recipe_samples(recipe_for(toy, tmp_path / "out", responses), served)
+    assert len({s.id for s in held_out}) == 4 and len({s.id for s in train}) == 20
+    assert responses.read_bytes() == before and settings["target"] == served.name
+    tokens = sum(s.num_supervised for s in [*train, *held_out])
+    assert tokens == sum(len(r.response) for r in read_responses(responses)[1])
+    with pytest.raises(ValueError, match=r"no responses file .*nope\.jsonl; `outrider prepare` makes one"):
+        recipe_samples(recipe_for(toy, tmp_path, tmp_path / "nope.jsonl"), served)
+    beside(tmp_path / "half.jsonl", "journal").write_text("{}\n")
+    with pytest.raises(ValueError, match="the `outrider prepare` that began it has to end"):
+        recipe_samples(recipe_for(toy, tmp_path, tmp_path / "half.jsonl"), served)
+    assert served.tokenizer is not None
+    plain = byte_tokenizer()
+    plain.chat_template = str(plain.chat_template) + " "
+    with pytest.raises(ValueError, match="another chat template"):
+        existing_responses(responses, Target(served.model, plain, served.name))
+    with pytest.raises(ValueError, match="another target"):
+        existing_responses(responses, Target(served.model, served.tokenizer, "other"))

@@ -1,0 +1,150 @@
+"""The decode loop on toy models: identical to plain decoding, exact limits, stops inside a block, honest statistics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.decoding.generate import Chunk, generate, stream
+from outrider.decoding.request import StopRules
+from outrider.drafters.base import Serving
+from outrider.drafters.dflash import DFlash, PackedDrafter
+from outrider.drafters.dspark import DSpark
+from outrider.sampling import SamplingParams
+from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
+from outrider.target.model import Target
+from tests.toys.oracle import GAMMA, Oracle
+from tests.toys.targets import randomise, toy_config, toy_target
+
+PROMPT = [5, 9, 33, 60, 7]
+NO_STOPS = StopRules(40, stop_ids=())
+
+
+def oracle_for(target: Target, spoil: float = 0.3, seed: int = 0, params: SamplingParams | None = None) -> Oracle:
+    plain = generate(target, PROMPT, params=params, rules=StopRules(60, stop_ids=()))
+    return Oracle(target, [*PROMPT, *plain.tokens], spoil, seed)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gemma"])
+@pytest.mark.parametrize("head", ["none", "vanilla", "gated", "rnn"])
+def test_greedy_output_equals_plain_decoding(family: str, head: str) -> None:
+    target = toy_target(family)
+    drafter = DFlash(toy_config(False)) if head == "none" else DSpark(toy_config(markov_head_type=head))
+    randomise(drafter)
+    plain = generate(target, PROMPT, rules=NO_STOPS)
+    speculative = generate(target, PROMPT, PackedDrafter(drafter, target), rules=NO_STOPS)
+    assert speculative.tokens == plain.tokens and len(plain.tokens) == 40
+
+
+@pytest.mark.parametrize("policy", [FixedPolicy(), FixedPolicy(3), FixedPolicy(0), ThresholdPolicy(0.5)])
+@pytest.mark.parametrize("spoil", [0.0, 0.3, 1.0])
+def test_policies_and_acceptance_never_change_the_output(policy: Policy, spoil: float) -> None:
+    target = toy_target()
+    result = generate(target, PROMPT, oracle_for(target, spoil), rules=NO_STOPS, policy=policy)
+    assert result.tokens == generate(target, PROMPT, rules=NO_STOPS).tokens
+    assert sum(r.committed for r in result.rounds) == 40
+    if spoil == 1.0:
+        assert all(r.accepted == 0 for r in result.rounds)
+    if spoil == 0.0 and policy == FixedPolicy():
+        assert len(result.rounds) == 40 // (GAMMA + 1), "a perfect drafter fills every round"
+
+
+@pytest.mark.parametrize("params", [SamplingParams(repetition_penalty=1.4), SamplingParams(top_k=1, temperature=0.7)])
+def test_deterministic_warps_equal_plain_decoding(params: SamplingParams) -> None:
+    target = toy_target()
+    oracle = oracle_for(target, params=params)
+    result = generate(target, PROMPT, oracle, params, NO_STOPS)
+    assert result.tokens == generate(target, PROMPT, params=params, rules=NO_STOPS).tokens
+    assert max(r.accepted for r in result.rounds) > 1
+
+
+@pytest.mark.parametrize("limit", range(1, 19))
+def test_max_new_tokens_is_exact(limit: int) -> None:
+    target = toy_target()
+    plain = generate(target, PROMPT, rules=StopRules(limit, stop_ids=()))
+    fast = generate(target, PROMPT, oracle_for(target), rules=StopRules(limit, stop_ids=()))
+    assert fast.tokens == plain.tokens and len(fast.tokens) == limit and fast.finish == "length"
+
+
+@pytest.mark.parametrize("at", range(12))
+def test_a_stop_token_inside_a_block_cuts_the_commit_there(at: int) -> None:
+    target = toy_target()
+    plain = generate(target, PROMPT, rules=NO_STOPS).tokens
+    stop = plain[at]
+    expected = plain[: plain.index(stop) + 1]
+    result = generate(target, PROMPT, oracle_for(target, 0.0), rules=StopRules(40, stop_ids=[stop]))
+    assert result.tokens == expected and result.finish == "stop"
+    assert generate(target, PROMPT, rules=StopRules(40, stop_ids=[stop])).tokens == expected
+
+
+def test_chunks_say_where_tokens_come_from_and_where_time_went() -> None:
+    target = toy_target()
+    chunks: list[Chunk] = list(stream(target, PROMPT, oracle_for(target), rules=NO_STOPS))
+    for chunk in chunks:
+        stats = chunk.stats
+        assert stats.accepted <= stats.admitted <= stats.proposed <= GAMMA
+        assert chunk.kinds[:-1] == ["draft"] * (len(chunk.tokens) - 1)
+        assert chunk.kinds[-1] == ("bonus" if stats.accepted == stats.admitted else "correction")
+        assert min(stats.draft_seconds, stats.verify_seconds, stats.other_seconds) >= 0
+    assert [c.finish for c in chunks[:-1]] == [None] * (len(chunks) - 1) and chunks[-1].finish == "length"
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_bfloat16_target_decodes_with_a_float32_drafter(window: int | None) -> None:
+    target = toy_target()
+    half = Target(target.model.bfloat16(), None, "toy-bf16")
+    drafter = DSpark(toy_config(sliding_window=window, draft_vocab_size=50))
+    randomise(drafter)
+    packed = PackedDrafter(drafter, half, Serving(torch.arange(10, 60)))
+    for params in (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2)):
+        result = generate(half, PROMPT, packed, params, NO_STOPS)
+        assert len(result.tokens) == 40
+
+
+def test_a_threshold_stops_the_draft_where_confidence_ends() -> None:
+    target = toy_target()
+    drafter = DSpark(toy_config())
+    randomise(drafter)
+    packed = PackedDrafter(drafter, target)
+    cut = generate(target, PROMPT, packed, rules=NO_STOPS, policy=ThresholdPolicy(0.6))
+    assert {r.proposed for r in cut.rounds} > {0}, "some rounds draft nothing, some do"
+    assert all(r.proposed == r.admitted for r in cut.rounds)
+    assert cut.tokens == generate(target, PROMPT, rules=NO_STOPS).tokens
+
+
+def test_seeds_are_reproducible_and_differ() -> None:
+    target = toy_target()
+    drafter = DSpark(toy_config())
+    randomise(drafter)
+    packed = PackedDrafter(drafter, target)
+    texts = [
+        generate(target, PROMPT, packed, SamplingParams(temperature=1.0, seed=seed), NO_STOPS).tokens
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_context_is_a_hard_limit() -> None:
+    target = toy_target()
+    long = torch.randint(4, 97, (250,)).tolist()
+    drafter = DSpark(toy_config())
+    randomise(drafter)
+    packed = PackedDrafter(drafter, target)
+    result = generate(target, long, packed, rules=NO_STOPS)
+    assert len(result.tokens) == 6 and result.finish == "length"
+    assert result.tokens == generate(target, long, rules=NO_STOPS).tokens
+    with pytest.raises(ValueError, match="the prompt has 256 tokens and toy-llama reads 256"):
+        generate(target, [5] * 256)
+
+
+def test_users_mistakes_are_named() -> None:
+    target = toy_target()
+    with pytest.raises(ValueError, match="prompt is empty"):
+        generate(target, [])
+    with pytest.raises(ValueError, match="max_new_tokens=0"):
+        StopRules(0)
+    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        generate(target, PROMPT, rules=StopRules(stop_strings=["x"]))
+    with pytest.raises(ValueError, match="confidence"):
+        drafter = DSpark(toy_config(enable_confidence_head=False, confidence_head_with_markov=False))
+        generate(target, PROMPT, PackedDrafter(drafter, target), policy=ThresholdPolicy(0.5))

@@ -1,0 +1,264 @@
+"""docs/add-a-drafter.md, followed: a drafter that exists in this file alone is trained, saved, loaded and served.
+
+Nothing of the package is changed but the catalogue's tuple, by one line. The drafter is the guide's example: an MLP on
+the target's last hidden state before the anchor and the anchor's embedding, with a bigram table on top.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+import outrider.cli.evaluate as doctor
+import outrider.cli.evaluate as evaluate
+import outrider.cli.train as train
+import outrider.drafters.registry as catalogue
+from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
+from outrider.decoding.generate import generate
+from outrider.decoding.request import StopRules
+from outrider.drafters.base import (
+    BlockInputs,
+    DraftCall,
+    DraftModule,
+    DraftRows,
+    Method,
+    MethodSection,
+    Serving,
+    check_fits,
+)
+from outrider.drafters.chain import sample_chain
+from outrider.drafters.draft import Proposal
+from outrider.drafters.heads import VanillaMarkov
+from outrider.engine.batch import Request
+from outrider.engine.engine import Engine
+from outrider.engine.scheduler import EngineConfig
+from outrider.target.model import Target, load_target
+from outrider.training.dataset import choose_draft_ids
+from outrider.training.recipe import load_recipe
+from tests.toys.alignment import check_alignment
+from tests.toys.command_line import Run, in_process
+from tests.toys.target_directory import save_toy_target
+from tests.toys.targets import randomise, toy_samples, toy_target
+
+# ---- the drafter's module -------------------------------------------------------------------------------------------
+
+
+class BigramSection(MethodSection):
+    algorithm: Literal["bigram"] = "bigram"
+    gamma: int = Field(3, ge=1)
+    rank: int = Field(8, ge=1)
+
+
+@dataclass(frozen=True)
+class BigramConfig:
+    hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    gamma: int
+    rank: int
+
+
+def configure(section: BigramSection, target: Target) -> BigramConfig:
+    last = (target.num_layers - 1,)
+    sizes = target.hidden_size, target.vocab_size, section.draft_vocab(target)
+    return BigramConfig(*sizes, last, target.num_layers, section.gamma, section.rank)
+
+
+class Bigram(DraftModule):
+    algorithm: ClassVar[str] = "bigram"
+    final_tap: ClassVar[bool] = True
+    tap_weight: ClassVar[str | None] = "read.weight"
+    config: BigramConfig
+
+    def __init__(self, config: BigramConfig) -> None:
+        super().__init__(config)
+        H = config.hidden_size
+        self.read = nn.Linear(2 * H, H)
+        self.write = nn.Linear(H, config.gamma * H)
+        self.norm = nn.RMSNorm(H)
+        self.bigram = VanillaMarkov(config.vocab_size, config.draft_vocab_size, H, config.rank)
+
+    def hidden(self, tap_NH: Tensor, anchor_NH: Tensor) -> Tensor:
+        read_NH = F.silu(self.read(torch.cat((tap_NH / self.tap_scale_L, anchor_NH), dim=-1)))
+        return self.norm(self.write(read_NH).unflatten(-1, (self.config.gamma, -1)) + anchor_NH[:, None])
+
+    def rows(self, inputs: BlockInputs) -> DraftRows:
+        tap_NH = inputs.layout.before_anchors(inputs.taps_SLD[:, 0])
+        hidden_NKH = self.hidden(tap_NH, inputs.embed(inputs.previous_NK[:, 0]))
+        latent_NKr, _ = self.bigram.unroll(inputs.previous_NK, hidden_NKH)
+        return DraftRows(hidden_NKH, latent_NKr, self.bigram.markov_w2.weight)
+
+
+@dataclass
+class BigramSession:
+    tap_H: Tensor
+
+
+class BigramDrafter:
+    def __init__(self, module: Bigram, target: Target, serving: Serving) -> None:
+        check_fits(module.config, target, module.final_tap)
+        serving.check(module.config)
+        self.taps, self.gamma = module.config.target_layer_ids, module.config.gamma
+        self.embed_VH, self.embed_scale = target.embed_VD, target.embed_scale
+        self.head = serving.head(target)
+        self.module = copy.deepcopy(module).float().requires_grad_(False)
+        self.heads = serving.chain_heads(target, self.module.bigram)
+
+    def new_session(self, capacity: int) -> BigramSession:
+        return BigramSession(torch.zeros(self.embed_VH.shape[1]))
+
+    def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
+        assert taps_TLD is not None
+        parts = taps_TLD[:, 0].float().split([len(part) for part in tokens])
+        for session, part in zip(sessions, parts, strict=True):
+            session.tap_H = part[-1]
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+        anchors = torch.tensor([call.anchor for call in calls])
+        anchor_RH = F.embedding(anchors, self.embed_VH).float() * self.embed_scale
+        hidden_RKH = self.module.hidden(torch.stack([call.session.tap_H for call in calls]), anchor_RH)
+        longest = max(call.limit or self.gamma for call in calls)
+        return sample_chain(self.head, hidden_RKH[:, :longest], calls, self.heads, floor)
+
+
+BIGRAM = Method("bigram", BigramSection, configure, BigramConfig, Bigram, BigramDrafter)
+
+# ---- its line in the catalogue, and its recipe ----------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "METHODS", (*catalogue.METHODS, BIGRAM))
+
+
+RECIPE = """
+target: {here}/target
+out: {here}/out
+data: {{prompts: [{{path: prompts.jsonl}}], max_new_tokens: 16, max_prompt_tokens: 100, held_out: 3}}
+drafter: {{algorithm: bigram, gamma: 4, draft_vocab_size: 100}}
+objective: {{ce: 1.0}}
+optimizer: {{steps: 60, sequences_per_step: 4, learning_rate: 1.0e-2}}
+watch: {{decode_every: 30, decode_prompts: 2, decode_tokens: 8}}
+eval_every: 30
+"""
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """`outrider ARGS` in this process: (exit status, stdout, stderr)."""
+    for module in (doctor, evaluate, train):
+        monkeypatch.setattr(module, "set_up", lambda threads: None)
+
+    return in_process(monkeypatch, capfd)
+
+
+def test_from_a_recipe_to_lossless_decoding(tmp_path: Path, run: Run) -> None:
+    save_toy_target(tmp_path / "target", layers=3)
+    prompts = [json.dumps({"id": f"p{i}", "turns": [f"prompt {i}"]}) for i in range(10)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(here=tmp_path))
+    status, out, err = run("train", tmp_path / "recipe.yaml")
+    assert status == 0, err
+    assert "bigram drafter" in out
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["group"] == "train"]
+    assert losses[-1] < 0.8 * losses[0]
+
+    config = json.loads((tmp_path / "out" / "drafter" / "config.json").read_text())
+    assert config["architectures"] == ["OutriderBigramModel"] and config["algorithm"] == "bigram"
+    checkpoint = load_drafter(tmp_path / "out" / "drafter")
+    target = load_target(tmp_path / "target")
+    drafter = checkpoint.packed(target)
+    accepted = 0
+    rules = StopRules(24, stop_ids=())
+    for seed in range(3):
+        prompt = torch.randint(4, 90, (5 + seed,), generator=torch.Generator().manual_seed(seed)).tolist()
+        plain, drafted = generate(target, prompt, rules=rules), generate(target, prompt, drafter, rules=rules)
+        assert plain.tokens == drafted.tokens
+        accepted += sum(r.accepted for r in drafted.rounds)
+        engine = Engine(target, drafter, config=EngineConfig(2, num_blocks=32))
+        engine.submit(Request("r", prompt, rules=rules))
+        together: list[int] = []
+        while not engine.idle:
+            together += [token for output in engine.step() for token in output.tokens]
+        assert together == plain.tokens
+    assert accepted > 0
+
+    there = ("--target", tmp_path / "target", "--drafter", tmp_path / "out" / "drafter")
+    tasks = ("--tasks", tmp_path / "prompts.jsonl", "--max-new-tokens", 8, "--out", tmp_path / "eval")
+    status, out, err = run("eval", *there, *tasks)
+    assert status == 0, err
+    assert json.loads((tmp_path / "eval" / "results.json").read_text())["settings"]["gamma"] == 4
+    status, out, err = run("doctor", *there, "--data", tmp_path / "out" / "responses.jsonl", "--max-new-tokens", 24)
+    assert "nothing to check in bigram drafters: positions" in " ".join(out.split()), out
+    assert "the check itself broke" not in out and "trained = served" in out
+
+    # going on from it: the same function with new scales, and a contradiction is named
+    out_dir = tmp_path / "out"
+    more = ["optimizer.steps=62", f"out={tmp_path / 'more'}", f"drafter.start_from={out_dir / 'drafter'}"]
+    status, out, err = run("train", tmp_path / "recipe.yaml", *more, "drafter.gamma=3")
+    assert status == 2 and "gamma is 3, there 4" in " ".join(err.split())
+    more.append(f"data.responses={out_dir / 'responses.jsonl'}")
+    status, out, err = run("train", tmp_path / "recipe.yaml", *more, "drafter.initialize_from_target=false")
+    assert status == 0, err
+
+
+def test_it_is_served_as_it_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, samples = toy_target(), toy_samples(4)
+    module = Bigram(configure(BigramSection(draft_vocab_size=60), target))
+    randomise(module)
+    module.tap_scale_L.fill_(3.0)
+    ids = choose_draft_ids(samples, 97, 60, frozenset({1}))
+    assert check_alignment(target, module, samples, ids) > 50
+    before = module.read.weight.clone()
+    module.rescale_taps(torch.tensor([6.0]))
+    assert not torch.equal(before, module.read.weight)
+    assert check_alignment(target, module, samples, ids) > 50
+    inner = BigramDrafter.extend
+
+    def one_late(self: BigramDrafter, sessions: Any, tokens: Any, taps_TLD: Tensor) -> None:
+        inner(self, sessions, tokens, taps_TLD.roll(1, 0))
+
+    monkeypatch.setattr(BigramDrafter, "extend", one_late)
+    with pytest.raises(AssertionError):
+        check_alignment(target, module, samples, ids)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"gamma": None}, "Outrider dialect needs the field 'gamma'"),
+        ({"depth": 2}, "bigram drafter has no fields depth"),
+    ],
+)
+def test_a_config_of_ours_is_read_strictly(tmp_path: Path, edit: dict[str, object], message: str) -> None:
+    module = Bigram(configure(BigramSection(), toy_target()))
+    save_drafter(Checkpoint(module), tmp_path)
+    assert load_drafter(tmp_path).drafter.config == module.config
+    config = {**json.loads((tmp_path / "config.json").read_text()), **edit}
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    with pytest.raises(ValueError, match=message):
+        load_drafter(tmp_path)
+
+
+def test_recipes_know_its_fields_and_no_others(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "target: t\nout: o\ndata: {prompts: [{path: train_math}]}\ndrafter: {algorithm: bigram, gamma: 2}\n"
+    )
+    assert load_recipe(path).model_dump()["drafter"]["gamma"] == 2
+    with pytest.raises(ValueError, match=r"drafter\.markov_rank: Extra inputs"):
+        load_recipe(path, ["drafter.markov_rank=3"])
+    assert all(m.name == m.module.algorithm == m.section().algorithm for m in catalogue.METHODS)  # type: ignore[attr-defined]

@@ -1,0 +1,147 @@
+"""Trained equals served; nothing leaks; both attention paths agree. The tests that catch off-by-ones.
+
+The training forward (all anchors at once, sparse mask) and the decoding loop (packed weights, caches growing and
+rolling back round by round) must give the same acceptance at the same anchors of the same text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.drafters.dflash import DFlash
+from outrider.drafters.dspark import DSpark
+from outrider.drafters.layers import BlockLayout, Sight, flex_block_attention, split_attention
+from outrider.sampling import SeededSource
+from outrider.training.batches import BlockBatch, Schedule
+from outrider.training.dataset import choose_draft_ids
+from outrider.training.step import BlockObjective
+from tests.toys.alignment import build, check_alignment
+from tests.toys.targets import randomise, toy_config, toy_samples, toy_target
+
+
+def make_drafter(head: str, sample_from_anchor: bool, draft_vocab: int, window: int | None) -> DFlash:
+    changes = {"sample_from_anchor": sample_from_anchor, "draft_vocab_size": draft_vocab, "sliding_window": window}
+    if head == "none":
+        drafter = DFlash(toy_config(dspark=False, **changes))
+    else:
+        drafter = DSpark(toy_config(markov_head_type=head, **changes))
+    randomise(drafter)
+    drafter.tap_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
+    return drafter
+
+
+@pytest.mark.parametrize("head", ["none", "vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("sample_from_anchor", [True, False])
+@pytest.mark.parametrize(("draft_vocab", "window"), [(97, None), (40, 7)])
+def test_trained_equals_served(head: str, sample_from_anchor: bool, draft_vocab: int, window: int | None) -> None:
+    target = toy_target("qwen3")
+    samples = toy_samples(4)
+    drafter = make_drafter(head, sample_from_anchor, draft_vocab, window)
+    ids = choose_draft_ids(samples, 97, draft_vocab, frozenset({1}))
+    assert check_alignment(target, drafter, samples, ids) > 50
+
+
+KINDS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 5}
+
+
+@pytest.mark.parametrize("sample_from_anchor", [True, False])
+@pytest.mark.parametrize("changes", [KINDS, {**KINDS, "is_causal": None}, {"is_causal": True, "sliding_window": 7}])
+def test_trained_equals_served_whatever_each_layer_sees(sample_from_anchor: bool, changes: dict[str, object]) -> None:
+    target, samples = toy_target("qwen3"), toy_samples(4)
+    drafter = DSpark(toy_config(sample_from_anchor=sample_from_anchor, **changes))
+    randomise(drafter)
+    assert check_alignment(target, drafter, samples, torch.arange(97)) > 50
+
+
+def base_logits(drafter: DFlash, compute: BlockObjective, batch: BlockBatch) -> Tensor:
+    with torch.no_grad():
+        return compute.rows(drafter, batch).hidden_NKH @ compute.head_VH.T
+
+
+@pytest.mark.parametrize("sample_from_anchor", [True, False])
+def test_nothing_at_or_after_the_anchor_and_no_other_block_leaks_into_a_block(sample_from_anchor: bool) -> None:
+    target, samples = toy_target(), toy_samples(3)
+    drafter = make_drafter("vanilla", sample_from_anchor, 97, None)
+    batch, compute = build(drafter, target, samples, torch.arange(97), Schedule(samples, 3, 6, seed=1).step(0))
+    before = base_logits(drafter, compute, batch)
+    layout = batch.layout
+    starts = torch.tensor([0, *layout.lengths]).cumsum(0)
+    for block in (0, 7, len(before) - 1):
+        start, anchor = int(starts[layout.sequence_N[block]]), int(layout.anchors_N[block])
+        # 1. features at or after the anchor, and every feature of the other sequences
+        taps = torch.randn_like(batch.taps_SLD)
+        taps[start : start + anchor] = batch.taps_SLD[start : start + anchor]
+        # 2. tokens of all other blocks
+        previous = torch.randint(4, 97, batch.previous_NK.shape)
+        previous[block] = batch.previous_NK[block]
+        changed = replace(batch, taps_SLD=taps, previous_NK=previous)
+        torch.testing.assert_close(base_logits(drafter, compute, changed)[block], before[block], atol=1e-6, rtol=1e-6)
+        # and the test can fail: a feature before the anchor does matter
+        taps = batch.taps_SLD.clone()
+        taps[start + anchor - 1] += 1
+        moved = base_logits(drafter, compute, replace(batch, taps_SLD=taps))[block]
+        assert (moved - before[block]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_a_sequential_head_sees_only_earlier_tokens_of_its_block(head: str) -> None:
+    drafter = make_drafter(head, True, 97, None)
+    assert isinstance(drafter, DSpark) and drafter.markov_head is not None
+    previous, hidden = torch.randint(4, 97, (5, 4)), torch.randn(5, 4, 32)
+    before = drafter.markov_head.unroll(previous, hidden)[0]
+    for k in range(4):
+        changed = previous.clone()
+        changed[2, k] = (changed[2, k] + 1) % 97  # x_{k-1} of position k
+        after = drafter.markov_head.unroll(changed, hidden)[0]
+        others = torch.arange(5) != 2
+        assert torch.equal(after[others], before[others])
+        assert torch.equal(after[2, :k], before[2, :k]) and not torch.equal(after[2, k], before[2, k])
+
+
+SIGHTS = [Sight(), Sight(6), Sight(6, causal=True), Sight(causal=True)]
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_flex_attention_and_split_attention_agree(sight: Sight) -> None:
+    layout = BlockLayout([9, 14, 5], torch.tensor([3, 9, 1, 8, 14, 5]), torch.tensor([0, 0, 1, 1, 1, 2]))
+    q = torch.randn(6, 4, 4, 16)
+    tensors = [torch.randn(28, 2, 16), torch.randn(28, 2, 16), torch.randn(6, 4, 2, 16), torch.randn(6, 4, 2, 16)]
+    split = split_attention(q, *tensors, layout, sight)
+    flex = flex_block_attention(q, *tensors, layout, sight)
+    torch.testing.assert_close(split, flex, atol=1e-5, rtol=1e-5)
+    # and both against plain softmax attention over the visible keys, block by block
+    starts = [0, 9, 23]
+    for block in range(6):
+        start, anchor = starts[int(layout.sequence_N[block])], int(layout.anchors_N[block])
+        for row in range(4):
+            first = 0 if sight.window is None else max(0, anchor + row - sight.window + 1)
+            own = slice(None, row + 1 if sight.causal else None)
+            context = slice(start + first, start + max(first, anchor))
+            for h in range(4):
+                keys = torch.cat((tensors[0][context, h // 2], tensors[2][block, own, h // 2]))
+                values = torch.cat((tensors[1][context, h // 2], tensors[3][block, own, h // 2]))
+                expected = (keys @ q[block, row, h] / 4).softmax(0) @ values
+                torch.testing.assert_close(split[block, row, h], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention's compiled kernel needs a CUDA device")
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_compiled_flex_attention_on_cuda_agrees_with_the_cpu_path(sight: Sight) -> None:
+    layout = BlockLayout([9, 14], torch.tensor([3, 9, 14]), torch.tensor([0, 0, 1]))
+    q = torch.randn(3, 8, 4, 64)
+    tensors = [torch.randn(23, 2, 64), torch.randn(23, 2, 64), torch.randn(3, 8, 2, 64), torch.randn(3, 8, 2, 64)]
+    there = BlockLayout(layout.lengths, layout.anchors_N.cuda(), layout.sequence_N.cuda())
+    flex = flex_block_attention(q.cuda(), *[t.cuda() for t in tensors], there, sight)
+    torch.testing.assert_close(flex.cpu(), split_attention(q, *tensors, layout, sight), atol=1e-2, rtol=1e-2)
+
+
+def test_seeded_source_is_reproducible() -> None:
+    probs = torch.rand(50)
+    probs /= probs.sum()
+    first, second = SeededSource(7), SeededSource(7)
+    assert [first.choose(probs) for _ in range(20)] == [second.choose(probs) for _ in range(20)]

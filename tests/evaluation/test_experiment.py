@@ -1,0 +1,377 @@
+"""A table of rows becomes commands in order; what is done is not done again, what changed is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+import outrider.cli.data as prepare
+import outrider.cli.experiment as experiment
+import outrider.cli.train as train
+from outrider.cli.experiment import check_experiment
+from outrider.evaluation.comparison import Comparison
+from outrider.evaluation.experiment import ExperimentTable, Row, Stage, load_table, plan
+from tests.toys.command_line import Run, check_error
+
+ROOT = Path(__file__).parents[2]
+TABLES = sorted((ROOT / "experiments").glob("**/*.yaml"))
+RECIPE: dict[str, Any] = {
+    "target": "some/model",
+    "out": "unused",
+    "data": {"prompts": [{"path": "prompts.jsonl"}], "max_new_tokens": 10, "max_prompt_tokens": 200, "held_out": 2},
+    "drafter": {"num_hidden_layers": 1, "block_size": 3, "num_taps": 2, "markov_rank": 4},
+    "optimizer": {"steps": 2, "sequences_per_step": 2, "anchors_per_sequence": 4},
+    "watch": {"decode_every": None},
+}
+MEDUSA = {"drafter": {"algorithm": "medusa", "num_heads": 2}, "objective.confidence": 0.0}
+
+
+def write(folder: Path, target: str = "some/model", **changes: Any) -> Path:
+    """A recipe, tasks and a table in `folder`; returns the table."""
+    (folder / "base.yaml").write_text(yaml.safe_dump({**RECIPE, "target": target}))
+    (folder / "tasks.jsonl").write_text('{"turns": ["one"]}\n{"turns": ["two"]}\n')
+    table = {"out": str(folder / "out"), "recipe": "base.yaml", "tasks": ["tasks.jsonl"], "seeds": [0, 1]}
+    table |= {"evaluate": {"max_new_tokens": 6}, "draft_cost": {"context": 20, "repeats": 3}, "threads": 1}
+    table["rows"] = {
+        "two": {},
+        "flat": {"set": {"objective.decay": float("inf"), "drafter.num_taps": 1}, "seeds": [0]},
+        "two-at-2": {"drafter_of": "two", "evaluate": {"block_size": 2}},
+    }
+    (folder / "table.yaml").write_text(yaml.safe_dump({**table, **changes}, sort_keys=False))
+    return folder / "table.yaml"
+
+
+def test_commands_in_order(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    commands = [stage.args for stage in plan(load_table(path), path)]
+    verbs = [args[0] for args in commands]
+    assert verbs == ["prepare", *["train"] * 3, *["eval"] * 5, "bench-drafters", "compare"]
+    out = tmp_path / "out"
+    trained = [arg for args in commands[1:4] for arg in args if arg.startswith("out=")]
+    assert trained == [f'out="{out}/{run}"' for run in ("two/seed-0", "flat/seed-0", "two/seed-1")]
+    assert "objective.decay=.inf" in commands[2] and "data.prompts=[]" in commands[2]
+    assert f'data.responses="{out}/responses.jsonl"' in commands[2] and "seed=1" in commands[3]
+    last = commands[8]
+    assert last[last.index("--drafter") + 1] == f"{out}/two/seed-1/drafter"
+    assert last[last.index("--label") + 1] == "two-at-2" and last[last.index("--block-size") + 1] == "2"
+    assert last[last.index("--tasks") + 1] == str(tmp_path / "tasks.jsonl")
+    drafters = [
+        f"two={out}/two/seed-0/drafter",
+        f"flat={out}/flat/seed-0/drafter",
+        f"two-at-2={out}/two/seed-0/drafter",
+    ]
+    assert commands[9][1:4] == drafters, "a row that drafts as another one costs the same"
+    assert commands[9][commands[9].index("--block-size") + 1] == "two-at-2=2" and "--tree" not in commands[9]
+    compared = commands[10]
+    assert compared[1:6] == [str(out / name) for name in (
+        "two/eval-0", "two/eval-1", "flat/eval-0", "two-at-2/eval-0", "two-at-2/eval-1"
+    )]  # fmt: skip
+
+
+def test_what_drafts_as_its_source_costs_the_same(tmp_path: Path) -> None:
+    rows: dict[str, Any] = {"a": {}, "b": {"drafter_of": "a", "evaluate": {"draft_length": 1}}}
+    rows["c"] = {"drafter_of": "a", "evaluate": {"tree": 16}}
+    path = write(tmp_path, rows=rows)
+    (command,) = [stage.args for stage in plan(load_table(path), path) if stage.args[0] == "bench-drafters"]
+    assert [arg.partition("=")[0] for arg in command[1:3]] == ["a", "c"] and command[3] == "--target"
+    assert command[command.index("--tree") + 1] == "c=16"
+
+
+def test_options_as_given_by_hand(tmp_path: Path) -> None:
+    path = write(tmp_path, evaluate={"thinking": True, "max_new_tokens": 6, "top_p": 0.5}, allow_different=True)
+    stages = plan(load_table(path, ["rows.two-at-2.evaluate={thinking: false}"]), path)
+    evals = [stage.args for stage in stages if stage.args[0] == "eval"]
+    assert ["--thinking" in args for args in evals] == [True, True, True, False, False]
+    assert ["--no-thinking" in args for args in evals] == [False, False, False, True, True]
+    for args in evals:
+        assert args[args.index("--max-new-tokens") + 1] == "6" and "True" not in args and "False" not in args
+    assert stages[-1].args[-1] == "--allow-different"
+
+
+def test_some_seeds_of_another_row(tmp_path: Path) -> None:
+    rows = {"a": {}, "b": {"drafter_of": "a", "seeds": [1]}}
+    path = write(tmp_path, rows=rows)
+    found = [(stage.row, stage.output) for stage in plan(load_table(path), path) if stage.args[0] == "eval"]
+    assert [(row, output.parent.name) for row, output in found if output is not None] == [
+        ("a", "eval-0"), ("a", "eval-1"), ("b", "eval-1")
+    ]  # fmt: skip
+
+
+def test_calibration_follows_the_training(tmp_path: Path) -> None:
+    rows = {"a": {"calibrate": {"tasks": ["tasks.jsonl", "eval_chat"], "max_samples": 2}}, "b": {}}
+    path = write(tmp_path, rows=rows, seeds=[0])
+    stages = plan(load_table(path), path)
+    assert [stage.args[0] for stage in stages[:4]] == ["prepare", "train", "calibrate", "train"]
+    calibration, drafter = stages[2], tmp_path / "out/a/seed-0/drafter"
+    assert calibration.args[calibration.args.index("--tasks") + 1] == f"{tmp_path}/tasks.jsonl,eval_chat"
+    drafter.mkdir(parents=True)
+    (drafter / "outrider.json").write_text("trained")
+    (drafter / "outrider.json").write_text("calibrated")
+    calibration.mark()
+    assert calibration.done
+    (drafter / "outrider.json").write_text("trained")
+    assert not calibration.done, "trained anew"
+    (drafter / "outrider.json").write_text("calibrated")
+    (tmp_path / "tasks.jsonl").write_text("other")
+    assert not calibration.done
+
+
+def test_rows_share_a_feature_store(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    stages = plan(load_table(path, ["feature_taps=[0, 2]", "seeds=[5]", "rows.flat.seeds=[5]"]), path)
+    assert [stage.args[0] for stage in stages[:4]] == ["prepare", "features", "train", "train"]
+    store = f'features.directory="{tmp_path}/out/features"'
+    assert stages[1].args[1] == "write" and stages[1].args[-1] == "--yes"
+    for stage in stages[1:4]:
+        assert store in stage.args and "features.taps=[0, 2]" in stage.args and 'features.mode="store"' in stage.args
+    assert stages[1].output in stages[2].inputs, "a store written anew is trained on anew"
+    assert "seed=5" in stages[2].args
+
+
+def test_what_is_done_is_not_done_again_until_something_changed(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"turns": ["one"]}\n')
+    path = write(tmp_path)
+    stages = plan(load_table(path), path)
+    assert not any(stage.done for stage in stages)
+    for stage in stages:
+        if stage.output is not None:
+            stage.output.parent.mkdir(parents=True, exist_ok=True)
+            stage.output.write_text("")
+    for stage in stages:
+        stage.mark()
+    assert [stage.done for stage in stages] == [True] * 10 + [False], "comparing is done every time"
+    results = tmp_path / "out" / "two" / "eval-0" / "results.json"
+    results.unlink()
+    assert [stage.output for stage in stages if not stage.done] == [results, None], "what was deleted is made again"
+    results.write_text("")
+    (tmp_path / "tasks.jsonl").write_text('{"turns": ["three"]}\n')
+    assert [stage.args[0] for stage in stages if not stage.done] == ["eval"] * 5 + ["compare"]
+    again = plan(load_table(write(tmp_path, seeds=[0, 2])), path)
+    todo = [stage.stamp.name for stage in again if not stage.done and stage.stamp is not None]
+    assert todo == ["train-two-2", "two-eval-2", "two-at-2-eval-2"]
+    (tmp_path / "out/flat/seed-0/drafter/outrider.json").write_text("{}")
+    changed = [stage for stage in again if not stage.done and stage.stamp is not None]
+    names = [stage.stamp.name for stage in changed if stage.stamp is not None]
+    assert set(names) - set(todo) == {"flat-eval-0", "bench-drafters"}, "calibrated, for example"
+    (tmp_path / "prompts.jsonl").write_text('{"turns": ["more"]}\n')
+    assert next(stage.args[0] for stage in again if not stage.done) == "prepare"
+    (tmp_path / "base.yaml").write_text((tmp_path / "base.yaml").read_text() + "# changed\n")
+    assert [stage.args[0] for stage in again if not stage.done][:4] == ["prepare", "train", "train", "train"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": {}}, "rows: Dictionary should have at least 1 item"),
+        ({"rows": {"a": {"drafter": "ngram", "set": {"seed": 1}}}}, "one of the three"),
+        ({"rows": {"a": {"drafter": "ngram"}, "b": {"drafter_of": "a"}}}, "'a' is no row that is trained"),
+        (
+            {"rows": {"a": {"drafter": "ngram", "seeds": [1]}}},
+            "rows.a: Value error, seeds are for rows that are trained",
+        ),
+        ({"rows": {"a": {}, "b": {"drafter_of": "a", "seeds": [1, 5]}}}, "a is not trained with the seeds [5]"),
+        ({"rows": {"a": {}, "b": {"drafter_of": "a", "calibrate": {}}}}, "calibrate is for rows that are trained"),
+        ({"evaluate": {"out": "x", "tasks": "y"}}, "row two: evaluate sets out, tasks, which the table gives"),
+        ({"rows": {"a/b": {}}}, "'a/b' cannot name a directory"),
+        ({"rows": {"a": {"set": {"optimizer.step": 3}}}}, "optimizer.step: Extra inputs"),
+        ({"rows": {"a": {"set": {"target": "other"}}}}, "row a is for the target other, the table for some/model"),
+        ({"set": {"drafter.block_size": 0}}, "drafter.block_size"),
+        ({"recipe": "nope.yaml"}, "no recipe"),
+        ({"sets": {}}, "sets: Extra inputs"),
+        ({"feature_taps": "all"}, "feature_taps"),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as found:
+        load_table(write(tmp_path, **changes))
+    assert message in str(found.value)
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.name)
+def test_every_table_of_the_project_loads(path: Path) -> None:
+    table = load_table(path)
+    assert [stage.args[0] for stage in plan(table, path)][-1] == "compare"
+
+
+def test_dry_run_prints_the_commands(run: Run, tmp_path: Path) -> None:
+    status, out, _ = run("experiment", write(tmp_path), "--dry-run")
+    assert status == 0 and "[1/11] outrider prepare --recipe" in out and "[11/11] outrider compare" in out
+    assert not (tmp_path / "out").exists()
+    check_error(run("experiment", tmp_path / "nope.yaml"), "no table")
+
+
+def test_what_evaluation_would_miss_is_found_before_training(run: Run, tmp_path: Path) -> None:
+    def rows(drafter: str) -> dict[str, Any]:
+        return {"two": {}, "other": {"drafter": drafter}}
+
+    path = write(tmp_path, rows=rows("ngrm"))
+    check_error(
+        run("experiment", path), "row other: drafter 'ngrm' is no directory with a config.json, none that a row"
+    )
+    assert run("experiment", path, "--dry-run")[0] == 0
+    check_error(run("experiment", write(tmp_path, rows=rows("lm:"))), "write ngram, ngram@8")
+    check_error(run("experiment", write(tmp_path, rows=rows(str(tmp_path / "out/two/seed-7/drafter")))), "row other")
+    (tmp_path / "mine").mkdir()
+    check_error(run("experiment", write(tmp_path, rows=rows(str(tmp_path / "mine")))), "row other")
+    check_error(run("experiment", write(tmp_path, tasks=["tasks.jsonl", "maths.jsonl"])), "maths.jsonl")
+    check_error(run("experiment", write(tmp_path, tasks=["tasks.jsonl", "./tasks.jsonl"])), "two task files are called")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "mine" / "config.json").touch()
+    for drafter in (tmp_path / "mine", tmp_path / "out/two/seed-1/drafter", tmp_path / "out/two/seed-0/best"):
+        path = write(tmp_path, rows=rows(str(drafter)))
+        check_experiment(loaded := load_table(path), path, plan(loaded, path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"evaluate": {"max_token": 3}}, "row two: No such option: --max-token"),
+        ({"evaluate": {"max_new_tokens": "many"}}, "row two: Invalid value for '--max-new-tokens'"),
+        ({"draft_cost": {"content": 3}}, "bench-drafters: No such option: --content"),
+        ({"rows": {"a": {"calibrate": {"max_samples": 3}}}}, "row a: Missing option '--tasks'"),
+        ({"rows": {"a": {"calibrate": {"tasks": ["eval_maths"]}}}}, "row a: no prompt file 'eval_maths'"),
+        ({"rows": {"a": {}, "b": {"drafter_of": "a", "evaluate": {"tree": 6}}}}, "row b: tree 6: dspark drafts chains"),
+        ({"rows": {"a": {"drafter": "ngram", "evaluate": {"tree": 6}}}}, "row a: tree 6: ngram drafts chains"),
+        ({"rows": {"a": {"set": MEDUSA, "evaluate": {"block_size": 6}}}}, "row a: block_size 6: medusa has no blocks"),
+        (
+            {"rows": {"a": {"set": MEDUSA, "evaluate": {"tree": 6, "confidence_threshold": 0.3}}}},
+            "row a: --tree with --confidence-threshold",
+        ),
+        ({"rows": {"a": {}, "b": {"drafter_of": "a", "evaluate": {"top_p": 2}}}}, "row b: top_p=2.0 must be in"),
+        (
+            {"rows": {"a": {}, "b": {"drafter_of": "a", "evaluate": {"temperature": 1}}}},
+            "rows are not comparable: temperature: 0.0 (a), 1.0 (b). allow_different: true compares",
+        ),
+        (
+            {"rows": {"a": {}, "b": {"drafter_of": "a", "evaluate": {"typical": "default"}}}},
+            "rows are not comparable: typical: None (a), default (b).",
+        ),
+    ],
+)
+def test_options_are_checked_before_training(run: Run, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    check_error(run("experiment", write(tmp_path, **changes)), message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_may_be_asked_for(tmp_path: Path) -> None:
+    """Trees of heads, another block, a policy of its own; and a lossy row where the table says that it may differ."""
+    rows: dict[str, Any] = {"a": {}, "heads": {"set": MEDUSA, "calibrate": {"tasks": "eval_math,eval_chat"}}}
+    rows["tree"] = {"drafter_of": "heads", "evaluate": {"tree": 16, "draft_length": 8}}
+    rows["block"] = {"drafter_of": "a", "evaluate": {"block_size": 6, "confidence-threshold": 0.3}}
+    path = write(tmp_path, rows=rows)
+    check_experiment(table := load_table(path), path, plan(table, path))
+    rows["lossy"] = {"drafter_of": "a", "evaluate": {"typical": "0.1,0.3"}}
+    path = write(tmp_path, rows=rows, allow_different=True)
+    check_experiment(table := load_table(path), path, plan(table, path))
+
+
+def test_the_table_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = re.findall("```yaml\n(.*?)```", (ROOT / "docs" / "experiments.md").read_text(), re.DOTALL)
+    (tmp_path / "table.yaml").write_text(found)
+    monkeypatch.chdir(ROOT)
+    table = load_table(tmp_path / "table.yaml")
+    assert set(yaml.safe_load(found)) == set(ExperimentTable.model_fields), "it shows every field"
+    used = {field for row in yaml.safe_load(found)["rows"].values() for field in row}
+    assert used == set(Row.model_fields)
+    table = table.model_copy(update={"tasks": ["eval_math"]})
+    check_experiment(table, tmp_path / "table.yaml", plan(table, tmp_path / "table.yaml"))
+
+
+def test_a_table_from_prompts_to_the_comparison(
+    run: Run, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (prepare, train):
+        monkeypatch.setattr(module, "set_up", lambda threads: None)
+    prompts = [{"id": f"c{i}", "turns": ["word " + "abc"[i % 3] * (i % 7 + 1)]} for i in range(12)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    heads = {"set": MEDUSA, "seeds": [0], "calibrate": {"tasks": ["tasks.jsonl"], "max_new_tokens": 80}}
+    tree = {"drafter_of": "heads", "evaluate": {"tree": 4}}
+    rows = {**yaml.safe_load(write(tmp_path).read_text())["rows"], "heads": heads, "heads-tree": tree}
+    path = write(tmp_path, str(toy / "target"), rows=rows)
+
+    def in_this_process(command: list[str]) -> int:
+        assert command[:3] == [sys.executable, "-m", "outrider.cli.main"]
+        status, _, stderr = run(*command[3:])
+        assert status == 0, stderr
+        return status
+
+    stages = plan(load_table(path), path)
+    monkeypatch.setattr(experiment, "run_command", in_this_process)
+    for stage in stages:
+        experiment.run_stage(stage)
+    assert [stage.done for stage in stages] == [True] * 14 + [False]
+    out = tmp_path / "out" / "comparison"
+    comparison = Comparison.model_validate_json((out / "comparison.json").read_text())
+    assert [(g.label, len(g.entries)) for g in comparison.groups] == [
+        ("two", 2), ("flat", 1), ("two-at-2", 2), ("heads", 1), ("heads-tree", 1)
+    ]  # fmt: skip
+    tree_settings = json.loads((tmp_path / "out/heads-tree/eval-0/results.json").read_text())["settings"]
+    assert tree_settings["drafter"].endswith("(tree of 4, measured accuracies)")
+    assert comparison.draft_cost is not None
+    drafted = {one.info.label: one.info for one in comparison.draft_cost.drafters}
+    assert list(drafted) == ["two", "flat", "two-at-2", "heads", "heads-tree"]
+    assert drafted["two"].gamma == 3 and drafted["two-at-2"].gamma == 2 and drafted["heads-tree"].nodes == 4
+    trainings = [entry.drafter.training for entry in comparison.groups[0].entries]
+    assert [t.seed for t in trainings if t] == [0, 1] and all(t and t.steps == 2 and t.anchors for t in trainings)
+    assert not comparison.budgets and not comparison.differences
+    assert (out / "draft_cost.png").is_file()
+
+
+def test_a_stage_that_fails_ends_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = -15
+    monkeypatch.setattr(experiment, "run_command", lambda command: status)
+    stage = Stage(["train"], [], tmp_path / "stamp", tmp_path / "responses.jsonl")
+    with pytest.raises(typer.Exit) as ended:
+        experiment.run_stage(stage)
+    assert ended.value.exit_code == 143 and not stage.done
+    status = 0
+    with pytest.raises(ValueError, match="not complete"):
+        experiment.run_stage(stage)
+    (tmp_path / "responses.jsonl").write_text("")
+    experiment.run_stage(stage)
+    assert stage.done
+    (tmp_path / "responses.jsonl").unlink()
+    assert not stage.done
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stage_has_time_to_save(number: signal.Signals, tmp_path: Path) -> None:
+    """As `outrider train` does: a signal, a second of saving, a status of its own."""
+    saved, ready = tmp_path / "saved", tmp_path / "ready"
+    child = f"""
+import pathlib, signal, sys, time
+def save(*_):
+    time.sleep(0.6)
+    pathlib.Path({str(saved)!r}).touch()
+    sys.exit(3)
+signal.signal(signal.SIGINT, save)
+signal.signal(signal.SIGTERM, save)
+pathlib.Path({str(ready)!r}).touch()
+time.sleep(30)
+"""
+    parent = f"""
+import sys
+from outrider.cli.experiment import run_command
+sys.exit(run_command([sys.executable, "-c", {child!r}]))
+"""
+    process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not ready.exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
+    assert process.wait(30) == 3 and saved.exists()

@@ -1,0 +1,290 @@
+"""Every way in which a random computation may go, with its probability.
+
+    draft x_1 -+- 0 -- draft x_2 -+- ...          An `EnumeratingSource` takes the place of the generator and answers
+               +- 1 -- ...        +- ...          every `accept` and `choose` in every possible way, depth first,
+               +- 2 -- ...                        while the weight of the trace is multiplied up in float64.
+
+Shapes: V vocab.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.round import TargetRows, run_round
+from outrider.drafters.draft import Draft, Proposal, TreeProposal
+from outrider.sampling import RandomSource
+from outrider.scheduling.gate import DraftGate
+from outrider.scheduling.policies import Policy
+from outrider.scheduling.view import History, StepView
+from outrider.verification import TypicalAcceptance
+
+T = TypeVar("T")
+D = TypeVar("D", Proposal, TreeProposal)
+Tokens = tuple[int, ...]
+
+
+class EnumeratingSource:
+    """Replays a script of decisions; beyond its end takes the first option and remembers the others."""
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self._script: list[int] = []
+        self._widths: list[int] = []
+        self._depth = 0
+
+    def accept(self, probability: float) -> bool:
+        probability = min(max(probability, 0.0), 1.0)
+        return self._decide([(1, probability), (0, 1.0 - probability)]) == 1
+
+    def choose(self, probs_V: Tensor) -> int:
+        probs = probs_V.tolist()
+        total = sum(probs)
+        return self._decide([(index, probability / total) for index, probability in enumerate(probs)])
+
+    def backtrack(self) -> bool:
+        """Turn to the next trace; False when all have been seen."""
+        while self._script and self._script[-1] + 1 == self._widths[-1]:
+            self._script.pop()
+            self._widths.pop()
+        if self._script:
+            self._script[-1] += 1
+        self.weight, self._depth = 1.0, 0
+        return bool(self._script)
+
+    def _decide(self, options: list[tuple[int, float]]) -> int:
+        possible = [option for option in options if option[1] > 0.0]
+        if self._depth == len(self._script):
+            self._script.append(0)
+            self._widths.append(len(possible))
+        assert self._widths[self._depth] == len(possible), "the enumerated function is not deterministic"
+        outcome, probability = possible[self._script[self._depth]]
+        self._depth += 1
+        self.weight *= probability
+        return outcome
+
+
+def enumerate_traces(run: Callable[[RandomSource], T]) -> Iterator[tuple[T, float]]:
+    """Every outcome of `run`, with the probability of the trace that led to it."""
+    source = EnumeratingSource()
+    while True:
+        outcome = run(source)
+        yield outcome, source.weight
+        if not source.backtrack():
+            return
+
+
+class DraftTree(Generic[D]):
+    """All that one draft may become, computed once; `draw` asks a source the same questions again."""
+
+    def __init__(self, draft: Callable[[RandomSource], D]) -> None:
+        self._questions: dict[Tokens, Tensor] = {}  # choices so far -> the distribution of the next
+        self._proposals: dict[Tokens, D] = {}
+
+        def recorded(source: RandomSource) -> tuple[Tokens, D]:
+            recorder = _Recorder(source, self._questions)
+            proposal = draft(recorder)
+            return recorder.chosen, proposal
+
+        for (chosen, proposal), _ in enumerate_traces(recorded):
+            self._proposals[chosen] = proposal
+
+    def draw(self, source: RandomSource) -> D:
+        chosen: Tokens = ()
+        while chosen in self._questions:
+            chosen = (*chosen, source.choose(self._questions[chosen]))
+        return self._proposals[chosen]
+
+
+class _Recorder:
+    """Passes questions on, and writes them down."""
+
+    def __init__(self, source: RandomSource, questions: dict[Tokens, Tensor]) -> None:
+        self.source, self.questions = source, questions
+        self.chosen: Tokens = ()
+
+    def accept(self, probability: float) -> bool:
+        raise AssertionError("a draft accepts nothing")
+
+    def choose(self, probs_V: Tensor) -> int:
+        self.questions[self.chosen] = probs_V
+        choice = self.source.choose(probs_V)
+        self.chosen = (*self.chosen, choice)
+        return choice
+
+
+# ----------------------------------------------------------------------------
+# P(output) = sum over decision traces of (product of decision probabilities); it must equal p_t(output) to 1e-12.
+#
+# The traces come from tests/proof/enumeration.py. What runs is the production code: `run_round`, `verify_chain`,
+# `sample_chain`, the policies, the warps, the sequential and confidence heads. Only the two networks are toys
+# (tests/proof/toys.py).
+# Rounds are enumerated one at a time, and equal contexts (and histories) merged, until every request has its tokens.
+# Theory: Leviathan et al., arXiv 2211.17192; DSpark, arXiv 2607.05147. Shapes: K, V, Vd draft vocab, H draft hidden.
+# ----------------------------------------------------------------------------
+
+
+Distribution = dict[tuple[Tokens, ...], float]  # joint, over one continuation per request
+
+
+class Lane(Protocol):
+    """One request of a `Lanes` batch."""
+
+    @property
+    def source(self) -> RandomSource: ...
+
+    def draft(self, floor: float) -> Draft: ...
+
+    def score(self, tokens: list[int]) -> Callable[[int], Tensor]: ...
+
+
+class Lanes:
+    """A `Batch` (decoding/round.py) of requests that draft and score one by one.
+
+    Without a history a policy sees this step alone, and every request drafts.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        ids: Sequence[int] = (),
+        contexts: Sequence[int] = (),
+        history: History | None = None,
+        gate: DraftGate | None = None,
+    ) -> None:
+        self.lanes, self.ids, self.contexts, self.history = lanes, ids, contexts, history
+        self.depths: list[int | None] = [None] * len(lanes)
+        if gate is not None:
+            assert history is not None, "a gate decides by history"
+            self.depths = gate.depths(history.gate_view(ids, contexts)).tolist()
+        self.shown = StepView.of([], [])
+
+    @property
+    def sources(self) -> Sequence[RandomSource]:
+        return [lane.source for lane in self.lanes]
+
+    def draft(self, floor: float) -> list[Draft]:
+        pairs = zip(self.lanes, self.depths, strict=True)
+        return [Proposal.empty() if depth == 0 else lane.draft(floor).truncated(depth) for lane, depth in pairs]
+
+    def view(self, proposals: Sequence[Draft]) -> StepView:
+        confidences, drafted = [p.confidences for p in proposals], [len(p.tokens) for p in proposals]
+        if self.history is None:
+            self.shown = StepView.of(confidences, drafted)
+        else:
+            self.shown = self.history.step_view(self.ids, confidences, drafted, self.contexts)
+        return self.shown
+
+    def score(self, parts: Sequence[Draft]) -> list[TargetRows]:
+        return [TargetRows(_rows(lane, part)) for lane, part in zip(self.lanes, parts, strict=True)]
+
+
+def _rows(lane: Lane, part: Draft) -> Callable[[int], Tensor]:
+    """A lane scores chains; row k of a tree is the last row of the chain that leads there."""
+    if isinstance(part, Proposal):
+        return lane.score(part.tokens)
+
+    def row(k: int) -> Tensor:
+        way = part.tokens_before(k)
+        return lane.score(way)(len(way))
+
+    return row
+
+
+LaneFactory = Callable[[Tokens, RandomSource], Lane]
+Trail = tuple[bytes, ...]  # all that was drafted so far: what a history is a function of
+
+
+@torch.inference_mode()
+def exact_output_distribution(
+    lane: LaneFactory,
+    prompts: Sequence[Tokens],
+    policy: Policy,
+    new_tokens: int,
+    history: History | None = None,
+    gate: DraftGate | None = None,
+    lossy: TypicalAcceptance | None = None,
+) -> Distribution:
+    """The joint distribution of what speculative decoding makes of the prompts, cut at `new_tokens` each.
+
+    `lane(context, source)` makes a request's lane for one round. A request that has its tokens leaves the batch. With a
+    `history` (still empty), what policy and `gate` remember is part of the state, and only states alike in it merge.
+    A `lossy` rule must show.
+    """
+    # Every round adds tokens, so a state has gathered all its mass when all states with fewer tokens are done.
+    levels: list[dict[tuple[tuple[Tokens, ...], Trail], float]] = [{} for _ in range(len(prompts) * new_tokens + 1)]
+    levels[0][tuple(() for _ in prompts), ()] = 1.0
+    histories: dict[Trail, History | None] = {(): history}
+    for level in levels[:-1]:
+        for (outputs, trail), weight in level.items():
+            live = [r for r, output in enumerate(outputs) if len(output) < new_tokens]
+            contexts = [prompts[r] + outputs[r] for r in live]
+            remembered = histories[trail]
+
+            def one_round(
+                source: RandomSource,
+                outputs: tuple[Tokens, ...] = outputs,
+                live: list[int] = live,
+                contexts: list[Tokens] = contexts,
+                remembered: History | None = remembered,
+            ) -> tuple[tuple[Tokens, ...], StepView]:
+                lanes = [lane(context, source) for context in contexts]
+                batch = Lanes(lanes, live, [len(context) for context in contexts], remembered, gate)
+                extended = list(outputs)
+                for r, result in zip(live, run_round(batch, policy, lossy), strict=True):
+                    extended[r] = (outputs[r] + tuple(result.tokens))[:new_tokens]
+                return tuple(extended), batch.shown
+
+            for (extended, view), probability in enumerate_traces(one_round):
+                after = trail
+                if remembered is not None:
+                    after = (*trail, repr((live, view.drafted_R.tolist(), view.confidences_RK.tolist())).encode())
+                    if after not in histories:
+                        histories[after] = _remembering(remembered, live, view)
+                reached = levels[sum(map(len, extended))]
+                reached[extended, after] = reached.get((extended, after), 0.0) + weight * probability
+    finished: Distribution = {}
+    for (outputs, _), weight in levels[-1].items():
+        finished[outputs] = finished.get(outputs, 0.0) + weight
+    return finished
+
+
+def _remembering(history: History, live: Sequence[int], view: StepView) -> History:
+    grown = copy.deepcopy(history)
+    grown.record(live, view)
+    return grown
+
+
+def exact_target_distribution(
+    row: Callable[[Tokens], Tensor], prompts: Sequence[Tokens], new_tokens: int
+) -> Distribution:
+    """What it should be: each request's tokens drawn one by one from the target, the requests independent."""
+    per_request: list[dict[Tokens, float]] = []
+    for prompt in prompts:
+        outputs: dict[Tokens, float] = {(): 1.0}
+        for _ in range(new_tokens):
+            outputs = {
+                (*output, token): weight * probability
+                for output, weight in outputs.items()
+                for token, probability in enumerate(row(prompt + output).tolist())
+                if probability > 0.0
+            }
+        per_request.append(outputs)
+    joint: Distribution = {}
+    for choice in product(*(outputs.items() for outputs in per_request)):
+        weight = 1.0
+        for _, probability in choice:
+            weight *= probability
+        joint[tuple(output for output, _ in choice)] = weight
+    return joint
+
+
+def max_deviation(actual: Mapping[tuple[Tokens, ...], float], expected: Mapping[tuple[Tokens, ...], float]) -> float:
+    """max |actual - expected| over all outputs of either."""
+    return max(abs(actual.get(key, 0.0) - expected.get(key, 0.0)) for key in actual.keys() | expected.keys())

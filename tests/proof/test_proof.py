@@ -1,0 +1,472 @@
+"""Losslessness by enumeration of the production code, and proof that the tool would see it broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import outrider.decoding.round as round_module
+import outrider.scheduling.policies as lookahead_module
+import outrider.verification as chain_module
+from outrider.decoding.round import RoundResult
+from outrider.drafters.draft import Proposal
+from outrider.sampling import RandomSource, SamplingParams, SeenTokens, residual, warp
+from outrider.scheduling.cost import SpsTable, StepCost, step_seconds
+from outrider.scheduling.gate import DraftGate, SkipDrafting
+from outrider.scheduling.policies import (
+    AsyncScheduler,
+    FixedPolicy,
+    GoodputPolicy,
+    LookAhead,
+    Policy,
+    PrefixScheduler,
+    ThresholdPolicy,
+    causal_order,
+    gains,
+    lengths_of,
+)
+from outrider.scheduling.view import Floats, GateView, History, Ints, Past, StepView
+from outrider.verification import Verdict, verify_chain
+from tests.proof.cases import HEADS, POLICIES, TOLERANCE, VISIBLE, WARPS, deviation, lanes_of, toy
+from tests.proof.enumeration import (
+    EnumeratingSource,
+    Lanes,
+    Tokens,
+    enumerate_traces,
+    exact_output_distribution,
+    exact_target_distribution,
+    max_deviation,
+)
+from tests.proof.toys import ToyDrafter, ToyLane, ToyTarget
+from tests.toys.oracle import proposal_of
+
+
+@pytest.mark.parametrize("name", WARPS)
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+def test_one_request(gamma: int, head: str | None, name: str) -> None:
+    drafter = toy(WARPS[name], gamma, head)
+    for policy in POLICIES:
+        assert deviation(lanes_of(drafter), drafter.target, [(0,)], policy, 4) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", WARPS)
+@pytest.mark.parametrize("head", HEADS)
+def test_reduced_draft_vocabulary(head: str | None, name: str) -> None:
+    drafter = toy(WARPS[name], 2, head, vocab=4, ids=[1, 3])
+    for policy in POLICIES:
+        assert deviation(lanes_of(drafter), drafter.target, [(0,)], policy, 3) <= TOLERANCE
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_four_tokens_in_the_vocabulary(policy: Policy) -> None:
+    drafter = toy(WARPS["all"], 2, "rnn", vocab=4)
+    assert deviation(lanes_of(drafter), drafter.target, [(3,)], policy, 4) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["plain", "penalty", "all"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_requests_stay_independent(policy: Policy, name: str) -> None:
+    short, long = toy(WARPS[name], 1, "vanilla", vocab=2), toy(WARPS[name], 2, "rnn", vocab=2)
+    prompts = [(0,), (1, 1)]
+    assert deviation(lanes_of(short), short.target, prompts, policy, 3) <= TOLERANCE
+    assert deviation(lanes_of(long), long.target, prompts, policy, 2) <= TOLERANCE
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:])
+@torch.inference_mode()
+def test_the_policies_of_these_tests_follow_the_draft(policy: Policy) -> None:
+    """A policy whose answer does not depend on the drafted tokens would prove nothing about admission."""
+    drafter = toy(WARPS["plain"], 3, "rnn")
+
+    def lengths(context: Tokens) -> set[int]:
+        def admitted(source: RandomSource) -> int:
+            return round_module.run_round(Lanes([lanes_of(drafter)(context, source)]), policy)[0].admitted
+
+        return {length for length, _ in enumerate_traces(admitted)}
+
+    assert max(len(lengths((token,))) for token in range(3)) >= 2
+
+
+def test_enumeration_visits_every_trace_once() -> None:
+    def run(source: RandomSource) -> tuple[int, ...]:
+        first = source.choose(torch.tensor([0.5, 0.0, 0.5]))
+        if source.accept(1.0) and first == 0 and source.accept(0.25):
+            return (first,)
+        return first, source.choose(torch.tensor([1.0, 3.0]))  # weights are normalised, as SeededSource does
+
+    assert dict(enumerate_traces(run)) == {(0,): 0.125, (0, 0): 0.09375, (0, 1): 0.28125, (2, 0): 0.125, (2, 1): 0.375}
+
+
+def test_rows_behind_a_rejection_are_not_asked_for() -> None:
+    asked: list[int] = []
+
+    def row(k: int) -> Tensor:
+        asked.append(k)
+        return torch.tensor([0.0, 1.0])
+
+    one_hot_KV = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
+    verdict = verify_chain(proposal_of([1, 0, 1], one_hot_KV, []), row, EnumeratingSource())
+    assert verdict == Verdict(accepted=1, next_token=1)
+    assert asked == [0, 1]
+
+
+# Several rounds, with what a policy and a gate remember of them.
+
+TABLES = {
+    "smooth": SpsTable([1 / (1 + 0.35 * tokens) for tokens in range(10)]),
+    "jagged": SpsTable([1.0, 1.0, 0.75, 0.7, 0.69, 0.68, 0.67]),
+}
+MEMORYLESS = ["fixed", "threshold", "prefix"]  # read this step alone, so rounds that differ in the past only may merge
+BY_NAME: dict[str, Callable[[StepCost], Policy]] = {
+    "fixed": lambda cost: FixedPolicy(1),
+    "threshold": lambda cost: ThresholdPolicy(0.5),
+    "prefix": PrefixScheduler,
+    "goodput": GoodputPolicy,
+    "async": AsyncScheduler,
+    "look-ahead": LookAhead,
+}
+SHAPES = {1: 4, 2: 3, 3: 2}  # gamma -> new tokens
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A policy that notes what it decided."""
+
+    policy: Policy
+    decisions: set[tuple[int, ...]] = field(default_factory=set)
+
+    @property
+    def floor(self) -> float:
+        return self.policy.floor
+
+    def lengths(self, view: StepView) -> Ints:
+        lengths_R = self.policy.lengths(view)
+        if view.drafted_R.all():
+            self.decisions.add(tuple(lengths_R.tolist()))
+        return lengths_R
+
+
+@dataclass(frozen=True)
+class DraftsCost:
+    """The seconds of a table and as many again for each draft."""
+
+    table: SpsTable
+    per_draft: float
+
+    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
+        return self.table.seconds(tokens_N, requests, drafting, context) + self.per_draft * drafting
+
+
+@dataclass(frozen=True)
+class WatchedGate:
+    gate: DraftGate
+    decisions: set[tuple[int, ...]] = field(default_factory=set)
+
+    def depths(self, view: GateView) -> Ints:
+        depths_R = self.gate.depths(view)
+        self.decisions.add(tuple(depths_R.tolist()))
+        return depths_R
+
+
+def two_requests(policy: Policy, gamma: int, gate: DraftGate | None = None, remember: bool = True) -> float:
+    """Deviation of the joint distribution, over rounds that remember."""
+    drafter = ToyDrafter(ToyTarget(2, WARPS["plain"]), gamma, "vanilla", seed=2)
+    prompts: list[Tokens] = [(0,), (1, 1)]
+    history = History(gamma, decay=0.5) if remember else None
+    actual = exact_output_distribution(lanes_of(drafter), prompts, policy, SHAPES[gamma], history, gate)
+    assert abs(sum(actual.values()) - 1) < TOLERANCE
+    return max_deviation(actual, exact_target_distribution(drafter.target.row, prompts, SHAPES[gamma]))
+
+
+@pytest.mark.parametrize("gamma", SHAPES)
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_two_requests_over_rounds(name: str, table: str, gamma: int) -> None:
+    watched = Watched(BY_NAME[name](TABLES[table]))
+    assert two_requests(watched, gamma, remember=name not in MEMORYLESS) <= TOLERANCE
+    if name != "fixed" and (table, gamma) == ("jagged", 2):  # a policy that always answers alike would prove little
+        assert len({lengths for lengths in watched.decisions if len(lengths) == 2}) >= 2
+
+
+# Policies that look at what they must not, in the same harness.
+
+
+@dataclass(frozen=True)
+class GlobalSearch:
+    """Looks for the best lengths among all, current confidences included."""
+
+    cost: StepCost
+    floor: ClassVar[float] = 0.0
+
+    def lengths(self, view: StepView) -> Ints:
+        survival_RK = view.survival_RK()
+        order_N = causal_order(survival_RK, view.drafted_R)
+        seconds = step_seconds(self.cost, view, np.arange(len(order_N) + 1))
+        throughput = (len(survival_RK) + gains(survival_RK)[: len(seconds)]) / seconds
+        return lengths_of(order_N[: int(throughput.argmax())], len(survival_RK))
+
+
+class ImpatientAsync(AsyncScheduler):
+    """Takes its budget from the confidences of this very step."""
+
+    def lengths(self, view: StepView) -> Ints:
+        return super().lengths(replace(view, past=(Past(view.confidences_RK, view.drafted_R),)))
+
+
+@pytest.mark.parametrize("policy", [GlobalSearch, ImpatientAsync])
+def test_a_search_over_current_confidences_is_caught(policy: type[GlobalSearch] | type[ImpatientAsync]) -> None:
+    assert two_requests(policy(TABLES["jagged"]), 2, remember=False) > VISIBLE
+
+
+def test_look_ahead_at_realised_confidences_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def realised(survival_RK: Floats, lengths_R: Ints, drafted_R: Ints, promise_K: Floats) -> Floats:
+        return np.where(np.arange(survival_RK.shape[1]) >= lengths_R[:, None], survival_RK, 0.0)
+
+    monkeypatch.setattr(lookahead_module, "expected_survival", realised)
+    assert two_requests(LookAhead(TABLES["jagged"]), 2) > VISIBLE
+
+
+class PeekingEstimatorLane(ToyLane):
+    """Confidence = the probability of the token that was drawn."""
+
+    def draft(self, floor: float) -> Proposal:
+        proposal = super().draft(0.0)
+        return replace(proposal, confidences=proposal.drafted_with)
+
+
+@pytest.mark.parametrize("name", ["threshold", "prefix", "async", "look-ahead"])
+def test_an_estimator_that_peeks_at_the_drawn_token_is_caught(name: str) -> None:
+    drafter = toy(WARPS["plain"], 2, "vanilla", vocab=2)
+    lane, policy = lanes_of(drafter, PeekingEstimatorLane), BY_NAME[name](TABLES["smooth"])
+    assert deviation(lane, drafter.target, [(0,), (1, 1)], policy, 2) > VISIBLE
+
+
+class TiedConfidences(ToyLane):
+    """Drafts one token with the same confidence for all, and shows it to `TiesByToken`."""
+
+    drawn: ClassVar[list[int]] = []
+
+    def draft(self, floor: float) -> Proposal:
+        proposal = replace(super().draft(floor).truncated(1), confidences=[0.5])
+        self.drawn.append(proposal.tokens[0])
+        return proposal
+
+
+class TiesByToken(PrefixScheduler):
+    """Where survivals tie, the request whose drafted token is larger goes first."""
+
+    def lengths(self, view: StepView) -> Ints:
+        turned = len(view.drafted_R) == 2 and TiedConfidences.drawn[-2] < TiedConfidences.drawn[-1]
+        return super().lengths(view)[::-1] if turned else super().lengths(view)
+
+
+@pytest.mark.parametrize(("policy", "lossless"), [(PrefixScheduler, True), (TiesByToken, False)])
+def test_ties_broken_by_token_values_are_caught(policy: type[PrefixScheduler], lossless: bool) -> None:
+    one_token = policy(SpsTable([1.0, 1.0, 1.0, 1e-9]))  # two requests may verify one draft token between them
+    drafter = toy(WARPS["plain"], 1, "vanilla", vocab=2)
+    found = deviation(lanes_of(drafter, TiedConfidences), drafter.target, [(0,), (1, 1)], one_token, 2)
+    assert found <= TOLERANCE if lossless else found > VISIBLE
+
+
+@pytest.mark.parametrize("gamma", SHAPES)
+@pytest.mark.parametrize("table", TABLES)
+def test_two_requests_that_may_skip_their_drafts(table: str, gamma: int) -> None:
+    cost = DraftsCost(TABLES[table], per_draft=0.2)
+    gate = WatchedGate(SkipDrafting(cost, probe_share=0.3))
+    assert two_requests(LookAhead(cost), gamma, gate) <= TOLERANCE
+    if gamma < 3:
+        assert len(gate.decisions) >= 2
+
+
+# The counterexample: c_2 tells x_1: a search that reads it verifies exactly the lucky drafts.
+
+
+class CounterexampleLane:
+    def __init__(self, source: RandomSource) -> None:
+        self.source = source
+
+    def draft(self, floor: float) -> Proposal:
+        probs_KV = torch.full((2, 2), 0.5, dtype=torch.float64)
+        tokens = [self.source.choose(probs_KV[0]), self.source.choose(probs_KV[1])]
+        return proposal_of(tokens, probs_KV, [0.8, 1.0 if tokens[0] == 0 else 0.0])
+
+    def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
+        return lambda k: torch.tensor([0.7, 0.3], dtype=torch.float64)
+
+
+PAPER_SPS = SpsTable([1.0, 0.5, 0.45])
+
+
+def test_global_search_is_caught() -> None:
+    def output(policy: Policy) -> list[float]:
+        outputs = exact_output_distribution(lambda context, source: CounterexampleLane(source), [(0,)], policy, 1)
+        return [outputs[((token,),)] for token in range(2)]
+
+    assert output(GlobalSearch(PAPER_SPS)) == pytest.approx([0.85, 0.15], abs=TOLERANCE)
+    assert output(PrefixScheduler(PAPER_SPS)) == pytest.approx([0.7, 0.3], abs=TOLERANCE)
+
+
+# Deliberately broken rules. Each must show.
+
+
+def with_verify(monkeypatch: pytest.MonkeyPatch, accept: Callable[..., bool], bonus: Callable[..., int]) -> None:
+    """Put a verify_chain with other acceptance or bonus rules into production's run_round."""
+
+    def broken(proposal: Proposal, target_row: Callable[[int], Tensor], source: RandomSource) -> Verdict:
+        for k, token in enumerate(proposal.tokens):
+            target_V, draft_V = target_row(k), proposal.row(k)
+            if not accept(target_V, draft_V, token, source):
+                return Verdict(k, source.choose(residual(target_V, draft_V)))
+        return Verdict(len(proposal.tokens), bonus(proposal, target_row, source))
+
+    monkeypatch.setattr(round_module, "verify_chain", broken)
+
+
+def fair_accept(target_V: Tensor, draft_V: Tensor, token: int, source: RandomSource) -> bool:
+    return source.accept((target_V[token] / draft_V[token]).item())
+
+
+def fair_bonus(proposal: Proposal, row: Callable[[int], Tensor], source: RandomSource) -> int:
+    return source.choose(row(len(proposal.tokens)))
+
+
+def broken_deviation(
+    params: SamplingParams = WARPS["plain"], policy: Policy = POLICIES[0], lane: type[ToyLane] = ToyLane
+) -> float:
+    drafter = toy(params, 2, "vanilla")
+    return deviation(lanes_of(drafter, lane), drafter.target, [(0,)], policy, 3)
+
+
+def test_the_unbroken_rule_passes_the_same_harness(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_verify(monkeypatch, fair_accept, fair_bonus)
+    assert broken_deviation() <= TOLERANCE
+
+
+def test_mutation_residual_is_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain_module, "residual", lambda target_V, draft_V: target_V)
+    assert broken_deviation() > VISIBLE
+
+
+def test_mutation_residual_is_symmetric(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain_module, "residual", lambda target_V, draft_V: (target_V - draft_V).abs())
+    assert broken_deviation() > VISIBLE
+
+
+def test_mutation_argmax_is_always_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_verify(monkeypatch, lambda t, d, x, s: int(t.argmax()) == x or fair_accept(t, d, x, s), fair_bonus)
+    assert broken_deviation() > VISIBLE
+
+
+def test_mutation_likely_tokens_are_always_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Medusa's "typical acceptance" in one line: fast, and not the target's distribution."""
+    with_verify(monkeypatch, lambda t, d, x, s: t[x].item() > 0.3 or fair_accept(t, d, x, s), fair_bonus)
+    assert broken_deviation() > VISIBLE
+
+
+def test_mutation_acceptance_ignores_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_verify(monkeypatch, lambda t, d, x, s: s.accept(t[x].item()), fair_bonus)
+    assert broken_deviation() > VISIBLE
+
+
+def test_mutation_bonus_from_the_row_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_verify(monkeypatch, fair_accept, lambda p, row, s: s.choose(row(len(p.tokens) - 1)))
+    assert broken_deviation() > VISIBLE
+
+
+def test_mutation_bonus_repeats_the_last_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_verify(monkeypatch, fair_accept, lambda p, row, s: p.tokens[-1])
+    assert broken_deviation() > VISIBLE
+
+
+def test_mutation_bonus_left_to_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_verify(monkeypatch, fair_accept, lambda p, row, s: s.choose(p.row(len(p.tokens) - 1)))
+    assert broken_deviation() > VISIBLE
+
+
+class TiedLane:
+    """Greedy decoding of two tokens whose logits tie: the answer is token 0, the draft is token 1."""
+
+    def __init__(self, source: RandomSource) -> None:
+        self.source = source
+
+    def draft(self, floor: float) -> Proposal:
+        return proposal_of([1], torch.tensor([[0.0, 1.0]], dtype=torch.float64), [])
+
+    def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
+        return lambda k: warp(torch.zeros(2, dtype=torch.float64), SamplingParams())
+
+
+def test_mutation_accepting_on_ties(monkeypatch: pytest.MonkeyPatch) -> None:
+    def deviation() -> float:
+        policy = FixedPolicy()
+        output = exact_output_distribution(lambda context, source: TiedLane(source), [(0,)], policy, 1)
+        return max_deviation(output, {((0,),): 1.0})
+
+    assert deviation() <= 1e-12
+    tied_V = torch.zeros(2)
+    with_verify(monkeypatch, lambda t, d, x, s: bool(tied_V[x] >= tied_V.max()), fair_bonus)
+    assert deviation() > VISIBLE
+
+
+class PeekingPolicy:
+    """Admits x_k by the confidence after it, which has seen x_k."""
+
+    floor = 0.0
+
+    def lengths(self, view: StepView) -> Ints:
+        peeked_RK = np.roll(view.confidences_RK, -1, axis=1)
+        peeked_RK[:, -1] = 0.0
+        return ThresholdPolicy(0.5).lengths(replace(view, confidences_RK=peeked_RK))
+
+
+def test_mutation_policy_peeks() -> None:
+    assert broken_deviation(policy=PeekingPolicy()) > VISIBLE
+
+
+class UnwarpedDraftLane(ToyLane):
+    """Samples at the temperature, reports the distribution without it."""
+
+    def draft(self, floor: float) -> Proposal:
+        proposal = super().draft(floor)
+        rows_KV = torch.stack([proposal.row(k) for k in range(len(proposal.tokens))])
+        unwarped_KV = rows_KV**self.target.params.temperature
+        unwarped_KV = unwarped_KV / unwarped_KV.sum(-1, keepdim=True)
+        return proposal_of(proposal.tokens, unwarped_KV, proposal.confidences)
+
+
+def test_mutation_draft_reports_unwarped_probabilities() -> None:
+    assert broken_deviation(WARPS["temperature"], lane=UnwarpedDraftLane) > VISIBLE
+
+
+class ForgetfulLane(ToyLane):
+    """Repetition penalty over the committed tokens only: draft tokens before row k are forgotten."""
+
+    def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
+        params = self.target.params
+        mask_V = SeenTokens(self.target.vocab_size, params.repetition_penalty, self.context).with_tokens()
+        plain = ToyTarget(self.target.vocab_size, SamplingParams(temperature=1.0), self.target.seed)
+        return lambda k: warp(plain.row(self.context + tuple(tokens[:k])).log(), params, mask_V)
+
+
+def test_mutation_penalty_forgets_the_block() -> None:
+    assert broken_deviation(WARPS["penalty"], lane=ForgetfulLane) > VISIBLE
+
+
+def test_mutation_two_requests_share_their_luck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request alone is right; only the joint distribution shows it."""
+    real = round_module.run_round
+
+    def shared(batch: Lanes, policy: Policy, lossy: None) -> list[RoundResult]:
+        return real(Lanes(batch.lanes[:1]), policy, lossy) * len(batch.lanes)
+
+    monkeypatch.setattr("outrider.decoding.round.run_round", shared)
+    drafter = toy(WARPS["plain"], 1, "vanilla", vocab=2)
+    assert deviation(lanes_of(drafter), drafter.target, [(0,)], POLICIES[0], 2) <= TOLERANCE
+    assert deviation(lanes_of(drafter), drafter.target, [(0,), (0,)], POLICIES[0], 1) > VISIBLE

@@ -1,0 +1,313 @@
+"""Trees are lossless: enumerated through the production code, and every broken rule shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import outrider.decoding.round as round_module
+import outrider.verification as tree_module
+from outrider.drafters.draft import Drawn, Tree, TreeProposal, draw_siblings, rerank
+from outrider.sampling import RandomSource, SamplingParams, SeenTokens, warp
+from outrider.scheduling.cost import SpsTable
+from outrider.scheduling.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler
+from outrider.verification import TreeVerdict, Verdict, verify_chain, verify_tree, verify_tree_picks
+from tests.proof.cases import POLICIES, TOLERANCE, VISIBLE, WARPS
+from tests.proof.enumeration import Lanes, enumerate_traces
+from tests.proof.toys import ToyTarget, ToyTreeLane
+from tests.proof.tree_cases import ALL, KINDS, lanes_of, off, toy
+from tests.toys.oracle import proposal_of
+
+SHAPES = {
+    "siblings": (-1, -1, -1),
+    "pairs": (-1, -1, 0, 0),
+    "mixed depth": (-1, 0, -1, 1, 0),  # siblings apart from each other, in the order of their draws
+}
+SPS = SpsTable([1.0, 0.68, 0.55, 0.46, 0.4, 0.36, 0.33, 0.3])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kinds", KINDS)
+def test_every_shape_and_kind(kinds: str, shape: str) -> None:
+    """Several rounds: four tokens need two at least wherever the second is rejected."""
+    tokens = 4 if shape == "siblings" else 3
+    assert off(toy(WARPS["plain"], SHAPES[shape], KINDS[kinds]), tokens=tokens) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", WARPS)
+@pytest.mark.parametrize("kinds", KINDS)
+def test_every_warp(kinds: str, name: str) -> None:
+    assert off(toy(WARPS[name], (-1, -1, 0, 0), KINDS[kinds]), tokens=2) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("nodes", [0, 1, 2, 3])
+def test_a_beginning_of_a_tree(kinds: str, nodes: int) -> None:
+    assert off(toy(WARPS["all"], (-1, 0, -1, 0), KINDS[kinds]), FixedPolicy(nodes), 3) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("policy", [ALL, PrefixScheduler(SPS), LookAhead(SPS)], ids=lambda p: type(p).__name__)
+def test_trees_grown_and_admitted_by_what_is_known_before_a_draw(policy: Policy, kinds: str) -> None:
+    drafter = toy(WARPS["plain"], range(4), KINDS[kinds], grown=True)
+    assert off(drafter, policy) <= TOLERANCE
+
+
+@torch.inference_mode()
+def test_grown_trees_differ_in_shape_and_policies_cut_them() -> None:
+    """Otherwise the test above would prove nothing about either."""
+    drafter = toy(WARPS["plain"], range(4), grown=True)
+    policy = PrefixScheduler(SPS)
+
+    def one(source: RandomSource) -> tuple[tuple[int, ...], int]:
+        result = round_module.run_round(Lanes([lanes_of(drafter)((0,), source)]), policy)[0]
+        assert isinstance(result.proposal, TreeProposal)
+        return tuple(result.proposal.tree.parents), result.admitted
+
+    found = {outcome for outcome, _ in enumerate_traces(one)}
+    assert len({parents for parents, _ in found}) >= 3 and len({admitted for _, admitted in found}) >= 2
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("policy", [ALL, PrefixScheduler(SPS)], ids=["all", "prefix"])
+def test_two_requests_stay_independent(policy: Policy, kinds: str) -> None:
+    drafter = toy(WARPS["penalty"], range(3), KINDS[kinds], vocab=2, grown=True)
+    assert off(drafter, policy, 2, prompts=[(0,), (1, 1)]) <= TOLERANCE
+
+
+def test_greedy_trees_follow_the_pick() -> None:
+    """At temperature 0 the rule's limit and the shortcut agree."""
+    target = ToyTarget(3, WARPS["greedy"])
+    for tokens in ([0, 1, 2, 0, 1], [2, 1, 0, 0, 2], [1, 1, 0, 2, 2]):
+        tree = Tree(tokens, [-1, -1, 0, 0, 1])
+
+        def row(k: int, tree: Tree = tree) -> Tensor:
+            return target.row((0, *(tree.tokens[i] for i in tree.path(k - 1))))
+
+        def judged(source: RandomSource, tree: Tree = tree, row: Callable[[int], Tensor] = row) -> TreeVerdict:
+            return verify_tree(TreeProposal(tree), row, source)
+
+        (by_rule, weight), *more = enumerate_traces(judged)
+        assert not more and weight == 1.0
+        assert by_rule == verify_tree_picks(tree, lambda k: int(row(k).argmax()))
+
+
+@torch.inference_mode()
+def test_a_chain_is_the_tree_with_one_child_each() -> None:
+    """The same questions in the same order, so every trace has the same weight and outcome."""
+    rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(-1)
+    drafts = torch.randn(3, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64).softmax(-1)
+    tokens = [2, 0, 1]
+    chain = proposal_of(tokens, drafts, [])
+    tree = TreeProposal(Tree.chain(tokens), {k - 1: Drawn(lambda k=k: drafts[k]) for k in range(3)})  # type: ignore[misc]
+    assert tree.row_parents is None and tree.depth == 3
+    of_chain = list(enumerate_traces(lambda source: verify_chain(chain, rows.__getitem__, source)))
+    of_tree = list(enumerate_traces(lambda source: verify_tree(tree, rows.__getitem__, source)))
+    assert len(of_chain) > 4
+    for (verdict, weight), (other, other_weight) in zip(of_chain, of_tree, strict=True):
+        assert (verdict.path, verdict.accepted, verdict.next_token) == (other.path, other.accepted, other.next_token)
+        assert weight == pytest.approx(other_weight, rel=1e-12)
+
+
+def test_siblings_without_replacement_have_the_distribution_of_successive_draws() -> None:
+    probs = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64)
+    found = dict(enumerate_traces(lambda source: tuple(draw_siblings(probs, 2, source))))
+    assert found[1, 0] == pytest.approx(0.3 * 0.5 / 0.7) and sum(found.values()) == pytest.approx(1)
+    assert {len(order) for order, _ in enumerate_traces(lambda source: tuple(draw_siblings(probs, 9, source)))} == {3}
+
+
+def test_reranking_chosen_nodes_is_lossless() -> None:
+    class Reranked(ToyTreeLane):
+        def draft(self, floor: float) -> TreeProposal:
+            proposal = super().draft(floor)
+            survivals: list[float] = []
+            for node in range(len(proposal.tokens)):
+                way = tuple(proposal.tokens_before(node + 1))
+                above = proposal.tree.parents[node]
+                probability = self.drafter.table.row(self.context + way[:-1])[way[-1]].item()
+                survivals.append(probability * (1.0 if above < 0 else survivals[above]))
+            return rerank(replace(proposal, survivals=survivals), 3)
+
+    assert off(toy(WARPS["plain"], (-1, -1, 0, 0, 1), KINDS["chosen"]), lane=Reranked) <= TOLERANCE
+    with pytest.raises(AssertionError, match="reranking drawn nodes"):
+        off(toy(WARPS["plain"], (-1, -1), KINDS["without"]), lane=Reranked)
+
+
+# Deliberately broken rules. Each must show.
+
+
+def test_mutation_a_rejected_choice_stays_in_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_module, "_without_chosen", lambda target_V, token: target_V)
+    assert off(toy(WARPS["plain"], (-1, -1), KINDS["chosen"])) > VISIBLE
+
+
+def test_mutation_siblings_treated_as_independent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_module, "without", lambda probs_V, token: probs_V)
+    assert off(toy(WARPS["plain"], (-1, -1))) > VISIBLE
+
+
+def test_mutation_the_target_forgets_the_first_sibling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_module, "residual", lambda target_V, draft_V: target_V)
+    assert off(toy(WARPS["plain"], (-1, -1))) > VISIBLE
+
+
+class Mistaken(ToyTreeLane):
+    """Drawn with replacement, reported as without."""
+
+    def draft(self, floor: float) -> TreeProposal:
+        proposal = super().draft(floor)
+        return replace(proposal, drawn={node: Drawn(drawn.row) for node, drawn in proposal.drawn.items()})
+
+
+def test_mutation_duplicates_reported_as_drawn_without_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nearly_without(probs_V: Tensor, token: int) -> Tensor:
+        rest_V = probs_V.clone()
+        rest_V[token] = 1e-300  # a duplicate would stop the check of what it was drawn from
+        return rest_V / rest_V.sum()
+
+    monkeypatch.setattr(tree_module, "without", nearly_without)
+    assert off(toy(WARPS["plain"], (-1, -1), KINDS["replaced"]), lane=Mistaken) > VISIBLE
+
+
+class Undrawn(ToyTreeLane):
+    """Drawn, reported as chosen."""
+
+    def draft(self, floor: float) -> TreeProposal:
+        return replace(super().draft(floor), drawn={})
+
+
+def test_drawn_nodes_judged_as_chosen_are_lossless_but_worse() -> None:
+    """Given the draw, accepting with p_t(x) is exact for any x: the price is acceptance, not the distribution."""
+    assert off(toy(WARPS["plain"], (-1, -1, 0)), lane=Undrawn) <= TOLERANCE
+
+
+def with_order(monkeypatch: pytest.MonkeyPatch, key: Callable[[Tensor, int], float]) -> None:
+    real = tree_module._try_children
+
+    def reordered(proposal: TreeProposal, node: int, target_V: Tensor, source: RandomSource) -> Any:
+        order = sorted(proposal.children(node), key=lambda child: -key(target_V, proposal.tokens[child]))
+        shown = SimpleNamespace(drawn=proposal.drawn, tokens=proposal.tokens, children=lambda node: order)
+        return real(shown, node, target_V, source)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tree_module, "_try_children", reordered)
+
+
+def test_mutation_the_order_of_trial_depends_on_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_order(monkeypatch, lambda target_V, token: target_V[token].item())
+    assert off(toy(WARPS["plain"], (-1, -1))) > VISIBLE
+
+
+def test_mutation_the_order_of_trial_is_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_order(monkeypatch, lambda target_V, token: token)
+    assert off(toy(WARPS["plain"], (-1, -1))) > VISIBLE
+
+
+def test_mutation_bonus_from_the_row_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(proposal: TreeProposal, row: Callable[[int], Tensor], source: RandomSource) -> TreeVerdict:
+        verdict = verify_tree(proposal, row, source)
+        last = verdict.path[-1] if verdict.path else -1
+        if proposal.children(last) or last < 0:
+            return verdict
+        return TreeVerdict(verdict.path, source.choose(row(proposal.tree.parents[last] + 1)))
+
+    monkeypatch.setattr(round_module, "verify_tree", late)
+    assert off(toy(WARPS["plain"], (-1, -1, 0))) > VISIBLE
+
+
+def test_mutation_rows_in_the_order_of_nodes_instead_of_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TreeProposal, "tokens_before", lambda self, row: self.tokens[:row])
+    assert off(toy(WARPS["plain"], (-1, -1, 0, 1))) > VISIBLE
+
+
+def test_mutation_a_sibling_is_accepted_under_its_brother(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path goes on under the first sibling whichever of them was accepted."""
+    real = verify_tree
+
+    def swapped(proposal: TreeProposal, row: Callable[[int], Tensor], source: RandomSource) -> TreeVerdict:
+        return real(proposal, lambda k: row(1 if k == 2 else k), source)
+
+    monkeypatch.setattr(round_module, "verify_tree", swapped)
+    assert off(toy(WARPS["plain"], (-1, -1, 1))) > VISIBLE
+
+
+class ForgetfulLane(ToyTreeLane):
+    """A repetition penalty that forgets the draft tokens on the way to a node."""
+
+    def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
+        params = self.target.params
+        mask_V = SeenTokens(self.target.vocab_size, params.repetition_penalty, self.context).with_tokens()
+        plain = ToyTarget(self.target.vocab_size, SamplingParams(temperature=1.0), self.target.seed)
+        return lambda k: warp(plain.row(self.context + tuple(tokens[:k])).log(), params, mask_V)
+
+
+def test_mutation_penalty_forgets_the_path() -> None:
+    assert off(toy(WARPS["penalty"], (-1, -1, 0)), lane=ForgetfulLane) > VISIBLE
+
+
+class LuckyFirst(ToyTreeLane):
+    """Keeps of two drawn nodes the one that turned out likelier."""
+
+    def draft(self, floor: float) -> TreeProposal:
+        proposal = super().draft(floor)
+        row_V = proposal.drawn[-1].row()
+        best = max(proposal.tokens, key=lambda token: row_V[token].item())
+        return replace(proposal, tree=Tree([best], [-1]))
+
+
+@pytest.mark.parametrize("kinds", ["without", "replaced"])
+def test_mutation_drawn_nodes_reranked_by_what_was_drawn(kinds: str) -> None:
+    assert off(toy(WARPS["plain"], (-1, -1), KINDS[kinds]), lane=LuckyFirst) > VISIBLE
+
+
+class YoungerDecides(ToyTreeLane):
+    """Admits the first sibling by the value of the second."""
+
+    def draft(self, floor: float) -> TreeProposal:
+        proposal = super().draft(floor)
+        return proposal.truncated(2 if proposal.tokens[1] == 0 else 0)
+
+
+class OlderDecides(ToyTreeLane):
+    """Admits the second sibling by the value of the first."""
+
+    def draft(self, floor: float) -> TreeProposal:
+        proposal = super().draft(floor)
+        return proposal.truncated(2 if proposal.tokens[0] == 0 else 1)
+
+
+@pytest.mark.parametrize(("lane", "lossless"), [(OlderDecides, True), (YoungerDecides, False)])
+@pytest.mark.parametrize("kinds", ["without", "replaced"])
+def test_an_older_sibling_may_decide_about_a_younger_and_not_the_other_way(
+    kinds: str, lane: type[ToyTreeLane], lossless: bool
+) -> None:
+    found = off(toy(WARPS["plain"], (-1, -1), KINDS[kinds]), lane=lane)
+    assert found <= TOLERANCE if lossless else found > VISIBLE
+
+
+class PeekingLane(ToyTreeLane):
+    """A node's survival is the probability of the token that was drawn for it."""
+
+    def draft(self, floor: float) -> TreeProposal:
+        proposal = super().draft(floor)
+        row_V = proposal.drawn[-1].row()
+        return replace(proposal, survivals=[row_V[proposal.tokens[0]].item(), 0.0]).truncated(1)
+
+
+def test_mutation_survival_peeks_at_the_token() -> None:
+    assert off(toy(WARPS["plain"], (-1, -1)), PrefixScheduler(SpsTable([1.0, 0.7])), lane=PeekingLane) > VISIBLE
+
+
+def test_policies_for_chains_know_trees_by_survival() -> None:
+    proposal = TreeProposal(Tree([5, 6, 7], [-1, -1, 0]), survivals=[0.8, 0.4, 0.2])
+    assert proposal.confidences == pytest.approx([0.8, 0.5, 0.5])
+    assert [len(policy.lengths(Lanes([]).view([proposal]))) for policy in POLICIES] == [1, 1, 1]
+
+
+def test_a_verdict_names_the_path_either_way() -> None:
+    assert Verdict(2, 9).path == [0, 1] and TreeVerdict([0, 3], 9).accepted == 2

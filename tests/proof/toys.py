@@ -1,0 +1,248 @@
+"""The two networks of the proof: tables of random numbers that depend on the whole context, computed when asked.
+
+Everything between them is production code. Shapes: K block positions, V vocab, Vd draft vocab, H draft hidden.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.base import DraftCall
+from outrider.drafters.chain import sample_chain, sample_rows
+from outrider.drafters.dflash2 import CandidateRows, CandidateSelector
+from outrider.drafters.draft import Drawn, Proposal, Tree, TreeProposal, without
+from outrider.drafters.heads import ChainHeads, ConfidenceHead, VanillaMarkov, build_sequential_head
+from outrider.sampling import RandomSource, SamplingParams, SeenTokens, warp
+from tests.proof.enumeration import DraftTree, Tokens
+
+
+class ToyTarget:
+    """Random logits for every context, as a table that is filled when asked."""
+
+    def __init__(self, vocab_size: int, params: SamplingParams, seed: int = 0) -> None:
+        self.vocab_size, self.params, self.seed = vocab_size, params, seed
+        self._rows: dict[Tokens, Tensor] = {}
+
+    def row(self, context: Tokens) -> Tensor:
+        """The warped distribution of the token after `context`."""
+        if context not in self._rows:
+            logits_V = 1.5 * torch.randn(self.vocab_size, generator=_generator(self.seed, context), dtype=torch.float64)
+            seen = SeenTokens(self.vocab_size, self.params.repetition_penalty, context)
+            self._rows[context] = warp(logits_V, self.params, seen.with_tokens())
+        return self._rows[context]
+
+
+class ToyDrafter:
+    """Random base logits and hidden states per context under real sequential and confidence heads, all in float64."""
+
+    hidden_size, rank = 3, 2
+
+    def __init__(
+        self,
+        target: ToyTarget,
+        gamma: int,
+        head_kind: str | None,
+        draft_ids: Sequence[int] | None = None,
+        seed: int = 1,
+    ) -> None:
+        self.target, self.gamma, self.seed = target, gamma, seed
+        self.draft_ids_Vd = None if draft_ids is None else torch.tensor(draft_ids)
+        self.draft_vocab_size = target.vocab_size if draft_ids is None else len(draft_ids)
+        self.head: VanillaMarkov | None = None
+        if head_kind is not None:
+            self.head = build_sequential_head(
+                head_kind, target.vocab_size, self.draft_vocab_size, self.hidden_size, self.rank
+            ).double()
+        self.confidence = ConfidenceHead(self.hidden_size, self.rank, with_markov=head_kind is not None).double()
+        generator = _generator(seed, ())
+        for module in (self.head, self.confidence):
+            for weight in () if module is None else module.parameters():
+                torch.nn.init.normal_(weight, generator=generator)
+        self._trees: dict[tuple[Tokens, float], DraftTree[Proposal]] = {}
+
+    def draft(self, context: Tokens, source: RandomSource, floor: float = 0.0) -> Proposal:
+        if (context, floor) not in self._trees:
+            self._trees[context, floor] = DraftTree(lambda recorder: self._walk(context, recorder, floor))
+        return self._trees[context, floor].draw(source)
+
+    def _walk(self, context: Tokens, source: RandomSource, floor: float) -> Proposal:
+        columns = self.draft_vocab_size + self.hidden_size
+        block = torch.randn(self.gamma, columns, generator=_generator(self.seed, context), dtype=torch.float64)
+        base_logits_KVd, hidden_KH = block.split([self.draft_vocab_size, self.hidden_size], dim=1)
+        params = self.target.params
+        seen = SeenTokens(self.target.vocab_size, params.repetition_penalty, context)
+        call = DraftCall(None, context[-1], params, seen, source)
+        heads = ChainHeads(self.target.vocab_size, self.head, self.confidence, self.draft_ids_Vd)
+        return self._sample(base_logits_KVd, hidden_KH, call, heads, floor)
+
+    def _sample(
+        self, base_logits_KVd: Tensor, hidden_KH: Tensor, call: DraftCall, heads: ChainHeads, floor: float
+    ) -> Proposal:
+        return sample_chain(lambda _: base_logits_KVd, hidden_KH[None], [call], heads, floor)[0]
+
+
+class ToySelector(ToyDrafter):
+    """The same block, drawn by a real candidate selector among the `count` likeliest tokens of each position."""
+
+    def __init__(
+        self, target: ToyTarget, gamma: int, count: int, draft_ids: Sequence[int] | None = None, seed: int = 1
+    ) -> None:
+        super().__init__(target, gamma, None, draft_ids, seed)
+        self.count = count
+        self.selector = CandidateSelector(
+            target.vocab_size, self.draft_vocab_size, self.hidden_size, self.rank
+        ).double()
+        for weight in self.selector.parameters():
+            torch.nn.init.normal_(weight, generator=_generator(seed, (count,)))
+
+    def _sample(
+        self, base_logits_KVd: Tensor, hidden_KH: Tensor, call: DraftCall, heads: ChainHeads, floor: float
+    ) -> Proposal:
+        rows = CandidateRows(lambda _: base_logits_KVd, hidden_KH[None], self.selector, self.count, self.draft_ids_Vd)
+        return sample_rows(rows, self.gamma, [call], heads, floor)[0]
+
+
+@dataclass
+class ToyLane:
+    """One toy request in a round; its context ends with the anchor."""
+
+    target: ToyTarget
+    drafter: ToyDrafter
+    context: Tokens
+    source: RandomSource
+
+    def draft(self, floor: float) -> Proposal:
+        return self.drafter.draft(self.context, self.source, floor)
+
+    def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
+        return lambda k: self.target.row(self.context + tuple(tokens[:k]))
+
+
+def _generator(seed: int, context: Tokens) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(repr((seed, context)).encode()))
+
+
+# ----------------------------------------------------------------------------
+# Trees for the enumeration of tests/proof/enumeration.py: every draw of every sibling, then every way to verify them.
+#
+#     shape (-1, -1, 0)      x_0 ~ p_d   x_1 ~ p_d without x_0   x_2 ~ p_d(. | x_0)   -> TreeProposal -> verify_tree
+#
+# The drafter's network is a table of random rows, as the target's, with another seed; its warp and its penalty follow
+# the path of a node. Shapes are given, or grown best first by what is known before each draw. Shapes: V vocab.
+# ----------------------------------------------------------------------------
+
+
+Kind = Literal["without", "replaced", "chosen"]
+
+
+@dataclass
+class Growth:
+    """A tree while it is drawn.
+
+    `kinds` take turns: how the children of node i come about is `kinds[(i + 1) % len(kinds)]`.
+    """
+
+    rows: Callable[[Tokens], Tensor]  # p_d after a path of draft tokens
+    kinds: Sequence[Kind]
+    source: RandomSource
+    tree: Tree = field(default_factory=lambda: Tree([], []))
+    left: dict[int, Tensor] = field(default_factory=dict)  # what the next child of a node is drawn from
+    drawn: dict[int, Drawn] = field(default_factory=dict)
+
+    def remaining(self, node: int) -> Tensor:
+        if node not in self.left:
+            row_V = self.rows(tuple(self.tree.tokens[i] for i in self.tree.path(node)))
+            self.left[node] = row_V
+            if self.kind(node) != "chosen":
+                self.drawn[node] = Drawn(lambda: row_V, self.kind(node) == "replaced")
+        return self.left[node]
+
+    def kind(self, node: int) -> Kind:
+        return self.kinds[(node + 1) % len(self.kinds)]
+
+    def add(self, node: int) -> bool:
+        """One more child of a node; False where nothing is left to draw."""
+        left_V = self.remaining(node)
+        if not left_V.any():
+            return False
+        if self.kind(node) == "chosen":  # the likeliest first; the third is a duplicate of the second
+            count = len(self.tree.children(node))
+            token = int(left_V.argsort(descending=True, stable=True)[min(count, 1)])
+        else:
+            token = self.source.choose(left_V)
+            if self.kind(node) == "without":
+                self.left[node] = without(left_V, token)
+        self.tree = Tree([*self.tree.tokens, token], [*self.tree.parents, node])
+        return True
+
+
+class ToyTreeDrafter:
+    """Draws trees of a given shape (`parents`), or of as many nodes as it has where `grown`."""
+
+    def __init__(
+        self,
+        target: ToyTarget,
+        parents: Sequence[int],
+        kinds: Sequence[Kind] = ("without",),
+        grown: bool = False,
+        seed: int = 1,
+    ) -> None:
+        self.target, self.parents, self.kinds, self.grown = target, parents, kinds, grown
+        self.table = ToyTarget(target.vocab_size, target.params, seed)
+        self._trees: dict[Tokens, DraftTree[TreeProposal]] = {}
+
+    def draft(self, context: Tokens, source: RandomSource) -> TreeProposal:
+        if context not in self._trees:
+            self._trees[context] = DraftTree(lambda recorder: self._draw(context, recorder))
+        return self._trees[context].draw(source)
+
+    def _draw(self, context: Tokens, source: RandomSource) -> TreeProposal:
+        growth = Growth(lambda path: self.table.row(context + path), self.kinds, source)
+        survivals = self._grow(growth) if self.grown else self._follow(growth)
+        return TreeProposal(growth.tree, growth.drawn, survivals)
+
+    def _follow(self, growth: Growth) -> list[float]:
+        place = {-1: -1}  # a node whose parent, or whose own draw, could not be had is left out
+        for node, parent in enumerate(self.parents):
+            if parent in place and growth.add(place[parent]):
+                place[node] = len(growth.tree.tokens) - 1
+        return []
+
+    def _grow(self, growth: Growth) -> list[float]:
+        """The next node goes where p_d along the path times what siblings left is largest: known before its draw."""
+        survivals: list[float] = []
+        reached, open_mass = {-1: 0.8}, {-1: 1.0}
+        for _ in self.parents:
+            parent = max(open_mass, key=lambda node: (reached[node] * open_mass[node], -node))
+            survival = min([reached[parent] * open_mass[parent], *survivals[-1:]])
+            before_V = growth.remaining(parent)
+            if survival <= 0 or not growth.add(parent):
+                break
+            node, token = len(survivals), growth.tree.tokens[-1]
+            survivals.append(survival)
+            share = before_V[token].item()
+            reached[node], open_mass[node] = survival * share, 1.0
+            open_mass[parent] *= 1 - share
+        return survivals
+
+
+@dataclass
+class ToyTreeLane:
+    """One toy request whose drafts are trees; its context ends with the anchor."""
+
+    target: ToyTarget
+    drafter: ToyTreeDrafter
+    context: Tokens
+    source: RandomSource
+
+    def draft(self, floor: float) -> TreeProposal:
+        return self.drafter.draft(self.context, self.source)
+
+    def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
+        return lambda k: self.target.row(self.context + tuple(tokens[:k]))

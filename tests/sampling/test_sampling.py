@@ -1,0 +1,201 @@
+"""Warps against Hugging Face's logits processors, residual identities, sources."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from outrider.sampling import PositionNoise, SamplingParams, SeededSource, SeenTokens, residual, warp
+
+TOKENS = [3, 5, 5, 17]
+WARPS = {
+    "plain": SamplingParams(temperature=1.0),
+    "temperature": SamplingParams(temperature=0.7),
+    "hot": SamplingParams(temperature=3.0),
+    "top_k": SamplingParams(temperature=1.0, top_k=7),
+    "top_k=1": SamplingParams(temperature=1.0, top_k=1),
+    "top_k > V": SamplingParams(temperature=1.0, top_k=10**6),
+    "top_p": SamplingParams(temperature=1.0, top_p=0.8),
+    "top_p tiny": SamplingParams(temperature=1.0, top_p=1e-6),
+    "top_p wide": SamplingParams(temperature=5.0, top_p=0.99),
+    "min_p": SamplingParams(temperature=1.0, min_p=0.05),
+    "penalty": SamplingParams(temperature=1.0, repetition_penalty=1.7),
+    "reward": SamplingParams(temperature=1.0, repetition_penalty=0.6),
+    "all": SamplingParams(temperature=1.3, top_k=20, top_p=0.9, min_p=0.03, repetition_penalty=1.2),
+}
+
+
+def huggingface(logits_KV: Tensor, params: SamplingParams) -> Tensor:
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(params.repetition_penalty)])
+    processors.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k:
+        processors.append(TopKLogitsWarper(params.top_k))
+    processors.append(TopPLogitsWarper(params.top_p))
+    processors.append(MinPLogitsWarper(params.min_p))
+    ids = torch.LongTensor([TOKENS] * logits_KV.shape[0])
+    return processors(ids, logits_KV.clone()).softmax(-1)
+
+
+@pytest.mark.parametrize("vocab", [20, 3000])
+@pytest.mark.parametrize("name", WARPS)
+def test_warp_equals_huggingface(name: str, vocab: int) -> None:
+    params = WARPS[name]
+    logits_KV = 3 * torch.randn(4, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(vocab))
+    seen = SeenTokens(vocab, params.repetition_penalty, TOKENS).with_tokens()
+    expected_KV = huggingface(logits_KV, params)
+    actual_KV = warp(logits_KV, params, seen)
+    assert torch.equal(actual_KV > 0, expected_KV > 0)
+    torch.testing.assert_close(actual_KV, expected_KV, rtol=1e-12, atol=1e-14)
+    for k in range(4):  # a row is warped alike alone and in a block
+        torch.testing.assert_close(warp(logits_KV[k], params, seen), actual_KV[k], rtol=1e-13, atol=0)
+    assert warp(logits_KV.float(), params, seen).dtype == torch.float32
+
+
+def test_temperature_zero_is_the_limit() -> None:
+    logits_KV = torch.randn(5, 100, generator=torch.Generator().manual_seed(0))
+    greedy_KV = warp(logits_KV, SamplingParams())
+    assert torch.equal(greedy_KV.argmax(-1), logits_KV.argmax(-1))
+    assert torch.equal(greedy_KV.sum(-1), torch.ones(5)) and torch.equal(greedy_KV.amax(-1), torch.ones(5))
+    for temperature in (1e-4, 1e-39):  # logits / 1e-39 overflows float32
+        torch.testing.assert_close(warp(logits_KV, SamplingParams(temperature=temperature)), greedy_KV)
+    tied_V = torch.tensor([0.0, 2.0, 2.0])
+    assert warp(tied_V, SamplingParams()).tolist() == [0, 1, 0]
+    assert warp(tied_V, SamplingParams(top_k=1, top_p=0.1, min_p=1.0)).tolist() == [0, 1, 0]
+
+
+def test_greedy_obeys_the_repetition_penalty() -> None:
+    params = SamplingParams(repetition_penalty=2.0)
+    seen = SeenTokens(3, 2.0, [1])
+    assert warp(torch.tensor([1.0, 1.5, 0.0]), params, seen.with_tokens()).tolist() == [1, 0, 0]
+    assert warp(torch.tensor([-0.9, -0.5, -1.5]), params, seen.with_tokens()).tolist() == [1, 0, 0]
+
+
+def test_ties_at_the_cut_are_kept_together() -> None:
+    probs_V = torch.tensor([0.2, 0.4, 0.2, 0.2]).log()
+    assert (warp(probs_V, SamplingParams(temperature=1.0, top_k=2)) > 0).all()
+    assert (warp(probs_V, SamplingParams(temperature=1.0, top_p=0.5)) > 0).all()
+    assert (warp(probs_V, SamplingParams(temperature=1.0, top_p=0.39)) > 0).tolist() == [False, True, False, False]
+
+
+def test_seen_tokens() -> None:
+    assert SeenTokens(10).with_tokens([3]) is None
+    seen = SeenTokens(6, 1.1, [0])
+    seen.add(2)
+    mask = seen.with_tokens([4])
+    assert mask is not None and mask.tolist() == [True, False, True, False, True, False]
+    later = seen.with_tokens()
+    assert later is not None and later.tolist() == [True, False, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+    ],
+)
+def test_bad_parameters_are_named(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field}={value}"):
+        SamplingParams(**{field: value})
+
+
+weights = st.lists(st.floats(0, 1), min_size=5, max_size=5).filter(lambda w: sum(w) > 0.01)
+
+
+@given(weights, weights)
+@settings(deadline=None)
+def test_acceptance_and_residual_make_the_target(target: list[float], draft: list[float]) -> None:
+    target_V, draft_V = (torch.tensor(w, dtype=torch.float64) / sum(w) for w in (target, draft))
+    residual_V = residual(target_V, draft_V)
+    accepted_V = torch.minimum(target_V, draft_V)
+    assert (residual_V >= 0).all() and abs(residual_V.sum() - 1) < 1e-12
+    torch.testing.assert_close(accepted_V + (1 - accepted_V.sum()) * residual_V, target_V, rtol=0, atol=1e-12)
+    total_variation = 0.5 * (target_V - draft_V).abs().sum()
+    assert abs(1 - accepted_V.sum() - total_variation) < 1e-12
+
+
+def test_residual_without_mass_is_the_target() -> None:
+    target_V = torch.tensor([0.25, 0.75])
+    assert torch.equal(residual(target_V, target_V), target_V)
+    assert torch.equal(residual(target_V, target_V + 1e-7), target_V)
+
+
+def test_seeds_reproduce() -> None:
+    probs_V = torch.rand(50)
+
+    def draws(seed: int) -> list[int]:
+        source = SeededSource(seed)
+        return [source.choose(probs_V) if i % 2 else int(source.accept(0.5)) for i in range(60)]
+
+    assert draws(7) == draws(7)
+    assert draws(7) != draws(8)
+
+
+def test_certain_answers_spend_no_randomness() -> None:
+    one, other = SeededSource(0), SeededSource(0)
+    assert one.accept(1.0) and one.accept(1.5) and not one.accept(0.0) and not one.accept(-1.0)
+    assert one.choose(torch.tensor([0.0, 0.0, 1.0])) == 2
+    probs_V = torch.rand(1000)
+    assert [one.choose(probs_V) for _ in range(5)] == [other.choose(probs_V) for _ in range(5)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_choose_has_the_right_frequencies(dtype: torch.dtype) -> None:
+    probs_V = torch.tensor([0.0, 0.1, 0.0, 0.6, 0.3, 0.0], dtype=dtype)
+    source = SeededSource(1)
+    draws = 20_000
+    counts_V = torch.bincount(torch.tensor([source.choose(probs_V) for _ in range(draws)]), minlength=6)
+    assert counts_V[[0, 2, 5]].sum() == 0
+    assert (counts_V / draws - probs_V).abs().max() < 0.015  # > 4 standard deviations
+    accepted = sum(source.accept(0.3) for _ in range(draws))
+    assert abs(accepted / draws - 0.3) < 0.015
+
+
+def test_coupled_picks_follow_the_distribution() -> None:
+    probs_V = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
+    noise = PositionNoise(seed=3, vocab_size=5)
+    counts = torch.bincount(torch.tensor([noise.pick(probs_V, n) for n in range(20_000)]), minlength=5).double()
+    expected = probs_V.double() * 20_000
+    assert counts[1] == 0
+    chi_square = ((counts - expected)[expected > 0] ** 2 / expected[expected > 0]).sum()
+    assert chi_square < 16.3, "three degrees of freedom, p = 0.001"
+
+
+def test_coupled_noise_belongs_to_seed_and_position() -> None:
+    noise = PositionNoise(7, 50)
+    first = noise.row(3).clone()
+    for position in range(4, 60):  # forgotten and made again
+        noise.row(position)
+    assert torch.equal(noise.row(3), first)
+    assert not torch.equal(PositionNoise(8, 50).row(3), first) and not torch.equal(PositionNoise(8, 50).row(2), first)
+    ids = torch.tensor([4, 9, 30])
+    probs = torch.tensor([0.2, 0.5, 0.3])
+    whole = torch.zeros(50).scatter_(0, ids, probs)
+    assert all(int(ids[noise.pick(probs, n, ids)]) == noise.pick(whole, n) for n in range(100))
+
+
+def test_coupled_drafts_agree_as_often_as_the_bound_says() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(30, generator=generator).softmax(-1) for _ in range(2))
+    distance = float((p - q).abs().sum() / 2)
+    noise = PositionNoise(1, 30)
+    agreed = sum(noise.pick(p, n) == noise.pick(q, n) for n in range(5000)) / 5000
+    assert (1 - distance) / (1 + distance) - 0.02 <= agreed <= 1 - distance + 0.02

@@ -1,0 +1,65 @@
+"""Every recipe for SmolLM2 on the real SmolLM2: its drafter and objective, trained as in production, then served.
+
+A few seconds of training on a few answers make each drafter fluent in them, so that decoding the same prompts accepts
+drafts in earnest. What is asked of each: the loss falls, it is served as it was trained, greedy output is plain
+decoding's but for one tie at most, and so it is with trees where it has them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from outrider.checkpoints.checkpoint import load_drafter
+from outrider.data.chat import render
+from outrider.data.sources import load_prompts
+from outrider.decoding.generate import generate
+from outrider.decoding.request import StopRules
+from outrider.drafters.base import TreeSize
+from outrider.drafters.registry import method_of
+from outrider.evaluation.evaluate import compare_greedy
+from outrider.target.model import Target
+from tests.toys.alignment import check_alignment
+from tests.toys.small_training import STEPS, TOKENS, Answer, answer, train
+
+pytestmark = pytest.mark.slow
+NODES = (16, 60)
+RECIPES = sorted((Path(__file__).parents[2] / "recipes" / "smollm2-135m").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def answers(smollm: Target) -> list[Answer]:
+    assert smollm.tokenizer is not None
+    return answer(smollm, [render(smollm.tokenizer, prompt.turns, []) for prompt in load_prompts("eval_math", 4)])
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_trained_served_and_lossless(path: Path, smollm: Target, answers: list[Answer], tmp_path: Path) -> None:
+    recipe = yaml.safe_load(path.read_text())
+    sections = {name: recipe[name] for name in ("drafter", "objective")}
+    method = method_of(recipe["drafter"]["algorithm"])
+    run, directory = train(method.name, smollm, answers, tmp_path, sections=sections)
+    logged = [json.loads(line) for line in (directory.parent / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in logged if row["group"] == "train"]
+    assert len(losses) == STEPS and losses[-1] < 0.7 * losses[0], losses
+
+    with torch.no_grad():
+        assert check_alignment(smollm, run.drafter.eval(), run.samples[:2], run.draft_ids_Vd) > 20
+
+    served = load_drafter(directory).packed(smollm)
+    trees = [] if method.branch is None else [method.branch(served, TreeSize(nodes)) for nodes in NODES]
+    accepted, verdicts = {}, Counter[str]()
+    for name, drafter in {"chain": served, **dict(zip(map(str, NODES), trees, strict=False))}.items():
+        rounds = []
+        for prompt, plain in answers if name == "chain" else answers[:2]:  # large trees take the longest to verify
+            found = generate(smollm, prompt, drafter, rules=StopRules(TOKENS))
+            rounds += found.rounds
+            verdicts[compare_greedy(smollm, prompt, plain, found.tokens)] += 1
+        accepted[name] = sum(r.accepted for r in rounds) / len(rounds)
+    assert not verdicts["mismatch"] and verdicts["tie"] <= 1, verdicts
+    assert min(accepted.values()) > 0.5, f"identity with nothing accepted would say little: {accepted}"

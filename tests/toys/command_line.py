@@ -1,0 +1,35 @@
+"""Shared fixtures: toy targets of every family, random samples, the command line in this process, the real SmolLM2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+import outrider.cli.main as main
+
+Run = Callable[..., tuple[int, str, str]]  # exit status, stdout, stderr
+
+
+def in_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *verb: str) -> Run:
+    """What runs `outrider VERB ARGS` here and gives (exit status, stdout, stderr)."""
+
+    def call(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["outrider", *verb, *map(str, args)])
+        capfd.readouterr()
+        try:
+            main.main()
+            status = 0
+        except SystemExit as exit_:
+            status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        return status, *capfd.readouterr()
+
+    return call
+
+
+def check_error(found: tuple[int, str, str], message: str) -> None:
+    status, _, stderr = found
+    assert status == 2
+    lines = stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], stderr

@@ -1,0 +1,52 @@
+"""EAGLE-3 against a second implementation in numpy; trained equals served; nothing leaks; text is plain decoding's."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.base import BlockInputs, DraftCall
+from outrider.drafters.eagle3 import Eagle3, Eagle3Section, Eagle3Session, configure
+from outrider.drafters.layers import BlockLayout
+from outrider.sampling import SamplingParams, SeededSource, SeenTokens
+from outrider.target.model import Target
+from tests.toys.targets import randomise
+
+
+def make_drafter(target: Target, gamma: int = 4, draft_vocab: int = 97, seed: int = 0) -> Eagle3:
+    """Random, norms away from one, taps of very different scales."""
+    section = Eagle3Section(gamma=gamma, target_layer_ids=[0, 2, 3], draft_vocab_size=draft_vocab)
+    module = Eagle3(configure(section, target))
+    randomise(module, seed)
+    module.tap_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
+    return module
+
+
+def inputs_for(target: Target, lengths: list[int], anchors: list[int], sequence: list[int], gamma: int) -> BlockInputs:
+    """Random taps and tokens around these anchors; returns what the training room would make of them."""
+    generator = torch.Generator().manual_seed(3)
+
+    def tokens(*shape: int) -> Tensor:
+        return torch.randint(4, 97, shape, generator=generator)
+
+    taps_SLD = 5 * torch.randn(sum(lengths), 3, 32, generator=generator)
+    layout = BlockLayout(lengths, torch.tensor(anchors), torch.tensor(sequence))
+    next_tokens_S, previous_NK = tokens(sum(lengths)), tokens(len(anchors), gamma)
+    starts = [0, *itertools.accumulate(lengths)]
+    for n, (anchor, number) in enumerate(zip(anchors, sequence, strict=True)):
+        if anchor:
+            previous_NK[n, 0] = next_tokens_S[starts[number] + anchor - 1]
+
+    def embed(ids: Tensor) -> Tensor:
+        return torch.nn.functional.embedding(ids, target.embed_VD) * target.embed_scale
+
+    return BlockInputs(taps_SLD, next_tokens_S, layout, previous_NK, embed)
+
+
+def call_of(
+    session: Eagle3Session, anchor: int, limit: int | None = None, params: SamplingParams | None = None
+) -> DraftCall:
+    params = params or SamplingParams()
+    return DraftCall(session, anchor, params, SeenTokens(97), SeededSource(params.seed), limit)

@@ -1,0 +1,48 @@
+"""The engine: every output its solo run's, whatever else is in the batch; no block lost; limits obeyed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from outrider.decoding.generate import generate
+from outrider.drafters.dflash import PackedDrafter
+from outrider.drafters.dspark import DSpark, DSparkConfig
+from outrider.engine.batch import Request
+from outrider.engine.engine import Engine
+from outrider.evaluation.evaluate import compare_greedy
+from outrider.target.model import Target
+from tests.toys.targets import randomise, toy_config
+
+
+def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
+    chooser = random.Random(seed)
+    return [[chooser.randrange(4, 97) for _ in range(chooser.randint(1, longest))] for _ in range(count)]
+
+
+def finish(
+    engine: Engine, requests: Sequence[Request], each_step: Callable[[], None] = lambda: None
+) -> dict[str, list[int]]:
+    """Submit all and run until idle."""
+    for request in requests:
+        engine.submit(request)
+    found: dict[str, list[int]] = {request.id: [] for request in requests}
+    while not engine.idle:
+        for output in engine.step():
+            found[output.id] += output.tokens
+        each_step()
+    return found
+
+
+def assert_solo(target: Target, request: Request, tokens: list[int]) -> None:
+    """Greedy tokens are plain decoding's, but for a near-tie of the target's own."""
+    plain = generate(target, request.prompt, None, request.params, request.rules).tokens
+    assert compare_greedy(target, request.prompt, plain, tokens) != "mismatch", request.id
+
+
+def toy_drafter(target: Target, seed: int = 0) -> PackedDrafter:
+    config = toy_config()
+    assert isinstance(config, DSparkConfig)
+    module = DSpark(config)
+    randomise(module, seed)
+    return PackedDrafter(module.eval(), target)

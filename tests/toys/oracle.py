@@ -1,0 +1,104 @@
+"""Drafters made for tests: they propose what a test wants, through the production walk's own data type."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.base import DraftCall
+from outrider.drafters.draft import Proposal
+from outrider.sampling import SamplingParams, warp
+from outrider.target.model import Target
+
+GAMMA = 7
+
+
+def proposal_of(tokens: list[int], probs_KV: Tensor, confidences: list[float]) -> Proposal:
+    """From whole distributions [K, V]."""
+    drafted_with = [probs_KV[k, token].item() for k, token in enumerate(tokens)]
+    return Proposal(tokens, drafted_with, probs_KV.__getitem__, confidences)
+
+
+class _State:
+    """Counts the features it is given: a drafter must hear of every committed token once, and of no other."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.length = capacity, 0
+
+
+class Oracle:
+    """Knows the whole text (prompt and response) and proposes it, spoiling a token now and then.
+
+    It checks the alignment of every round by itself: the anchor must be the token after the committed features.
+    """
+
+    def __init__(self, target: Target, text: Sequence[int], spoil: float, seed: int = 0) -> None:
+        self.target, self.text, self.spoil = target, list(text), spoil
+        self.random = random.Random(seed)
+        self.taps, self.gamma = (1,), GAMMA
+
+    def new_session(self, capacity: int) -> _State:
+        return _State(capacity)
+
+    def extend(self, sessions: Sequence[_State], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
+        assert taps_TLD is not None and len(taps_TLD) == sum(map(len, tokens))
+        for session, part in zip(sessions, tokens, strict=True):
+            assert list(part) == self.text[session.length : session.length + len(part)], "tokens and features differ"
+            session.length += len(part)
+            assert session.length <= session.capacity
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+        return [self._propose(call) for call in calls]
+
+    def _propose(self, call: DraftCall) -> Proposal:
+        tokens = self.block(call.session.length, call.anchor, call.limit)
+        probs_KV = torch.zeros(len(tokens), self.target.vocab_size)
+        probs_KV[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.long)] = 1.0
+        return proposal_of(tokens, probs_KV, [0.9] * len(tokens))
+
+    def block(self, length: int, anchor: int, limit: int | None) -> list[int]:
+        assert self.text[length] == anchor, "the anchor is not the token after the committed features"
+        ahead = self.text[length + 1 : length + 1 + GAMMA][:limit]
+        return [(t + 1) % self.target.vocab_size if self.random.random() < self.spoil else t for t in ahead]
+
+
+class SelfDrafter:
+    """The target drafting for itself at another temperature: exact p_d, and both acceptance and rejection happen."""
+
+    def __init__(self, target: Target, prompt: Sequence[int], temperature: float, gamma: int) -> None:
+        self.target, self.prompt = target, list(prompt)
+        self.params = SamplingParams(temperature=temperature)
+        self.taps, self.gamma = (1,), gamma
+        self.memory: dict[tuple[int, ...], Tensor] = {}
+
+    def new_session(self, capacity: int) -> list[int]:
+        return []
+
+    def extend(self, sessions: Sequence[list[int]], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
+        for session, part in zip(sessions, tokens, strict=True):
+            session.extend(part)
+
+    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+        return [self._propose(call) for call in calls]
+
+    def _propose(self, call: DraftCall) -> Proposal:
+        context = (*call.session, call.anchor)
+        tokens: list[int] = []
+        rows = []
+        for _ in range(min(self.gamma, call.limit or 0)):
+            row = self.row(context)
+            rows.append(row)
+            tokens.append(call.source.choose(row))
+            context = (*context, tokens[-1])
+        return proposal_of(tokens, torch.stack(rows), [])
+
+    def row(self, tokens: tuple[int, ...]) -> Tensor:
+        if tokens not in self.memory:
+            cache = self.target.new_cache(len(tokens))
+            logits = self.target.forward(torch.tensor([tokens]), cache).logits_BTV
+            assert logits is not None
+            self.memory[tokens] = warp(logits[0, -1], self.params)
+        return self.memory[tokens]

@@ -1,0 +1,78 @@
+"""Paged keys and ragged forwards: every request as if it were alone, whatever its blocks and its neighbours."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from outrider.target.model import Target
+from outrider.target.paged import PagedKV, Span
+
+RAGGED_TAPS = (-1, 0, 2, 3, 4)
+BLOCK = 4
+# a's blocks are consecutive, b's shuffled; c's are consecutive but for the last ones, among those of the others.
+BLOCKS = {
+    "a": list(range(20, 36)),
+    "b": [7, 2, 5, 1, 11, 3, 9, 0, 6],
+    "c": [12, 13, 14, 15, 16, 17, 18, 19, 8, 4, 10, 36],
+}
+# Per step and request: tokens kept from before, new tokens, rows with logits. Contexts pass the toys' window of 16.
+STEPS: tuple[dict[str, tuple[int, int, int]], ...] = (
+    {"a": (0, 21, 0), "b": (0, 5, 1)},  # two chunks of prompts
+    {"a": (21, 1, 1), "b": (5, 8, 8), "c": (0, 1, 1)},
+    {"c": (1, 30, 0), "a": (22, 8, 8)},
+    {"a": (25, 8, 3), "b": (13, 1, 1), "c": (31, 1, 1)},  # a: five of the block were rejected
+    {"b": (7, 8, 8), "c": (32, 8, 8), "a": (33, 1, 0)},  # b goes back over the border of a block
+    {"a": (34, 1, 1), "b": (15, 1, 1), "c": (34, 1, 1)},  # all alike: single tokens
+    {"c": (0, 12, 2), "b": (16, 20, 20)},  # c starts anew in its old blocks
+)
+
+
+def run_alone(target: Target) -> tuple[list[Tensor], list[list[int]]]:
+    """Each request through `Target.forward` with a cache of its own; all rows in order, and the tokens used."""
+    generator = torch.Generator().manual_seed(5)
+    caches = {name: target.new_cache(64) for name in BLOCKS}
+    rows, tokens = [], []
+    for step in STEPS:
+        for name, (past, new, logits) in step.items():
+            drawn = torch.randint(4, target.vocab_size, (1, new), generator=generator)
+            caches[name].rollback(past)
+            output = target.forward(drawn, caches[name], RAGGED_TAPS, logits)
+            assert output.taps_BTLD is not None
+            rows += [output.hidden_BTD[0], output.taps_BTLD[0]]
+            rows += [] if output.logits_BTV is None else [output.logits_BTV[0]]
+            tokens.append(drawn[0].tolist())
+    return rows, tokens
+
+
+def run_ragged(target: Target, tokens: list[list[int]], blocks: dict[str, list[int]]) -> list[Tensor]:
+    """The same, all requests of a step in one pass."""
+    kv = PagedKV(target, 37, BLOCK)
+    for pool in chain.from_iterable(kv.pools):
+        pool.fill_(torch.nan)  # a slot that is read before it is written shows
+    rows, left = [], iter(tokens)
+    for step in STEPS:
+        spans = [Span(next(left), past, blocks[name], logits) for name, (past, _, logits) in step.items()]
+        output = target.forward_ragged(spans, kv, RAGGED_TAPS)
+        assert output.taps_TLD is not None
+        at, wanted = 0, 0
+        for span in spans:
+            rows += [output.hidden_TD[at : at + len(span.tokens)], output.taps_TLD[at : at + len(span.tokens)]]
+            at += len(span.tokens)
+            if span.logits:
+                assert output.logits_NV is not None
+                rows.append(output.logits_NV[wanted : wanted + span.logits])
+                wanted += span.logits
+        assert at == len(output.hidden_TD) and (output.logits_NV is None or wanted == len(output.logits_NV))
+    return rows
+
+
+def ragged_difference(target: Target, blocks: dict[str, list[int]] = BLOCKS) -> float:
+    """Of any number, relative to the largest of its tensor where that is above one (Gemma's taps are)."""
+    alone, tokens = run_alone(target)
+    together = run_ragged(target, tokens, blocks)
+    assert [x.shape for x in alone] == [x.shape for x in together]
+    differences = [(x - y).abs().max() / x.abs().max().clamp(min=1) for x, y in zip(alone, together, strict=True)]
+    return float(torch.stack(differences).nan_to_num(torch.inf).max())

@@ -1,0 +1,59 @@
+"""What two ranks do in tests/test_bench_engines.py: `torchrun --nproc-per-node 2 tests/share_worker.py TOY OUT`.
+
+TOY holds target/, drafter/ and tasks.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from outrider.backends.transformers import load_causal_lm
+from outrider.checkpoints.checkpoint import load_drafter
+from outrider.evaluation.evaluate import EvaluationConfig, evaluate
+from outrider.loadtest.load import mixed_prompts
+from outrider.loadtest.metrics import Journal, Sla
+from outrider.loadtest.sources import LocalSource, Source, engine_config, local_engines, transformers_source
+from outrider.loadtest.sweep import Sweep, Workload, run_workload
+from outrider.loadtest.variants import build_variant
+from outrider.target.model import load_target
+from outrider.utils.distributed import Ranks, join
+from tests.toys.tokenizer import byte_tokenizer
+
+NEW = 6  # tokens of a response
+
+
+def work(toy: Path, out: Path, ranks: Ranks) -> None:
+    """An evaluation, and benchmarks of transformers and of our engine, their conversations shared by the ranks."""
+    target = load_target(toy / "target")
+    drafter = load_drafter(toy / "drafter").packed(target)
+    config = EvaluationConfig(max_new_tokens=NEW, warmup_tokens=2)
+    results = evaluate(target, drafter, [str(toy / "tasks.jsonl")], config, ranks=ranks)
+    (out / f"results{ranks.rank}.json").write_text(results.model_dump_json())
+
+    prompts = mixed_prompts(byte_tokenizer(), [str(toy / "tasks.jsonl")], 4, seed=0)
+    model = load_causal_lm(str(toy / "target"), "cpu", torch.float32)
+    theirs = transformers_source(model, sorted(target.eos_ids), 3, None)
+    measure(theirs, ("none", "prompt-lookup"), Workload(prompts, 2, NEW), out / "transformers", ranks)
+
+    load, names = Workload(prompts, 2, NEW), ("none", "fixed-2")
+    variants = [build_variant(name, drafter.gamma, None, None) for name in names]
+    engines = local_engines(target, drafter, variants, lambda users: engine_config(load.longest + NEW, int(users), 64))
+    measure(LocalSource(target, engines), names, load, out / "local", ranks)
+
+
+def measure(source: Source, variants: tuple[str, ...], load: Workload, out: Path, ranks: Ranks) -> None:
+    """Five requests of every variant, one user per rank."""
+    sweep = Sweep("closed", (ranks.world,), variants, 1, 5, None, NEW, Sla(600.0, 0.0), warmup_tokens=2)
+    journal = ranks.from_main(lambda: Journal(out, {}))
+    run_workload(sweep, source, load, byte_tokenizer(), False, journal, ranks, lambda *_: None)
+    (out / f"prompts{ranks.rank}.json").write_text(json.dumps(load.prompts))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with join("cpu") as ranks:
+        work(Path(sys.argv[1]), Path(sys.argv[2]), ranks)

@@ -1,0 +1,66 @@
+"""Our DFlash against z-lab's own PyTorch model (`dflash` 0.1.0), from the checkpoint we write.
+
+The reference loads our directory with its own `from_pretrained`: every tensor consumed, none missing. Then the same
+taps and anchors go through both: served (cache growing round by round), trained (all anchors at once), and whole
+decoding against the reference's `dflash_generate`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from dflash.model import DFlashDraftModel, _crop_to
+from torch import Tensor
+
+from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
+from outrider.drafters.dflash import DFlash
+from outrider.target.model import Target
+from tests.toys.targets import randomise, toy_config
+
+TOLERANCE = 1e-4
+ROUNDS = (9, 1, 4, 2, 1, 3, 4, 1, 2)  # committed tokens before each block: the prompt, then accepted + 1
+WINDOW = {"sliding_window": 7}  # shorter than the context, longer than the block of 4
+KINDS = {**WINDOW, "layer_types": ("sliding_attention", "full_attention")}
+SIGHTS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "window": WINDOW,
+    "causal": {"is_causal": True},
+    "a window in one layer": KINDS,
+    "a causal window in one layer": {**KINDS, "is_causal": None},
+}
+
+
+def saved(directory: Path, sights: str, **changes: float) -> DFlash:
+    """A random drafter with non-unit norms and tap scales, written to `directory`."""
+    drafter = DFlash(toy_config(dspark=False, **SIGHTS[sights], **changes))
+    randomise(drafter)
+    drafter.tap_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
+    save_drafter(Checkpoint(drafter), directory)
+    return drafter.eval().requires_grad_(False)
+
+
+def reference(directory: Path) -> DFlashDraftModel:
+    """The reference's own loader on our directory, which must consume every tensor."""
+    model, info = DFlashDraftModel.from_pretrained(directory, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+    assert not info.get("error_msgs")
+    return model.eval().requires_grad_(False)
+
+
+def reference_block(
+    model: DFlashDraftModel, target: Target, taps_TLD: Tensor, anchor: int, start: int, cache: Any = None
+) -> Tensor:
+    """One draft block as `dflash_generate` runs it; the block is cropped from the cache afterwards."""
+    tokens = torch.tensor([[anchor] + [model.mask_token_id] * (model.block_size - 1)])
+    hidden = model(
+        target_hidden=taps_TLD.flatten(-2)[None],
+        noise_embedding=torch.nn.functional.embedding(tokens, target.embed_VD),
+        position_ids=torch.arange(start - len(taps_TLD), start + model.block_size)[None],
+        past_key_values=cache,
+        use_cache=cache is not None,
+    )[0, 1:]
+    if cache is not None:
+        _crop_to(cache, start)
+    return hidden

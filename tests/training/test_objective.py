@@ -1,0 +1,211 @@
+"""The chunked objective against the same formula written densely with autograd."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import outrider.training.loss as objective_chunks
+import outrider.training.loss as objective_rows
+from outrider.training.loss import ObjectiveConfig, TargetView, objective
+
+V, VD, H, R, N = 29, 17, 8, 5, 41
+
+
+def case(seed: int = 0) -> tuple[dict[str, Tensor], Tensor, Tensor, TargetView]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    trained = {"hidden": rand(N, H), "latent": rand(N, R), "w2": rand(VD, R), "confidence": rand(N)}
+    head_full, target_hidden = rand(V, H), rand(N, H)
+    ids = torch.arange(0, 2 * VD, 2) % V
+    ids = torch.unique(ids)[:VD]
+    logits = target_hidden @ head_full.T
+    labels = torch.randint(-1, VD, (N,), generator=generator)
+    argmax = torch.randint(-1, VD, (N,), generator=generator)
+    view = TargetView(target_hidden, logits.logsumexp(-1), labels, argmax)
+    return trained, head_full[ids], logits.softmax(-1)[:, ids], view
+
+
+def dense(
+    trained: dict[str, Tensor], head: Tensor, p_t: Tensor, view: TargetView, w: Tensor, c: ObjectiveConfig
+) -> Tensor:
+    z = trained["hidden"] @ head.T + trained["latent"] @ trained["w2"].T
+    p_d = z.softmax(-1)
+    distance = (p_d - p_t).abs().sum(-1) + (1 - p_t.sum(-1))
+    known = view.labels_N >= 0
+    ce = -z.log_softmax(-1).gather(1, view.labels_N.clamp(min=0)[:, None])[:, 0] * known
+    label = (1 - distance / 2).detach()
+    bce = F.binary_cross_entropy_with_logits(trained["confidence"], label, reduction="none")
+    return (w * (c.ce * ce + c.tv * distance + c.confidence * bce)).sum() / w.sum()
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+@pytest.mark.parametrize("scratch", [3, 64])
+def test_loss_and_gradients_equal_the_dense_formula(chunk: int, scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objective_chunks, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(objective_chunks, "CHUNK_BYTES", chunk * 2 * VD * 8)
+    monkeypatch.setattr(objective_rows, "_SCRATCH_BYTES", scratch * VD * 4)
+    trained, head, p_t, view = case()
+    config = ObjectiveConfig(ce=0.3, tv=0.9, confidence=0.7)
+    weights = torch.rand(N, dtype=torch.float64)
+    ours = {k: v.clone().requires_grad_() for k, v in trained.items()}
+    theirs = {k: v.clone().requires_grad_() for k, v in trained.items()}
+    output = objective(ours["hidden"], ours["latent"], ours["w2"], ours["confidence"], head, view, weights, config)
+    expected = dense(theirs, head, p_t, view, weights, config)
+    torch.testing.assert_close(output.loss, expected, atol=1e-12, rtol=1e-12)
+    (3 * output.loss).backward()
+    (3 * expected).backward()
+    for name in trained:
+        torch.testing.assert_close(ours[name].grad, theirs[name].grad, atol=1e-12, rtol=1e-10)
+
+
+def dense_candidates(
+    trained: dict[str, Tensor], head: Tensor, p_t: Tensor, view: TargetView, w: Tensor, c: ObjectiveConfig, count: int
+) -> tuple[Tensor, Tensor]:
+    """The loss, and acceptance among the candidates, from whole logits."""
+    unary = trained["hidden"] @ head.T
+    kept = torch.zeros_like(unary, dtype=torch.bool).scatter(1, unary.topk(count).indices, True)
+    among = (unary + trained["latent"] @ trained["w2"].T).masked_fill(~kept, -torch.inf)
+    known, label = view.labels_N >= 0, view.labels_N.clamp(min=0)[:, None]
+    total, overlap = torch.zeros_like(w), torch.zeros_like(w)
+    for z, has_ce in ((unary, known), (among, known & kept.gather(1, label)[:, 0])):
+        distance = (z.softmax(-1) - p_t).abs().sum(-1) + (1 - p_t.sum(-1))
+        ce = torch.where(has_ce, -z.log_softmax(-1).gather(1, label)[:, 0], 0.0)
+        total, overlap = total + c.ce * ce + c.tv * distance, 1 - distance / 2
+    bce = F.binary_cross_entropy_with_logits(trained["confidence"], overlap.detach(), reduction="none")
+    return (w * (total + c.confidence * bce)).sum() / w.sum(), overlap
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(("count", "chunk"), [(1, 64), (4, 7), (VD, 64)])
+def test_candidates_have_the_dense_loss_and_gradients(
+    count: int, chunk: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objective_chunks, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(objective_chunks, "CHUNK_BYTES", chunk * 2 * VD * 8)
+    trained, head, p_t, view = case(4)
+    if softcap is not None:  # every token can be drafted, so that their logits are the whole distribution
+        logits = torch.tanh(view.hidden_ND @ head.T / softcap) * softcap
+        view, p_t = replace(view, lse_N=logits.logsumexp(-1), softcap=softcap), logits.softmax(-1)
+    config, weights = ObjectiveConfig(ce=0.3, tv=0.9, confidence=0.7), torch.rand(N, dtype=torch.float64)
+    ours = {k: v.clone().requires_grad_() for k, v in trained.items()}
+    theirs = {k: v.clone().requires_grad_() for k, v in trained.items()}
+    heads = ours["latent"], ours["w2"], ours["confidence"]
+    output = objective(ours["hidden"], *heads, head, view, weights, config, candidates=count)
+    expected, overlap = dense_candidates(theirs, head, p_t, view, weights, config, count)
+    torch.testing.assert_close(output.loss, expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(output.acceptance_N, overlap, atol=1e-12, rtol=1e-12)
+    (3 * output.loss).backward()
+    (3 * expected).backward()
+    for name in trained:
+        torch.testing.assert_close(ours[name].grad, theirs[name].grad, atol=1e-12, rtol=1e-10)
+
+
+def test_acceptance_is_the_overlap_of_the_distributions() -> None:
+    trained, head, p_t, view = case(1)
+    output = objective(
+        trained["hidden"], trained["latent"], trained["w2"], None, head, view, torch.ones(N), ObjectiveConfig()
+    )
+    p_d = (trained["hidden"] @ head.T + trained["latent"] @ trained["w2"].T).softmax(-1)
+    torch.testing.assert_close(output.acceptance_N, torch.minimum(p_d, p_t).sum(-1), atol=1e-12, rtol=1e-12)
+
+
+def test_without_heads_only_the_backbone_gets_a_gradient() -> None:
+    trained, head, _, view = case(2)
+    hidden = trained["hidden"].requires_grad_()
+    objective(hidden, None, None, None, head, view, torch.ones(N), ObjectiveConfig(ce=1, tv=0)).loss.backward()
+    assert hidden.grad is not None and hidden.grad.abs().sum() > 0
+
+
+def test_soft_capped_targets() -> None:
+    trained, head, _, view = case(3)
+    logits = torch.tanh(view.hidden_ND @ head.T / 5) * 5
+    capped = TargetView(view.hidden_ND, logits.logsumexp(-1), view.labels_N, view.argmax_N, softcap=5.0)
+    output = objective(trained["hidden"], None, None, None, head, capped, torch.ones(N), ObjectiveConfig())
+    p_d = (trained["hidden"] @ head.T).softmax(-1)
+    torch.testing.assert_close(output.acceptance_N, torch.minimum(p_d, logits.softmax(-1)).sum(-1))
+
+
+def test_position_weights_decay() -> None:
+    weights = ObjectiveConfig(decay=4.0).position_weights(3, torch.device("cpu"))
+    torch.testing.assert_close(weights, torch.exp(-torch.tensor([0.0, 1.0, 2.0]) / 4))
+
+
+class Allocations(TorchDispatchMode):
+    """The largest tensor, in bytes, that any operation inside returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, Tensor):
+                self.largest = max(self.largest, tensor.nbytes)
+        return out
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(2048, 512), (64, 16384)])
+def test_no_tensor_is_larger_than_half_the_budget(rows: int, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever N and V are; with a float32 head held in bfloat16, no float32 copy of it is made either."""
+    budget = 2**20
+    monkeypatch.setattr(objective_chunks, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(objective_chunks, "CHUNK_BYTES", budget)
+    monkeypatch.setattr(objective_chunks, "TILE_BYTES", budget // 8)
+    hidden = torch.randn(rows, H, requires_grad=True)
+    head = torch.randn(vocab, H).bfloat16()
+    labels = torch.zeros(rows, dtype=torch.long)
+    view = TargetView(torch.randn(rows, H), torch.randn(rows) + 9, labels, labels)
+    with Allocations() as seen:
+        objective(hidden, None, None, None, head, view, torch.ones(rows), ObjectiveConfig()).loss.backward()
+    assert budget // 4 < seen.largest <= budget // 2
+
+
+def test_chunks_are_equal_and_inside_the_budget() -> None:
+    rows = objective_chunks.chunk_rows(3584, 151_936, 4)
+    assert 16 <= rows <= objective_chunks.CHUNK_BYTES // (8 * 151_936)
+    assert objective_chunks.chunk_rows(784, 12_288, 4) == 784
+    assert objective_chunks.chunk_rows(10**6, 10**8, 4) == 16  # never fewer, whatever the vocabulary
+
+
+def test_a_head_in_another_type_gives_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objective_chunks, "TILE_BYTES", 5 * H * 8)
+    trained, head, _, view = case(4)
+    narrow = head.bfloat16()
+    results = []
+    for held in (narrow, narrow.double()):
+        leaves = {k: v.clone().requires_grad_() for k, v in trained.items()}
+        arguments = (leaves["hidden"], leaves["latent"], leaves["w2"], leaves["confidence"], held, view)
+        objective(*arguments, torch.ones(N), ObjectiveConfig()).loss.backward()
+        results.append([leaf.grad for leaf in leaves.values()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-13, rtol=1e-11)
+
+
+def test_bfloat16_logits_keep_their_precision_where_probability_is() -> None:
+    """Logits near 60: plain bfloat16 would be off by 0.2; centred ones give acceptance to a percent."""
+    generator = torch.Generator().manual_seed(5)
+    rows, vocab, width = 64, 300, 32
+    head = torch.randn(vocab, width, generator=generator).bfloat16().float()
+    hidden = (torch.randn(rows, width, generator=generator) * 4).bfloat16().float()
+    target = (hidden + torch.randn(rows, width, generator=generator) * 0.2).bfloat16().float()
+    logits = target @ head.T
+    assert logits.amax(-1).mean() > 40
+    argmax = logits.argmax(-1)
+    argmax[::5] = -1  # those rows find a reference of their own
+    view = TargetView(target, logits.logsumexp(-1), argmax, argmax)
+    exact, rounded = (
+        objective(hidden, None, None, None, head, view, torch.ones(rows), ObjectiveConfig(), dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert 0.1 < exact.acceptance_N.mean() < 0.95
+    assert (exact.acceptance_N - rounded.acceptance_N).abs().max() < 0.02
+    plain = torch.minimum((hidden.bfloat16() @ head.bfloat16().T).float().softmax(-1), logits.softmax(-1)).sum(-1)
+    assert (exact.acceptance_N - plain).abs().max() > 0.04

@@ -1,0 +1,56 @@
+"""The Triton kernel against the torch row reduction: in Triton's interpreter, compiled for a GPU, and on one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.training.loss import reduce_rows, row_reducer
+
+CASES = Path(__file__).parents[1] / "toys" / "triton_cases.py"
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from outrider.training.loss_triton import _rows
+
+scalars = "lse:*fp32 label:*i64 argmax:*i64 ce_weight:*fp32 tv_weight:*fp32 ce:*fp32 distance:*fp32 agreement:*i8"
+for kind in ("fp32", "bf16"):
+    types = dict(pair.split(":") for pair in f"z:*{kind} t:*{kind} shift:*{kind} {scalars}".split())
+    signature = {f"{name}_ptr": kind for name, kind in types.items()} | {"V": "i32", "softcap": "fp32"}
+    constants = {"CAPPED": True, "NEEDS_GRAD": True, "BLOCK": 4096}
+    source = ASTSource(fn=_rows, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+    assert compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["cubin"]
+"""
+
+
+def run(*arguments: str, **environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *arguments], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_interpreted_kernel_equals_the_reference() -> None:
+    pytest.importorskip("triton", reason="Triton has packages for Linux only")
+    run(str(CASES), "cpu", TRITON_INTERPRET="1")
+
+
+def test_the_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton has packages for Linux only")
+    run("-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_kernel_equals_the_reference_on_a_gpu() -> None:
+    assert row_reducer(torch.empty(1, 1, device="cuda")) is not reduce_rows
+    run(str(CASES), "cuda")
+
+
+def test_the_cpu_takes_the_reference() -> None:
+    assert row_reducer(torch.empty(1, 1)) is reduce_rows

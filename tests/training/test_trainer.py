@@ -1,0 +1,183 @@
+"""The training loop on toy models: it learns, resumes exactly and leaves nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import outrider.checkpoints.checkpoint as checkpoint_module
+from outrider.checkpoints.checkpoint import load_drafter
+from outrider.drafters.base import Serving
+from outrider.drafters.dflash import PackedDrafter, initialize_block
+from outrider.drafters.dspark import DSpark
+from outrider.training.batches import build_batch
+from outrider.training.features import FeatureSource
+from outrider.training.trainer import Trainer, learning_rate
+from outrider.training.watch import held_out_metrics
+from tests.toys.targets import randomise, toy_config, toy_samples, toy_target
+from tests.toys.training import OPTIMIZER, make_run, recipe
+
+
+@pytest.mark.parametrize(("head", "anchors"), [("vanilla", "random"), ("rnn", "random"), ("vanilla", "blocks")])
+def test_a_killed_and_resumed_run_ends_with_the_same_weights(tmp_path: Path, head: str, anchors: str) -> None:
+    target, optimizer = toy_target(), {**OPTIMIZER, "anchors": anchors}
+    whole = make_run(target, head)
+    Trainer(recipe(tmp_path / "whole", optimizer=optimizer), whole).train()
+    Trainer(recipe(tmp_path / "parts", optimizer=optimizer), make_run(target, head)).train(stop_after=7)
+    resumed = make_run(target, head)
+    # another memory budget: features are recomputed, not remembered
+    Trainer(recipe(tmp_path / "parts", optimizer=optimizer, feature_cache_gb=0.0), resumed).train()
+    for name, tensor in whole.drafter.state_dict().items():
+        assert torch.equal(tensor, resumed.drafter.state_dict()[name]), name
+    lines = [
+        [json.loads(line) for line in (tmp_path / part / "metrics.jsonl").read_text().splitlines()]
+        for part in ("whole", "parts")
+    ]
+    for line in [*lines[0], *lines[1]]:
+        line.pop("seconds", None)
+    held = [[line for line in part if line["group"] == "train"] for part in lines]
+    assert held[0] == held[1], "metrics.jsonl has every step once, with the same figures"
+
+
+def test_training_learns_and_the_checkpoint_serves(tmp_path: Path) -> None:
+    target = toy_target()
+    run = make_run(target)
+    run.held_out = run.samples[:3]  # random text can be learnt by heart, not generalised
+    trainer = Trainer(recipe(tmp_path, optimizer={"steps": 80, "sequences_per_step": 4, "learning_rate": 1e-2}), run)
+    before = trainer.evaluate()["loss"]
+    after = trainer.train()
+    assert after["loss"] < before - 0.1
+    checkpoint = load_drafter(tmp_path / "drafter")
+    assert checkpoint.metadata["step"] == 80 and checkpoint.metadata["held_out"] == after
+    assert checkpoint.draft_ids_Vd is not None and torch.equal(checkpoint.draft_ids_Vd, run.draft_ids_Vd)
+    served = PackedDrafter(checkpoint.drafter, target, Serving(checkpoint.draft_ids_Vd))
+    direct = PackedDrafter(run.drafter, target, Serving(run.draft_ids_Vd))
+    taps = torch.randn(6, 3, 32)
+    blocks = []
+    for packed in (served, direct):
+        session = packed.new_session(16)
+        packed.extend([session], [[0] * 6], taps)
+        blocks.append(packed.block_hidden([session], [5]))
+    torch.testing.assert_close(*blocks, atol=1e-5, rtol=1e-5)
+    assert any((tmp_path / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma", "gemma2"])
+def test_other_families_train_from_noise(tmp_path: Path, family: str) -> None:
+    run = make_run(toy_target(family))
+    metrics = Trainer(recipe(tmp_path), run).train(stop_after=3)
+    assert metrics["loss"] > 0 and load_drafter(tmp_path / "drafter").metadata["step"] == 3
+
+
+def test_other_responses_may_not_resume(tmp_path: Path) -> None:
+    target = toy_target()
+    Trainer(recipe(tmp_path), make_run(target)).train(stop_after=2)
+    other = make_run(target)
+    other.samples = other.samples[1:]
+    with pytest.raises(ValueError, match=r"samples_sha256 differ"):
+        Trainer(recipe(tmp_path), other).train()
+
+
+def test_a_loss_that_is_not_finite_stops_training_and_keeps_the_checkpoint(tmp_path: Path) -> None:
+    run = make_run(toy_target())
+    Trainer(recipe(tmp_path), run).train(stop_after=4)
+    saved = (tmp_path / "state" / "state.safetensors").read_bytes()
+    broken = make_run(toy_target())
+    trainer = Trainer(recipe(tmp_path), broken)
+    broken.objective.head_VH = broken.objective.head_VH * torch.nan
+    with pytest.raises(ValueError, match=r"loss is nan at step 4.*Lower optimizer\.learning_rate"):
+        trainer.train()
+    assert (tmp_path / "state" / "state.safetensors").read_bytes() == saved
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(toy_target())
+    Trainer(recipe(tmp_path), run).train(stop_after=4)
+    before = sorted(p.name for p in tmp_path.iterdir())
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_module, "save_file", full)
+    with pytest.raises(OSError, match=r"the disk is full: nothing was saved to .*drafter"):
+        Trainer(recipe(tmp_path), make_run(toy_target())).train()
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    assert load_drafter(tmp_path / "drafter").metadata["step"] == 4
+
+
+def test_another_recipe_may_not_resume(tmp_path: Path) -> None:
+    target = toy_target()
+    Trainer(recipe(tmp_path), make_run(target)).train(stop_after=2)
+    with pytest.raises(ValueError, match=r"another recipe or version \(seed differ\)"):
+        Trainer(recipe(tmp_path, seed=5), make_run(target)).train()
+
+
+def test_a_state_from_before_a_field_was_there_goes_on(tmp_path: Path) -> None:
+    Trainer(recipe(tmp_path), make_run(toy_target())).train(stop_after=2)
+    path = tmp_path / "state" / "state.json"
+    state = json.loads(path.read_text())
+    for name in ("layer_types", "is_causal"):
+        del state["settings"]["drafter"][name]
+    path.write_text(json.dumps(state))
+    trainer = Trainer(recipe(tmp_path), make_run(toy_target()))
+    trainer.train()
+    assert load_drafter(tmp_path / "drafter").metadata["step"] == trainer.recipe.optimizer.steps
+    state["settings"]["drafter"]["is_causal"] = True
+    path.write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=r"another recipe or version \(drafter differ\)"):
+        Trainer(recipe(tmp_path), make_run(toy_target())).train()
+
+
+def test_other_anchors_may_not_resume(tmp_path: Path) -> None:
+    Trainer(recipe(tmp_path), make_run(toy_target())).train(stop_after=2)
+    stored = json.loads((tmp_path / "state" / "state.json").read_text())["settings"]["optimizer"]
+    assert "anchors" not in stored, "as in states from before there was a choice, which go on"
+    with pytest.raises(ValueError, match=r"another recipe or version \(optimizer differ\)"):
+        Trainer(recipe(tmp_path, optimizer={**OPTIMIZER, "anchors": "blocks"}), make_run(toy_target())).train()
+
+
+def test_features_are_bounded_and_do_not_depend_on_the_bound() -> None:
+    target, samples = toy_target(), toy_samples(6)
+    scale = torch.tensor([1.0, 2.0, 3.0])
+    wide = FeatureSource(target, samples, (0, 2, 3), scale, 2**30)
+    narrow = FeatureSource(target, samples, (0, 2, 3), scale, 1)
+    for index in (0, 1, 2, 0, 5, 1):
+        a, b = wide[index], narrow[index]
+        assert torch.equal(a.taps_SLD, b.taps_SLD) and torch.equal(a.lse_R, b.lse_R)
+    assert len(narrow._kept) == 1 and len(wide._kept) == 4
+
+
+def test_learning_rate_warms_up_and_ends_at_zero() -> None:
+    config = recipe(Path("x"), optimizer={"steps": 100, "learning_rate": 1.0, "warmup_fraction": 0.1}).optimizer
+    rates = [learning_rate(s, config) for s in range(101)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1.0 and rates[100] == pytest.approx(0)
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_initialisation_copies_the_last_layers(family: str) -> None:
+    target = toy_target(family)
+    drafter = DSpark(toy_config(intermediate_size=48))
+    randomise(drafter)
+    initialize_block(drafter, target, [s.tokens for s in toy_samples(2)])
+    theirs = target.model.model.layers[-2]
+    layer = drafter.layers[0]
+    assert torch.equal(layer.mlp.down_proj.weight, theirs.mlp.down_proj.weight)
+    expected = theirs.self_attn.q_norm.weight if family == "qwen3" else layer.self_attn.q_norm.weight.mean()
+    torch.testing.assert_close(layer.self_attn.q_norm.weight, expected.expand(8))
+
+
+def test_held_out_metrics_are_products_of_agreement() -> None:
+    run = make_run(toy_target())
+    trainer = Trainer(recipe(Path("unused")), run)
+    metrics = trainer.evaluate()
+    assert 1 <= metrics["expected_length_greedy"] <= 1 + run.drafter.config.gamma
+    assert held_out_metrics(
+        run.drafter,
+        run.objective,
+        [build_batch([(0, [9])], run.held_out, [trainer.held_out[0]], run.drafter.config.gamma)],
+    )
