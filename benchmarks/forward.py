@@ -171,14 +171,16 @@ def bench_forward(
         view.add_row(str(point.tokens), *cells, f"{point.packed[1] / one:.2f}x", f"{1 / point.packed[1]:.1f}")
     console.print(view)
     trees = tree_curve(loaded, context, repeats)
-    beside = Table(title="anchor and drafts as a tree (two children per node) or a chain: milliseconds, median")
+    comparable_fields = Table(
+        title="anchor and drafts as a tree (two children per node) or a chain: milliseconds, median"
+    )
     for heading in ("drafts", "tree", "chain", "tree / chain of 7", "keep the path"):
-        beside.add_column(heading, justify="right", no_wrap=True)
+        comparable_fields.add_column(heading, justify="right", no_wrap=True)
     for branched in trees:
         cells = [f"{q[1] * 1e3:.1f} ({q[0] * 1e3:.1f}-{q[2] * 1e3:.1f})" for q in (branched.tree, branched.chain)]
         ratio = f"{branched.tree[1] / trees[0].chain[1]:.2f}x"
-        beside.add_row(str(branched.nodes), *cells, ratio, f"{branched.keep[1] * 1e3:.2f}")
-    console.print(beside)
+        comparable_fields.add_row(str(branched.nodes), *cells, ratio, f"{branched.keep[1] * 1e3:.2f}")
+    console.print(comparable_fields)
     plain = plain_against_transformers(loaded, repeats=min(repeats, 5))
     console.print(
         f"plain decoding: outrider {plain['outrider']:.1f} tok/s, "

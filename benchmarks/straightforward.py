@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from outrider.drafters.dflash import BlockAttention, DFlash, DraftLayer
 from outrider.drafters.dspark import DSpark
-from outrider.drafters.layers import Sight, rope_table
+from outrider.drafters.layers import AttentionPattern, rope_table
 from outrider.target.lean import rotate
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch
@@ -112,8 +112,8 @@ class StraightforwardObjective:
         """The backbone's normed prediction rows [N, gamma, H], from one padded batch."""
         layout, K = batch.layout, drafter.config.block_size
         counts = torch.bincount(layout.sequence_N, minlength=len(layout.lengths)).tolist()
-        taps = [taps.flatten(-2) for taps in batch.taps_SLD.float().split(layout.lengths)]
-        context_BSH = drafter.hidden_norm(drafter.fc(pad_sequence(taps, batch_first=True)).float())
+        aux_layers = [aux_layers.flatten(-2) for aux_layers in batch.aux_SLD.float().split(layout.lengths)]
+        context_BSH = drafter.hidden_norm(drafter.fc(pad_sequence(aux_layers, batch_first=True)).float())
         embedded = F.embedding(drafter.block_tokens(batch.previous_NK[:, 0]), self.target.embed_VD).float()
         embedded_NKH = embedded * self.target.embed_scale
         x_BPH = pad_sequence(list(embedded_NKH.split(counts)), batch_first=True).flatten(1, 2)
@@ -121,10 +121,10 @@ class StraightforwardObjective:
         slots_S = torch.arange(context_BSH.shape[1], device=x_BPH.device)
         rows_BP = (anchors_Bn[..., None] + torch.arange(K, device=x_BPH.device)).flatten(1)
         E, theta = drafter.config.head_dim, drafter.config.rope_theta
-        ropes = rope_table(rows_BP, E, theta), rope_table(slots_S.expand(len(taps), -1), E, theta)
+        ropes = rope_table(rows_BP, E, theta), rope_table(slots_S.expand(len(aux_layers), -1), E, theta)
         for layer in drafter.layers:
             assert isinstance(layer, DraftLayer)
-            mask_BPJ = dense_mask(anchors_Bn, context_BSH.shape[1], K, layer.self_attn.sight)
+            mask_BPJ = dense_mask(anchors_Bn, context_BSH.shape[1], K, layer.self_attn.pattern)
             attended = _attend(layer.self_attn, layer.input_layernorm(x_BPH), context_BSH, mask_BPJ, *ropes)
             x_BPH = x_BPH + attended
             x_BPH = x_BPH + layer.mlp(layer.post_attention_layernorm(x_BPH))
@@ -133,18 +133,18 @@ class StraightforwardObjective:
         return drafter.norm(x_NKH[:, -drafter.config.gamma :])
 
 
-def dense_mask(anchors_Bn: Tensor, slots: int, rows: int, sight: Sight) -> Tensor:
+def dense_mask(anchors_Bn: Tensor, slots: int, rows: int, pattern: AttentionPattern) -> Tensor:
     """[B, P, S + P]: True where a block row sees a context slot (before its anchor) or a row of its own block."""
     B, n = anchors_Bn.shape
     device = anchors_Bn.device
     slots_S = torch.arange(slots, device=device)
     context = (slots_S < anchors_Bn[..., None])[:, :, None].expand(-1, -1, rows, -1)
-    if sight.window is not None:
+    if pattern.window is not None:
         positions = anchors_Bn[..., None, None] + torch.arange(rows, device=device)[:, None]
-        context = context & (positions - slots_S < sight.window)
+        context = context & (positions - slots_S < pattern.window)
     blocks = torch.arange(n * rows, device=device) // rows
     own = blocks[:, None] == blocks
-    if sight.causal:
+    if pattern.causal:
         own = own.tril()
     return torch.cat((context.flatten(1, 2), own.expand(B, -1, -1)), dim=-1)
 

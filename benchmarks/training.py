@@ -71,8 +71,8 @@ def training_speed(
     """
     contest = Contest.of(recipe, target, samples)
     drafter, schedule, frozen = contest.drafter, contest.schedule, contest.frozen
-    taps = drafter.config.target_layer_ids
-    features = FeatureSource(target, samples, taps, drafter.tap_scale_L, 2**40)
+    aux_layers = drafter.config.target_layer_ids
+    features = FeatureSource(target, samples, aux_layers, drafter.aux_scale_L, 2**40)
     batches = []
     for step in range(_WARM_UP + steps):
         chosen = schedule.step(step)
@@ -202,9 +202,9 @@ def run_speed(
         ValueError: too few samples for one step.
     """
     contest = Contest.of(recipe, target, samples)
-    taps, scale_L = contest.drafter.config.target_layer_ids, contest.drafter.tap_scale_L
-    memory = FeatureSource(target, samples, taps, scale_L, 2**40)
-    known = FeatureSource(target, samples, taps, scale_L, 2**40)  # for the other side's batches, not timed
+    aux_layers, scale_L = contest.drafter.config.target_layer_ids, contest.drafter.aux_scale_L
+    memory = FeatureSource(target, samples, aux_layers, scale_L, 2**40)
+    known = FeatureSource(target, samples, aux_layers, scale_L, 2**40)  # for the other side's batches, not timed
     theirs = stepper(StraightforwardObjective(*contest.frozen, precision), copy.deepcopy(contest.drafter), recipe)
     ours = stepper(
         partial(block_loss, BlockObjective(*contest.frozen, precision)), copy.deepcopy(contest.drafter), recipe

@@ -43,10 +43,10 @@ def drafts(checkpoint: Checkpoint, target: Target) -> list[list[int]]:
     found: list[list[int]] = []
     for length, seed in ((9, 1), (1, 2), (14, 3)):
         generator = torch.Generator().manual_seed(seed)
-        taps_TLD = 3 * torch.randn(length, len(drafter.taps), 32, generator=generator)
+        aux_TLD = 3 * torch.randn(length, len(drafter.aux_layers), 32, generator=generator)
         tokens: Sequence[int] = torch.randint(4, 97, (length + 1,), generator=generator).tolist()
         session = drafter.new_session(32)
-        drafter.extend([session], [tokens[:-1]], taps_TLD)
+        drafter.extend([session], [tokens[:-1]], aux_TLD)
         params = SamplingParams()
         call = DraftCall(session, tokens[-1], params, SeenTokens(97), SeededSource(params.seed), None)
         found.append(drafter.propose([call])[0].tokens)

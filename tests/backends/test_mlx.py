@@ -61,7 +61,7 @@ def _no_compiler() -> Any:
     mx.enable_compile()
 
 
-# --- the target: rollback, taps, embeddings, head
+# --- the target: rollback, aux hidden states, embeddings, head
 
 
 def distance_after_rollback(family: str) -> float:
@@ -119,17 +119,17 @@ def saved(model: Any, directory: Path, **fields: object) -> MLXTarget:
 
 
 def check_same_forward(target: Target, ours: MLXTarget, tolerance: float) -> None:
-    taps = (-1, 0, 2, 3)
+    aux_layers = (-1, 0, 2, 3)
     tokens = torch.tensor([PROMPT * 2])
-    expected = target.forward(tokens, target.new_cache(40), taps, logits=None)
-    found = ours.forward(tokens, ours.new_cache(40), taps, logits=None)
-    for mine, theirs in ((found.logits_BTV, expected.logits_BTV), (found.taps_BTLD, expected.taps_BTLD)):
+    expected = target.forward(tokens, target.new_cache(40), aux_layers, logits=None)
+    found = ours.forward(tokens, ours.new_cache(40), aux_layers, logits=None)
+    for mine, theirs in ((found.logits_BTV, expected.logits_BTV), (found.aux_BTLD, expected.aux_BTLD)):
         assert mine is not None and theirs is not None
         torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_logits_and_taps_are_those_of_torch(family: str, tmp_path: Path) -> None:
+def test_logits_and_aux_layers_are_those_of_torch(family: str, tmp_path: Path) -> None:
     """Saved by transformers 5, whose rope_parameters mlx-lm's llama does not read."""
     target = toy_target(family)
     check_same_forward(target, saved(target.model, tmp_path), 1e-4)
@@ -241,7 +241,7 @@ CASES = {
     "causal": toy_config(sliding_window=6, is_causal=True),
     "capped": toy_config(dspark=False, output_multiplier=0.7, final_logit_softcapping=2.0),
     "windows in some layers": toy_config(sliding_window=6, layer_types=(SLIDING, FULL), is_causal=None),
-    "embedding tap": toy_config(target_layer_ids=(-1, 1)),
+    "embedding aux layer": toy_config(target_layer_ids=(-1, 1)),
     "draft vocabulary": toy_config(draft_vocab_size=30),
 }
 
@@ -253,14 +253,14 @@ def test_the_drafter_is_the_torch_drafter(case: str, both: tuple[Target, MLXTarg
     config = CASES[case]
     made = checkpoint(config, ids=None if config.draft_vocab_size == 97 else list(range(60, 0, -2)))
     packed, drafter = made.packed(target), MLXDrafter(made, ours)
-    assert drafter.taps == packed.taps and drafter.gamma == packed.gamma
+    assert drafter.aux_layers == packed.aux_layers and drafter.gamma == packed.gamma
     sessions = packed.new_session(64), drafter.new_session(64)
     torch.manual_seed(1)
     for start, count in ((0, 5), (5, 1), (6, 9), (15, 3)):
-        taps_TLD = 3 * torch.randn(count, len(config.target_layer_ids), 32)
+        aux_TLD = 3 * torch.randn(count, len(config.target_layer_ids), 32)
         proposals = []
         for each, session in zip((packed, drafter), sessions, strict=True):
-            each.extend([session], [list(range(count))], taps_TLD)
+            each.extend([session], [list(range(count))], aux_TLD)
             (proposal,) = each.propose([call(session, anchor=start + 7)])
             proposals.append(proposal)
         theirs, mine = proposals
@@ -391,8 +391,8 @@ class OneRound:
         self.lane = ModelLane(target, drafter, context, SamplingParams(temperature=1.0), len(context) + 8)
         self.lane.source = self.source = source
 
-    def draft(self, floor: float) -> Draft:
-        return self.lane.draft(floor)[0]
+    def draft(self, min_confidence: float) -> Draft:
+        return self.lane.draft(min_confidence)[0]
 
     def score(self, tokens: list[int]) -> Any:
         return self.lane.score([Proposal.certain(tokens, 3)])[0].row
@@ -425,10 +425,10 @@ def test_the_output_distribution_is_the_targets(broken: bool) -> None:
 class Skewed(MLXDrafter):
     """Says that it drew from uniform distributions."""
 
-    def propose(self, calls: Any, floor: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Any, min_confidence: float = 0.0) -> list[Proposal]:
         return [
             proposal_of(p.tokens, torch.full((len(p.tokens), 3), 1 / 3), p.confidences)
-            for p in super().propose(calls, floor)
+            for p in super().propose(calls, min_confidence)
         ]
 
 

@@ -30,7 +30,7 @@ def setting(head: str, draft_vocab: int, family: str = "llama", **changes: objec
     else:
         drafter = DSpark(toy_config(markov_head_type=head, draft_vocab_size=draft_vocab, **changes))
     randomise(drafter)
-    features = FeatureSource(target, samples, drafter.config.target_layer_ids, drafter.tap_scale_L, 2**30)
+    features = FeatureSource(target, samples, drafter.config.target_layer_ids, drafter.aux_scale_L, 2**30)
     chosen = Schedule(samples, 3, 6, seed=1).step(0)
     chosen[1] = (chosen[1][0], chosen[1][1][:3])  # sequences with different numbers of blocks
     batch = build_batch(chosen, samples, [features[i] for i, _ in chosen], drafter.config.gamma)

@@ -51,7 +51,13 @@ def toy_recipe() -> Recipe:
             "target": "toy",
             "out": "nowhere",
             "data": {"prompts": [{"path": "none"}]},
-            "drafter": {"block_size": 4, "num_taps": 2, "markov_rank": 6, "draft_vocab_size": 40, "mask_token": "x"},
+            "drafter": {
+                "block_size": 4,
+                "num_aux_layers": 2,
+                "markov_rank": 6,
+                "draft_vocab_size": 40,
+                "mask_token": "x",
+            },
             "optimizer": {"sequences_per_step": 2, "anchors_per_sequence": 5},
         }
     )

@@ -197,11 +197,13 @@ def test_decoding_reports_tempered_confidences_and_the_threshold_uses_them() -> 
         assert len(before.confidences) == before.proposed
         logits = np.log(before.confidences) - np.log1p(-np.array(before.confidences))
         assert after.confidences == pytest.approx(sigmoid(logits / temperatures[: before.proposed]), abs=1e-5)
-    floor = float(np.median([r.confidences[0] for r in raw.rounds if r.proposed])) * 0.5
-    cut = generate(toy_target(), [5, 6, 7], drafter_of(temperatures), rules=rules, policy=ThresholdPolicy(floor))
+    min_confidence = float(np.median([r.confidences[0] for r in raw.rounds if r.proposed])) * 0.5
+    cut = generate(
+        toy_target(), [5, 6, 7], drafter_of(temperatures), rules=rules, policy=ThresholdPolicy(min_confidence)
+    )
     assert cut.tokens == raw.tokens
-    assert all(c >= floor for r in cut.rounds for c in r.confidences)
-    full = generate(toy_target(), [5, 6, 7], drafter_of(None), rules=rules, policy=ThresholdPolicy(floor))
+    assert all(c >= min_confidence for r in cut.rounds for c in r.confidences)
+    full = generate(toy_target(), [5, 6, 7], drafter_of(None), rules=rules, policy=ThresholdPolicy(min_confidence))
     assert [r.proposed for r in cut.rounds] != [r.proposed for r in full.rounds], "the drafter stops by calibrated ones"
 
 
@@ -333,7 +335,7 @@ def test_an_estimator_that_knew_the_drawn_token_would_show(monkeypatch: pytest.M
         real = proof_toys.sample_chain
 
         def peeking(*args: Any) -> list[Proposal]:
-            (found,) = real(*args[:-1])  # no floor
+            (found,) = real(*args[:-1])  # no min_confidence
             return [dataclasses.replace(found, confidences=found.drafted_with)]
 
         monkeypatch.setattr(proof_toys, "sample_chain", peeking)

@@ -119,7 +119,7 @@ def eagle(directory: Path, **changes: Any) -> Path:
     return put(Eagle3Dialect().write(made("eagle3", "head", **changes).parts(), FACTS), directory)
 
 
-def test_eagle3_layers_by_another_name_and_the_default_taps(tmp_path: Path) -> None:
+def test_eagle3_layers_by_another_name_and_the_default_aux_layers(tmp_path: Path) -> None:
     """As the official training code leaves it: the base model's name, few fields, tables of zeros."""
     directory = eagle(tmp_path)
     expected = reread(directory)
@@ -143,7 +143,7 @@ def test_eagle3_layers_by_another_name_and_the_default_taps(tmp_path: Path) -> N
         load_drafter(directory)
 
 
-def test_eagle3_taps_in_two_conventions_of_one_field(tmp_path: Path) -> None:
+def test_eagle3_aux_layers_in_two_conventions_of_one_field(tmp_path: Path) -> None:
     raw = json.loads((eagle(tmp_path / "d") / "config.json").read_text())
     name = "eagle_aux_hidden_state_layer_ids"
     assert raw[name] == [1, 2, 4] and raw["eagle_config"][name] == [0, 1, 3]
@@ -172,7 +172,7 @@ def test_eagle3_as_deepspec_writes_it(tmp_path: Path) -> None:
     changed(directory, fields, {**dict.fromkeys(layers), **renamed, "embed_tokens.weight": FACTS.embedding_VH})
     assert not {name, "outrider"} & json.loads((directory / "config.json").read_text()).keys()
     found, expected = load_drafter(directory), made("eagle3", "head", qk_norm=True, target_layer_ids=(0, 1, 3), gamma=6)
-    assert found.drafter.config == expected.drafter.config, "taps are layer outputs, ttt_length the drafts"
+    assert found.drafter.config == expected.drafter.config, "aux hidden states are layer outputs, ttt_length the drafts"
     assert_same(found.parts(), stored_as(expected.parts(), "eagle3", embedding_VH=FACTS.embedding_VH))
     changed(directory, {name: raw[name]})
     assert load_drafter(directory).drafter.config.target_layer_ids == (0, 1, 3)
@@ -192,9 +192,11 @@ def test_speculators_counts_hidden_states(tmp_path: Path) -> None:
     ):
         parts = made(method, own).parts()
         written = Speculators().write(parts, FACTS)
-        assert written.config[name] == [tap + 1 for tap in parts.config.target_layer_ids]
+        assert written.config[name] == [aux_layer + 1 for aux_layer in parts.config.target_layer_ids]
     changed(put(written, tmp_path / "d"), {name: None})
-    with pytest.raises(ValueError, match="num_aux_hidden_states is 3; it must be 1"):  # one tap by default, of 5 layers
+    with pytest.raises(
+        ValueError, match="num_aux_hidden_states is 3; it must be 1"
+    ):  # one aux layer by default, of 5 layers
         reread(tmp_path / "d")
 
 

@@ -37,12 +37,12 @@ def test_z_labs_model_draws_the_blocks_that_ours_draws_for_gemma(tmp_path: Path,
     target = toy_target("gemma3_text")
     export_drafter(made(method), engine_of("zlab"), tmp_path / "d", facts_of(target))
     theirs = THEIRS[method].from_pretrained(tmp_path / "d").eval()
-    taps_TLD = 3 * torch.randn(6, 3, 32, generator=torch.Generator().manual_seed(1))
+    aux_TLD = 3 * torch.randn(6, 3, 32, generator=torch.Generator().manual_seed(1))
     block = torch.tensor([[9, 3, 3, 3]])
 
     def drawn(scale: float) -> Tensor:
         hidden: Tensor = theirs(
-            target_hidden=taps_TLD.flatten(-2)[None],
+            target_hidden=aux_TLD.flatten(-2)[None],
             noise_embedding=_raw_input_embeddings(target.model, block, scale),
             position_ids=torch.arange(10)[None],
         )
@@ -51,7 +51,7 @@ def test_z_labs_model_draws_the_blocks_that_ours_draws_for_gemma(tmp_path: Path,
     ours = load_drafter(tmp_path / "d").packed(target)
     assert isinstance(ours, PackedDrafter)
     session = ours.new_session(16)
-    ours.extend([session], [[0] * 6], taps_TLD)
+    ours.extend([session], [[0] * 6], aux_TLD)
     mine = ours.block_hidden([session], [9])[0]
     stated = float(_draft_value(theirs.config, "input_embedding_scale", 1.0))
     torch.testing.assert_close(mine, drawn(stated), atol=1e-4, rtol=0)

@@ -58,7 +58,7 @@ def made(**changes: object) -> Checkpoint:
     config = toy_config(**changes)
     drafter = DSpark(config) if isinstance(config, DSparkConfig) else DFlash(config)
     randomise(drafter)
-    drafter.tap_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
+    drafter.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
     ids = torch.randperm(97, generator=torch.Generator().manual_seed(3))[:40].sort().values
     return Checkpoint(drafter.eval(), ids if config.draft_vocab_size == 40 else None, {"steps": 7, "target": "toy"})
 
@@ -82,7 +82,7 @@ def test_round_trip_in_both_dialects(tmp_path: Path, case: str) -> None:
     after = load_drafter(tmp_path / "d")
     assert type(after.drafter) is type(before.drafter) and after.drafter.config == before.drafter.config
     assert after.metadata == before.metadata
-    assert torch.equal(after.drafter.tap_scale_L, torch.ones(3)), "tap scales are folded into fc"
+    assert torch.equal(after.drafter.aux_scale_L, torch.ones(3)), "aux layer scales are folded into fc"
     for name, tensor in before.drafter.folded_state_dict().items():
         assert torch.equal(after.drafter.state_dict()[name], tensor), name
     assert (after.draft_ids_Vd is None) == (before.draft_ids_Vd is None) == ("d2t" not in tensors)
@@ -237,7 +237,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no architectures": (set_config(architectures=None), "not a drafter dialect"),
     "missing backbone field": (set_config(intermediate_size=None), "DeepSpec dialect needs .*'intermediate_size'"),
     "missing mask token": (set_config(mask_token_id=None), "DeepSpec dialect needs .*'mask_token_id'"),
-    "missing taps": (set_config(target_layer_ids=None), "DeepSpec dialect needs .*'target_layer_ids'"),
+    "missing aux hidden states": (set_config(target_layer_ids=None), "DeepSpec dialect needs .*'target_layer_ids'"),
     "unknown head": (set_config(markov_head_type="lstm"), "'lstm'.*choose one of: vanilla, gated, rnn"),
     "scaled rope": (set_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1.0}), "rope_type is 'yarn'"),
     "unknown layers": (
@@ -271,10 +271,14 @@ def test_damaged_checkpoints_are_refused_with_the_reason(tmp_path: Path, damage:
         load_drafter(tmp_path)
 
 
-def test_a_z_lab_checkpoint_without_its_section_is_refused_and_without_taps_gets_the_defaults(tmp_path: Path) -> None:
+def test_a_z_lab_checkpoint_without_its_section_is_refused_and_without_aux_layers_gets_the_defaults(
+    tmp_path: Path,
+) -> None:
     save_drafter(made(dspark=False), tmp_path)
     set_config(dflash_config={"mask_token_id": 3}, num_target_layers=9)(tmp_path)
-    with pytest.raises(ValueError, match=r"fc\.weight"):  # two taps by default (one a draft layer), three in fc
+    with pytest.raises(
+        ValueError, match=r"fc\.weight"
+    ):  # two aux hidden states by default (one a draft layer), three in fc
         load_drafter(tmp_path)
     set_tensors(fc__weight=torch.zeros(32, 64))(tmp_path)
     assert load_drafter(tmp_path).drafter.config.target_layer_ids == (1, 6)

@@ -78,8 +78,8 @@ def configure(section: BigramSection, target: Target) -> BigramConfig:
 
 class Bigram(DraftModule):
     algorithm: ClassVar[str] = "bigram"
-    final_tap: ClassVar[bool] = True
-    tap_weight: ClassVar[str | None] = "read.weight"
+    reads_final_layer: ClassVar[bool] = True
+    aux_weight: ClassVar[str | None] = "read.weight"
     config: BigramConfig
 
     def __init__(self, config: BigramConfig) -> None:
@@ -90,27 +90,27 @@ class Bigram(DraftModule):
         self.norm = nn.RMSNorm(H)
         self.bigram = VanillaMarkov(config.vocab_size, config.draft_vocab_size, H, config.rank)
 
-    def hidden(self, tap_NH: Tensor, anchor_NH: Tensor) -> Tensor:
-        read_NH = F.silu(self.read(torch.cat((tap_NH / self.tap_scale_L, anchor_NH), dim=-1)))
+    def hidden(self, aux_NH: Tensor, anchor_NH: Tensor) -> Tensor:
+        read_NH = F.silu(self.read(torch.cat((aux_NH / self.aux_scale_L, anchor_NH), dim=-1)))
         return self.norm(self.write(read_NH).unflatten(-1, (self.config.gamma, -1)) + anchor_NH[:, None])
 
     def rows(self, inputs: BlockInputs) -> DraftRows:
-        tap_NH = inputs.layout.before_anchors(inputs.taps_SLD[:, 0])
-        hidden_NKH = self.hidden(tap_NH, inputs.embed(inputs.previous_NK[:, 0]))
+        aux_NH = inputs.layout.before_anchors(inputs.aux_SLD[:, 0])
+        hidden_NKH = self.hidden(aux_NH, inputs.embed(inputs.previous_NK[:, 0]))
         latent_NKr, _ = self.bigram.unroll(inputs.previous_NK, hidden_NKH)
         return DraftRows(hidden_NKH, latent_NKr, self.bigram.markov_w2.weight)
 
 
 @dataclass
 class BigramSession:
-    tap_H: Tensor
+    aux_H: Tensor
 
 
 class BigramDrafter:
     def __init__(self, module: Bigram, target: Target, serving: Serving) -> None:
-        check_fits(module.config, target, module.final_tap)
+        check_fits(module.config, target, module.reads_final_layer)
         serving.check(module.config)
-        self.taps, self.gamma = module.config.target_layer_ids, module.config.gamma
+        self.aux_layers, self.gamma = module.config.target_layer_ids, module.config.gamma
         self.embed_VH, self.embed_scale = target.embed_VD, target.embed_scale
         self.head = serving.head(target)
         self.module = copy.deepcopy(module).float().requires_grad_(False)
@@ -119,18 +119,18 @@ class BigramDrafter:
     def new_session(self, capacity: int) -> BigramSession:
         return BigramSession(torch.zeros(self.embed_VH.shape[1]))
 
-    def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
-        assert taps_TLD is not None
-        parts = taps_TLD[:, 0].float().split([len(part) for part in tokens])
+    def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
+        assert aux_TLD is not None
+        parts = aux_TLD[:, 0].float().split([len(part) for part in tokens])
         for session, part in zip(sessions, parts, strict=True):
-            session.tap_H = part[-1]
+            session.aux_H = part[-1]
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
         anchors = torch.tensor([call.anchor for call in calls])
         anchor_RH = F.embedding(anchors, self.embed_VH).float() * self.embed_scale
-        hidden_RKH = self.module.hidden(torch.stack([call.session.tap_H for call in calls]), anchor_RH)
+        hidden_RKH = self.module.hidden(torch.stack([call.session.aux_H for call in calls]), anchor_RH)
         longest = max(call.limit or self.gamma for call in calls)
-        return sample_chain(self.head, hidden_RKH[:, :longest], calls, self.heads, floor)
+        return sample_chain(self.head, hidden_RKH[:, :longest], calls, self.heads, min_confidence)
 
 
 BIGRAM = Method("bigram", BigramSection, configure, BigramConfig, Bigram, BigramDrafter)
@@ -219,17 +219,17 @@ def test_it_is_served_as_it_was_trained(monkeypatch: pytest.MonkeyPatch) -> None
     target, samples = toy_target(), toy_samples(4)
     module = Bigram(configure(BigramSection(draft_vocab_size=60), target))
     randomise(module)
-    module.tap_scale_L.fill_(3.0)
+    module.aux_scale_L.fill_(3.0)
     ids = choose_draft_ids(samples, 97, 60, frozenset({1}))
     assert check_alignment(target, module, samples, ids) > 50
     before = module.read.weight.clone()
-    module.rescale_taps(torch.tensor([6.0]))
+    module.rescale_aux(torch.tensor([6.0]))
     assert not torch.equal(before, module.read.weight)
     assert check_alignment(target, module, samples, ids) > 50
     inner = BigramDrafter.extend
 
-    def one_late(self: BigramDrafter, sessions: Any, tokens: Any, taps_TLD: Tensor) -> None:
-        inner(self, sessions, tokens, taps_TLD.roll(1, 0))
+    def one_late(self: BigramDrafter, sessions: Any, tokens: Any, aux_TLD: Tensor) -> None:
+        inner(self, sessions, tokens, aux_TLD.roll(1, 0))
 
     monkeypatch.setattr(BigramDrafter, "extend", one_late)
     with pytest.raises(AssertionError):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dspark import DSpark
-from outrider.drafters.layers import BlockLayout, Sight, flex_block_attention, split_attention
+from outrider.drafters.layers import AttentionPattern, BlockLayout, flex_block_attention, split_attention
 from outrider.sampling import SeededSource
 from outrider.training.batches import BlockBatch, Schedule
 from outrider.training.dataset import choose_draft_ids
@@ -30,7 +30,7 @@ def make_drafter(head: str, sample_from_anchor: bool, draft_vocab: int, window: 
     else:
         drafter = DSpark(toy_config(markov_head_type=head, **changes))
     randomise(drafter)
-    drafter.tap_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
+    drafter.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
     return drafter
 
 
@@ -73,17 +73,17 @@ def test_nothing_at_or_after_the_anchor_and_no_other_block_leaks_into_a_block(sa
     for block in (0, 7, len(before) - 1):
         start, anchor = int(starts[layout.sequence_N[block]]), int(layout.anchors_N[block])
         # 1. features at or after the anchor, and every feature of the other sequences
-        taps = torch.randn_like(batch.taps_SLD)
-        taps[start : start + anchor] = batch.taps_SLD[start : start + anchor]
+        aux_layers = torch.randn_like(batch.aux_SLD)
+        aux_layers[start : start + anchor] = batch.aux_SLD[start : start + anchor]
         # 2. tokens of all other blocks
         previous = torch.randint(4, 97, batch.previous_NK.shape)
         previous[block] = batch.previous_NK[block]
-        changed = replace(batch, taps_SLD=taps, previous_NK=previous)
+        changed = replace(batch, aux_SLD=aux_layers, previous_NK=previous)
         torch.testing.assert_close(base_logits(drafter, compute, changed)[block], before[block], atol=1e-6, rtol=1e-6)
         # and the test can fail: a feature before the anchor does matter
-        taps = batch.taps_SLD.clone()
-        taps[start + anchor - 1] += 1
-        moved = base_logits(drafter, compute, replace(batch, taps_SLD=taps))[block]
+        aux_layers = batch.aux_SLD.clone()
+        aux_layers[start + anchor - 1] += 1
+        moved = base_logits(drafter, compute, replace(batch, aux_SLD=aux_layers))[block]
         assert (moved - before[block]).abs().max() > 1e-4
 
 
@@ -102,24 +102,24 @@ def test_a_sequential_head_sees_only_earlier_tokens_of_its_block(head: str) -> N
         assert torch.equal(after[2, :k], before[2, :k]) and not torch.equal(after[2, k], before[2, k])
 
 
-SIGHTS = [Sight(), Sight(6), Sight(6, causal=True), Sight(causal=True)]
+SIGHTS = [AttentionPattern(), AttentionPattern(6), AttentionPattern(6, causal=True), AttentionPattern(causal=True)]
 
 
 @pytest.mark.parametrize("sight", SIGHTS)
-def test_flex_attention_and_split_attention_agree(sight: Sight) -> None:
+def test_flex_attention_and_split_attention_agree(pattern: AttentionPattern) -> None:
     layout = BlockLayout([9, 14, 5], torch.tensor([3, 9, 1, 8, 14, 5]), torch.tensor([0, 0, 1, 1, 1, 2]))
     q = torch.randn(6, 4, 4, 16)
     tensors = [torch.randn(28, 2, 16), torch.randn(28, 2, 16), torch.randn(6, 4, 2, 16), torch.randn(6, 4, 2, 16)]
-    split = split_attention(q, *tensors, layout, sight)
-    flex = flex_block_attention(q, *tensors, layout, sight)
+    split = split_attention(q, *tensors, layout, pattern)
+    flex = flex_block_attention(q, *tensors, layout, pattern)
     torch.testing.assert_close(split, flex, atol=1e-5, rtol=1e-5)
     # and both against plain softmax attention over the visible keys, block by block
     starts = [0, 9, 23]
     for block in range(6):
         start, anchor = starts[int(layout.sequence_N[block])], int(layout.anchors_N[block])
         for row in range(4):
-            first = 0 if sight.window is None else max(0, anchor + row - sight.window + 1)
-            own = slice(None, row + 1 if sight.causal else None)
+            first = 0 if pattern.window is None else max(0, anchor + row - pattern.window + 1)
+            own = slice(None, row + 1 if pattern.causal else None)
             context = slice(start + first, start + max(first, anchor))
             for h in range(4):
                 keys = torch.cat((tensors[0][context, h // 2], tensors[2][block, own, h // 2]))
@@ -131,13 +131,13 @@ def test_flex_attention_and_split_attention_agree(sight: Sight) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention's compiled kernel needs a CUDA device")
 @pytest.mark.parametrize("sight", SIGHTS)
-def test_compiled_flex_attention_on_cuda_agrees_with_the_cpu_path(sight: Sight) -> None:
+def test_compiled_flex_attention_on_cuda_agrees_with_the_cpu_path(pattern: AttentionPattern) -> None:
     layout = BlockLayout([9, 14], torch.tensor([3, 9, 14]), torch.tensor([0, 0, 1]))
     q = torch.randn(3, 8, 4, 64)
     tensors = [torch.randn(23, 2, 64), torch.randn(23, 2, 64), torch.randn(3, 8, 2, 64), torch.randn(3, 8, 2, 64)]
     there = BlockLayout(layout.lengths, layout.anchors_N.cuda(), layout.sequence_N.cuda())
-    flex = flex_block_attention(q.cuda(), *[t.cuda() for t in tensors], there, sight)
-    torch.testing.assert_close(flex.cpu(), split_attention(q, *tensors, layout, sight), atol=1e-2, rtol=1e-2)
+    flex = flex_block_attention(q.cuda(), *[t.cuda() for t in tensors], there, pattern)
+    torch.testing.assert_close(flex.cpu(), split_attention(q, *tensors, layout, pattern), atol=1e-2, rtol=1e-2)
 
 
 def test_seeded_source_is_reproducible() -> None:

@@ -40,7 +40,7 @@ from outrider.scheduling.policies import FixedPolicy, Policy, PrefixScheduler, T
 from outrider.target.model import Target
 from outrider.training.batches import Schedule
 from outrider.training.dataset import choose_draft_ids, inverse_ids
-from outrider.training.features import measure_tap_scale
+from outrider.training.features import measure_aux_scale
 from outrider.training.loss import ObjectiveConfig
 from outrider.training.recipe import Recipe
 from outrider.training.setup import Run
@@ -64,7 +64,7 @@ def make(**changes: Any) -> DFlash2:
     randomise(drafter)
     with torch.no_grad():
         drafter.candidate_selector.predecessor_codebook.mul_(5)
-    drafter.tap_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
+    drafter.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
     return drafter
 
 
@@ -184,39 +184,39 @@ def test_nothing_at_or_after_the_anchor_and_no_other_block_leaks_into_a_block() 
     layout = batch.layout
     starts = torch.tensor([0, *layout.lengths]).cumsum(0)
 
-    def rows(taps_SLD: Tensor, previous_NK: Tensor) -> tuple[Tensor, Tensor]:
+    def rows(aux_SLD: Tensor, previous_NK: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            found = compute.rows(drafter, replace(batch, taps_SLD=taps_SLD, previous_NK=previous_NK))
+            found = compute.rows(drafter, replace(batch, aux_SLD=aux_SLD, previous_NK=previous_NK))
         assert found.latent_NKr is not None
         return found.hidden_NKH, found.latent_NKr
 
-    hidden, latent = rows(batch.taps_SLD, batch.previous_NK)
+    hidden, latent = rows(batch.aux_SLD, batch.previous_NK)
     for block in (0, 7, len(hidden) - 1):
         start, anchor = int(starts[layout.sequence_N[block]]), int(layout.anchors_N[block])
-        taps = torch.randn_like(batch.taps_SLD)
-        taps[start : start + anchor] = batch.taps_SLD[start : start + anchor]
+        aux_layers = torch.randn_like(batch.aux_SLD)
+        aux_layers[start : start + anchor] = batch.aux_SLD[start : start + anchor]
         previous = torch.randint(4, 97, batch.previous_NK.shape)
         previous[block] = batch.previous_NK[block]
-        for before, after in zip((hidden, latent), rows(taps, previous), strict=True):
+        for before, after in zip((hidden, latent), rows(aux_layers, previous), strict=True):
             torch.testing.assert_close(after[block], before[block], atol=1e-6, rtol=1e-6)
         for k in range(1, drafter.config.gamma):  # x_k: hidden states do not know it, latents behind it do
             previous = batch.previous_NK.clone()
             previous[block, k] = (previous[block, k] + 1) % 97
-            after, moved = rows(batch.taps_SLD, previous)
+            after, moved = rows(batch.aux_SLD, previous)
             assert torch.equal(after, hidden)
             differs_K = (moved[block] != latent[block]).any(-1)
             assert differs_K.tolist() == [j == k for j in range(drafter.config.gamma)]
         # and the test can fail: a feature before the anchor does matter
-        taps = batch.taps_SLD.clone()
-        taps[start + anchor - 1] += 1
-        assert (rows(taps, batch.previous_NK)[0][block] - hidden[block]).abs().max() > 1e-4
+        aux_layers = batch.aux_SLD.clone()
+        aux_layers[start + anchor - 1] += 1
+        assert (rows(aux_layers, batch.previous_NK)[0][block] - hidden[block]).abs().max() > 1e-4
 
 
 def run(target: Target, **changes: Any) -> Run:
     samples = toy_samples(14)
     torch.manual_seed(0)
     drafter = DFlash2(config(draft_vocab_size=60, selector_top_k=16, **changes))
-    drafter.tap_scale_L.copy_(measure_tap_scale(target, samples[:3], drafter.config.target_layer_ids))
+    drafter.aux_scale_L.copy_(measure_aux_scale(target, samples[:3], drafter.config.target_layer_ids))
     ids = choose_draft_ids(samples, 97, 60, frozenset({1}))
     objective = BlockObjective(target, ids, inverse_ids(ids, 97), ObjectiveConfig(ce=1.0))
     return Run(target, drafter, objective, ids, True, samples[2:], samples[:2])
@@ -377,28 +377,30 @@ def test_an_estimators_confidences_stop_the_walk() -> None:
     for proposal in whole:
         top = [proposal.row(k).max().item() for k in range(3)]  # sigmoid(logit(max p_k)) over the candidates
         assert proposal.confidences == pytest.approx(top, abs=1e-5)
-    floor = sorted(c for proposal in whole for c in proposal.confidences)[3]
+    min_confidence = sorted(c for proposal in whole for c in proposal.confidences)[3]
     calls = [replace(call, source=SeededSource(call.anchor)) for call in calls]
-    for before, after in zip(whole, drafter.propose(calls, floor), strict=True):
-        kept = next((k for k, c in enumerate(before.confidences) if c < floor), 3)
+    for before, after in zip(whole, drafter.propose(calls, min_confidence), strict=True):
+        kept = next((k for k, c in enumerate(before.confidences) if c < min_confidence), 3)
         assert after.tokens == before.tokens[:kept]
 
 
 def test_a_recipe_makes_a_drafter_that_begins_as_the_targets_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.drafters.base.mask_token_id", lambda *_: 3)
     target = toy_target("qwen3")
-    section = DFlash2Section(num_taps=2, conv_group_size=4, selector_rank=5, selector_top_k=7, draft_vocab_size=50)
+    section = DFlash2Section(
+        num_aux_layers=2, conv_group_size=4, selector_rank=5, selector_top_k=7, draft_vocab_size=50
+    )
     made = DFLASH2.configure(section, target)
     assert (made.block_size, made.gamma, made.conv_kernel_size) == (8, 7, 2)
     assert (made.conv_group_size, made.selector_rank, made.selector_top_k) == (4, 5, 7)
-    assert section.beside(made, target)["conv_group_size"] == (4, 4)
+    assert section.comparable_fields(made, target)["conv_group_size"] == (4, 4)
     drafter = DFlash2(made)
     assert DFLASH2.initialize is not None
     DFLASH2.initialize(drafter, target, [[5, 6, 7, 8]])
     theirs, ours = target.model.model.layers[-1].state_dict(), drafter.layers[-1].state_dict()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     with pytest.raises(ValueError, match=r"drafter\.sample_from_anchor"):
-        DFLASH2.configure(DFlash2Section(num_taps=2, conv_group_size=4, sample_from_anchor=True), target)
+        DFLASH2.configure(DFlash2Section(num_aux_layers=2, conv_group_size=4, sample_from_anchor=True), target)
 
 
 @pytest.mark.parametrize(
@@ -446,7 +448,7 @@ def test_a_config_of_z_lab_keeps_the_block_in_its_section_and_may_ask_for_too_mu
 
 def test_the_straightforward_step_does_not_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.drafters.base.mask_token_id", lambda *_: 3)
-    drafter = {"algorithm": "dflash2", "block_size": 4, "num_taps": 2, "draft_vocab_size": 40}
+    drafter = {"algorithm": "dflash2", "block_size": 4, "num_aux_layers": 2, "draft_vocab_size": 40}
     raw = {"target": "toy", "out": "nowhere", "data": {"prompts": [{"path": "none"}]}, "drafter": drafter}
     with pytest.raises(ValueError, match="knows block drafters only"):
         Contest.of(Recipe.model_validate(raw), toy_target(), toy_samples(8))

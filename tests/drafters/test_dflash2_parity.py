@@ -33,14 +33,14 @@ SHAPES: dict[str, dict[str, Any]] = {**SIGHTS, "capped": {"output_multiplier": 0
 
 
 def saved(directory: Path, shape: str = "all") -> DFlash2:
-    """A random drafter with non-unit norms and tap scales, written to `directory`."""
+    """A random drafter with non-unit norms and aux layer scales, written to `directory`."""
     shared = vars(toy_config(dspark=False, **SHAPES[shape]))
     drafter = DFlash2(DFlash2Config(**{**shared, **OWN}))
     randomise(drafter)
     with torch.no_grad():  # the selector has to change what the parallel logits say
         drafter.candidate_selector.predecessor_codebook.mul_(10)
         drafter.candidate_selector.successor_codebook.mul_(5)
-    drafter.tap_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
+    drafter.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
     save_drafter(Checkpoint(drafter), directory)
     return drafter.eval().requires_grad_(False)
 
@@ -76,10 +76,10 @@ def test_served_blocks_and_paths_equal_the_reference_over_rounds(tmp_path: Path,
     served = [DFLASH2.serve(drafter, target, Serving()) for drafter in (before, load_drafter(tmp_path).drafter)]
     sessions = [drafter.new_session(64) for drafter in served]
     generator = torch.Generator().manual_seed(5)
-    taps_TLD = 5 * torch.randn(sum(ROUNDS), 3, 32, generator=generator)
+    aux_TLD = 5 * torch.randn(sum(ROUNDS), 3, 32, generator=generator)
     cache, start, bent = _make_cache(model.config), 0, 0
     for number, count in enumerate(ROUNDS):
-        new, start = taps_TLD[start : start + count], start + count
+        new, start = aux_TLD[start : start + count], start + count
         anchor = int(torch.randint(4, 97, (), generator=generator))
         expected_KH = reference_block(model, target, new, anchor, start, cache)
         anchors, logits_1KV = torch.tensor([anchor]), model.compute_logits(expected_KH[None], head(target))
@@ -117,13 +117,13 @@ def check_sampled(model: DFlash2DraftModel, hidden_KH: Tensor, logits_1KV: Tenso
 def test_the_training_forward_equals_the_reference(tmp_path: Path) -> None:
     target, drafter, model = toy_target("qwen3"), saved(tmp_path), reference(tmp_path)
     lengths, anchors, sequence = [11, 20], [1, 6, 11, 2, 13, 14, 20], [0, 0, 0, 1, 1, 1, 1]
-    taps_SLD = 5 * torch.randn(sum(lengths), 3, 32)
+    aux_SLD = 5 * torch.randn(sum(lengths), 3, 32)
     tokens_N = torch.randint(4, 97, (len(anchors),))
     layout = BlockLayout(lengths, torch.tensor(anchors), torch.tensor(sequence))
     embedded = torch.nn.functional.embedding(drafter.block_tokens(tokens_N), target.embed_VD)
-    trained = drafter(taps_SLD, embedded, layout)
+    trained = drafter(aux_SLD, embedded, layout)
     for block, (anchor, number) in enumerate(zip(anchors, sequence, strict=True)):
-        context = taps_SLD[lengths[0] * number :][:anchor]
+        context = aux_SLD[lengths[0] * number :][:anchor]
         expected = reference_block(model, target, context, int(tokens_N[block]), anchor)
         torch.testing.assert_close(trained[block], expected, atol=TOLERANCE, rtol=0)
 

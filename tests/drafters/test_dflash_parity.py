@@ -1,8 +1,8 @@
 """Our DFlash against z-lab's own PyTorch model (`dflash` 0.1.0), from the checkpoint we write.
 
 The reference loads our directory with its own `from_pretrained`: every tensor consumed, none missing. Then the same
-taps and anchors go through both: served (cache growing round by round), trained (all anchors at once), and whole
-decoding against the reference's `dflash_generate`.
+aux hidden states and anchors go through both: served (cache growing round by round), trained (all anchors at once), and
+whole decoding against the reference's `dflash_generate`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from outrider.checkpoints.checkpoint import load_drafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.dflash import DraftSession, PackedDrafter, default_taps
+from outrider.drafters.dflash import DraftSession, PackedDrafter, default_aux_layers
 from outrider.drafters.layers import BlockLayout
 from outrider.target.model import Target
 from tests.toys.targets import toy_config, toy_target
@@ -36,7 +36,7 @@ def test_the_reference_loader_consumes_every_tensor_unchanged(tmp_path: Path) ->
     assert set(written) == set(state) == set(drafter.state_dict())
     for name, tensor in written.items():
         assert torch.equal(state[name], tensor), name
-    scale = drafter.tap_scale_L.repeat_interleave(32)
+    scale = drafter.aux_scale_L.repeat_interleave(32)
     torch.testing.assert_close(written["fc.weight"] * scale, drafter.fc.weight)
     assert (model.block_size, model.mask_token_id, model.target_layer_ids) == (4, 3, [0, 2, 3])
     assert model.config.rope_parameters["rope_theta"] == 777.0
@@ -51,20 +51,20 @@ def test_the_loading_check_can_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sights", SIGHTS)
-def test_served_blocks_equal_the_reference_over_rounds(tmp_path: Path, sights: str) -> None:
+def test_served_blocks_equal_the_reference_over_rounds(tmp_path: Path, attention_patterns: str) -> None:
     target = toy_target("qwen3")
-    packed_before = PackedDrafter(saved(tmp_path, sights), target)
+    packed_before = PackedDrafter(saved(tmp_path, attention_patterns), target)
     packed_after = PackedDrafter(load_drafter(tmp_path).drafter, target)
     model = reference(tmp_path)
     theirs = [(layer.self_attn.sliding_window, layer.self_attn.is_causal) for layer in model.layers]
-    assert theirs == list(packed_before.config.sights)
+    assert theirs == list(packed_before.config.attention_patterns)
     generator = torch.Generator().manual_seed(5)
-    taps_TLD = 5 * torch.randn(sum(ROUNDS), 3, 32, generator=generator)
+    aux_TLD = 5 * torch.randn(sum(ROUNDS), 3, 32, generator=generator)
     cache, start = _make_cache(model.config), 0
     states = [(packed, packed.new_session(64)) for packed in (packed_before, packed_after)]
     seen: list[Tensor] = []
     for count in ROUNDS:
-        new, start = taps_TLD[start : start + count], start + count
+        new, start = aux_TLD[start : start + count], start + count
         anchor = int(torch.randint(4, 97, (), generator=generator))
         expected = reference_block(model, target, new, anchor, start, cache)
         for packed, session in states:
@@ -89,39 +89,39 @@ def test_multiplied_and_capped_logits_are_the_references(tmp_path: Path, changes
 
 
 @pytest.mark.parametrize("sights", SIGHTS)
-def test_the_training_forward_equals_the_reference(tmp_path: Path, sights: str) -> None:
-    target, drafter, model = toy_target("qwen3"), saved(tmp_path, sights), reference(tmp_path)
+def test_the_training_forward_equals_the_reference(tmp_path: Path, attention_patterns: str) -> None:
+    target, drafter, model = toy_target("qwen3"), saved(tmp_path, attention_patterns), reference(tmp_path)
     lengths, anchors, sequence = [11, 20], [1, 6, 11, 2, 13, 14, 20], [0, 0, 0, 1, 1, 1, 1]
-    taps_SLD = 5 * torch.randn(sum(lengths), 3, 32)
+    aux_SLD = 5 * torch.randn(sum(lengths), 3, 32)
     tokens_N = torch.randint(4, 97, (len(anchors),))
     layout = BlockLayout(lengths, torch.tensor(anchors), torch.tensor(sequence))
     embedded = torch.nn.functional.embedding(drafter.block_tokens(tokens_N), target.embed_VD)
-    trained = drafter(taps_SLD, embedded, layout)
+    trained = drafter(aux_SLD, embedded, layout)
     for block, (anchor, number) in enumerate(zip(anchors, sequence, strict=True)):
         first = lengths[0] * number
-        context = taps_SLD[first : first + anchor]
+        context = aux_SLD[first : first + anchor]
         expected = reference_block(model, target, context, int(tokens_N[block]), anchor)
         torch.testing.assert_close(trained[block], expected, atol=TOLERANCE, rtol=0)
 
 
-def test_taps_are_the_layers_the_reference_extracts() -> None:
+def test_aux_layers_are_the_layers_the_reference_extracts() -> None:
     target = toy_target("qwen3")
     tokens = torch.randint(4, 97, (1, 12))
     hidden_states = target.model(tokens, output_hidden_states=True).hidden_states
     expected = extract_context_feature(hidden_states, [0, 2, 3])
-    taps = target.forward(tokens, target.new_cache(12), (0, 2, 3), logits=0).taps_BTLD
-    assert taps is not None
-    torch.testing.assert_close(taps.flatten(-2), expected, atol=TOLERANCE, rtol=TOLERANCE)
+    aux_layers = target.forward(tokens, target.new_cache(12), (0, 2, 3), logits=0).aux_BTLD
+    assert aux_layers is not None
+    torch.testing.assert_close(aux_layers.flatten(-2), expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("sights", SIGHTS)
 def test_whole_decoding_equals_the_references_round_by_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sights: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention_patterns: str
 ) -> None:
     model = toy_target("qwen3").model
     model.lm_head.weight.data[3:] = 0  # three likely tokens: drafts of a random drafter are accepted now and then
     target = Target(model, None, "toy")
-    saved(tmp_path, sights)
+    saved(tmp_path, attention_patterns)
     ours: list[tuple[int, Tensor]] = []
     theirs: list[tuple[int, Tensor]] = []
 
@@ -155,10 +155,10 @@ def test_whole_decoding_equals_the_references_round_by_round(
         torch.testing.assert_close(our_hidden, their_hidden, atol=TOLERANCE, rtol=0)
 
 
-def test_default_taps_are_z_labs() -> None:
+def test_default_aux_layers_are_z_labs() -> None:
     for layers in range(1, 129):
         for count in range(1, 13):
-            assert default_taps(layers, count) == build_target_layer_ids(layers, count), (layers, count)
+            assert default_aux_layers(layers, count) == build_target_layer_ids(layers, count), (layers, count)
 
 
 def test_a_window_shorter_than_the_block_is_refused() -> None:

@@ -35,7 +35,7 @@ SAMPLED = [name for name in WARPS if name != "greedy"]
 class TableHeads:
     """Draft logits from a table of random rows, by the whole path (as Hydra) or by the depth alone (as Medusa)."""
 
-    taps, gamma, device = (), 2, torch.device("cpu")
+    aux_layers, gamma, device = (), 2, torch.device("cpu")
 
     def __init__(self, vocab: int, sees_tokens: bool, ids: list[int] | None = None) -> None:
         self.table, self.sees_tokens = ToyTarget(vocab, SamplingParams(temperature=1.0), 1), sees_tokens

@@ -14,7 +14,7 @@ from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import Serving
 from outrider.drafters.draft import Proposal
-from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter, Eagle3Section, configure, eagle_taps
+from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter, Eagle3Section, configure, eagle_aux_layers
 from outrider.drafters.heads import CertaintyEstimator
 from outrider.sampling import SamplingParams
 from outrider.scheduling.policies import ThresholdPolicy
@@ -42,7 +42,7 @@ def test_the_training_forward_equals_numpy(family: str) -> None:
     for n, (anchor, number) in enumerate(zip(anchors, sequence, strict=True)):
         start = lengths[0] * number
         tokens = [0, *inputs.next_tokens_S[start : start + anchor].tolist()]
-        expected = reference.chain(inputs.taps_SLD[start : start + anchor], tokens, inputs.previous_NK[n, 1:].tolist())
+        expected = reference.chain(inputs.aux_SLD[start : start + anchor], tokens, inputs.previous_NK[n, 1:].tolist())
         for k, hidden in enumerate(expected):
             torch.testing.assert_close(rows_NKH[n, k].double(), torch.tensor(hidden), atol=TOLERANCE, rtol=0)
 
@@ -53,7 +53,7 @@ def test_served_chains_equal_numpy_over_rounds() -> None:
     module = make_drafter(target)
     reference, drafter = EagleReference(module, target), Eagle3Drafter(module, target, Serving())
     generator = torch.Generator().manual_seed(5)
-    taps_TLD = 5 * torch.randn(2, sum(ROUNDS), 3, 32, generator=generator)
+    aux_TLD = 5 * torch.randn(2, sum(ROUNDS), 3, 32, generator=generator)
     text = torch.randint(4, 97, (2, sum(ROUNDS) + 1), generator=generator).tolist()
     sessions = [drafter.new_session(sum(ROUNDS)) for _ in text]
     read: list[Tensor] = []
@@ -63,12 +63,12 @@ def test_served_chains_equal_numpy_over_rounds() -> None:
     for counts in zip(ROUNDS, (5, *ROUNDS[1:]), strict=True):
         begins, ends = ends, [end + count for end, count in zip(ends, counts, strict=True)]
         parts = [text[r][begins[r] : ends[r]] for r in range(2)]
-        drafter.extend(sessions, parts, torch.cat([taps_TLD[r, begins[r] : ends[r]] for r in range(2)]))
+        drafter.extend(sessions, parts, torch.cat([aux_TLD[r, begins[r] : ends[r]] for r in range(2)]))
         assert [session.count for session in sessions] == ends
         read.clear()
         proposals = drafter.propose([call_of(sessions[r], text[r][ends[r]]) for r in range(2)])
         for r, proposal in enumerate(proposals):
-            expected = reference.chain(taps_TLD[r, : ends[r]], text[r][: ends[r] + 1], proposal.tokens[:-1])
+            expected = reference.chain(aux_TLD[r, : ends[r]], text[r][: ends[r] + 1], proposal.tokens[:-1])
             assert len(expected) == len(read) == len(proposal.tokens) == 4
             for hidden, served_RH, token in zip(expected, read, proposal.tokens, strict=True):
                 torch.testing.assert_close(served_RH[r].double(), torch.tensor(hidden), atol=TOLERANCE, rtol=0)
@@ -110,18 +110,19 @@ def test_a_row_sees_earlier_tokens_of_its_chain_and_slots_before_its_anchor_only
         before_NKH = module.rows(inputs).hidden_NKH
         for n in (1, 4):
             anchor, start = anchors[n], lengths[0] * sequence[n]
-            # taps at and after the anchor and of other sequences, tokens after it, tokens of all other chains
-            taps, following = torch.randn_like(inputs.taps_SLD), torch.randint(4, 97, inputs.next_tokens_S.shape)
-            taps[start : start + anchor] = inputs.taps_SLD[start : start + anchor]
+            # aux hidden states at and after the anchor and of other sequences, tokens after it, tokens of all other
+            # chains
+            aux_layers, following = torch.randn_like(inputs.aux_SLD), torch.randint(4, 97, inputs.next_tokens_S.shape)
+            aux_layers[start : start + anchor] = inputs.aux_SLD[start : start + anchor]
             following[start : start + anchor] = inputs.next_tokens_S[start : start + anchor]
             previous = torch.randint(4, 97, inputs.previous_NK.shape)
             previous[n] = inputs.previous_NK[n]
-            changed = replace(inputs, taps_SLD=taps, next_tokens_S=following, previous_NK=previous)
+            changed = replace(inputs, aux_SLD=aux_layers, next_tokens_S=following, previous_NK=previous)
             torch.testing.assert_close(module.rows(changed).hidden_NKH[n], before_NKH[n], atol=1e-5, rtol=1e-5)
             # and the test can fail: what lies before matters, feature and token alike
-            taps = inputs.taps_SLD.clone()
-            taps[start + anchor - 2] += 5
-            moved = module.rows(replace(inputs, taps_SLD=taps)).hidden_NKH[n]
+            aux_layers = inputs.aux_SLD.clone()
+            aux_layers[start + anchor - 2] += 5
+            moved = module.rows(replace(inputs, aux_SLD=aux_layers)).hidden_NKH[n]
             assert ((moved - before_NKH[n]).abs().amax(-1) > 1e-4).all()
             following = inputs.next_tokens_S.clone()
             following[start + anchor - 2] = (following[start + anchor - 2] + 1) % 97
@@ -181,13 +182,13 @@ def test_a_reduced_vocabulary_and_coupled_sampling_are_lossless_too() -> None:
 def test_a_batch_drafts_what_lone_requests_draft_each_to_its_own_limit() -> None:
     target = toy_target()
     drafter = Eagle3Drafter(make_drafter(target), target, Serving())
-    taps_TLD = 5 * torch.randn(12, 3, 32)
+    aux_TLD = 5 * torch.randn(12, 3, 32)
     parts = [list(range(4, 9)), [8], list(range(30, 36))]
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=5)
 
     def drafts(limits: list[int | None], together: bool) -> list[Proposal]:
         sessions = [drafter.new_session(8) for _ in parts]
-        drafter.extend(sessions, parts, taps_TLD)
+        drafter.extend(sessions, parts, aux_TLD)
         calls = [call_of(s, 11 + r, limits[r], params) for r, s in enumerate(sessions)]
         return drafter.propose(calls) if together else [drafter.propose([call])[0] for call in calls]
 
@@ -215,18 +216,18 @@ def test_a_saved_drafter_serves_as_the_trained_one(tmp_path: Path) -> None:
     save_drafter(Checkpoint(module, ids_Vd), tmp_path / "drafter")
     loaded = load_drafter(tmp_path / "drafter")
     assert isinstance(loaded.drafter.config, Eagle3Config) and loaded.drafter.config == module.config
-    taps_TLD = 5 * torch.randn(5, 3, 32)
+    aux_TLD = 5 * torch.randn(5, 3, 32)
     proposals = []
     for drafter in (Eagle3Drafter(module, target, Serving(ids_Vd)), loaded.packed(target)):
         session = drafter.new_session(8)
-        drafter.extend([session], [PROMPT], taps_TLD)
+        drafter.extend([session], [PROMPT], aux_TLD)
         proposals += drafter.propose([call_of(session, 7)])
     assert proposals[0].tokens == proposals[1].tokens
 
 
-def test_taps_are_the_official_ones() -> None:
-    assert eagle_taps(32) == [1, 15, 28]  # what layers 2, 16 and 29 read
-    assert eagle_taps(30) == [1, 14, 26]
+def test_aux_layers_are_the_official_ones() -> None:
+    assert eagle_aux_layers(32) == [1, 15, 28]  # what layers 2, 16 and 29 read
+    assert eagle_aux_layers(30) == [1, 14, 26]
     assert configure(Eagle3Section(), toy_target()).target_layer_ids == (1,), "a toy's three are one"
 
 

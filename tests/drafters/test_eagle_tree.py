@@ -28,18 +28,18 @@ Path = tuple[int, ...]
 TEXT = [5, 9, 33, 60, 7, 12]
 
 
-def taps_of(tokens: int, seed: int = 0) -> Tensor:
+def aux_of(tokens: int, seed: int = 0) -> Tensor:
     return 5 * torch.randn(tokens, 3, 32, generator=torch.Generator().manual_seed(seed))
 
 
-def naive_tree(reference: EagleReference, taps_TLD: Tensor, text: list[int], shape: TreeShape) -> dict[Path, float]:
+def naive_tree(reference: EagleReference, aux_TLD: Tensor, text: list[int], shape: TreeShape) -> dict[Path, float]:
     """{path: log of its probability}, as EAGLE-2 describes it, each path by a pass over everything."""
     scores: dict[Path, float] = {(): 0.0}
     level: list[Path] = [()]
     for _ in range(shape.depth):
         children: dict[Path, float] = {}
         for path in level:
-            log_probs = reference.log_probs(reference.chain(taps_TLD, text, path)[-1])
+            log_probs = reference.log_probs(reference.chain(aux_TLD, text, path)[-1])
             for token in (-log_probs).argsort()[: shape.top_k].tolist():
                 children[(*path, token)] = scores[path] + log_probs[token]
         scores |= children
@@ -62,15 +62,15 @@ def test_the_tree_is_that_of_the_paper(shape: TreeShape) -> None:
     target = toy_target()
     module = make_drafter(target)
     drafter = DynamicTreeDrafter(Eagle3Drafter(module, target, Serving()), shape)
-    taps_TLD = taps_of(len(TEXT))
+    aux_TLD = aux_of(len(TEXT))
     session = drafter.new_session(16)
     # uneven rounds, a draft in between: what earlier trees wrote must not be seen
-    drafter.extend([session], [TEXT[:2]], taps_TLD[:2])
+    drafter.extend([session], [TEXT[:2]], aux_TLD[:2])
     drafter.propose([call_of(session, TEXT[2])])
-    drafter.extend([session], [TEXT[2:5]], taps_TLD[2:5])
+    drafter.extend([session], [TEXT[2:5]], aux_TLD[2:5])
     (proposal,) = drafter.propose([call_of(session, TEXT[5])])
     found = paths_of(proposal)
-    expected = naive_tree(EagleReference(module, target), taps_TLD[:5], TEXT, shape)
+    expected = naive_tree(EagleReference(module, target), aux_TLD[:5], TEXT, shape)
     assert set(found) == set(expected)
     for path, survival in found.items():
         assert survival == pytest.approx(torch.tensor(expected[path]).exp().item(), rel=1e-3)
@@ -85,7 +85,7 @@ def test_a_width_of_one_is_the_greedy_chain() -> None:
     proposals = []
     for drafter in (plain, tree):
         session = drafter.new_session(8)
-        drafter.extend([session], [TEXT[:5]], taps_of(5))
+        drafter.extend([session], [TEXT[:5]], aux_of(5))
         proposals += drafter.propose([call_of(session, TEXT[5])])
     assert proposals[0].tokens == proposals[1].tokens
     assert isinstance(proposals[1], TreeProposal) and proposals[1].row_parents is None
@@ -95,12 +95,12 @@ def test_a_batch_grows_the_trees_of_lone_requests_each_to_its_own_limit() -> Non
     target = toy_target()
     drafter = DynamicTreeDrafter(Eagle3Drafter(make_drafter(target), target, Serving()), TreeShape(4, 3, 30))
     parts = [TEXT[:3], TEXT[:1], TEXT]
-    taps_TLD = taps_of(sum(map(len, parts)))
+    aux_TLD = aux_of(sum(map(len, parts)))
     limits = [None, 2, 1]
 
     def trees(together: bool) -> list[TreeProposal]:
         sessions = [drafter.new_session(8) for _ in parts]
-        drafter.extend(sessions, parts, taps_TLD)
+        drafter.extend(sessions, parts, aux_TLD)
         calls = [call_of(session, 40 + r, limits[r]) for r, session in enumerate(sessions)]
         return drafter.propose(calls) if together else [drafter.propose([call])[0] for call in calls]
 
@@ -116,7 +116,7 @@ def test_a_reduced_vocabulary_gives_the_targets_ids() -> None:
     inner = Eagle3Drafter(make_drafter(target, draft_vocab=4), target, Serving(ids_Vd))
     drafter = DynamicTreeDrafter(inner, TreeShape(3, 6, 30))  # wider than the vocabulary
     session = drafter.new_session(8)
-    drafter.extend([session], [TEXT[:5]], taps_of(5))
+    drafter.extend([session], [TEXT[:5]], aux_of(5))
     (proposal,) = drafter.propose([call_of(session, TEXT[5])])
     assert set(proposal.tokens) == set(ids_Vd.tolist())
     first = [proposal.survivals[child] for child in proposal.children(-1)]
@@ -190,7 +190,7 @@ def test_a_tree_deeper_than_the_training_is_lossless() -> None:
     found = generate(target, TEXT, drafter, rules=rules)
     assert found.tokens == generate(target, TEXT, rules=rules).tokens
     session = drafter.new_session(8)
-    drafter.extend([session], [TEXT[:5]], taps_of(5))
+    drafter.extend([session], [TEXT[:5]], aux_of(5))
     assert drafter.propose([call_of(session, TEXT[5])])[0].depth > 2
 
 

@@ -274,11 +274,11 @@ def test_a_floor_ends_the_draft_at_the_first_unsure_position() -> None:
     lengths = set()
     for text in prompts(8, seed=5):
         whole = proposal_after(drafter, text, params=params)
-        floor = sorted(whole.confidences)[2]
+        min_confidence = sorted(whole.confidences)[2]
         session = drafter.new_session(80)
         drafter.extend([session], [text[:-1]], None)
-        cut = drafter.propose([call_for(session, text, params)], floor)[0]
-        until = next(k for k, certain in enumerate(whole.confidences) if certain < floor)
+        cut = drafter.propose([call_for(session, text, params)], min_confidence)[0]
+        until = next(k for k, certain in enumerate(whole.confidences) if certain < min_confidence)
         assert cut.tokens == whole.tokens[:until] and len(cut.confidences) == until
         lengths.add(until)
         again = drafter.propose([call_for(session, text, params)])[0]
@@ -376,11 +376,11 @@ class ServedLane:
     context: Tokens
     source: RandomSource
 
-    def draft(self, floor: float) -> Proposal:
+    def draft(self, min_confidence: float) -> Proposal:
         session = self.drafter.new_session(len(self.context))
         self.drafter.extend([session], [self.context[:-1]], None)
         call = call_for(session, self.context, self.target.params, self.target.vocab_size, self.source)
-        return self.drafter.propose([call], floor)[0]
+        return self.drafter.propose([call], min_confidence)[0]
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
         return lambda k: self.target.row(self.context + tuple(tokens[:k]))
@@ -420,8 +420,8 @@ def test_enumerated_small_model(name: str) -> None:
     drafter = StandaloneDrafter(exact_model(3), cast(Target, _AsTarget(3)), 2)
     assert deviations(target, drafter, [(0, 1)], 3) <= TOLERANCE
     if name in ("plain", "penalty"):
-        floor = deviation(served(target, drafter), target, [(0, 1)], ThresholdPolicy(0.4), 3)
-        assert floor <= TOLERANCE
+        min_confidence = deviation(served(target, drafter), target, [(0, 1)], ThresholdPolicy(0.4), 3)
+        assert min_confidence <= TOLERANCE
 
 
 class _AsTarget:
@@ -437,13 +437,13 @@ def test_the_enumeration_sees_a_wrong_draft_distribution() -> None:
     """Claims of another p_d than the one that was drawn from are found out."""
 
     class Boasting(NgramDrafter):
-        def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
-            return [replace(p, drafted_with=[0.5] * len(p.tokens)) for p in super().propose(calls, floor)]
+        def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+            return [replace(p, drafted_with=[0.5] * len(p.tokens)) for p in super().propose(calls, min_confidence)]
 
     class Hotter(StandaloneDrafter):
-        def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+        def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
             hot = [replace(call, params=replace(call.params, temperature=2.0)) for call in calls]
-            cold = super().propose(calls, floor)
+            cold = super().propose(calls, min_confidence)
             return [
                 replace(c, drafted_with=[h.row(k)[x].item() for k, x in enumerate(c.tokens)][:1] + c.drafted_with[1:])
                 for c, h in zip(cold, super().propose([replace(call, source=_First()) for call in hot]), strict=True)

@@ -110,9 +110,9 @@ def test_a_head_sees_the_feature_before_its_anchor_and_earlier_tokens_if_it_read
         differs_NK = (module.rows(replace(inputs, previous_NK=changed)).hidden_NKH != rows).any(-1)
         assert differs_NK.tolist() == [[kind.reads and k >= column for k in range(4)]] * 3
     for slot in range(14):  # the second text begins at 8
-        taps = inputs.taps_SLD.clone()
-        taps[slot] += 1.0
-        differs_N = (module.rows(replace(inputs, taps_SLD=taps)).hidden_NKH != rows).flatten(1).any(1)
+        aux_layers = inputs.aux_SLD.clone()
+        aux_layers[slot] += 1.0
+        differs_N = (module.rows(replace(inputs, aux_SLD=aux_layers)).hidden_NKH != rows).flatten(1).any(1)
         assert differs_N.tolist() == [slot == 3, slot == 7, slot == 8 + 5]
 
 
@@ -133,7 +133,7 @@ def test_fresh_heads_are_the_lm_head(kind: Kind) -> None:
 
 
 def test_blocks_are_cut_by_limit_and_floor(kind: Kind) -> None:
-    """The estimator's confidence is known before the draw; a block ends where it is below the floor."""
+    """The estimator's confidence is known before the draw; a block ends where it is below the min_confidence."""
     target, text, module = toy_target(), toy_texts(1)[0], kind.make()
     certain = CertaintyEstimator([0.0, 0.0], [9.0, 9.0, -9.0, 9.0])
     drafter = kind.serve(module, target, Serving(estimator=certain, offsets=[0.0, -1.0, 0.0, 0.0]))
@@ -144,7 +144,9 @@ def test_blocks_are_cut_by_limit_and_floor(kind: Kind) -> None:
     long, short, longer = drafter.propose(calls)
     assert [len(p.tokens) for p in (long, short, longer)] == [4, 1, 4]
     np.testing.assert_allclose(long.confidences, torch.tensor([9.0, 8.0, -9.0, 9.0]).sigmoid(), rtol=1e-5)
-    assert [len(p.tokens) for p in drafter.propose([forced_call(drafter, text, 0, sessions[0])], floor=0.5)] == [2]
+    assert [
+        len(p.tokens) for p in drafter.propose([forced_call(drafter, text, 0, sessions[0])], min_confidence=0.5)
+    ] == [2]
 
 
 def test_it_learns(kind: Kind) -> None:

@@ -110,12 +110,14 @@ def text(length: int, seed: int) -> tuple[list[int], Tensor]:
 
 
 def block_inputs(target: Target, parts: list[tuple[list[int], Tensor, list[int]]], gamma: int) -> BlockInputs:
-    """As the training room makes them: (tokens, taps, anchors) per sequence; tokens reach gamma beyond an anchor."""
+    """As the training room makes them: (tokens, aux hidden states, anchors) per sequence; tokens reach gamma beyond an
+    anchor.
+    """
     lengths = [anchors[-1] for _, _, anchors in parts]
     anchors_N = torch.tensor([anchor for _, _, anchors in parts for anchor in anchors])
     sequence_N = torch.tensor([i for i, (_, _, anchors) in enumerate(parts) for _ in anchors])
     return BlockInputs(
-        torch.cat([taps[:length] for (_, taps, _), length in zip(parts, lengths, strict=True)]),
+        torch.cat([aux_layers[:length] for (_, aux_layers, _), length in zip(parts, lengths, strict=True)]),
         torch.tensor(
             [t for (tokens, _, _), length in zip(parts, lengths, strict=True) for t in tokens[1 : length + 1]]
         ),
@@ -135,9 +137,9 @@ def test_the_training_forward_is_the_definition(family: str, modules: int, gamma
     anchors = [[0, 1, 2, 9], [0], [4, 5, 12]]  # 0: a prompt of one token has no state before its anchor
     parts = [(*text(30, seed), positions) for seed, positions in enumerate(anchors)]
     rows = iter(drafter.rows(block_inputs(target, parts, gamma)).hidden_NKH)
-    for tokens, taps, positions in parts:
+    for tokens, aux_layers, positions in parts:
         for anchor in positions:
-            expected = reference.drafts(taps[:, 0].double().numpy(), tokens, anchor)
+            expected = reference.drafts(aux_layers[:, 0].double().numpy(), tokens, anchor)
             np.testing.assert_allclose(next(rows), expected, atol=TOLERANCE, rtol=0)
 
 
@@ -184,8 +186,8 @@ def test_served_rounds_are_the_definition(family: str, modules: int, gamma: int)
     for counts in ([0, 5], [1, 2], [1, 1], [9, 3], [2, 4], [1, 1]):
         new = [range(at, at + count) for at, count in zip(committed, counts, strict=True)]
         tokens = [[x[i] for i in part] for (x, _), part in zip(texts, new, strict=True)]
-        taps = torch.cat([h[part.start : part.stop] for (_, h), part in zip(texts, new, strict=True)])
-        served.extend(sessions, tokens, taps)
+        aux_layers = torch.cat([h[part.start : part.stop] for (_, h), part in zip(texts, new, strict=True)])
+        served.extend(sessions, tokens, aux_layers)
         committed = [part.stop for part in new]
         chains = [  # what is drawn is the text in one request and something else in the other
             [*x[: n + 1], *(x[n + 1 : n + gamma] if r else text(gamma - 1, n)[0])]
@@ -217,12 +219,12 @@ def test_a_row_sees_its_own_past_only(modules: int, gamma: int) -> None:
         for k in range(gamma):
             # all that row (n, k) may not see: states from the anchor on, tokens behind x_{a+k}, and the other sequence
             others = [text(30, 7 + s) for s in range(2)]
-            tokens, taps = texts[sequence]
-            strange_tokens, strange_taps = others[sequence]
+            tokens, aux_layers = texts[sequence]
+            strange_tokens, strange_aux_layers = others[sequence]
             known = anchor + k + 1
             others[sequence] = (
                 [*tokens[:known], *strange_tokens[known:]],
-                torch.cat((taps[:anchor], strange_taps[anchor:])),
+                torch.cat((aux_layers[:anchor], strange_aux_layers[anchor:])),
             )
             changed = block_inputs(target, [(*t, a) for t, a in zip(others, anchors, strict=True)], gamma)
             after = drafter.rows(changed).hidden_NKH
@@ -242,9 +244,9 @@ def test_loss_falls(modules: int, gamma: int) -> None:
     tokens = text(40, 0)[0]
     assert MTP_METHOD.initialize is not None
     MTP_METHOD.initialize(drafter, target, [tokens])
-    taps, _ = target.prefill_packed([tokens], drafter.config.target_layer_ids)
+    aux_layers, _ = target.prefill_packed([tokens], drafter.config.target_layer_ids)
     anchors = list(range(3, 30))
-    inputs = block_inputs(target, [(tokens, taps[0].clone(), anchors)], gamma)
+    inputs = block_inputs(target, [(tokens, aux_layers[0].clone(), anchors)], gamma)
     labels_NK = torch.tensor([tokens[a + 1 : a + 1 + gamma] for a in anchors])
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
     losses = []
@@ -330,8 +332,8 @@ def test_one_request_with_less_room_stops_earlier_than_the_other() -> None:
     target = toy_target()
     served = MTP_METHOD.serve(make_mtp(target, 1, 4), target, Serving())
     sessions = [served.new_session(20) for _ in range(2)]
-    tokens, taps = text(6, 0)
-    served.extend(sessions, [tokens, tokens[:2]], torch.cat((taps, taps[:2])))
+    tokens, aux_layers = text(6, 0)
+    served.extend(sessions, [tokens, tokens[:2]], torch.cat((aux_layers, aux_layers[:2])))
     calls = [
         DraftCall(s, 9, SamplingParams(), SeenTokens(97), SeededSource(0), limit)
         for s, limit in zip(sessions, (1, 3), strict=True)

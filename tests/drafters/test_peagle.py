@@ -37,18 +37,18 @@ def make(target: Target, gamma: int = 4, draft_vocab: int = 97) -> PEagle:
     section = PEagleSection(gamma=gamma, target_layer_ids=[0, 2, 3], draft_vocab_size=draft_vocab)
     module = PEagle(PEAGLE.configure(section, target))
     randomise(module)
-    module.tap_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
+    module.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
     return module
 
 
 class Reference(EagleReference):
     """EAGLE-3's reference, whose chain goes on with the masked pair."""
 
-    def block(self, taps_aLD: Tensor, tokens: list[int]) -> Array:
+    def block(self, aux_aLD: Tensor, tokens: list[int]) -> Array:
         """What the head reads for all drafts after x_a, the last of `tokens`: [gamma, H]."""
         fused = [
-            self.weights["fc.weight"] @ (taps_LD / self.scale_L[:, None]).reshape(-1)
-            for taps_LD in taps_aLD.double().numpy()
+            self.weights["fc.weight"] @ (aux_LD / self.scale_L[:, None]).reshape(-1)
+            for aux_LD in aux_aLD.double().numpy()
         ]
         masked = self.weights["fc.weight"] @ self.weights["mask_hidden"].reshape(-1)
         inputs = [(feature, tokens[i + 1]) for i, feature in enumerate(fused)]
@@ -71,7 +71,7 @@ def test_the_training_forward_equals_the_reference(family: str) -> None:
     for n, (anchor, number) in enumerate(zip(anchors, sequence, strict=True)):
         context = slice(lengths[0] * number, lengths[0] * number + anchor)
         tokens = [0, *inputs.next_tokens_S[context].tolist()] if anchor else [int(inputs.previous_NK[n, 0])]
-        np.testing.assert_allclose(rows_NKH[n], reference.block(inputs.taps_SLD[context], tokens), atol=TOLERANCE)
+        np.testing.assert_allclose(rows_NKH[n], reference.block(inputs.aux_SLD[context], tokens), atol=TOLERANCE)
 
 
 @torch.inference_mode()
@@ -81,14 +81,14 @@ def test_served_drafts_equal_the_reference_over_rounds() -> None:
     reference, served = Reference(module, target), PEAGLE.serve(module, target, Serving())
     generator = torch.Generator().manual_seed(1)
     texts = torch.randint(4, 97, (2, 40), generator=generator).tolist()
-    taps = 5 * torch.randn(2, 40, 3, 32, generator=generator)
+    aux_layers = 5 * torch.randn(2, 40, 3, 32, generator=generator)
     sessions, at = [served.new_session(40) for _ in texts], [0, 0]
     for counts in ([0, 7], [1, 1], [3, 2], [1, 4]):
         new = [slice(a, a + n) for a, n in zip(at, counts, strict=True)]
         served.extend(
             sessions,
             [x[part] for x, part in zip(texts, new, strict=True)],
-            torch.cat([taps[r, part] for r, part in enumerate(new)]),
+            torch.cat([aux_layers[r, part] for r, part in enumerate(new)]),
         )
         at = [part.stop for part in new]
         calls = [
@@ -96,7 +96,7 @@ def test_served_drafts_equal_the_reference_over_rounds() -> None:
             for session, x, a, limit in zip(sessions, texts, at, (None, 2), strict=True)
         ]
         for r, proposal in enumerate(served.propose(calls)):
-            expected_KH = reference.block(taps[r, : at[r]], texts[r][: at[r] + 1])
+            expected_KH = reference.block(aux_layers[r, : at[r]], texts[r][: at[r] + 1])
             assert len(proposal.tokens) == (2 if r else 4)
             for k in range(len(proposal.tokens)):
                 expected_V = np.exp(reference.log_probs(expected_KH[k]))
@@ -129,11 +129,11 @@ def test_a_draft_sees_the_text_up_to_its_anchor_only() -> None:
     for block in (0, 7, len(before) - 1):
         start, anchor = int(starts[layout.sequence_N[block]]), int(layout.anchors_N[block])
         own = slice(start, start + anchor)
-        taps, following = torch.randn_like(batch.taps_SLD), torch.randint(4, 97, batch.next_tokens_S.shape)
+        aux_layers, following = torch.randn_like(batch.aux_SLD), torch.randint(4, 97, batch.next_tokens_S.shape)
         previous = torch.randint(4, 97, batch.previous_NK.shape)
-        taps[own], following[own] = batch.taps_SLD[own], batch.next_tokens_S[own]
+        aux_layers[own], following[own] = batch.aux_SLD[own], batch.next_tokens_S[own]
         previous[block, 0] = batch.previous_NK[block, 0]
-        changed = replace(batch, taps_SLD=taps, next_tokens_S=following, previous_NK=previous)
+        changed = replace(batch, aux_SLD=aux_layers, next_tokens_S=following, previous_NK=previous)
         torch.testing.assert_close(compute.rows(module, changed).hidden_NKH[block], before[block], atol=1e-6, rtol=1e-6)
         previous[block, 0] = (previous[block, 0] + 1) % 97
         moved = compute.rows(module, replace(changed, previous_NK=previous)).hidden_NKH[block]
@@ -186,7 +186,7 @@ def test_scales_fold_into_the_checkpoint_and_come_back(tmp_path: Path) -> None:
     loaded = load_drafter(tmp_path / "drafter").drafter
     assert isinstance(loaded, PEagle) and loaded.config == module.config
     torch.testing.assert_close(loaded.rows(inputs).hidden_NKH, before, atol=1e-5, rtol=1e-5)
-    loaded.rescale_taps(module.tap_scale_L)
+    loaded.rescale_aux(module.aux_scale_L)
     torch.testing.assert_close(loaded.mask_hidden, module.mask_hidden)
     torch.testing.assert_close(loaded.rows(inputs).hidden_NKH, before, atol=1e-5, rtol=1e-5)
 
@@ -198,4 +198,4 @@ def test_what_it_cannot_be() -> None:
         with pytest.raises(ValueError, match=message):
             replace(config, **change)
     section = PEagleSection(mask_token="x", gamma=4)
-    assert section.beside(config, toy_target())["mask_token"] == (MASK, MASK)
+    assert section.comparable_fields(config, toy_target())["mask_token"] == (MASK, MASK)

@@ -62,17 +62,17 @@ def test_a_failed_pass_can_be_repeated(name: str, call: str, monkeypatch: pytest
     drafter = SERVED[name](target)
     generator = torch.Generator().manual_seed(1)
     text = torch.randint(4, 97, (30,), generator=generator).tolist()
-    taps_TLD = torch.randn(30, len(drafter.taps), 32, generator=generator)
+    aux_TLD = torch.randn(30, len(drafter.aux_layers), 32, generator=generator)
 
     def extend(session: Any, start: int, end: int) -> None:
-        drafter.extend([session], [text[start:end]], taps_TLD[start:end])
+        drafter.extend([session], [text[start:end]], aux_TLD[start:end])
 
     def draft(session: Any, end: int) -> list[Tensor]:
         (proposal,) = drafter.propose([call_for(session, text[: end + 1], SamplingParams(temperature=1.0))])
         return [proposal.row(k) for k in range(len(proposal.tokens))]
 
     def broken(number: int) -> None:
-        owner, method = (DraftKV, "write") if drafter.taps else (drafter.model, "forward_ragged")  # type: ignore[attr-defined]
+        owner, method = (DraftKV, "write") if drafter.aux_layers else (drafter.model, "forward_ragged")  # type: ignore[attr-defined]
         monkeypatch.setattr(owner, method, fails_at(number, getattr(owner, method)))
 
     steady, shaken = drafter.new_session(60), drafter.new_session(60)

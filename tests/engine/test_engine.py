@@ -190,7 +190,7 @@ def test_refusals(target: Target) -> None:
         engine.submit(Request("c", []))
     with pytest.raises(ValueError, match="prompt token 4000 is outside toy's vocabulary of 97"):
         engine.submit(Request("d", [5, 4000]))
-    with pytest.raises(ValueError, match="ends drafts at its floor"):
+    with pytest.raises(ValueError, match="ends drafts at its min_confidence"):
         Engine(target, policy=ThresholdPolicy(0.5), gate=SkipDrafting(SpsTable([1.0])))
     with pytest.raises(ValueError, match=r"token_budget=8 is below max_requests=9"):
         EngineConfig(max_requests=9, token_budget=8)
@@ -294,13 +294,13 @@ def test_the_drafter_reads_when_it_drafts(
 ) -> None:
     read: list[int] = []
 
-    def extend(sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
+    def extend(sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         read.extend(map(len, tokens))
-        PackedDrafter.extend(drafter, sessions, tokens, taps_TLD)
+        PackedDrafter.extend(drafter, sessions, tokens, aux_TLD)
 
-    def propose(calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+    def propose(calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
         assert [call.session.length for call in calls] == [call.position - 1 for call in calls]
-        return PackedDrafter.propose(drafter, calls, floor)
+        return PackedDrafter.propose(drafter, calls, min_confidence)
 
     monkeypatch.setattr(drafter, "extend", extend)
     monkeypatch.setattr(drafter, "propose", propose)
@@ -314,7 +314,7 @@ def test_the_drafter_reads_when_it_drafts(
         assert max(read[6:]) > 1, "what was skipped is read at once"
 
 
-def test_unread_taps_are_bounded(target: Target, drafter: PackedDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_aux_layers_are_bounded(target: Target, drafter: PackedDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "_MOST_UNREAD", 40)
     engine = Engine(target, drafter, gate=Sometimes(0), config=EngineConfig(1, 16, 16, 64))
     engine.submit(Request("long", prompts(1, longest=1)[0] * 200, rules=StopRules(4)))

@@ -138,13 +138,13 @@ def our_rounds(
 ) -> list[list[int]]:
     """What our drafter proposes greedily after so many response tokens, its session grown as in serving."""
     text = torch.tensor([prompt + response])
-    taps_TLD = target.forward(text, target.new_cache(text.shape[1]), drafter.taps, logits=0).taps_BTLD
-    assert taps_TLD is not None
+    aux_TLD = target.forward(text, target.new_cache(text.shape[1]), drafter.aux_layers, logits=0).aux_BTLD
+    assert aux_TLD is not None
     session, source, known = drafter.new_session(text.shape[1]), SeededSource(0), 0
     proposals = []
     for count in counts:
         anchor = len(prompt) + count - 1
-        drafter.extend([session], [text[0, known:anchor].tolist()], taps_TLD[0, known:anchor])
+        drafter.extend([session], [text[0, known:anchor].tolist()], aux_TLD[0, known:anchor])
         known = anchor
         seen = SeenTokens(target.vocab_size, 1.0, [], target.device)
         call = DraftCall(session, int(text[0, anchor]), SamplingParams(), seen, source)

@@ -23,7 +23,7 @@ from outrider.drafters.eagle3 import Eagle3Config
 from outrider.drafters.medusa import HeadsConfig
 from outrider.target.model import Target
 from outrider.training.dataset import choose_draft_ids, inverse_ids
-from outrider.training.features import measure_tap_scale
+from outrider.training.features import measure_aux_scale
 from outrider.training.loss import ObjectiveConfig
 from outrider.training.recipe import Recipe
 from outrider.training.setup import Run
@@ -82,7 +82,7 @@ def train(config: Any, target: Target, texts: list[list[int]], new: int, out: Pa
     method = next(m for m in catalogue.METHODS if m.config is type(config) and m.name != "hydra")
     drafter = method.module(config)
     randomise(drafter)
-    drafter.tap_scale_L.copy_(measure_tap_scale(target, samples[:3], config.target_layer_ids))
+    drafter.aux_scale_L.copy_(measure_aux_scale(target, samples[:3], config.target_layer_ids))
     ids = choose_draft_ids(samples, VOCAB, config.draft_vocab_size, frozenset({1}))
     objective = BlockObjective(target, ids, inverse_ids(ids, VOCAB), ObjectiveConfig(ce=1.0), "float32")
     optimizer = {"steps": 80, "sequences_per_step": 4, "anchors_per_sequence": 24, "learning_rate": 1e-2}

@@ -266,10 +266,10 @@ def test_draft_costs_are_of_every_length_in_turns(toy: Path) -> None:
     class Watched(PackedDrafter):
         name = ""
 
-        def propose(self, found: Any, floor: float = 0.0) -> Any:
+        def propose(self, found: Any, min_confidence: float = 0.0) -> Any:
             calls.append((self.name, found[0].limit))
             assert found[0].session.length == found[0].position - 1 and found[0].position > 20
-            return super().propose(found, floor)
+            return super().propose(found, min_confidence)
 
     named = []
     for name, module in (("a", DSpark(toy_config(**vocab))), ("b", DFlash(toy_config(dspark=False, **vocab)))):

@@ -38,7 +38,7 @@ from outrider.evaluation.doctor.examine import CHECKS, examine
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target, load_target
 from outrider.training.dataset import choose_draft_ids, inverse_ids
-from outrider.training.features import measure_tap_scale
+from outrider.training.features import measure_aux_scale
 from outrider.training.loss import ObjectiveConfig
 from outrider.training.recipe import Recipe
 from outrider.training.setup import Run
@@ -133,7 +133,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shapes = {"vocab_size": vocab, "mask_token_id": mask_token_id(target, None), "target_layer_ids": TAPS}
     torch.manual_seed(0)
     drafter = DSpark(toy_config(**shapes, draft_vocab_size=40, rope_theta=5000.0, markov_rank=4))
-    drafter.tap_scale_L.copy_(measure_tap_scale(target, samples[:3], TAPS))
+    drafter.aux_scale_L.copy_(measure_aux_scale(target, samples[:3], TAPS))
     ids = choose_draft_ids(samples, vocab, 40, target.eos_ids)
     objective = BlockObjective(target, ids, inverse_ids(ids, vocab), ObjectiveConfig(ce=1.0))
     fields: dict[str, Any] = {"target": str(home / "target"), "out": str(home), "data": {"prompts": [{"path": "x"}]}}
@@ -205,13 +205,13 @@ def test_weights_in_other_files_and_a_depth_that_only_the_target_knows(tmp_path:
         read_drafter(Case(), directory)
 
 
-def test_taps_off_by_one(home: Path, target: Target) -> None:
-    edit_config(home, target_layer_ids=[tap - 1 for tap in TAPS])
-    found = diagnose(home, target, "wiring")["tap indices"]
+def test_aux_layers_off_by_one(home: Path, target: Target) -> None:
+    edit_config(home, target_layer_ids=[aux_layer - 1 for aux_layer in TAPS])
+    found = diagnose(home, target, "wiring")["aux layer indices"]
     assert found.status == "fault" and "off by one" in found.meaning and "target_layer_ids [0, 1, 3]" in found.remedy
 
 
-def test_taps_permuted(home: Path, target: Target) -> None:
+def test_aux_layers_permuted(home: Path, target: Target) -> None:
     def swap(tensors: dict[str, Tensor]) -> None:
         first, second, third = tensors["fc.weight"].split(target.hidden_size, 1)
         tensors["fc.weight"] = torch.cat((first, third, second), 1)
@@ -219,7 +219,7 @@ def test_taps_permuted(home: Path, target: Target) -> None:
     edit_tensors(home, swap)
     findings = diagnose(home, target, "wiring")
     swapped = [TAPS[0], TAPS[2], TAPS[1]]
-    assert findings["tap order"].status == "fault" and str(swapped) in findings["tap order"].remedy
+    assert findings["aux layer order"].status == "fault" and str(swapped) in findings["aux layer order"].remedy
 
 
 def test_a_wrong_mask_token(home: Path, target: Target) -> None:
@@ -312,7 +312,7 @@ def other_target(**changes: Any) -> Target:
 def test_a_target_of_another_shape(healthy: Path) -> None:
     findings = diagnose(healthy, other_target(num_hidden_layers=6))
     assert "fits target" in faults(findings) and "num_target_layers is 5" in findings["fits target"].figure
-    assert findings["tap indices"].status == "skipped", "one cause, one fault"
+    assert findings["aux layer indices"].status == "skipped", "one cause, one fault"
 
 
 def test_another_target_of_the_same_shape(healthy: Path) -> None:
@@ -372,12 +372,12 @@ def test_a_leaking_mask(healthy: Path, target: Target, monkeypatch: pytest.Monke
     assert "visibility by index" in findings["leak"].meaning
 
 
-def drops_context(self: packed.PackedDrafter, taps_TLD: Tensor, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return FEATURES(self, torch.zeros_like(taps_TLD), positions_T)
+def drops_context(self: packed.PackedDrafter, aux_TLD: Tensor, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return FEATURES(self, torch.zeros_like(aux_TLD), positions_T)
 
 
-def shifted_features(self: packed.PackedDrafter, taps_TLD: Tensor, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return FEATURES(self, taps_TLD, positions_T + 4)
+def shifted_features(self: packed.PackedDrafter, aux_TLD: Tensor, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return FEATURES(self, aux_TLD, positions_T + 4)
 
 
 FEATURES = packed.PackedDrafter.features

@@ -30,7 +30,7 @@ RECIPE: dict[str, Any] = {
     "target": "some/model",
     "out": "unused",
     "data": {"prompts": [{"path": "prompts.jsonl"}], "max_new_tokens": 10, "max_prompt_tokens": 200, "held_out": 2},
-    "drafter": {"num_hidden_layers": 1, "block_size": 3, "num_taps": 2, "markov_rank": 4},
+    "drafter": {"num_hidden_layers": 1, "block_size": 3, "num_aux_layers": 2, "markov_rank": 4},
     "optimizer": {"steps": 2, "sequences_per_step": 2, "anchors_per_sequence": 4},
     "watch": {"decode_every": None},
 }
@@ -45,7 +45,7 @@ def write(folder: Path, target: str = "some/model", **changes: Any) -> Path:
     table |= {"evaluate": {"max_new_tokens": 6}, "draft_cost": {"context": 20, "repeats": 3}, "threads": 1}
     table["rows"] = {
         "two": {},
-        "flat": {"set": {"objective.decay": float("inf"), "drafter.num_taps": 1}, "seeds": [0]},
+        "flat": {"set": {"objective.decay": float("inf"), "drafter.num_aux_layers": 1}, "seeds": [0]},
         "two-at-2": {"drafter_of": "two", "evaluate": {"block_size": 2}},
     }
     (folder / "table.yaml").write_text(yaml.safe_dump({**table, **changes}, sort_keys=False))
@@ -129,12 +129,16 @@ def test_calibration_follows_the_training(tmp_path: Path) -> None:
 
 def test_rows_share_a_feature_store(tmp_path: Path) -> None:
     path = write(tmp_path)
-    stages = plan(load_table(path, ["feature_taps=[0, 2]", "seeds=[5]", "rows.flat.seeds=[5]"]), path)
+    stages = plan(load_table(path, ["feature_aux_layers=[0, 2]", "seeds=[5]", "rows.flat.seeds=[5]"]), path)
     assert [stage.args[0] for stage in stages[:4]] == ["prepare", "features", "train", "train"]
     store = f'features.directory="{tmp_path}/out/features"'
     assert stages[1].args[1] == "write" and stages[1].args[-1] == "--yes"
     for stage in stages[1:4]:
-        assert store in stage.args and "features.taps=[0, 2]" in stage.args and 'features.mode="store"' in stage.args
+        assert (
+            store in stage.args
+            and "features.aux hidden states=[0, 2]" in stage.args
+            and 'features.mode="store"' in stage.args
+        )
     assert stages[1].output in stages[2].inputs, "a store written anew is trained on anew"
     assert "seed=5" in stages[2].args
 
@@ -189,7 +193,7 @@ def test_what_is_done_is_not_done_again_until_something_changed(tmp_path: Path) 
         ({"set": {"drafter.block_size": 0}}, "drafter.block_size"),
         ({"recipe": "nope.yaml"}, "no recipe"),
         ({"sets": {}}, "sets: Extra inputs"),
-        ({"feature_taps": "all"}, "feature_taps"),
+        ({"feature_aux_layers": "all"}, "feature_aux_layers"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

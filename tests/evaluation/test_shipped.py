@@ -177,7 +177,7 @@ def test_metadata_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_bfloat16_weights_are_half_the_size_and_served_in_float32(tmp_path: Path) -> None:
     drafter = DSpark(toy_config(draft_vocab_size=40))
     randomise(drafter)
-    drafter.tap_scale_L.copy_(torch.tensor([0.5, 3000.0, 7.0]))
+    drafter.aux_scale_L.copy_(torch.tensor([0.5, 3000.0, 7.0]))
     ids = torch.arange(50, 90)
     for dtype in (torch.float32, torch.bfloat16):
         save_drafter(Checkpoint(drafter, ids), tmp_path / str(dtype), dtype)

@@ -309,7 +309,7 @@ def test_a_variant_gets_as_much_of_the_drafter_as_it_wants() -> None:
     found = {name: drafter_of(build_variant(name, 4, 0.2, None), drafter) for name in ("none", "fixed-3", "threshold")}
     shortened = found["fixed-3"]
     assert found["none"] is None and found["threshold"] is drafter
-    assert isinstance(shortened, Shortened) and (shortened.gamma, shortened.taps) == (3, drafter.taps)
+    assert isinstance(shortened, Shortened) and (shortened.gamma, shortened.aux_layers) == (3, drafter.aux_layers)
     engine = Engine(target, shortened)
     engine.submit(Request("a", [5, 6, 7], rules=StopRules(12, stop_ids=())))
     proposed = []
@@ -329,9 +329,9 @@ def test_a_tree_is_pruned_not_cut() -> None:
     asked: list[int | None] = []
     real = whole.propose
 
-    def propose(calls: Sequence[DraftCall], floor: float = 0.0) -> list[TreeProposal]:
+    def propose(calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[TreeProposal]:
         asked.extend(call.nodes for call in calls)
-        return real(calls, floor)
+        return real(calls, min_confidence)
 
     whole.propose = propose  # type: ignore[method-assign]
     plain = generate(target, [5, 6, 7], rules=StopRules(12, stop_ids=())).tokens

@@ -139,7 +139,7 @@ class Lane(Protocol):
     @property
     def source(self) -> RandomSource: ...
 
-    def draft(self, floor: float) -> Draft: ...
+    def draft(self, min_confidence: float) -> Draft: ...
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]: ...
 
@@ -169,9 +169,11 @@ class Lanes:
     def sources(self) -> Sequence[RandomSource]:
         return [lane.source for lane in self.lanes]
 
-    def draft(self, floor: float) -> list[Draft]:
+    def draft(self, min_confidence: float) -> list[Draft]:
         pairs = zip(self.lanes, self.depths, strict=True)
-        return [Proposal.empty() if depth == 0 else lane.draft(floor).truncated(depth) for lane, depth in pairs]
+        return [
+            Proposal.empty() if depth == 0 else lane.draft(min_confidence).truncated(depth) for lane, depth in pairs
+        ]
 
     def view(self, proposals: Sequence[Draft]) -> StepView:
         confidences, drafted = [p.confidences for p in proposals], [len(p.tokens) for p in proposals]

@@ -143,8 +143,8 @@ class Watched:
     decisions: set[tuple[int, ...]] = field(default_factory=set)
 
     @property
-    def floor(self) -> float:
-        return self.policy.floor
+    def min_confidence(self) -> float:
+        return self.policy.min_confidence
 
     def lengths(self, view: StepView) -> Ints:
         lengths_R = self.policy.lengths(view)
@@ -203,7 +203,7 @@ class GlobalSearch:
     """Looks for the best lengths among all, current confidences included."""
 
     cost: StepCost
-    floor: ClassVar[float] = 0.0
+    min_confidence: ClassVar[float] = 0.0
 
     def lengths(self, view: StepView) -> Ints:
         survival_RK = view.survival_RK()
@@ -236,7 +236,7 @@ def test_look_ahead_at_realised_confidences_is_caught(monkeypatch: pytest.Monkey
 class PeekingEstimatorLane(ToyLane):
     """Confidence = the probability of the token that was drawn."""
 
-    def draft(self, floor: float) -> Proposal:
+    def draft(self, min_confidence: float) -> Proposal:
         proposal = super().draft(0.0)
         return replace(proposal, confidences=proposal.drafted_with)
 
@@ -253,8 +253,8 @@ class TiedConfidences(ToyLane):
 
     drawn: ClassVar[list[int]] = []
 
-    def draft(self, floor: float) -> Proposal:
-        proposal = replace(super().draft(floor).truncated(1), confidences=[0.5])
+    def draft(self, min_confidence: float) -> Proposal:
+        proposal = replace(super().draft(min_confidence).truncated(1), confidences=[0.5])
         self.drawn.append(proposal.tokens[0])
         return proposal
 
@@ -292,7 +292,7 @@ class CounterexampleLane:
     def __init__(self, source: RandomSource) -> None:
         self.source = source
 
-    def draft(self, floor: float) -> Proposal:
+    def draft(self, min_confidence: float) -> Proposal:
         probs_KV = torch.full((2, 2), 0.5, dtype=torch.float64)
         tokens = [self.source.choose(probs_KV[0]), self.source.choose(probs_KV[1])]
         return proposal_of(tokens, probs_KV, [0.8, 1.0 if tokens[0] == 0 else 0.0])
@@ -396,7 +396,7 @@ class TiedLane:
     def __init__(self, source: RandomSource) -> None:
         self.source = source
 
-    def draft(self, floor: float) -> Proposal:
+    def draft(self, min_confidence: float) -> Proposal:
         return proposal_of([1], torch.tensor([[0.0, 1.0]], dtype=torch.float64), [])
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
@@ -418,7 +418,7 @@ def test_mutation_accepting_on_ties(monkeypatch: pytest.MonkeyPatch) -> None:
 class PeekingPolicy:
     """Admits x_k by the confidence after it, which has seen x_k."""
 
-    floor = 0.0
+    min_confidence = 0.0
 
     def lengths(self, view: StepView) -> Ints:
         peeked_RK = np.roll(view.confidences_RK, -1, axis=1)
@@ -433,8 +433,8 @@ def test_mutation_policy_peeks() -> None:
 class UnwarpedDraftLane(ToyLane):
     """Samples at the temperature, reports the distribution without it."""
 
-    def draft(self, floor: float) -> Proposal:
-        proposal = super().draft(floor)
+    def draft(self, min_confidence: float) -> Proposal:
+        proposal = super().draft(min_confidence)
         rows_KV = torch.stack([proposal.row(k) for k in range(len(proposal.tokens))])
         unwarped_KV = rows_KV**self.target.params.temperature
         unwarped_KV = unwarped_KV / unwarped_KV.sum(-1, keepdim=True)

@@ -124,8 +124,8 @@ def test_siblings_without_replacement_have_the_distribution_of_successive_draws(
 
 def test_reranking_chosen_nodes_is_lossless() -> None:
     class Reranked(ToyTreeLane):
-        def draft(self, floor: float) -> TreeProposal:
-            proposal = super().draft(floor)
+        def draft(self, min_confidence: float) -> TreeProposal:
+            proposal = super().draft(min_confidence)
             survivals: list[float] = []
             for node in range(len(proposal.tokens)):
                 way = tuple(proposal.tokens_before(node + 1))
@@ -160,8 +160,8 @@ def test_mutation_the_target_forgets_the_first_sibling(monkeypatch: pytest.Monke
 class Mistaken(ToyTreeLane):
     """Drawn with replacement, reported as without."""
 
-    def draft(self, floor: float) -> TreeProposal:
-        proposal = super().draft(floor)
+    def draft(self, min_confidence: float) -> TreeProposal:
+        proposal = super().draft(min_confidence)
         return replace(proposal, drawn={node: Drawn(drawn.row) for node, drawn in proposal.drawn.items()})
 
 
@@ -178,8 +178,8 @@ def test_mutation_duplicates_reported_as_drawn_without_replacement(monkeypatch: 
 class Undrawn(ToyTreeLane):
     """Drawn, reported as chosen."""
 
-    def draft(self, floor: float) -> TreeProposal:
-        return replace(super().draft(floor), drawn={})
+    def draft(self, min_confidence: float) -> TreeProposal:
+        return replace(super().draft(min_confidence), drawn={})
 
 
 def test_drawn_nodes_judged_as_chosen_are_lossless_but_worse() -> None:
@@ -253,8 +253,8 @@ def test_mutation_penalty_forgets_the_path() -> None:
 class LuckyFirst(ToyTreeLane):
     """Keeps of two drawn nodes the one that turned out likelier."""
 
-    def draft(self, floor: float) -> TreeProposal:
-        proposal = super().draft(floor)
+    def draft(self, min_confidence: float) -> TreeProposal:
+        proposal = super().draft(min_confidence)
         row_V = proposal.drawn[-1].row()
         best = max(proposal.tokens, key=lambda token: row_V[token].item())
         return replace(proposal, tree=Tree([best], [-1]))
@@ -268,16 +268,16 @@ def test_mutation_drawn_nodes_reranked_by_what_was_drawn(kinds: str) -> None:
 class YoungerDecides(ToyTreeLane):
     """Admits the first sibling by the value of the second."""
 
-    def draft(self, floor: float) -> TreeProposal:
-        proposal = super().draft(floor)
+    def draft(self, min_confidence: float) -> TreeProposal:
+        proposal = super().draft(min_confidence)
         return proposal.truncated(2 if proposal.tokens[1] == 0 else 0)
 
 
 class OlderDecides(ToyTreeLane):
     """Admits the second sibling by the value of the first."""
 
-    def draft(self, floor: float) -> TreeProposal:
-        proposal = super().draft(floor)
+    def draft(self, min_confidence: float) -> TreeProposal:
+        proposal = super().draft(min_confidence)
         return proposal.truncated(2 if proposal.tokens[0] == 0 else 1)
 
 
@@ -293,8 +293,8 @@ def test_an_older_sibling_may_decide_about_a_younger_and_not_the_other_way(
 class PeekingLane(ToyTreeLane):
     """A node's survival is the probability of the token that was drawn for it."""
 
-    def draft(self, floor: float) -> TreeProposal:
-        proposal = super().draft(floor)
+    def draft(self, min_confidence: float) -> TreeProposal:
+        proposal = super().draft(min_confidence)
         row_V = proposal.drawn[-1].row()
         return replace(proposal, survivals=[row_V[proposal.tokens[0]].item(), 0.0]).truncated(1)
 

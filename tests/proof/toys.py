@@ -66,12 +66,14 @@ class ToyDrafter:
                 torch.nn.init.normal_(weight, generator=generator)
         self._trees: dict[tuple[Tokens, float], DraftTree[Proposal]] = {}
 
-    def draft(self, context: Tokens, source: RandomSource, floor: float = 0.0) -> Proposal:
-        if (context, floor) not in self._trees:
-            self._trees[context, floor] = DraftTree(lambda recorder: self._walk(context, recorder, floor))
-        return self._trees[context, floor].draw(source)
+    def draft(self, context: Tokens, source: RandomSource, min_confidence: float = 0.0) -> Proposal:
+        if (context, min_confidence) not in self._trees:
+            self._trees[context, min_confidence] = DraftTree(
+                lambda recorder: self._walk(context, recorder, min_confidence)
+            )
+        return self._trees[context, min_confidence].draw(source)
 
-    def _walk(self, context: Tokens, source: RandomSource, floor: float) -> Proposal:
+    def _walk(self, context: Tokens, source: RandomSource, min_confidence: float) -> Proposal:
         columns = self.draft_vocab_size + self.hidden_size
         block = torch.randn(self.gamma, columns, generator=_generator(self.seed, context), dtype=torch.float64)
         base_logits_KVd, hidden_KH = block.split([self.draft_vocab_size, self.hidden_size], dim=1)
@@ -79,12 +81,12 @@ class ToyDrafter:
         seen = SeenTokens(self.target.vocab_size, params.repetition_penalty, context)
         call = DraftCall(None, context[-1], params, seen, source)
         heads = ChainHeads(self.target.vocab_size, self.head, self.confidence, self.draft_ids_Vd)
-        return self._sample(base_logits_KVd, hidden_KH, call, heads, floor)
+        return self._sample(base_logits_KVd, hidden_KH, call, heads, min_confidence)
 
     def _sample(
-        self, base_logits_KVd: Tensor, hidden_KH: Tensor, call: DraftCall, heads: ChainHeads, floor: float
+        self, base_logits_KVd: Tensor, hidden_KH: Tensor, call: DraftCall, heads: ChainHeads, min_confidence: float
     ) -> Proposal:
-        return sample_chain(lambda _: base_logits_KVd, hidden_KH[None], [call], heads, floor)[0]
+        return sample_chain(lambda _: base_logits_KVd, hidden_KH[None], [call], heads, min_confidence)[0]
 
 
 class ToySelector(ToyDrafter):
@@ -102,10 +104,10 @@ class ToySelector(ToyDrafter):
             torch.nn.init.normal_(weight, generator=_generator(seed, (count,)))
 
     def _sample(
-        self, base_logits_KVd: Tensor, hidden_KH: Tensor, call: DraftCall, heads: ChainHeads, floor: float
+        self, base_logits_KVd: Tensor, hidden_KH: Tensor, call: DraftCall, heads: ChainHeads, min_confidence: float
     ) -> Proposal:
         rows = CandidateRows(lambda _: base_logits_KVd, hidden_KH[None], self.selector, self.count, self.draft_ids_Vd)
-        return sample_rows(rows, self.gamma, [call], heads, floor)[0]
+        return sample_rows(rows, self.gamma, [call], heads, min_confidence)[0]
 
 
 @dataclass
@@ -117,8 +119,8 @@ class ToyLane:
     context: Tokens
     source: RandomSource
 
-    def draft(self, floor: float) -> Proposal:
-        return self.drafter.draft(self.context, self.source, floor)
+    def draft(self, min_confidence: float) -> Proposal:
+        return self.drafter.draft(self.context, self.source, min_confidence)
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
         return lambda k: self.target.row(self.context + tuple(tokens[:k]))
@@ -241,7 +243,7 @@ class ToyTreeLane:
     context: Tokens
     source: RandomSource
 
-    def draft(self, floor: float) -> TreeProposal:
+    def draft(self, min_confidence: float) -> TreeProposal:
         return self.drafter.draft(self.context, self.source)
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:

@@ -296,9 +296,9 @@ def test_trees_are_profiled_by_their_nodes(monkeypatch: pytest.MonkeyPatch) -> N
     target, asked = toy_target(), list[list[Span]]()
     real = target.forward_ragged
 
-    def forward_ragged(spans: list[Span], kv: PagedKV, taps: tuple[int, ...]) -> object:
+    def forward_ragged(spans: list[Span], kv: PagedKV, aux_layers: tuple[int, ...]) -> object:
         asked.append(spans)
-        return real(spans, kv, taps)
+        return real(spans, kv, aux_layers)
 
     monkeypatch.setattr(target, "forward_ragged", forward_ragged)
     drafter = DynamicTreeDrafter(Eagle3Drafter(make_drafter(target), target, Serving()), TreeShape(3, 4, 25))
@@ -350,7 +350,7 @@ def test_a_request_verifies_a_block_at_most_and_prefills_beyond() -> None:
     target = toy_target()
     asked: list[list[Span]] = []
 
-    def forward_ragged(spans: list[Span], kv: PagedKV, taps: tuple[int, ...]) -> None:
+    def forward_ragged(spans: list[Span], kv: PagedKV, aux_layers: tuple[int, ...]) -> None:
         asked.append(spans)
 
     target.forward_ragged = forward_ragged  # type: ignore[method-assign,assignment]

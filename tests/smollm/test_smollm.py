@@ -25,7 +25,7 @@ from outrider.evaluation.evaluate import EvaluationConfig, compare_greedy
 from outrider.sampling import SamplingParams, SeededSource
 from outrider.target.model import Target
 from outrider.training.dataset import choose_draft_ids
-from outrider.training.features import measure_tap_scale
+from outrider.training.features import measure_aux_scale
 from tests.toys.alignment import check_alignment
 from tests.toys.oracle import Oracle, SelfDrafter
 
@@ -64,7 +64,7 @@ def test_stop_strings_inside_a_block(smollm: Target) -> None:
 
 
 def test_trained_equals_served(smollm: Target) -> None:
-    """On the model's own text, with a reduced draft vocabulary and massive activations in the taps."""
+    """On the model's own text, with a reduced draft vocabulary and massive activations in the aux hidden states."""
     assert smollm.tokenizer is not None
     samples = []
     for prompt in load_prompts("eval_math", 2):
@@ -73,7 +73,7 @@ def test_trained_equals_served(smollm: Target) -> None:
         samples.append(Sample(prompt.id, tokens + response, ((len(tokens), len(tokens) + len(response)),)))
     section = DSparkSection(draft_vocab_size=2000, markov_head_type="rnn")
     drafter = DSpark(DSPARK.configure(section, smollm))
-    drafter.tap_scale_L.copy_(measure_tap_scale(smollm, samples, drafter.config.target_layer_ids))
+    drafter.aux_scale_L.copy_(measure_aux_scale(smollm, samples, drafter.config.target_layer_ids))
     initialize_block(drafter, smollm, [s.tokens for s in samples])
     ids = choose_draft_ids(samples, smollm.vocab_size, 2000, smollm.eos_ids)
     assert check_alignment(smollm, drafter, samples, ids) > 200

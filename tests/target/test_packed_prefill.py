@@ -21,8 +21,8 @@ def test_packed_equals_separate_prefills_and_a_leak_would_show(family: str) -> N
     assert largest_difference(target, target.prefill_packed(documents(), DOCUMENT_TAPS)) < 2e-5
     # One document of all tokens is what a packed forward without its mask computes: far beyond the tolerance.
     whole = [token for document in documents() for token in document]
-    taps, hidden = target.prefill_packed([whole], DOCUMENT_TAPS)
-    leaked = taps[0].split(LENGTHS), hidden[0].split(LENGTHS)
+    aux_layers, hidden = target.prefill_packed([whole], DOCUMENT_TAPS)
+    leaked = aux_layers[0].split(LENGTHS), hidden[0].split(LENGTHS)
     assert largest_difference(target, leaked) > 0.05
 
 
@@ -37,8 +37,8 @@ def test_the_lean_path_packs_to_the_last_bit(family: str, dtype: torch.dtype) ->
         return
     together = target.prefill_packed(documents(), DOCUMENT_TAPS)
     for index, document in enumerate(documents()):
-        taps, hidden = target.prefill_packed([document], DOCUMENT_TAPS)
-        assert torch.equal(taps[0], together[0][index]) and torch.equal(hidden[0], together[1][index])
+        aux_layers, hidden = target.prefill_packed([document], DOCUMENT_TAPS)
+        assert torch.equal(aux_layers[0], together[0][index]) and torch.equal(hidden[0], together[1][index])
 
 
 def test_a_gap_in_the_packing_is_seen_by_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_a_gap_in_the_packing_is_seen_by_the_comparison(monkeypatch: pytest.Monk
     true_forward = target._lean.forward_packed
     shifted = (LENGTHS[0] + 1, LENGTHS[1] - 1, *LENGTHS[2:])
     monkeypatch.setattr(
-        target._lean, "forward_packed", lambda tokens, lengths, taps: true_forward(tokens, shifted, taps)
+        target._lean, "forward_packed", lambda tokens, lengths, aux_layers: true_forward(tokens, shifted, aux_layers)
     )
     assert largest_difference(target, target.prefill_packed(documents(), DOCUMENT_TAPS)) > 0.05
     monkeypatch.undo()
@@ -68,7 +68,7 @@ def test_features_do_not_depend_on_what_was_computed_beside_them(family: str) ->
     together = FeatureSource(target, samples, DOCUMENT_TAPS, scale, 2**30)
     for index, features in zip((4, 1, 7), together.gather([4, 1, 7], [0, 2, 4, 3]), strict=True):
         expected = alone[index]
-        for name in ("taps_SLD", "hidden_RD", "lse_R", "argmax_R"):
+        for name in ("aux_SLD", "hidden_RD", "lse_R", "argmax_R"):
             assert torch.equal(getattr(features, name), getattr(expected, name)), name
 
 
@@ -77,9 +77,9 @@ def test_a_step_and_the_next_ones_share_a_forward_within_the_memory(monkeypatch:
     calls: list[int] = []
     prefill = Target.prefill_packed
 
-    def counted(self: Target, documents: Sequence[list[int]], taps: tuple[int, ...]) -> object:
+    def counted(self: Target, documents: Sequence[list[int]], aux_layers: tuple[int, ...]) -> object:
         calls.append(len(documents))
-        return prefill(self, documents, taps)
+        return prefill(self, documents, aux_layers)
 
     monkeypatch.setattr(Target, "prefill_packed", counted)
     roomy = FeatureSource(target, samples, DOCUMENT_TAPS, torch.ones(4), 2**30)
@@ -100,7 +100,7 @@ def test_a_bfloat16_target_gives_log_sum_exps_of_float32_logits() -> None:
     model = AutoModelForCausalLM.from_config(TOY_CONFIGS["llama"], dtype=torch.bfloat16)
     target, samples = Target(model, None, "toy"), toy_samples(2)
     features = FeatureSource(target, samples, DOCUMENT_TAPS, torch.ones(4), 2**30)[0]
-    assert features.taps_SLD.dtype == features.hidden_RD.dtype == torch.float16
+    assert features.aux_SLD.dtype == features.hidden_RD.dtype == torch.float16
     expected = (features.hidden_RD.float() @ target.head_VD.float().T).logsumexp(-1)
     torch.testing.assert_close(features.lse_R, expected, atol=1e-5, rtol=1e-6)
 
@@ -110,9 +110,9 @@ def test_smollm_packs_to_the_last_bit(smollm: Target) -> None:
     assert smollm.tokenizer is not None
     texts = ("The three laws of robotics are, in order of priority,", "def fibonacci(n: int) -> int:\n", "Hello")
     documents = [smollm.tokenizer(text)["input_ids"] for text in texts]
-    taps, hidden = smollm.prefill_packed(documents, (1, 14, 27))
+    aux_layers, hidden = smollm.prefill_packed(documents, (1, 14, 27))
     for index, document in enumerate(documents):
         alone = smollm.prefill_packed([document], (1, 14, 27))
-        assert torch.equal(alone[0][0], taps[index]) and torch.equal(alone[1][0], hidden[index])
+        assert torch.equal(alone[0][0], aux_layers[index]) and torch.equal(alone[1][0], hidden[index])
         output = smollm.forward(torch.tensor([document]), smollm.new_cache(64), (1, 14, 27), logits=0)
         torch.testing.assert_close(output.hidden_BTD[0], hidden[index], atol=2e-3, rtol=1e-3)

@@ -142,7 +142,7 @@ def test_the_ordinary_forward_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch,
     before = target.forward(tokens, target.new_cache(4), RAGGED_TAPS).hidden_BTD
     kv = PagedKV(target, 2, BLOCK)
     output = target.forward_ragged([Span([5, 6, 7, 8], 0, [1], 0)], kv)
-    assert output.logits_NV is None and output.taps_TLD is None
+    assert output.logits_NV is None and output.aux_TLD is None
     assert torch.equal(target.forward(tokens, target.new_cache(4), RAGGED_TAPS).hidden_BTD, before)
 
     def fail(*_: Any) -> Tensor:

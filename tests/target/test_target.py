@@ -23,23 +23,23 @@ TOLERANCE = 1e-4
 
 
 @pytest.mark.parametrize("family", TOY_CONFIGS)
-def test_forward_equals_transformers_with_cache_taps_and_rollback(family: str) -> None:
+def test_forward_equals_transformers_with_cache_aux_layers_and_rollback(family: str) -> None:
     target = toy_target(family)
     tokens = torch.randint(4, 97, (1, 40))
     with torch.no_grad():
         reference = target.model(tokens, output_hidden_states=True)
-    taps = (-1, 0, 2, 3, 4)  # transformers norms what the last layer gives, and so do we
+    aux_layers = (-1, 0, 2, 3, 4)  # transformers norms what the last layer gives, and so do we
     cache = target.new_cache(64)
-    target.forward(tokens[:, :17], cache, taps)
-    target.forward(torch.randint(4, 97, (1, 5)), cache, taps)  # a rejected block ...
+    target.forward(tokens[:, :17], cache, aux_layers)
+    target.forward(torch.randint(4, 97, (1, 5)), cache, aux_layers)  # a rejected block ...
     cache.rollback(17)  # ... leaves no trace
     for start, end in ((17, 18), (18, 26), (26, 40)):
-        output = target.forward(tokens[:, start:end], cache, taps, logits=None)
-        assert output.logits_BTV is not None and output.taps_BTLD is not None
+        output = target.forward(tokens[:, start:end], cache, aux_layers, logits=None)
+        assert output.logits_BTV is not None and output.aux_BTLD is not None
         torch.testing.assert_close(output.logits_BTV, reference.logits[:, start:end], atol=TOLERANCE, rtol=TOLERANCE)
-        for place, tap in enumerate(taps):
-            expected = reference.hidden_states[tap + 1][:, start:end]
-            torch.testing.assert_close(output.taps_BTLD[:, :, place], expected, atol=TOLERANCE, rtol=TOLERANCE)
+        for place, aux_layer in enumerate(aux_layers):
+            expected = reference.hidden_states[aux_layer + 1][:, start:end]
+            torch.testing.assert_close(output.aux_BTLD[:, :, place], expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("family", TOY_CONFIGS)
@@ -88,21 +88,21 @@ def test_logits_only_where_asked() -> None:
     assert two is not None and two.shape == (1, 2, 97)
 
 
-@pytest.mark.parametrize("taps", [[4], [5], [-2], [1, 1], []])
-def test_taps_that_do_not_fit_are_refused(taps: list[int]) -> None:
+@pytest.mark.parametrize("aux_layers", [[4], [5], [-2], [1, 1], []])
+def test_aux_layers_that_do_not_fit_are_refused(aux_layers: list[int]) -> None:
     with pytest.raises(ValueError, match="target_layer_ids"):
-        toy_target().check_taps(taps)
-    if taps != [4]:
+        toy_target().check_aux_layers(aux_layers)
+    if aux_layers != [4]:
         with pytest.raises(ValueError, match="target_layer_ids"):
-            toy_target().check_taps(taps, final=True)
+            toy_target().check_aux_layers(aux_layers, final=True)
 
 
-def test_the_last_hidden_state_is_a_tap_for_those_who_want_it() -> None:
-    assert toy_target().check_taps([4, 1], final=True) == (1, 4)
+def test_the_last_hidden_state_is_a_aux_for_those_who_want_it() -> None:
+    assert toy_target().check_aux_layers([4, 1], final=True) == (1, 4)
     for family in ("llama", "gemma2"):
         target, document = toy_target(family), list(range(4, 20))
-        (taps,), (hidden,) = target.prefill_packed([document], (1, 4))
-        assert torch.equal(taps[:, 1], hidden)
+        (aux_layers,), (hidden,) = target.prefill_packed([document], (1, 4))
+        assert torch.equal(aux_layers[:, 1], hidden)
 
 
 def test_unsupported_family_lists_the_supported_ones(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_smollm_equals_transformers(smollm: Target) -> None:
     with torch.no_grad():
         reference = smollm.model(tokens, output_hidden_states=True)
     output = smollm.forward(tokens, smollm.new_cache(64), (14,), logits=None)
-    assert output.logits_BTV is not None and output.taps_BTLD is not None
+    assert output.logits_BTV is not None and output.aux_BTLD is not None
     torch.testing.assert_close(output.logits_BTV, reference.logits, atol=2e-3, rtol=1e-4)
-    torch.testing.assert_close(output.taps_BTLD[:, 1:, 0], reference.hidden_states[15][:, 1:], atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(output.aux_BTLD[:, 1:, 0], reference.hidden_states[15][:, 1:], atol=2e-3, rtol=1e-3)
     assert smollm.name == EMBEDDED_ID and smollm.eos_ids == {2}

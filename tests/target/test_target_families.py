@@ -48,7 +48,7 @@ PROMPT = prompt_of(21)  # beyond the toys' window of 16
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_forward_equals_transformers_with_cache_taps_and_rollback(name: str) -> None:
+def test_forward_equals_transformers_with_cache_aux_layers_and_rollback(name: str) -> None:
     target = published_target(name)
     tokens = torch.randint(4, 97, (1, 40))
     with torch.no_grad():
@@ -60,11 +60,11 @@ def test_forward_equals_transformers_with_cache_taps_and_rollback(name: str) -> 
     for start, end, kept in ((17, 18, 18), (18, 26, 22), (22, 40, 40)):  # the second in part
         output = target.forward(tokens[:, start:end], cache, TAPS, logits=None)
         cache.rollback(kept)
-        assert output.logits_BTV is not None and output.taps_BTLD is not None
+        assert output.logits_BTV is not None and output.aux_BTLD is not None
         torch.testing.assert_close(output.logits_BTV, reference.logits[:, start:end], atol=1e-4, rtol=1e-4)
-        for place, tap in enumerate(TAPS):
-            expected = reference.hidden_states[tap + 1][:, start:end]
-            torch.testing.assert_close(output.taps_BTLD[:, :, place], expected, atol=1e-4, rtol=1e-4)
+        for place, aux_layer in enumerate(TAPS):
+            expected = reference.hidden_states[aux_layer + 1][:, start:end]
+            torch.testing.assert_close(output.aux_BTLD[:, :, place], expected, atol=1e-4, rtol=1e-4)
 
 
 def drafters(name: str, target: Target, text: list[int]) -> dict[str, Drafter]:

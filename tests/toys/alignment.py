@@ -32,8 +32,10 @@ from outrider.verification import Verdict
 def build(
     drafter: DraftModule, target: Target, samples: list[Sample], ids: Tensor, chosen: list[tuple[int, list[int]]]
 ) -> tuple[BlockBatch, BlockObjective]:
-    taps, scale = drafter.config.target_layer_ids, drafter.tap_scale_L
-    features = FeatureSource(target, samples, taps, scale, 2**30, dtype=torch.float32)  # only alignment may differ
+    aux_layers, scale = drafter.config.target_layer_ids, drafter.aux_scale_L
+    features = FeatureSource(
+        target, samples, aux_layers, scale, 2**30, dtype=torch.float32
+    )  # only alignment may differ
     batch = build_batch(chosen, samples, [features[i] for i, _ in chosen], drafter.config.gamma)
     return batch, BlockObjective(target, ids, inverse_ids(ids, target.vocab_size), ObjectiveConfig())
 

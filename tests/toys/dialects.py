@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.checkpoints.checkpoint import Checkpoint, read_parts
-from outrider.checkpoints.dialects.base import Parts, TargetFacts, Written
+from outrider.checkpoints.dialects.base import DrafterWeights, ExportedCheckpoint, TargetFacts
 from outrider.checkpoints.dialects.medusa import MedusaDialect
 from outrider.drafters.dflash import DFlashConfig
 from outrider.drafters.dflash2 import DFlash2Config
@@ -72,7 +72,7 @@ def made(method: str, own: str = "", **changes: Any) -> Checkpoint:
     module = method_of(method).module(config)
     randomise(module)
     if method in ("dflash", "dflash2", "dspark", "eagle3"):
-        module.tap_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0, 2.0][: len(config.target_layer_ids)]))
+        module.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0, 2.0][: len(config.target_layer_ids)]))
     ids = torch.randperm(V, generator=torch.Generator().manual_seed(3))[:VD].sort().values
     rows = config.draft_vocab_size
     head = random(rows, H, seed=4) if "head" in own.split() else None
@@ -81,7 +81,7 @@ def made(method: str, own: str = "", **changes: Any) -> Checkpoint:
     return Checkpoint(module.eval(), ids if rows == VD else None, {}, head, embedding)
 
 
-def put(written: Written, directory: Path) -> Path:
+def put(written: ExportedCheckpoint, directory: Path) -> Path:
     """The two files of a checkpoint."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(written.config))
@@ -118,7 +118,7 @@ def changed(
         save_file({name: tensor for name, tensor in kept.items() if tensor is not None}, weights)
 
 
-def assert_same(found: Parts, expected: Parts) -> None:
+def assert_same(found: DrafterWeights, expected: DrafterWeights) -> None:
     """The same drafter, bit for bit."""
     assert found.method.name == expected.method.name
     assert found.config == expected.config
@@ -131,7 +131,7 @@ def assert_same(found: Parts, expected: Parts) -> None:
         assert mine is None or torch.equal(mine, theirs), name
 
 
-def stored_as(parts: Parts, method: str, **fields: Any) -> Parts:
+def stored_as(parts: DrafterWeights, method: str, **fields: Any) -> DrafterWeights:
     """What a reader must find of parts that a writer changed on purpose: another method, or the target's tensors."""
     config = replace(parts.config) if method == parts.method.name else _dspark_without_heads(parts.config)
     return replace(parts, method=method_of(method), config=config, **fields)
@@ -142,6 +142,6 @@ def _dspark_without_heads(config: DFlashConfig) -> Any:
     return method_of("dspark").config(**{**asdict(config), **none})
 
 
-def reread(directory: Path) -> Parts:
+def reread(directory: Path) -> DrafterWeights:
     """As `read_parts`, for a target of the toys' depth."""
     return read_parts(directory, L)

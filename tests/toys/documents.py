@@ -21,14 +21,14 @@ def documents() -> list[list[int]]:
 def apart(target: Target, tokens: list[int]) -> tuple[Tensor, Tensor]:
     """The same through the cached forward, one document at a time."""
     output = target.forward(torch.tensor([tokens]), target.new_cache(len(tokens)), DOCUMENT_TAPS, logits=0)
-    assert output.taps_BTLD is not None
-    return output.taps_BTLD[0], output.hidden_BTD[0]
+    assert output.aux_BTLD is not None
+    return output.aux_BTLD[0], output.hidden_BTD[0]
 
 
 def largest_difference(target: Target, packed: tuple[Sequence[Tensor], Sequence[Tensor]]) -> float:
     differences = [0.0]
-    for document, taps, hidden in zip(documents(), *packed, strict=True):
-        expected_taps, expected_hidden = apart(target, document)
-        assert taps.shape == expected_taps.shape and hidden.shape == expected_hidden.shape
-        differences += [(taps - expected_taps).abs().max().item(), (hidden - expected_hidden).abs().max().item()]
+    for document, aux_layers, hidden in zip(documents(), *packed, strict=True):
+        expected_aux, expected_hidden = apart(target, document)
+        assert aux_layers.shape == expected_aux.shape and hidden.shape == expected_hidden.shape
+        differences += [(aux_layers - expected_aux).abs().max().item(), (hidden - expected_hidden).abs().max().item()]
     return max(differences)

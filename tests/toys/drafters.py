@@ -46,5 +46,5 @@ def make_mtp(target: Target, modules: int, gamma: int, draft_vocab: int = 97) ->
     section = MTPSection(num_modules=modules, gamma=gamma, draft_vocab_size=draft_vocab)
     drafter = MTP(MTP_METHOD.configure(section, target))
     randomise(drafter)
-    drafter.tap_scale_L.fill_(7.0)  # measured by training; states are normed on entry, so nothing may depend on it
+    drafter.aux_scale_L.fill_(7.0)  # measured by training; states are normed on entry, so nothing may depend on it
     return drafter

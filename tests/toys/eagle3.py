@@ -16,22 +16,22 @@ from tests.toys.targets import randomise
 
 
 def make_drafter(target: Target, gamma: int = 4, draft_vocab: int = 97, seed: int = 0) -> Eagle3:
-    """Random, norms away from one, taps of very different scales."""
+    """Random, norms away from one, aux hidden states of very different scales."""
     section = Eagle3Section(gamma=gamma, target_layer_ids=[0, 2, 3], draft_vocab_size=draft_vocab)
     module = Eagle3(configure(section, target))
     randomise(module, seed)
-    module.tap_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
+    module.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
     return module
 
 
 def inputs_for(target: Target, lengths: list[int], anchors: list[int], sequence: list[int], gamma: int) -> BlockInputs:
-    """Random taps and tokens around these anchors; returns what the training room would make of them."""
+    """Random aux hidden states and tokens around these anchors; returns what the training room would make of them."""
     generator = torch.Generator().manual_seed(3)
 
     def tokens(*shape: int) -> Tensor:
         return torch.randint(4, 97, shape, generator=generator)
 
-    taps_SLD = 5 * torch.randn(sum(lengths), 3, 32, generator=generator)
+    aux_SLD = 5 * torch.randn(sum(lengths), 3, 32, generator=generator)
     layout = BlockLayout(lengths, torch.tensor(anchors), torch.tensor(sequence))
     next_tokens_S, previous_NK = tokens(sum(lengths)), tokens(len(anchors), gamma)
     starts = [0, *itertools.accumulate(lengths)]
@@ -42,7 +42,7 @@ def inputs_for(target: Target, lengths: list[int], anchors: list[int], sequence:
     def embed(ids: Tensor) -> Tensor:
         return torch.nn.functional.embedding(ids, target.embed_VD) * target.embed_scale
 
-    return BlockInputs(taps_SLD, next_tokens_S, layout, previous_NK, embed)
+    return BlockInputs(aux_SLD, next_tokens_S, layout, previous_NK, embed)
 
 
 def call_of(

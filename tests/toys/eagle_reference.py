@@ -22,12 +22,12 @@ def array(tensor: Tensor) -> Array:
 
 
 class EagleReference:
-    """Reads the module's parameters and tap scales by name, and the target's embedding."""
+    """Reads the module's parameters and aux layer scales by name, and the target's embedding."""
 
     def __init__(self, module: Eagle3, target: Target) -> None:
         self.config = module.config
         self.weights = {name: array(parameter) for name, parameter in module.named_parameters()}
-        self.scale_L = array(module.tap_scale_L)
+        self.scale_L = array(module.aux_scale_L)
         self.embed_VH, self.embed_scale = array(target.embed_VD), target.embed_scale
         self.head_VH = array(target.head_VD)
 
@@ -50,18 +50,16 @@ class EagleReference:
         embedded = self.norm(self.embed_VH[token] * self.embed_scale, "midlayer.input_layernorm")
         return np.concatenate((embedded, self.norm(feature, "midlayer.hidden_norm")))
 
-    def chain(self, taps_aLD: Tensor, tokens: Sequence[int], drafted: Sequence[int]) -> list[Array]:
+    def chain(self, aux_aLD: Tensor, tokens: Sequence[int], drafted: Sequence[int]) -> list[Array]:
         """What the head reads for draft 1, 2, ..., len(drafted) + 1.
 
         Args:
-            taps_aLD: raw taps of the tokens before the anchor.
+            aux_aLD: raw aux hidden states of the tokens before the anchor.
             tokens: x_0 .. x_a, the last is the anchor.
             drafted: x_{a+1} ...
         """
-        assert len(tokens) == len(taps_aLD) + 1
-        fused = [
-            self.weights["fc.weight"] @ (taps_LD / self.scale_L[:, None]).reshape(-1) for taps_LD in array(taps_aLD)
-        ]
+        assert len(tokens) == len(aux_aLD) + 1
+        fused = [self.weights["fc.weight"] @ (aux_LD / self.scale_L[:, None]).reshape(-1) for aux_LD in array(aux_aLD)]
         inputs = [(feature, tokens[i + 1]) for i, feature in enumerate(fused)]
         outputs = []
         for k in range(len(drafted) + 1):

@@ -52,7 +52,7 @@ def training_inputs(target: Target, texts: list[Text], anchors: list[list[int]],
     sequence = [i for i, positions in enumerate(anchors) for _ in positions]
     previous = [texts[i].tokens_T[a : a + gamma] for i, positions in enumerate(anchors) for a in positions]
     return BlockInputs(
-        taps_SLD=torch.cat([text.features_TH[:n] for text, n in zip(texts, lengths, strict=True)])[:, None],
+        aux_SLD=torch.cat([text.features_TH[:n] for text, n in zip(texts, lengths, strict=True)])[:, None],
         next_tokens_S=torch.cat([text.tokens_T[1 : n + 1] for text, n in zip(texts, lengths, strict=True)]),
         layout=BlockLayout(lengths, torch.tensor([a for p in anchors for a in p]), torch.tensor(sequence)),
         previous_NK=torch.stack(previous),
@@ -95,8 +95,8 @@ def served_rounds(drafter: ServedHeads, texts: list[Text]) -> Iterator[tuple[Tex
         yield from zip(texts, at, drafter.propose(calls), strict=True)
         grown = [next(growth) for _ in texts]
         tokens = [text.tokens_T[a : a + g].tolist() for text, a, g in zip(texts, at, grown, strict=True)]
-        taps = torch.cat([text.features_TH[a : a + g] for text, a, g in zip(texts, at, grown, strict=True)])
-        drafter.extend(sessions, tokens, taps[:, None])
+        aux_layers = torch.cat([text.features_TH[a : a + g] for text, a, g in zip(texts, at, grown, strict=True)])
+        drafter.extend(sessions, tokens, aux_layers[:, None])
         at = [a + g for a, g in zip(at, grown, strict=True)]
 
 

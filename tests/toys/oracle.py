@@ -38,19 +38,19 @@ class Oracle:
     def __init__(self, target: Target, text: Sequence[int], spoil: float, seed: int = 0) -> None:
         self.target, self.text, self.spoil = target, list(text), spoil
         self.random = random.Random(seed)
-        self.taps, self.gamma = (1,), GAMMA
+        self.aux_layers, self.gamma = (1,), GAMMA
 
     def new_session(self, capacity: int) -> _State:
         return _State(capacity)
 
-    def extend(self, sessions: Sequence[_State], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
-        assert taps_TLD is not None and len(taps_TLD) == sum(map(len, tokens))
+    def extend(self, sessions: Sequence[_State], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
+        assert aux_TLD is not None and len(aux_TLD) == sum(map(len, tokens))
         for session, part in zip(sessions, tokens, strict=True):
             assert list(part) == self.text[session.length : session.length + len(part)], "tokens and features differ"
             session.length += len(part)
             assert session.length <= session.capacity
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
         return [self._propose(call) for call in calls]
 
     def _propose(self, call: DraftCall) -> Proposal:
@@ -71,17 +71,17 @@ class SelfDrafter:
     def __init__(self, target: Target, prompt: Sequence[int], temperature: float, gamma: int) -> None:
         self.target, self.prompt = target, list(prompt)
         self.params = SamplingParams(temperature=temperature)
-        self.taps, self.gamma = (1,), gamma
+        self.aux_layers, self.gamma = (1,), gamma
         self.memory: dict[tuple[int, ...], Tensor] = {}
 
     def new_session(self, capacity: int) -> list[int]:
         return []
 
-    def extend(self, sessions: Sequence[list[int]], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
+    def extend(self, sessions: Sequence[list[int]], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         for session, part in zip(sessions, tokens, strict=True):
             session.extend(part)
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
         return [self._propose(call) for call in calls]
 
     def _propose(self, call: DraftCall) -> Proposal:

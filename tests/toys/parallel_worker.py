@@ -102,7 +102,7 @@ def toy_drafter() -> DSpark:
 
 
 def features_dict(features: Features) -> dict[str, torch.Tensor]:
-    return {name: getattr(features, name) for name in ("taps_SLD", "hidden_RD", "lse_R", "argmax_R")}
+    return {name: getattr(features, name) for name in ("aux_SLD", "hidden_RD", "lse_R", "argmax_R")}
 
 
 class WatchThree(Watch):

@@ -40,8 +40,8 @@ def run_alone(target: Target) -> tuple[list[Tensor], list[list[int]]]:
             drawn = torch.randint(4, target.vocab_size, (1, new), generator=generator)
             caches[name].rollback(past)
             output = target.forward(drawn, caches[name], RAGGED_TAPS, logits)
-            assert output.taps_BTLD is not None
-            rows += [output.hidden_BTD[0], output.taps_BTLD[0]]
+            assert output.aux_BTLD is not None
+            rows += [output.hidden_BTD[0], output.aux_BTLD[0]]
             rows += [] if output.logits_BTV is None else [output.logits_BTV[0]]
             tokens.append(drawn[0].tolist())
     return rows, tokens
@@ -56,10 +56,10 @@ def run_ragged(target: Target, tokens: list[list[int]], blocks: dict[str, list[i
     for step in STEPS:
         spans = [Span(next(left), past, blocks[name], logits) for name, (past, _, logits) in step.items()]
         output = target.forward_ragged(spans, kv, RAGGED_TAPS)
-        assert output.taps_TLD is not None
+        assert output.aux_TLD is not None
         at, wanted = 0, 0
         for span in spans:
-            rows += [output.hidden_TD[at : at + len(span.tokens)], output.taps_TLD[at : at + len(span.tokens)]]
+            rows += [output.hidden_TD[at : at + len(span.tokens)], output.aux_TLD[at : at + len(span.tokens)]]
             at += len(span.tokens)
             if span.logits:
                 assert output.logits_NV is not None
@@ -70,7 +70,7 @@ def run_ragged(target: Target, tokens: list[list[int]], blocks: dict[str, list[i
 
 
 def ragged_difference(target: Target, blocks: dict[str, list[int]] = BLOCKS) -> float:
-    """Of any number, relative to the largest of its tensor where that is above one (Gemma's taps are)."""
+    """Of any number, relative to the largest of its tensor where that is above one (Gemma's aux hidden states are)."""
     alone, tokens = run_alone(target)
     together = run_ragged(target, tokens, blocks)
     assert [x.shape for x in alone] == [x.shape for x in together]

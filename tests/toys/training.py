@@ -10,7 +10,7 @@ import torch
 from outrider.drafters.dspark import DSpark
 from outrider.target.model import Target
 from outrider.training.dataset import choose_draft_ids, inverse_ids
-from outrider.training.features import measure_tap_scale
+from outrider.training.features import measure_aux_scale
 from outrider.training.loss import ObjectiveConfig
 from outrider.training.recipe import Recipe
 from outrider.training.setup import Run
@@ -38,7 +38,7 @@ def make_run(target: Target, head: str = "vanilla", precision: Precision = "floa
     config = toy_config(draft_vocab_size=60, markov_head_type=head)
     torch.manual_seed(0)
     drafter = DSpark(config)
-    drafter.tap_scale_L.copy_(measure_tap_scale(target, samples[:3], config.target_layer_ids))
+    drafter.aux_scale_L.copy_(measure_aux_scale(target, samples[:3], config.target_layer_ids))
     ids = choose_draft_ids(samples, 97, 60, frozenset({1}))
     objective = BlockObjective(target, ids, inverse_ids(ids, 97), ObjectiveConfig(ce=1.0), precision)
     return Run(target, drafter, objective, ids, True, samples[2:], samples[:2])

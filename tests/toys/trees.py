@@ -43,10 +43,10 @@ def off(found: Tensor, expected: Tensor) -> float:
 
 
 def alone(target: Target, tokens: Sequence[int], rows: int) -> tuple[Tensor, Tensor]:
-    """Logits and taps of the last rows of a chain, from an empty cache."""
+    """Logits and aux hidden states of the last rows of a chain, from an empty cache."""
     output = target.forward(torch.tensor([tokens]), target.new_cache(len(tokens)), TAPS, logits=rows)
-    assert output.logits_BTV is not None and output.taps_BTLD is not None
-    return output.logits_BTV[0], output.taps_BTLD[0, -rows:]
+    assert output.logits_BTV is not None and output.aux_BTLD is not None
+    return output.logits_BTV[0], output.aux_BTLD[0, -rows:]
 
 
 def check_nodes(target: Target, past: int) -> None:
@@ -57,11 +57,11 @@ def check_nodes(target: Target, past: int) -> None:
     target.forward(torch.tensor([prompt[:-1]]), cache, logits=0) if past > 1 else None
     rows = torch.tensor([[prompt[-1], *tree.tokens]])
     output = target.forward(rows, cache, TAPS, logits=None, parents=proposal.row_parents)
-    assert output.logits_BTV is not None and output.taps_BTLD is not None and proposal.row_parents is not None
+    assert output.logits_BTV is not None and output.aux_BTLD is not None and proposal.row_parents is not None
     for row in range(21):
-        logits, taps = alone(target, [*prompt, *proposal.tokens_before(row)], 1)
+        logits, aux_layers = alone(target, [*prompt, *proposal.tokens_before(row)], 1)
         assert off(output.logits_BTV[0, row], logits[0]) <= TOLERANCE
-        assert off(output.taps_BTLD[0, row], taps[0]) <= TOLERANCE
+        assert off(output.aux_BTLD[0, row], aux_layers[0]) <= TOLERANCE
     # The deepest path stays; what comes after it sees what a recomputed cache would show.
     path = tree.path(max(range(20), key=lambda node: (tree.depths[node], node)))
     assert path != list(range(len(path)))
@@ -92,13 +92,13 @@ def check_ragged_trees(target: Target) -> None:
         for p, b, t in zip(prompts, blocks, proposals, strict=True)
     ]
     output = target.forward_ragged(spans, kv, TAPS)
-    assert output.logits_NV is not None and output.taps_TLD is not None
+    assert output.logits_NV is not None and output.aux_TLD is not None
     row, paths = 0, []
     for prompt, proposal in zip(prompts, proposals, strict=True):
         for own in range(len(proposal.tokens) + 1):
-            logits, taps = alone(target, [*prompt, *proposal.tokens_before(own)], 1)
+            logits, aux_layers = alone(target, [*prompt, *proposal.tokens_before(own)], 1)
             assert off(output.logits_NV[row], logits[0]) <= TOLERANCE
-            assert off(output.taps_TLD[row], taps[0]) <= TOLERANCE
+            assert off(output.aux_TLD[row], aux_layers[0]) <= TOLERANCE
             row += 1
         depths = proposal.tree.depths
         paths.append(proposal.tree.path(max(range(len(depths)), key=lambda node: (depths[node], node))))
@@ -114,9 +114,11 @@ def check_ragged_trees(target: Target) -> None:
 
 
 class SelfTrees:
-    """The target drafting trees for itself at another temperature; it checks the taps it is given against its own."""
+    """The target drafting trees for itself at another temperature; it checks the aux hidden states it is given against
+    its own.
+    """
 
-    nodes, gamma, taps = 9, 4, TAPS
+    nodes, gamma, aux_layers = 9, 4, TAPS
     parents = (-1, -1, 0, 0, 1, 2, -1, 2, 5)
 
     def __init__(self, target: Target, replaced: bool = False) -> None:
@@ -129,16 +131,16 @@ class SelfTrees:
     def new_session(self, capacity: int) -> list[int]:
         return []
 
-    def extend(self, sessions: Sequence[list[int]], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
-        assert taps_TLD is not None
+    def extend(self, sessions: Sequence[list[int]], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
+        assert aux_TLD is not None
         for session, part in zip(sessions, tokens, strict=True):
             session.extend(part)
             self.moved += list(part[1:]) != self.drafts.pop(id(session), list(part[1:]))[: len(part) - 1]
-            mine, taps_TLD = taps_TLD[: len(part)], taps_TLD[len(part) :]
-            assert off(mine, alone(self.target, session, len(part))[1]) <= 1e-4, "taps of other rows"
-        assert not len(taps_TLD)
+            mine, aux_TLD = aux_TLD[: len(part)], aux_TLD[len(part) :]
+            assert off(mine, alone(self.target, session, len(part))[1]) <= 1e-4, "aux hidden states of other rows"
+        assert not len(aux_TLD)
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[TreeProposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[TreeProposal]:
         return [self._propose(call) for call in calls]
 
     def _propose(self, call: DraftCall) -> TreeProposal:

@@ -1,8 +1,8 @@
 """Our DFlash against z-lab's own PyTorch model (`dflash` 0.1.0), from the checkpoint we write.
 
 The reference loads our directory with its own `from_pretrained`: every tensor consumed, none missing. Then the same
-taps and anchors go through both: served (cache growing round by round), trained (all anchors at once), and whole
-decoding against the reference's `dflash_generate`.
+aux hidden states and anchors go through both: served (cache growing round by round), trained (all anchors at once), and
+whole decoding against the reference's `dflash_generate`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ SIGHTS: dict[str, dict[str, Any]] = {
 }
 
 
-def saved(directory: Path, sights: str, **changes: float) -> DFlash:
-    """A random drafter with non-unit norms and tap scales, written to `directory`."""
-    drafter = DFlash(toy_config(dspark=False, **SIGHTS[sights], **changes))
+def saved(directory: Path, attention_patterns: str, **changes: float) -> DFlash:
+    """A random drafter with non-unit norms and aux layer scales, written to `directory`."""
+    drafter = DFlash(toy_config(dspark=False, **SIGHTS[attention_patterns], **changes))
     randomise(drafter)
-    drafter.tap_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
+    drafter.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
     save_drafter(Checkpoint(drafter), directory)
     return drafter.eval().requires_grad_(False)
 
@@ -50,14 +50,14 @@ def reference(directory: Path) -> DFlashDraftModel:
 
 
 def reference_block(
-    model: DFlashDraftModel, target: Target, taps_TLD: Tensor, anchor: int, start: int, cache: Any = None
+    model: DFlashDraftModel, target: Target, aux_TLD: Tensor, anchor: int, start: int, cache: Any = None
 ) -> Tensor:
     """One draft block as `dflash_generate` runs it; the block is cropped from the cache afterwards."""
     tokens = torch.tensor([[anchor] + [model.mask_token_id] * (model.block_size - 1)])
     hidden = model(
-        target_hidden=taps_TLD.flatten(-2)[None],
+        target_hidden=aux_TLD.flatten(-2)[None],
         noise_embedding=torch.nn.functional.embedding(tokens, target.embed_VD),
-        position_ids=torch.arange(start - len(taps_TLD), start + model.block_size)[None],
+        position_ids=torch.arange(start - len(aux_TLD), start + model.block_size)[None],
         past_key_values=cache,
         use_cache=cache is not None,
     )[0, 1:]

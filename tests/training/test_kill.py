@@ -30,7 +30,7 @@ def recipe_file(toy: Path, out: Path, features: dict[str, object]) -> Path:
             "batch_size": 3,
             "held_out": 4,
         },
-        "drafter": {"num_hidden_layers": 1, "num_taps": 1, "target_layer_ids": [0], "markov_rank": 4},
+        "drafter": {"num_hidden_layers": 1, "num_aux_layers": 1, "target_layer_ids": [0], "markov_rank": 4},
         "optimizer": {"steps": STEPS, "sequences_per_step": 3, "anchors_per_sequence": 4},
         "watch": {"decode_every": 10, "decode_prompts": 2, "decode_tokens": 8},
         "log_every": 1,

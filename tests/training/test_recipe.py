@@ -202,7 +202,7 @@ def test_the_mask_token_is_the_recipes_the_tokenizers_or_the_last_unused_special
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text"])
 def test_a_drafter_takes_its_shapes_from_the_target(family: str) -> None:
-    config = DSPARK.configure(DSparkSection(num_taps=2, draft_vocab_size=1000), stubbed(family))
+    config = DSPARK.configure(DSparkSection(num_aux_layers=2, draft_vocab_size=1000), stubbed(family))
     assert isinstance(config, DSparkConfig)
     assert (config.hidden_size, config.intermediate_size, config.head_dim) == (32, 48, 8)
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
@@ -219,7 +219,7 @@ def test_a_drafter_follows_the_recipe() -> None:
     assert type(config) is DFlashConfig and config.target_layer_ids == (-1, 3) and config.gamma == 4
     assert config.sliding_window == 9 and config.draft_vocab_size == 20
     heads = {"markov_head_type": "gated", "markov_rank": 8, "enable_confidence_head": False}
-    dspark = DSPARK.configure(DSparkSection(num_taps=1, sample_from_anchor=False, **heads), stubbed())
+    dspark = DSPARK.configure(DSparkSection(num_aux_layers=1, sample_from_anchor=False, **heads), stubbed())
     assert isinstance(dspark, DSparkConfig) and dspark.gamma == 6 and dspark.target_layer_ids == (2,)
     assert {name: getattr(dspark, name) for name in heads} == heads
 
@@ -228,11 +228,11 @@ def test_a_drafter_follows_the_recipe() -> None:
     ("changes", "message"),
     [
         ({"target_layer_ids": [1, 4]}, "the final layer 4 cannot be tapped"),
-        ({"num_taps": 4}, "target_layer_ids"),  # a five-layer target has no four evenly spaced layers
-        ({"algorithm": "dflash", "block_size": 1, "num_taps": 2}, "block_size 1"),
-        ({"algorithm": "dflash", "sample_from_anchor": True, "num_taps": 2}, r"drafter\.sample_from_anchor"),
-        ({"markov_rank": 0, "num_taps": 2}, "confidence_head_with_markov"),
-        ({"num_taps": 2}, r"data\.max_prompt_tokens \+ data\.max_new_tokens is 768"),
+        ({"num_aux_layers": 4}, "target_layer_ids"),  # a five-layer target has no four evenly spaced layers
+        ({"algorithm": "dflash", "block_size": 1, "num_aux_layers": 2}, "block_size 1"),
+        ({"algorithm": "dflash", "sample_from_anchor": True, "num_aux_layers": 2}, r"drafter\.sample_from_anchor"),
+        ({"markov_rank": 0, "num_aux_layers": 2}, "confidence_head_with_markov"),
+        ({"num_aux_layers": 2}, r"data\.max_prompt_tokens \+ data\.max_new_tokens is 768"),
     ],
 )
 def test_a_drafter_that_cannot_be_is_refused_before_responses_are_made(
@@ -254,6 +254,6 @@ def test_what_is_done_layer_by_layer_needs_layers(tmp_path: Path, field: str) ->
         with pytest.raises(ValueError, match=f"{field}=true works on draft layers .* kind {algorithm} has no stack"):
             prepare(recipe, stubbed())
     assert not (tmp_path / "out").exists()
-    layered = Recipe.model_validate({**raw, "drafter": {"algorithm": "dflash", "num_taps": 2}})
+    layered = Recipe.model_validate({**raw, "drafter": {"algorithm": "dflash", "num_aux_layers": 2}})
     with pytest.raises(ValueError, match=r"data\.max_prompt_tokens"):
         prepare(layered, stubbed())

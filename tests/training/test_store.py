@@ -40,13 +40,13 @@ from outrider.training.feature_store import (
     recipe_plan,
     write_store,
 )
-from outrider.training.features import FeatureCache, Features, FeatureSource, measure_tap_scale, step_features
+from outrider.training.features import FeatureCache, Features, FeatureSource, measure_aux_scale, step_features
 from outrider.training.recipe import Recipe
 from tests.toys.stores import SCALE, TAPS, plan_of
 from tests.toys.targets import toy_samples, toy_target
 
 DTYPES: tuple[StoreDtype, ...] = ("bf16", "int8", "fp8")
-FIELDS = ("taps_SLD", "hidden_RD", "lse_R", "argmax_R")
+FIELDS = ("aux_SLD", "hidden_RD", "lse_R", "argmax_R")
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_stored_features_are_the_online_ones_up_to_the_dtype(tmp_path: Path, tar
     online = FeatureSource(target, samples, TAPS, SCALE, 2**30)
     for index in (8, 0, 4, 3):
         stored, exact = store[index], online[index]
-        for name in ("taps_SLD", "hidden_RD"):
+        for name in ("aux_SLD", "hidden_RD"):
             a, b = getattr(stored, name), getattr(exact, name)
             assert a.dtype == torch.float16 and a.shape == b.shape
             row = b.float().abs().amax(-1, keepdim=True)
@@ -113,7 +113,7 @@ def test_rows_of_zeros_and_of_the_largest_numbers_survive(target: Target, dtype:
     rows[1], rows[2, 5] = 65504.0, -65504.0
     features = Features(rows[:, None], rows, torch.zeros(3), torch.tensor([1, 2, 3]))
     back = decode(encode(target, features, dtype))
-    assert torch.equal(back.taps_SLD[:, 0], back.hidden_RD) and back.hidden_RD.isfinite().all()
+    assert torch.equal(back.aux_SLD[:, 0], back.hidden_RD) and back.hidden_RD.isfinite().all()
     torch.testing.assert_close(back.hidden_RD, rows, rtol=1e-3, atol=0)
 
 
@@ -296,8 +296,8 @@ def test_a_store_of_another_run_is_refused(tmp_path: Path, target: Target) -> No
         "target_sha256": plan_of(toy_target(seed=1), samples),  # the same config, other weights
         "samples_sha256": plan_of(target, toy_samples(9, seed=1)),
         "dtype": plan_of(target, samples, "fp8"),
-        "taps": plan_store(target, samples, (0, 1, 3), SCALE, "int8", 60),
-        "tap_scale": plan_store(target, samples, TAPS, SCALE * 1.01, "int8", 60),
+        "aux_layers": plan_store(target, samples, (0, 1, 3), SCALE, "int8", 60),
+        "aux_scale": plan_store(target, samples, TAPS, SCALE * 1.01, "int8", 60),
     }
     for name, other in others.items():
         with pytest.raises(ValueError, match=rf"made for another run \(.*{name}"):
@@ -445,33 +445,35 @@ def test_the_recipe_chooses_the_source(tmp_path: Path, target: Target) -> None:
     assert all(map(same, store.gather(range(9)), window.gather(range(9))))
     window.close()
     with safe_open(next((tmp_path / "elsewhere" / "window-0-of-1").glob("*.safetensors")), "pt") as file:
-        assert file.get_slice("taps").get_dtype() == "F8_E4M3"
+        assert file.get_slice("aux_layers").get_dtype() == "F8_E4M3"
 
 
-def test_drafters_with_different_taps_share_a_store(tmp_path: Path, target: Target) -> None:
+def test_drafters_with_different_aux_layers_share_a_store(tmp_path: Path, target: Target) -> None:
     samples = toy_samples(9)
     fields = {"target": "toy", "out": str(tmp_path), "data": {"prompts": [{"path": "x"}]}}
 
     def recipe(**features: object) -> Recipe:
-        return Recipe.model_validate({**fields, "features": {"mode": "store", "taps": [3, 1, 0], **features}})
+        return Recipe.model_validate({**fields, "features": {"mode": "store", "aux_layers": [3, 1, 0], **features}})
 
-    def scale(taps: tuple[int, ...]) -> torch.Tensor:
-        return measure_tap_scale(target, samples, taps)
+    def scale(aux_layers: tuple[int, ...]) -> torch.Tensor:
+        return measure_aux_scale(target, samples, aux_layers)
 
     plan = recipe_plan(recipe(), target, samples, (3,), scale((3,)))
-    assert plan.taps == (0, 1, 3)
+    assert plan.aux_layers == (0, 1, 3)
     begin_store(tmp_path / "features", plan)
     write_store(tmp_path / "features", plan, target, samples, range(len(plan.shards)))
-    for taps in ((3,), (0, 3), (0, 1, 3)):
-        source = open_features(recipe(), target, samples, taps, scale(taps))
-        online = FeatureSource(target, samples, taps, scale(taps), 0, torch.bfloat16)
+    for aux_layers in ((3,), (0, 3), (0, 1, 3)):
+        source = open_features(recipe(), target, samples, aux_layers, scale(aux_layers))
+        online = FeatureSource(target, samples, aux_layers, scale(aux_layers), 0, torch.bfloat16)
         for stored, computed in zip(source.gather(range(9)), online.gather(range(9)), strict=True):
-            torch.testing.assert_close(stored.taps_SLD.float(), computed.taps_SLD.float(), rtol=0.02, atol=0.02)
-    with pytest.raises(ValueError, match=r"features\.taps \[3, 1, 0\] lacks \[2\], which the drafter reads"):
+            torch.testing.assert_close(stored.aux_SLD.float(), computed.aux_SLD.float(), rtol=0.02, atol=0.02)
+    with pytest.raises(
+        ValueError, match=r"features\.aux hidden states \[3, 1, 0\] lacks \[2\], which the drafter reads"
+    ):
         open_features(recipe(), target, samples, (1, 2), scale((1, 2)))
-    with pytest.raises(ValueError, match="tap_scale differ"):
+    with pytest.raises(ValueError, match="aux_scale differ"):
         open_features(recipe(), target, samples, (3,), 2 * scale((3,)))
-    with pytest.raises(ValueError, match="taps is for a complete store"):
+    with pytest.raises(ValueError, match="aux hidden states is for a complete store"):
         recipe(max_gb=1.0)
 
 

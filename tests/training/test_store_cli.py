@@ -31,7 +31,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "recipe.yaml").write_text(
         f"target: {directory / 'target'}\nout: {directory / 'out'}\n"
         "data: {prompts: [{path: prompts.jsonl}], max_new_tokens: 12, max_prompt_tokens: 100, held_out: 3}\n"
-        "drafter: {num_taps: 2, num_hidden_layers: 1, markov_rank: 4, mask_token: <|end|>}\n"
+        "drafter: {num_aux_layers: 2, num_hidden_layers: 1, markov_rank: 4, mask_token: <|end|>}\n"
         "features: {dtype: int8, shard_tokens: 70}\n"
     )
     return directory / "recipe.yaml"

@@ -56,11 +56,11 @@ def test_training_learns_and_the_checkpoint_serves(tmp_path: Path) -> None:
     assert checkpoint.draft_ids_Vd is not None and torch.equal(checkpoint.draft_ids_Vd, run.draft_ids_Vd)
     served = PackedDrafter(checkpoint.drafter, target, Serving(checkpoint.draft_ids_Vd))
     direct = PackedDrafter(run.drafter, target, Serving(run.draft_ids_Vd))
-    taps = torch.randn(6, 3, 32)
+    aux_layers = torch.randn(6, 3, 32)
     blocks = []
     for packed in (served, direct):
         session = packed.new_session(16)
-        packed.extend([session], [[0] * 6], taps)
+        packed.extend([session], [[0] * 6], aux_layers)
         blocks.append(packed.block_hidden([session], [5]))
     torch.testing.assert_close(*blocks, atol=1e-5, rtol=1e-5)
     assert any((tmp_path / "tensorboard").iterdir())
@@ -147,7 +147,7 @@ def test_features_are_bounded_and_do_not_depend_on_the_bound() -> None:
     narrow = FeatureSource(target, samples, (0, 2, 3), scale, 1)
     for index in (0, 1, 2, 0, 5, 1):
         a, b = wide[index], narrow[index]
-        assert torch.equal(a.taps_SLD, b.taps_SLD) and torch.equal(a.lse_R, b.lse_R)
+        assert torch.equal(a.aux_SLD, b.aux_SLD) and torch.equal(a.lse_R, b.lse_R)
     assert len(narrow._kept) == 1 and len(wide._kept) == 4
 
 

@@ -23,7 +23,7 @@ from outrider.drafters.medusa import HeadsConfig, Medusa
 from outrider.target.model import Target
 from outrider.training.batches import build_batch
 from outrider.training.dataset import Dataset, choose_draft_ids, inverse_ids
-from outrider.training.features import measure_tap_scale
+from outrider.training.features import measure_aux_scale
 from outrider.training.logging import Meters, peak_memory_gib, plot_training, read_metrics
 from outrider.training.loss import ObjectiveConfig
 from outrider.training.recipe import Recipe, load_recipe
@@ -78,7 +78,7 @@ def make_run(target: Target, samples: list[Sample]) -> Run:
     config = toy_config(draft_vocab_size=90)
     torch.manual_seed(0)
     drafter = DSpark(config)
-    drafter.tap_scale_L.copy_(measure_tap_scale(target, samples[:3], config.target_layer_ids))
+    drafter.aux_scale_L.copy_(measure_aux_scale(target, samples[:3], config.target_layer_ids))
     ids = choose_draft_ids(samples, 97, 90, frozenset({1}))
     objective = BlockObjective(target, ids, inverse_ids(ids, 97), ObjectiveConfig(ce=1.0))
     return Run(target, drafter, objective, ids, True, samples, samples[:3])  # learnt by heart: toys do not generalise
@@ -359,19 +359,19 @@ def test_the_picture_shows_the_run(tmp_path: Path, target: Target, samples: list
 
 
 @pytest.mark.parametrize("dspark", [True, False])
-def test_tap_scales_fold_in_and_out_without_changing_the_function(dspark: bool) -> None:
+def test_aux_scales_fold_in_and_out_without_changing_the_function(dspark: bool) -> None:
     drafter = (DSpark if dspark else DFlash)(toy_config(dspark))  # type: ignore[arg-type]
     randomise(drafter)
-    taps = torch.randn(9, 3, 32) * torch.tensor([1.0, 300.0, 0.02])[:, None]
+    aux_layers = torch.randn(9, 3, 32) * torch.tensor([1.0, 300.0, 0.02])[:, None]
     layout = BlockLayout([9], torch.tensor([4, 7]), torch.tensor([0, 0]))
     embedded = torch.randn(2, 4, 32)
     with torch.no_grad():
-        before = drafter(taps, embedded, layout)
+        before = drafter(aux_layers, embedded, layout)
         stored = drafter.folded_state_dict()["fc.weight"].clone()
         for scale in (torch.tensor([1.1, 290.0, 0.03]), torch.tensor([7.0, 2.0, 0.5])):
-            drafter.rescale_taps(scale)
-            assert torch.equal(drafter.tap_scale_L, scale)
-            torch.testing.assert_close(drafter(taps, embedded, layout), before, atol=2e-5, rtol=1e-5)
+            drafter.rescale_aux(scale)
+            assert torch.equal(drafter.aux_scale_L, scale)
+            torch.testing.assert_close(drafter(aux_layers, embedded, layout), before, atol=2e-5, rtol=1e-5)
             torch.testing.assert_close(drafter.folded_state_dict()["fc.weight"], stored, atol=1e-6, rtol=1e-6)
 
 
@@ -396,12 +396,12 @@ def continued(
 def test_a_run_goes_on_where_the_drafter_stood(
     tmp_path: Path, target: Target, samples: list[Sample], parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    section = {"start_from": str(parent / "drafter"), "block_size": 4, "num_taps": 3, "sample_from_anchor": None}
+    section = {"start_from": str(parent / "drafter"), "block_size": 4, "num_aux_layers": 3, "sample_from_anchor": None}
     chosen, run = continued(target, samples, tmp_path, section, monkeypatch)
     stored = load_drafter(parent / "drafter")
     assert run.drafter.config == stored.drafter.config and run.reduced
     assert stored.draft_ids_Vd is not None and torch.equal(run.draft_ids_Vd, stored.draft_ids_Vd)
-    assert not torch.equal(run.drafter.tap_scale_L, torch.ones(3))
+    assert not torch.equal(run.drafter.aux_scale_L, torch.ones(3))
     (first,) = run.history
     assert first["step"] == stored.metadata["step"] and first["optimizer"] == stored.metadata["recipe"]["optimizer"]
     before = stored.metadata["held_out"]
@@ -462,7 +462,7 @@ def test_a_resumed_run_refuses_another_origin(
         ({"algorithm": "dflash"}, "algorithm is dflash, there dspark"),
         ({"draft_vocab_size": 50}, "draft_vocab_size is 50, there 90"),
         ({"draft_vocab_size": None}, "draft_vocab_size is 97, there 90"),
-        ({"num_taps": 4}, "num_taps is 4, there 3"),
+        ({"num_aux_layers": 4}, "num_aux_layers is 4, there 3"),
         ({"target_layer_ids": [3, 1, 0]}, r"target_layer_ids is \[0, 1, 3\], there \[0, 2, 3\]"),
         ({"sliding_window": 9}, "sliding_window is 9, there None"),
         ({"initialize_from_target": True}, "initialize_from_target is True, there False"),
@@ -489,7 +489,7 @@ def test_what_the_recipe_repeats_is_no_contradiction(
     assert continued(target, samples, tmp_path, {"start_from": str(parent / "drafter"), **same}, monkeypatch)
 
 
-def test_taps_and_vocabulary_are_the_checkpoints(
+def test_aux_layers_and_vocabulary_are_the_checkpoints(
     tmp_path: Path, target: Target, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = DFlash(toy_config(False, target_layer_ids=(0, 2, 3)))

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-from outrider.checkpoints.dialects.base import Dialect, Parts, TargetFacts, Written
+from outrider.checkpoints.dialects.base import Dialect, DrafterWeights, ExportedCheckpoint, TargetFacts
 from outrider.checkpoints.dialects.deepspec import DeepSpec
 from outrider.checkpoints.dialects.eagle3 import FLAGS, Eagle3Dialect
 from outrider.checkpoints.dialects.medusa import MedusaDialect
@@ -129,7 +129,7 @@ def llama_cpp_flags(drafting: Drafting) -> list[str]:
 # ----------------------------------------------------------------------------
 
 
-def _vanilla(engine: str, parts: Parts) -> None:
+def _vanilla(engine: str, parts: DrafterWeights) -> None:
     """Engines have the first of the three sequential heads.
 
     Raises:
@@ -147,7 +147,7 @@ def _vanilla(engine: str, parts: Parts) -> None:
         )
 
 
-def _whole_vocabulary(engine: str, parts: Parts, *methods: str) -> None:
+def _whole_vocabulary(engine: str, parts: DrafterWeights, *methods: str) -> None:
     """These methods draft from the target's vocabulary there.
 
     Raises:
@@ -162,7 +162,7 @@ def _whole_vocabulary(engine: str, parts: Parts, *methods: str) -> None:
         )
 
 
-def _from_anchor(engine: str, parts: Parts) -> None:
+def _from_anchor(engine: str, parts: DrafterWeights) -> None:
     """DSpark's own block layout.
 
     Raises:
@@ -174,21 +174,21 @@ def _from_anchor(engine: str, parts: Parts) -> None:
         )
 
 
-def _sliding_is_causal(engine: str, parts: Parts) -> None:
+def _sliding_is_causal(engine: str, parts: DrafterWeights) -> None:
     """Sliding layers are causal inside a block there, full ones are not, whatever the config says.
 
     Raises:
         ValueError: the drafter's are otherwise.
     """
-    sights = getattr(parts.config, "sights", ())
-    if any(sight.causal != (sight.window is not None) for sight in sights):
+    attention_patterns = getattr(parts.config, "sights", ())
+    if any(pattern.causal != (pattern.window is not None) for pattern in attention_patterns):
         raise ValueError(
             f"--to {engine}: is_causal {parts.config.is_causal} is not heeded there; block rows see those after them "
             "in layers without a window, and only there: train like that, or serve with Outrider."
         )
 
 
-def check_vllm(parts: Parts) -> list[str]:
+def check_vllm(parts: DrafterWeights) -> list[str]:
     _vanilla("vllm", parts)
     if parts.method.name == "dflash" and parts.config.sample_from_anchor:
         raise ValueError("--to vllm: sample_from_anchor true is not served there; its DFlash drafts from masks alone.")
@@ -204,7 +204,7 @@ def check_vllm(parts: Parts) -> list[str]:
     return []
 
 
-def check_vllm_dialect(parts: Parts, dialect: Dialect) -> None:
+def check_vllm_dialect(parts: DrafterWeights, dialect: Dialect) -> None:
     """vLLM takes what speculators says of DFlash's sliding layers for all of them.
 
     Raises:
@@ -217,11 +217,11 @@ def check_vllm_dialect(parts: Parts, dialect: Dialect) -> None:
         )
 
 
-def _sliding_alone(parts: Parts) -> bool:
+def _sliding_alone(parts: DrafterWeights) -> bool:
     return getattr(parts.config, "is_causal", False) is None
 
 
-def check_sglang(parts: Parts) -> list[str]:
+def check_sglang(parts: DrafterWeights) -> list[str]:
     _from_anchor("sglang", parts)
     _sliding_is_causal("sglang", parts)
     if not getattr(parts.config, "plain_logits", True):
@@ -240,7 +240,7 @@ def check_sglang(parts: Parts) -> list[str]:
     return []
 
 
-def check_llama_cpp(parts: Parts) -> list[str]:
+def check_llama_cpp(parts: DrafterWeights) -> list[str]:
     """Its loaders take a lone embedding for the head too, and the heads of whole vocabularies are not converted."""
     _vanilla("llama.cpp", parts)
     config = parts.config
@@ -252,7 +252,7 @@ def check_llama_cpp(parts: Parts) -> list[str]:
     if max(config.target_layer_ids) >= config.num_target_layers - 1:
         raise ValueError(
             f"--to llama.cpp: target_layer_ids {list(config.target_layer_ids)} reach the last layer, whose output its "
-            "graphs do not give: tap earlier layers."
+            "graphs do not give: aux layer earlier layers."
         )
     if getattr(config, "enable_confidence_head", False) and not config.confidence_head_with_markov:
         raise ValueError("--to llama.cpp: confidence_head_with_markov false has no place in its confidence head.")
@@ -272,12 +272,12 @@ def check_llama_cpp(parts: Parts) -> list[str]:
     return []
 
 
-def check_zlab(parts: Parts) -> list[str]:
+def check_zlab(parts: DrafterWeights) -> list[str]:
     _whole_vocabulary("zlab", parts, "dflash", "dflash2")
     return []
 
 
-def check_deepspec(parts: Parts) -> list[str]:
+def check_deepspec(parts: DrafterWeights) -> list[str]:
     if parts.config.is_causal is not False:
         raise ValueError(
             "--to deepspec: is_causal must be false; rows of its blocks see each other in both directions."
@@ -325,15 +325,15 @@ class Engine:
 
     name: str
     dialects: Mapping[str, Dialect]
-    serve: Callable[[Parts, str, str], list[str]]
-    check: Callable[[Parts], list[str]] = lambda parts: []
-    check_dialect: Callable[[Parts, Dialect], None] = lambda parts, dialect: None
-    finish: Callable[[Written], Written] = lambda written: written
+    serve: Callable[[DrafterWeights, str, str], list[str]]
+    check: Callable[[DrafterWeights], list[str]] = lambda parts: []
+    check_dialect: Callable[[DrafterWeights, Dialect], None] = lambda parts, dialect: None
+    finish: Callable[[ExportedCheckpoint], ExportedCheckpoint] = lambda written: written
     calibration: str = "reads them as they are"
     scaled: Collection[str] = ()
     also: Mapping[str, Dialect] = field(default_factory=dict)
 
-    def limits(self, parts: Parts, factor: float) -> list[str]:
+    def limits(self, parts: DrafterWeights, factor: float) -> list[str]:
         """What it does without, a sentence each.
 
         Args:
@@ -353,7 +353,7 @@ class Engine:
             )
         return self.check(parts)
 
-    def check_loads(self, parts: Parts, dialect: Dialect, factor: float) -> None:
+    def check_loads(self, parts: DrafterWeights, dialect: Dialect, factor: float) -> None:
         """A checkpoint can be given to it as it is.
 
         Args:
@@ -372,7 +372,7 @@ class Engine:
             )
         self.check_dialect(parts, dialect)
 
-    def write(self, parts: Parts, target: TargetFacts | None) -> Written:
+    def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         """The checkpoint this engine loads.
 
         Raises:
@@ -388,13 +388,13 @@ class Engine:
 _NO_EMBEDDING = ("medusa",)
 
 
-def drafting_of(parts: Parts, drafter: str) -> Drafting:
+def drafting_of(parts: DrafterWeights, drafter: str) -> Drafting:
     """What an engine is told of a trained drafter that it finds at `drafter`."""
     mixed = bool(getattr(parts.config, "layer_types", ()))
     return Drafting(parts.method.name, parts.config.gamma, drafter, parts.draft_ids_Vd is not None, mixed)
 
 
-def _serve_vllm(parts: Parts, directory: str, target: str) -> list[str]:
+def _serve_vllm(parts: DrafterWeights, directory: str, target: str) -> list[str]:
     drafting = drafting_of(parts, directory)
     variables = [f"{name}={value} " for name, value in vllm_environment(drafting).items()]
     return ["".join(variables) + shlex.join(["vllm", "serve", target, *vllm_flags(drafting)])]
@@ -411,7 +411,7 @@ _IN_SECTION = (
 )
 
 
-def _nested(written: Written) -> Written:
+def _nested(written: ExportedCheckpoint) -> ExportedCheckpoint:
     """SGLang looks into `dflash_config` first, other readers at the top: every field of the block in both."""
     config = written.config
     if "block_size" not in config:
@@ -420,19 +420,19 @@ def _nested(written: Written) -> Written:
     return replace(written, config={**config, "dflash_config": section})
 
 
-def _without_the_targets(written: Written) -> Written:
+def _without_the_targets(written: ExportedCheckpoint) -> ExportedCheckpoint:
     """llama.cpp takes the target's embedding and head where a file has neither, and a lone embedding for both."""
     kept = {"lm_head.weight"} if "d2t" in written.tensors else set()
     dropped = {"lm_head.weight", "embed_tokens.weight"} - kept
     return replace(written, tensors={name: t for name, t in written.tensors.items() if name not in dropped})
 
 
-def _serve_sglang(parts: Parts, directory: str, target: str) -> list[str]:
+def _serve_sglang(parts: DrafterWeights, directory: str, target: str) -> list[str]:
     words = ["python", "-m", "sglang.launch_server", "--model-path", target]
     return [shlex.join([*words, *sglang_flags(drafting_of(parts, directory))])]
 
 
-def _serve_llama_cpp(parts: Parts, directory: str, target: str) -> list[str]:
+def _serve_llama_cpp(parts: DrafterWeights, directory: str, target: str) -> list[str]:
     """Its converter takes the tokenizer from the target's directory, so `target` must be one, not a hub id."""
     return [
         "# TARGET: the target's Hugging Face directory; a hub id is downloaded with: hf download "
@@ -444,7 +444,7 @@ def _serve_llama_cpp(parts: Parts, directory: str, target: str) -> list[str]:
     ]
 
 
-def _serve_speculators(parts: Parts, directory: str, target: str) -> list[str]:
+def _serve_speculators(parts: DrafterWeights, directory: str, target: str) -> list[str]:
     if parts.method.name == "mtp":
         return [
             "# for exchange: vLLM 0.32 reads no MTP in this dialect; Outrider does",
@@ -453,12 +453,12 @@ def _serve_speculators(parts: Parts, directory: str, target: str) -> list[str]:
     return _serve_vllm(parts, directory, target)
 
 
-def _serve_zlab(parts: Parts, directory: str, target: str) -> list[str]:
+def _serve_zlab(parts: DrafterWeights, directory: str, target: str) -> list[str]:
     """z-lab's own package; its command line takes the first CUDA device."""
     return [f"dflash generate transformers --model {shlex.quote(target)} --draft {shlex.quote(directory)} PROMPT"]
 
 
-def _serve_deepspec(parts: Parts, directory: str, target: str) -> list[str]:
+def _serve_deepspec(parts: DrafterWeights, directory: str, target: str) -> list[str]:
     return [
         "# in a checkout of DeepSpec, which decodes its benchmarks",
         f"python eval.py --target_name_or_path {shlex.quote(target)} --draft_name_or_path {shlex.quote(directory)}",
@@ -519,7 +519,7 @@ class Backend(Protocol):
 
     `step` returns what came since the last call; if nothing did, it waits, but not long where requests may come
     meanwhile. `last` is None where the inside is not to be seen; then only what users see is measured, and what a
-    `Telling` backend says of itself.
+    `ReportsAcceptance` backend says of itself.
     """
 
     @property
@@ -545,7 +545,7 @@ class Acceptance:
 
 
 @dataclass(frozen=True)
-class Told:
+class RequestStats:
     """Of one finished request: its response where the outputs were parts of a text, and its accepted length."""
 
     tokens: list[int] | None
@@ -553,7 +553,7 @@ class Told:
 
 
 @runtime_checkable
-class Telling(Protocol):
+class ReportsAcceptance(Protocol):
     """A backend without step records that says what it knows of its rounds."""
 
     def mark(self) -> None:
@@ -564,7 +564,7 @@ class Telling(Protocol):
         """Of all requests since the mark."""
         ...
 
-    def told(self, id: str) -> Told:
+    def told(self, id: str) -> RequestStats:
         """Once, of a request that has finished."""
         ...
 

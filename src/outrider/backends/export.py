@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.backends.base import Engine
 from outrider.checkpoints.checkpoint import Checkpoint, write_files
 from outrider.checkpoints.describe import spoken
-from outrider.checkpoints.dialects.base import MOST_LAYERS, Fields, Parts, TargetFacts, Written
+from outrider.checkpoints.dialects.base import MOST_LAYERS, DrafterWeights, ExportedCheckpoint, Fields, TargetFacts
 from outrider.drafters.base import check_embedding_scale
 from outrider.target.hub import canonical_id, resolve_model
 from outrider.target.model import FAMILIES
@@ -47,7 +47,7 @@ def target_facts(id_or_dir: str, dtype: torch.dtype) -> TargetFacts:
     )
 
 
-def check_target(parts: Parts, target: TargetFacts) -> None:
+def check_target(parts: DrafterWeights, target: TargetFacts) -> None:
     """The drafter was made for a target of these shapes.
 
     Raises:
@@ -114,7 +114,7 @@ def _shortest(file: Any, names: Sequence[str]) -> Tensor:
 class Exported:
     """What was written, and the commands that serve it."""
 
-    written: Written
+    written: ExportedCheckpoint
     commands: list[str]
 
 
@@ -155,8 +155,8 @@ def _unread(metadata: Mapping[str, Any], engine: Engine, method: str) -> list[st
 
 def model_card(
     name: str,
-    parts: Parts,
-    written: Written,
+    parts: DrafterWeights,
+    written: ExportedCheckpoint,
     engine: Engine,
     target: TargetFacts,
     commands: list[str],
@@ -173,7 +173,7 @@ def model_card(
         ("parameters in the file", f"{parameters / 1e6:.1f} million, {dtype_name(dtype)}"),
         ("drafts per round", str(config.gamma)),
         ("tapped layers (outputs, from 0)", ", ".join(map(str, config.target_layer_ids))),
-        ("the same as hidden states", ", ".join(str(tap + 1) for tap in config.target_layer_ids)),
+        ("the same as hidden states", ", ".join(str(aux_layer + 1) for aux_layer in config.target_layer_ids)),
         ("draft vocabulary", f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens"),
     ]
     lines = [

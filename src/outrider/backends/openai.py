@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 from transformers import PreTrainedTokenizerBase
 
-from outrider.backends.base import Acceptance, MetricNames, Told, acceptance_between, read_metrics
+from outrider.backends.base import Acceptance, MetricNames, RequestStats, acceptance_between, read_metrics
 from outrider.engine.batch import Output, Request, StepRecord
 
 DONE = "[DONE]"
@@ -181,7 +181,7 @@ class ServerBackend:
         self._arrived = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._outputs: list[Output] = []
-        self._told: dict[str, Told] = {}
+        self._told: dict[str, RequestStats] = {}
         self._before: dict[str, list[float]] = {}
         self._failure: ValueError | None = None
 
@@ -218,7 +218,7 @@ class ServerBackend:
     def acceptance(self) -> Acceptance:
         return acceptance_between(self.endpoint.metrics, self._before, self.endpoint.readings())
 
-    def told(self, id: str) -> Told:
+    def told(self, id: str) -> RequestStats:
         return self._told.pop(id)
 
     def close(self) -> None:
@@ -280,7 +280,7 @@ class ServerBackend:
         named = any(part.tokens is not None for part in said)
         tokens = None if named else self._split("".join(part.text for part in said))
         lengths = [part.accepted_length for part in said if part.accepted_length is not None]
-        self._told[id] = Told(tokens, lengths[-1] if lengths else None)
+        self._told[id] = RequestStats(tokens, lengths[-1] if lengths else None)
         self._outputs.append(Output(id, [], "", "stop"))
         self._tasks.pop(id, None)
         self._arrived.set()

@@ -94,13 +94,13 @@ def true_ranks(target: Target, drafter: ServedHeads, prompt: Sequence[int], text
     """
     tokens, K = [*prompt, *text], drafter.gamma
     block = torch.tensor([tokens[:-1]], device=target.device)
-    taps_BTLD = target.forward(block, target.new_cache(len(tokens)), drafter.taps, logits=0).taps_BTLD
-    assert taps_BTLD is not None
+    aux_BTLD = target.forward(block, target.new_cache(len(tokens)), drafter.aux_layers, logits=0).aux_BTLD
+    assert aux_BTLD is not None
     anchors = range(len(prompt) - 1, len(tokens) - 1)
     ranks_NK = torch.full((len(anchors), K), -1)
     for first in range(0, len(anchors), _AT_ONCE):
         chosen = anchors[first : first + _AT_ONCE]
-        level = drafter.levels([_call(target, drafter, tokens[a], taps_BTLD[0, :a]) for a in chosen], K)
+        level = drafter.levels([_call(target, drafter, tokens[a], aux_BTLD[0, :a]) for a in chosen], K)
         for k in range(K):
             known = [n for n, a in enumerate(chosen) if a + k + 1 < len(tokens)]
             # Positions too close to the end walk along, with any token in place of those they lack.
@@ -111,9 +111,9 @@ def true_ranks(target: Target, drafter: ServedHeads, prompt: Sequence[int], text
     return ranks_NK
 
 
-def _call(target: Target, drafter: ServedHeads, anchor: int, taps_TLD: Tensor) -> DraftCall:
-    session = drafter.new_session(len(taps_TLD))
-    drafter.extend([session], [[0] * len(taps_TLD)], taps_TLD)  # it remembers the last
+def _call(target: Target, drafter: ServedHeads, anchor: int, aux_TLD: Tensor) -> DraftCall:
+    session = drafter.new_session(len(aux_TLD))
+    drafter.extend([session], [[0] * len(aux_TLD)], aux_TLD)  # it remembers the last
     return DraftCall(session, anchor, SamplingParams(), SeenTokens(target.vocab_size), SeededSource(0))
 
 

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.checkpoints.dialects import dialect_for, dialect_of
-from outrider.checkpoints.dialects.base import Dialect, Parts, Source, Written
+from outrider.checkpoints.dialects.base import Dialect, DrafterWeights, ExportedCheckpoint, Source
 from outrider.drafters.base import Drafter, DraftModule, Serving
 from outrider.drafters.heads import CertaintyEstimator
 from outrider.drafters.registry import method_of
@@ -76,12 +76,12 @@ class Checkpoint:
         accuracy = _accuracy(self.metadata) if calibrated else None
         return Serving(self.draft_ids_Vd, *stored, accuracy, self.head, self.embedding_VH, self.embedding_scale)
 
-    def parts(self, dtype: torch.dtype = torch.float32) -> Parts:
-        """The drafter as plain data, for a dialect to write; weights in `dtype`, taking raw taps."""
+    def parts(self, dtype: torch.dtype = torch.float32) -> DrafterWeights:
+        """The drafter as plain data, for a dialect to write; weights in `dtype`, taking raw aux hidden states."""
         tensors = {name: _cast(tensor, dtype) for name, tensor in self.drafter.folded_state_dict().items()}
         head, embedding_VH = (None if own is None else _cast(own, dtype) for own in (self.head, self.embedding_VH))
         method, config = method_of(self.drafter.algorithm), self.drafter.config
-        return Parts(method, config, tensors, self.draft_ids_Vd, head, embedding_VH, self.embedding_scale)
+        return DrafterWeights(method, config, tensors, self.draft_ids_Vd, head, embedding_VH, self.embedding_scale)
 
 
 def save_drafter(
@@ -102,7 +102,7 @@ def save_drafter(
 
 
 def write_files(
-    directory: Path, written: Written, dtype: torch.dtype, metadata: Mapping[str, Any], card: str | None
+    directory: Path, written: ExportedCheckpoint, dtype: torch.dtype, metadata: Mapping[str, Any], card: str | None
 ) -> None:
     """The files of a checkpoint, into a directory that is there."""
     config = {**written.config, "dtype": dtype_name(dtype)}
@@ -145,7 +145,7 @@ def load_drafter(
     directory = Path(directory)
     parts = read_parts(directory, num_target_layers)
     drafter = empty_module(parts, directory).to_empty(device=device)
-    drafter.tap_scale_L.fill_(1)
+    drafter.aux_scale_L.fill_(1)
     drafter.load_state_dict({name: _cast(tensor, torch.float32) for name, tensor in parts.tensors.items()})
     ids, head, embedding = (
         None if tensor is None else _cast(tensor, torch.float32).to(device)
@@ -155,7 +155,7 @@ def load_drafter(
     return Checkpoint(drafter, ids, read_metadata(directory), head, embedding, parts.embedding_scale)
 
 
-def read_parts(directory: Path, num_target_layers: int | None = None) -> Parts:
+def read_parts(directory: Path, num_target_layers: int | None = None) -> DrafterWeights:
     """What config.json and the weights say, in our terms.
 
     Raises:
@@ -166,7 +166,7 @@ def read_parts(directory: Path, num_target_layers: int | None = None) -> Parts:
     return dialect.read(raw, found, Source(str(directory / "config.json"), num_target_layers))
 
 
-def empty_module(parts: Parts, directory: Path) -> DraftModule:
+def empty_module(parts: DrafterWeights, directory: Path) -> DraftModule:
     """The module without memory, once the file's tensors are known to be its own.
 
     Raises:

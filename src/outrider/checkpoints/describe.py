@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.checkpoints.checkpoint import METADATA, empty_module, read_config, read_metadata, read_parts
-from outrider.checkpoints.dialects.base import MOST_LAYERS, Parts, UnknownDepth
+from outrider.checkpoints.dialects.base import MOST_LAYERS, DrafterWeights, UnknownDepth
 from outrider.drafters.dflash import DFlashConfig
 from outrider.utils.device import dtype_name
 from outrider.utils.files import read_weights, weight_files
@@ -34,7 +34,7 @@ def describe(directory: Path, num_target_layers: int | None = None) -> Facts:
     depth_known = True
     try:
         parts = read_parts(directory, num_target_layers)
-    except UnknownDepth:  # all there is to say but the depth, and taps that follow from it
+    except UnknownDepth:  # all there is to say but the depth, and aux hidden states that follow from it
         parts, depth_known = read_parts(directory, MOST_LAYERS), False
     empty_module(parts, directory)
     metadata = read_metadata(directory)
@@ -43,7 +43,7 @@ def describe(directory: Path, num_target_layers: int | None = None) -> Facts:
         ("method", parts.method.name),
         ("target", named_target(raw, metadata) or "not named"),
         *_shape(parts, depth_known),
-        *_taps(raw, parts, depth_known),
+        *_aux_hidden_states(raw, parts, depth_known),
         *_block(parts.config),
         *_vocabulary(parts),
         *_size(directory, parts),
@@ -95,7 +95,7 @@ def named_target(raw: Mapping[str, Any], metadata: Mapping[str, Any]) -> str | N
     return next((name for name in found if isinstance(name, str) and name), None)
 
 
-def _shape(parts: Parts, depth_known: bool) -> Facts:
+def _shape(parts: DrafterWeights, depth_known: bool) -> Facts:
     config = parts.config
     layers = str(config.num_target_layers) if depth_known else "an unstated number of"
     rows = [("fits targets with", f"{layers} layers, hidden size {config.hidden_size}, {config.vocab_size:,} tokens")]
@@ -119,17 +119,17 @@ def _shape(parts: Parts, depth_known: bool) -> Facts:
 
 
 def _windowed(config: DFlashConfig) -> str:
-    count = sum(sight.window is not None for sight in config.sights)
+    count = sum(pattern.window is not None for pattern in config.attention_patterns)
     return "all" if count == config.num_hidden_layers else f"{count} of {config.num_hidden_layers}"
 
 
-def _taps(raw: Mapping[str, Any], parts: Parts, depth_known: bool) -> Facts:
-    taps = parts.config.target_layer_ids
-    if not depth_known and max(taps) >= MOST_LAYERS - 4:  # counted from the end of a depth that we do not know
+def _aux_hidden_states(raw: Mapping[str, Any], parts: DrafterWeights, depth_known: bool) -> Facts:
+    aux_layers = parts.config.target_layer_ids
+    if not depth_known and max(aux_layers) >= MOST_LAYERS - 4:  # counted from the end of a depth that we do not know
         return [("tapped layers", "the default of its method; name the target to see them (--target)")]
     return [
-        ("tapped layer outputs", ", ".join(map(str, taps))),
-        ("  as hidden states", ", ".join(str(tap + 1) for tap in taps)),
+        ("tapped layer outputs", ", ".join(map(str, aux_layers))),
+        ("  as hidden states", ", ".join(str(aux_layer + 1) for aux_layer in aux_layers)),
     ]
 
 
@@ -144,7 +144,7 @@ def _block(config: Any) -> Facts:
     return rows
 
 
-def _vocabulary(parts: Parts) -> Facts:
+def _vocabulary(parts: DrafterWeights) -> Facts:
     config = parts.config
     own = [name for name, tensor in (("LM head", parts.head), ("embedding", parts.embedding_VH)) if tensor is not None]
     scale = parts.embedding_scale
@@ -155,7 +155,7 @@ def _vocabulary(parts: Parts) -> Facts:
     ]
 
 
-def _size(directory: Path, parts: Parts) -> Facts:
+def _size(directory: Path, parts: DrafterWeights) -> Facts:
     files = weight_files(directory)
     size = sum(path.stat().st_size for path in files) / 1e6
     kinds = sorted({dtype_name(tensor.dtype) for tensor in parts.tensors.values()})

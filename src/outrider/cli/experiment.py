@@ -43,7 +43,7 @@ from outrider.evaluation.evaluate import EvaluationConfig, load_tasks
 from outrider.evaluation.experiment import (
     ExperimentTable,
     Stage,
-    beside,
+    comparable_fields,
     load_table,
     plan,
     row_recipe,
@@ -71,7 +71,7 @@ def check_experiment(table: ExperimentTable, path: Path, stages: Sequence[Stage]
     Raises:
         ValueError: the first that is wrong; the message names the row.
     """
-    load_tasks([str(beside(path, task)) for task in table.tasks])
+    load_tasks([str(comparable_fields(path, task)) for task in table.tasks])
     _check_drafters(table, path)
     asked: dict[str, dict[str, str]] = {}
     for stage in stages:
@@ -93,7 +93,7 @@ def check_experiment(table: ExperimentTable, path: Path, stages: Sequence[Stage]
 
 
 def _check_drafters(table: ExperimentTable, path: Path) -> None:
-    target = load_recipe(beside(path, table.recipe)).target
+    target = load_recipe(comparable_fields(path, table.recipe)).target
     made = {run_directory(Path(table.out), *training).resolve() for training in trainings(table)}
     for name, row in table.rows.items():
         directory = None if row.drafter is None else require_drafter(row.drafter, target).directory

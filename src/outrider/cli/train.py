@@ -74,7 +74,7 @@ def run_training(recipe: Recipe, target: Target, console: Console, ranks: Ranks 
     parameters = sum(p.numel() for p in run.drafter.parameters()) / 1e6
     console.print(
         f"{len(run.samples)} samples, {tokens} response tokens; {run.drafter.algorithm} drafter of {parameters:.1f}M "
-        f"parameters, gamma {run.drafter.config.gamma}, taps {list(run.drafter.config.target_layer_ids)}"
+        f"parameters, gamma {run.drafter.config.gamma}, aux hidden states {list(run.drafter.config.target_layer_ids)}"
     )
     trainer = Trainer(recipe, run, ranks)
     metrics = trainer.train()
@@ -212,7 +212,7 @@ def _prepare(path: Path, overrides: list[str] | None, max_bytes: int | None, con
 
 
 def _plan(recipe: Recipe, run: Run) -> StorePlan:
-    return recipe_plan(recipe, run.target, run.samples, run.drafter.config.target_layer_ids, run.drafter.tap_scale_L)
+    return recipe_plan(recipe, run.target, run.samples, run.drafter.config.target_layer_ids, run.drafter.aux_scale_L)
 
 
 def _process(shard: int | None, of: int | None) -> tuple[int, int]:
@@ -229,8 +229,8 @@ def _describe(recipe: Recipe, run: Run, plan: StorePlan, console: Console) -> No
     size = extent(run.samples)
     console.print(
         f"{store_directory(recipe)}: {plan.bytes} bytes ({plan.bytes / 2**30:.2f} GB) in {len(plan.shards)} shards, "
-        f"{plan.dtype}: {len(run.samples)} samples, {size.slots} tokens x {len(plan.taps)} taps and {size.rows} "
-        f"generated tokens x 1 hidden state, {plan.hidden_size} numbers each",
+        f"{plan.dtype}: {len(run.samples)} samples, {size.slots} tokens x {len(plan.aux_layers)} aux layers and "
+        f"{size.rows} generated tokens x 1 hidden state, {plan.hidden_size} numbers each",
         highlight=False,
         soft_wrap=True,
     )
@@ -246,8 +246,8 @@ def _ask(directory: Path, needed: int, limit_gb: float | None, yes: bool) -> Non
 
 
 def _fill_window(recipe: Recipe, run: Run, number: int, count: int, console: Console) -> None:
-    taps, scale_L = run.drafter.config.target_layer_ids, run.drafter.tap_scale_L
-    window = open_features(recipe, run.target, run.samples, taps, scale_L, number, count)
+    aux_layers, scale_L = run.drafter.config.target_layer_ids, run.drafter.aux_scale_L
+    window = open_features(recipe, run.target, run.samples, aux_layers, scale_L, number, count)
     assert isinstance(window, FeatureWindow)
     check_space(window.directory, max(0, min(window.max_bytes, _plan(recipe, run).bytes) - window.bytes))
     window.warm()

@@ -104,10 +104,11 @@ def _overlap(text: str, stop: str) -> int:
 #     committed x_0 .. x_{n-1};  target cache and draft cache hold x_0 .. x_{n-2};  anchor = x_{n-1}
 #     draft()   one block after the anchor
 #     score()   target forward on [anchor, d_1..d_l] or [anchor, nodes of a tree], rows warped when read
-#     commit()  keep the accepted path's n - 1 + accepted + 1 slots and give the drafter the taps of what stayed
+#     commit()  keep the accepted path's n - 1 + accepted + 1 slots and give the drafter the aux hidden states of what
+#     stayed
 #
 # Plain decoding is the same lane without a drafter: every proposal is empty, every token is a bonus token.
-# See docs/architecture.md, The decode round. Shapes: B = 1, T tokens, L taps, V vocab.
+# See docs/architecture.md, The decode round. Shapes: B = 1, T tokens, L aux layers, V vocab.
 # ----------------------------------------------------------------------------
 
 
@@ -163,7 +164,7 @@ class ModelLane:
         self.target, self.drafter, self.params = target, drafter, params
         if isinstance(drafter, TreeDrafter):
             target.check_trees()
-        self.taps = () if drafter is None else drafter.taps
+        self.aux_layers = () if drafter is None else drafter.aux_layers
         self.cache = target.new_cache(capacity + draft_slots(drafter) + 1)
         self.session = None if drafter is None else drafter.new_session(capacity)
         self.source: RandomSource = SeededSource(params.seed)
@@ -178,18 +179,18 @@ class ModelLane:
     def _prefill(self, tokens: Sequence[int]) -> None:
         for start in range(0, len(tokens), _PREFILL_CHUNK):
             chunk = torch.tensor([tokens[start : start + _PREFILL_CHUNK]], device=self.target.device)
-            output = self.target.forward(chunk, self.cache, self.taps, logits=0)
-            self._extend(tokens[start : start + _PREFILL_CHUNK], None if not self.taps else output.taps_BTLD)
+            output = self.target.forward(chunk, self.cache, self.aux_layers, logits=0)
+            self._extend(tokens[start : start + _PREFILL_CHUNK], None if not self.aux_layers else output.aux_BTLD)
 
-    def _extend(self, tokens: Sequence[int], taps_BTLD: Tensor | None) -> None:
+    def _extend(self, tokens: Sequence[int], aux_BTLD: Tensor | None) -> None:
         if self.drafter is not None:
-            self.drafter.extend([self.session], [tokens], None if taps_BTLD is None else taps_BTLD[0])
+            self.drafter.extend([self.session], [tokens], None if aux_BTLD is None else aux_BTLD[0])
 
     @property
     def sources(self) -> Sequence[RandomSource]:
         return [self.source]
 
-    def draft(self, floor: float) -> Sequence[Draft]:
+    def draft(self, min_confidence: float) -> Sequence[Draft]:
         """A block or tree after the anchor, never longer than what may be committed besides the target's own token."""
         limit = self.remaining - 1
         if self.drafter is None or limit < 1:
@@ -198,7 +199,7 @@ class ModelLane:
             self.session, self.anchor, self.params, self.seen, self.source, limit, self.noise, self.committed
         )
         with self.draft_clock:
-            return self.drafter.propose([call], floor)
+            return self.drafter.propose([call], min_confidence)
 
     def view(self, proposals: Sequence[Draft]) -> StepView:
         drafted = [len(proposal.tokens) for proposal in proposals]
@@ -210,9 +211,9 @@ class ModelLane:
         tokens = [self.anchor, *part.tokens]
         with self.verify_clock:
             block = torch.tensor([tokens], device=self.target.device)
-            output = self.target.forward(block, self.cache, self.taps, logits=None, parents=part.row_parents)
+            output = self.target.forward(block, self.cache, self.aux_layers, logits=None, parents=part.row_parents)
         assert output.logits_BTV is not None
-        self._scored = tokens, output.taps_BTLD
+        self._scored = tokens, output.aux_BTLD
         return [target_rows(output.logits_BTV[0], part, self.params, self.seen, self.noise, self.committed)]
 
     def commit(self, result: RoundResult) -> None:
@@ -220,9 +221,9 @@ class ModelLane:
         kept = [0, *(node + 1 for node in result.verdict.path)]  # rows of the old anchor and the accepted drafts
         with self.verify_clock:
             self.cache.keep_path(self.cache.length - (result.admitted + 1), kept)
-        tokens, taps_BTLD = self._scored
+        tokens, aux_BTLD = self._scored
         with self.draft_clock:
-            self._extend([tokens[row] for row in kept], None if taps_BTLD is None else taps_BTLD[:, kept])
+            self._extend([tokens[row] for row in kept], None if aux_BTLD is None else aux_BTLD[:, kept])
         for token in result.tokens:
             self.seen.add(token)
         self.anchor = result.verdict.next_token

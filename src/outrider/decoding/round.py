@@ -1,6 +1,6 @@
 """draft all -> policy -> score -> verify: one round, for any number of requests.
 
-    batch.draft(floor)      x_1..x_K with p_d and c, each     (1 drafter pass)      or a tree of N nodes
+    batch.draft(min_confidence)      x_1..x_K with p_d and c, each     (1 drafter pass)      or a tree of N nodes
     policy.lengths(view)    how many of them are verified     (sees confidences, never tokens)
     batch.score(parts)      target rows 0..l, each            (1 target pass)
     verify_chain            accepted drafts + 1 more token                          or verify_tree
@@ -69,8 +69,8 @@ class Batch(Protocol):
         """One per request."""
         ...
 
-    def draft(self, floor: float) -> Sequence[Draft]:
-        """One block each; positions from the first confidence below `floor` on may be left out."""
+    def draft(self, min_confidence: float) -> Sequence[Draft]:
+        """One block each; positions from the first confidence below `min_confidence` on may be left out."""
         ...
 
     def view(self, proposals: Sequence[Draft]) -> StepView:
@@ -102,7 +102,7 @@ class RoundResult:
 
 def run_round(batch: Batch, policy: Policy, lossy: TypicalAcceptance | None = None) -> list[RoundResult]:
     """One round. With `lossy` the output is not distributed as the target's."""
-    proposals = batch.draft(policy.floor)
+    proposals = batch.draft(policy.min_confidence)
     lengths = policy.lengths(batch.view(proposals)).tolist()
     admitted = [proposal.truncated(length) for proposal, length in zip(proposals, lengths, strict=True)]
     rows = batch.score(admitted)

@@ -77,7 +77,7 @@ def _positive(text: str) -> bool:
 # proposal = x_1..x_l, the exact p_k each x_k was drawn from, and c_1..c_l: what every chain drafter hands over.
 #
 # The distributions must be those that were *sampled from*, warps included: acceptance min(1, p_t/p_d) is lossless for
-# no others (Leviathan et al., arXiv 2211.17192). Shapes: K block positions, L taps, V target vocab.
+# no others (Leviathan et al., arXiv 2211.17192). Shapes: K block positions, L aux layers, V target vocab.
 # ----------------------------------------------------------------------------
 
 
@@ -105,7 +105,7 @@ class Drafter(Protocol):
     """What decoding needs of any drafter. A session is its memory of one request's committed tokens, and no others."""
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Target layers whose outputs `extend` takes; () if it reads none."""
         ...
 
@@ -118,17 +118,17 @@ class Drafter(Protocol):
         """An empty session for at most `capacity` committed tokens."""
         ...
 
-    def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
+    def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         """Take newly committed tokens of several requests.
 
         Args:
             tokens: per session, those the target has just read (old anchor, accepted drafts), not the new anchor.
-            taps_TLD: their raw taps [T, L, D], sessions one after the other; None where `taps` is ().
+            aux_TLD: their raw aux hidden states [T, L, D], sessions one after the other; None where `aux_layers` is ().
         """
         ...
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> Sequence[Draft]:
-        """One block or tree per call; a block may stop at the first confidence below `floor`."""
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> Sequence[Draft]:
+        """One block or tree per call; a block may stop at the first confidence below `min_confidence`."""
         ...
 
 
@@ -304,10 +304,10 @@ def check_fits(config: Any, target: DecodingTarget, final: bool = False) -> None
     """A drafter must have been made for this target.
 
     Args:
-        final: whether its taps may include the last hidden state.
+        final: whether its aux hidden states may include the last hidden state.
 
     Raises:
-        ValueError: hidden size, vocabulary, depth or taps differ (the message says which).
+        ValueError: hidden size, vocabulary, depth or aux hidden states differ (the message says which).
     """
     for name, mine, theirs in (
         ("hidden_size", config.hidden_size, target.hidden_size),
@@ -319,7 +319,7 @@ def check_fits(config: Any, target: DecodingTarget, final: bool = False) -> None
                 f"this drafter was made for another target: {name} is {mine}, {target.name} has {theirs}. "
                 "Load the target it was trained on, or train a drafter for this one (outrider train)."
             )
-    target.check_taps(config.target_layer_ids, final)
+    target.check_aux_layers(config.target_layer_ids, final)
 
 
 # ----------------------------------------------------------------------------
@@ -331,8 +331,9 @@ def check_fits(config: Any, target: DecodingTarget, final: bool = False) -> None
 # Training knows a drafter by `DraftModule` alone, decoding by `Drafter` (drafters/base.py) alone, checkpoints by the
 # fields of `config` and the tensors of the module. Embedding and LM head are the target's, frozen, never the module's.
 #
-# Shapes: S context slots of all sequences, N anchors (one draft each), K = gamma draft positions, L taps, D target
-# hidden size, H draft hidden size (= D, because the head is the target's), V vocabulary, Vd draft vocabulary, r rank.
+# Shapes: S context slots of all sequences, N anchors (one draft each), K = gamma draft positions, L aux layers, D
+# target hidden size, H draft hidden size (= D, because the head is the target's), V vocabulary, Vd draft vocabulary, r
+# rank.
 # ----------------------------------------------------------------------------
 
 
@@ -341,18 +342,18 @@ class BlockInputs:
     """One training forward.
 
     Context slots are those of each sequence before its last anchor, one sequence after the other. An anchor at
-    position a may use slots 0 .. a-1 of its own sequence: the taps there, and the tokens after them, the last of which
-    is itself.
+    position a may use slots 0 .. a-1 of its own sequence: the aux hidden states there, and the tokens after them, the
+    last of which is itself.
 
     Attributes:
-        taps_SLD: raw float32 taps, in the order of `config.target_layer_ids`.
+        aux_SLD: raw float32 aux hidden states, in the order of `config.target_layer_ids`.
         next_tokens_S: token i + 1 of its sequence, for slot i.
         layout: slots per sequence, positions of the anchors, whose anchors they are.
         previous_NK: x_{k-1} for draft position k = 1..gamma; column 0 holds the anchors.
         embed: the target's frozen, scaled embedding, int64 [...] -> float32 [..., D].
     """
 
-    taps_SLD: Tensor
+    aux_SLD: Tensor
     next_tokens_S: Tensor
     layout: BlockLayout
     previous_NK: Tensor
@@ -385,54 +386,61 @@ class DraftRows:
 class DraftModule(nn.Module, ABC):
     """A trainable drafter: `config`, parameters, and the training forward `rows`.
 
-    Taps differ in size by orders of magnitude, so training measures `tap_scale_L` and a module that needs taps of order
-    one divides them by it. The constants fold into the weight named by `tap_weight` when weights are saved. A module
-    whose first act is to norm its taps may leave the scale alone: `tap_weight` is then None.
+    Aux hidden states differ in size by orders of magnitude, so training measures `aux_scale_L` and a module that needs
+    aux hidden states of order one divides them by it. The constants fold into the weight named by `aux_weight` when
+    weights are saved. A module whose first act is to norm its aux hidden states may leave the scale alone: `aux_weight`
+    is then None.
 
     Attributes:
         algorithm: the method's name, as in a recipe's `drafter.algorithm`.
-        final_tap: whether the target's last hidden state (after its final norm) may be one of the taps.
-        tap_weight: name of the weight [out, L * D (+ more)] whose first columns read the flattened taps / tap_scale.
+        reads_final_layer: whether the target's last hidden state (after its final norm) may be one of the aux hidden
+        states.
+        aux_weight: name of the weight [out, L * D (+ more)] whose first columns read the flattened aux hidden states /
+        aux_scale.
         config: a frozen dataclass with at least hidden_size, vocab_size, draft_vocab_size, target_layer_ids,
             num_target_layers and gamma (a field or a property).
-        tap_scale_L: ones unless training set it.
+        aux_scale_L: ones unless training set it.
     """
 
     algorithm: ClassVar[str]
-    final_tap: ClassVar[bool] = False
-    tap_weight: str | None = None
+    reads_final_layer: ClassVar[bool] = False
+    aux_weight: str | None = None
     config: Any
-    tap_scale_L: Tensor
+    aux_scale_L: Tensor
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self.register_buffer("tap_scale_L", torch.ones(len(config.target_layer_ids)), persistent=False)
+        self.register_buffer("aux_scale_L", torch.ones(len(config.target_layer_ids)), persistent=False)
 
     @abstractmethod
     def rows(self, inputs: BlockInputs) -> DraftRows:
         """The training forward: all draft positions of all anchors, given the true previous tokens."""
 
-    def _tap_columns(self) -> Tensor:
-        return self.tap_scale_L.repeat_interleave(self.config.hidden_size)
+    def _aux_columns(self) -> Tensor:
+        return self.aux_scale_L.repeat_interleave(self.config.hidden_size)
 
     def folded_state_dict(self) -> dict[str, Tensor]:
-        """Weights that take raw taps: `tap_scale_L` divided out of the columns that read them. What is saved."""
+        """Weights that take raw aux hidden states: `aux_scale_L` divided out of the columns that read them. What is
+        saved.
+        """
         state = {name: tensor.detach() for name, tensor in self.state_dict().items()}
-        if self.tap_weight is not None:
-            scale = self._tap_columns()
-            weight = state[self.tap_weight].clone()
+        if self.aux_weight is not None:
+            scale = self._aux_columns()
+            weight = state[self.aux_weight].clone()
             weight[:, : len(scale)] /= scale
-            state[self.tap_weight] = weight
+            state[self.aux_weight] = weight
         return {name: tensor.contiguous() for name, tensor in state.items()}
 
     @torch.no_grad()
-    def rescale_taps(self, scale_L: Tensor) -> None:
-        """Divide taps by `scale_L` [L] from now on, in place, without changing what is computed from raw ones."""
-        before = self._tap_columns()
-        self.tap_scale_L.copy_(scale_L)
-        if self.tap_weight is not None:
-            self.get_parameter(self.tap_weight)[:, : len(before)].mul_(self._tap_columns() / before)
+    def rescale_aux(self, scale_L: Tensor) -> None:
+        """Divide aux hidden states by `scale_L` [L] from now on, in place, without changing what is computed from raw
+        ones.
+        """
+        before = self._aux_columns()
+        self.aux_scale_L.copy_(scale_L)
+        if self.aux_weight is not None:
+            self.get_parameter(self.aux_weight)[:, : len(before)].mul_(self._aux_columns() / before)
 
 
 class MethodSection(BaseModel):
@@ -453,7 +461,7 @@ class MethodSection(BaseModel):
         """Tokens that can be drafted."""
         return min(self.draft_vocab_size or target.vocab_size, target.vocab_size)
 
-    def beside(self, config: Any, target: Target) -> dict[str, tuple[object, object]]:
+    def comparable_fields(self, config: Any, target: Target) -> dict[str, tuple[object, object]]:
         """{field: (what the recipe sets it to, what a checkpoint with this config has)}, in comparable terms.
 
         Fields that the config has under the same name need nothing more; a subclass adds those it turns into others.

@@ -100,17 +100,17 @@ def sample_chain(
     hidden_RKH: Tensor,
     calls: Sequence[DraftCall],
     heads: ChainHeads,
-    floor: float = 0.0,
+    min_confidence: float = 0.0,
 ) -> list[Proposal]:
-    """Draw one block per request left to right, up to the first position whose confidence is below `floor`.
+    """Draw one block per request left to right, up to the first position whose confidence is below `min_confidence`.
 
     Stopping early is lossless for the reason truncating is: c_k is known before x_k is drawn. It is also cheaper.
 
     Args:
         base_logits: rows of hidden states [N, H] -> U [N, Vd]; called once at most, for the requests that draw a token.
-        floor: compared with the confidences that are handed over, after the temperatures.
+        min_confidence: compared with the confidences that are handed over, after the temperatures.
     """
-    return sample_rows(BlockRows(base_logits, hidden_RKH), hidden_RKH.shape[1], calls, heads, floor)
+    return sample_rows(BlockRows(base_logits, hidden_RKH), hidden_RKH.shape[1], calls, heads, min_confidence)
 
 
 def sample_steps(
@@ -119,7 +119,7 @@ def sample_steps(
     steps: int,
     calls: Sequence[DraftCall],
     heads: ChainHeads,
-    floor: float = 0.0,
+    min_confidence: float = 0.0,
 ) -> list[Proposal]:
     """As `sample_chain`, with hidden states that depend on the tokens drawn so far.
 
@@ -128,11 +128,11 @@ def sample_steps(
         step: called with k = 0, 1, .. while a request draws; requests that have stopped walk along.
         steps: most positions of any request.
     """
-    return sample_rows(_Steps(base_logits, step), steps, calls, heads, floor)
+    return sample_rows(_Steps(base_logits, step), steps, calls, heads, min_confidence)
 
 
 def sample_rows(
-    rows: Rows, steps: int, calls: Sequence[DraftCall], heads: ChainHeads, floor: float = 0.0
+    rows: Rows, steps: int, calls: Sequence[DraftCall], heads: ChainHeads, min_confidence: float = 0.0
 ) -> list[Proposal]:
     """As `sample_chain` and `sample_steps`, with hidden states and logits from anywhere."""
     head = heads.sequential
@@ -151,7 +151,7 @@ def sample_rows(
             latent_Rr, embedding_Rr, state = head.step(previous_R, hidden_RH, state)
         if heads.confidence is not None:  # before x_k is drawn: c_k must not know it
             certain_R = heads.calibrated(heads.confidence(hidden_RH, embedding_Rr), k).tolist()
-            active = [r for r in active if certain_R[r] >= floor]
+            active = [r for r in active if certain_R[r] >= min_confidence]
             for r in active:
                 walks[r].confidences.append(certain_R[r])
         if not active:
@@ -161,7 +161,7 @@ def sample_rows(
             logits_AC = logits_AC + head.bias(latent_Rr[active])
         if heads.confidence is None and heads.estimator is not None:  # knows p_k, not yet x_k
             certain_A = heads.calibrated(heads.estimator(logits_AC, k), k).tolist()
-            kept = [a for a, certain in enumerate(certain_A) if certain >= floor]
+            kept = [a for a, certain in enumerate(certain_A) if certain >= min_confidence]
             for a in kept:
                 walks[active[a]].confidences.append(certain_A[a])
             active, logits_AC = [active[a] for a in kept], logits_AC[kept]

@@ -9,7 +9,7 @@ Layouts: with `sample_from_anchor` row k predicts the token *after* its position
 without it rows 1..gamma (the masks) predict the token *at* theirs, and row 0 only conditions.
 
 Source: DFlash, arXiv 2602.06036; the two layouts as in DeepSpec checkpoints.
-Shapes: N blocks, K rows a block, S context slots, L taps, T target hidden, H draft hidden, E head dim.
+Shapes: N blocks, K rows a block, S context slots, L aux layers, T target hidden, H draft hidden, E head dim.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from outrider.drafters.base import (
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.draft import Proposal
 from outrider.drafters.layers import (
+    AttentionPattern,
     BlockLayout,
     DraftKV,
     Projections,
     Rope,
-    Sight,
     SwiGLU,
     check_heads,
     copy_target_layers,
@@ -60,7 +60,7 @@ from outrider.drafters.layers import (
 from outrider.target.lean import rotate
 from outrider.target.linear import PackedLinear
 from outrider.target.model import Target
-from outrider.utils.distributed import whole
+from outrider.utils.distributed import full_tensor
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, as transformers names them
 
@@ -130,12 +130,14 @@ class DFlashConfig:
             raise ValueError("is_causal null is for layers of two kinds (layer_types): say true or false.")
 
     @property
-    def sights(self) -> tuple[Sight, ...]:
+    def attention_patterns(self) -> tuple[AttentionPattern, ...]:
         """What block rows see, layer by layer."""
         kinds = self.layer_types or (FULL if self.sliding_window is None else SLIDING,) * self.num_hidden_layers
         sliding = [kind == SLIDING for kind in kinds]
         return tuple(
-            Sight(self.sliding_window if window else None, window if self.is_causal is None else self.is_causal)
+            AttentionPattern(
+                self.sliding_window if window else None, window if self.is_causal is None else self.is_causal
+            )
             for window in sliding
         )
 
@@ -155,7 +157,7 @@ class BlockAttention(Projections):
 
     def __init__(self, config: DFlashConfig, index: int) -> None:
         super().__init__(config, config.hidden_size, qk_norm=True)
-        self.sight = config.sights[index]
+        self.pattern = config.attention_patterns[index]
 
     def forward(
         self, x_NKH: Tensor, context_SH: Tensor, layout: BlockLayout, rope_block: Rope, rope_context: Rope
@@ -164,7 +166,7 @@ class BlockAttention(Projections):
         block_k, block_v = self.keys_values(x_NKH, rope_block)
         context_k, context_v = self.keys_values(context_SH, rope_context)
         attend: Callable[..., Tensor] = flex_block_attention if q.device.type == "cuda" else split_attention
-        out = attend(q, context_k, context_v, block_k, block_v, layout, self.sight)
+        out = attend(q, context_k, context_v, block_k, block_v, layout, self.pattern)
         return self.o_proj(out.flatten(-2))
 
 
@@ -187,7 +189,7 @@ class DFlash(DraftModule):
     """The backbone all block drafters share. Parameter names are those of the z-lab dialect."""
 
     algorithm: ClassVar[str] = "dflash"
-    tap_weight: str | None = "fc.weight"
+    aux_weight: str | None = "fc.weight"
     layer: ClassVar[type[DraftLayer]] = DraftLayer
     config: DFlashConfig
 
@@ -198,21 +200,21 @@ class DFlash(DraftModule):
         self.layers = nn.ModuleList(self.layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def context(self, taps_SLT: Tensor) -> Tensor:
+    def context(self, aux_SLT: Tensor) -> Tensor:
         """Features of committed tokens [S, L, T] -> H_ctx [S, H]."""
-        features_SH = self.fc((taps_SLT / self.tap_scale_L[:, None]).flatten(-2))
+        features_SH = self.fc((aux_SLT / self.aux_scale_L[:, None]).flatten(-2))
         return self.hidden_norm(features_SH.to(self.hidden_norm.weight.dtype))
 
-    def forward(self, taps_SLT: Tensor, embedded_NKH: Tensor, layout: BlockLayout) -> Tensor:
+    def forward(self, aux_SLT: Tensor, embedded_NKH: Tensor, layout: BlockLayout) -> Tensor:
         """The backbone in training: normed hidden states of the prediction rows, [N, gamma, H].
 
         Args:
-            taps_SLT: raw taps of the context slots of all sequences, concatenated.
+            aux_SLT: raw aux hidden states of the context slots of all sequences, concatenated.
             embedded_NKH: embeddings of [anchor, mask, ...] per block (see `block_tokens`).
             layout: where the blocks stand; decides positions and the mask.
         """
         E, theta = self.config.head_dim, self.config.rope_theta
-        context_SH = self.context(taps_SLT)
+        context_SH = self.context(aux_SLT)
         rope_context = rope_table(layout.positions_S(), E, theta)
         rope_block = rope_table(layout.block_positions_NK(embedded_NKH.shape[1]), E, theta)
         x_NKH = embedded_NKH
@@ -233,7 +235,7 @@ class DFlash(DraftModule):
                 "served here, not trained."
             )
         embedded_NKH = inputs.embed(self.block_tokens(inputs.previous_NK[:, 0]))
-        return DraftRows(self(inputs.taps_SLD, embedded_NKH, inputs.layout))
+        return DraftRows(self(inputs.aux_SLD, embedded_NKH, inputs.layout))
 
 
 # ----------------------------------------------------------------------------
@@ -244,7 +246,8 @@ class DFlash(DraftModule):
 #
 # Requests share every matrix product; only attention goes one by one. Block keys and values are written behind the
 # context and forgotten: a session's length moves only with committed features.
-# Shapes: R requests, N = R * K rows, T new tokens, L taps, K block rows, G kv heads, Q heads, E head dim, S slots.
+# Shapes: R requests, N = R * K rows, T new tokens, L aux layers, K block rows, G kv heads, Q heads, E head dim, S
+# slots.
 # ----------------------------------------------------------------------------
 
 
@@ -291,7 +294,11 @@ class PackedDrafter:
         # A copy on the target's device and in float32: heads and distributions need it, and drafters are small.
         drafter = copy.deepcopy(drafter).to(target.device, torch.float32)
         self.config, self.drafter = config, drafter
-        self.taps, self.gamma, self.sights = tuple(config.target_layer_ids), config.gamma, config.sights
+        self.aux_layers, self.gamma, self.attention_patterns = (
+            tuple(config.target_layer_ids),
+            config.gamma,
+            config.attention_patterns,
+        )
         self.embed_VH, self.embed_scale = serving.embedding(target), target.embed_scale
         self.head = capped(serving.head(target), config.output_multiplier, config.final_logit_softcapping)
         folded = drafter.folded_state_dict()
@@ -315,11 +322,11 @@ class PackedDrafter:
         """An empty draft KV cache for one request of at most `capacity` committed tokens."""
         return DraftSession(self, capacity)
 
-    def features(self, taps_TLD: Tensor, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def features(self, aux_TLD: Tensor, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Context keys and values [T, G, E] per layer for committed tokens at these positions."""
-        T, G, E, eps = len(taps_TLD), self.config.num_key_value_heads, self.config.head_dim, self.config.rms_norm_eps
+        T, G, E, eps = len(aux_TLD), self.config.num_key_value_heads, self.config.head_dim, self.config.rms_norm_eps
         context_TH = F.rms_norm(
-            self.fc(taps_TLD.reshape(T, -1).float()), (self.config.hidden_size,), self.hidden_norm, eps
+            self.fc(aux_TLD.reshape(T, -1).float()), (self.config.hidden_size,), self.hidden_norm, eps
         )
         kv = self.context_kv(context_TH).view(T, len(self.layers), 2, G, E)
         cos, sin = (table[positions_T] for table in self.rope)
@@ -328,16 +335,16 @@ class PackedDrafter:
             for i, layer in enumerate(self.layers)
         ]
 
-    def extend(
-        self, sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None
-    ) -> None:
-        """Append the features of newly committed tokens (raw taps [T, L, target hidden], session after session)."""
-        assert taps_TLD is not None
+    def extend(self, sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
+        """Append the features of newly committed tokens (raw aux hidden states [T, L, target hidden], session after
+        session).
+        """
+        assert aux_TLD is not None
         counts = [len(part) for part in tokens]
         positions = [
-            torch.arange(s.length, s.length + n, device=taps_TLD.device) for s, n in zip(sessions, counts, strict=True)
+            torch.arange(s.length, s.length + n, device=aux_TLD.device) for s, n in zip(sessions, counts, strict=True)
         ]
-        for i, (k, v) in enumerate(self.features(taps_TLD, torch.cat(positions))):
+        for i, (k, v) in enumerate(self.features(aux_TLD, torch.cat(positions))):
             for session, keys, values in zip(sessions, k.split(counts), v.split(counts), strict=True):
                 session.layers[i].write(session.length, keys, values)
         for session, count in zip(sessions, counts, strict=True):
@@ -363,16 +370,20 @@ class PackedDrafter:
             k = rotate(F.rms_norm(k, (E,), self.layers[i].k_norm, eps), cos, sin)
             rows = zip(q.split(K), k.split(K), v.split(K), strict=True)
             parts = zip(sessions, seen, rows, strict=True)
-            return torch.cat([session.attend(i, *own, visible[self.sights[i]]) for session, visible, own in parts])
+            return torch.cat(
+                [session.attend(i, *own, visible[self.attention_patterns[i]]) for session, visible, own in parts]
+            )
 
         for i, layer in enumerate(self.layers):
             x = layer(x, partial(attend, i))
         return F.rms_norm(x.view(R, K, -1)[:, -config.gamma :], x.shape[-1:], self.norm, eps)
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
-        """Draft for every call, gamma tokens each at most, while c_k is at least `floor`."""
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+        """Draft for every call, gamma tokens each at most, while c_k is at least `min_confidence`."""
         hidden_RKH = self.block_hidden([call.session for call in calls], [call.anchor for call in calls])
-        return sample_chain(self.head, hidden_RKH[:, : longest_draft(calls, self.gamma)], calls, self.heads, floor)
+        return sample_chain(
+            self.head, hidden_RKH[:, : longest_draft(calls, self.gamma)], calls, self.heads, min_confidence
+        )
 
 
 class DraftSession:
@@ -380,14 +391,14 @@ class DraftSession:
 
     def __init__(self, packed: PackedDrafter, capacity: int) -> None:
         config = packed.config
-        self.block, self.sights = config.block_size, set(packed.sights)
+        self.block, self.attention_patterns = config.block_size, set(packed.attention_patterns)
         self.layers = [DraftKV(config, capacity + config.block_size, packed.hidden_norm) for _ in packed.layers]
         self.length = 0
 
-    def visible(self) -> dict[Sight, Tensor | None]:
+    def visible(self) -> dict[AttentionPattern, Tensor | None]:
         """What the rows of a block see, [K, S], for every kind of layer; None: everything."""
         device = self.layers[0].keys_GSE.device
-        return {sight: serving_mask(sight, self.length, self.block, device) for sight in self.sights}
+        return {pattern: serving_mask(pattern, self.length, self.block, device) for pattern in self.attention_patterns}
 
     def attend(self, layer: int, q_KQE: Tensor, k_KGE: Tensor, v_KGE: Tensor, visible_KS: Tensor | None) -> Tensor:
         """A block over the context and itself, [K, Q * E]."""
@@ -398,7 +409,7 @@ class DraftSession:
 # ----------------------------------------------------------------------------
 # DFlash and DSpark as methods: what a recipe says of a block drafter, its config, and where its weights begin.
 #
-# fc           <- picks the last tap;   hidden_norm <- the input norm that the copied keys were trained behind
+# fc           <- picks the last aux layer;   hidden_norm <- the input norm that the copied keys were trained behind
 # final norm   <- ones: the target's own makes untrained hidden states overconfident, and the first losses explode
 # draft layers <- the target's last ones (drafters/layers.py)
 # ----------------------------------------------------------------------------
@@ -412,17 +423,17 @@ class BlockSection(MethodSection):
     num_hidden_layers: int = Field(2, ge=1)
     block_size: int = Field(7, ge=1)
     sample_from_anchor: bool | None = None  # null: the algorithm's own layout
-    target_layer_ids: list[int] | None = None  # null: num_taps evenly spaced
-    num_taps: int = Field(4, ge=1)
+    target_layer_ids: list[int] | None = None  # null: num_aux_layers evenly spaced
+    num_aux_layers: int = Field(4, ge=1)
     mask_token: str | None = None  # null: a special token that no chat template uses
     sliding_window: int | None = Field(None, ge=1)
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None  # null: all alike
     is_causal: bool | None = False  # whether block rows see those before them only; null: in sliding layers
 
-    def beside(self, config: Any, target: Target) -> dict[str, tuple[object, object]]:
-        pairs = super().beside(config, target)
-        if "num_taps" in pairs:
-            pairs["num_taps"] = (self.num_taps, len(config.target_layer_ids))
+    def comparable_fields(self, config: Any, target: Target) -> dict[str, tuple[object, object]]:
+        pairs = super().comparable_fields(config, target)
+        if "num_aux_layers" in pairs:
+            pairs["num_aux_layers"] = (self.num_aux_layers, len(config.target_layer_ids))
         if "mask_token" in pairs:
             pairs["mask_token"] = (mask_token_id(target, self.mask_token), config.mask_token_id)
         if "layer_types" in pairs:
@@ -434,8 +445,8 @@ class DFlashSection(BlockSection):
     algorithm: Literal["dflash"] = "dflash"
 
 
-def default_taps(num_target_layers: int, count: int) -> list[int]:
-    """z-lab's choice: one tap in the middle, or `count` evenly spaced over [1, layers - 3], rounded."""
+def default_aux_layers(num_target_layers: int, count: int) -> list[int]:
+    """z-lab's choice: one aux layer in the middle, or `count` evenly spaced over [1, layers - 3], rounded."""
     if count == 1:
         return [num_target_layers // 2]
     first, last = 1, num_target_layers - 3
@@ -444,12 +455,12 @@ def default_taps(num_target_layers: int, count: int) -> list[int]:
 
 def backbone_fields(section: BlockSection, target: Target) -> dict[str, Any]:
     """The fields of every block drafter's config."""
-    taps = section.target_layer_ids or default_taps(target.num_layers, section.num_taps)
+    aux_layers = section.target_layer_ids or default_aux_layers(target.num_layers, section.num_aux_layers)
     backbone = {
         **layer_shapes(target),
         "num_hidden_layers": section.num_hidden_layers,
         "draft_vocab_size": section.draft_vocab(target),
-        "target_layer_ids": target.check_taps(taps),
+        "target_layer_ids": target.check_aux_layers(aux_layers),
         "mask_token_id": mask_token_id(target, section.mask_token),
         "block_size": section.block_size,
         "sliding_window": section.sliding_window,
@@ -487,7 +498,7 @@ def initialize_block(drafter: DFlash, target: Target, documents: Sequence[Sequen
     hidden = drafter.config.hidden_size
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
-    drafter.hidden_norm.weight.copy_(whole(source[0].input_layernorm.weight))
+    drafter.hidden_norm.weight.copy_(full_tensor(source[0].input_layernorm.weight))
 
 
 DFLASH = Method("dflash", DFlashSection, _dflash_config, DFlashConfig, DFlash, PackedDrafter, initialize_block)

@@ -271,8 +271,8 @@ class DFlash2Drafter(PackedDrafter):
     config: DFlash2Config
     drafter: DFlash2
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
-        """Draft for every call, gamma tokens each at most, while c_k is at least `floor`."""
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+        """Draft for every call, gamma tokens each at most, while c_k is at least `min_confidence`."""
         hidden_RKH = self.block_hidden([call.session for call in calls], [call.anchor for call in calls])
         longest = longest_draft(calls, self.gamma)
         rows = CandidateRows(
@@ -282,7 +282,7 @@ class DFlash2Drafter(PackedDrafter):
             self.config.selector_top_k,
             self.heads.draft_ids_Vd,
         )
-        return sample_rows(rows, longest, calls, self.heads, floor)
+        return sample_rows(rows, longest, calls, self.heads, min_confidence)
 
 
 # ----------------------------------------------------------------------------

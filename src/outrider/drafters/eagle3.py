@@ -19,7 +19,7 @@ An anchor with nothing before it drafts from a feature of zeros. Checkpoints of 
 flags that end the config; they are served and trained as they are.
 
 Source: EAGLE-3, arXiv 2503.01840; parameter names are those of the official checkpoints.
-Shapes: S context slots, N anchors, X rows, L taps, H hidden, Q heads, G kv heads, E head dim.
+Shapes: S context slots, N anchors, X rows, L aux layers, H hidden, Q heads, G kv heads, E head dim.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ from outrider.target.model import Target
 class Eagle3Config:
     """One layer in the target's shapes, unrolled over `gamma` draft tokens.
 
-    `norm_before_residual`: the residual is norm(f), not f. `norm_before_fc`: all taps are normed together, `fc_norm`:
-    each by itself. `norm_output`: h is fed back behind the final norm. `attention_bias`: in all four projections.
-    `qk_norm`: queries and keys are normed head by head.
+    `norm_before_residual`: the residual is norm(f), not f. `norm_before_fc`: all aux hidden states are normed together,
+    `fc_norm`: each by itself. `norm_output`: h is fed back behind the final norm. `attention_bias`: in all four
+    projections. `qk_norm`: queries and keys are normed head by head.
     """
 
     hidden_size: int
@@ -127,7 +127,7 @@ class Eagle3(DraftModule):
     """The drafter to train; see Eagle3Drafter for how it serves."""
 
     algorithm: ClassVar[str] = "eagle3"
-    tap_weight: str | None = "fc.weight"
+    aux_weight: str | None = "fc.weight"
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -139,18 +139,20 @@ class Eagle3(DraftModule):
         L, eps = len(config.target_layer_ids), config.rms_norm_eps
         self.input_norm = nn.RMSNorm(L * H, eps=eps) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList(nn.RMSNorm(H, eps=eps) for _ in range(L)) if config.fc_norm else None
-        if config.norm_before_fc or config.fc_norm:  # taps of any size will do, and `fc` does not read them
-            self.tap_weight = None
+        if (
+            config.norm_before_fc or config.fc_norm
+        ):  # aux hidden states of any size will do, and `fc` does not read them
+            self.aux_weight = None
 
-    def features(self, taps_SLD: Tensor) -> Tensor:
+    def features(self, aux_SLD: Tensor) -> Tensor:
         """f [S, H] of committed tokens; float32 also under autocast, as every residual stream here."""
         if self.fc_norm is not None:
-            taps_SLD = torch.stack([norm(taps_SLD[:, i].float()) for i, norm in enumerate(self.fc_norm)], dim=1)
+            aux_SLD = torch.stack([norm(aux_SLD[:, i].float()) for i, norm in enumerate(self.fc_norm)], dim=1)
         elif self.input_norm is not None:
-            taps_SLD = self.input_norm(taps_SLD.flatten(-2).float())[:, None]
+            aux_SLD = self.input_norm(aux_SLD.flatten(-2).float())[:, None]
         else:
-            taps_SLD = taps_SLD / self.tap_scale_L[:, None]
-        return self.fc(taps_SLD.flatten(-2)).float()
+            aux_SLD = aux_SLD / self.aux_scale_L[:, None]
+        return self.fc(aux_SLD.flatten(-2)).float()
 
     def fed_back(self, state_XH: Tensor, normed_XH: Tensor) -> Tensor:
         """What takes the place of the next feature: h, before or behind the final norm."""
@@ -158,7 +160,7 @@ class Eagle3(DraftModule):
 
     def context(self, inputs: BlockInputs) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Features [S, H] of the context slots; keys and values [S, G, E] of their pairs, in one product."""
-        feature_SH = self.features(inputs.taps_SLD)
+        feature_SH = self.features(inputs.aux_SLD)
         pairs_SP = self.midlayer.pair(feature_SH, inputs.embed(inputs.next_tokens_S))
         rope_S = rope_table(inputs.layout.positions_S() + 1, self.config.head_dim, self.config.rope_theta)
         return feature_SH, self.midlayer.self_attn.keys_values(pairs_SP, rope_S)
@@ -195,8 +197,8 @@ class Eagle3(DraftModule):
 #
 # A committed pair costs keys and values alone. Requests share every matrix product; only attention goes one by one.
 #
-# See drafters/eagle3.py for the method. Shapes: R requests, M rows of one request, X = R M rows, T new tokens, L taps,
-# H hidden, P = 2 H a pair, Q heads, G kv heads, E head dim.
+# See drafters/eagle3.py for the method. Shapes: R requests, M rows of one request, X = R M rows, T new tokens, L aux
+# layers, H hidden, P = 2 H a pair, Q heads, G kv heads, E head dim.
 # ----------------------------------------------------------------------------
 
 
@@ -227,7 +229,7 @@ class Eagle3Drafter:
         check_fits(config, target)
         serving.check(config)
         self.config = config
-        self.taps, self.gamma = tuple(config.target_layer_ids), config.gamma
+        self.aux_layers, self.gamma = tuple(config.target_layer_ids), config.gamma
         self.embed_VH, self.embed_scale = serving.embedding(target), target.embed_scale
         self.head, self.heads = serving.head(target), serving.chain_heads(target)
         state = {
@@ -237,7 +239,7 @@ class Eagle3Drafter:
         layer = "midlayer."
         attention = layer + "self_attn."
         self.fc, self.norm = PackedLinear(state["fc.weight"]), state["norm.weight"]
-        self.tap_norms = [state[f"fc_norm.{i}.weight"] for i in range(len(self.taps))] if config.fc_norm else None
+        self.aux_norms = [state[f"fc_norm.{i}.weight"] for i in range(len(self.aux_layers))] if config.fc_norm else None
         self.joint_norm = state.get("input_norm.weight")
         self.input_norm, self.hidden_norm = state[layer + "input_layernorm.weight"], state[layer + "hidden_norm.weight"]
         self.kv, self.qkv = _joined(state, attention, "kv"), _joined(state, attention, "qkv")
@@ -251,16 +253,18 @@ class Eagle3Drafter:
         """An empty cache of `capacity` committed tokens and `drafted` rows of one draft (None: those of a chain)."""
         return Eagle3Session(self.config, capacity + (self.gamma if drafted is None else drafted), self.norm)
 
-    def features(self, taps_TLH: Tensor) -> Tensor:
-        """f [T, H] from raw taps."""
-        return self.fc(self._normed_taps(taps_TLH.float()).flatten(1))
+    def features(self, aux_TLH: Tensor) -> Tensor:
+        """f [T, H] from raw aux hidden states."""
+        return self.fc(self._normed_aux(aux_TLH.float()).flatten(1))
 
     def extend(
-        self, sessions: Sequence[Eagle3Session], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None
+        self, sessions: Sequence[Eagle3Session], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None
     ) -> None:
-        """Cache the pairs that newly committed tokens complete (taps: raw, [T, L, H], session after session)."""
-        assert taps_TLD is not None
-        features_TH = self.features(taps_TLD)
+        """Cache the pairs that newly committed tokens complete (aux hidden states: raw, [T, L, H], session after
+        session).
+        """
+        assert aux_TLD is not None
+        features_TH = self.features(aux_TLD)
         states: list[Tensor] = []
         completing: list[Sequence[int]] = []
         waiting_RH: list[Tensor] = []
@@ -281,10 +285,11 @@ class Eagle3Drafter:
         for session, part, waiting in zip(sessions, tokens, waiting_RH, strict=True):  # nothing can fail any more
             session.count, session.waiting_H = session.count + len(part), waiting
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
-        """A chain of up to gamma tokens per call, while their confidence is at least `floor`.
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+        """A chain of up to gamma tokens per call, while their confidence is at least `min_confidence`.
 
-        Only an estimator could give one, and `outrider calibrate` fits none for this method: `floor` is idle as yet.
+        Only an estimator could give one, and `outrider calibrate` fits none for this method: `min_confidence` is idle
+        as yet.
         """
         sessions: list[Eagle3Session] = [call.session for call in calls]
         state_RH = torch.stack([session.waiting_H for session in sessions])
@@ -294,7 +299,7 @@ class Eagle3Drafter:
             state_RH = self.advance(sessions, state_RH, previous, k, k)
             return self.normed(state_RH)
 
-        return sample_steps(self.head, step, longest_draft(calls, self.gamma), calls, self.heads, floor)
+        return sample_steps(self.head, step, longest_draft(calls, self.gamma), calls, self.heads, min_confidence)
 
     def advance(
         self,
@@ -338,10 +343,10 @@ class Eagle3Drafter:
         """What the head reads."""
         return state_XH if self.config.norm_output else self._rms(state_XH, self.norm)
 
-    def _normed_taps(self, taps_TLH: Tensor) -> Tensor:
-        if self.tap_norms is not None:
-            return torch.stack([self._rms(taps_TLH[:, i], weight) for i, weight in enumerate(self.tap_norms)], dim=1)
-        return taps_TLH if self.joint_norm is None else self._rms(taps_TLH.flatten(1), self.joint_norm)
+    def _normed_aux(self, aux_TLH: Tensor) -> Tensor:
+        if self.aux_norms is not None:
+            return torch.stack([self._rms(aux_TLH[:, i], weight) for i, weight in enumerate(self.aux_norms)], dim=1)
+        return aux_TLH if self.joint_norm is None else self._rms(aux_TLH.flatten(1), self.joint_norm)
 
     def _pairs(self, state_XH: Tensor, tokens: Sequence[int]) -> Tensor:
         tokens_X = torch.tensor(tokens, dtype=torch.long, device=self.embed_VH.device)
@@ -422,18 +427,18 @@ class DynamicTreeDrafter:
 
     def __init__(self, drafter: Eagle3Drafter, shape: TreeShape) -> None:
         self.drafter, self.config, self.shape = drafter, drafter.config, shape
-        self.taps, self.gamma, self.nodes = drafter.taps, shape.depth, shape.nodes
+        self.aux_layers, self.gamma, self.nodes = drafter.aux_layers, shape.depth, shape.nodes
 
     def new_session(self, capacity: int) -> Eagle3Session:
         return self.drafter.new_session(capacity, self.shape.rows)
 
     def extend(
-        self, sessions: Sequence[Eagle3Session], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None
+        self, sessions: Sequence[Eagle3Session], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None
     ) -> None:
-        self.drafter.extend(sessions, tokens, taps_TLD)
+        self.drafter.extend(sessions, tokens, aux_TLD)
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[TreeProposal]:
-        """A tree per call, no deeper and no larger than it has use for; `floor` is left to the policy."""
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[TreeProposal]:
+        """A tree per call, no deeper and no larger than it has use for; `min_confidence` is left to the policy."""
         depths = [self.gamma if call.limit is None else min(call.limit, self.gamma) for call in calls]
         sizes = [self.nodes if call.nodes is None else min(call.nodes, self.nodes) for call in calls]
         growth = _Growth(self.drafter, [call.session for call in calls], [call.anchor for call in calls])
@@ -539,7 +544,7 @@ class Eagle3Section(MethodSection):
     target_layer_ids: list[int] | None = None  # null: an early, a middle and a late layer
 
 
-def eagle_taps(num_target_layers: int) -> list[int]:
+def eagle_aux_layers(num_target_layers: int) -> list[int]:
     """The official choice: what layers 2, L / 2 and L - 3 read, i.e. the outputs of those before them."""
     return sorted({1, num_target_layers // 2 - 1, num_target_layers - 4})
 
@@ -549,7 +554,7 @@ def configure(section: Eagle3Section, target: Target) -> Eagle3Config:
     return Eagle3Config(
         **layer_shapes(target),
         draft_vocab_size=section.draft_vocab(target),
-        target_layer_ids=target.check_taps(section.target_layer_ids or eagle_taps(target.num_layers)),
+        target_layer_ids=target.check_aux_layers(section.target_layer_ids or eagle_aux_layers(target.num_layers)),
         gamma=section.gamma,
     )
 

@@ -61,7 +61,7 @@ class Hydra(HeadsModule):
         super().__init__(config, [(k + 1) * config.hidden_size for k in range(1, config.num_heads + 1)])
 
     def rows(self, inputs: BlockInputs) -> DraftRows:
-        hidden_NH = inputs.layout.before_anchors(inputs.taps_SLD[:, -1])
+        hidden_NH = inputs.layout.before_anchors(inputs.aux_SLD[:, -1])
         z_NZ = head_inputs(hidden_NH, inputs.embed(inputs.previous_NK))  # every head's z is a prefix of the last one's
         H = self.config.hidden_size
         heads = [head(hidden_NH, z_NZ[:, : (k + 2) * H]) for k, head in enumerate(self.blocks)]
@@ -80,7 +80,7 @@ class HydraDrafter(ServedHeads):
         embedded_NkH = F.embedding(tokens_Nk, self.embed_VH).float() * self.embed_scale
         return residual_layers(self.layers[k], newest_NH, head_inputs(newest_NH, embedded_NkH))
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
         newest_RH = self.newest(calls)
         columns: list[list[int]] = []  # x_0, x_1, .. of all requests
 
@@ -88,7 +88,7 @@ class HydraDrafter(ServedHeads):
             columns.append(previous)
             return self.hidden(k, newest_RH, torch.tensor(columns, device=self.device).T)
 
-        return sample_steps(self.head, step, longest_draft(calls, self.gamma), calls, self.heads, floor)
+        return sample_steps(self.head, step, longest_draft(calls, self.gamma), calls, self.heads, min_confidence)
 
     def levels(self, calls: Sequence[DraftCall], depth: int) -> Level:
         """One row per request and path."""

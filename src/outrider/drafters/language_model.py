@@ -161,7 +161,7 @@ class StandaloneDrafter:
         check_same_tokens(model, target)
         self.model = model
         self.config = StandaloneConfig(model.num_layers, model.hidden_size, model.vocab_size, gamma)
-        self.taps: tuple[int, ...] = ()
+        self.aux_layers: tuple[int, ...] = ()
         self.gamma = gamma
         self.shared = min(model.vocab_size, target.vocab_size)
         ids_Vd = None if self.shared == target.vocab_size else torch.arange(self.shared, device=target.device)
@@ -183,7 +183,7 @@ class StandaloneDrafter:
         return StandaloneSession(room, self.model.vocab_size)
 
     def extend(
-        self, sessions: Sequence[StandaloneSession], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None
+        self, sessions: Sequence[StandaloneSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None
     ) -> None:
         """Take newly committed tokens. Many are read at once; few wait for the next draft, where they cost nothing."""
         reading = []
@@ -205,7 +205,7 @@ class StandaloneDrafter:
             session.keys += tokens
         return hidden_TD
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
         """A chain for every call; empty where the text is longer than the small model reads."""
         lengths = [self._length(call) for call in calls]
         able = [r for r, length in enumerate(lengths) if length > 0]
@@ -220,7 +220,7 @@ class StandaloneDrafter:
         def step(k: int, previous: list[int]) -> Tensor:
             return self._step(limited, k, previous)
 
-        drawn = sample_steps(self._logits, step, max(lengths), limited, self.heads, floor)
+        drawn = sample_steps(self._logits, step, max(lengths), limited, self.heads, min_confidence)
         for r, proposal in zip(able, drawn, strict=True):
             proposals[r] = proposal
         return proposals

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from outrider.target.lean import rotate, signed_sin
 from outrider.target.model import Target
-from outrider.utils.distributed import whole
+from outrider.utils.distributed import full_tensor
 
 
 class HeadShapes(Protocol):
@@ -117,7 +117,7 @@ class BlockLayout:
         return F.pad(x_SH, (0, 0, 0, 1))[slots_N]  # the row behind the last: nothing
 
 
-class Sight(NamedTuple):
+class AttentionPattern(NamedTuple):
     """What the rows of a block see in one draft layer.
 
     Attributes:
@@ -129,18 +129,20 @@ class Sight(NamedTuple):
     causal: bool = False
 
 
-EVERYTHING = Sight()
+EVERYTHING = AttentionPattern()
 
 
-def serving_mask(sight: Sight, length: int, rows: int, device: torch.device | None = None) -> Tensor | None:
+def serving_mask(
+    pattern: AttentionPattern, length: int, rows: int, device: torch.device | None = None
+) -> Tensor | None:
     """What the rows of one block see of `length` context slots and themselves, bool [K, S]; None: everything."""
-    if sight == EVERYTHING:
+    if pattern == EVERYTHING:
         return None
     slots = torch.arange(length + rows, device=device)
     distance_KS = slots[length:, None] - slots
-    visible_KS = distance_KS >= 0 if sight.causal else torch.ones_like(distance_KS, dtype=torch.bool)
-    if sight.window is not None:
-        visible_KS &= (distance_KS < sight.window) | (slots >= length)
+    visible_KS = distance_KS >= 0 if pattern.causal else torch.ones_like(distance_KS, dtype=torch.bool)
+    if pattern.window is not None:
+        visible_KS &= (distance_KS < pattern.window) | (slots >= length)
     return visible_KS
 
 
@@ -161,7 +163,7 @@ def split_attention(
     block_k_NKGE: Tensor,
     block_v_NKGE: Tensor,
     layout: BlockLayout,
-    sight: Sight = EVERYTHING,
+    pattern: AttentionPattern = EVERYTHING,
 ) -> Tensor:
     """Attention under the block mask, [N, K, H, E]; one pass per sequence, no masked-out block pairs computed.
 
@@ -179,12 +181,12 @@ def split_attention(
         q = q_NKHE[blocks].view(count, K, G, H // G, E) * E**-0.5
         q_ctx = q.permute(2, 3, 0, 1, 4).reshape(G, H // G * count * K, E)
         ctx = (q_ctx @ context_k_SGE[slots].permute(1, 2, 0)).view(G, H // G, count, K, length)
-        visible = visible_context(layout.anchors_N[blocks], length, K, sight.window)
+        visible = visible_context(layout.anchors_N[blocks], length, K, pattern.window)
         ctx = ctx.masked_fill(~visible, -torch.inf)
         q_own = q.permute(2, 0, 3, 1, 4).reshape(G, count, -1, E)  # [G, N, Q K, E]
         own = q_own @ block_k_NKGE[blocks].permute(2, 0, 3, 1)  # [G, N, Q K, J]
         own = own.view(G, count, H // G, K, J).transpose(1, 2)
-        if sight.causal:
+        if pattern.causal:
             own = own.masked_fill(own.new_ones(K, J, dtype=torch.bool).triu(1), -torch.inf)
         weights = torch.cat((ctx, own), dim=-1).softmax(-1)
         w_ctx, w_own = weights.split((length, J), dim=-1)
@@ -211,7 +213,7 @@ def flex_block_attention(
     block_k_NKGE: Tensor,
     block_v_NKGE: Tensor,
     layout: BlockLayout,
-    sight: Sight = EVERYTHING,
+    pattern: AttentionPattern = EVERYTHING,
 ) -> Tensor:
     """The same attention through FlexAttention: one kernel for all sequences (compiled on CUDA, eager elsewhere)."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -223,7 +225,7 @@ def flex_block_attention(
         torch.arange(len(layout.lengths), device=device), torch.tensor(layout.lengths, device=device)
     )
     slot_position, anchors, sequence = layout.positions_S(), layout.anchors_N, layout.sequence_N
-    window, causal = sight
+    window, causal = pattern
 
     def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         block, slot = q // K, kv.clamp(max=S - 1)
@@ -362,14 +364,14 @@ def copy_target_layers(layers: Iterable[nn.Module], target: Target, documents: S
     rms = _query_key_rms(target, source, documents)
     for layer, theirs, (q_rms, k_rms) in zip(drafted, source, rms, strict=True):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            getattr(layer.self_attn, name).weight.copy_(whole(getattr(theirs.self_attn, name).weight))
+            getattr(layer.self_attn, name).weight.copy_(full_tensor(getattr(theirs.self_attn, name).weight))
         for name in ("gate_proj", "up_proj", "down_proj"):
-            getattr(layer.mlp, name).weight.copy_(whole(getattr(theirs.mlp, name).weight))
-        layer.input_layernorm.weight.copy_(whole(theirs.input_layernorm.weight))
-        layer.post_attention_layernorm.weight.copy_(whole(theirs.post_attention_layernorm.weight))
+            getattr(layer.mlp, name).weight.copy_(full_tensor(getattr(theirs.mlp, name).weight))
+        layer.input_layernorm.weight.copy_(full_tensor(theirs.input_layernorm.weight))
+        layer.post_attention_layernorm.weight.copy_(full_tensor(theirs.post_attention_layernorm.weight))
         if hasattr(layer.self_attn, "q_norm") and hasattr(theirs.self_attn, "q_norm"):
-            layer.self_attn.q_norm.weight.copy_(whole(theirs.self_attn.q_norm.weight))
-            layer.self_attn.k_norm.weight.copy_(whole(theirs.self_attn.k_norm.weight))
+            layer.self_attn.q_norm.weight.copy_(full_tensor(theirs.self_attn.q_norm.weight))
+            layer.self_attn.k_norm.weight.copy_(full_tensor(theirs.self_attn.k_norm.weight))
         elif hasattr(layer.self_attn, "q_norm"):
             layer.self_attn.q_norm.weight.fill_(q_rms)
             layer.self_attn.k_norm.weight.fill_(k_rms)

@@ -7,13 +7,14 @@
 The target has not read the anchor when a block is drafted, so the newest feature is that of the token before it. That
 is Medusa's situation too: there the anchor is what the LM head itself says at f. An anchor at position a reads slot
 a - 1; a lone first token has nothing before it and its feature is zero, in training as in serving. f is taken after the
-final norm, where the LM head reads it, so taps need no scale. Draft head k gives a hidden state; the target's frozen LM
-head (or its rows of a reduced draft vocabulary) makes the logits.
+final norm, where the LM head reads it, so aux hidden states need no scale. Draft head k gives a hidden state; the
+target's frozen LM head (or its rows of a reduced draft vocabulary) makes the logits.
 
     x = f + SiLU(W_0 z + b_0),  then  x + SiLU(W_l x + b_l)  for l = 1 .. num_layers - 1;    W = 0 at the start
 
 Sources: Medusa, arXiv 2401.10774, section 2.1; Hydra, arXiv 2402.05109.
-Shapes: R requests, N anchors, T new tokens, S context slots, L = 1 tap, K heads, H hidden, Z inputs of the first layer.
+Shapes: R requests, N anchors, T new tokens, S context slots, L = 1 aux layer, K heads, H hidden, Z inputs of the first
+    layer.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def residual_layers(layers: Sequence[Callable[[Tensor], Tensor]], hidden_NH: Ten
 class HeadsModule(DraftModule):
     """K draft heads, the trainable part. Parameter names are those of Medusa checkpoints."""
 
-    final_tap = True
+    reads_final_layer = True
     config: HeadsConfig
 
     def __init__(self, config: HeadsConfig, inputs: Sequence[int]) -> None:
@@ -141,10 +142,10 @@ class ServedHeads(ABC):
 
     def __init__(self, module: HeadsModule, target: Target, serving: Serving) -> None:
         config = module.config
-        check_fits(config, target, module.final_tap)
+        check_fits(config, target, module.reads_final_layer)
         serving.check(config)
         self.config = config
-        self.taps, self.gamma, self.accuracy = config.target_layer_ids, config.gamma, serving.accuracy
+        self.aux_layers, self.gamma, self.accuracy = config.target_layer_ids, config.gamma, serving.accuracy
         self.device = target.device
         self.head, self.heads = serving.head(target), serving.chain_heads(target)
         state = {
@@ -162,17 +163,17 @@ class ServedHeads(ABC):
     def new_session(self, capacity: int) -> LastHidden:
         return LastHidden(self.config.hidden_size, self.device)
 
-    def extend(self, sessions: Sequence[LastHidden], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
-        """Remember the last of each session's new taps."""
-        assert taps_TLD is not None
+    def extend(self, sessions: Sequence[LastHidden], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
+        """Remember the last of each session's new aux hidden states."""
+        assert aux_TLD is not None
         end = 0
         for session, part in zip(sessions, tokens, strict=True):
             end += len(part)
             if part:
-                session.hidden_H = taps_TLD[end - 1, -1].float().clone()  # not a view that keeps a prefill alive
+                session.hidden_H = aux_TLD[end - 1, -1].float().clone()  # not a view that keeps a prefill alive
 
     @abstractmethod
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
         """A chain per call."""
 
     @abstractmethod
@@ -215,15 +216,15 @@ class StaticTreeDrafter:
                 f"and {vocab} draft tokens: cut the tree, or train more heads."
             )
         self.drafter, self.config, self.tree = drafter, drafter.config, tree
-        self.taps, self.gamma, self.nodes = drafter.taps, tree.depth, len(tree.paths)
+        self.aux_layers, self.gamma, self.nodes = drafter.aux_layers, tree.depth, len(tree.paths)
 
     def new_session(self, capacity: int) -> LastHidden:
         return self.drafter.new_session(capacity)
 
-    def extend(self, sessions: Sequence[LastHidden], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
-        self.drafter.extend(sessions, tokens, taps_TLD)
+    def extend(self, sessions: Sequence[LastHidden], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
+        self.drafter.extend(sessions, tokens, aux_TLD)
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[TreeProposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[TreeProposal]:
         """The same shape for every call, less what is too deep or too much for it."""
         found: dict[int, TreeProposal] = {}
         for sampling in (False, True):
@@ -292,7 +293,7 @@ class Medusa(HeadsModule):
         super().__init__(config, [config.hidden_size] * config.num_heads)
 
     def rows(self, inputs: BlockInputs) -> DraftRows:
-        hidden_NH = inputs.layout.before_anchors(inputs.taps_SLD[:, -1])
+        hidden_NH = inputs.layout.before_anchors(inputs.aux_SLD[:, -1])
         return DraftRows(torch.stack([head(hidden_NH, hidden_NH) for head in self.blocks], dim=1))
 
 
@@ -309,10 +310,10 @@ class MedusaDrafter(ServedHeads):
         newest_RH = self.newest(calls)
         return torch.stack([residual_layers(layers, newest_RH, newest_RH) for layers in self.layers[:heads]], dim=1)
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
         hidden_RKH = self.hidden(calls, longest_draft(calls, self.gamma))
         if not self.own_heads:
-            return sample_chain(self.head, hidden_RKH, calls, self.heads, floor)
+            return sample_chain(self.head, hidden_RKH, calls, self.heads, min_confidence)
         position = 0
 
         def step(k: int, previous: list[int]) -> Tensor:
@@ -323,7 +324,7 @@ class MedusaDrafter(ServedHeads):
         def logits(hidden_AH: Tensor) -> Tensor:
             return self.own_heads[position](hidden_AH)
 
-        return sample_steps(logits, step, hidden_RKH.shape[1], calls, self.heads, floor)
+        return sample_steps(logits, step, hidden_RKH.shape[1], calls, self.heads, min_confidence)
 
     def levels(self, calls: Sequence[DraftCall], depth: int) -> Level:
         """Heads do not see tokens: one row per request and depth, whatever the paths."""

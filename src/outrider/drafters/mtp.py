@@ -133,10 +133,10 @@ class MTPModule(nn.Module):
 
 
 class MTP(DraftModule):
-    """The modules of all depths. States are normed on entry, so the scale of the tap does not matter."""
+    """The modules of all depths. States are normed on entry, so the scale of the aux layer does not matter."""
 
     algorithm: ClassVar[str] = "mtp"
-    final_tap: ClassVar[bool] = True
+    reads_final_layer: ClassVar[bool] = True
     config: MTPConfig
 
     def __init__(self, config: MTPConfig) -> None:
@@ -159,7 +159,7 @@ class MTP(DraftModule):
         modules, E, theta = len(self.depths), config.head_dim, config.rope_theta
         before = replace(layout, anchors_N=layout.anchors_N - 1)
         rope_S = rope_table(layout.positions_S() + 1, E, theta)  # a pair stands where its token does
-        state_SH = inputs.taps_SLD[:, 0]
+        state_SH = inputs.aux_SLD[:, 0]
         state_NH = layout.before_anchors(state_SH)
         hidden = []
         for k in range(config.gamma):
@@ -263,7 +263,7 @@ class MTPDrafter:
         serving.check(config)
         drafter = copy.deepcopy(drafter).to(target.device, torch.float32)  # heads and distributions need float32
         self.config = config
-        self.taps, self.gamma = tuple(config.target_layer_ids), config.gamma
+        self.aux_layers, self.gamma = tuple(config.target_layer_ids), config.gamma
         self.modules = [_PackedModule(drafter.module(k), config) for k in range(config.num_modules)]
         self.embed_VH, self.embed_scale = serving.embedding(target), target.embed_scale
         self.head, self.heads = serving.head(target), serving.chain_heads(target)
@@ -274,10 +274,10 @@ class MTPDrafter:
         """Empty caches for one request of at most `capacity` committed tokens."""
         return MTPSession(self.config, capacity, self.modules[0].norm)
 
-    def extend(self, sessions: Sequence[MTPSession], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
-        """Take newly committed tokens: each depth caches the rows that they complete (taps: [T, 1, H])."""
-        assert taps_TLD is not None
-        states = list(taps_TLD[:, 0].float().split([len(part) for part in tokens]))
+    def extend(self, sessions: Sequence[MTPSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
+        """Take newly committed tokens: each depth caches the rows that they complete (aux hidden states: [T, 1, H])."""
+        assert aux_TLD is not None
+        states = list(aux_TLD[:, 0].float().split([len(part) for part in tokens]))
         waiting: list[list[Tensor]] = [[] for _ in sessions]
         for depth in range(self.config.num_modules):
             rows = []
@@ -299,10 +299,11 @@ class MTPDrafter:
         states = torch.cat((session.waiting[depth], state_mH))
         return _Rows(states[:rows], tokens[len(tokens) - rows :], start, start + 1), states[rows:].clone()
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
-        """A chain of up to gamma tokens per call, while their confidence is at least `floor`.
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+        """A chain of up to gamma tokens per call, while their confidence is at least `min_confidence`.
 
-        Only an estimator could give one, and `outrider calibrate` fits none for this method: `floor` is idle as yet.
+        Only an estimator could give one, and `outrider calibrate` fits none for this method: `min_confidence` is idle
+        as yet.
         """
         sessions: list[MTPSession] = [call.session for call in calls]
         chains: list[list[int]] = [[] for _ in calls]
@@ -316,7 +317,7 @@ class MTPDrafter:
             states = self._run(min(k, self.config.num_modules - 1), sessions, rows)
             return torch.stack([state_mH[-1] for state_mH in states])
 
-        return sample_steps(self.head, step, longest_draft(calls, self.gamma), calls, self.heads, floor)
+        return sample_steps(self.head, step, longest_draft(calls, self.gamma), calls, self.heads, min_confidence)
 
     def _drafted(self, k: int, session: MTPSession, chain: Sequence[int], state_mH: Tensor) -> _Rows:
         """The rows whose tokens are the anchor and the drafts so far (`chain`), given what step k - 1 made."""
@@ -385,7 +386,7 @@ def configure(section: MTPSection, target: Target) -> MTPConfig:
     return MTPConfig(
         **layer_shapes(target),
         draft_vocab_size=section.draft_vocab(target),
-        target_layer_ids=target.check_taps([target.num_layers - 1], final=True),
+        target_layer_ids=target.check_aux_layers([target.num_layers - 1], final=True),
         num_modules=section.num_modules,
         gamma=section.gamma,
         qk_norm=hasattr(target.decoder.layers[-1].self_attn, "q_norm"),
@@ -408,8 +409,8 @@ def initialize(drafter: MTP, target: Target, documents: Sequence[Sequence[int]])
 def _residual_mean_square(target: Target, documents: Sequence[Sequence[int]]) -> float:
     """Of what the last layer reads; position 0 is left out: its activations are outliers."""
     before = max(-1, target.num_layers - 2)
-    taps_of, _ = target.prefill_packed(documents, (before,))
-    return torch.cat([taps_TLD[1:].float() for taps_TLD in taps_of]).square().mean().item()
+    aux_of, _ = target.prefill_packed(documents, (before,))
+    return torch.cat([aux_TLD[1:].float() for aux_TLD in aux_of]).square().mean().item()
 
 
 MTP_METHOD = Method("mtp", MTPSection, configure, MTPConfig, MTP, MTPDrafter, initialize)

@@ -89,23 +89,23 @@ class NgramDrafter:
     ) -> None:
         self.config = config or NgramConfig()
         self.vocab_size, self.device = vocab_size, device
-        self.taps: tuple[int, ...] = ()
+        self.aux_layers: tuple[int, ...] = ()
         self.gamma = self.config.gamma
 
     def new_session(self, capacity: int) -> NgramSession:
         """An empty index; `capacity` is not needed."""
         return NgramSession(self.config)
 
-    def extend(
-        self, sessions: Sequence[NgramSession], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None
-    ) -> None:
+    def extend(self, sessions: Sequence[NgramSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         """Index newly committed tokens."""
         for session, part in zip(sessions, tokens, strict=True):
             for token in part:
                 session.append(token)
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
-        """What followed before; empty where no suffix is known. There are no confidences to hold against `floor`."""
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+        """What followed before; empty where no suffix is known. There are no confidences to hold against
+        `min_confidence`.
+        """
         return [self._propose(call) for call in calls]
 
     def _propose(self, call: DraftCall) -> Proposal:

@@ -1,7 +1,7 @@
 """P-EAGLE: EAGLE-3's layer drafts all tokens in one pass; what is not known yet is masked.
 
     row 1       the pair (f_{a-1}, anchor)               as in EAGLE-3
-    row k > 1   the pair (f_mask, Emb(mask token))       f_mask = W_fc m,  m learned, in place of the taps
+    row k > 1   the pair (f_mask, Emb(mask token))       f_mask = W_fc m,  m learned, in place of the aux hidden states
     h_1 .. h_K = layer(rows), causal: row k sees the context pairs and rows 1 .. k;     p_k = softmax(W_head norm(h_k))
 
 Rows stand at a, a + 1, .., and nothing but that and causality tells them apart, so drafts do not see each other: one
@@ -11,8 +11,8 @@ Departures from the paper: one layer, EAGLE-3's, where it stacks several (deeper
 instead of keys alone); the mask token's embedding is the target's, frozen; every anchor of a step trains all of its
 rows, where the paper thins out deep ones to bound memory (the anchors of a step bound it here).
 
-Source: P-EAGLE, arXiv 2602.01469; the learned taps as in speculators' `mask_hidden`.
-Shapes: S context slots, N anchors, K = gamma rows, L taps, H hidden, Q heads, E head dim.
+Source: P-EAGLE, arXiv 2602.01469; the learned aux hidden states as in speculators' `mask_hidden`.
+Shapes: S context slots, N anchors, K = gamma rows, L aux layers, H hidden, Q heads, E head dim.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from outrider.drafters.base import (
 )
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.draft import Proposal
-from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter, Eagle3Session, eagle_taps
+from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter, Eagle3Session, eagle_aux_layers
 from outrider.drafters.layers import layer_shapes, rope_table, split_attention
 from outrider.target.model import Target
 
@@ -64,21 +64,21 @@ class PEagle(Eagle3):
 
     def __init__(self, config: PEagleConfig) -> None:
         super().__init__(config)
-        # In units of tap_scale: learned at the same pace whatever the size of the taps.
+        # In units of aux_scale: learned at the same pace whatever the size of the aux hidden states.
         self.mask_hidden = nn.Parameter(torch.randn(len(config.target_layer_ids), config.hidden_size))
 
     def masked(self) -> Tensor:
         """f_mask [H]"""
-        return self.features((self.mask_hidden * self.tap_scale_L[:, None])[None])[0]
+        return self.features((self.mask_hidden * self.aux_scale_L[:, None])[None])[0]
 
     def folded_state_dict(self) -> dict[str, Tensor]:
         state = super().folded_state_dict()
-        return {**state, "mask_hidden": state["mask_hidden"] * self.tap_scale_L[:, None]}
+        return {**state, "mask_hidden": state["mask_hidden"] * self.aux_scale_L[:, None]}
 
     @torch.no_grad()
-    def rescale_taps(self, scale_L: Tensor) -> None:
-        self.mask_hidden.mul_((self.tap_scale_L / scale_L)[:, None])
-        super().rescale_taps(scale_L)
+    def rescale_aux(self, scale_L: Tensor) -> None:
+        self.mask_hidden.mul_((self.aux_scale_L / scale_L)[:, None])
+        super().rescale_aux(scale_L)
 
     def rows(self, inputs: BlockInputs) -> DraftRows:
         """Keys of the context pairs in one product, then all rows of all anchors at once."""
@@ -119,10 +119,11 @@ class PEagleDrafter(Eagle3Drafter):
         self.mask_token_id = module.config.mask_token_id
         self.masked_H = self.features(module.folded_state_dict()["mask_hidden"].to(target.device)[None])[0]
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
-        """A chain of up to gamma tokens per call, while their confidence is at least `floor`.
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+        """A chain of up to gamma tokens per call, while their confidence is at least `min_confidence`.
 
-        Only an estimator could give one, and `outrider calibrate` fits none for this method: `floor` is idle as yet.
+        Only an estimator could give one, and `outrider calibrate` fits none for this method: `min_confidence` is idle
+        as yet.
         """
         sessions: list[Eagle3Session] = [call.session for call in calls]
         R, K = len(calls), longest_draft(calls, self.gamma)
@@ -131,7 +132,7 @@ class PEagleDrafter(Eagle3Drafter):
         tokens = [token for call in calls for token in (call.anchor, *[self.mask_token_id] * (K - 1))]
         causal_RKK = torch.ones(K, K, dtype=torch.bool, device=state_RKH.device).tril().expand(R, -1, -1)
         h_XH = self.advance(sessions, state_RKH.flatten(0, 1), tokens, 0, 0, causal_RKK, spacing=1)
-        return sample_chain(self.head, self.normed(h_XH).view(R, K, -1), calls, self.heads, floor)
+        return sample_chain(self.head, self.normed(h_XH).view(R, K, -1), calls, self.heads, min_confidence)
 
 
 # ----------------------------------------------------------------------------
@@ -149,8 +150,8 @@ class PEagleSection(MethodSection):
     target_layer_ids: list[int] | None = None  # null: an early, a middle and a late layer
     mask_token: str | None = None  # null: a special token that no chat template uses
 
-    def beside(self, config: Any, target: Target) -> dict[str, tuple[object, object]]:
-        pairs = super().beside(config, target)
+    def comparable_fields(self, config: Any, target: Target) -> dict[str, tuple[object, object]]:
+        pairs = super().comparable_fields(config, target)
         if "mask_token" in pairs:
             pairs["mask_token"] = (mask_token_id(target, self.mask_token), config.mask_token_id)
         return pairs
@@ -161,7 +162,7 @@ def configure(section: PEagleSection, target: Target) -> PEagleConfig:
     return PEagleConfig(
         **layer_shapes(target),
         draft_vocab_size=section.draft_vocab(target),
-        target_layer_ids=target.check_taps(section.target_layer_ids or eagle_taps(target.num_layers)),
+        target_layer_ids=target.check_aux_layers(section.target_layer_ids or eagle_aux_layers(target.num_layers)),
         gamma=section.gamma,
         mask_token_id=mask_token_id(target, section.mask_token),
     )

@@ -76,7 +76,7 @@ class LiveRequest:
     """A request's tokens and everything that belongs to them.
 
     `session` is its drafter's while it runs; `unread` are tokens in the target's cache that the drafter has yet to
-    read, with their taps [T, L, D].
+    read, with their aux hidden states [T, L, D].
     """
 
     def __init__(self, request: Request, target: Target) -> None:
@@ -120,11 +120,11 @@ class LiveRequest:
 # The drafter reads committed tokens late, all at once when their request drafts next: a request that skips its drafts
 # pays nothing for them, and what it skips for long is read in one product.
 #
-# Shapes: N rows with logits, T rows, L taps, V vocab.
+# Shapes: N rows with logits, T rows, L aux layers, V vocab.
 # ----------------------------------------------------------------------------
 
 
-_MOST_UNREAD = 256  # tokens of a request whose taps wait for the drafter; bounds memory
+_MOST_UNREAD = 256  # tokens of a request whose aux hidden states wait for the drafter; bounds memory
 
 
 class StepBatch:
@@ -152,7 +152,7 @@ class StepBatch:
         self.prefill_tokens = sum(work.prefill for work in plan.work)
         self.draft_clock, self.verify_clock = Clock(target.device), Clock(target.device)
         self.drafting = self.rows = 0
-        self._taps_TLD: Tensor | None = None
+        self._aux_TLD: Tensor | None = None
         self._shown: StepView | None = None
         self._first_row: dict[str, int] = {}
 
@@ -160,7 +160,7 @@ class StepBatch:
     def sources(self) -> Sequence[RandomSource]:
         return [self.live[id].source for id in self.ids]
 
-    def draft(self, floor: float) -> Sequence[Draft]:
+    def draft(self, min_confidence: float) -> Sequence[Draft]:
         """A block or tree for every request that may use one and that the gate lets draft."""
         proposals: list[Draft] = [Proposal.empty() for _ in self.deciding]
         able = [i for i, work in enumerate(self.deciding) if work.limit > 0]
@@ -176,7 +176,7 @@ class StepBatch:
         if chosen:
             with self.draft_clock:
                 self._read([self.live[self.ids[i]] for i in chosen])
-                found = self.drafter.propose([self._call(i, limits[i]) for i in chosen], floor)
+                found = self.drafter.propose([self._call(i, limits[i]) for i in chosen], min_confidence)
             for i, proposal in zip(chosen, found, strict=True):
                 proposals[i] = proposal
         return proposals
@@ -211,10 +211,10 @@ class StepBatch:
             spans.append(Span(tokens, progress.cached, progress.blocks, logits, part.row_parents))
             self._first_row[work.id] = self.rows
             self.rows += len(tokens)
-        taps = () if self.drafter is None else self.drafter.taps
+        aux_layers = () if self.drafter is None else self.drafter.aux_layers
         with self.verify_clock:
-            output = self.target.forward_ragged(spans, self.kv, taps)
-        self._taps_TLD = output.taps_TLD
+            output = self.target.forward_ragged(spans, self.kv, aux_layers)
+        self._aux_TLD = output.aux_TLD
         return [] if output.logits_NV is None else self._target_rows(output.logits_NV, drafts)
 
     def _target_rows(self, logits_NV: Tensor, drafts: Mapping[str, Draft]) -> list[TargetRows]:
@@ -244,11 +244,11 @@ class StepBatch:
             return
         for id, rows in kept.items():
             live, cached, first = self.live[id], self.progress[id].cached, self._first_row[id]
-            taps_TLD = None
-            if self._taps_TLD is not None:  # a copy: a view would keep the taps of the whole step
-                places = torch.tensor([first + row for row in rows], device=self._taps_TLD.device)
-                taps_TLD = self._taps_TLD[places]
-            live.unread.append((live.tokens[cached - len(rows) : cached], taps_TLD))
+            aux_TLD = None
+            if self._aux_TLD is not None:  # a copy: a view would keep the aux hidden states of the whole step
+                places = torch.tensor([first + row for row in rows], device=self._aux_TLD.device)
+                aux_TLD = self._aux_TLD[places]
+            live.unread.append((live.tokens[cached - len(rows) : cached], aux_TLD))
         with self.draft_clock:
             self._read([self.live[id] for id in kept if self.live[id].unread_tokens > _MOST_UNREAD])
 
@@ -258,7 +258,7 @@ class StepBatch:
         if self.drafter is None or not behind:
             return
         tokens = [[token for part, _ in live.unread for token in part] for live in behind]
-        taps = [taps_TLD for live in behind for _, taps_TLD in live.unread if taps_TLD is not None]
-        self.drafter.extend([live.session for live in behind], tokens, torch.cat(taps) if taps else None)
+        aux_layers = [aux_TLD for live in behind for _, aux_TLD in live.unread if aux_TLD is not None]
+        self.drafter.extend([live.session for live in behind], tokens, torch.cat(aux_layers) if aux_layers else None)
         for live in behind:
             live.unread.clear()

@@ -46,9 +46,9 @@ class Engine:
         self.policy: Policy = policy or FixedPolicy()
         self.gate: DraftGate = gate or AlwaysDraft()
         self.config = config or EngineConfig()
-        if self.policy.floor > 0 and not isinstance(self.gate, AlwaysDraft):
+        if self.policy.min_confidence > 0 and not isinstance(self.gate, AlwaysDraft):
             raise ValueError(
-                f"{self.policy} ends drafts at its floor, so a gate would learn from the better ones only: use a "
+                f"{self.policy} ends drafts at min_confidence, so a gate would learn from the better ones only: use a "
                 "policy that decides by cost, or no gate."
             )
         slots = draft_slots(drafter)

@@ -94,11 +94,13 @@ def measure_costs(
     if context + READ * deepest + deepest > target.max_context:
         raise ValueError(f"context {context}: {target.name} reads {target.max_context} tokens; give less.")
     tokens = sample_text(target, context + 1)
-    taps = [_taps(target, drafter, tokens[:-1]) for _, drafter in drafters]
+    aux_layers = [_aux_hidden_states(target, drafter, tokens[:-1]) for _, drafter in drafters]
     spent: dict[tuple[int, int], list[tuple[float, float, int]]] = {}
     shuffle = random.Random(0).shuffle
     for repeat in range(_WARM_UP + repeats):
-        sessions = [_Session(target, drafter, tokens, taps[i], deepest) for i, (_, drafter) in enumerate(drafters)]
+        sessions = [
+            _Session(target, drafter, tokens, aux_layers[i], deepest) for i, (_, drafter) in enumerate(drafters)
+        ]
         lengths = list(range(1, deepest + 1))
         shuffle(lengths)
         for gamma in lengths:
@@ -129,20 +131,20 @@ class _Session:
     """A drafter after the context, and the rounds it is asked for: each reads the same few tokens once more."""
 
     def __init__(
-        self, target: Target, drafter: Drafter, tokens: Sequence[int], taps: torch.Tensor | None, rounds: int
+        self, target: Target, drafter: Drafter, tokens: Sequence[int], aux_layers: torch.Tensor | None, rounds: int
     ) -> None:
-        self.drafter, self.tokens, self.taps = drafter, list(tokens), taps
+        self.drafter, self.tokens, self.aux_layers = drafter, list(tokens), aux_layers
         self.committed = len(tokens)
         self.session = drafter.new_session(len(tokens) + READ * rounds)
         self.seen, self.source = SeenTokens(target.vocab_size), SeededSource(0)
         self.reading, self.proposing = Clock(target.device), Clock(target.device)
-        drafter.extend([self.session], [self.tokens[:-1]], taps)
+        drafter.extend([self.session], [self.tokens[:-1]], aux_layers)
 
     def round(self, gamma: int) -> tuple[float, float, int]:
         """Seconds of reading and of proposing, and how many tokens were proposed."""
         read = self.tokens[-READ - 1 : -1]
         with self.reading:
-            self.drafter.extend([self.session], [read], None if self.taps is None else self.taps[-READ:])
+            self.drafter.extend([self.session], [read], None if self.aux_layers is None else self.aux_layers[-READ:])
         self.committed += READ
         call = DraftCall(
             self.session, self.tokens[-1], SamplingParams(), self.seen, self.source, gamma, position=self.committed
@@ -152,12 +154,12 @@ class _Session:
         return self.reading.take(), self.proposing.take(), len(proposal.tokens)
 
 
-def _taps(target: Target, drafter: Drafter, tokens: Sequence[int]) -> torch.Tensor | None:
+def _aux_hidden_states(target: Target, drafter: Drafter, tokens: Sequence[int]) -> torch.Tensor | None:
     """What the target's layers say about the text, [T, L, D]; None for a drafter that reads none."""
-    if not drafter.taps:
+    if not drafter.aux_layers:
         return None
     tokens_BT = torch.tensor([tokens], device=target.device)
-    found = target.forward(tokens_BT, target.new_cache(len(tokens)), drafter.taps, logits=0).taps_BTLD
+    found = target.forward(tokens_BT, target.new_cache(len(tokens)), drafter.aux_layers, logits=0).aux_BTLD
     assert found is not None
     return found[0]
 

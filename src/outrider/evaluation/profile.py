@@ -4,7 +4,7 @@
     sweep 2:  draft(32)  forward(8, 40, 256) ...                                 so that drift of the machine hits all
 
 Contexts are random keys and values: timing needs no meaning, only memory that was really written.
-Shapes: R requests, B tokens in all, S context; T tokens, L taps, D target hidden.
+Shapes: R requests, B tokens in all, S context; T tokens, L aux layers, D target hidden.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WARM_UP_STEPS = 3
 
 
 def forward_jobs(
-    target: Target, taps: tuple[int, ...], shapes: Sequence[Shape], width: int, branching: bool = False
+    target: Target, aux_layers: tuple[int, ...], shapes: Sequence[Shape], width: int, branching: bool = False
 ) -> Jobs:
     """Ragged forwards; those of more than `DENSE` tokens have logits for the last `width` rows of a request only.
 
@@ -64,7 +64,7 @@ def forward_jobs(
             logits = len(tokens) if b <= DENSE else min(len(tokens), width)
             parents = [(row - 1) // 2 for row in range(len(tokens))] if branching and len(tokens) <= width else None
             spans.append(Span(tokens, s, list(range(i * blocks, (i + 1) * blocks)), logits, parents))
-        jobs["forward", (r, b, s)] = _timed(target.device, partial(target.forward_ragged, spans, kv, taps))
+        jobs["forward", (r, b, s)] = _timed(target.device, partial(target.forward_ragged, spans, kv, aux_layers))
     return jobs
 
 
@@ -72,14 +72,14 @@ def draft_jobs(target: Target, drafter: Drafter, counts: Sequence[int], context:
     """Greedy blocks of several requests after `context` tokens; and their sessions reading what a step committed."""
     sessions = [drafter.new_session(context) for _ in range(counts[-1])]
     for session in sessions:
-        drafter.extend([session], [_tokens(target, context)], _taps(target, drafter, context))
+        drafter.extend([session], [_tokens(target, context)], _aux_hidden_states(target, drafter, context))
     params, seen = SamplingParams(), SeenTokens(target.vocab_size)
     calls = [DraftCall(session, _tokens(target, 1)[0], params, seen, SeededSource(0)) for session in sessions]
 
     def extend(count: int) -> float:
         fresh = [drafter.new_session(READ) for _ in range(count)]
-        tokens, taps_TLD = [_tokens(target, READ) for _ in fresh], _taps(target, drafter, count * READ)
-        return _timed(target.device, lambda: drafter.extend(fresh, tokens, taps_TLD))()
+        tokens, aux_TLD = [_tokens(target, READ) for _ in fresh], _aux_hidden_states(target, drafter, count * READ)
+        return _timed(target.device, lambda: drafter.extend(fresh, tokens, aux_TLD))()
 
     jobs: Jobs = {}
     for n in counts:
@@ -145,9 +145,9 @@ def _tokens(target: Target, count: int) -> list[int]:
     return torch.randint(0, target.vocab_size, (count,)).tolist()
 
 
-def _taps(target: Target, drafter: Drafter, count: int) -> torch.Tensor | None:
-    shape = (count, len(drafter.taps), target.hidden_size)
-    return torch.randn(shape, device=target.device, dtype=target.dtype) if drafter.taps else None
+def _aux_hidden_states(target: Target, drafter: Drafter, count: int) -> torch.Tensor | None:
+    shape = (count, len(drafter.aux_layers), target.hidden_size)
+    return torch.randn(shape, device=target.device, dtype=target.dtype) if drafter.aux_layers else None
 
 
 # ----------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def measure_profile(
         )
     counts = request_counts(config.max_requests)
     branching = isinstance(drafter, TreeDrafter)
-    jobs = forward_jobs(target, () if drafter is None else drafter.taps, shapes, width, branching)
+    jobs = forward_jobs(target, () if drafter is None else drafter.aux_layers, shapes, width, branching)
     if drafter is not None:
         jobs |= draft_jobs(target, drafter, counts, config.middle)
     timed = sweep(jobs, config.repeats, config.seconds, on_progress)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from outrider.backends.base import Acceptance, Backend, Telling
+from outrider.backends.base import Acceptance, Backend, ReportsAcceptance
 from outrider.data.chat import render, response_text
 from outrider.data.conversations import Conversation, chat_messages
 from outrider.data.sources import load_prompts
@@ -233,7 +233,7 @@ class Served:
 
     def end(self, backend: Backend) -> None:
         """Note what is known once it has finished. An engine whose steps are seen gives one output per round."""
-        if isinstance(backend, Telling):
+        if isinstance(backend, ReportsAcceptance):
             told = backend.told(self.id)
             self.accepted_length = told.accepted_length
             self.tokens = self.tokens if told.tokens is None else told.tokens
@@ -283,7 +283,7 @@ class _Run:
             self._take(outputs)
         assert self.opened is not None
         seconds = self.clock.now() - self.opened
-        told = self.backend.acceptance() if isinstance(self.backend, Telling) else None
+        told = self.backend.acceptance() if isinstance(self.backend, ReportsAcceptance) else None
         for id in self.live:
             self.backend.cancel(id)
         requests = [served for served in self.counted if served.finished]
@@ -340,7 +340,7 @@ class _Run:
                 del self.live[output.id]
                 self.warm += int(output.id) < self.config.warmup
         if self.opened is None and self.warm == self.config.warmup:
-            if isinstance(self.backend, Telling):
+            if isinstance(self.backend, ReportsAcceptance):
                 self.backend.mark()
             self.opened = self.clock.now()
 

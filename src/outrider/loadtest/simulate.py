@@ -278,7 +278,9 @@ class SimulatedEngine:
         depths_R = self._depths(deciding, contexts, prefill)
         confidences_RK = self.traces.confidences_NK[rows_R].astype(np.float64)
         drafted_R = np.minimum(self.traces.drafted_N[rows_R], depths_R)
-        doubted_RK = confidences_RK < self.policy.floor  # False for NaN: without confidences nothing is left out
+        doubted_RK = (
+            confidences_RK < self.policy.min_confidence
+        )  # False for NaN: without confidences nothing is left out
         drafted_R = np.where(doubted_RK.any(axis=1), np.minimum(drafted_R, doubted_RK.argmax(axis=1)), drafted_R)
         view = self.history.step_view(ids, confidences_RK.tolist(), drafted_R.tolist(), contexts, prefill)
         admitted_R = self.policy.lengths(view)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from outrider.backends.base import Acceptance, Backend, Launch, Server, Told
+from outrider.backends.base import Acceptance, Backend, Launch, RequestStats, Server
 from outrider.backends.launch import free_port, launched
 from outrider.backends.openai import Endpoint, ServerBackend
 from outrider.backends.transformers import HfDecoder
@@ -134,8 +134,8 @@ class SequentialBackend:
     def acceptance(self) -> Acceptance:
         return Acceptance(_mean(self._rounds), rounds=len(self._rounds))
 
-    def told(self, id: str) -> Told:
-        return Told(None, _mean(self._told.pop(id)))
+    def told(self, id: str) -> RequestStats:
+        return RequestStats(None, _mean(self._told.pop(id)))
 
 
 def _mean(rounds: Sequence[int]) -> float | None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from outrider.backends.base import Acceptance, Backend, Telling
+from outrider.backends.base import Acceptance, Backend, ReportsAcceptance
 from outrider.decoding.request import StopRules
 from outrider.engine.batch import Request
 from outrider.loadtest.load import (
@@ -298,7 +298,7 @@ def responses(backend: Backend, prompts: Sequence[Sequence[int]], max_new_tokens
     while not backend.idle:
         for output in backend.step():
             found[int(output.id)] += output.tokens
-            if output.finish is not None and isinstance(backend, Telling):
+            if output.finish is not None and isinstance(backend, ReportsAcceptance):
                 found[int(output.id)] = backend.told(output.id).tokens or found[int(output.id)]
     return found
 

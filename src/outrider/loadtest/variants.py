@@ -120,7 +120,7 @@ def build_variant(name: str, gamma: int, threshold: float | None, cost: StepCost
 #     Shortened   never asks it for more than so many tokens          Listening   remembers what it proposed
 #     Pruned      never asks it for more than so many nodes
 #
-# Everything else goes through: taps, sessions and what they read.
+# Everything else goes through: aux hidden states, sessions and what they read.
 # ----------------------------------------------------------------------------
 
 
@@ -129,16 +129,16 @@ class Wrapped:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self.taps, self.gamma = drafter.taps, drafter.gamma
+        self.aux_layers, self.gamma = drafter.aux_layers, drafter.gamma
 
     def new_session(self, capacity: int) -> Any:
         return self.drafter.new_session(capacity)
 
-    def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None) -> None:
-        self.drafter.extend(sessions, tokens, taps_TLD)
+    def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
+        self.drafter.extend(sessions, tokens, aux_TLD)
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> Sequence[Draft]:
-        return self.drafter.propose(calls, floor)
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> Sequence[Draft]:
+        return self.drafter.propose(calls, min_confidence)
 
 
 class Shortened(Wrapped):
@@ -149,9 +149,9 @@ class Shortened(Wrapped):
         assert 1 <= gamma <= drafter.gamma
         self.gamma = gamma
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> Sequence[Draft]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> Sequence[Draft]:
         assert all(call.limit is not None and call.limit <= self.gamma for call in calls), "engines plan with our gamma"
-        return super().propose(calls, floor)
+        return super().propose(calls, min_confidence)
 
 
 class Pruned(Wrapped):
@@ -162,9 +162,9 @@ class Pruned(Wrapped):
         assert 1 <= nodes <= drafter.nodes
         self.nodes, self.gamma = nodes, min(nodes, drafter.gamma)
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> Sequence[Draft]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> Sequence[Draft]:
         assert all(call.nodes is not None and call.nodes <= self.nodes for call in calls), "engines plan with our nodes"
-        return super().propose(calls, floor)
+        return super().propose(calls, min_confidence)
 
 
 class Listening(Wrapped):
@@ -174,9 +174,9 @@ class Listening(Wrapped):
         super().__init__(drafter)
         self.heard: list[Proposal] = []
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
         found: list[Proposal] = []
-        for draft in super().propose(calls, floor):
+        for draft in super().propose(calls, min_confidence):
             if not isinstance(draft, Proposal):
                 raise ValueError("drafts that branch cannot be recorded: traces hold one chain per position.")
             found.append(draft)

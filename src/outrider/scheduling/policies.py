@@ -64,7 +64,7 @@ def lengths_of(admitted_N: Ints, requests: int) -> Ints:
 
 class Policy(Protocol):
     @property
-    def floor(self) -> float:
+    def min_confidence(self) -> float:
         """No token whose confidence is below this is ever admitted, so a drafter need not draw it."""
         ...
 
@@ -78,7 +78,7 @@ class FixedPolicy:
     """Verify a fixed number of draft tokens; None verifies all of them."""
 
     length: int | None = None
-    floor: ClassVar[float] = 0.0
+    min_confidence: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         if self.length is not None and self.length < 0:
@@ -95,7 +95,7 @@ class ThresholdPolicy:
     threshold: float
 
     @property
-    def floor(self) -> float:
+    def min_confidence(self) -> float:
         return self.threshold
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class PrefixScheduler:
     """Spend verification where survival is highest, while expected tokens per second improve (Algorithm 1)."""
 
     cost: StepCost
-    floor: ClassVar[float] = 0.0
+    min_confidence: ClassVar[float] = 0.0
 
     def lengths(self, view: StepView) -> Ints:
         if not view.drafted_R.any():
@@ -151,7 +151,7 @@ class AsyncScheduler:
     """
 
     cost: StepCost
-    floor: ClassVar[float] = 0.0
+    min_confidence: ClassVar[float] = 0.0
 
     def lengths(self, view: StepView) -> Ints:
         survival_RK = view.survival_RK()
@@ -195,7 +195,7 @@ class GoodputPolicy:
     """The common length with most expected tokens per second; one token before anything is known."""
 
     cost: StepCost
-    floor: ClassVar[float] = 0.0
+    min_confidence: ClassVar[float] = 0.0
 
     def lengths(self, view: StepView) -> Ints:
         view.survival_RK()  # refuses drafts without confidences: nothing would ever be known of them
@@ -235,7 +235,7 @@ class LookAhead:
     """Admit what earlier steps promise and this one keeps. Before there are any, only frontiers are seen."""
 
     cost: StepCost
-    floor: ClassVar[float] = 0.0
+    min_confidence: ClassVar[float] = 0.0
 
     def lengths(self, view: StepView) -> Ints:
         survival_RK = view.survival_RK()

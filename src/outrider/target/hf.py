@@ -58,15 +58,16 @@ def ragged_attention_in(config: PretrainedConfig) -> Iterator[None]:
 # ----------------------------------------------------------------------------
 # A family's own decoder from transformers, tapped by hooks: what runs where there is no lean forward (target/lean.py).
 #
-#     ForCausalLM.model                  the decoder                  hooks: embedding -> tap -1, layer i -> tap i
-#     ForConditionalGeneration.model.language_model    the same inside a multimodal model; images are never given
+#     ForCausalLM.model                  the decoder                  hooks: embedding -> aux layer -1, layer i -> aux
+#     layer i ForConditionalGeneration.model.language_model    the same inside a multimodal model; images are never
+#     given
 #
 # Rows that branch (target/attention.py) go through it with a mask of ours for every kind of layer; requests of a ragged
 # pass bring their own attention (target/hf.py). Shapes: B sequences, T new tokens, S slots, D hidden.
 # ----------------------------------------------------------------------------
 
 
-Tapped = tuple[torch.Tensor, dict[int, torch.Tensor]]  # normed last hidden states [B, T, D], {tap: [B, T, D]}
+AuxOutput = tuple[torch.Tensor, dict[int, torch.Tensor]]  # normed last hidden states [B, T, D], {aux layer: [B, T, D]}
 
 
 def text_decoder(model: Any) -> Any:
@@ -83,7 +84,7 @@ class FamilyDecoder:
         self._captured: dict[int, torch.Tensor] = {}
         self._wanted: tuple[int, ...] = ()
         self.module.embed_tokens.register_forward_hook(self._hook(-1))
-        for index, layer in enumerate(self.module.layers[:-1]):  # the last one's tap is the model's own output
+        for index, layer in enumerate(self.module.layers[:-1]):  # the last one's aux layer is the model's own output
             layer.register_forward_hook(self._hook(index))
         for recurrent in recurrent_modules(self.module).values():
             recurrent.register_forward_pre_hook(remember_inputs, with_kwargs=True)
@@ -100,9 +101,9 @@ class FamilyDecoder:
         tokens_BT: torch.Tensor,
         cache: KVCache,
         positions_BT: torch.Tensor,
-        taps: tuple[int, ...],
+        aux_layers: tuple[int, ...],
         branches: Branches | None = None,
-    ) -> Tapped:
+    ) -> AuxOutput:
         """As `LeanDecoder.forward`."""
         B, T = tokens_BT.shape
         mask: Any = None
@@ -112,8 +113,8 @@ class FamilyDecoder:
             slots = torch.arange(cache.length + T, device=tokens_BT.device)
             mask = (slots[None] >= cache.pad_B[:, None]).long()
         positions_BT = positions_BT.expand(B, T)
-        return self._tapped(
-            taps, input_ids=tokens_BT, past_key_values=cache, attention_mask=mask, position_ids=positions_BT
+        return self._forward_aux(
+            aux_layers, input_ids=tokens_BT, past_key_values=cache, attention_mask=mask, position_ids=positions_BT
         )
 
     def _branch_masks(self, cache: KVCache, branches: Branches) -> Any:
@@ -129,21 +130,23 @@ class FamilyDecoder:
             return {"full_attention": mask(None), "sliding_attention": mask(window)}
         return mask(None if "full_attention" in kinds else window)
 
-    def forward_ragged(self, step: RaggedStep, taps: tuple[int, ...]) -> Tapped:
+    def forward_ragged(self, step: RaggedStep, aux_layers: tuple[int, ...]) -> AuxOutput:
         """The rows of many requests, B = 1, each attending as `step` says."""
         with ragged_attention_in(self.config):
-            return self._tapped(taps, input_ids=step.tokens_1T, position_ids=step.positions_1T, ragged_step=step)
+            return self._forward_aux(
+                aux_layers, input_ids=step.tokens_1T, position_ids=step.positions_1T, ragged_step=step
+            )
 
-    def forward_padded(self, documents: Sequence[Sequence[int]], taps: tuple[int, ...]) -> Tapped:
+    def forward_padded(self, documents: Sequence[Sequence[int]], aux_layers: tuple[int, ...]) -> AuxOutput:
         """A row per document, padded on the right: no layer lets a real token see what comes after it."""
         rows = [torch.tensor(document) for document in documents]
         tokens_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        return self._tapped(taps, input_ids=tokens_BT.to(self.module.norm.weight.device))
+        return self._forward_aux(aux_layers, input_ids=tokens_BT.to(self.module.norm.weight.device))
 
-    def _tapped(self, taps: tuple[int, ...], **inputs: Any) -> Tapped:
-        self._wanted, self._captured = taps, {}
+    def _forward_aux(self, aux_layers: tuple[int, ...], **inputs: Any) -> AuxOutput:
+        self._wanted, self._captured = aux_layers, {}
         output = self.module(use_cache="past_key_values" in inputs, **inputs)
         captured, self._wanted, self._captured = self._captured, (), {}
-        if self._last in taps:
+        if self._last in aux_layers:
             captured[self._last] = output.last_hidden_state
         return output.last_hidden_state, captured

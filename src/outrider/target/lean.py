@@ -105,12 +105,12 @@ class LeanDecoder:
         tokens_BT: torch.Tensor,
         cache: KVCache,
         positions_BT: torch.Tensor,
-        taps: tuple[int, ...],
+        aux_layers: tuple[int, ...],
         branches: Branches | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """The normed last hidden states [B, T, D] and {tap: hidden state after that layer [B, T, D]}.
+        """The normed last hidden states [B, T, D] and {aux layer: hidden state after that layer [B, T, D]}.
 
-        The last layer's tap is the normed one.
+        The last layer's aux layer is the normed one.
         """
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim
@@ -123,10 +123,10 @@ class LeanDecoder:
             out = F.scaled_dot_product_attention(q.reshape(B, K, G * T, E), keys, values, attn_mask=mask)
             return out.view(B, K * G, T, E)
 
-        return self.run(tokens_BT, positions_BT, taps, attend)
+        return self.run(tokens_BT, positions_BT, aux_layers, attend)
 
     def forward_packed(
-        self, tokens_T: torch.Tensor, lengths: Sequence[int], taps: tuple[int, ...]
+        self, tokens_T: torch.Tensor, lengths: Sequence[int], aux_layers: tuple[int, ...]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Documents of `lengths` tokens, concatenated; each sees itself only, from position 0 on. As `forward`, B = 1.
 
@@ -142,14 +142,16 @@ class LeanDecoder:
             return torch.cat(seen, dim=2)
 
         positions_T = torch.cat([torch.arange(length) for length in lengths])
-        return self.run(tokens_T[None], positions_T[None], taps, attend)
+        return self.run(tokens_T[None], positions_T[None], aux_layers, attend)
 
-    def forward_ragged(self, step: RaggedStep, taps: tuple[int, ...]) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    def forward_ragged(
+        self, step: RaggedStep, aux_layers: tuple[int, ...]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """The rows of many requests, each attending as `step` says. As `forward`, B = 1."""
-        return self.run(step.tokens_1T, step.positions_1T, taps, step.attend)
+        return self.run(step.tokens_1T, step.positions_1T, aux_layers, step.attend)
 
     def run(
-        self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor, taps: tuple[int, ...], attend: Attend
+        self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor, aux_layers: tuple[int, ...], attend: Attend
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim
@@ -157,7 +159,7 @@ class LeanDecoder:
         cos, sin = self.rotary(hidden, positions_BT)  # [1 or B, T, E]
         cos, sin = cos[:, :, None], signed_sin(sin)[:, :, None]
         captured: dict[int, torch.Tensor] = {}
-        if -1 in taps:
+        if -1 in aux_layers:
             captured[-1] = hidden.view(B, T, -1)
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(F.rms_norm(hidden, hidden.shape[-1:], layer.input_norm, self.eps))
@@ -173,9 +175,9 @@ class LeanDecoder:
             hidden = hidden + layer.o(out)
             gate, up = layer.gate_up(F.rms_norm(hidden, hidden.shape[-1:], layer.post_norm, self.eps)).chunk(2, dim=-1)
             hidden = hidden + layer.down(F.silu(gate).mul_(up))
-            if index in taps:
+            if index in aux_layers:
                 captured[index] = hidden.view(B, T, -1)
         normed = F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.eps).view(B, T, -1)
-        if len(self.layers) - 1 in taps:
+        if len(self.layers) - 1 in aux_layers:
             captured[len(self.layers) - 1] = normed
         return normed, captured

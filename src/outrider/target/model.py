@@ -38,17 +38,17 @@ class DecodingCache(Protocol):
 
 
 class DecodingOutput(Protocol):
-    """Logits where asked for [B, n, V], and taps [B, T, L, D], ascending in layer."""
+    """Logits where asked for [B, n, V], and aux hidden states [B, T, L, D], ascending in layer."""
 
     @property
     def logits_BTV(self) -> Tensor | None: ...
 
     @property
-    def taps_BTLD(self) -> Tensor | None: ...
+    def aux_BTLD(self) -> Tensor | None: ...
 
 
 class DecodingTarget(Protocol):
-    """A frozen LLM. `device` is where its logits and taps are."""
+    """A frozen LLM. `device` is where its logits and aux hidden states are."""
 
     @property
     def name(self) -> str: ...
@@ -76,8 +76,8 @@ class DecodingTarget(Protocol):
         """Tokens that end a response."""
         ...
 
-    def check_taps(self, taps: Sequence[int], final: bool = False) -> tuple[int, ...]:
-        """See `check_taps` below."""
+    def check_aux_layers(self, aux_layers: Sequence[int], final: bool = False) -> tuple[int, ...]:
+        """See `check_aux_layers` below."""
         ...
 
     def check_trees(self) -> None:
@@ -92,7 +92,7 @@ class DecodingTarget(Protocol):
         self,
         tokens_BT: Tensor,
         cache: Any,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
         logits: int | None = 1,
         parents: Sequence[int] | None = None,
     ) -> DecodingOutput:
@@ -100,25 +100,25 @@ class DecodingTarget(Protocol):
         ...
 
 
-def check_taps(num_layers: int, taps: Sequence[int], final: bool = False) -> tuple[int, ...]:
-    """The taps, ascending.
+def check_aux_layers(num_layers: int, aux_layers: Sequence[int], final: bool = False) -> tuple[int, ...]:
+    """The aux hidden states, ascending.
 
     Args:
         final: whether the last hidden state may be one of them.
 
     Raises:
-        ValueError: a tap is out of range, repeated, or the final layer where that is not wanted.
+        ValueError: an aux layer is out of range, repeated, or the final layer where that is not wanted.
     """
     last = num_layers - 1
     highest = last if final else last - 1
-    bad = [tap for tap in taps if not -1 <= tap <= highest]
-    if bad or len(set(taps)) != len(taps) or not taps:
+    bad = [aux_layer for aux_layer in aux_layers if not -1 <= aux_layer <= highest]
+    if bad or len(set(aux_layers)) != len(aux_layers) or not aux_layers:
         raise ValueError(
-            f"target_layer_ids {list(taps)} do not fit a target of {num_layers} layers: use distinct ids from "
+            f"target_layer_ids {list(aux_layers)} do not fit a target of {num_layers} layers: use distinct ids from "
             f"-1 (embedding output) to {highest}"
             + ("." if final else f"; the final layer {last} cannot be tapped by this drafter.")
         )
-    return tuple(sorted(taps))
+    return tuple(sorted(aux_layers))
 
 
 # ----------------------------------------------------------------------------
@@ -176,24 +176,27 @@ def family_of(config: PretrainedConfig) -> Family:
 # ----------------------------------------------------------------------------
 # The frozen target: one forward gives logits where asked and the tapped hidden states.
 #
-#     tokens_BT, cache  ->  logits at the last `logits` tokens [B, n, V], taps [B, T, L, D], last hidden [B, T, D]
+#     tokens_BT, cache  ->  logits at the last `logits` tokens [B, n, V], aux hidden states [B, T, L, D], last hidden
+#     [B, T, D]
 #
-# Tap i is HF's `hidden_states[i + 1]`: the output of decoder layer i, after the final norm for the last layer; -1 is
-# the embedding output. Only drafters that are made for it read the last one (docs/architecture.md, Checkpoints).
+# Aux layer i is HF's `hidden_states[i + 1]`: the output of decoder layer i, after the final norm for the last layer; -1
+# is the embedding output. Only drafters that are made for it read the last one (docs/architecture.md, Checkpoints).
 # ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What one forward returns. `logits_BTV` covers only the tokens asked for; `taps_BTLD` is ascending in layer."""
+    """What one forward returns. `logits_BTV` covers only the tokens asked for; `aux_BTLD` is ascending in layer."""
 
     logits_BTV: torch.Tensor | None
-    taps_BTLD: torch.Tensor | None
+    aux_BTLD: torch.Tensor | None
     hidden_BTD: torch.Tensor
 
 
 class Target:
-    """A frozen causal LM with taps. On a CPU it runs from packed weights (target/lean.py) unless layers are sharded."""
+    """A frozen causal LM with aux hidden states. On a CPU it runs from packed weights (target/lean.py) unless layers
+    are sharded.
+    """
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
         config = model.config.get_text_config()
@@ -232,9 +235,9 @@ class Target:
             eos = self.config.eos_token_id
         return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
 
-    def check_taps(self, taps: Sequence[int], final: bool = False) -> tuple[int, ...]:
-        """The taps, ascending; ValueError where they do not fit (target/model.py)."""
-        return check_taps(self.num_layers, taps, final)
+    def check_aux_layers(self, aux_layers: Sequence[int], final: bool = False) -> tuple[int, ...]:
+        """The aux hidden states, ascending; ValueError where they do not fit (target/model.py)."""
+        return check_aux_layers(self.num_layers, aux_layers, final)
 
     def check_trees(self) -> None:
         """Refuse draft trees where rows cannot branch.
@@ -257,7 +260,7 @@ class Target:
         self,
         tokens_BT: torch.Tensor,
         cache: KVCache,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
         logits: int | None = 1,
         parents: Sequence[int] | None = None,
     ) -> TargetOutput:
@@ -266,7 +269,7 @@ class Target:
         Args:
             tokens_BT: [B, T] int64.
             cache: extended by T slots; roll it back to drop tokens.
-            taps: ascending layer ids to capture (see `check_taps`).
+            aux hidden states: ascending layer ids to capture (see `check_aux_layers`).
             logits: how many of the last tokens get logits; None for all T, 0 for none.
             parents: where the tokens of one sequence branch (target/attention.py): the parent of each, -1 for the
             first.
@@ -279,26 +282,26 @@ class Target:
         if branches is not None:
             slots_T = cache.length + branches.depths_T.to(self.device)
         positions_BT = slots_T[None] if cache.pad_B is None else (slots_T[None] - cache.pad_B[:, None]).clamp_(min=0)
-        hidden_BTD, captured = self._decoder.forward(tokens_BT, cache, positions_BT, taps, branches)
+        hidden_BTD, captured = self._decoder.forward(tokens_BT, cache, positions_BT, aux_layers, branches)
         wanted = T if logits is None else logits
         logits_BTV = self.logits(hidden_BTD[:, T - wanted :]) if wanted else None
-        taps_BTLD = torch.stack([captured[tap] for tap in taps], dim=2) if taps else None
-        return TargetOutput(logits_BTV, taps_BTLD, hidden_BTD)
+        aux_BTLD = torch.stack([captured[aux_layer] for aux_layer in aux_layers], dim=2) if aux_layers else None
+        return TargetOutput(logits_BTV, aux_BTLD, hidden_BTD)
 
     @torch.inference_mode()
-    def forward_ragged(self, spans: Sequence[Span], kv: PagedKV, taps: tuple[int, ...] = ()) -> RaggedOutput:
+    def forward_ragged(self, spans: Sequence[Span], kv: PagedKV, aux_layers: tuple[int, ...] = ()) -> RaggedOutput:
         """Run the new tokens of many requests in one flattened pass and write their keys into the pool.
 
         Args:
             spans: one per request, at least one; no two may write the same slot.
-            taps: ascending layer ids to capture (see `check_taps`).
+            aux hidden states: ascending layer ids to capture (see `check_aux_layers`).
         """
         step = RaggedStep(spans, kv)
-        hidden_1TD, captured = self._decoder.forward_ragged(step, taps)
+        hidden_1TD, captured = self._decoder.forward_ragged(step, aux_layers)
         hidden_TD = hidden_1TD[0]
         logits_NV = self.logits(hidden_TD[step.logit_rows_N]) if len(step.logit_rows_N) else None
-        taps_TLD = torch.stack([captured[tap][0] for tap in taps], dim=1) if taps else None
-        return RaggedOutput(logits_NV, taps_TLD, hidden_TD)
+        aux_TLD = torch.stack([captured[aux_layer][0] for aux_layer in aux_layers], dim=1) if aux_layers else None
+        return RaggedOutput(logits_NV, aux_TLD, hidden_TD)
 
     @property
     def packs_exactly(self) -> bool:
@@ -307,9 +310,10 @@ class Target:
 
     @torch.inference_mode()
     def prefill_packed(
-        self, documents: Sequence[Sequence[int]], taps: tuple[int, ...]
+        self, documents: Sequence[Sequence[int]], aux_layers: tuple[int, ...]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(taps [T, L, D], normed last hidden states [T, D]) of each document, from one forward over all of them.
+        """(aux hidden states [T, L, D], normed last hidden states [T, D]) of each document, from one forward over all
+        of them.
 
         No document sees another, and positions start at 0 in each. The lean forward concatenates the tokens; other
         families get one row per document, padded on the right: under a causal mask no real token sees the padding,
@@ -319,15 +323,19 @@ class Target:
         lengths = [len(document) for document in documents]
         if self._lean is not None:
             tokens_T = torch.tensor([token for document in documents for token in document])
-            hidden_BTD, captured = self._lean.forward_packed(tokens_T, lengths, taps)
+            hidden_BTD, captured = self._lean.forward_packed(tokens_T, lengths, aux_layers)
             hidden = list(hidden_BTD[0].split(lengths))
-            taps_of = {tap: list(captured[tap][0].split(lengths)) for tap in taps}
+            aux_of = {aux_layer: list(captured[aux_layer][0].split(lengths)) for aux_layer in aux_layers}
         else:
             assert isinstance(self._decoder, FamilyDecoder)
-            last_BTD, captured = self._decoder.forward_padded(documents, taps)
+            last_BTD, captured = self._decoder.forward_padded(documents, aux_layers)
             hidden = [last_BTD[i, :n] for i, n in enumerate(lengths)]
-            taps_of = {tap: [captured[tap][i, :n] for i, n in enumerate(lengths)] for tap in taps}
-        return [torch.stack([taps_of[tap][i] for tap in taps], dim=1) for i in range(len(lengths))], hidden
+            aux_of = {
+                aux_layer: [captured[aux_layer][i, :n] for i, n in enumerate(lengths)] for aux_layer in aux_layers
+            }
+        return [
+            torch.stack([aux_of[aux_layer][i] for aux_layer in aux_layers], dim=1) for i in range(len(lengths))
+        ], hidden
 
     def logits(self, hidden_XD: torch.Tensor) -> torch.Tensor:
         """The head on normed last hidden states, [..., D] -> [..., V] (soft-capped where the family does).

@@ -61,7 +61,7 @@ class RaggedOutput:
     """Rows in the order of the spans. `logits_NV` holds the rows asked for, None when there are none."""
 
     logits_NV: torch.Tensor | None
-    taps_TLD: torch.Tensor | None
+    aux_TLD: torch.Tensor | None
     hidden_TD: torch.Tensor
 
 

@@ -31,7 +31,7 @@ from outrider.training.recipe import OptimizerSection
 class BlockBatch:
     """Inputs of one training forward and the target's view of the supervised positions (`supervised_NK` True)."""
 
-    taps_SLD: Tensor  # scaled, float16
+    aux_SLD: Tensor  # scaled, float16
     next_tokens_S: Tensor  # the token after each context slot
     layout: BlockLayout
     previous_NK: Tensor  # x_{k-1} for every draft position; column 0 holds the anchors
@@ -192,7 +192,7 @@ def build_batch(
     chosen: Sequence[Chosen], samples: Sequence[Sample], features: Sequence[Features], gamma: int
 ) -> BlockBatch:
     """Assemble the blocks of one forward; context slots beyond a sample's last anchor are left out."""
-    taps, following, lengths, anchors, sequence = [], [], [], [], []
+    aux_layers, following, lengths, anchors, sequence = [], [], [], [], []
     previous, labels, supervised, hidden, lse, argmax = [], [], [], [], [], []
     steps_K = torch.arange(gamma)
     for number, ((index, positions), seen) in enumerate(zip(chosen, features, strict=True)):
@@ -207,14 +207,14 @@ def build_batch(
         hidden.append(seen.hidden_RD[rows_NK])
         lse.append(seen.lse_R[rows_NK])
         argmax.append(seen.argmax_R[rows_NK])
-        taps.append(seen.taps_SLD[: positions[-1]])
+        aux_layers.append(seen.aux_SLD[: positions[-1]])
         following.append(tokens_n[1 : positions[-1] + 1])
         lengths.append(positions[-1])
         anchors.append(anchors_N)
         sequence.append(torch.full_like(anchors_N, number))
-    device = taps[0].device
+    device = aux_layers[0].device
     return BlockBatch(
-        taps_SLD=torch.cat(taps),
+        aux_SLD=torch.cat(aux_layers),
         next_tokens_S=torch.cat(following).to(device),
         layout=BlockLayout(lengths, torch.cat(anchors).to(device), torch.cat(sequence).to(device)),
         previous_NK=torch.cat(previous).to(device),
@@ -228,11 +228,11 @@ def build_batch(
 
 def idle_batch(drafter: DraftModule) -> BlockBatch:
     """One block of nothing, for a rank without work: its forward and backward take part in the others' collectives."""
-    config, device = drafter.config, drafter.tap_scale_L.device
+    config, device = drafter.config, drafter.aux_scale_L.device
     nothing_N = torch.zeros(1, dtype=torch.long, device=device)
     nothing_NK = nothing_N[:, None].expand(1, config.gamma)
     return BlockBatch(
-        taps_SLD=torch.zeros(1, len(config.target_layer_ids), config.hidden_size, dtype=torch.float16, device=device),
+        aux_SLD=torch.zeros(1, len(config.target_layer_ids), config.hidden_size, dtype=torch.float16, device=device),
         next_tokens_S=nothing_N,
         layout=BlockLayout([1], nothing_N + 1, nothing_N),
         previous_NK=nothing_NK,

@@ -36,7 +36,7 @@ from outrider.data.sources import iterate_prompts
 from outrider.target.hub import canonical_id
 from outrider.target.model import Target
 from outrider.training.recipe import DataSection, Recipe
-from outrider.utils.files import settle
+from outrider.utils.files import recover_interrupted_write
 
 Progress = Callable[[int, int, int], None]
 
@@ -167,7 +167,7 @@ def recipe_samples(recipe: Recipe, target: Target, on_progress: Progress = no_pr
     # Once training has begun its samples are fixed, or a resumed run would not be the same run.
     # And the main rank alone, which comes here, cannot decode with a target that is spread over all.
     state = Path(recipe.out) / "state"
-    settle(state)  # a killed writer may have left it under another name
+    recover_interrupted_write(state)  # a killed writer may have left it under another name
     fixed = target.sharded or (state / "state.json").is_file()
     if data.prompts and not fixed:
         with sole_writer(path):  # the processes of `outrider features write` come here one after another

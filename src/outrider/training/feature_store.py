@@ -1,12 +1,12 @@
 """How features lie in a shard, and how many bytes that takes.
 
-    taps    [S, L, D]  bf16, or int8 / fp8 (e4m3) with taps_scale [S, L]     value = stored * scale
+    aux     [S, L, D]  bf16, or int8 / fp8 (e4m3) with aux_scale [S, L]     value = stored * scale
     hidden  [R, D]     likewise, with hidden_scale [R]                       scale = max |row| / 127 or / 448
     lse     [R]        float32: of the logits of the *stored* hidden rows, so that exp(W h - lse) sums to one
     argmax  [R]        int32: of the exact rows, the token the target itself would take
 
 O(d) numbers a token; never logits over the vocabulary (DSpark, arXiv 2607.05147, section 5.1). The samples of a shard
-are concatenated along S and R. Shapes: S context slots, R generated tokens, L taps, D target hidden.
+are concatenated along S and R. Shapes: S context slots, R generated tokens, L aux layers, D target hidden.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from outrider.training.features import (
     FeatureSource,
     compute_features,
     logit_summary,
-    measure_tap_scale,
+    measure_aux_scale,
 )
 from outrider.training.recipe import Recipe
 from outrider.training.setup import CALIBRATION_SAMPLES
@@ -74,15 +74,15 @@ def extent(samples: Sequence[Sample]) -> Extent:
 
 def encode(target: Target, features: Features, dtype: StoreDtype) -> dict[str, Tensor]:
     """The stored tensors of one sample, from float16 features."""
-    stored = _encode_rows("taps", features.taps_SLD, dtype) | _encode_rows("hidden", features.hidden_RD, dtype)
+    stored = _encode_rows("aux", features.aux_SLD, dtype) | _encode_rows("hidden", features.hidden_RD, dtype)
     lse_R, _ = logit_summary(target, _decode_rows("hidden", stored))
     return {**stored, "lse": lse_R, "argmax": features.argmax_R.int()}
 
 
 def decode(stored: Mapping[str, Tensor]) -> Features:
     """Features as the trainer wants them, in float16."""
-    taps_SLD, hidden_RD = _decode_rows("taps", stored), _decode_rows("hidden", stored)
-    return Features(taps_SLD, hidden_RD, stored["lse"], stored["argmax"].long())
+    aux_SLD, hidden_RD = _decode_rows("aux", stored), _decode_rows("hidden", stored)
+    return Features(aux_SLD, hidden_RD, stored["lse"], stored["argmax"].long())
 
 
 def _encode_rows(name: str, x_XD: Tensor, dtype: StoreDtype) -> dict[str, Tensor]:
@@ -103,23 +103,25 @@ def _decode_rows(name: str, stored: Mapping[str, Tensor]) -> Tensor:
     return x_XD.clamp_(-LARGEST_FLOAT16, LARGEST_FLOAT16).half()  # bf16 rounds 65504 up to 65536
 
 
-def shapes(size: Extent, taps: int, hidden: int, dtype: StoreDtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def shapes(
+    size: Extent, aux_layers: int, hidden: int, dtype: StoreDtype
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Every tensor of a shard: its type and shape."""
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        "taps": (STORED[dtype], (size.slots, taps, hidden)),
+        "aux": (STORED[dtype], (size.slots, aux_layers, hidden)),
         "hidden": (STORED[dtype], (size.rows, hidden)),
         "lse": (torch.float32, (size.rows,)),
         "argmax": (torch.int32, (size.rows,)),
     }
     if dtype != "bf16":
-        tensors["taps_scale"] = (torch.float32, (size.slots, taps))
+        tensors["aux_scale"] = (torch.float32, (size.slots, aux_layers))
         tensors["hidden_scale"] = (torch.float32, (size.rows,))
     return tensors
 
 
-def shard_bytes(size: Extent, taps: int, hidden: int, dtype: StoreDtype) -> int:
+def shard_bytes(size: Extent, aux_layers: int, hidden: int, dtype: StoreDtype) -> int:
     """Bytes of the safetensors file: 8, a JSON header padded to a multiple of 8, and the tensors."""
-    tensors = shapes(size, taps, hidden, dtype)
+    tensors = shapes(size, aux_layers, hidden, dtype)
     order = sorted(tensors, key=lambda name: (list(_HEADER_NAMES).index(tensors[name][0]), name))
     header, offset = {}, 0
     for name in order:
@@ -166,8 +168,8 @@ class StorePlan:
     target_sha256: str
     target_dtype: str
     samples_sha256: str
-    taps: tuple[int, ...]
-    tap_scale: tuple[float, ...]
+    aux_layers: tuple[int, ...]
+    aux_scale: tuple[float, ...]
     hidden_size: int
     dtype: StoreDtype
     shards: tuple[ShardPlan, ...]
@@ -189,8 +191,8 @@ class StorePlan:
 def plan_store(
     target: Target,
     samples: Sequence[Sample],
-    taps: tuple[int, ...],
-    tap_scale_L: Tensor,
+    aux_layers: tuple[int, ...],
+    aux_scale_L: Tensor,
     dtype: StoreDtype,
     shard_tokens: int,
 ) -> StorePlan:
@@ -200,7 +202,7 @@ def plan_store(
     for end, sample in enumerate(samples, start=1):
         tokens += len(sample.tokens)
         if tokens >= shard_tokens or end == len(samples):
-            size = shard_bytes(extent(samples[first:end]), len(taps), target.hidden_size, dtype)
+            size = shard_bytes(extent(samples[first:end]), len(aux_layers), target.hidden_size, dtype)
             shards.append(ShardPlan(f"shard-{len(shards):05d}.safetensors", first, end, size))
             first, tokens = end, 0
     return StorePlan(
@@ -209,8 +211,8 @@ def plan_store(
         target_fingerprint(target),
         dtype_name(target.dtype),
         samples_digest(samples),
-        taps,
-        tuple(tap_scale_L.tolist()),
+        aux_layers,
+        tuple(aux_scale_L.tolist()),
         target.hidden_size,
         dtype,
         tuple(shards),
@@ -247,7 +249,9 @@ def read_plan(path: Path) -> StorePlan:
             raise ValueError(f"format version {raw['format']!r}, this version reads {FORMAT_VERSION}")
         names = set(ShardPlan.__dataclass_fields__)
         shards = tuple(ShardPlan(**{k: v for k, v in shard.items() if k in names}) for shard in raw["shards"])
-        plan = StorePlan(**{**raw, "taps": tuple(raw["taps"]), "tap_scale": tuple(raw["tap_scale"]), "shards": shards})
+        plan = StorePlan(
+            **{**raw, "aux_layers": tuple(raw["aux_layers"]), "aux_scale": tuple(raw["aux_scale"]), "shards": shards}
+        )
         if plan.dtype not in get_args(StoreDtype):
             raise ValueError(f"unknown dtype {plan.dtype!r}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -259,15 +263,15 @@ def read_plan(path: Path) -> StorePlan:
 
 
 def agree(found: StorePlan, wanted: StorePlan, directory: Path) -> StorePlan:
-    """`found`, when it says what `wanted` says (tap scales up to rounding).
+    """`found`, when it says what `wanted` says (aux layer scales up to rounding).
 
     Raises:
         ValueError: naming what differs.
     """
-    close = len(found.tap_scale) == len(wanted.tap_scale) and torch.allclose(
-        torch.tensor(found.tap_scale), torch.tensor(wanted.tap_scale), rtol=_SCALE_TOLERANCE, atol=0
+    close = len(found.aux_scale) == len(wanted.aux_scale) and torch.allclose(
+        torch.tensor(found.aux_scale), torch.tensor(wanted.aux_scale), rtol=_SCALE_TOLERANCE, atol=0
     )
-    wanted = replace(wanted, tap_scale=found.tap_scale) if close else wanted
+    wanted = replace(wanted, aux_scale=found.aux_scale) if close else wanted
     # The name is for people: the same weights in another directory are the same target.
     different = [k for k in StorePlan.__dataclass_fields__ if k != "target" and getattr(found, k) != getattr(wanted, k)]
     if different:
@@ -304,10 +308,10 @@ def sidecar(path: Path) -> Path:
 
 
 def encode_samples(
-    target: Target, samples: Sequence[Sample], taps: tuple[int, ...], tap_scale_L: Tensor, dtype: StoreDtype
+    target: Target, samples: Sequence[Sample], aux_layers: tuple[int, ...], aux_scale_L: Tensor, dtype: StoreDtype
 ) -> list[dict[str, Tensor]]:
     """Stored tensors of each sample, computed by the target."""
-    return [encode(target, features, dtype) for features in compute_features(target, samples, taps, tap_scale_L)]
+    return [encode(target, features, dtype) for features in compute_features(target, samples, aux_layers, aux_scale_L)]
 
 
 def write_shard(path: Path, key: str, indices: Sequence[int], encoded: Sequence[Mapping[str, Tensor]]) -> str:
@@ -374,7 +378,7 @@ class ShardReader:
         start, end = self.ends[place], self.ends[place + 1]
         stored = {}
         for name in self.file.keys():  # noqa: SIM118  (not a dict)
-            rows = slice(start.slots, end.slots) if name.startswith("taps") else slice(start.rows, end.rows)
+            rows = slice(start.slots, end.slots) if name.startswith("aux") else slice(start.rows, end.rows)
             stored[name] = self.file.get_slice(name)[rows].to(self.device)
         return decode(stored)
 
@@ -440,12 +444,12 @@ def write_store(
     Finishes the store when this completes it.
     """
     written = []
-    scale_L = torch.tensor(plan.tap_scale, device=target.device)
+    scale_L = torch.tensor(plan.aux_scale, device=target.device)
     for number in numbers:
         shard = plan.shards[number]
         path = directory / shard.file
         if not _valid(path, plan, number):
-            encoded = encode_samples(target, samples[shard.first : shard.end], plan.taps, scale_L, plan.dtype)
+            encoded = encode_samples(target, samples[shard.first : shard.end], plan.aux_layers, scale_L, plan.dtype)
             write_shard(path, plan.key, range(shard.first, shard.end), encoded)
             assert path.stat().st_size == shard.bytes, (path.stat().st_size, shard.bytes)
             written.append(number)
@@ -546,7 +550,7 @@ def check_store(directory: Path, wanted: StorePlan) -> list[str]:
 class FeatureStore(FeatureCache):
     """Reads a complete store; each shard is checked against its SHA-256 when it is first opened.
 
-    `columns`: which of the store's taps to give, by place; all of them when None.
+    `columns`: which of the store's aux hidden states to give, by place; all of them when None.
     """
 
     background = True
@@ -563,7 +567,9 @@ class FeatureStore(FeatureCache):
         super().__init__(samples, budget_bytes)
         self.directory, self.device = directory, device
         self.plan, self.digests = open_store(directory, wanted)
-        self._columns = None if columns is None or list(columns) == list(range(len(self.plan.taps))) else list(columns)
+        self._columns = (
+            None if columns is None or list(columns) == list(range(len(self.plan.aux_layers))) else list(columns)
+        )
         self._firsts = [shard.first for shard in self.plan.shards]
         self._readers: dict[int, ShardReader] = {}
 
@@ -583,7 +589,7 @@ class FeatureStore(FeatureCache):
         features = self._readers[number][index - shard.first]
         if self._columns is None:
             return features
-        return replace(features, taps_SLD=features.taps_SLD[:, self._columns])
+        return replace(features, aux_SLD=features.aux_SLD[:, self._columns])
 
 
 # ----------------------------------------------------------------------------
@@ -668,9 +674,9 @@ class FeatureWindow(FeatureCache):
     def _fetch(self, indices: Sequence[int]) -> list[Features]:
         found = {index: self._recall(index) for index in indices}
         missing = [index for index, features in found.items() if features is None]
-        scale_L = torch.tensor(self.plan.tap_scale, device=self.target.device)
+        scale_L = torch.tensor(self.plan.aux_scale, device=self.target.device)
         samples = [self.samples[i] for i in missing]
-        encoded = encode_samples(self.target, samples, self.plan.taps, scale_L, self.plan.dtype)
+        encoded = encode_samples(self.target, samples, self.plan.aux_layers, scale_L, self.plan.dtype)
         self.computed += len(missing)
         for index, stored in zip(missing, encoded, strict=True):
             self._pending[index] = stored
@@ -701,7 +707,7 @@ class FeatureWindow(FeatureCache):
 
     def _size(self, indices: Sequence[int]) -> int:
         size = extent([self.samples[i] for i in indices])
-        return shard_bytes(size, len(self.plan.taps), self.plan.hidden_size, self.plan.dtype)
+        return shard_bytes(size, len(self.plan.aux_layers), self.plan.hidden_size, self.plan.dtype)
 
     def _flush(self) -> None:
         """Write what is pending as one shard; nothing is written where it alone would exceed the budget."""
@@ -752,9 +758,9 @@ def store_effect(
     anchors_per_sample: int,
 ) -> dict[str, dict[str, float]]:
     """{"float16": metrics, dtype: metrics, ...} on fixed anchors of `samples`."""
-    taps, scale_L = drafter.config.target_layer_ids, drafter.tap_scale_L
+    aux_layers, scale_L = drafter.config.target_layer_ids, drafter.aux_scale_L
     with torch.no_grad():
-        exact = list(compute_features(target, samples, taps, scale_L))
+        exact = list(compute_features(target, samples, aux_layers, scale_L))
         versions = {"float16": exact} | {d: [decode(encode(target, f, d)) for f in exact] for d in dtypes}
 
     def metrics(features: Sequence[Features]) -> dict[str, float]:
@@ -769,7 +775,7 @@ def store_effect(
 #
 # online             the target computes them, memory keeps what fits            FeatureSource
 # store              a complete directory, written by `outrider features write`  FeatureStore
-#                    `taps` set: one directory for drafters that read different layers
+#                    `aux_layers` set: one directory for drafters that read different layers
 # store, max_gb set  a directory of bounded size that training fills itself      FeatureWindow, one a process
 # ----------------------------------------------------------------------------
 
@@ -780,31 +786,35 @@ def store_directory(recipe: Recipe) -> Path:
 
 
 def recipe_plan(
-    recipe: Recipe, target: Target, samples: Sequence[Sample], taps: tuple[int, ...], tap_scale_L: Tensor
+    recipe: Recipe, target: Target, samples: Sequence[Sample], aux_layers: tuple[int, ...], aux_scale_L: Tensor
 ) -> StorePlan:
     """The recipe's store: what it holds and its exact size.
 
     Raises:
-        ValueError: `features.taps` lacks a layer that the drafter reads, or names one that is none.
+        ValueError: `features.aux_layers` lacks a layer that the drafter reads, or names one that is none.
     """
     section = recipe.features
-    if section.taps is not None:
-        wide = target.check_taps(section.taps, final=True)
-        missing = sorted(set(taps) - set(wide))
+    if section.aux_layers is not None:
+        wide = target.check_aux_layers(section.aux_layers, final=True)
+        missing = sorted(set(aux_layers) - set(wide))
         if missing:
-            raise ValueError(f"features.taps {section.taps} lacks {missing}, which the drafter reads.")
-        wide_L = measure_tap_scale(target, samples[:CALIBRATION_SAMPLES], wide).clone()
-        wide_L[[wide.index(tap) for tap in taps]] = tap_scale_L  # the drafter's own, which it divides by
-        taps, tap_scale_L = wide, wide_L
-    return plan_store(target, samples, taps, tap_scale_L, section.dtype, section.shard_tokens)
+            raise ValueError(
+                f"features.aux hidden states {section.aux_layers} lacks {missing}, which the drafter reads."
+            )
+        wide_L = measure_aux_scale(target, samples[:CALIBRATION_SAMPLES], wide).clone()
+        wide_L[[wide.index(aux_layer) for aux_layer in aux_layers]] = (
+            aux_scale_L  # the drafter's own, which it divides by
+        )
+        aux_layers, aux_scale_L = wide, wide_L
+    return plan_store(target, samples, aux_layers, aux_scale_L, section.dtype, section.shard_tokens)
 
 
 def open_features(
     recipe: Recipe,
     target: Target,
     samples: Sequence[Sample],
-    taps: tuple[int, ...],
-    tap_scale_L: Tensor,
+    aux_layers: tuple[int, ...],
+    aux_scale_L: Tensor,
     rank: int = 0,
     world_size: int = 1,
 ) -> FeatureCache:
@@ -819,10 +829,10 @@ def open_features(
     memory = int(recipe.feature_cache_gb * 2**30)
     section = recipe.features
     if section.mode == "online":
-        return FeatureSource(target, samples, taps, tap_scale_L, memory)
-    plan = recipe_plan(recipe, target, samples, taps, tap_scale_L)
+        return FeatureSource(target, samples, aux_layers, aux_scale_L, memory)
+    plan = recipe_plan(recipe, target, samples, aux_layers, aux_scale_L)
     if section.max_gb is None:
-        columns = [plan.taps.index(tap) for tap in taps]
+        columns = [plan.aux_layers.index(aux_layer) for aux_layer in aux_layers]
         return FeatureStore(store_directory(recipe), plan, samples, target.device, memory, columns)
     if rank == 0:  # windows of another number of processes would stand beside the budget
         for stale in store_directory(recipe).glob("window-*-of-*"):

@@ -1,14 +1,14 @@
 """Target features: what a drafter learns from, by sample, kept in a bounded memory.
 
 A prefill gives, for tokens t_0 .. t_{n-2} with R generated ones among t_1 .. t_{n-1}:
-    taps    [n - 1, L, D]   divided by tap_scale, float16
+    aux hidden states    [n - 1, L, D]   divided by aux_scale, float16
     hidden  [R, D]          normed last hidden states at the sample's anchors, float16; row p predicts token p + 1
     lse, argmax [R]         of the full-vocabulary logits of the same rows
 `FeatureSource` computes them online and writes nothing to disk; training/feature_store.py reads them from one. When the
 memory is full the least recently used sample goes and is fetched again on its next visit: the same numbers, so results
 do not depend on the budget. What is missing for a step is prefilled in packed groups.
 
-Shapes: S context slots, R generated tokens, L taps, D target hidden.
+Shapes: S context slots, R generated tokens, L aux layers, D target hidden.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ LARGEST_FLOAT16 = 65504.0
 class Features:
     """The target's view of one sample; see the module docstring for rows."""
 
-    taps_SLD: Tensor
+    aux_SLD: Tensor
     hidden_RD: Tensor
     lse_R: Tensor
     argmax_R: Tensor
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.taps_SLD, self.hidden_RD, self.lse_R, self.argmax_R))
+        return sum(t.nbytes for t in (self.aux_SLD, self.hidden_RD, self.lse_R, self.argmax_R))
 
 
 class FeatureCache(ABC):
@@ -100,24 +100,24 @@ class FeatureSource(FeatureCache):
         self,
         target: Target,
         samples: Sequence[Sample],
-        taps: tuple[int, ...],
-        tap_scale_L: Tensor,
+        aux_layers: tuple[int, ...],
+        aux_scale_L: Tensor,
         budget_bytes: int,
         dtype: torch.dtype = torch.float16,
     ) -> None:
         super().__init__(samples, budget_bytes)
-        self.target, self.taps, self.tap_scale_L, self.dtype = target, taps, tap_scale_L, dtype
+        self.target, self.aux_layers, self.aux_scale_L, self.dtype = target, aux_layers, aux_scale_L, dtype
 
     def _fetch(self, indices: Sequence[int]) -> list[Features]:
         samples = [self.samples[i] for i in indices]
-        return list(compute_features(self.target, samples, self.taps, self.tap_scale_L, self.dtype))
+        return list(compute_features(self.target, samples, self.aux_layers, self.aux_scale_L, self.dtype))
 
     def _along(self, missing: Sequence[int], soon: Sequence[int]) -> list[int]:
         """Fill the last group of tokens, as far as memory holds it beside what is remembered."""
         if not packs(self.target):
             return []
         free_tokens = -sum(len(self.samples[i].tokens) for i in missing) % PACK_TOKENS
-        per_token = (len(self.taps) + 1) * self.target.hidden_size * self.dtype.itemsize + 12
+        per_token = (len(self.aux_layers) + 1) * self.target.hidden_size * self.dtype.itemsize + 12
         free_bytes = self.budget_bytes - self._bytes
         free_tokens = min(free_tokens, free_bytes // per_token - sum(len(self.samples[i].tokens) for i in missing))
         along: list[int] = []
@@ -143,13 +143,13 @@ def packs(target: Target) -> bool:
 def compute_features(
     target: Target,
     samples: Sequence[Sample],
-    taps: tuple[int, ...],
-    tap_scale_L: Tensor,
+    aux_layers: tuple[int, ...],
+    aux_scale_L: Tensor,
     dtype: torch.dtype = torch.float16,
 ) -> Iterator[Features]:
     """Features of `samples`, in order, prefilled in groups of up to PACK_TOKENS tokens."""
     for group in _groups(samples, PACK_TOKENS if packs(target) else 0):
-        yield from _prefill(target, group, taps, tap_scale_L, dtype)
+        yield from _prefill(target, group, aux_layers, aux_scale_L, dtype)
 
 
 def _groups(samples: Sequence[Sample], limit: int) -> Iterator[list[Sample]]:
@@ -165,13 +165,13 @@ def _groups(samples: Sequence[Sample], limit: int) -> Iterator[list[Sample]]:
 
 @torch.inference_mode()
 def _prefill(
-    target: Target, group: Sequence[Sample], taps: tuple[int, ...], tap_scale_L: Tensor, dtype: torch.dtype
+    target: Target, group: Sequence[Sample], aux_layers: tuple[int, ...], aux_scale_L: Tensor, dtype: torch.dtype
 ) -> list[Features]:
-    taps_of, hidden_of = target.prefill_packed([s.tokens[:-1] for s in group], taps)
+    aux_of, hidden_of = target.prefill_packed([s.tokens[:-1] for s in group], aux_layers)
     result = []
-    for sample, raw_SLD, all_SD in zip(group, taps_of, hidden_of, strict=True):
+    for sample, raw_SLD, all_SD in zip(group, aux_of, hidden_of, strict=True):
         hidden_RD = all_SD[sample.anchors].float().clamp_(-LARGEST_FLOAT16, LARGEST_FLOAT16).to(dtype)
-        scaled_SLD = (raw_SLD.float() / tap_scale_L[:, None]).clamp_(-LARGEST_FLOAT16, LARGEST_FLOAT16)
+        scaled_SLD = (raw_SLD.float() / aux_scale_L[:, None]).clamp_(-LARGEST_FLOAT16, LARGEST_FLOAT16)
         result.append(Features(scaled_SLD.to(dtype), hidden_RD, *logit_summary(target, hidden_RD)))
     return result
 
@@ -188,15 +188,15 @@ def logit_summary(target: Target, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.inference_mode()
-def measure_tap_scale(target: Target, samples: Sequence[Sample], taps: tuple[int, ...]) -> Tensor:
-    """RMS of each tap [L] over a few samples, leaving out position 0, whose activations are massive outliers."""
-    total = torch.zeros(len(taps), dtype=torch.float64, device=target.device)
+def measure_aux_scale(target: Target, samples: Sequence[Sample], aux_layers: tuple[int, ...]) -> Tensor:
+    """RMS of each aux layer [L] over a few samples, leaving out position 0, whose activations are massive outliers."""
+    total = torch.zeros(len(aux_layers), dtype=torch.float64, device=target.device)
     count = 0
     for sample in samples:
         tokens = torch.tensor([sample.tokens], device=target.device)
-        output = target.forward(tokens, target.new_cache(tokens.shape[1]), taps, logits=0)
-        assert output.taps_BTLD is not None
-        squares_TL = output.taps_BTLD[0, 1:].double().square().mean(-1)
+        output = target.forward(tokens, target.new_cache(tokens.shape[1]), aux_layers, logits=0)
+        assert output.aux_BTLD is not None
+        squares_TL = output.aux_BTLD[0, 1:].double().square().mean(-1)
         # The median over tokens, so that a second outlier position does not set the scale.
         total += squares_TL.median(0).values
         count += 1

@@ -32,7 +32,7 @@ from outrider.training.batches import BlockBatch
 from outrider.training.loss import ObjectiveOutput
 from outrider.training.recipe import Recipe
 from outrider.training.step import BlockObjective
-from outrider.utils.distributed import Ranks, whole
+from outrider.utils.distributed import Ranks, full_tensor
 
 
 class _Forward(nn.Module):
@@ -123,10 +123,10 @@ def whole_drafter(drafter: DraftModule) -> DraftModule:
     """The drafter with whole tensors: itself, or a copy gathered from all ranks (a collective)."""
     if not any(isinstance(parameter, DTensor) for parameter in drafter.parameters()):
         return drafter
-    state = {name: whole(tensor) for name, tensor in drafter.state_dict().items()}
-    copy = type(drafter)(drafter.config).to(drafter.tap_scale_L.device).requires_grad_(False)
+    state = {name: full_tensor(tensor) for name, tensor in drafter.state_dict().items()}
+    copy = type(drafter)(drafter.config).to(drafter.aux_scale_L.device).requires_grad_(False)
     copy.load_state_dict(state)
-    copy.tap_scale_L.copy_(drafter.tap_scale_L)
+    copy.aux_scale_L.copy_(drafter.aux_scale_L)
     return copy
 
 
@@ -135,9 +135,9 @@ def whole_drafter(drafter: DraftModule) -> DraftModule:
 #
 #     layer by layer:  gather its weights -> forward of this rank's own tokens -> drop them again
 #
-# Collectives carry weights and nothing else: hidden states, taps and logits stay on the rank that computed them,
-# because each rank runs the whole depth on its own sequences. Embedding and head stay whole on every rank, for the
-# objective reads them. Gathering makes a forward of one rank a forward of all, so ranks agree before each one
+# Collectives carry weights and nothing else: hidden states, aux hidden states and logits stay on the rank that computed
+# them, because each rank runs the whole depth on its own sequences. Embedding and head stay whole on every rank, for
+# the objective reads them. Gathering makes a forward of one rank a forward of all, so ranks agree before each one
 # (`LockStep`).
 # ----------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class LockStep:
         before a forward of its own   a rank adds 1 to the sum over ranks
         leaving the `with` block      it adds 0, and runs along while the sum is not 0
 
-    Code that every rank runs alike (evaluation, tap scales) needs no block: its forwards pair up by themselves.
+    Code that every rank runs alike (evaluation, aux layer scales) needs no block: its forwards pair up by themselves.
     """
 
     def __init__(self, target: Target, ranks: Ranks) -> None:

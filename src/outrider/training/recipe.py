@@ -120,15 +120,18 @@ class FeaturesSection(_Section):
     dtype: Literal["bf16", "int8", "fp8"] = "bf16"  # on disk; int8 and fp8 with a scale per row
     max_gb: float | None = Field(None, gt=0)  # keep at most this much on disk, as a window that training refreshes
     shard_tokens: int = Field(16384, ge=1)  # one shard is in memory while it is written
-    # Layers a complete store holds, so that drafters with different taps can share it; null: the drafter's own.
-    taps: list[int] | None = None
+    # Layers a complete store holds, so that drafters with different aux hidden states can share it; null: the drafter's
+    # own.
+    aux_layers: list[int] | None = None
 
     @model_validator(mode="after")
     def _store_options_have_a_store(self) -> FeaturesSection:
         if self.mode == "online" and self.max_gb is not None:
             raise ValueError("max_gb bounds a store on disk: set mode to store, or leave max_gb out")
-        if self.taps is not None and (self.mode == "online" or self.max_gb is not None):
-            raise ValueError("taps is for a complete store: set mode to store without max_gb, or leave taps out")
+        if self.aux_layers is not None and (self.mode == "online" or self.max_gb is not None):
+            raise ValueError(
+                "aux_layers is for a complete store: set mode to store without max_gb, or leave aux_layers out"
+            )
         return self
 
 
@@ -192,9 +195,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     sources = [s.model_copy(update={"path": _beside(path, s.path)}) for s in recipe.data.prompts]
     data, drafter = recipe.data.model_copy(update={"prompts": sources}), recipe.drafter
     if drafter.start_from is not None:
-        beside = path.parent / drafter.start_from
-        if (beside / "config.json").is_file():
-            drafter = drafter.model_copy(update={"start_from": str(beside)})
+        comparable_fields = path.parent / drafter.start_from
+        if (comparable_fields / "config.json").is_file():
+            drafter = drafter.model_copy(update={"start_from": str(comparable_fields)})
     return recipe.model_copy(update={"data": data, "drafter": drafter})
 
 

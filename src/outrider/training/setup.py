@@ -1,13 +1,14 @@
 """Which drafter a recipe asks for: a new one in the target's shapes, or one to go on from.
 
     start_from: null    config = Method.configure(the recipe's choices, target), weights = noise or the target's
-    start_from: DIR     config, weights, draft vocabulary and tap order = the checkpoint's; the recipe may repeat
+    start_from: DIR     config, weights, draft vocabulary and aux layer order = the checkpoint's; the recipe may repeat
                         what it says, not contradict it
 
 A target of the same shapes is accepted as the drafter's own: going on from a base model's drafter on a fine-tuned
-target is what this is for. A checkpoint takes raw taps; to train it, its scales are measured again and
+target is what this is for. A checkpoint takes raw aux hidden states; to train it, its scales are measured again and
 
-    W (taps) = W' (taps / tap_scale)      with W' = W * tap_scale, column by column:    the same function
+    W (aux hidden states) = W' (aux hidden states / aux_scale)      with W' = W * aux_scale, column by column:    the
+    same function
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from outrider.drafters.base import DraftModule, Method, MethodSection, check_fit
 from outrider.drafters.registry import method_of
 from outrider.target.model import Target
 from outrider.training.dataset import choose_draft_ids, inverse_ids, recipe_samples
-from outrider.training.features import measure_tap_scale
+from outrider.training.features import measure_aux_scale
 from outrider.training.loss import ObjectiveConfig
 from outrider.training.parallel import check_layers
 from outrider.training.recipe import Recipe
@@ -35,7 +36,7 @@ from outrider.training.step import BlockObjective
 from outrider.utils.distributed import ALONE, Ranks
 from outrider.utils.files import weight_files
 
-CALIBRATION_SAMPLES = 16  # that tap scales and starting weights are measured on
+CALIBRATION_SAMPLES = 16  # that aux layer scales and starting weights are measured on
 _REMEMBERED = ("target", "step", "samples", "response_tokens", "anchors", "training_seconds")
 
 
@@ -69,10 +70,10 @@ def as_trained(drafter: DraftModule) -> dict[str, Any]:
 
 @torch.no_grad()
 def fresh(method: Method, drafter: DraftModule, recipe: Recipe, target: Target, samples: Sequence[Sample]) -> Start:
-    """A new drafter: tap scales measured, weights from the target where the recipe and the method want that."""
+    """A new drafter: aux layer scales measured, weights from the target where the recipe and the method want that."""
     config, drafter = drafter.config, drafter.to(target.device)
     calibration = samples[:CALIBRATION_SAMPLES]
-    drafter.tap_scale_L.copy_(measure_tap_scale(target, calibration, config.target_layer_ids))
+    drafter.aux_scale_L.copy_(measure_aux_scale(target, calibration, config.target_layer_ids))
     if method.initialize is not None and recipe.drafter.initialize_from_target and target.family.lean:
         method.initialize(drafter, target, [sample.tokens for sample in calibration])
     ids = choose_draft_ids(samples, target.vocab_size, config.draft_vocab_size, target.eos_ids)
@@ -80,7 +81,7 @@ def fresh(method: Method, drafter: DraftModule, recipe: Recipe, target: Target, 
 
 
 def load_start(section: MethodSection, target: Target, out: Path) -> Start:
-    """The drafter in `section.start_from`, ready to train; its taps are raw still (`rescale_taps`).
+    """The drafter in `section.start_from`, ready to train; its aux hidden states are raw still (`rescale_aux`).
 
     Raises:
         ValueError: not a drafter, made for another target, contradicted by the recipe, or what this run writes.
@@ -91,7 +92,7 @@ def load_start(section: MethodSection, target: Target, out: Path) -> Start:
         raise ValueError(f"drafter.start_from {directory} would be overwritten by this run; choose another out.")
     checkpoint = load_drafter(directory, target.device, target.num_layers)
     drafter = checkpoint.drafter.requires_grad_(True).train()
-    check_fits(drafter.config, target, drafter.final_tap)
+    check_fits(drafter.config, target, drafter.reads_final_layer)
     _check_agrees(section, drafter, target)
     ids = checkpoint.draft_ids_Vd
     own = checkpoint.serving(calibrated=False).for_target(target)
@@ -115,7 +116,7 @@ def _check_agrees(section: MethodSection, drafter: DraftModule, target: Target) 
     if "algorithm" in section.model_fields_set and section.algorithm != drafter.algorithm:
         pairs: dict[str, tuple[object, object]] = {"algorithm": (section.algorithm, drafter.algorithm)}
     else:
-        pairs = section.beside(drafter.config, target)
+        pairs = section.comparable_fields(drafter.config, target)
     different = [f"{name} is {asked}, there {stored}" for name, (asked, stored) in pairs.items() if asked != stored]
     if different:
         raise ValueError(
@@ -172,7 +173,7 @@ def prepare(
     if start is None:
         start = fresh(method, drafter, recipe, target, samples)
     else:
-        drafter.rescale_taps(measure_tap_scale(target, samples[:CALIBRATION_SAMPLES], drafter.config.target_layer_ids))
+        drafter.rescale_aux(measure_aux_scale(target, samples[:CALIBRATION_SAMPLES], drafter.config.target_layer_ids))
     ids = start.draft_ids_Vd
     objective = BlockObjective(
         target,

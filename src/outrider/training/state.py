@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from outrider.utils.distributed import Ranks, whole
-from outrider.utils.files import atomic_directory, read_tensors, settle
+from outrider.utils.distributed import Ranks, full_tensor
+from outrider.utils.files import atomic_directory, read_tensors, recover_interrupted_write
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -45,7 +45,7 @@ def save_state(
             found |= {f"{moment}.{name}": optimizer.state[parameter][moment] for moment in _MOMENTS}
     tensors: dict[str, Tensor] = {}
     for name, tensor in found.items():  # gathered one by one: the main rank's host memory takes them
-        gathered = whole(tensor)
+        gathered = full_tensor(tensor)
         if ranks.main:
             tensors[name] = gathered.cpu().contiguous()
     if ranks.main:
@@ -72,7 +72,7 @@ def load_state(
     Raises:
         ValueError: the state belongs to another recipe, or is damaged.
     """
-    settle(directory)
+    recover_interrupted_write(directory)
     if not (directory / "state.json").is_file():
         return 0
     stored = json.loads((directory / "state.json").read_text())

@@ -51,9 +51,9 @@ class BlockObjective:
 
     def rows(self, drafter: DraftModule, batch: BlockBatch) -> DraftRows:
         """The drafter's training forward."""
-        # Taps are stored scaled; modules take raw ones and divide by tap_scale themselves.
-        taps_SLD = batch.taps_SLD.float() * drafter.tap_scale_L[:, None]
-        return drafter.rows(BlockInputs(taps_SLD, batch.next_tokens_S, batch.layout, batch.previous_NK, self.embed))
+        # Aux hidden states are stored scaled; modules take raw ones and divide by aux_scale themselves.
+        aux_SLD = batch.aux_SLD.float() * drafter.aux_scale_L[:, None]
+        return drafter.rows(BlockInputs(aux_SLD, batch.next_tokens_S, batch.layout, batch.previous_NK, self.embed))
 
     def __call__(self, drafter: DraftModule, batch: BlockBatch, total_weight: Tensor | None = None) -> ObjectiveOutput:
         keep = batch.supervised_NK

@@ -28,7 +28,7 @@ from outrider.training.recipe import OptimizerSection, Recipe
 from outrider.training.setup import Run, as_trained
 from outrider.training.state import StopSignal, load_state, load_watch, save_state
 from outrider.training.watch import Watch, held_out_batches, held_out_metrics
-from outrider.utils.distributed import Ranks, whole
+from outrider.utils.distributed import Ranks, full_tensor
 from outrider.utils.measure import versions
 
 
@@ -114,7 +114,7 @@ class Stepper:
         self._check_finite("loss", loss, step)
         with self.meters.optimizer:
             clip = self.recipe.optimizer.clip
-            norm = whole(torch.nn.utils.clip_grad_norm_(self.run.drafter.parameters(), clip)).item()
+            norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.run.drafter.parameters(), clip)).item()
             self._check_finite("gradient norm", norm, step)
             self.optimizer.step()
         self.meters.count_step()
@@ -184,9 +184,9 @@ class Trainer:
         self.out = Path(recipe.out)
         self.stepper = Stepper(recipe, run, self.ranks)
         self.watch = Watch(recipe, run)
-        taps, scale_L = run.drafter.config.target_layer_ids, run.drafter.tap_scale_L
+        aux_layers, scale_L = run.drafter.config.target_layer_ids, run.drafter.aux_scale_L
         memory = int(recipe.feature_cache_gb * 2**30)
-        self.held_out = FeatureSource(run.target, run.held_out, taps, scale_L, memory)
+        self.held_out = FeatureSource(run.target, run.held_out, aux_layers, scale_L, memory)
         self.settings = recipe.model_dump(mode="json", exclude=_FREE_TO_CHANGE)
         self.settings["samples_sha256"] = samples_digest([*run.samples, *run.held_out])
         if run.origin:
@@ -206,9 +206,9 @@ class Trainer:
             self.last_metrics = self.evaluate()
             return self.last_metrics
         main, started = self.ranks.main, time.perf_counter()
-        taps, scale_L = self.run.drafter.config.target_layer_ids, self.run.drafter.tap_scale_L
+        aux_layers, scale_L = self.run.drafter.config.target_layer_ids, self.run.drafter.aux_scale_L
         source = open_features(
-            self.recipe, self.run.target, self.run.samples, taps, scale_L, self.ranks.rank, self.ranks.world
+            self.recipe, self.run.target, self.run.samples, aux_layers, scale_L, self.ranks.rank, self.ranks.world
         )
         try:
             with (

@@ -117,6 +117,6 @@ def join(device: str) -> Iterator[Ranks]:
 # ----------------------------------------------------------------------------
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor that may be sharded over ranks (then a collective)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

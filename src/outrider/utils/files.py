@@ -89,7 +89,7 @@ def atomic_directory(destination: Path) -> Iterator[Path]:
         OSError: the disk is full or not writable; what was at `destination` is untouched.
     """
     destination.parent.mkdir(parents=True, exist_ok=True)
-    settle(destination)
+    recover_interrupted_write(destination)
     mark = uuid.uuid4().hex[:8]
     staging = destination.parent / f".{destination.name}.{mark}"
     staging.mkdir()  # not mkdtemp: a checkpoint must be readable by whom the umask allows
@@ -120,7 +120,7 @@ def atomic_directory(destination: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def settle(destination: Path) -> None:
+def recover_interrupted_write(destination: Path) -> None:
     """Finish what a writer killed inside `atomic_directory` began: its predecessor comes back, its leavings go.
 
     For the process that writes `destination`, and only one does.

@@ -1,7 +1,7 @@
 """Targets of mlx-lm and block drafters in MLX, behind the interfaces that decoding knows.
 
     decoding.stream / generate  (rounds, policies, warps, acceptance: torch, the code that is proved)
-          |  tokens, logits, taps         |  taps, proposals
+          |  tokens, logits, aux hidden states         |  aux hidden states, proposals
       MLXTarget (mlx-lm model)        MLXDrafter (DFlash, DSpark)          float32 rows cross here (arrays.py)
 
 Nothing is decided here: who accepts is verification/, who draws is sampling/. MLX is an optional dependency; this

@@ -29,7 +29,7 @@ from outrider.drafters.dflash import DFLASH, DFlash, DFlashConfig
 from outrider.drafters.draft import Proposal
 from outrider.drafters.dspark import DSPARK, DSpark
 from outrider.drafters.heads import VanillaMarkov
-from outrider.drafters.layers import Sight, serving_mask
+from outrider.drafters.layers import AttentionPattern, serving_mask
 
 
 def parameters_of(module: Any, ids_Vd: mx.array | None = None) -> dict[str, Any]:
@@ -110,11 +110,11 @@ def _is_copy(matrix: mx.array, module: Any, dtype: mx.Dtype, ids_Vd: mx.array | 
 # ----------------------------------------------------------------------------
 # DFlash's backbone in MLX: the same parameters under the same names as drafters/dflash.py, for serving.
 #
-#     context   H_ctx = RMSNorm(W_c taps) -> K, V of every layer -> appended to its cache
+#     context   H_ctx = RMSNorm(W_c aux hidden states) -> K, V of every layer -> appended to its cache
 #     block     [anchor, mask, ..] attends over [context KV ; block KV]; the block's own rows are forgotten afterwards
 #
 # Source: DFlash, arXiv 2602.06036. Shapes: a leading 1 for the batch, T new tokens, K block rows, S slots, H draft
-# hidden, F = taps x H, G kv heads, E head dim.
+# hidden, F = aux hidden states x H, G kv heads, E head dim.
 # ----------------------------------------------------------------------------
 
 
@@ -179,38 +179,38 @@ class Backbone(nn.Module):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
-        self.sights, self.gamma = config.sights, config.gamma
+        self.attention_patterns, self.gamma = config.attention_patterns, config.gamma
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = [_Layer(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def extend(self, caches: Sequence[KVCache], taps_1TF: mx.array) -> None:
-        """Append the features of committed tokens, raw taps side by side."""
-        context_1TH = self.hidden_norm(self.fc(taps_1TF))
+    def extend(self, caches: Sequence[KVCache], aux_1TF: mx.array) -> None:
+        """Append the features of committed tokens, raw aux hidden states side by side."""
+        context_1TH = self.hidden_norm(self.fc(aux_1TF))
         for layer, cache in zip(self.layers, caches, strict=True):
             layer.self_attn.append(context_1TH, cache)
 
     def __call__(self, caches: Sequence[KVCache], embedded_1KH: mx.array) -> mx.array:
         """One block after the context: normed hidden states of the prediction rows, [1, gamma, H]. No cache grows."""
         start, rows = caches[0].offset, embedded_1KH.shape[1]
-        visible = {sight: _visible(sight, start, rows) for sight in set(self.sights)}
+        visible = {pattern: _visible(pattern, start, rows) for pattern in set(self.attention_patterns)}
         x_1KH = embedded_1KH
-        for layer, cache, sight in zip(self.layers, caches, self.sights, strict=True):
-            x_1KH = layer(x_1KH, cache, visible[sight])
+        for layer, cache, pattern in zip(self.layers, caches, self.attention_patterns, strict=True):
+            x_1KH = layer(x_1KH, cache, visible[pattern])
         return self.norm(x_1KH[:, -self.gamma :])
 
 
-def _visible(sight: Sight, length: int, rows: int) -> mx.array | None:
+def _visible(pattern: AttentionPattern, length: int, rows: int) -> mx.array | None:
     """What the rows of a block see, [K, S]; None: everything."""
-    visible_KS = serving_mask(sight, length, rows)
+    visible_KS = serving_mask(pattern, length, rows)
     return None if visible_KS is None else to_mlx(visible_KS)
 
 
 # ----------------------------------------------------------------------------
 # DFlash and DSpark over an MLX target: the backbone and the matrices over the vocabulary in MLX, the walk as ever.
 #
-#     taps -> extend -> draft cache          anchor -> block in MLX -> h_1..h_K -> sample_chain -> Proposal
+#     aux hidden states -> extend -> draft cache          anchor -> block in MLX -> h_1..h_K -> sample_chain -> Proposal
 #                                                       U_k = head h_k and W2 l_k in MLX, asked for by the walk
 #
 # The walk through the block (drafters/chain.py) draws, warps and stops at low confidence; it is the code that every
@@ -241,7 +241,7 @@ class MLXDrafter:
         serving = checkpoint.serving()
         serving.check(config)
         check_embedding_scale(serving.embedding_scale, target.embed_scale, target.name)
-        self.config, self.taps, self.gamma = config, tuple(config.target_layer_ids), config.gamma
+        self.config, self.aux_layers, self.gamma = config, tuple(config.target_layer_ids), config.gamma
         self.embed_scale, self.dtype = target.embed_scale, target.dtype
         self.embed, _ = shared_or_own(serving.embedding_VH, target.embed, target.dtype)
         ids_Vd = None if serving.draft_ids_Vd is None else to_mlx(serving.draft_ids_Vd)
@@ -260,11 +260,11 @@ class MLXDrafter:
         return [KVCache() for _ in range(self.config.num_hidden_layers)]
 
     def extend(
-        self, sessions: Sequence[list[KVCache]], tokens: Sequence[Sequence[int]], taps_TLD: Tensor | None
+        self, sessions: Sequence[list[KVCache]], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None
     ) -> None:
-        """Append the features of newly committed tokens (raw taps, session after session)."""
-        assert taps_TLD is not None
-        for session, part in zip(sessions, taps_TLD.split([len(part) for part in tokens]), strict=True):
+        """Append the features of newly committed tokens (raw aux hidden states, session after session)."""
+        assert aux_TLD is not None
+        for session, part in zip(sessions, aux_TLD.split([len(part) for part in tokens]), strict=True):
             self.backbone.extend(session, to_mlx(part.flatten(1))[None].astype(self.dtype))
             mx.async_eval([cache.state for cache in session])  # begun, not waited for
 
@@ -273,10 +273,12 @@ class MLXDrafter:
         block = mx.array([[anchor] + [self.config.mask_token_id] * (self.config.block_size - 1)])
         return to_torch(self.backbone(session, self.embed(block) * self.embed_scale)[0])
 
-    def propose(self, calls: Sequence[DraftCall], floor: float = 0.0) -> list[Proposal]:
-        """Draft for every call, gamma tokens each at most, while c_k is at least `floor`."""
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+        """Draft for every call, gamma tokens each at most, while c_k is at least `min_confidence`."""
         hidden_RKH = torch.stack([self.block_hidden(call.session, call.anchor) for call in calls])
-        return sample_chain(self.head, hidden_RKH[:, : longest_draft(calls, self.gamma)], calls, self.heads, floor)
+        return sample_chain(
+            self.head, hidden_RKH[:, : longest_draft(calls, self.gamma)], calls, self.heads, min_confidence
+        )
 
 
 def _backbone(module: DFlash, dtype: mx.Dtype) -> Backbone:

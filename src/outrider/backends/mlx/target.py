@@ -1,7 +1,7 @@
 """torch <-> MLX: float32 rows by way of numpy, which both read from memory.
 
 On Apple silicon both sides share that memory, so a row costs a copy and no transfer; what crosses is small (a block's
-logits, taps of committed tokens), and whoever converts waits until MLX has computed it.
+logits, aux hidden states of committed tokens), and whoever converts waits until MLX has computed it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from outrider.target.hub import resolve_model
-from outrider.target.model import check_taps
+from outrider.target.model import check_aux_layers
 
 
 def to_torch(x: mx.array) -> Tensor:
@@ -73,9 +73,10 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------
-# What goes into the layers of an mlx-lm model and what comes out: taps, and calls that can be made again.
+# What goes into the layers of an mlx-lm model and what comes out: aux hidden states, and calls that can be made again.
 #
-#     layer(x, mask, cache)  ->  h          tap i = h of layer i, tap -1 = x of layer 0 (the scaled embedding)
+#     layer(x, mask, cache)  ->  h          aux layer i = h of layer i, aux layer -1 = x of layer 0 (the scaled
+#     embedding)
 #
 # mlx-lm's modules have no hooks, so each layer's class is replaced by a subclass that notes the call and is otherwise
 # the
@@ -176,7 +177,7 @@ class MLXCache:
         self.length += count
         self._calls = {i: calls[i] for i in self.recurrent}
 
-    def settle(self) -> None:
+    def recover_interrupted_write(self) -> None:
         """Compute what is pending: a long prompt must not pile up a graph."""
         mx.eval([layer.state for layer in self.layers])
         self._before, self._calls = {}, {}
@@ -212,9 +213,10 @@ def _cut(layer: Any, count: int) -> None:
 
 
 # ----------------------------------------------------------------------------
-# An mlx-lm model as a target: tokens in, logits and taps out, a cache that rolls back.
+# An mlx-lm model as a target: tokens in, logits and aux hidden states out, a cache that rolls back.
 #
-#     tokens_BT, cache -> mlx-lm's own forward -> logits at the last tokens [B, n, V], taps [B, T, L, D]       B = 1
+#     tokens_BT, cache -> mlx-lm's own forward -> logits at the last tokens [B, n, V], aux hidden states [B, T, L, D]
+#        B = 1
 #
 # The model is used as it is, quantised or not; its layers are only listened to (layers.py). How a family scales its
 # embeddings is read off the input of layer 0, not kept in a table: mlx-lm does it inside each model's own forward.
@@ -230,7 +232,7 @@ class MLXOutput:
     """What one forward returns, in float32 on the CPU."""
 
     logits_BTV: Tensor | None
-    taps_BTLD: Tensor | None
+    aux_BTLD: Tensor | None
 
 
 class MLXTarget:
@@ -270,9 +272,9 @@ class MLXTarget:
         given, plain = calls[0].x.astype(mx.float32), self.embed(probes).astype(mx.float32)
         return ((given * plain).sum() / (plain * plain).sum()).item()
 
-    def check_taps(self, taps: Sequence[int], final: bool = False) -> tuple[int, ...]:
-        """The taps, ascending; ValueError where they do not fit (target/model.py)."""
-        return check_taps(self.num_layers, taps, final)
+    def check_aux_layers(self, aux_layers: Sequence[int], final: bool = False) -> tuple[int, ...]:
+        """The aux hidden states, ascending; ValueError where they do not fit (target/model.py)."""
+        return check_aux_layers(self.num_layers, aux_layers, final)
 
     def check_trees(self) -> None:
         """Refuse draft trees: mlx-lm's attention knows no branches.
@@ -290,7 +292,7 @@ class MLXTarget:
         self,
         tokens_BT: Tensor,
         cache: MLXCache,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
         logits: int | None = 1,
         parents: Sequence[int] | None = None,
     ) -> MLXOutput:
@@ -304,17 +306,17 @@ class MLXTarget:
         B, T = tokens_BT.shape
         assert B == 1, f"the MLX backend reads one request at a time, not {B}"
         cache.remember()
-        inputs = [0 if tap == -1 else tap for tap in taps]  # tap -1 goes into layer 0
+        inputs = [0 if aux_layer == -1 else aux_layer for aux_layer in aux_layers]  # aux layer -1 goes into layer 0
         with self.log.noting([*inputs, *cache.recurrent]) as calls:
             logits_BTV = self.model(to_mlx(tokens_BT), cache=cache.layers)
         cache.grown(T, calls)
-        captured = [calls[0].x if tap == -1 else calls[tap].output for tap in taps]
-        taps_BTLD = to_torch(mx.stack(captured, axis=2)) if taps else None
+        captured = [calls[0].x if aux_layer == -1 else calls[aux_layer].output for aux_layer in aux_layers]
+        aux_BTLD = to_torch(mx.stack(captured, axis=2)) if aux_layers else None
         if logits == 0:
-            cache.settle()  # never read, so the head was not computed
-            return MLXOutput(None, taps_BTLD)
+            cache.recover_interrupted_write()  # never read, so the head was not computed
+            return MLXOutput(None, aux_BTLD)
         wanted = T if logits is None else logits
-        return MLXOutput(to_torch(logits_BTV[:, T - wanted :]), taps_BTLD)
+        return MLXOutput(to_torch(logits_BTV[:, T - wanted :]), aux_BTLD)
 
 
 def load_mlx_target(id_or_dir: str) -> MLXTarget:

@@ -81,14 +81,16 @@ class Fields:
         return value
 
     def integers(self, name: str, low: int, high: int, default: Any = _REQUIRED) -> tuple[int, ...]:
-        """A list of integers, ascending and distinct: engines tap layers in this order whatever the list's."""
+        """A list of integers, ascending and distinct: engines aux layer layers in this order whatever the list's."""
         value = self._value(name, default)
         if not isinstance(value, Sequence) or isinstance(value, str) or not value:
             raise self.refuse(name, "a list of integers")
         if any(isinstance(one, bool) or not isinstance(one, int) or not low <= one <= high for one in value):
             raise self.refuse(name, f"a list of integers from {low} to {high}")
         if list(value) != sorted(set(value)):
-            raise self.refuse(name, "ascending, each id once: engines tap layers in this order whatever the list says")
+            raise self.refuse(
+                name, "ascending, each id once: engines aux layer layers in this order whatever the list says"
+            )
         return tuple(value)
 
     def texts(self, name: str, default: Any = _REQUIRED) -> tuple[str, ...]:
@@ -120,12 +122,12 @@ class Fields:
 
 
 @dataclass(frozen=True)
-class Parts:
+class DrafterWeights:
     """A drafter as plain data.
 
     Attributes:
         method: of drafters/registry.py; `config` is its dataclass.
-        tensors: the module's, under our names; they take raw taps.
+        tensors: the module's, under our names; they take raw aux hidden states.
         draft_ids_Vd: int64, the target's id of every draft token; None: the draft vocabulary is the target's.
         head: the drafter's own LM head, [Vd, H], or [M, Vd, H] with one for each of its heads; None: the target's.
         embedding_VH: the drafter's own token embedding; None: the target's.
@@ -168,7 +170,7 @@ class TargetFacts:
 
 
 @dataclass(frozen=True)
-class Written:
+class ExportedCheckpoint:
     """The content of config.json and model.safetensors, and what was left out."""
 
     config: dict[str, Any]
@@ -192,14 +194,14 @@ class Dialect(Protocol):
     def reads(self, raw: Mapping[str, Any]) -> bool:
         """Whether this config.json is written in it."""
 
-    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> Parts:
+    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
         """The drafter.
 
         Raises:
             ValueError: naming a field or tensor that is missing, of the wrong kind or size, or unsupported.
         """
 
-    def write(self, parts: Parts, target: TargetFacts | None) -> Written:
+    def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         """config.json, every field explicit, and tensors.
 
         Raises:

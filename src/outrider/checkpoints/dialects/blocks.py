@@ -17,8 +17,8 @@ from outrider.checkpoints.dialects.base import (
     LONGEST_CONTEXT,
     MOST_DRAFTS,
     MOST_LAYERS,
+    DrafterWeights,
     Fields,
-    Parts,
     Source,
     TargetFacts,
     draft_mask,
@@ -193,7 +193,7 @@ class BlockFields(Fields):
             "draft_vocab_size": self.integer("draft_vocab_size", high=LARGEST_VOCABULARY, default=vocab_size),
         }
 
-    def taps(self, default: Callable[[int, int], Sequence[int]] | None = None, count: int = 0) -> tuple[int, ...]:
+    def aux_layers(self, default: Callable[[int, int], Sequence[int]] | None = None, count: int = 0) -> tuple[int, ...]:
         """target_layer_ids; `default` makes `count` of them for a target's depth where the config has none."""
         if default is not None and "target_layer_ids" not in self:
             return tuple(default(self.depth, count))
@@ -219,7 +219,7 @@ def raised(raw: Mapping[str, Any], nested: str, names: Sequence[str], where: str
     return merged
 
 
-def read_vocabulary(method: Method, config: Any, tensors: Mapping[str, Tensor], source: Source) -> Parts:
+def read_vocabulary(method: Method, config: Any, tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
     """Parts with the draft vocabulary, head and embedding apart from the module's tensors."""
     rest = dict(tensors)
     ids_Vd = take_draft_ids(rest, config.vocab_size, config.draft_vocab_size, source.where)
@@ -231,10 +231,10 @@ def read_vocabulary(method: Method, config: Any, tensors: Mapping[str, Tensor], 
             raise ValueError(
                 f"{source.where}: {name} has shape {list(tensor.shape)}, config.json implies {list(wanted)}."
             )
-    return Parts(method, config, rest, ids_Vd, own["lm_head.weight"], own["embed_tokens.weight"])
+    return DrafterWeights(method, config, rest, ids_Vd, own["lm_head.weight"], own["embed_tokens.weight"])
 
 
-def write_vocabulary(parts: Parts, mask: bool = False) -> dict[str, Tensor]:
+def write_vocabulary(parts: DrafterWeights, mask: bool = False) -> dict[str, Tensor]:
     """The module's tensors, and head, embedding and draft vocabulary where they are not the target's.
 
     Args:
@@ -252,7 +252,7 @@ def write_vocabulary(parts: Parts, mask: bool = False) -> dict[str, Tensor]:
     return tensors
 
 
-def with_target_tensors(parts: Parts, target: TargetFacts | None, embedding: bool = True) -> Parts:
+def with_target_tensors(parts: DrafterWeights, target: TargetFacts | None, embedding: bool = True) -> DrafterWeights:
     """The target's head (and embedding) in the places of those that the drafter does not have itself."""
     if target is None:
         return parts

@@ -1,4 +1,4 @@
-"""DeepSpec's DSpark: `architectures: ["Qwen3DSparkModel"]`, taps and mask at the top level.
+"""DeepSpec's DSpark: `architectures: ["Qwen3DSparkModel"]`, aux hidden states and mask at the top level.
 
     tensors   z-lab's and markov_head.*, confidence_head.proj.*, embed_tokens, lm_head
     block     the anchor is the first prediction position; `sample_from_anchor: false` is z-lab's layout
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.checkpoints.dialects.base import WIDEST, Fields, Parts, Source, TargetFacts, Written
+from outrider.checkpoints.dialects.base import WIDEST, DrafterWeights, ExportedCheckpoint, Fields, Source, TargetFacts
 from outrider.checkpoints.dialects.blocks import (
     BlockFields,
     check_plain_logits,
@@ -76,7 +76,7 @@ class DeepSpec:
         named = raw.get("architectures") or []
         return self.spelling in named or ("DSparkDraftModel" in named and raw.get("model_type") == "qwen3")
 
-    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> Parts:
+    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
         fields = BlockFields(raw, source, self.name, nested="dflash_config")
         backbone = read_backbone(fields)
         for name in ("output_multiplier", "final_logit_softcapping"):
@@ -86,12 +86,12 @@ class DeepSpec:
             **backbone,
             **fields.block(backbone["vocab_size"]),
             **read_heads(fields),
-            target_layer_ids=fields.taps(),
+            target_layer_ids=fields.aux_layers(),
             num_target_layers=fields.depth,
         )
         return read_vocabulary(DSPARK, config, tensors, source)
 
-    def write(self, parts: Parts, target: TargetFacts | None) -> Written:
+    def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         """With a target, embedding and head are written too: DeepSpec's own loader has them as parameters."""
         config = as_dspark(parts.config)
         check_plain_logits(config, self.name)
@@ -105,4 +105,4 @@ class DeepSpec:
             "target_layer_ids": list(config.target_layer_ids),
             **write_heads(config),
         }
-        return Written(fields, write_vocabulary(with_target_tensors(parts, target)))
+        return ExportedCheckpoint(fields, write_vocabulary(with_target_tensors(parts, target)))

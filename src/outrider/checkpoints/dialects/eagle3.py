@@ -2,7 +2,8 @@
 
     tensors   midlayer.* (ours too) or layers.0.*, fc, norm, lm_head (trained, the drafter's own), d2t, t2d,
               input_norm or fc_norm.{i}, embed_tokens where it is not the target's
-    taps      eagle_aux_hidden_state_layer_ids at the top level counts hidden states (vLLM), one more than our ids;
+    aux hidden states      eagle_aux_hidden_state_layer_ids at the top level counts hidden states (vLLM), one more than
+    our ids;
               inside `eagle_config` it counts layer outputs (SGLang, which adds the one itself), as our ids do;
               target_layer_ids (DeepSpec's Qwen3Eagle3Model) counts layer outputs too;
               none of them: layers 2, L / 2 and L - 3 read them
@@ -23,11 +24,11 @@ from outrider.checkpoints.dialects.base import (
     LARGEST_VOCABULARY,
     MOST_DRAFTS,
     MOST_LAYERS,
+    DrafterWeights,
+    ExportedCheckpoint,
     Fields,
-    Parts,
     Source,
     TargetFacts,
-    Written,
     draft_length,
     target_depth,
     write_extras,
@@ -40,7 +41,7 @@ from outrider.checkpoints.dialects.blocks import (
     with_target_tensors,
     write_vocabulary,
 )
-from outrider.drafters.eagle3 import EAGLE3, Eagle3Config, eagle_taps
+from outrider.drafters.eagle3 import EAGLE3, Eagle3Config, eagle_aux_layers
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias")
 LAYERS, PLAIN = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
@@ -66,52 +67,54 @@ class Eagle3Dialect:
         base = "LlamaForCausalLM" in named and raw.get("model_type") == "llama" and raw.get("num_hidden_layers") == 1
         return base and "draft_vocab_size" in raw
 
-    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> Parts:
+    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
         nested = ("norm_before_fc", "use_aux_hidden_state")
         fields = Fields(raised(raw, "eagle_config", nested, source.where, self.name), source.where, self.name)
         if not fields.flag("use_aux_hidden_state", True):
-            raise fields.refuse("use_aux_hidden_state", "true: EAGLE-3 drafts from taps")
+            raise fields.refuse("use_aux_hidden_state", "true: EAGLE-3 drafts from aux hidden states")
         depth = target_depth(fields, source)
         trained_for = fields.integer("ttt_length", high=MOST_DRAFTS, default=Eagle3Config.gamma)
         gamma = draft_length(fields, trained_for)
-        return read_eagle3(fields, _taps(fields, depth), depth, gamma, tensors, source)
+        return read_eagle3(fields, _aux_hidden_states(fields, depth), depth, gamma, tensors, source)
 
-    def write(self, parts: Parts, target: TargetFacts | None) -> Written:
+    def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         parts = with_target_tensors(parts, target, embedding=False)
         if parts.head is None:
             raise ValueError("the EAGLE-3 dialect stores lm_head.weight: name the target whose head it is (--target).")
         config = parts.config
-        taps = list(config.target_layer_ids)
+        aux_layers = list(config.target_layer_ids)
         fields = {
             **write_eagle3(config),
             "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else self.spelling],
             "draft_vocab_size": config.draft_vocab_size,
             **{name: getattr(config, name) for name in FLAGS},
             "target_hidden_size": config.hidden_size,
-            "num_aux_hidden_states": len(taps),
-            LAYERS: [tap + 1 for tap in taps],
+            "num_aux_hidden_states": len(aux_layers),
+            LAYERS: [aux_layer + 1 for aux_layer in aux_layers],
             "eagle_config": {
-                LAYERS: taps,
+                LAYERS: aux_layers,
                 "use_aux_hidden_state": True,
                 "norm_before_fc": config.norm_before_fc,
             },
             **write_extras(config),
         }
-        return Written(fields, write_vocabulary(parts, mask=True))
+        return ExportedCheckpoint(fields, write_vocabulary(parts, mask=True))
 
 
-def _taps(fields: Fields, depth: int) -> tuple[int, ...]:
+def _aux_hidden_states(fields: Fields, depth: int) -> tuple[int, ...]:
     """Our ids, from whichever convention the config follows."""
     nested = fields.section("eagle_config", {})
     outputs = nested.integers(LAYERS, -1, depth - 1) if nested.raw(LAYERS) else None
     states = tuple(i - 1 for i in fields.integers(LAYERS, 0, depth)) if fields.raw(LAYERS) else None
     if outputs is not None and states is not None and outputs != states:
-        raise fields.refuse(LAYERS, f"{[tap + 1 for tap in outputs]}, one more than eagle_config's layer outputs")
+        raise fields.refuse(
+            LAYERS, f"{[aux_layer + 1 for aux_layer in outputs]}, one more than eagle_config's layer outputs"
+        )
     found = outputs or states
     plain = fields.integers(PLAIN, -1, depth - 1) if fields.raw(PLAIN) else None
     if found is not None and plain is not None and plain != found:
         raise fields.refuse(PLAIN, f"{list(found)}, the layer outputs that {LAYERS} means")
-    return found or plain or tuple(eagle_taps(depth))
+    return found or plain or tuple(eagle_aux_layers(depth))
 
 
 def write_eagle3(config: Eagle3Config) -> dict[str, Any]:
@@ -134,15 +137,15 @@ def write_eagle3(config: Eagle3Config) -> dict[str, Any]:
 
 
 def read_eagle3(
-    fields: Fields, taps: tuple[int, ...], depth: int, gamma: int, tensors: Mapping[str, Tensor], source: Source
-) -> Parts:
-    """The drafter, once its taps are known: fields of the layer and flags, at one level."""
+    fields: Fields, aux_layers: tuple[int, ...], depth: int, gamma: int, tensors: Mapping[str, Tensor], source: Source
+) -> DrafterWeights:
+    """The drafter, once its aux hidden states are known: fields of the layer and flags, at one level."""
     if fields.integer("num_hidden_layers", high=MOST_LAYERS, default=1) != 1:
         raise fields.refuse("num_hidden_layers", "1: EAGLE-3 drafters have one layer here")
     if set(fields.texts("layer_types", ("full_attention",))) != {"full_attention"}:
         raise fields.refuse("layer_types", "full_attention: EAGLE-3 drafters have no sliding window here")
     shapes = read_shapes(fields, biases=True, llama_defaults=True)
-    for name, wanted in (("target_hidden_size", shapes["hidden_size"]), ("num_aux_hidden_states", len(taps))):
+    for name, wanted in (("target_hidden_size", shapes["hidden_size"]), ("num_aux_hidden_states", len(aux_layers))):
         if fields.integer(name, default=wanted) != wanted:
             raise fields.refuse(name, str(wanted))
     if fields.flag("bias", False):
@@ -155,7 +158,7 @@ def read_eagle3(
     config = Eagle3Config(
         **shapes,
         draft_vocab_size=fields.integer("draft_vocab_size", high=LARGEST_VOCABULARY, default=shapes["vocab_size"]),
-        target_layer_ids=taps,
+        target_layer_ids=aux_layers,
         num_target_layers=depth,
         gamma=gamma,
         **{name: fields.flag(name, False) for name in FLAGS},

@@ -21,11 +21,11 @@ from outrider.checkpoints.dialects.base import (
     LARGEST_VOCABULARY,
     MOST_DRAFTS,
     MOST_LAYERS,
+    DrafterWeights,
+    ExportedCheckpoint,
     Fields,
-    Parts,
     Source,
     TargetFacts,
-    Written,
     target_depth,
     write_extras,
 )
@@ -45,7 +45,7 @@ class MedusaDialect:
     def reads(self, raw: Mapping[str, Any]) -> bool:
         return raw.get("model_type") == "medusa" or "medusa_num_heads" in raw
 
-    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> Parts:
+    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
         fields = Fields(raw, source.where, self.name)
         rest = {_our_name(name): tensor for name, tensor in tensors.items()}
         old = "medusa_num_heads" in fields
@@ -72,9 +72,9 @@ class MedusaDialect:
         for name in [name for name in rest if name.startswith("blocks.") and name.endswith(".weight")]:
             # vLLM's layers have no bias unless the config says so; ours always have one.
             rest.setdefault(name.removesuffix("weight") + "bias", rest[name].new_zeros(config.hidden_size))
-        return Parts(MEDUSA, config, rest, ids, head)
+        return DrafterWeights(MEDUSA, config, rest, ids, head)
 
-    def write(self, parts: Parts, target: TargetFacts | None) -> Written:
+    def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         parts = with_target_tensors(parts, target, embedding=False)
         if parts.head is None:
             raise ValueError("the Medusa dialect stores the LM head: name the target whose head it is (--target).")
@@ -103,7 +103,7 @@ class MedusaDialect:
             tensors[f"lm_heads.{h}.weight"] = head_VdH
         if parts.draft_ids_Vd is not None:
             tensors["token_map"] = parts.draft_ids_Vd
-        return Written(fields, tensors)
+        return ExportedCheckpoint(fields, tensors)
 
 
 def _our_name(name: str) -> str:

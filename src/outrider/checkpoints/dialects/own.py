@@ -19,11 +19,11 @@ from outrider.checkpoints.dialects.base import (
     MOST_DRAFTS,
     MOST_LAYERS,
     WIDEST,
+    DrafterWeights,
+    ExportedCheckpoint,
     Fields,
-    Parts,
     Source,
     TargetFacts,
-    Written,
 )
 from outrider.checkpoints.dialects.blocks import read_vocabulary, write_vocabulary
 from outrider.drafters.base import Method
@@ -54,7 +54,7 @@ class Own:
     def reads(self, raw: Mapping[str, Any]) -> bool:
         return self.spelling in (raw.get("architectures") or [])
 
-    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> Parts:
+    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
         kinds = typing.get_type_hints(self._method.config)
         wanted = [field.name for field in dataclasses.fields(self._method.config)]
         if unknown := sorted(set(raw) - set(wanted) - _BESIDE):
@@ -64,9 +64,9 @@ class Own:
         config = self._method.config(**given)
         return read_vocabulary(self._method, config, tensors, source)
 
-    def write(self, parts: Parts, target: TargetFacts | None) -> Written:
+    def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         own = {"architectures": [self.spelling], "algorithm": self._method.name, "model_type": _TYPE}
-        return Written({**own, **dataclasses.asdict(parts.config)}, write_vocabulary(parts))
+        return ExportedCheckpoint({**own, **dataclasses.asdict(parts.config)}, write_vocabulary(parts))
 
 
 def _value(fields: Fields, name: str, kind: Any) -> Any:

@@ -6,7 +6,7 @@
     eagle3           layers.0.* for our midlayer.*; eagle_aux_hidden_state_layer_ids and the norm flags
     mtp              mtp_layers.0.*: one module of a Qwen3-shaped target, the whole vocabulary
 
-Taps are hidden states, one more than our ids. Source: speculators 0.9.0.
+Aux hidden states are hidden states, one more than our ids. Source: speculators 0.9.0.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from outrider.checkpoints.dialects.base import (
     LARGEST_VOCABULARY,
     MOST_DRAFTS,
     MOST_LAYERS,
+    DrafterWeights,
+    ExportedCheckpoint,
     Fields,
-    Parts,
     Source,
     TargetFacts,
-    Written,
     target_depth,
     write_extras,
 )
@@ -45,7 +45,7 @@ from outrider.checkpoints.dialects.zlab import read_own, write_own
 from outrider.drafters.dflash import DFLASH, DFlashConfig
 from outrider.drafters.dflash2 import DFLASH2, DFlash2Config
 from outrider.drafters.dspark import DSPARK, DSparkConfig
-from outrider.drafters.eagle3 import Eagle3Config, eagle_taps
+from outrider.drafters.eagle3 import Eagle3Config, eagle_aux_layers
 from outrider.drafters.mtp import MTP_METHOD, MTPConfig
 from outrider.utils.device import dtype_name
 
@@ -62,23 +62,23 @@ _MTP_NAMES = {  # ours (of module 0) -> theirs; the names of the transformer lay
 _OUR_MODULE, _THEIR_MODULE = "depths.0.", "mtp_layers.0."
 
 
-def _taps(fields: Fields, name: str, depth: int) -> tuple[int, ...]:
+def _aux_hidden_states(fields: Fields, name: str, depth: int) -> tuple[int, ...]:
     """Our ids; the library's default where the config has none."""
     if name not in fields:
-        return tuple(eagle_taps(depth))
+        return tuple(eagle_aux_layers(depth))
     return tuple(state - 1 for state in fields.integers(name, low=0, high=depth))
 
 
 def _read_dflash(
     fields: Fields, depth: int, drafts: int | None, tensors: Mapping[str, Tensor], source: Source
-) -> Parts:
+) -> DrafterWeights:
     config = DFlashConfig(**_read_block(fields, depth), sample_from_anchor=fields.flag("sample_from_anchor", False))
     return _checked(read_vocabulary(DFLASH, config, tensors, source), fields, drafts)
 
 
 def _read_dflash2(
     fields: Fields, depth: int, drafts: int | None, tensors: Mapping[str, Tensor], source: Source
-) -> Parts:
+) -> DrafterWeights:
     own = read_own(fields) | {"sample_from_anchor": fields.flag("sample_from_anchor", False)}
     config = DFlash2Config(**_read_block(fields, depth, both_ways=True), **own)
     return _checked(read_vocabulary(DFLASH2, config, tensors, source), fields, drafts)
@@ -86,7 +86,7 @@ def _read_dflash2(
 
 def _read_dspark(
     fields: Fields, depth: int, drafts: int | None, tensors: Mapping[str, Tensor], source: Source
-) -> Parts:
+) -> DrafterWeights:
     config = DSparkConfig(**_read_block(fields, depth), **read_heads(fields, confidence=True))
     return _checked(read_vocabulary(DSPARK, config, tensors, source), fields, drafts)
 
@@ -101,12 +101,12 @@ def _read_block(fields: Fields, depth: int, both_ways: bool = False) -> dict[str
         "draft_vocab_size": fields.integer("draft_vocab_size", high=LARGEST_VOCABULARY),
         "block_size": fields.integer("block_size", high=MOST_DRAFTS),
         "mask_token_id": fields.integer("mask_token_id", low=0, high=backbone["vocab_size"] - 1),
-        "target_layer_ids": _taps(fields, _BLOCK_TAPS, depth),
+        "target_layer_ids": _aux_hidden_states(fields, _BLOCK_TAPS, depth),
         "num_target_layers": depth,
     }
 
 
-def _checked(parts: Parts, fields: Fields, drafts: int | None) -> Parts:
+def _checked(parts: DrafterWeights, fields: Fields, drafts: int | None) -> DrafterWeights:
     """The envelope's number of drafts is at most the block's, which is what decides."""
     gamma = parts.config.gamma
     if drafts is not None and drafts > gamma:
@@ -123,12 +123,12 @@ def _same_hidden_size(fields: Fields) -> None:
         raise fields.refuse("target_hidden_size", f"hidden_size {hidden}: drafters here are as wide as their target")
 
 
-def _write_dflash(parts: Parts) -> Fragments:
+def _write_dflash(parts: DrafterWeights) -> Fragments:
     config = parts.config
     return {**_write_block(config), "sample_from_anchor": config.sample_from_anchor}, *_layers(parts)
 
 
-def _write_dflash2(parts: Parts) -> Fragments:
+def _write_dflash2(parts: DrafterWeights) -> Fragments:
     """The library's candidates are of the whole vocabulary, and masks alone draft."""
     config = parts.config
     for name, wanted in (("draft_vocab_size", config.vocab_size), ("sample_from_anchor", False)):
@@ -141,11 +141,11 @@ def _write_dflash2(parts: Parts) -> Fragments:
     return {**fields, **write_own(config)}, layers, tensors
 
 
-def _write_dspark(parts: Parts) -> Fragments:
+def _write_dspark(parts: DrafterWeights) -> Fragments:
     return {**_write_block(parts.config), **write_heads(parts.config)}, *_layers(parts)
 
 
-def _layers(parts: Parts) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _layers(parts: DrafterWeights) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return write_backbone(parts.config), write_vocabulary(parts, mask=True)
 
 
@@ -156,38 +156,38 @@ def _write_block(config: DFlashConfig) -> dict[str, Any]:
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "target_hidden_size": config.hidden_size,
-        _BLOCK_TAPS: [tap + 1 for tap in config.target_layer_ids],
+        _BLOCK_TAPS: [aux_layer + 1 for aux_layer in config.target_layer_ids],
         "sliding_window_non_causal": not _sliding_is_causal(config),
     }
 
 
 def _sliding_is_causal(config: DFlashConfig) -> bool:
-    if any(sight.causal and sight.window is None for sight in config.sights):
+    if any(pattern.causal and pattern.window is None for pattern in config.attention_patterns):
         raise ValueError(
             "is_causal true has no place in the speculators dialect but for sliding layers: its full ones never are. "
             "Train with is_causal false, or serve with Outrider."
         )
-    return any(sight.causal for sight in config.sights)
+    return any(pattern.causal for pattern in config.attention_patterns)
 
 
 def _read_eagle3(
     fields: Fields, depth: int, drafts: int | None, tensors: Mapping[str, Tensor], source: Source
-) -> Parts:
+) -> DrafterWeights:
     _same_hidden_size(fields)
     outer: dict[str, Any] = {name: fields.flag(name, False) for name in _EAGLE_FLAGS}
     outer["draft_vocab_size"] = fields.integer("draft_vocab_size", high=LARGEST_VOCABULARY)
     layers = fields.section("transformer_layer_config").replaced(outer)
     gamma = Eagle3Config.gamma if drafts is None else drafts
-    return read_eagle3(layers, _taps(fields, LAYERS, depth), depth, gamma, tensors, source)
+    return read_eagle3(layers, _aux_hidden_states(fields, LAYERS, depth), depth, gamma, tensors, source)
 
 
-def _write_eagle3(parts: Parts) -> Fragments:
-    """vLLM counts taps by `num_aux_hidden_states` of the layer's config."""
+def _write_eagle3(parts: DrafterWeights) -> Fragments:
+    """vLLM counts aux hidden states by `num_aux_hidden_states` of the layer's config."""
     config = parts.config
     fields = {
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.hidden_size,
-        LAYERS: [tap + 1 for tap in config.target_layer_ids],
+        LAYERS: [aux_layer + 1 for aux_layer in config.target_layer_ids],
         "embed_requires_grad": False,
         **{name: getattr(config, name) for name in _EAGLE_FLAGS},
     }
@@ -198,7 +198,9 @@ def _write_eagle3(parts: Parts) -> Fragments:
     return fields, layers, tensors
 
 
-def _read_mtp(fields: Fields, depth: int, drafts: int | None, tensors: Mapping[str, Tensor], source: Source) -> Parts:
+def _read_mtp(
+    fields: Fields, depth: int, drafts: int | None, tensors: Mapping[str, Tensor], source: Source
+) -> DrafterWeights:
     layers = fields.section("transformer_layer_config")
     if layers.text("model_type") != "qwen3":
         raise layers.refuse("model_type", "qwen3: MTP modules with other layers are not supported")
@@ -216,7 +218,7 @@ def _read_mtp(fields: Fields, depth: int, drafts: int | None, tensors: Mapping[s
     return read_vocabulary(MTP_METHOD, config, _renamed(tensors, to_ours=True), source)
 
 
-def _write_mtp(parts: Parts) -> Fragments:
+def _write_mtp(parts: DrafterWeights) -> Fragments:
     config = parts.config
     for name, wanted in (("num_modules", 1), ("qk_norm", True), ("draft_vocab_size", config.vocab_size)):
         if getattr(config, name) != wanted:
@@ -261,7 +263,7 @@ def _renamed(tensors: Mapping[str, Tensor], to_ours: bool) -> dict[str, Tensor]:
 #     speculators_model_type    eagle3, dflash, dflash2, dspark, mtp
 #     transformer_layer_config  the draft layers, as transformers names them; no model_type beside it
 #     speculators_config        algorithm, how many tokens to propose, and the verifier (the target)
-#     taps                      hidden states, one more than our ids (dialects/speculators_parts.py)
+#     aux hidden states                      hidden states, one more than our ids (dialects/speculators_parts.py)
 #
 # Library and vLLM default several fields differently, so every one is written. Embedding and head come from the
 # verifier, but for the two that the library's own checkpoints store: the head of EAGLE-3 and that of a reduced draft
@@ -285,8 +287,8 @@ class _Algorithm:
     """
 
     architecture: str
-    read: Callable[[Fields, int, int | None, Mapping[str, Tensor], Source], Parts]
-    write: Callable[[Parts], tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]]
+    read: Callable[[Fields, int, int | None, Mapping[str, Tensor], Source], DrafterWeights]
+    write: Callable[[DrafterWeights], tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]]
     stores_head: bool = False
     layers_are_the_targets: bool = False
 
@@ -310,7 +312,7 @@ class Speculators:
     def reads(self, raw: Mapping[str, Any]) -> bool:
         return "speculators_model_type" in raw
 
-    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> Parts:
+    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
         fields = Fields(raw, source.where, self.name)
         algorithm = _ALGORITHMS.get(fields.text("speculators_model_type"))
         if algorithm is None:
@@ -320,7 +322,7 @@ class Speculators:
             source = replace(source, num_target_layers=depth)
         return algorithm.read(fields, target_depth(fields, source), _proposed(fields), tensors, source)
 
-    def write(self, parts: Parts, target: TargetFacts | None) -> Written:
+    def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         algorithm, config = _ALGORITHMS[parts.method.name], parts.config
         if target is None:
             raise ValueError("the speculators dialect names its verifier: say which target this is for (--target).")
@@ -344,7 +346,7 @@ class Speculators:
             "tie_word_embeddings": False,
             "dtype": dtype,
         }
-        return Written({**envelope, **fields, **write_extras(config)}, tensors)
+        return ExportedCheckpoint({**envelope, **fields, **write_extras(config)}, tensors)
 
 
 def _proposed(fields: Fields) -> int | None:

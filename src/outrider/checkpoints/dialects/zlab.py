@@ -1,4 +1,4 @@
-"""z-lab's DFlash: `architectures: ["DFlashDraftModel"]`, taps and mask in `dflash_config`.
+"""z-lab's DFlash: `architectures: ["DFlashDraftModel"]`, aux hidden states and mask in `dflash_config`.
 
     tensors   fc, hidden_norm, norm, layers.{i}.*: our own names; lm_head and d2t only where they are not the target's
     block     1 anchor + (block_size - 1) masks; a mask predicts the token at its own position
@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.checkpoints.dialects.base import Fields, Parts, Source, TargetFacts, Written
+from outrider.checkpoints.dialects.base import DrafterWeights, ExportedCheckpoint, Fields, Source, TargetFacts
 from outrider.checkpoints.dialects.blocks import (
     BlockFields,
     read_backbone,
@@ -27,7 +27,7 @@ from outrider.checkpoints.dialects.blocks import (
     write_backbone,
     write_vocabulary,
 )
-from outrider.drafters.dflash import DFLASH, DFlashConfig, default_taps
+from outrider.drafters.dflash import DFLASH, DFlashConfig, default_aux_layers
 from outrider.drafters.dflash2 import DFLASH2, OWN_FIELDS, DFlash2Config
 
 
@@ -41,16 +41,16 @@ class ZLab:
     def reads(self, raw: Mapping[str, Any]) -> bool:
         return self.spelling in (raw.get("architectures") or [])
 
-    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> Parts:
+    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
         fields = BlockFields(raw, source, self.name, nested="dflash_config")
         cap = fields.number("final_logit_softcapping") if fields.raw("final_logit_softcapping") else None  # 0: none
         scale = fields.number("input_embedding_scale") if "input_embedding_scale" in fields else None
         backbone = read_backbone(fields)
-        taps = fields.taps(default_taps, backbone["num_hidden_layers"])
+        aux_layers = fields.aux_layers(default_aux_layers, backbone["num_hidden_layers"])
         config = DFlashConfig(
             **backbone,
             **fields.block(backbone["vocab_size"]),
-            target_layer_ids=taps,
+            target_layer_ids=aux_layers,
             num_target_layers=fields.depth,
             sample_from_anchor=False,
             output_multiplier=fields.number("output_multiplier", 1.0),
@@ -58,7 +58,7 @@ class ZLab:
         )
         return replace(read_vocabulary(DFLASH, config, tensors, source), embedding_scale=scale)
 
-    def write(self, parts: Parts, target: TargetFacts | None) -> Written:
+    def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         config = parts.config
         if config.sample_from_anchor:
             raise ValueError(
@@ -77,7 +77,7 @@ class ZLab:
             "num_target_layers": config.num_target_layers,
             "dflash_config": section if scale is None else {**section, "input_embedding_scale": scale},
         }
-        return Written(fields, write_vocabulary(parts))
+        return ExportedCheckpoint(fields, write_vocabulary(parts))
 
 
 # ----------------------------------------------------------------------------
@@ -117,12 +117,12 @@ class ZLab2:
         """The speculators library gives its own envelope the same architecture."""
         return self.spelling in (raw.get("architectures") or []) and "speculators_model_type" not in raw
 
-    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> Parts:
+    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
         own = read_own(Fields(raw, source.where, self.name).section("dflash_config"))
         parts = self._zlab.read(raw, tensors, source)
         return replace(parts, method=DFLASH2, config=DFlash2Config(**vars(parts.config), **own))
 
-    def write(self, parts: Parts, target: TargetFacts | None) -> Written:
+    def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         written = self._zlab.write(parts, target)
         nested = {**written.config["dflash_config"], **write_own(parts.config)}
         return replace(written, config={**written.config, "architectures": [self.spelling], "dflash_config": nested})

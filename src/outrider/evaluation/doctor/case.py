@@ -84,11 +84,11 @@ def skipped(reason: str) -> Result:
 #
 #     length(anchor) = 1 + sum_k prod_{i <= k} a_i          a_i = 1 - TV(p_d, p_t): exact acceptance at temperature 1
 #
-# Both variants are measured at the same anchors, so their difference is paired and its noise small: a change of taps,
-# mask token or layout that makes a drafter better by more than noise is a change that undoes a mistake.
+# Both variants are measured at the same anchors, so their difference is paired and its noise small: a change of aux
+# hidden states, mask token or layout that makes a drafter better by more than noise is a change that undoes a mistake.
 # Acceptance at temperature 1 is compared because it is a smooth number where agreement of argmaxes is 0 or 1.
 #
-# Shapes: N anchors, K draft positions, L taps, Vd draft vocab.
+# Shapes: N anchors, K draft positions, L aux layers, Vd draft vocab.
 # ----------------------------------------------------------------------------
 
 
@@ -100,11 +100,11 @@ _GAINS = ((0.02, 3.0), (0.1, 4.0))  # (tokens a round, standard errors) that mak
 
 @dataclass(frozen=True)
 class Variant:
-    """The drafter with some config fields, its taps or its draft vocabulary changed. None: as it is."""
+    """The drafter with some config fields, its aux hidden states or its draft vocabulary changed. None: as it is."""
 
     label: str = "as it is"
     config: dict[str, Any] = field(default_factory=dict)
-    taps: tuple[int, ...] | None = None
+    aux_layers: tuple[int, ...] | None = None
     draft_ids_Vd: Tensor | None = None
 
 
@@ -129,19 +129,19 @@ class Probe:
     """Teacher-forced acceptance of one drafter on some samples."""
 
     def __init__(self, target: Target, drafter: DraftModule, draft_ids_Vd: Tensor, samples: Sequence[Sample]) -> None:
-        assert bool((drafter.tap_scale_L == 1).all()), "a loaded drafter takes raw taps"
+        assert bool((drafter.aux_scale_L == 1).all()), "a loaded drafter takes raw aux hidden states"
         self.target, self.drafter, self.samples = target, drafter, samples
         self.draft_ids_Vd = draft_ids_Vd
-        self.taps = tuple(drafter.config.target_layer_ids)
-        near = {tap + step for tap in self.taps for step in (-1, 0, 1)}
-        self.reachable = tuple(sorted({t for t in near if -1 <= t < target.num_layers - 1} | set(self.taps)))
+        self.aux_layers = tuple(drafter.config.target_layer_ids)
+        near = {aux_layer + step for aux_layer in self.aux_layers for step in (-1, 0, 1)}
+        self.reachable = tuple(sorted({t for t in near if -1 <= t < target.num_layers - 1} | set(self.aux_layers)))
         self.features = self.source(samples)
         schedule = Schedule(samples, 1, _ANCHORS, seed=0)
         self.anchors = [schedule.anchors(i, 0) for i in range(len(samples))]
         self.objective = self.bind(draft_ids_Vd)
 
     def source(self, samples: Sequence[Sample]) -> FeatureSource:
-        """Raw features of `samples` at all taps within one layer of the drafter's own."""
+        """Raw features of `samples` at all aux hidden states within one layer of the drafter's own."""
         ones_L = torch.ones(len(self.reachable), device=self.target.device)
         return FeatureSource(self.target, samples, self.reachable, ones_L, _BUDGET, torch.float32)
 
@@ -149,14 +149,16 @@ class Probe:
         ids = draft_ids_Vd.to(self.target.device)
         return BlockObjective(self.target, ids, inverse_ids(ids, self.target.vocab_size), ObjectiveConfig())
 
-    def tapped(self, features: Features, taps: Sequence[int]) -> Features:
-        """Features with the columns of `taps` only, in that order."""
-        return replace(features, taps_SLD=features.taps_SLD[:, [self.reachable.index(tap) for tap in taps]])
+    def with_aux_layers(self, features: Features, aux_layers: Sequence[int]) -> Features:
+        """Features with the columns of `aux_layers` only, in that order."""
+        return replace(
+            features, aux_SLD=features.aux_SLD[:, [self.reachable.index(aux_layer) for aux_layer in aux_layers]]
+        )
 
     def batch(self, chosen: Sequence[tuple[Sample, Features, list[int]]], variant: Variant) -> BlockBatch:
         """One training batch of (sample, its features, anchors)."""
         samples = [sample for sample, _, _ in chosen]
-        features = [self.tapped(found, variant.taps or self.taps) for _, found, _ in chosen]
+        features = [self.with_aux_layers(found, variant.aux_layers or self.aux_layers) for _, found, _ in chosen]
         places = [(i, anchors) for i, (_, _, anchors) in enumerate(chosen)]
         return build_batch(places, samples, features, self.variant_of(variant).config.gamma)
 
@@ -307,7 +309,7 @@ class Case:
     @cached_property
     def _unusable(self) -> str | None:
         try:
-            check_fits(self.drafter.config, self.target, self.drafter.final_tap)
+            check_fits(self.drafter.config, self.target, self.drafter.reads_final_layer)
         except ValueError:
             return "the drafter does not fit the target"
         if not getattr(self.drafter.config, "plain_logits", True):

@@ -1,6 +1,7 @@
 """Is the drafter connected as it was trained? Each part is exchanged for its likely confusions and measured again.
 
-    taps one layer off, in another order; another mask token; the other block layout; another RoPE base; a sorted d2t
+    aux hidden states one layer off, in another order; another mask token; the other block layout; another RoPE base; a
+    sorted d2t
 
 A trained drafter is best the way it was trained, so an exchange that makes it clearly better names a mistake. An
 exchange that does not proves nothing about mistakes of another kind; the training record (serving.py) is for those.
@@ -55,43 +56,43 @@ def _compare(case: Case, variants: Sequence[Variant], tie: float = 0.0) -> _Comp
     return _Comparison(figure, best, gain(other_N, own_N))
 
 
-def tap_indices(case: Case) -> Result:
-    """Do the taps read the layers the drafter was trained on, or their neighbours?"""
+def aux_indices(case: Case) -> Result:
+    """Do the aux hidden states read the layers the drafter was trained on, or their neighbours?"""
     last = case.target.num_layers - 2
     variants = []
     for step in (-1, 1):
-        shifted = tuple(min(max(tap + step, -1), last) for tap in case.probe.taps)
+        shifted = tuple(min(max(aux_layer + step, -1), last) for aux_layer in case.probe.aux_layers)
         if len(set(shifted)) == len(shifted):
-            variants.append(Variant(f"taps {list(shifted)}", taps=shifted))
+            variants.append(Variant(f"aux_layers {list(shifted)}", aux_layers=shifted))
     if not variants:
-        return skipped("the taps have no neighbours to compare with")
+        return skipped("the aux layers have no neighbours to compare with")
     found = _compare(case, variants)
     if not found.level:
         return ok(found.figure)
     return found.mistake(
-        f"target_layer_ids {list(case.probe.taps)} are off by one: the drafter was trained on the neighbouring layers. "
-        "Conventions differ: here tap i is the output of decoder layer i, which transformers reports as "
+        f"target_layer_ids {list(case.probe.aux_layers)} are off by one: the drafter was trained on the neighbouring "
+        "layers. Conventions differ: here aux layer i is the output of decoder layer i, which transformers reports as "
         "hidden_states[i + 1].",
-        f"Write {found.best.label.replace('taps', 'target_layer_ids')} into the drafter's config.json.",
+        f"Write {found.best.label.replace('aux_layers', 'target_layer_ids')} into the drafter's config.json.",
     )
 
 
-def tap_order(case: Case) -> Result:
-    """Do the columns of fc get the taps in the order they were trained in?"""
-    taps = case.probe.taps
-    if len(taps) < 2:
-        return skipped("one tap has no order")
-    orders = {taps[::-1], *(taps[i:] + taps[:i] for i in range(1, len(taps)))}
-    for i, j in combinations(range(len(taps)), 2):
-        swapped = list(taps)
+def aux_order(case: Case) -> Result:
+    """Do the columns of fc get the aux hidden states in the order they were trained in?"""
+    aux_layers = case.probe.aux_layers
+    if len(aux_layers) < 2:
+        return skipped("one aux layer has no order")
+    orders = {aux_layers[::-1], *(aux_layers[i:] + aux_layers[:i] for i in range(1, len(aux_layers)))}
+    for i, j in combinations(range(len(aux_layers)), 2):
+        swapped = list(aux_layers)
         swapped[i], swapped[j] = swapped[j], swapped[i]
         orders.add(tuple(swapped))
-    found = _compare(case, [Variant(f"order {list(o)}", taps=o) for o in sorted(orders - {taps})])
+    found = _compare(case, [Variant(f"order {list(o)}", aux_layers=o) for o in sorted(orders - {aux_layers})])
     if found.level:
         return found.mistake(
-            f"the taps arrive in another order than in training: target_layer_ids says {list(taps)}, and each slice of "
-            "fc belongs to one tap.",
-            f"The columns of fc.weight stand in the {found.best.label}: sort them by tap, ascending, as engines do.",
+            f"the aux hidden states arrive in another order than in training: target_layer_ids says "
+            f"{list(aux_layers)}, and each slice of fc belongs to one aux layer.",
+            f"The columns of fc.weight stand in the {found.best.label}: sort them by layer, ascending, as engines do.",
         )
     return ok(found.figure)
 
@@ -220,7 +221,7 @@ def tensors(case: Case) -> Result:
 def fits_target(case: Case) -> Result:
     """Was the drafter made for a target of these shapes, and of this name?"""
     try:
-        check_fits(case.drafter.config, case.target, case.drafter.final_tap)
+        check_fits(case.drafter.config, case.target, case.drafter.reads_final_layer)
     except ValueError as error:
         return fault(
             str(error),
@@ -229,9 +230,8 @@ def fits_target(case: Case) -> Result:
         )
     trained_on = case.checkpoint.metadata.get("target")
     config = case.drafter.config
-    figure = (
-        f"hidden size {config.hidden_size}, {config.num_target_layers} layers, taps {list(config.target_layer_ids)}"
-    )
+    layers = list(config.target_layer_ids)
+    figure = f"hidden size {config.hidden_size}, {config.num_target_layers} layers, aux layers {layers}"
     if trained_on is not None and _short(trained_on) != _short(case.target.name):
         return warning(
             f"trained on {trained_on}, examined with {case.target.name}",
@@ -385,9 +385,9 @@ def leak(case: Case) -> Result:
     changed = Sample("changed", sample.tokens[: cut + 1] + noise[cut + 1 :], sample.spans)
     source = probe.source([sample, changed])
     own, future = source[0], source[1]
-    taps_SLD = torch.randn(future.taps_SLD.shape, generator=generator).to(own.taps_SLD) * own.taps_SLD.std()
-    future = replace(future, taps_SLD=torch.cat((future.taps_SLD[:cut], taps_SLD[cut:])))
-    past = replace(own, taps_SLD=torch.cat((taps_SLD[:cut], own.taps_SLD[cut:])))
+    aux_SLD = torch.randn(future.aux_SLD.shape, generator=generator).to(own.aux_SLD) * own.aux_SLD.std()
+    future = replace(future, aux_SLD=torch.cat((future.aux_SLD[:cut], aux_SLD[cut:])))
+    past = replace(own, aux_SLD=torch.cat((aux_SLD[:cut], own.aux_SLD[cut:])))
 
     def hidden(text: Sample, features: Features) -> Tensor:
         batch = probe.batch([(text, features, anchors)], Variant())

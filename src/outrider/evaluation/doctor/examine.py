@@ -25,6 +25,8 @@ from outrider.evaluation.doctor.data import (
     token_ids,
 )
 from outrider.evaluation.doctor.drafter import (
+    aux_indices,
+    aux_order,
     block_layout,
     context_length,
     coverage,
@@ -35,8 +37,6 @@ from outrider.evaluation.doctor.drafter import (
     mask_token,
     positions,
     rope_base,
-    tap_indices,
-    tap_order,
     tensors,
     trained_against_served,
     training_record,
@@ -109,8 +109,8 @@ CHECKS: tuple[Check, ...] = (
     Check("data", "draft vocabulary coverage", ("data", "drafter"), coverage),
     Check("data", "repeated prompts", ("data",), duplicates),
     Check("data", "evaluation prompts", (*_TEXT, "eval"), contamination),
-    Check("wiring", "tap indices", _MODEL, tap_indices),
-    Check("wiring", "tap order", _MODEL, tap_order),
+    Check("wiring", "aux layer indices", _MODEL, aux_indices),
+    Check("wiring", "aux layer order", _MODEL, aux_order),
     Check("wiring", "mask token", _BLOCK, mask_token),
     Check("wiring", "block layout", _BLOCK, block_layout),
     Check("wiring", "RoPE base", _BLOCK, rope_base),
