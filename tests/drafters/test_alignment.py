@@ -102,10 +102,10 @@ def test_a_sequential_head_sees_only_earlier_tokens_of_its_block(head: str) -> N
         assert torch.equal(after[2, :k], before[2, :k]) and not torch.equal(after[2, k], before[2, k])
 
 
-SIGHTS = [AttentionPattern(), AttentionPattern(6), AttentionPattern(6, causal=True), AttentionPattern(causal=True)]
+PATTERNS = [AttentionPattern(), AttentionPattern(6), AttentionPattern(6, causal=True), AttentionPattern(causal=True)]
 
 
-@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_flex_attention_and_split_attention_agree(pattern: AttentionPattern) -> None:
     layout = BlockLayout([9, 14, 5], torch.tensor([3, 9, 1, 8, 14, 5]), torch.tensor([0, 0, 1, 1, 1, 2]))
     q = torch.randn(6, 4, 4, 16)
@@ -130,7 +130,7 @@ def test_flex_attention_and_split_attention_agree(pattern: AttentionPattern) -> 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention's compiled kernel needs a CUDA device")
-@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_compiled_flex_attention_on_cuda_agrees_with_the_cpu_path(pattern: AttentionPattern) -> None:
     layout = BlockLayout([9, 14], torch.tensor([3, 9, 14]), torch.tensor([0, 0, 1]))
     q = torch.randn(3, 8, 4, 64)

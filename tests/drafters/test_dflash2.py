@@ -49,7 +49,7 @@ from outrider.training.trainer import Trainer
 from tests.proof.enumeration import exact_output_distribution, exact_target_distribution, max_deviation
 from tests.proof.toys import ToyLane, ToySelector, ToyTarget
 from tests.toys.alignment import build, check_alignment
-from tests.toys.targets import randomise, toy_config, toy_samples, toy_target
+from tests.toys.targets import randomise, toy_config, toy_samples, toy_target, with_mask_token
 
 OWN = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 48}
 
@@ -384,9 +384,8 @@ def test_an_estimators_confidences_stop_the_walk() -> None:
         assert after.tokens == before.tokens[:kept]
 
 
-def test_a_recipe_makes_a_drafter_that_begins_as_the_targets_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.drafters.base.mask_token_id", lambda *_: 3)
-    target = toy_target("qwen3")
+def test_a_recipe_makes_a_drafter_that_begins_as_the_targets_layers() -> None:
+    target = with_mask_token(toy_target("qwen3"))
     section = DFlash2Section(
         num_aux_layers=2, conv_group_size=4, selector_rank=5, selector_top_k=7, draft_vocab_size=50
     )
@@ -446,9 +445,8 @@ def test_a_config_of_z_lab_keeps_the_block_in_its_section_and_may_ask_for_too_mu
     assert load_drafter(tmp_path).drafter.config == config(output_multiplier=0.5)
 
 
-def test_the_straightforward_step_does_not_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.drafters.base.mask_token_id", lambda *_: 3)
+def test_the_straightforward_step_does_not_know_it() -> None:
     drafter = {"algorithm": "dflash2", "block_size": 4, "num_aux_layers": 2, "draft_vocab_size": 40}
     raw = {"target": "toy", "out": "nowhere", "data": {"prompts": [{"path": "none"}]}, "drafter": drafter}
     with pytest.raises(ValueError, match="knows block drafters only"):
-        Contest.of(Recipe.model_validate(raw), toy_target(), toy_samples(8))
+        Contest.of(Recipe.model_validate(raw), with_mask_token(toy_target()), toy_samples(8))

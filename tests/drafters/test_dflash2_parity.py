@@ -25,11 +25,11 @@ from outrider.drafters.layers import BlockLayout
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from tests.toys.targets import randomise, toy_config, toy_target
-from tests.toys.zlab import ROUNDS, SIGHTS, TOLERANCE, reference_block
+from tests.toys.zlab import PATTERNS, ROUNDS, TOLERANCE, reference_block
 
 OWN = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
 
-SHAPES: dict[str, dict[str, Any]] = {**SIGHTS, "capped": {"output_multiplier": 0.7, "final_logit_softcapping": 2.0}}
+SHAPES: dict[str, dict[str, Any]] = {**PATTERNS, "capped": {"output_multiplier": 0.7, "final_logit_softcapping": 2.0}}
 
 
 def saved(directory: Path, shape: str = "all") -> DFlash2:

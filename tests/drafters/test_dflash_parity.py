@@ -25,7 +25,7 @@ from outrider.drafters.dflash import DraftSession, PackedDrafter, default_aux_la
 from outrider.drafters.layers import BlockLayout
 from outrider.target.model import Target
 from tests.toys.targets import toy_config, toy_target
-from tests.toys.zlab import ROUNDS, SIGHTS, TOLERANCE, reference, reference_block, saved
+from tests.toys.zlab import PATTERNS, ROUNDS, TOLERANCE, reference, reference_block, saved
 
 
 def test_the_reference_loader_consumes_every_tensor_unchanged(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_the_loading_check_can_fail(tmp_path: Path) -> None:
         reference(tmp_path)
 
 
-@pytest.mark.parametrize("sights", SIGHTS)
+@pytest.mark.parametrize("attention_patterns", PATTERNS)
 def test_served_blocks_equal_the_reference_over_rounds(tmp_path: Path, attention_patterns: str) -> None:
     target = toy_target("qwen3")
     packed_before = PackedDrafter(saved(tmp_path, attention_patterns), target)
@@ -88,7 +88,7 @@ def test_multiplied_and_capped_logits_are_the_references(tmp_path: Path, changes
     assert (plain.head(hidden_KH) - expected_KV).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("sights", SIGHTS)
+@pytest.mark.parametrize("attention_patterns", PATTERNS)
 def test_the_training_forward_equals_the_reference(tmp_path: Path, attention_patterns: str) -> None:
     target, drafter, model = toy_target("qwen3"), saved(tmp_path, attention_patterns), reference(tmp_path)
     lengths, anchors, sequence = [11, 20], [1, 6, 11, 2, 13, 14, 20], [0, 0, 0, 1, 1, 1, 1]
@@ -114,7 +114,7 @@ def test_aux_layers_are_the_layers_the_reference_extracts() -> None:
     torch.testing.assert_close(aux_layers.flatten(-2), expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("sights", SIGHTS)
+@pytest.mark.parametrize("attention_patterns", PATTERNS)
 def test_whole_decoding_equals_the_references_round_by_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention_patterns: str
 ) -> None:

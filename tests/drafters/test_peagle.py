@@ -23,19 +23,14 @@ from outrider.training.dataset import choose_draft_ids
 from tests.toys.alignment import build, check_alignment
 from tests.toys.eagle3 import inputs_for
 from tests.toys.eagle_reference import Array, EagleReference
-from tests.toys.targets import randomise, toy_samples, toy_target
+from tests.toys.targets import MaskTokenizer, randomise, toy_samples, toy_target, with_mask_token
 
-TOLERANCE, MASK = 1e-4, 3
-
-
-@pytest.fixture(autouse=True)
-def _mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.drafters.base.mask_token_id", lambda *_: MASK)  # toys have no tokenizer
+TOLERANCE, MASK = 1e-4, MaskTokenizer.mask_token_id
 
 
 def make(target: Target, gamma: int = 4, draft_vocab: int = 97) -> PEagle:
     section = PEagleSection(gamma=gamma, target_layer_ids=[0, 2, 3], draft_vocab_size=draft_vocab)
-    module = PEagle(PEAGLE.configure(section, target))
+    module = PEagle(PEAGLE.configure(section, with_mask_token(target)))
     randomise(module)
     module.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
     return module
@@ -198,4 +193,4 @@ def test_what_it_cannot_be() -> None:
         with pytest.raises(ValueError, match=message):
             replace(config, **change)
     section = PEagleSection(mask_token="x", gamma=4)
-    assert section.comparable_fields(config, toy_target())["mask_token"] == (MASK, MASK)
+    assert section.comparable_fields(config, with_mask_token(toy_target()))["mask_token"] == (MASK, MASK)

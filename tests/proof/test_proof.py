@@ -466,7 +466,7 @@ def test_mutation_two_requests_share_their_luck(monkeypatch: pytest.MonkeyPatch)
     def shared(batch: Lanes, policy: Policy, lossy: None) -> list[RoundResult]:
         return real(Lanes(batch.lanes[:1]), policy, lossy) * len(batch.lanes)
 
-    monkeypatch.setattr("outrider.decoding.round.run_round", shared)
+    monkeypatch.setattr("tests.proof.enumeration.run_round", shared)
     drafter = toy(WARPS["plain"], 1, "vanilla", vocab=2)
     assert deviation(lanes_of(drafter), drafter.target, [(0,)], POLICIES[0], 2) <= TOLERANCE
     assert deviation(lanes_of(drafter), drafter.target, [(0,), (0,)], POLICIES[0], 1) > VISIBLE

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
+from typing import cast
+
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -10,6 +13,7 @@ from transformers import (
     GemmaConfig,
     LlamaConfig,
     PretrainedConfig,
+    PreTrainedTokenizerBase,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -65,6 +69,23 @@ def random_target(config: PretrainedConfig, name: str, seed: int = 0) -> Target:
             else:
                 parameter.normal_(std=0.15)
     return Target(model, None, name)
+
+
+class MaskTokenizer:
+    """A tokenizer that knows its mask token and nothing else."""
+
+    mask_token_id = 3
+    unk_token = unk_token_id = None
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return self.mask_token_id
+
+
+def with_mask_token(target: Target) -> Target:
+    """The same target with a tokenizer that names a mask token, for configs that ask for one."""
+    named = copy(target)
+    named.tokenizer = cast(PreTrainedTokenizerBase, MaskTokenizer())
+    return named
 
 
 def toy_config(dspark: bool = True, **changes: object) -> DFlashConfig:

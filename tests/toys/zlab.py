@@ -23,7 +23,7 @@ TOLERANCE = 1e-4
 ROUNDS = (9, 1, 4, 2, 1, 3, 4, 1, 2)  # committed tokens before each block: the prompt, then accepted + 1
 WINDOW = {"sliding_window": 7}  # shorter than the context, longer than the block of 4
 KINDS = {**WINDOW, "layer_types": ("sliding_attention", "full_attention")}
-SIGHTS: dict[str, dict[str, Any]] = {
+PATTERNS: dict[str, dict[str, Any]] = {
     "all": {},
     "window": WINDOW,
     "causal": {"is_causal": True},
@@ -34,7 +34,7 @@ SIGHTS: dict[str, dict[str, Any]] = {
 
 def saved(directory: Path, attention_patterns: str, **changes: float) -> DFlash:
     """A random drafter with non-unit norms and aux layer scales, written to `directory`."""
-    drafter = DFlash(toy_config(dspark=False, **SIGHTS[attention_patterns], **changes))
+    drafter = DFlash(toy_config(dspark=False, **PATTERNS[attention_patterns], **changes))
     randomise(drafter)
     drafter.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
     save_drafter(Checkpoint(drafter), directory)

@@ -17,10 +17,12 @@ from outrider.drafters.draft import Tree
 from outrider.sampling import SamplingParams
 from outrider.scheduling.policies import FixedPolicy
 from outrider.verification import TypicalAcceptance, lossy_note, verify_tree_picks, verify_typical
+from tests.proof import cases as chains
+from tests.proof import tree_cases as trees
 from tests.proof.cases import TOLERANCE, VISIBLE, WARPS
 from tests.proof.enumeration import LaneFactory, exact_output_distribution, exact_target_distribution, max_deviation
 from tests.proof.toys import ToyTarget
-from tests.proof.tree_cases import KINDS, lanes_of, toy
+from tests.proof.tree_cases import KINDS
 from tests.toys.evaluations import results
 from tests.toys.oracle import SelfDrafter
 from tests.toys.targets import toy_target
@@ -106,21 +108,21 @@ def off(lane: LaneFactory, target: ToyTarget, tokens: int = 2) -> float:
 @pytest.mark.parametrize("kinds", [None, "without", "chosen"])
 def test_the_proof_flags_it(kinds: str | None, name: str) -> None:
     if kinds is None:
-        chain = toy(WARPS[name], 2, "vanilla")
-        assert off(lanes_of(chain), chain.target) > VISIBLE
+        chain = chains.toy(WARPS[name], 2, "vanilla")
+        assert off(chains.lanes_of(chain), chain.target) > VISIBLE
     else:
-        tree = toy(WARPS[name], (-1, -1, 0), KINDS[kinds])
-        assert off(lanes_of(tree), tree.target) > VISIBLE
+        tree = trees.toy(WARPS[name], (-1, -1, 0), KINDS[kinds])
+        assert off(trees.lanes_of(tree), tree.target) > VISIBLE
 
 
 def test_the_proof_passes_it_at_temperature_zero() -> None:
     """Through the rule itself: the proof's lanes never hand over the target's picks."""
     chain, tree = (
-        toy(WARPS["greedy"], 3, "vanilla"),
-        toy(WARPS["greedy"], (-1, -1, 0, 0, 1), KINDS["chosen"]),
+        chains.toy(WARPS["greedy"], 3, "vanilla"),
+        trees.toy(WARPS["greedy"], (-1, -1, 0, 0, 1), KINDS["chosen"]),
     )
-    assert off(lanes_of(chain), chain.target, 4) <= TOLERANCE
-    assert off(lanes_of(tree), tree.target, 4) <= TOLERANCE
+    assert off(chains.lanes_of(chain), chain.target, 4) <= TOLERANCE
+    assert off(trees.lanes_of(tree), tree.target, 4) <= TOLERANCE
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])

@@ -48,10 +48,10 @@ from outrider.cli.common import (
     show_paths,
     split_names,
 )
+from outrider.drafters import registry
 from outrider.drafters.base import FORM
 from outrider.drafters.dflash import DFlash, PackedDrafter
 from outrider.drafters.medusa import HeadsModule, ServedHeads
-from outrider.drafters.registry import METHODS
 from outrider.evaluation.evaluate import EvaluationConfig
 from outrider.evaluation.profile import ProfileConfig, measure_profile, plot_profile
 from outrider.evaluation.report import plot_reliability, plot_sweep
@@ -163,7 +163,9 @@ def _check(checkpoint: Checkpoint, directory: Path, about_confidences: bool) -> 
 
 def _methods(kind: type) -> str:
     return ", ".join(
-        method.name for method in METHODS if isinstance(method.module, type) and issubclass(method.module, kind)
+        method.name
+        for method in registry.METHODS
+        if isinstance(method.module, type) and issubclass(method.module, kind)
     )
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from outrider.drafters.registry import METHODS, method_of
+from outrider.drafters import registry
+from outrider.drafters.registry import method_of
 from outrider.verification import lossy_note
 
 _SUMMED = {"step": "steps", "anchors": "anchors", "training_seconds": "seconds"}
@@ -51,7 +52,7 @@ class TrainingInfo(BaseModel):
 
 def _beyond_defaults(section: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe's drafter section without fields that say what saying nothing would; newer ones among them."""
-    if section.get("algorithm") not in [method.name for method in METHODS]:
+    if section.get("algorithm") not in [method.name for method in registry.METHODS]:
         return dict(section)
     unsaid = method_of(section["algorithm"]).defaults()
     said = {name: value for name, value in section.items() if (value or None) != (unsaid.get(name) or None)}

@@ -21,8 +21,8 @@ from outrider.checkpoints.dialects.medusa import MedusaDialect
 from outrider.checkpoints.dialects.own import Own
 from outrider.checkpoints.dialects.speculators import Speculators
 from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
+from outrider.drafters import registry
 from outrider.drafters.base import Method
-from outrider.drafters.registry import METHODS
 
 _MAKERS: tuple[Dialect, ...] = (Speculators(), ZLab(), ZLab2(), DeepSpec(), Eagle3Dialect(), MedusaDialect())
 _NATIVE: tuple[Dialect, ...] = (ZLab(), ZLab2(), DeepSpec())  # carry all there is of a method; ours does for the others
@@ -30,7 +30,7 @@ _NATIVE: tuple[Dialect, ...] = (ZLab(), ZLab2(), DeepSpec())  # carry all there 
 
 def dialects() -> tuple[Dialect, ...]:
     """All there are; every method of the catalogue has one of ours."""
-    return (*_MAKERS, *(Own(method) for method in METHODS))
+    return (*_MAKERS, *(Own(method) for method in registry.METHODS))
 
 
 class UnknownDialect(ValueError):
