@@ -88,6 +88,25 @@ def test_ties_at_the_cut_are_kept_together() -> None:
     assert (warp(probs_V, SamplingParams(temperature=1.0, top_p=0.39)) > 0).tolist() == [False, True, False, False]
 
 
+def test_the_nucleus_ends_where_its_mass_reaches_top_p() -> None:
+    """Exact in binary: the likeliest token alone has the mass asked for, so nothing else is kept."""
+    halves_V = torch.tensor([0.5, 0.25, 0.25]).log()
+    assert (warp(halves_V, SamplingParams(temperature=1.0, top_p=0.5)) > 0).tolist() == [True, False, False]
+    quarters_V = torch.tensor([0.25, 0.5, 0.125, 0.125]).log()
+    assert (warp(quarters_V, SamplingParams(temperature=1.0, top_p=0.75)) > 0).tolist() == [True, True, False, False]
+
+
+def test_a_nucleus_of_most_of_the_vocabulary_beside_one_of_few_tokens() -> None:
+    """Rows of a block share the search for the nucleus; one row must not end it for another."""
+    logits_KV = torch.randn(2, 3000, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    logits_KV[0] *= 8
+    params = SamplingParams(temperature=1.0, top_p=0.95)
+    together_KV = warp(logits_KV, params)
+    assert (together_KV > 0).sum(-1)[0] < 200 and (together_KV > 0).sum(-1)[1] > 1500
+    for k in range(2):
+        torch.testing.assert_close(warp(logits_KV[k], params), together_KV[k], rtol=1e-13, atol=0)
+
+
 def test_seen_tokens() -> None:
     assert SeenTokens(10).with_tokens([3]) is None
     seen = SeenTokens(6, 1.1, [0])
@@ -167,6 +186,43 @@ def test_choose_has_the_right_frequencies(dtype: torch.dtype) -> None:
     assert (counts_V / draws - probs_V).abs().max() < 0.015  # > 4 standard deviations
     accepted = sum(source.accept(0.3) for _ in range(draws))
     assert abs(accepted / draws - 0.3) < 0.015
+
+
+def uniforms(seed: int, count: int) -> list[float]:
+    """What a `SeededSource` draws: float64 from a generator of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand((), generator=generator, dtype=torch.float64).item() for _ in range(count)]
+
+
+@pytest.mark.parametrize("probability", [1e-3, 0.05, 0.3, 0.5, 0.92, 0.999])
+def test_accept_compares_one_uniform_number_with_the_probability(probability: float) -> None:
+    """Near 0 and near 1 too, where a shortcut would hardly change a frequency."""
+    source = SeededSource(5)
+    assert [source.accept(probability) for _ in range(2000)] == [u < probability for u in uniforms(5, 2000)]
+
+
+@pytest.mark.parametrize("mass", [1.0, 0.25])
+@pytest.mark.parametrize("peak", [0.0, 3.0, 6.0, 9.0])
+def test_choose_inverts_the_cumulative_distribution(peak: float, mass: float) -> None:
+    """With one uniform number, for flat rows and for rows whose likeliest token has all but one in a thousand."""
+    logits_V = torch.randn(40, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    logits_V[17] = logits_V.max() + peak
+    probs_V = logits_V.softmax(-1).masked_fill(torch.arange(40) % 5 == 0, 0.0)
+    probs_V *= mass / probs_V.sum()  # what rounding leaves is not quite 1: the total is part of the draw
+    source, cumulative = SeededSource(9), probs_V.cumsum(-1).tolist()
+    expected = [next(v for v, c in enumerate(cumulative) if u * cumulative[-1] < c) for u in uniforms(9, 2000)]
+    assert [source.choose(probs_V) for _ in range(2000)] == expected
+
+
+def test_the_smallest_uniform_number_skips_impossible_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SeededSource, "_uniform", lambda self: 0.0)
+    assert SeededSource(0).choose(torch.tensor([0.0, 0.0, 0.4, 0.6])) == 2
+
+
+def test_the_noise_of_a_seed_and_position_is_that_of_no_other_pair() -> None:
+    pairs = [(1, 23), (12, 3), (123, 0), (0, 123), (23, 1), (1, 2), (2, 1), (12, 0), (1, 20), (120, 0)]
+    rows = {tuple(PositionNoise(seed, 8).row(position).tolist()) for seed, position in pairs}
+    assert len(rows) == len(pairs)
 
 
 def test_coupled_picks_follow_the_distribution() -> None:

@@ -1,0 +1,97 @@
+"""The shape of the code: imports one way, drafters asked and not recognised, short positional lists, tests apart."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE, TESTS = ROOT / "src" / "outrider", ROOT / "tests"
+ROOMS = [  # a room imports itself and the rooms before it (docs/architecture.md); __init__ may import all
+    "utils",
+    "sampling",
+    "target",
+    "drafters",
+    "checkpoints",
+    "verification",
+    "scheduling",
+    "decoding",
+    "engine",
+    "backends",
+    "data",
+    "calibration",
+    "training",
+    "evaluation",
+    "loadtest",
+    "serving",
+    "cli",
+]
+
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def name_of(path: Path) -> str:
+    """The module's dotted name."""
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str | None:
+    """The room of a dotted name; None for the package itself and for other packages."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "outrider" and len(parts) > 1 else None
+
+
+def imports_of(tree: ast.AST) -> Iterator[tuple[str, str | None, str]]:
+    """(module, name or None, what it is called here), imports inside functions included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, None, alias.asname or alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for alias in node.names:
+                yield node.module or "", alias.name, alias.asname or alias.name
+
+
+def rooms_imported(path: Path) -> set[str]:
+    """Rooms whose modules a file imports, `from outrider import room` included."""
+    found = set()
+    for module, name, _ in imports_of(tree_of(path)):
+        room = room_of(module) or (room_of(f"{module}.{name}") if module == "outrider" else None)
+        if room is not None and (SOURCE / room).with_suffix(".py" if (SOURCE / f"{room}.py").exists() else "").exists():
+            found.add(room)
+    return found
+
+
+def test_every_module_is_in_a_room() -> None:
+    assert {room for path in MODULES if (room := room_of(name_of(path)))} <= set(ROOMS)
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
+def test_no_test_module_is_imported(path: Path) -> None:
+    """Helpers are shared through tests/toys and tests/proof, not through test modules."""
+    for module, name, _ in imports_of(tree_of(path)):
+        parts = [*module.split("."), name or ""]
+        assert not (parts[0] == "tests" and any(part.startswith("test_") for part in parts)), f"imports {module}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(tree_of(path)), "no docstring"
+
+
+def test_every_module_imports() -> None:
+    for path in MODULES:
+        if "mlx" not in path.parts:  # an optional dependency with an environment of its own
+            importlib.import_module(name_of(path))
