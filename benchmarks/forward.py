@@ -1,4 +1,6 @@
-"""What one target forward costs by number of tokens, as a chain or a tree, and plain decoding against transformers.
+"""Measure one target forward by number of tokens (chain and tree), and plain decoding against transformers.
+
+    python -m benchmarks.forward --out FILE.json
 
 The SPS curve (steps per second at B tokens) is what a verification budget is traded against (DSpark, arXiv 2607.05147).
 """
@@ -143,14 +145,7 @@ def plain_against_transformers(target: Target, repeats: int, new_tokens: int = 6
     }
 
 
-# ----------------------------------------------------------------------------
-# outrider bench-forward: what a forward of n tokens costs, trees too, and plain decoding beside transformers.
-#
-# Two variants take turns (A B A B ...) in one process; figures are medians with their quartiles.
-# ----------------------------------------------------------------------------
-
-
-def bench_forward(
+def main(
     target: Annotated[str, typer.Option(help="model id or directory")] = EMBEDDED_ID,
     context: Annotated[int, typer.Option(min=1, help="tokens already in the cache")] = 256,
     repeats: Annotated[int, typer.Option(min=3)] = 15,
@@ -171,16 +166,14 @@ def bench_forward(
         view.add_row(str(point.tokens), *cells, f"{point.packed[1] / one:.2f}x", f"{1 / point.packed[1]:.1f}")
     console.print(view)
     trees = tree_curve(loaded, context, repeats)
-    comparable_fields = Table(
-        title="anchor and drafts as a tree (two children per node) or a chain: milliseconds, median"
-    )
+    tree_view = Table(title="anchor and drafts as a tree (two children per node) or a chain: milliseconds, median")
     for heading in ("drafts", "tree", "chain", "tree / chain of 7", "keep the path"):
-        comparable_fields.add_column(heading, justify="right", no_wrap=True)
+        tree_view.add_column(heading, justify="right", no_wrap=True)
     for branched in trees:
         cells = [f"{q[1] * 1e3:.1f} ({q[0] * 1e3:.1f}-{q[2] * 1e3:.1f})" for q in (branched.tree, branched.chain)]
         ratio = f"{branched.tree[1] / trees[0].chain[1]:.2f}x"
-        comparable_fields.add_row(str(branched.nodes), *cells, ratio, f"{branched.keep[1] * 1e3:.2f}")
-    console.print(comparable_fields)
+        tree_view.add_row(str(branched.nodes), *cells, ratio, f"{branched.keep[1] * 1e3:.2f}")
+    console.print(tree_view)
     plain = plain_against_transformers(loaded, repeats=min(repeats, 5))
     console.print(
         f"plain decoding: outrider {plain['outrider']:.1f} tok/s, "
@@ -193,3 +186,7 @@ def bench_forward(
         figures = {"curve": [vars(p) for p in curve], "trees": [vars(p) for p in trees], "plain": plain}
         about = {"machine": machine(), "versions": versions(), "context": context, "repeats": repeats}
         out.write_text(json.dumps(figures | about, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

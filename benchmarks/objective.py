@@ -1,12 +1,13 @@
-"""Peak memory of one forward and backward of the objective, ours and the straightforward one.
+"""Measure the peak memory of one forward and backward of the loss, against the loss from whole logits.
 
-    peak = VmHWM after the call - VmRSS before it          each measurement in a process of its own
+    python -m benchmarks.objective [--anchors N --vocab V ...] --out DIR       all cases, a table and a plot
+    python -m benchmarks.objective --case '{"anchors": 8, ...}'                one case in this process, JSON on stdout
+
+    peak = VmHWM after the call - VmRSS before it          each case in a process of its own
 
 Inputs (hidden states, head, W2, labels) and a small warm-up call come before the baseline; writing 5 to
 /proc/self/clear_refs sets the high-water mark back to what is resident then (Linux). On CUDA:
 `torch.cuda.max_memory_allocated` above the memory allocated before the call.
-
-    python -m outrider.evaluation.objective_memory '{"anchors": 8, ...}'      one measurement, JSON on stdout
 """
 
 from __future__ import annotations
@@ -15,21 +16,27 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, cast
 
 import matplotlib.pyplot as plt
 import torch
+import typer
 from pydantic import TypeAdapter
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.straightforward import full_logit_objective
 from outrider.training.loss import HeadProducts, ObjectiveConfig, TargetView, objective
+from outrider.utils.device import set_up
+from outrider.utils.measure import machine, versions
 
+_DTYPES = ("float32", "bfloat16", "float64")
 _CHECK_ROWS = 64  # of the head's log-sum-exp, while the inputs are made
 
 
@@ -69,8 +76,8 @@ def measure_apart(case: MemoryCase) -> MemoryResult:
     Raises:
         ValueError: it failed; most likely there was not enough memory.
     """
-    command = [sys.executable, "-m", "outrider.evaluation.objective_memory", json.dumps(asdict(case))]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.objective", "--case", json.dumps(asdict(case))]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     if done.returncode:
         reason = "it was killed, most likely for memory" if done.returncode < 0 else done.stderr[-300:]
         raise ValueError(
@@ -183,11 +190,6 @@ def _status_bytes(field: str) -> int:
     return int(found.group(1)) * 1024
 
 
-if __name__ == "__main__":
-    result = measure(TypeAdapter(MemoryCase).validate_json(sys.argv[1]))
-    print(json.dumps(asdict(result)))
-
-
 def plot_objective_memory(results: Sequence[MemoryResult], path: Path) -> None:
     """Peak bytes against anchors x gamma x V, both axes logarithmic, one line per variant."""
     figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
@@ -202,3 +204,60 @@ def plot_objective_memory(results: Sequence[MemoryResult], path: Path) -> None:
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def main(
+    anchors: Annotated[int, typer.Option(min=4, help="of the largest case; the others are 1/4 and 1/2 of it")] = 512,
+    gamma: Annotated[int, typer.Option(min=1)] = 7,
+    vocab: Annotated[int, typer.Option(min=64)] = 151_936,
+    hidden: Annotated[int, typer.Option(min=1)] = 2560,
+    rank: Annotated[int, typer.Option(min=1, help="of the sequential head")] = 256,
+    dtype: Annotated[
+        str, typer.Option(help="of head and vocabulary-sized products: float32, bfloat16, float64 (exact gradients)")
+    ] = "float32",
+    device: str = "cpu",
+    out: Annotated[Path, typer.Option(help="directory for the figures and the plot")] = Path("runs/benchmarks"),
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    case: Annotated[str | None, typer.Option(help="measure this one case in this process; JSON")] = None,
+) -> None:
+    """Peak memory of one forward and backward of the objective, each in a process of its own."""
+    if case is not None:
+        print(json.dumps(asdict(measure(TypeAdapter(MemoryCase).validate_json(case)))))
+        return
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not one of: {', '.join(_DTYPES)}.")
+    set_up(threads)
+    console = Console()
+    threads_used = torch.get_num_threads()
+    largest = MemoryCase("ours", anchors, gamma, vocab, hidden, rank, cast("Any", dtype), device, threads=threads_used)
+    results: list[MemoryResult] = []
+    with tempfile.TemporaryDirectory() as place:
+        files = {variant: Path(place) / f"{variant}.safetensors" for variant in ("ours", "straightforward")}
+        for count in (anchors // 4, anchors // 2, anchors):
+            for variant, path in files.items():
+                gradients = str(path) if count == anchors else None
+                results.append(
+                    measure_apart(replace(largest, variant=cast("Any", variant), anchors=count, gradients=gradients))
+                )
+                peak = f"{results[-1].peak_bytes / 2**20:,.0f} MiB"
+                console.print(f"{count} anchors, {variant}: {peak}, {results[-1].seconds:.1f} s", highlight=False)
+        errors = relative_errors(files["ours"], files["straightforward"])
+    ratio = results[-2].peak_bytes / results[-1].peak_bytes
+    differences = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+    console.print(
+        f"at {anchors} x {gamma} x {vocab} ours takes {ratio:.3f} of the straightforward peak; gradients differ by "
+        f"{differences} (relative)",
+        highlight=False,
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    measured = [asdict(r) for r in results]
+    for result in measured:
+        del result["case"]["gradients"]  # a temporary file
+    figures = {"results": measured, "ratio": ratio, "gradient_relative_error": errors}
+    environment = {"machine": machine(), "versions": versions()}
+    (out / "objective_memory.json").write_text(json.dumps({**figures, **environment}, indent=1) + "\n")
+    plot_objective_memory(results, out / "objective_memory.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,4 +1,6 @@
-"""microseconds of `policy.lengths(view)`: what deciding costs a step, apart from any model
+"""Measure how long a policy takes to plan one step: microseconds of `policy.lengths(view)`, without any model.
+
+    python -m benchmarks.planning --out FILE.json
 
 The step is drawn at random, with two steps of history behind it: R requests that all draft gamma tokens, confidences
 spread as a mixture of easy and hard texts would spread them.
@@ -89,12 +91,7 @@ def _median_microseconds(call: Callable[[], object], repeats: int) -> float:
     return 1e6 * statistics.median(taken)
 
 
-# ----------------------------------------------------------------------------
-# outrider bench-planning: what deciding costs a step, policy by policy.
-# ----------------------------------------------------------------------------
-
-
-def bench_planning(
+def main(
     requests: Annotated[int, typer.Option(min=1, help="requests that draft")] = 256,
     gamma: Annotated[int, typer.Option(min=1, help="drafts each")] = 16,
     repeats: Annotated[int, typer.Option(min=1, help="decisions behind one median")] = 100,
@@ -114,3 +111,7 @@ def bench_planning(
         setting = {"requests": requests, "gamma": gamma, "repeats": repeats}
         about = {"machine": machine(), "versions": versions()}
         out.write_text(json.dumps({"microseconds": found, **setting, **about}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,4 +1,4 @@
-"""The loss of training/loss.py from whole logits, with plain autograd: several [N, V] buffers at a time.
+"""The loss and training step as they are usually written: whole logits, padding, a dense mask and plain autograd.
 
     loss = sum_i w_i [ce CE_i + tv ||p_d - p_t||_1 + conf BCE(c_i, 1 - ||p_d - p_t||_1 / 2)] / sum_i w_i
 
@@ -53,13 +53,13 @@ def full_logit_objective(
 
 
 # ----------------------------------------------------------------------------
-# The training step as it is usually written: the other side of `outrider bench-objective` and `bench-training`.
+# The training step as it is usually written, which benchmarks/training.py compares with.
 #
 #     context padded to the longest sequence, blocks to the most blocks;  one dense mask over [all context, all blocks]
 #     logits of every block row, supervised or not:  z [N K, Vd],  target's [N K, V]  ->  plain autograd
 #
 # Nothing is slow on purpose: attention is PyTorch's own under the mask, the target's side builds no graph, and loss and
-# gradients equal ours (tests/test_straightforward.py). What it lacks is what training/ does differently.
+# gradients equal ours (tests/benchmarks/test_straightforward.py). What it lacks is what training/ does differently.
 #
 # Shapes: B sequences, S longest context, n most blocks of a sequence, K rows a block, P = n K block rows, N positions.
 # ----------------------------------------------------------------------------
@@ -112,8 +112,8 @@ class StraightforwardObjective:
         """The backbone's normed prediction rows [N, gamma, H], from one padded batch."""
         layout, K = batch.layout, drafter.config.block_size
         counts = torch.bincount(layout.sequence_N, minlength=len(layout.lengths)).tolist()
-        aux_layers = [aux_layers.flatten(-2) for aux_layers in batch.aux_SLD.float().split(layout.lengths)]
-        context_BSH = drafter.hidden_norm(drafter.fc(pad_sequence(aux_layers, batch_first=True)).float())
+        aux = [rows.flatten(-2) for rows in batch.aux_SLD.float().split(layout.lengths)]
+        context_BSH = drafter.hidden_norm(drafter.fc(pad_sequence(aux, batch_first=True)).float())
         embedded = F.embedding(drafter.block_tokens(batch.previous_NK[:, 0]), self.target.embed_VD).float()
         embedded_NKH = embedded * self.target.embed_scale
         x_BPH = pad_sequence(list(embedded_NKH.split(counts)), batch_first=True).flatten(1, 2)
@@ -121,7 +121,7 @@ class StraightforwardObjective:
         slots_S = torch.arange(context_BSH.shape[1], device=x_BPH.device)
         rows_BP = (anchors_Bn[..., None] + torch.arange(K, device=x_BPH.device)).flatten(1)
         E, theta = drafter.config.head_dim, drafter.config.rope_theta
-        ropes = rope_table(rows_BP, E, theta), rope_table(slots_S.expand(len(aux_layers), -1), E, theta)
+        ropes = rope_table(rows_BP, E, theta), rope_table(slots_S.expand(len(aux), -1), E, theta)
         for layer in drafter.layers:
             assert isinstance(layer, DraftLayer)
             mask_BPJ = dense_mask(anchors_Bn, context_BSH.shape[1], K, layer.self_attn.pattern)

@@ -1,4 +1,6 @@
-"""Supervised tokens per second of whole training steps, ours and the straightforward one, in turns (A B A B ...).
+"""Measure supervised tokens per second of whole training steps, against the straightforward step, in turns (A B A B).
+
+    python -m benchmarks.training RECIPE --responses FILE.jsonl --out FILE.json
 
     step = forward, objective, backward, clipping, AdamW       features of the samples are computed beforehand
     tokens = supervised positions of the batch, the same for every variant
@@ -10,13 +12,12 @@ from __future__ import annotations
 
 import copy
 import json
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import torch
 import typer
@@ -25,7 +26,6 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.objective import MemoryCase, MemoryResult, measure_apart, plot_objective_memory, relative_errors
 from benchmarks.straightforward import StraightforwardObjective
 from outrider.cli.common import load
 from outrider.data.responses import Sample, join_turns
@@ -69,8 +69,8 @@ def training_speed(
     Raises:
         ValueError: too few samples for one step.
     """
-    contest = Contest.of(recipe, target, samples)
-    drafter, schedule, frozen = contest.drafter, contest.schedule, contest.frozen
+    setup = Setup.of(recipe, target, samples)
+    drafter, schedule, frozen = setup.drafter, setup.schedule, setup.frozen
     aux_layers = drafter.config.target_layer_ids
     features = FeatureSource(target, samples, aux_layers, drafter.aux_scale_L, 2**40)
     batches = []
@@ -82,12 +82,12 @@ def training_speed(
         theirs, ours = StraightforwardObjective(*frozen, precision), BlockObjective(*frozen, precision)
         variants["straightforward", precision] = stepper(theirs, copy.deepcopy(drafter), recipe)
         variants["outrider", precision] = stepper(partial(block_loss, ours), copy.deepcopy(drafter), recipe)
-    return _race(variants, batches, contest.draft_vocab)
+    return _race(variants, batches, setup.draft_vocab)
 
 
 @dataclass(frozen=True)
-class Contest:
-    """What all variants share: the drafter they start from, the schedule, and what surrounds a drafter in training."""
+class Setup:
+    """The initial drafter, the schedule and the arguments of `BlockObjective` that all variants share."""
 
     drafter: DFlash
     schedule: Schedule
@@ -98,7 +98,7 @@ class Contest:
         return len(self.frozen[1])
 
     @classmethod
-    def of(cls, recipe: Recipe, target: Target, samples: Sequence[Sample]) -> Contest:
+    def of(cls, recipe: Recipe, target: Target, samples: Sequence[Sample]) -> Setup:
         config = recipe.optimizer
         if len(samples) < config.sequences_per_step:
             raise ValueError(
@@ -201,35 +201,33 @@ def run_speed(
     Raises:
         ValueError: too few samples for one step.
     """
-    contest = Contest.of(recipe, target, samples)
-    aux_layers, scale_L = contest.drafter.config.target_layer_ids, contest.drafter.aux_scale_L
+    setup = Setup.of(recipe, target, samples)
+    aux_layers, scale_L = setup.drafter.config.target_layer_ids, setup.drafter.aux_scale_L
     memory = FeatureSource(target, samples, aux_layers, scale_L, 2**40)
     known = FeatureSource(target, samples, aux_layers, scale_L, 2**40)  # for the other side's batches, not timed
-    theirs = stepper(StraightforwardObjective(*contest.frozen, precision), copy.deepcopy(contest.drafter), recipe)
-    ours = stepper(
-        partial(block_loss, BlockObjective(*contest.frozen, precision)), copy.deepcopy(contest.drafter), recipe
-    )
-    steps = len(samples) // contest.schedule.sequences_per_step
+    theirs = stepper(StraightforwardObjective(*setup.frozen, precision), copy.deepcopy(setup.drafter), recipe)
+    ours = stepper(partial(block_loss, BlockObjective(*setup.frozen, precision)), copy.deepcopy(setup.drafter), recipe)
+    steps = len(samples) // setup.schedule.sequences_per_step
     seconds = {name: [0.0] * epochs for name in ("straightforward", "outrider")}
     tokens = [0] * epochs
     for step in range(steps * epochs):
-        chosen, epoch = contest.schedule.step(step), step // steps
+        chosen, epoch = setup.schedule.step(step), step // steps
         indices = [i for i, _ in chosen]
-        batch = build_batch(chosen, samples, known.gather(indices), contest.drafter.config.gamma)
+        batch = build_batch(chosen, samples, known.gather(indices), setup.drafter.config.gamma)
         tokens[epoch] += int(batch.supervised_NK.sum())
         started = time.perf_counter()
         _padded_forward(target, [samples[i] for i in indices])
         theirs(batch)
         seconds["straightforward"][epoch] += time.perf_counter() - started
         started = time.perf_counter()
-        ours(build_batch(chosen, samples, memory.gather(indices), contest.drafter.config.gamma))
+        ours(build_batch(chosen, samples, memory.gather(indices), setup.drafter.config.gamma))
         seconds["outrider"][epoch] += time.perf_counter() - started
     whole = {name: sum(tokens) / sum(taken) for name, taken in seconds.items()}
     return [
         RunSpeed(
             name,
             precision,
-            contest.draft_vocab,
+            setup.draft_vocab,
             [count / second for count, second in zip(tokens, taken, strict=True)],
             whole[name],
             whole[name] / whole["straightforward"],
@@ -249,11 +247,6 @@ def _padded_forward(target: Target, samples: Sequence[Sample]) -> object:
     ).hidden_states
 
 
-# ----------------------------------------------------------------------------
-# outrider bench-objective and bench-training: the training step beside the straightforward implementation.
-# ----------------------------------------------------------------------------
-
-
 _PRECISIONS = ("float32", "bfloat16")
 
 
@@ -264,55 +257,7 @@ def _precisions(names: list[str]) -> list[Precision]:
     return cast("list[Precision]", names)
 
 
-def bench_objective(
-    anchors: Annotated[int, typer.Option(min=4, help="of the largest case; the others are 1/4 and 1/2 of it")] = 512,
-    gamma: Annotated[int, typer.Option(min=1)] = 7,
-    vocab: Annotated[int, typer.Option(min=64)] = 151_936,
-    hidden: Annotated[int, typer.Option(min=1)] = 2560,
-    rank: Annotated[int, typer.Option(min=1, help="of the sequential head")] = 256,
-    dtype: Annotated[
-        str, typer.Option(help="of head and vocabulary-sized products: float32, bfloat16, float64 (exact gradients)")
-    ] = "float32",
-    device: str = "cpu",
-    out: Annotated[Path, typer.Option(help="directory for the figures and the plot")] = Path("runs/bench-objective"),
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
-) -> None:
-    """Peak memory of one forward and backward of the objective, each in a process of its own."""
-    if dtype not in (*_PRECISIONS, "float64"):
-        raise ValueError(f"dtype {dtype!r} is not one of: {', '.join(_PRECISIONS)}, float64.")
-    set_up(threads)
-    console = Console()
-    threads_used = torch.get_num_threads()
-    largest = MemoryCase("ours", anchors, gamma, vocab, hidden, rank, cast("Any", dtype), device, threads=threads_used)
-    results: list[MemoryResult] = []
-    with tempfile.TemporaryDirectory() as place:
-        files = {variant: Path(place) / f"{variant}.safetensors" for variant in ("ours", "straightforward")}
-        for count in (anchors // 4, anchors // 2, anchors):
-            for variant, path in files.items():
-                gradients = str(path) if count == anchors else None
-                case = replace(largest, variant=cast("Any", variant), anchors=count, gradients=gradients)
-                results.append(measure_apart(case))
-                peak = f"{results[-1].peak_bytes / 2**20:,.0f} MiB"
-                console.print(f"{count} anchors, {variant}: {peak}, {results[-1].seconds:.1f} s", highlight=False)
-        errors = relative_errors(files["ours"], files["straightforward"])
-    ratio = results[-2].peak_bytes / results[-1].peak_bytes
-    differences = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
-    console.print(
-        f"at {anchors} x {gamma} x {vocab} ours takes {ratio:.3f} of the straightforward peak; gradients differ by "
-        f"{differences} (relative)",
-        highlight=False,
-    )
-    out.mkdir(parents=True, exist_ok=True)
-    measured = [asdict(r) for r in results]
-    for result in measured:
-        del result["case"]["gradients"]  # a temporary file
-    figures = {"results": measured, "ratio": ratio, "gradient_relative_error": errors}
-    environment = {"machine": machine(), "versions": versions()}
-    (out / "objective_memory.json").write_text(json.dumps({**figures, **environment}, indent=1) + "\n")
-    plot_objective_memory(results, out / "objective_memory.png")
-
-
-def bench_training(
+def main(
     recipe: Annotated[Path, typer.Argument(help="a recipe: drafter, objective and optimizer settings")],
     overrides: Annotated[list[str] | None, typer.Argument(help="fields to change, as for train")] = None,
     responses: Annotated[Path | None, typer.Option(help="a responses file; the recipe's own by default")] = None,
@@ -380,3 +325,7 @@ def _speed_table(found: list[StepSpeed]) -> Table:
         cells = str(speed.draft_vocab), speed.variant, speed.precision, rate, ratio, f"{speed.losses[0]:.4f}"
         view.add_row(*cells)
     return view
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,20 +1,39 @@
-"""bench-objective and bench-training at toy size: real processes, the figures they promise."""
+"""benchmarks/objective.py and benchmarks/training.py at toy size: real processes, the figures they promise."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
+from benchmarks import objective, training
 from benchmarks.objective import MemoryCase, measure_apart
 from benchmarks.training import run_speed, training_speed
-from outrider.cli.main import app
+from outrider.target.model import Target
 from outrider.training.recipe import Recipe
 from outrider.training.step import Precision
 from tests.toys.targets import toy_samples, toy_target
+
+
+def run(command: Callable[..., None], *arguments: str) -> None:
+    app = typer.Typer()
+    app.command()(command)
+    outcome = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert outcome.exit_code == 0, outcome.output
+
+
+def masked_target(monkeypatch: pytest.MonkeyPatch) -> Target:
+    """A toy target that says which token is its mask token."""
+    target = toy_target()
+    monkeypatch.setattr(target, "tokenizer", SimpleNamespace(mask_token_id=3))
+    return target
+
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
 
@@ -23,8 +42,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak me
 def test_bench_objective_finds_less_memory_and_the_same_gradients(tmp_path: Path) -> None:
     size = ["--anchors", "16", "--gamma", "4", "--vocab", "300", "--hidden", "16", "--rank", "4"]
     where = ["--threads", "1", "--out", str(tmp_path)]
-    outcome = CliRunner().invoke(app, ["bench-objective", *size, *where], catch_exceptions=False)
-    assert outcome.exit_code == 0
+    run(objective.main, *size, *where)
     figures = json.loads((tmp_path / "objective_memory.json").read_text())
     assert {r["case"]["anchors"] for r in figures["results"]} == {4, 8, 16}
     assert max(figures["gradient_relative_error"].values()) <= 1e-5
@@ -56,7 +74,6 @@ def toy_recipe() -> Recipe:
                 "num_aux_layers": 2,
                 "markov_rank": 6,
                 "draft_vocab_size": 40,
-                "mask_token": "x",
             },
             "optimizer": {"sequences_per_step": 2, "anchors_per_sequence": 5},
         }
@@ -64,8 +81,7 @@ def toy_recipe() -> Recipe:
 
 
 def test_every_variant_trains_on_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, recipe = toy_target(), toy_recipe()
-    monkeypatch.setattr("outrider.drafters.base.mask_token_id", lambda *_: 3)  # the toy target has no tokenizer
+    target, recipe = masked_target(monkeypatch), toy_recipe()
     found = training_speed(recipe, target, toy_samples(8), ["float32", "bfloat16"], steps=3)
     assert [(f.variant, f.precision) for f in found] == [
         ("straightforward", "float32"),
@@ -85,24 +101,23 @@ def test_too_few_samples_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "arguments", "message"),
     [
-        (["bench-training", "{recipe}", "--precision", "float8"], "float8"),
-        (["bench-training", "{recipe}", "--responses", "missing.jsonl"], "missing.jsonl"),
-        (["bench-objective", "--dtype", "int8"], "int8"),
+        (training.main, ["{recipe}", "--precision", "float8"], "float8"),
+        (training.main, ["{recipe}", "--responses", "missing.jsonl"], "missing.jsonl"),
+        (objective.main, ["--dtype", "int8"], "int8"),
     ],
 )
-def test_mistakes_are_named(arguments: list[str], message: str) -> None:
+def test_mistakes_are_named(command: Callable[..., None], arguments: list[str], message: str) -> None:
     recipe = str(Path(__file__).parents[2] / "recipes" / "smollm2-135m" / "dspark.yaml")
     with pytest.raises(ValueError, match=message):
-        CliRunner().invoke(app, [a.replace("{recipe}", recipe) for a in arguments], catch_exceptions=False)
+        run(command, *(argument.replace("{recipe}", recipe) for argument in arguments))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_run_counts_the_target_too(monkeypatch: pytest.MonkeyPatch, precision: Precision) -> None:
-    monkeypatch.setattr("outrider.drafters.base.mask_token_id", lambda *_: 3)
     forwards: list[int] = []
-    target = toy_target()
+    target = masked_target(monkeypatch)
     target.model.model.register_forward_pre_hook(lambda *_: forwards.append(1))
     straightforward, ours = run_speed(toy_recipe(), target, toy_samples(8), precision, epochs=2)
     assert (straightforward.variant, ours.variant) == ("straightforward", "outrider") and straightforward.ratio == 1

@@ -24,7 +24,7 @@ from outrider.data.regenerate import (
     plan_batches,
     regenerate,
 )
-from outrider.data.responses import Reply, Sample, comparable_fields, join_turns, read_responses, sole_writer
+from outrider.data.responses import Reply, Sample, companion_file, join_turns, read_responses, sole_writer
 from outrider.data.sources import load_prompts, shipped_sets
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
@@ -147,7 +147,7 @@ def test_regeneration_keeps_prompts_responses_and_turns_apart(target: Target, tm
     samples = made.replies
     assert list(map(key, samples)) == [(p.id, t) for p in PROMPTS for t in range(len(p.turns))]
     settings, read = read_responses(path)
-    assert read == samples and not comparable_fields(path, "journal").exists()
+    assert read == samples and not companion_file(path, "journal").exists()
     wanted = {"target": "toy", "generator": "outrider", "dtype": "float32", **asdict(CONFIG)}
     assert settings == {**wanted, "chat_template_sha256": Chat.of(target).template_sha256}
     summary = json.loads(path.read_text().splitlines()[0])["summary"]
@@ -183,7 +183,7 @@ def test_a_run_killed_anywhere_ends_with_the_bytes_of_an_uninterrupted_one(
     whole = (tmp_path / "whole.jsonl").read_bytes()
     chance = random.Random(1)
     path = tmp_path / "killed.jsonl"
-    journal = comparable_fields(path, "journal")
+    journal = companion_file(path, "journal")
     decoded: list[int] = []
 
     def dying(*args: object) -> object:
@@ -211,11 +211,11 @@ def test_a_run_killed_anywhere_ends_with_the_bytes_of_an_uninterrupted_one(
 def test_every_cut_of_the_journal_is_gone_on_from(target: Target, tmp_path: Path) -> None:
     journals: list[bytes] = []
     path = tmp_path / "r.jsonl"
-    make(target, path, SAMPLED, on_progress=lambda *_: journals.append(comparable_fields(path, "journal").read_bytes()))
+    make(target, path, SAMPLED, on_progress=lambda *_: journals.append(companion_file(path, "journal").read_bytes()))
     whole, journal = path.read_bytes(), journals[-1]
     for cut in random.Random(0).sample(range(len(journal)), 12):
         path.unlink()
-        comparable_fields(path, "journal").write_bytes(journal[:cut])
+        companion_file(path, "journal").write_bytes(journal[:cut])
         make(target, path, SAMPLED)
         assert path.read_bytes() == whole, cut
 
@@ -289,7 +289,7 @@ def test_responses_made_with_other_settings_are_refused(
     with pytest.raises(ValueError, match="other settings"):
         make(target, path, replace(CONFIG, **change))
     assert path.read_bytes() == before
-    path.rename(comparable_fields(path, "journal"))  # and so is a journal
+    path.rename(companion_file(path, "journal"))  # and so is a journal
     with pytest.raises(ValueError, match="other settings"):
         make(target, path, replace(CONFIG, **change))
 
@@ -326,7 +326,7 @@ def test_a_malformed_line_that_is_not_the_last_is_named(target: Target, tmp_path
         ):
             read_responses(path)
     path.unlink()
-    write(comparable_fields(path, "journal"), lines[0] + "half\n" + lines[1])
+    write(companion_file(path, "journal"), lines[0] + "half\n" + lines[1])
     with pytest.raises(ValueError, match=r"r\.journal\.jsonl:2: not a journal line"):
         make(target, path, prompts=PROMPTS[:2])
 

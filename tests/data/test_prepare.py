@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.data.responses import comparable_fields, read_responses
+from outrider.data.responses import companion_file, read_responses
 from outrider.target.model import Target, load_target
 from outrider.training.dataset import existing_responses, recipe_samples
 from outrider.training.recipe import Recipe
@@ -59,7 +59,7 @@ def kill_again_and_again(
     zygote: Zygote, whole: Path, args: tuple[object, ...], out: Path, chance: random.Random
 ) -> int:
     """Run `args`, killed KILLS times at random moments after random sizes of the journal; how many runs died."""
-    journal = comparable_fields(out, "journal")
+    journal = companion_file(out, "journal")
 
     def run() -> int:
         limit = size(journal) + chance.randrange(size(whole) // (2 * KILLS))
@@ -180,7 +180,7 @@ def test_training_uses_a_finished_file_as_it_is(zygote: Zygote, toy: Path, serve
     assert tokens == sum(len(r.response) for r in read_responses(responses)[1])
     with pytest.raises(ValueError, match=r"no responses file .*nope\.jsonl; `outrider prepare` makes one"):
         recipe_samples(recipe_for(toy, tmp_path, tmp_path / "nope.jsonl"), served)
-    comparable_fields(tmp_path / "half.jsonl", "journal").write_text("{}\n")
+    companion_file(tmp_path / "half.jsonl", "journal").write_text("{}\n")
     with pytest.raises(ValueError, match="the `outrider prepare` that began it has to end"):
         recipe_samples(recipe_for(toy, tmp_path, tmp_path / "half.jsonl"), served)
     assert served.tokenizer is not None

@@ -28,7 +28,7 @@ from outrider.data.regenerate import (
     regenerate,
     retry_after,
 )
-from outrider.data.responses import Reply, comparable_fields, read_responses
+from outrider.data.responses import Reply, companion_file, read_responses
 from outrider.target.model import Target
 from tests.toys.openai_server import ToyServer, dead_url, serving
 from tests.toys.targets import TOY
@@ -111,7 +111,7 @@ def test_without_any_server_what_is_done_stays_and_the_rest_waits(
     assert source.trouble is not None and "refuses the request (403" in source.trouble
     counts = made.summary
     assert (counts.total, counts.done, counts.failed, counts.waiting) == (12, 5, 0, 7)
-    assert read_responses(path)[1] == made.replies and not comparable_fields(path, "failed").exists()
+    assert read_responses(path)[1] == made.replies and not companion_file(path, "failed").exists()
     made, source = ask(target, path, [dead_url()], model="toy", retries=2)
     assert source.trouble is not None and "cannot be reached" in source.trouble and made.summary.done == 5
     with serving(ToyServer(target)) as toy:
@@ -134,14 +134,14 @@ def test_failures_are_kept_aside_counted_and_asked_again(target: Target, local: 
         made, _ = ask(target, path, [toy.url])
     counts = made.summary
     assert (counts.total, counts.done, counts.failed, counts.skipped, counts.waiting) == (12, 8, 4, 0, 0)
-    failed = [json.loads(line) for line in comparable_fields(path, "failed").read_text().splitlines()]
+    failed = [json.loads(line) for line in companion_file(path, "failed").read_text().splitlines()]
     assert [(f["id"], f["turn"]) for f in failed] == [("p1", 0), ("p2", 0), ("p4", 0)]
     assert failed[0]["reason"].startswith("400: ") and "asked for 400" in failed[0]["reason"]
     assert failed[1]["reason"].startswith("500: ") and "JSONDecodeError" in failed[2]["reason"]
     assert (asked["p1"], asked["p2"], asked["p4"]) == (1, 5, 5), "400 is not asked again, the others four times"
     with serving(ToyServer(target)) as toy:
         made, _ = ask(target, path, [toy.url])
-    assert made.replies == local and len(toy.bodies) == 4 and not comparable_fields(path, "failed").exists()
+    assert made.replies == local and len(toy.bodies) == 4 and not companion_file(path, "failed").exists()
 
 
 def test_retry_after_is_honoured(target: Target, tmp_path: Path) -> None:

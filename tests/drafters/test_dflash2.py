@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.training import Contest
+from benchmarks.training import Setup
 from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
@@ -449,4 +449,4 @@ def test_the_straightforward_step_does_not_know_it() -> None:
     drafter = {"algorithm": "dflash2", "block_size": 4, "num_aux_layers": 2, "draft_vocab_size": 40}
     raw = {"target": "toy", "out": "nowhere", "data": {"prompts": [{"path": "none"}]}, "drafter": drafter}
     with pytest.raises(ValueError, match="knows block drafters only"):
-        Contest.of(Recipe.model_validate(raw), with_mask_token(toy_target()), toy_samples(8))
+        Setup.of(Recipe.model_validate(raw), with_mask_token(toy_target()), toy_samples(8))

@@ -1,4 +1,4 @@
-"""`outrider features`: the exact size before anything is written, the question, two writers, damage, the comparison."""
+"""`outrider features`: the exact size before anything is written, the question, two writers, damage."""
 
 from __future__ import annotations
 
@@ -13,12 +13,8 @@ from typer.testing import CliRunner
 import outrider.cli.main as main
 import outrider.cli.train as features
 import outrider.training.feature_store as store_module
-from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
-from outrider.drafters.dspark import DSpark, DSparkConfig
 from tests.toys.command_line import Run, in_process
 from tests.toys.target_directory import save_toy_target
-from tests.toys.targets import randomise
-from tests.toys.tokenizer import byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -119,21 +115,9 @@ def test_a_byte_budget_fills_a_window(run: Run, recipe: Path, store: Path) -> No
     assert 0 < shard_bytes(window) <= 30_000 and f"window of {shard_bytes(window)} bytes" in said
 
 
-def test_compare_gives_a_row_for_every_dtype(run: Run, recipe: Path, tmp_path: Path) -> None:
-    vocab = len(byte_tokenizer())
-    shapes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "head_dim": 8, "markov_rank": 4}
-    shapes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_target_layers": 5, "mask_token_id": 3}
-    drafter = DSpark(DSparkConfig(**shapes, vocab_size=vocab, draft_vocab_size=vocab, target_layer_ids=(1, 3)))
-    randomise(drafter)
-    save_drafter(Checkpoint(drafter), tmp_path)
-    status, said, errors = run("compare", recipe, "--drafter", tmp_path)
-    assert status == 0, errors
-    assert all(name in said for name in ("float16", "bf16", "int8", "fp8", "tau"))
-
-
 @pytest.mark.parametrize(
     ("verb", "words"),
-    [("plan", []), ("write", ["--shard", "--of", "--yes"]), ("check", []), ("compare", ["--drafter"])],
+    [("plan", []), ("write", ["--shard", "--of", "--yes"]), ("check", [])],
 )
 def test_help(verb: str, words: list[str]) -> None:
     shown = CliRunner().invoke(main.app, ["features", verb, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})

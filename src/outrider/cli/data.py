@@ -22,7 +22,7 @@ from outrider.cli.common import load, responding
 from outrider.data.chat import Chat
 from outrider.data.inspection import Row, html_page, rows_of, terminal_text
 from outrider.data.regenerate import Regeneration
-from outrider.data.responses import comparable_fields, read_responses, sole_writer
+from outrider.data.responses import companion_file, read_responses, sole_writer
 from outrider.target.hub import resolve_model
 from outrider.target.model import count_layers
 from outrider.training.dataset import make_responses, responses_path
@@ -147,7 +147,7 @@ def report(made: Regeneration, path: Path, seconds: float, console: Console) -> 
         )
     if counts.failed:
         lines.append(f"the first failure: {made.failures[0].reason}")
-        lines.append(f"reasons of all: {comparable_fields(path, 'failed')}; the next run asks again")
+        lines.append(f"reasons of all: {companion_file(path, 'failed')}; the next run asks again")
     for line in [*lines, str(path)]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 

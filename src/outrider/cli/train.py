@@ -12,13 +12,10 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from outrider.checkpoints.checkpoint import load_drafter
 from outrider.cli.common import load, responding
 from outrider.target.linear import native_bfloat16
 from outrider.target.model import Target
-from outrider.training.dataset import inverse_ids
 from outrider.training.feature_store import (
     FeatureWindow,
     StorePlan,
@@ -31,15 +28,12 @@ from outrider.training.feature_store import (
     open_features,
     recipe_plan,
     store_directory,
-    store_effect,
     write_store,
 )
 from outrider.training.logging import plot_training
-from outrider.training.loss import ObjectiveConfig
 from outrider.training.parallel import shard_layers
 from outrider.training.recipe import Recipe, load_recipe
 from outrider.training.setup import Run, prepare
-from outrider.training.step import BlockObjective
 from outrider.training.trainer import Trainer
 from outrider.utils.device import set_up
 from outrider.utils.distributed import ALONE, Ranks, join
@@ -102,7 +96,7 @@ def prepare_with_progress(recipe: Recipe, target: Target, console: Console, rank
 
 
 # ----------------------------------------------------------------------------
-# outrider features plan | write | check | compare RECIPE.yaml [key=value ...]
+# outrider features plan | write | check RECIPE.yaml [key=value ...]
 # ----------------------------------------------------------------------------
 
 
@@ -112,7 +106,6 @@ features_app = typer.Typer(help="A store of target features on disk, beside onli
 # surprises nobody.
 _LIMIT_GB = 20.0
 _FREE_SHARE = 0.1
-_EFFECT_ANCHORS = 24
 
 RecipePath = Annotated[Path, typer.Argument(help="a recipe, see recipes/")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="fields to change: features.dtype=int8 ...")]
@@ -174,32 +167,6 @@ def check_command(recipe: RecipePath, overrides: Overrides = None) -> None:
     if wrong:
         raise ValueError("\n".join(wrong))
     console.print(f"the store in {store_directory(chosen)} is whole")
-
-
-@features_app.command("compare")
-def compare_command(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    drafter: Annotated[Path | None, typer.Option(help="a trained drafter; OUT/drafter when left out")] = None,
-) -> None:
-    """Held-out expected accepted length of a trained drafter with features in each dtype."""
-    console = Console()
-    chosen, run = _prepare(recipe, overrides, None, console)
-    checkpoint = load_drafter(drafter or Path(chosen.out) / "drafter", run.target.device, run.target.num_layers)
-    ids = checkpoint.draft_ids_Vd
-    if ids is None:
-        ids = torch.arange(run.target.vocab_size, device=run.target.device)
-    objective = BlockObjective(
-        run.target, ids, inverse_ids(ids, run.target.vocab_size), ObjectiveConfig(**chosen.objective.model_dump())
-    )
-    effect = store_effect(
-        run.target, checkpoint.drafter, objective, run.held_out, ("bf16", "int8", "fp8"), _EFFECT_ANCHORS
-    )
-    table = Table("features", "loss", "tau, temperature 0", "tau, temperature 1")
-    for name, metrics in effect.items():
-        values = (metrics[k] for k in ("loss", "expected_length_greedy", "expected_length_sampled"))
-        table.add_row(name, *(f"{value:.4f}" for value in values))
-    console.print(table)
 
 
 def _prepare(path: Path, overrides: list[str] | None, max_bytes: int | None, console: Console) -> tuple[Recipe, Run]:

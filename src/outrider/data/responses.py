@@ -122,7 +122,7 @@ def read_responses(path: Path) -> tuple[dict[str, Any], list[Reply]]:
         ValueError: missing, not a responses file, or a malformed line elsewhere (file and line named).
     """
     if not path.is_file():
-        begun = comparable_fields(path, "journal").is_file()
+        begun = companion_file(path, "journal").is_file()
         how = (
             "the `outrider prepare` that began it has to end: run it again."
             if begun
@@ -175,7 +175,7 @@ def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
     ]
 
 
-def comparable_fields(path: Path, kind: str) -> Path:
+def companion_file(path: Path, kind: str) -> Path:
     """FILE.journal.jsonl or FILE.failed.jsonl of FILE.jsonl."""
     return path.with_name(f"{path.stem}.{kind}.jsonl")
 
@@ -194,7 +194,7 @@ class ResponseFile:
             )
         path.parent.mkdir(parents=True, exist_ok=True)  # now: a place that cannot be should not cost a batch
         self.path, self.settings = path, dict(settings)
-        self.journal = comparable_fields(path, "journal")
+        self.journal = companion_file(path, "journal")
         self.replies: dict[tuple[str, int], Reply] = {}
         if path.exists() and path.stat().st_size:
             found, replies = read_responses(path)
@@ -221,7 +221,7 @@ class ResponseFile:
         replies = sorted(self.replies.values(), key=lambda r: (place.get(r.id, len(place)), r.id, r.turn))
         header = {"settings": self.settings, "summary": summary}
         _write_lines(self.path, [header, *map(asdict, replies)])
-        failed = comparable_fields(self.path, "failed")
+        failed = companion_file(self.path, "failed")
         lines = [asdict(f) for f in sorted(failures, key=lambda f: (place[f.id], f.turn))]
         if lines:
             _write_lines(failed, lines)

@@ -29,7 +29,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from outrider.data.responses import Sample
-from outrider.drafters.base import DraftModule
 from outrider.target.model import Target
 from outrider.training.features import (
     LARGEST_FLOAT16,
@@ -42,8 +41,6 @@ from outrider.training.features import (
 )
 from outrider.training.recipe import Recipe
 from outrider.training.setup import CALIBRATION_SAMPLES
-from outrider.training.step import BlockObjective
-from outrider.training.watch import held_out_batches, held_out_metrics
 from outrider.utils.device import dtype_name
 from outrider.utils.files import file_sha256, write_atomically
 
@@ -740,34 +737,6 @@ class FeatureWindow(FeatureCache):
             warnings.warn(f"{why}: dropped from the window and computed again when needed", stacklevel=2)
         sidecar(path).unlink(missing_ok=True)
         path.unlink(missing_ok=True)
-
-
-# ----------------------------------------------------------------------------
-# What storing features in fewer bits does to a drafter: the same held-out anchors, the same weights, other features.
-#
-# float16 features -> encode -> decode -> held-out metrics of a trained drafter
-# ----------------------------------------------------------------------------
-
-
-def store_effect(
-    target: Target,
-    drafter: DraftModule,
-    objective: BlockObjective,
-    samples: Sequence[Sample],
-    dtypes: Sequence[StoreDtype],
-    anchors_per_sample: int,
-) -> dict[str, dict[str, float]]:
-    """{"float16": metrics, dtype: metrics, ...} on fixed anchors of `samples`."""
-    aux_layers, scale_L = drafter.config.target_layer_ids, drafter.aux_scale_L
-    with torch.no_grad():
-        exact = list(compute_features(target, samples, aux_layers, scale_L))
-        versions = {"float16": exact} | {d: [decode(encode(target, f, d)) for f in exact] for d in dtypes}
-
-    def metrics(features: Sequence[Features]) -> dict[str, float]:
-        batches = held_out_batches(samples, features, drafter.config.gamma, anchors_per_sample)
-        return held_out_metrics(drafter, objective, batches)
-
-    return {name: metrics(features) for name, features in versions.items()}
 
 
 # ----------------------------------------------------------------------------
