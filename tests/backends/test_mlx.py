@@ -25,6 +25,7 @@ from outrider.checkpoints.published import shipped_drafter
 from outrider.cli.main import app
 from outrider.data.chat import render
 from outrider.data.conversations import Conversation
+from outrider.data.sources import TaskSettings
 from outrider.decoding.generate import acceptance, generate, stream
 from outrider.decoding.request import ModelLane, StopRules
 from outrider.drafters.base import DraftCall
@@ -33,7 +34,7 @@ from outrider.drafters.draft import Draft, Proposal
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.drafters.medusa import HeadsConfig, Medusa
 from outrider.drafters.ngram import NgramDrafter
-from outrider.evaluation.evaluate import EvaluationConfig, decode_turns
+from outrider.evaluation.evaluate import decode_turns
 from outrider.loadtest.metrics import Frontier
 from outrider.sampling import RandomSource, SamplingParams, SeededSource, SeenTokens, warp
 from outrider.scheduling.policies import FixedPolicy, ThresholdPolicy
@@ -507,9 +508,9 @@ def test_bench_on_mlx(on_disk: tuple[Path, Path], tmp_path: Path) -> None:
 def test_multi_turn_evaluation_and_the_bench_entry(on_disk: tuple[Path, Path]) -> None:
     """Both turns of a conversation, plain and speculative; and rounds as the benchmark wants them."""
     target, drafter = load_mlx_target(str(on_disk[0])), load_drafter(on_disk[1])
-    config = EvaluationConfig(max_new_tokens=10)
+    config = TaskSettings(max_new_tokens=10)
     turns = Conversation("c", ["Hi there.", "And then?"])
-    pairs = decode_turns(target, MLXDrafter(drafter, target), turns, config, FixedPolicy(), flip=False)
+    pairs = decode_turns(target, MLXDrafter(drafter, target), turns, config, policy=FixedPolicy(), flip=False)
     assert [pair.verdict for pair in pairs] == ["same", "same"]
     plain, speculative = (decoder(str(on_disk[0]), where) for where in (None, on_disk[1]))
     rounds = list(plain(PROMPT, 10))

@@ -16,30 +16,31 @@ import torch
 import tests.proof.toys as proof_toys
 from outrider.backends.sglang import write_confidence_sts, write_sps_table
 from outrider.calibration.collect import (
-    Probe,
-    as_rounds,
+    FeatureRecorder,
     collect,
-    everywhere,
     load_rounds,
-    quality,
+    rounds_of_decoding,
+    rounds_of_text,
     save_rounds,
-    sweep,
-    visited,
 )
 from outrider.calibration.fit import (
     Rounds,
     Scaling,
     at_position,
     brier,
+    decoded_rounds,
     ece,
     ece_noise,
     fit_estimator,
     fit_sts,
+    quality,
     reliability,
     roc_auc,
     survival,
+    sweep,
 )
 from outrider.data.conversations import Conversation
+from outrider.data.sources import TaskSettings
 from outrider.decoding.generate import RoundStats, generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import Serving
@@ -48,7 +49,6 @@ from outrider.drafters.draft import Proposal
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.drafters.heads import CertaintyEstimator, ChainHeads, certainty
 from outrider.engine.engine import Engine
-from outrider.evaluation.evaluate import EvaluationConfig
 from outrider.sampling import SamplingParams
 from outrider.scheduling.policies import ThresholdPolicy
 from outrider.scheduling.view import Floats
@@ -176,7 +176,7 @@ def test_rounds_of_a_generation() -> None:
     def stats(proposed: int, admitted: int, accepted: int, *confidences: float) -> RoundStats:
         return RoundStats(proposed, admitted, accepted, accepted + 1, 0.0, 0.0, 0.0, confidences)
 
-    rounds = as_rounds([stats(3, 3, 1, 0.9, 0.8, 0.7), stats(3, 2, 2, 0.6, 0.5, 0.4), stats(0, 0, 0)], 3)
+    rounds = rounds_of_decoding([stats(3, 3, 1, 0.9, 0.8, 0.7), stats(3, 2, 2, 0.6, 0.5, 0.4), stats(0, 0, 0)], 3)
     assert rounds.accepted_N.tolist() == [1, 2] and rounds.admitted_N.tolist() == [3, 2]
     np.testing.assert_array_equal(rounds.confidences_NK, [[0.9, 0.8, 0.7], [0.6, 0.5, np.nan]])
 
@@ -256,14 +256,17 @@ def test_blocks_after_every_token_contain_the_rounds_of_decoding(dspark: bool) -
     target, params = toy_target(), SamplingParams()
     module = DSpark(toy_config()) if dspark else DFlash(toy_config(dspark=False))
     randomise(module)
-    drafter, probe = PackedDrafter(module, target, Serving(estimator=None if dspark else Probe())), Probe()
+    drafter, probe = (
+        PackedDrafter(module, target, Serving(estimator=None if dspark else FeatureRecorder())),
+        FeatureRecorder(),
+    )
     drafter.heads = ChainHeads(97, drafter.heads.sequential, drafter.heads.confidence, estimator=probe)
     prompt, found = [5, 6, 7], generate(target, [5, 6, 7], drafter, params, StopRules(60, stop_ids=()))
-    real = as_rounds(found.rounds, drafter.config.gamma, probe)
+    real = rounds_of_decoding(found.rounds, drafter.config.gamma, probe)
     probe.seen.clear()
-    every = everywhere(target, drafter, prompt, found.tokens, params, probe)
+    every = rounds_of_text(target, drafter, prompt, found.tokens, params, probe)
     assert len(every.accepted_N) == 60
-    played, whole = visited(every), slice(0, len(real.accepted_N) - drafter.config.gamma)
+    played, whole = decoded_rounds(every), slice(0, len(real.accepted_N) - drafter.config.gamma)
     assert real.accepted_N[whole].tolist() == played.accepted_N[whole].tolist()
     np.testing.assert_allclose(real.confidences_NK[whole], played.confidences_NK[whole], atol=1e-5)
     if not dspark:
@@ -276,7 +279,7 @@ def test_families_that_cannot_be_batched_are_calibrated_too(monkeypatch: pytest.
     target = load_target(str(tmp_path))
     module = DSpark(toy_config(vocab_size=vocab, draft_vocab_size=vocab))
     randomise(module)
-    drafter, config = PackedDrafter(module, target), EvaluationConfig(max_new_tokens=12)
+    drafter, config = PackedDrafter(module, target), TaskSettings(max_new_tokens=12)
     conversations = [Conversation(str(i), (f"say {i}", "more")[: i + 1]) for i in range(2)]
     together = collect(target, drafter, conversations, config)
     changed = type(target.config)(**target.config.to_dict())
@@ -300,13 +303,13 @@ def test_the_thinking_mode_reaches_the_template(
     assert target.tokenizer is not None
     target.tokenizer.chat_template = "{{ messages[0]['content'] }}{% if enable_thinking %}T{% endif %}"
 
-    def answered(target: object, prompts: list[list[int]], config: EvaluationConfig) -> list[list[int]]:
+    def answered(target: object, prompts: list[list[int]], config: TaskSettings) -> list[list[int]]:
         asked.extend(prompts)
         return [prompt[:2] for prompt in prompts]
 
     monkeypatch.setattr("outrider.calibration.collect.target_texts", answered)
     drafter = PackedDrafter(DSpark(toy_config(vocab_size=vocab, draft_vocab_size=vocab)), target)
-    config = EvaluationConfig(max_new_tokens=2, thinking=thinking)
+    config = TaskSettings(max_new_tokens=2, thinking=thinking)
     collect(target, drafter, [Conversation("a", ("say",))], config)
     assert [target.tokenizer.decode(prompt) for prompt in asked] == ["sayT" if thinking else "say"]
 

@@ -13,6 +13,7 @@ import outrider.cli.calibrate as calibrate
 from outrider.calibration.candidates import expected_lengths, true_ranks
 from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, read_metadata, save_drafter
 from outrider.cli.common import DrafterChoice
+from outrider.data.sources import TaskSettings
 from outrider.drafters.base import Serving, TreeSize
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config
 from outrider.drafters.hydra import Hydra, HydraDrafter
@@ -26,7 +27,6 @@ from outrider.drafters.medusa import (
     static_tree,
 )
 from outrider.drafters.trees import assumed_accuracy, best_tree, expected_length
-from outrider.evaluation.evaluate import EvaluationConfig
 from outrider.target.model import Target, load_target
 from tests.toys.command_line import Run, check_error
 from tests.toys.heads import VOCAB, Text, forced_call, toy_heads
@@ -112,7 +112,7 @@ def test_all_prompts_are_read_before_any_is_answered(tmp_path: Path, monkeypatch
     with pytest.raises(ValueError, match=r"no prompt file .*mistyped"):
         candidates.measure_candidates(
             Target(target.model, byte_tokenizer(), "toy"), served("medusa", target), [str(good), "mistyped"],
-            EvaluationConfig(), {},
+            TaskSettings(), {},
         )  # fmt: skip
     assert not answered
 
@@ -124,7 +124,7 @@ def test_the_thinking_mode_reaches_the_template(
     target, tokenizer, asked = toy_target(), byte_tokenizer(), list[list[int]]()
     tokenizer.chat_template = "{{ messages[0]['content'] }}{% if enable_thinking %}T{% endif %}"
 
-    def answered(target: object, prompts: list[list[int]], config: EvaluationConfig) -> list[list[int]]:
+    def answered(target: object, prompts: list[list[int]], config: TaskSettings) -> list[list[int]]:
         asked.extend(prompts)
         return [[1, 2, 3] for _ in prompts]
 
@@ -133,7 +133,7 @@ def test_the_thinking_mode_reaches_the_template(
     (tmp_path / "tasks.jsonl").write_text('{"turns": ["say"]}\n')
     candidates.measure_candidates(
         Target(target.model, tokenizer, "toy"), served("medusa", target), [str(tmp_path / "tasks.jsonl")],
-        EvaluationConfig(thinking=thinking), {},
+        TaskSettings(thinking=thinking), {},
     )  # fmt: skip
     assert [tokenizer.decode(prompt) for prompt in asked] == ["sayT" if thinking else "say"]
 

@@ -135,9 +135,7 @@ def test_rows_share_a_feature_store(tmp_path: Path) -> None:
     assert stages[1].args[1] == "write" and stages[1].args[-1] == "--yes"
     for stage in stages[1:4]:
         assert (
-            store in stage.args
-            and "features.aux hidden states=[0, 2]" in stage.args
-            and 'features.mode="store"' in stage.args
+            store in stage.args and "features.aux_layers=[0, 2]" in stage.args and 'features.mode="store"' in stage.args
         )
     assert stages[1].output in stages[2].inputs, "a store written anew is trained on anew"
     assert "seed=5" in stages[2].args

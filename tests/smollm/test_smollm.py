@@ -16,12 +16,12 @@ from benchmarks.forward import forward_curve, plain_against_transformers
 from outrider.calibration.collect import target_texts
 from outrider.data.chat import render
 from outrider.data.responses import Sample
-from outrider.data.sources import load_prompts
+from outrider.data.sources import TaskSettings, load_prompts
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.dflash import initialize_block
 from outrider.drafters.dspark import DSPARK, DSpark, DSparkSection
-from outrider.evaluation.evaluate import EvaluationConfig, compare_greedy
+from outrider.evaluation.evaluate import compare_greedy
 from outrider.sampling import SamplingParams, SeededSource
 from outrider.target.model import Target
 from outrider.training.dataset import choose_draft_ids
@@ -40,7 +40,7 @@ def test_greedy_identity_on_fifty_prompts(smollm: Target) -> None:
     prompts = [p for name in names for p in load_prompts(name)][:PROMPTS]
     rules, verdicts, stops, accepted = StopRules(NEW_TOKENS), Counter[str](), 0, Counter[int]()
     rendered = [render(smollm.tokenizer, prompt.turns[:1], []) for prompt in prompts]
-    texts = target_texts(smollm, rendered, EvaluationConfig(max_new_tokens=NEW_TOKENS))  # many at once: faster
+    texts = target_texts(smollm, rendered, TaskSettings(max_new_tokens=NEW_TOKENS))  # many at once: faster
     for number, (tokens, plain) in enumerate(zip(rendered, texts, strict=True)):
         oracle = Oracle(smollm, [*tokens, *plain, *[5] * 16], spoil=0.25, seed=number)
         fast = generate(smollm, tokens, oracle, rules=rules)

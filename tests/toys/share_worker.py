@@ -13,7 +13,8 @@ import torch
 
 from outrider.backends.transformers import load_causal_lm
 from outrider.checkpoints.checkpoint import load_drafter
-from outrider.evaluation.evaluate import EvaluationConfig, evaluate
+from outrider.data.sources import TaskSettings
+from outrider.evaluation.evaluate import evaluate
 from outrider.loadtest.load import mixed_prompts
 from outrider.loadtest.metrics import Journal, Sla
 from outrider.loadtest.sources import LocalSource, Source, engine_config, local_engines, transformers_source
@@ -30,7 +31,7 @@ def work(toy: Path, out: Path, ranks: Ranks) -> None:
     """An evaluation, and benchmarks of transformers and of our engine, their conversations shared by the ranks."""
     target = load_target(toy / "target")
     drafter = load_drafter(toy / "drafter").packed(target)
-    config = EvaluationConfig(max_new_tokens=NEW, warmup_tokens=2)
+    config = TaskSettings(max_new_tokens=NEW)
     results = evaluate(target, drafter, [str(toy / "tasks.jsonl")], config, ranks=ranks)
     (out / f"results{ranks.rank}.json").write_text(results.model_dump_json())
 
@@ -47,7 +48,7 @@ def work(toy: Path, out: Path, ranks: Ranks) -> None:
 
 def measure(source: Source, variants: tuple[str, ...], load: Workload, out: Path, ranks: Ranks) -> None:
     """Five requests of every variant, one user per rank."""
-    sweep = Sweep("closed", (ranks.world,), variants, 1, 5, None, NEW, Sla(600.0, 0.0), warmup_tokens=2)
+    sweep = Sweep("closed", (ranks.world,), variants, 1, 5, None, NEW, Sla(600.0, 0.0))
     journal = ranks.from_main(lambda: Journal(out, {}))
     run_workload(sweep, source, load, byte_tokenizer(), False, journal, ranks, lambda *_: None)
     (out / f"prompts{ranks.rank}.json").write_text(json.dumps(load.prompts))

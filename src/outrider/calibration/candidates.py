@@ -1,13 +1,13 @@
-"""held-out prompts -> the target's text -> at every token of it, the rank each head gives to what came k tokens later
+"""Measure how often a Medusa or Hydra head's i-th candidate is right: what a tree of fixed shape is chosen by.
 
     a_k(i) = share of positions where the true x_k is the rank-i token of head k, given the true x_1 .. x_{k-1}
 
-What a tree of fixed shape is chosen by (drafters/trees.py). Measured through the serving path, on prompts the
-drafter never saw; the true tokens are those of the target's own response, at the temperature of serving.
+Measured with the serving code on prompts the drafter was not trained on; the true tokens are those of the target's own
+response at the temperature of serving. `drafters/trees.py` chooses the tree by these accuracies.
 
-Ranks are by likelihood at any temperature. Above 0 serving *draws* siblings (drafters/trees.py): the i-th drawn is
-not the rank-i token, and it is accepted more often than it equals the target's. The accuracies are then no acceptance
-rates, but a guide to where branching pays, and so are the lengths computed from them.
+Ranks are by likelihood at any temperature. Above 0, serving *draws* siblings: the i-th drawn token is not the rank-i
+token, and it is accepted more often than it equals the target's. The accuracies then only show where branching helps,
+and lengths computed from them are no predictions.
 Source: Medusa, arXiv 2401.10774, section 2.3.3. Shapes: N positions, K heads, H hidden, T tokens, Vd draft vocab.
 """
 
@@ -25,20 +25,20 @@ from torch import Tensor
 
 from outrider.calibration.collect import target_texts
 from outrider.data.chat import render
+from outrider.data.sources import TaskSettings, load_tasks
 from outrider.drafters.base import DraftCall
 from outrider.drafters.medusa import ServedHeads
 from outrider.drafters.trees import assumed_accuracy, best_tree, expected_length, measured_accuracy
-from outrider.evaluation.evaluate import EvaluationConfig, load_tasks
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 
 SIZES = (4, 8, 16, 32, 60)  # nodes of the trees that are compared
-_AT_ONCE = 16  # positions judged together; more only take memory
-_FEWEST = 100  # positions; shares of fewer are mostly noise
+_AT_ONCE = 16  # positions measured together; more only take memory
+_FEWEST = 100  # positions; accuracies from fewer are mostly noise
 
 
 class Candidates(BaseModel):
-    """What outrider.json keeps under `candidates`: `accuracy[k][i]` is a_{k+1}(i), over `positions` of `tasks`."""
+    """`candidates` of outrider.json: `accuracy[k][i]` is a_{k+1}(i) over `positions` tokens of `tasks`."""
 
     accuracy: list[list[float]]
     positions: int
@@ -52,22 +52,22 @@ def measure_candidates(
     target: Target,
     drafter: ServedHeads,
     tasks: Sequence[str],
-    config: EvaluationConfig,
+    settings: TaskSettings,
     versions: dict[str, str],
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Candidates:
-    """Over the first turns of all prompts.
+    """Measure the accuracies over the target's responses to the first turns of all prompts.
 
     Raises:
         ValueError: a task file is missing or malformed (before anything is decoded), or responses have too few tokens.
     """
     assert target.tokenizer is not None
     ranks: list[Tensor] = []
-    loaded = load_tasks(tasks, config.max_samples)
+    loaded = load_tasks(tasks, settings.max_samples)
     for name, conversations in loaded:
         on_progress(name, 0, len(conversations))
-        prompts = [render(target.tokenizer, c.turns[:1], [], c.tools, config.thinking) for c in conversations]
-        for done, (prompt, text) in enumerate(zip(prompts, target_texts(target, prompts, config), strict=True), 1):
+        prompts = [render(target.tokenizer, c.turns[:1], [], c.tools, settings.thinking) for c in conversations]
+        for done, (prompt, text) in enumerate(zip(prompts, target_texts(target, prompts, settings), strict=True), 1):
             ranks.append(true_ranks(target, drafter, prompt, text))
             on_progress(name, done, len(conversations))
     ranks_NK = torch.cat(ranks)
@@ -80,17 +80,17 @@ def measure_candidates(
         accuracy=measured_accuracy(ranks_NK, ranks_NK >= 0),
         positions=len(ranks_NK),
         tasks=[name for name, _ in loaded],
-        sampling=asdict(config.params),
-        max_new_tokens=config.max_new_tokens,
+        sampling=asdict(settings.params),
+        max_new_tokens=settings.max_new_tokens,
         versions=versions,
     )
 
 
 @torch.inference_mode()
 def true_ranks(target: Target, drafter: ServedHeads, prompt: Sequence[int], text: Sequence[int]) -> Tensor:
-    """Ranks [N, K] of the tokens that follow every token of `text` but the last, and the prompt; -1 behind the end.
+    """Rank [N, K] of the true token by each head, after the prompt and each token of `text` but the last.
 
-    A token that the drafter cannot draft ranks behind all that it can.
+    -1 beyond the end of the text. A token outside the draft vocabulary ranks after all others.
     """
     tokens, K = [*prompt, *text], drafter.gamma
     block = torch.tensor([tokens[:-1]], device=target.device)
@@ -103,7 +103,7 @@ def true_ranks(target: Target, drafter: ServedHeads, prompt: Sequence[int], text
         level = drafter.levels([_call(target, drafter, tokens[a], aux_BTLD[0, :a]) for a in chosen], K)
         for k in range(K):
             known = [n for n, a in enumerate(chosen) if a + k + 1 < len(tokens)]
-            # Positions too close to the end walk along, with any token in place of those they lack.
+            # Positions too close to the end are padded with token 0; their rows are dropped below.
             paths = [[*tokens[a : a + k + 1], *[0] * (k + 1)][: k + 1] for a in chosen]
             logits_NVd = level(k, torch.tensor(paths, device=target.device)[:, None])[known, 0]
             true_N = torch.tensor([tokens[chosen[n] + k + 1] for n in known], dtype=torch.long, device=target.device)
@@ -113,7 +113,7 @@ def true_ranks(target: Target, drafter: ServedHeads, prompt: Sequence[int], text
 
 def _call(target: Target, drafter: ServedHeads, anchor: int, aux_TLD: Tensor) -> DraftCall:
     session = drafter.new_session(len(aux_TLD))
-    drafter.extend([session], [[0] * len(aux_TLD)], aux_TLD)  # it remembers the last
+    drafter.extend([session], [[0] * len(aux_TLD)], aux_TLD)  # keeps the last hidden state
     return DraftCall(session, anchor, SamplingParams(), SeenTokens(target.vocab_size), SeededSource(0))
 
 
@@ -126,7 +126,7 @@ def _ranks(logits_NVd: Tensor, true_N: Tensor, draft_ids_Vd: Tensor | None) -> T
 
 
 def expected_lengths(accuracy: Sequence[Sequence[float]]) -> list[tuple[int, float, float]]:
-    """(nodes, expected accepted drafts of the tree chosen by `accuracy`, of the tree chosen without) of some sizes."""
+    """(nodes, expected accepted drafts of the tree chosen by `accuracy`, and of the default tree) for several sizes."""
     paths = sum(accumulate((len(row) for row in accuracy), operator.mul))
     found = []
     for nodes in (size for size in SIZES if size <= paths):

@@ -1,20 +1,29 @@
-"""a_k = prod_{i <= k} sigmoid(logit(c_i) / T_i + b_i)   should be   P(positions 1..k are accepted)
+"""Calibration of confidences: temperatures and offsets per draft position, fitted to collected decode rounds.
 
+    a_k = prod_{i <= k} sigmoid(logit(c_i) / T_i + b_i)   should be   P(positions 1..k are accepted)
     ECE = sum_b n_b / N |mean(a_k) - mean(outcome)| in bin b,   20 equal bins over [0, 1]
 
-The product is what is calibrated, not each c_k alone: schedulers weigh survival (DSpark, arXiv 2607.05147). How T and b
-are found: calibration/fit.py. Shapes: N rounds, K block positions, M bins.
+The survival a_k is calibrated rather than each c_k alone, because schedulers decide by survival (Sequential Temperature
+Scaling, DSpark, arXiv 2607.05147). `calibrate` fits on one part of the conversations and measures on the other; `sweep`
+gives tokens per step by confidence threshold. Rounds come from calibration/collect.py.
+Shapes: N rounds, K block positions (gamma), M bins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from pydantic import BaseModel
 
+from outrider.data.sources import TaskSettings
 from outrider.drafters.heads import CertaintyEstimator
 from outrider.scheduling.view import Floats, Ints
+from outrider.utils.measure import machine
 
 BINS = 20
 _EDGE = 1e-9  # float32 sigmoids reach 0 and 1, whose logits are infinite
@@ -24,9 +33,11 @@ _EDGE = 1e-9  # float32 sigmoids reach 0 and 1, whose logits are infinite
 class Rounds:
     """Decode rounds with their outcome.
 
-    `confidences_NK` [N, K] are raw c_k, `admitted_N` says how many of a row were judged by the target and
-    `accepted_N` how many of those it accepted; what stands behind `admitted` in a row is not read. `features_NKF` are
-    what an estimator of confidences reads (drafters/medusa.py), where the drafter has no confidence head.
+    Args:
+        confidences_NK: raw c_k; values at positions from `admitted_N` on are not read.
+        accepted_N: drafts the target accepted.
+        admitted_N: drafts the target verified.
+        features_NKF: input of a `CertaintyEstimator`, where the drafter has no confidence head.
     """
 
     confidences_NK: Floats
@@ -45,13 +56,13 @@ class Rounds:
             raise ValueError(f"counts must satisfy accepted <= admitted <= {width} in every round.")
 
     def chosen(self, which: Ints) -> Rounds:
-        """Some of the rounds, by their places or by a mask."""
+        """A subset of the rounds, by indices or by a mask."""
         features_NKF = None if self.features_NKF is None else self.features_NKF[which]
         return Rounds(self.confidences_NK[which], self.accepted_N[which], self.admitted_N[which], features_NKF)
 
     @staticmethod
     def joined(parts: Sequence[Rounds]) -> Rounds:
-        """All rounds of `parts`, at least one of them, in order."""
+        """The rounds of all `parts` in order; `parts` must not be empty."""
         features = [p.features_NKF for p in parts if p.features_NKF is not None]
         return Rounds(
             np.concatenate([p.confidences_NK for p in parts]),
@@ -61,16 +72,19 @@ class Rounds:
         )
 
 
+TaskRounds = Mapping[str, Sequence[Sequence[Rounds]]]  # by task: the rounds of each turn of each conversation
+
+
 @dataclass(frozen=True)
 class Scaling:
-    """T_k and b_k per position: a calibrated confidence is sigmoid(logit(c_k) / T_k + b_k)."""
+    """Temperature T_k and offset b_k per position: calibrated c_k = sigmoid(logit(c_k) / T_k + b_k)."""
 
     temperatures: list[float]
     offsets: list[float]
 
     @staticmethod
     def identity(gamma: int) -> Scaling:
-        """Confidences as they are."""
+        """The scaling that changes nothing."""
         return Scaling([1.0] * gamma, [0.0] * gamma)
 
 
@@ -84,7 +98,7 @@ class Reliability:
 
 
 def survival(rounds: Rounds, scaling: Scaling, width: int) -> Floats:
-    """a_1..a_j [N, j] for j = `width`; rows hold nonsense behind their `admitted`."""
+    """Survival a_1..a_j [N, j] for j = `width`; values at positions from `admitted_N` on mean nothing."""
     temperatures_J, offsets_J = np.asarray(scaling.temperatures[:width]), np.asarray(scaling.offsets[:width])
     logits_NJ = logit(rounds.confidences_NK[:, :width]) / temperatures_J + offsets_J
     survival_NJ: Floats = np.cumprod(sigmoid(logits_NJ), axis=1, dtype=np.float64)
@@ -92,14 +106,14 @@ def survival(rounds: Rounds, scaling: Scaling, width: int) -> Floats:
 
 
 def at_position(rounds: Rounds, scaling: Scaling, k: int) -> tuple[Floats, Floats]:
-    """(a_k, 1 where positions 1..k were accepted else 0) over the rounds that judged position k, counted from 1."""
+    """(a_k, outcome) of the rounds that verified position k (from 1); outcome 1 where positions 1..k were accepted."""
     judged_N = rounds.admitted_N >= k
     predicted_N = survival(rounds, scaling, k)[judged_N, k - 1]
     return predicted_N, (rounds.accepted_N[judged_N] >= k).astype(np.float64)
 
 
 def reliability(predicted_N: Floats, outcome_N: Floats, bins: int = BINS) -> Reliability:
-    """How often what was predicted happened, bin by bin."""
+    """Counts, predictions and outcomes per bin of the prediction."""
     places_N = _bin(predicted_N, bins)
     return Reliability(
         np.bincount(places_N, minlength=bins),
@@ -109,15 +123,15 @@ def reliability(predicted_N: Floats, outcome_N: Floats, bins: int = BINS) -> Rel
 
 
 def ece(predicted_N: Floats, outcome_N: Floats, bins: int = BINS) -> float:
-    """Expected calibration error of at least one prediction."""
+    """Expected calibration error; needs at least one prediction."""
     found = reliability(predicted_N, outcome_N, bins)
     return float(np.abs(found.predicted_M - found.happened_M).sum() / len(predicted_N))
 
 
 def ece_noise(predicted_N: Floats, bins: int = BINS) -> float:
-    """The error to expect by chance alone, of predictions that are right, from as many rounds.
+    """Expected calibration error that perfectly calibrated predictions show by chance in so many rounds.
 
-    The sum of p - outcome in a bin is then nearly normal with variance sum p (1 - p), and E|x| = s sqrt(2 / pi).
+    The sum of p - outcome in a bin is nearly normal with variance sum p (1 - p), and E|x| = s sqrt(2 / pi).
     """
     places_N = _bin(predicted_N, bins)
     variance_M = np.bincount(places_N, weights=predicted_N * (1 - predicted_N), minlength=bins)
@@ -125,12 +139,12 @@ def ece_noise(predicted_N: Floats, bins: int = BINS) -> float:
 
 
 def brier(predicted_N: Floats, outcome_N: Floats) -> float:
-    """Mean squared error of the predictions; 0 is perfect, 0.25 is a coin."""
+    """Brier score: mean squared error of the predictions; always predicting 0.5 gives 0.25."""
     return float(np.square(predicted_N - outcome_N).mean())
 
 
 def roc_auc(predicted_N: Floats, outcome_N: Floats) -> float | None:
-    """P(an accepted round is rated above a rejected one), ties counting half; None where one kind is missing."""
+    """P(an accepted round is predicted above a rejected one), ties count half; None without both kinds."""
     positives = int(outcome_N.sum())
     negatives = len(outcome_N) - positives
     if not positives or not negatives:
@@ -146,7 +160,7 @@ def _bin(predicted_N: Floats, bins: int) -> Ints:
 
 
 def logit(probability: Floats) -> Floats:
-    """Finite for 0 and 1, too."""
+    """log(p / (1 - p)), finite for p = 0 and 1 too."""
     inside = np.clip(probability, _EDGE, 1 - _EDGE)
     return np.log(inside) - np.log1p(-inside)
 
@@ -163,30 +177,32 @@ def sigmoid(x: Floats) -> Floats:
 #     temperature alone     T_k over a grid, b_k = 0                    Sequential Temperature Scaling
 #     with an offset        T_k over a grid, b_k(T_k) such that  mean a_k = mean outcome
 #
-# Source: DSpark, arXiv 2607.05147, for the first. A temperature cannot move c = 1/2, so it leaves a bias where a head
-# is too hopeful at any certainty; the offset removes it. Tied to the mean, it adds no second dimension to the search,
-# that would follow the noise of 20 bins. A position gets one where held-out folds say that it pays. Both depend on the
-# position only: a calibrated c_k is still known before x_k is drawn. Shapes: N rounds, K block positions, G grid.
+# Source of the first: DSpark, arXiv 2607.05147. A temperature maps c = 1/2 to itself, so a head that is too confident
+# everywhere keeps a bias; the offset removes it. The offset follows from the mean, so the search stays one-dimensional
+# and does not fit the noise of 20 bins. A position gets an offset only where cross-validation shows a smaller error.
+# Both depend on the position only, so a calibrated c_k is known before x_k is drawn. Shapes: G grid.
 # ----------------------------------------------------------------------------
 
 
 _GRID = np.geomspace(0.1, 10.0, 401)  # steps of 1.2 %
-_GRID_FROM_ONE = _GRID[np.argsort(np.abs(np.log(_GRID)), kind="stable")]  # of equal errors the mildest change wins
-_COARSE = _GRID[::5]  # 6 %: each needs its offset
+_GRID_FROM_ONE = _GRID[
+    np.argsort(np.abs(np.log(_GRID)), kind="stable")
+]  # among equal errors the temperature nearest 1 wins
+_COARSE = _GRID[::5]  # steps of 6 %: finding the offset of each is slow
 _COARSE_FROM_ONE = _COARSE[np.argsort(np.abs(np.log(_COARSE)), kind="stable")]
 _FOLDS = 5
 _FURTHEST_OFFSET, _HALVINGS = 10.0, 26
 
 
 def fit_sts(rounds: Rounds, offsets: bool = True) -> Scaling:
-    """One temperature per position, and an offset where it pays.
+    """Fit a temperature per position, and an offset where cross-validation favours it.
 
     Args:
-        rounds: in the order they were decoded; folds are stretches of it, since neighbours resemble each other.
+        rounds: in the order they were decoded; folds are contiguous, because neighbouring rounds are alike.
         offsets: False for temperatures alone.
 
     Raises:
-        ValueError: no round judged a position.
+        ValueError: no round verified a position.
     """
     scaling = Scaling([], [])
     for k in range(1, rounds.confidences_NK.shape[1] + 1):
@@ -203,7 +219,7 @@ def fit_sts(rounds: Rounds, offsets: bool = True) -> Scaling:
 
 
 class _Position:
-    """The rounds that judged one position, with the survival up to it."""
+    """The rounds that verified one position, with the survival of the positions before it."""
 
     def __init__(self, before_N: Floats, logits_N: Floats, outcome_N: Floats) -> None:
         self.before_N, self.logits_N, self.outcome_N = before_N, logits_N, outcome_N
@@ -219,7 +235,7 @@ class _Position:
         return float(grid_G[best]), float(offsets_G[best])
 
     def _offsets(self, grid_G: Floats) -> Floats:
-        """Per temperature, the offset that makes the mean prediction right: by bisection, the mean rises with it."""
+        """The offset [G] of each temperature at which mean prediction = mean outcome, by bisection."""
         low_G, high_G = np.full(len(grid_G), -_FURTHEST_OFFSET), np.full(len(grid_G), _FURTHEST_OFFSET)
         goal = float(self.outcome_N.mean())
         scaled_GN = self.logits_N / grid_G[:, None]
@@ -231,7 +247,7 @@ class _Position:
         return offsets_G
 
     def offset_pays(self) -> bool:
-        """Whether it makes the error of the folds that were not fitted on smaller."""
+        """Whether an offset lowers the cross-validated error."""
         if len(self.outcome_N) < 2 * _FOLDS:
             return False
         folds = np.array_split(np.arange(len(self.outcome_N)), _FOLDS)
@@ -251,18 +267,18 @@ class _Position:
 # ----------------------------------------------------------------------------
 # argmax_w,b  sum_n log P(accepted_n | f_n, k_n) - ridge |w|^2 / 2,   P = sigmoid(w . f + b_k)
 #
-# What an estimator of confidences is fitted with (drafters/medusa.py): Newton's method over all positions at once, one
-# bias per position. A position counts where all before it were accepted: c_k is a conditional probability.
-# Shapes: N rounds, K block positions, F features, S samples, P = F + K parameters.
+# Logistic regression for drafters without a confidence head (`CertaintyEstimator`), by Newton's method, one bias per
+# position. A position counts where all before it were accepted, because c_k is a conditional probability.
+# Shapes: F features, S samples, P = F + K parameters.
 # ----------------------------------------------------------------------------
 
 
-_RIDGE = 1e-2  # of one sample's worth: bounds weights and biases where outcomes are all alike
+_RIDGE = 1e-2  # the weight of 0.01 samples; keeps parameters finite where all outcomes are equal
 _STEPS, _CLOSE = 50, 1e-9
 
 
 def fit_estimator(rounds: Rounds) -> CertaintyEstimator:
-    """From rounds with features. Positions that were never reached get the bias of an even chance at zero features."""
+    """Fit the estimator to rounds with features. A position that was never reached gets the bias 0."""
     assert rounds.features_NKF is not None
     _, gamma, count = rounds.features_NKF.shape
     positions_K = np.arange(gamma)
@@ -280,3 +296,219 @@ def fit_estimator(rounds: Rounds) -> CertaintyEstimator:
         if np.abs(step_P).max() < _CLOSE:
             break
     return CertaintyEstimator(found_P[:count].tolist(), found_P[count:].tolist())
+
+
+def with_estimates(rounds: Rounds, estimator: CertaintyEstimator) -> Rounds:
+    """The same rounds with raw confidences computed by `estimator`."""
+    assert rounds.features_NKF is not None
+    raw_NK = sigmoid(rounds.features_NKF @ np.array(estimator.weights) + np.array(estimator.biases))
+    return dataclasses.replace(rounds, confidences_NK=raw_NK)
+
+
+# ----------------------------------------------------------------------------
+# Fit and measure: temperatures and offsets from one part of the conversations, figures from the other.
+#
+# Both use the rounds that decoding plays. Blocks in the middle of accepted runs are easier, and confidences that are
+# right for those are too high in decoding. An estimator is fitted to all blocks.
+# ----------------------------------------------------------------------------
+
+
+_FEWEST_ROUNDS = 100  # a 20-bin error of fewer is mostly noise
+
+
+class Quality(BaseModel):
+    """Errors of the survival a_k against "positions 1..k accepted", one value per position."""
+
+    ece: list[float]
+    ece_noise: list[float]  # ECE that perfect confidences would show by chance in as many rounds
+    brier: list[float]
+    roc_auc: list[float | None]  # None: never or always accepted
+
+
+class Calibration(BaseModel):
+    """`calibration` of outrider.json. `before` and `after` are measured on rounds that were not fitted on."""
+
+    temperatures: list[float]
+    offsets: list[float]
+    estimator: dict[str, list[float]] | None  # None: the drafter has a confidence head
+    fitted_on: list[str]
+    measured_on: list[str]
+    fit_rounds: int
+    measured_rounds: int
+    before: Quality
+    after: Quality
+    sampling: dict[str, Any]
+    max_new_tokens: int
+    versions: dict[str, str]
+    machine: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """A fitted calibration and its rounds: `fit` and `held_out` as decoding plays them, `measured` all, by task."""
+
+    calibration: Calibration
+    scaling: Scaling
+    fit: Rounds
+    held_out: Rounds
+    measured: TaskRounds
+
+
+def calibrate(
+    collected: TaskRounds,
+    tasks: Sequence[str],
+    fit_tasks: Sequence[str],
+    settings: TaskSettings,
+    versions: dict[str, str],
+) -> CalibrationResult:
+    """Fit temperatures and offsets, and measure the confidences before and after on other conversations.
+
+    Args:
+        tasks: tasks of `collected` to measure on.
+        fit_tasks: tasks of `collected` to fit on; if empty, every other conversation of each of `tasks` is fitted on.
+        settings: what the rounds were decoded with.
+
+    Raises:
+        ValueError: too few rounds.
+    """
+    fit = [turns for task in fit_tasks or tasks for turns in collected[task][:: 1 if fit_tasks else 2]]
+    measured = {task: collected[task][0 if fit_tasks else 1 :: 1 if fit_tasks else 2] for task in tasks}
+    estimator = None
+    if any(rounds.features_NKF is not None for turns in fit for rounds in turns):
+        estimator = fit_estimator(Rounds.joined([rounds for turns in fit for rounds in turns]))
+        fit = [[with_estimates(rounds, estimator) for rounds in turns] for turns in fit]
+        measured = {
+            task: [[with_estimates(rounds, estimator) for rounds in turns] for turns in conversations]
+            for task, conversations in measured.items()
+        }
+    replay = settings.params.temperature == 0.0
+    fit_rounds = _enough(fit, replay, "to fit on")
+    held_out = _enough([turns for found in measured.values() for turns in found], replay, "to measure on")
+    scaling = fit_sts(fit_rounds)
+    calibration = Calibration(
+        temperatures=scaling.temperatures,
+        offsets=scaling.offsets,
+        estimator=None if estimator is None else {k: list(v) for k, v in asdict(estimator).items()},
+        fitted_on=[Path(task).stem for task in fit_tasks or tasks],
+        measured_on=[Path(task).stem for task in tasks],
+        fit_rounds=len(fit_rounds.accepted_N),
+        measured_rounds=len(held_out.accepted_N),
+        before=quality(held_out, Scaling.identity(len(scaling.temperatures))),
+        after=quality(held_out, scaling),
+        sampling=asdict(settings.params),
+        max_new_tokens=settings.max_new_tokens,
+        versions=versions,
+        machine=machine(),
+    )
+    return CalibrationResult(calibration, scaling, fit_rounds, held_out, measured)
+
+
+def quality(rounds: Rounds, scaling: Scaling) -> Quality:
+    """ECE (20 bins), Brier score and ROC-AUC of the survival at each position."""
+    pairs = [at_position(rounds, scaling, k) for k in range(1, len(scaling.temperatures) + 1)]
+    return Quality(
+        ece=[ece(*pair) for pair in pairs],
+        ece_noise=[ece_noise(predicted_N) for predicted_N, _ in pairs],
+        brier=[brier(*pair) for pair in pairs],
+        roc_auc=[roc_auc(*pair) for pair in pairs],
+    )
+
+
+def _enough(conversations: Sequence[Sequence[Rounds]], replay: bool, purpose: str) -> Rounds:
+    """The rounds decoding plays, at least `_FEWEST_ROUNDS`. `replay`: the collected blocks follow every token."""
+    parts = [decoded_rounds(rounds) if replay else rounds for turns in conversations for rounds in turns]
+    found = sum(len(part.accepted_N) for part in parts)
+    if found < _FEWEST_ROUNDS:
+        raise ValueError(
+            f"{found} decode rounds {purpose} are too few, {_FEWEST_ROUNDS} is the least: give more prompts "
+            "(--max-samples) or longer responses (--max-new-tokens)."
+        )
+    return Rounds.joined(parts)
+
+
+def decoded_rounds(rounds: Rounds) -> Rounds:
+    """The rounds that decoding with whole blocks plays, of the blocks after every token of one text."""
+    places, place = list[int](), 0
+    while place < len(rounds.accepted_N):
+        places.append(place)
+        place += int(rounds.accepted_N[place]) + 1
+    return rounds.chosen(np.array(places, dtype=np.int64))
+
+
+# ----------------------------------------------------------------------------
+# Threshold sweep, a curve per task (Figure 5 of DSpark, arXiv 2607.05147). Per threshold t:
+#
+#     l = longest prefix with every c_k >= t,   tokens per step = mean(min(accepted, l) + 1),
+#     acceptance rate = sum min(accepted, l) / sum l
+#
+# At temperature 0 blocks were drafted after every token, so decoding is replayed exactly: the next block follows what
+# was committed. Rounds sampled at a temperature cannot be replayed; each is cut where it stands.
+# ----------------------------------------------------------------------------
+
+
+THRESHOLDS = [round(0.05 * i, 2) for i in range(20)]
+
+
+class SweepPoint(BaseModel):
+    """One task at one threshold. `acceptance_rate` is None where nothing was verified."""
+
+    task: str
+    threshold: float
+    steps: int
+    tokens_per_step: float
+    verified_per_step: float
+    acceptance_rate: float | None
+
+
+def sweep(
+    tasks: TaskRounds, scaling: Scaling, replay: bool, thresholds: Sequence[float] = tuple(THRESHOLDS)
+) -> list[SweepPoint]:
+    """Tokens per step and acceptance rate of each task at each threshold, with calibrated confidences.
+
+    Args:
+        replay: the rounds of a turn are blocks after every token of one text.
+    """
+    points = []
+    for task, conversations in tasks.items():
+        turns = [rounds for turns in conversations for rounds in turns if len(rounds.accepted_N)]
+        if not turns:  # the task's only conversation was fitted on
+            continue
+        calibrated = [_calibrated(rounds, scaling) for rounds in turns]
+        for threshold in thresholds:
+            played = [
+                pair
+                for rounds, confidences_NK in zip(turns, calibrated, strict=True)
+                for pair in _steps(rounds.accepted_N, _lengths(confidences_NK, rounds.admitted_N, threshold), replay)
+            ]
+            accepted, verified = (int(total) for total in np.sum(played, axis=0))
+            points.append(
+                SweepPoint(
+                    task=Path(task).stem,
+                    threshold=threshold,
+                    steps=len(played),
+                    tokens_per_step=accepted / len(played) + 1,
+                    verified_per_step=verified / len(played),
+                    acceptance_rate=accepted / verified if verified else None,
+                )
+            )
+    return points
+
+
+def _calibrated(rounds: Rounds, scaling: Scaling) -> Floats:
+    return sigmoid(logit(rounds.confidences_NK) / np.array(scaling.temperatures) + np.array(scaling.offsets))
+
+
+def _lengths(confidences_NK: Floats, admitted_N: Ints, threshold: float) -> Ints:
+    passing_NK = confidences_NK >= threshold  # NaN at unverified positions does not pass
+    lengths_N: Ints = np.minimum(np.logical_and.accumulate(passing_NK, axis=1).sum(axis=1), admitted_N)
+    return lengths_N
+
+
+def _steps(accepted_N: Ints, lengths_N: Ints, replay: bool) -> Iterator[tuple[int, int]]:
+    """(accepted, verified) of each step that decoding takes."""
+    place = 0
+    while place < len(accepted_N):
+        left = len(accepted_N) - place - 1 if replay else int(accepted_N[place])  # the text may end inside the block
+        accepted = int(min(accepted_N[place], lengths_N[place], left))
+        yield accepted, int(lengths_N[place])
+        place += accepted + 1 if replay else 1

@@ -175,4 +175,4 @@ def _calibration(metadata: Mapping[str, Any]) -> str:
         return "none"
     temperatures = stored.get("temperatures")
     count = len(temperatures) if isinstance(temperatures, list) else "?"
-    return f"temperatures for {count} positions{', offsets' if stored.get('offsets') else ''}"
+    return f"temperatures for {count} positions{', offsets' if any(stored.get('offsets') or ()) else ''}"

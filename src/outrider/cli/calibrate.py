@@ -23,18 +23,9 @@ from rich.table import Table
 
 from outrider.backends.sglang import CALIBRATION_FILE, TABLE_FILE, write_confidence_sts, write_sps_table
 from outrider.calibration.candidates import Candidates, expected_lengths, measure_candidates
-from outrider.calibration.collect import (
-    Calibrated,
-    Calibration,
-    SweepPoint,
-    calibrate,
-    collect_tasks,
-    load_rounds,
-    quality,
-    save_rounds,
-)
-from outrider.calibration.collect import sweep as sweep_thresholds
-from outrider.calibration.fit import fit_sts
+from outrider.calibration.collect import collect_tasks, load_rounds, save_rounds
+from outrider.calibration.fit import Calibration, CalibrationResult, SweepPoint, calibrate, fit_sts, quality
+from outrider.calibration.fit import sweep as sweep_thresholds
 from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_drafter
 from outrider.cli.common import (
     AUTO,
@@ -48,11 +39,11 @@ from outrider.cli.common import (
     show_paths,
     split_names,
 )
+from outrider.data.sources import TaskSettings
 from outrider.drafters import registry
 from outrider.drafters.base import FORM
 from outrider.drafters.dflash import DFlash, PackedDrafter
 from outrider.drafters.medusa import HeadsModule, ServedHeads
-from outrider.evaluation.evaluate import EvaluationConfig
 from outrider.evaluation.profile import ProfileConfig, measure_profile, plot_profile
 from outrider.evaluation.report import plot_reliability, plot_sweep
 from outrider.sampling import SamplingParams
@@ -98,7 +89,7 @@ def calibrate_command(
     set_up(threads)
     console = Console()
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    config = EvaluationConfig(max_samples, max_new_tokens, params, thinking=thinking)
+    config = TaskSettings(max_samples, max_new_tokens, params, thinking=thinking)
     directory = require_directory(drafter, target)
     checkpoint = load_drafter(directory, num_target_layers=count_layers(target))
     _check(checkpoint, directory, about_confidences=any((fit_tasks, plot, rounds, sweep, export_sglang)))
@@ -177,7 +168,7 @@ def _digest(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def _export(found: Calibrated, directory: Path) -> Path:
+def _export(found: CalibrationResult, directory: Path) -> Path:
     """SGLang's calibration file, from temperatures fitted without offsets."""
     path, alone = directory / CALIBRATION_FILE, fit_sts(found.fit, offsets=False)
     write_confidence_sts(
@@ -223,7 +214,7 @@ def quality_table(calibration: Calibration) -> Table:
                 (before.roc_auc[i], after.roc_auc[i]),
             )
         ]
-        offset = "-" if calibration.offsets is None else f"{calibration.offsets[i]:+.2f}"
+        offset = f"{calibration.offsets[i]:+.2f}"
         view.add_row(str(i + 1), f"{t:.2f}", offset, cells[0], f"{after.ece_noise[i]:.3f}", *cells[1:])
     return view
 

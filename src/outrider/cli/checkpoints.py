@@ -76,7 +76,7 @@ def package_command(
 ) -> None:
     """Write a drafter with half-size weights, its metadata and a README.md made from what was measured."""
     if dtype not in _PACKAGE_DTYPES:
-        raise ValueError(f"--dtype {dtype} is not one of {', '.join(_DTYPES)}.")
+        raise ValueError(f"--dtype {dtype} is not one of {', '.join(_PACKAGE_DTYPES)}.")
     if lost := foreign(out):
         raise ValueError(
             f"{out} holds something other than a drafter ({', '.join(lost[:3])}) and would be replaced; choose another "

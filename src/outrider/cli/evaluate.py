@@ -28,7 +28,7 @@ from outrider.cli.common import (
     warn_of_thinking,
 )
 from outrider.cli.mlx import load_for_mlx, mlx_versions, open_for_mlx
-from outrider.data.sources import load_prompts
+from outrider.data.sources import TaskSettings, load_prompts
 from outrider.drafters.base import FORM, Drafter, TreeSize
 from outrider.evaluation.comparison import (
     compare,
@@ -42,7 +42,7 @@ from outrider.evaluation.comparison import (
 from outrider.evaluation.doctor.case import Case, read_data, read_drafter
 from outrider.evaluation.doctor.examine import as_json, examine, print_report, verdict
 from outrider.evaluation.draft_cost import cost_table, load_costs, measure_costs
-from outrider.evaluation.evaluate import EvaluationConfig, evaluate
+from outrider.evaluation.evaluate import evaluate
 from outrider.evaluation.report import table, write_report
 from outrider.evaluation.results import DrafterInfo, Results
 from outrider.sampling import SamplingParams
@@ -101,7 +101,7 @@ def evaluate_command(
         console = Console(quiet=not ranks.main)
         loaded: Any = load_for_mlx(target) if on_mlx else load(target, ranks.device)
         opened = open_for_mlx(choice, loaded, block_size, size) if on_mlx else choice.open(loaded, block_size, size)
-        config = EvaluationConfig(max_samples, max_new_tokens, params, thinking=thinking)
+        config = TaskSettings(max_samples, max_new_tokens, params, thinking=thinking)
         results = run_evaluation(
             loaded,
             opened.drafter,
@@ -130,7 +130,7 @@ def run_evaluation(
     target: Target,
     drafter: Drafter,
     tasks: list[str],
-    config: EvaluationConfig,
+    config: TaskSettings,
     policy: Policy,
     settings: dict[str, object],
     console: Console,
@@ -141,7 +141,17 @@ def run_evaluation(
     """`evaluate` with a progress bar."""
     with counting(console, "eval") as on_progress:
         return evaluate(
-            target, drafter, tasks, config, policy, settings, versions(), on_progress, drafter_info, lossy, ranks
+            target,
+            drafter,
+            tasks,
+            config,
+            policy=policy,
+            recorded=settings,
+            versions=versions(),
+            on_progress=on_progress,
+            drafter_info=drafter_info,
+            typical=lossy,
+            ranks=ranks,
         )
 
 

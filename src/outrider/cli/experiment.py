@@ -36,14 +36,13 @@ from outrider.cli.common import (
 )
 from outrider.cli.evaluate import bench_drafters, evaluate_command, report, run_evaluation
 from outrider.cli.train import run_training
-from outrider.data.sources import load_prompts
+from outrider.data.sources import TaskSettings, load_prompts, load_tasks
 from outrider.drafters.registry import method_of
 from outrider.evaluation.comparison import differences
-from outrider.evaluation.evaluate import EvaluationConfig, load_tasks
 from outrider.evaluation.experiment import (
     ExperimentTable,
     Stage,
-    comparable_fields,
+    file_of_table,
     load_table,
     plan,
     row_recipe,
@@ -71,7 +70,7 @@ def check_experiment(table: ExperimentTable, path: Path, stages: Sequence[Stage]
     Raises:
         ValueError: the first that is wrong; the message names the row.
     """
-    load_tasks([str(comparable_fields(path, task)) for task in table.tasks])
+    load_tasks([str(file_of_table(path, task)) for task in table.tasks])
     _check_drafters(table, path)
     asked: dict[str, dict[str, str]] = {}
     for stage in stages:
@@ -93,7 +92,7 @@ def check_experiment(table: ExperimentTable, path: Path, stages: Sequence[Stage]
 
 
 def _check_drafters(table: ExperimentTable, path: Path) -> None:
-    target = load_recipe(comparable_fields(path, table.recipe)).target
+    target = load_recipe(file_of_table(path, table.recipe)).target
     made = {run_directory(Path(table.out), *training).resolve() for training in trainings(table)}
     for name, row in table.rows.items():
         directory = None if row.drafter is None else require_drafter(row.drafter, target).directory
@@ -225,7 +224,7 @@ def demo(
     recipe = load_recipe(path, overrides or []).model_copy(update={"out": str(out)})
     target = load(recipe.target, recipe.device)
     run_training(recipe, target, console)
-    config = EvaluationConfig(eval_samples, eval_tokens)
+    config = TaskSettings(eval_samples, eval_tokens)
     console.rule("the drafter trained just now")
     _measure(out / "drafter", target, config, _THRESHOLD, out / "eval", console)
     shipped = shipped_drafter(recipe.target)
@@ -237,7 +236,7 @@ def demo(
 
 
 def _measure(
-    directory: Path, target: Target, config: EvaluationConfig, threshold: float | None, out: Path, console: Console
+    directory: Path, target: Target, config: TaskSettings, threshold: float | None, out: Path, console: Console
 ) -> None:
     packed, policy = load_drafter(directory).packed(target), choose_policy(None, threshold)
     results = run_evaluation(target, packed, _TASKS, config, policy, {"drafter": str(directory)}, console)

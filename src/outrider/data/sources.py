@@ -11,14 +11,15 @@ import hashlib
 import json
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from outrider.data.conversations import SHAPES, Conversation, parse_row
+from outrider.sampling import SamplingParams
 from outrider.target.hub import cache_dir
 from outrider.utils.files import write_atomically
 
@@ -282,6 +283,29 @@ def load_prompts(path_or_name: str | Path, limit: int | None = None) -> list[Con
         ValueError: no such file or set, or a malformed line (the message names file and line).
     """
     return list(islice(iterate_prompts(path_or_name), limit))
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """How the prompts of tasks are decoded. `max_samples`: prompts per task, None for all; `thinking`: asked of the
+    chat template."""
+
+    max_samples: int | None = None
+    max_new_tokens: int = 256
+    params: SamplingParams = field(default_factory=SamplingParams)
+    thinking: bool = False
+
+
+def load_tasks(tasks: Sequence[str], max_samples: int | None = None) -> list[tuple[str, list[Conversation]]]:
+    """(name, prompts) of each task; the name is that of the file without its ending.
+
+    Raises:
+        ValueError: a task file is missing or malformed, or has the name of another.
+    """
+    names = [Path(task).stem for task in tasks]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two task files are called {', '.join(twice)}, and results go by that name: rename one.")
+    return [(name, load_prompts(task, max_samples)) for name, task in zip(names, tasks, strict=True)]
 
 
 def _lines(path: Path) -> Iterator[Conversation]:

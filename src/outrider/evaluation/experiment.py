@@ -120,7 +120,7 @@ def load_table(path: Path, overrides: Sequence[str] = ()) -> ExperimentTable:
     except ValidationError as error:
         lines = [f"  {'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
         raise ValueError(f"{path}: invalid table\n" + "\n".join(lines)) from error
-    target = load_recipe(comparable_fields(path, table.recipe)).target
+    target = load_recipe(file_of_table(path, table.recipe)).target
     for name, row in table.rows.items():
         if row.trained and (theirs := row_recipe(table, path, name).target) != target:
             raise ValueError(f"{path}: row {name} is for the target {theirs}, the table for {target}.")
@@ -130,7 +130,7 @@ def load_table(path: Path, overrides: Sequence[str] = ()) -> ExperimentTable:
 def row_recipe(table: ExperimentTable, path: Path, name: str) -> Recipe:
     """What a row's drafters are trained by, or those whose drafters it has."""
     row = table.rows[table.rows[name].drafter_of or name]
-    return load_recipe(comparable_fields(path, row.recipe or table.recipe), as_overrides(table.set | row.set))
+    return load_recipe(file_of_table(path, row.recipe or table.recipe), as_overrides(table.set | row.set))
 
 
 def trainings(table: ExperimentTable) -> Iterator[tuple[str, int]]:
@@ -158,7 +158,7 @@ def run_directory(out: Path, name: str, seed: int) -> Path:
     return out / name / f"seed-{seed}"
 
 
-def comparable_fields(table: Path, name: str) -> Path:
+def file_of_table(table: Path, name: str) -> Path:
     """A file the table names: beside it, or else where you are."""
     found = table.parent / name
     return found if found.is_file() else Path(name)
@@ -242,7 +242,7 @@ def plan(table: ExperimentTable, path: Path) -> list[Stage]:
 
 def _data_stages(table: ExperimentTable, path: Path) -> tuple[list[Stage], dict[str, Any]]:
     """What makes responses and the feature store, and the recipe fields that use them."""
-    out, base = Path(table.out), comparable_fields(path, table.recipe)
+    out, base = Path(table.out), file_of_table(path, table.recipe)
     stages = []
     responses = out / "responses.jsonl" if table.responses is None else Path(table.responses)
     if table.responses is None:
@@ -255,7 +255,7 @@ def _data_stages(table: ExperimentTable, path: Path) -> tuple[list[Stage], dict[
         fields |= {
             "features.mode": "store",
             "features.directory": str(store),
-            "features.aux hidden states": table.feature_aux_layers,
+            "features.aux_layers": table.feature_aux_layers,
         }
         overrides = as_overrides(table.set | fields | {"out": str(store)} | _thread_field(table))
         command = ["features", "write", str(base), *overrides, "--yes"]
@@ -267,7 +267,7 @@ def _trainings(table: ExperimentTable, path: Path, shared: dict[str, Any], input
     out, stages = Path(table.out), []
     for name, seed in trainings(table):
         row = table.rows[name]
-        recipe, directory = comparable_fields(path, row.recipe or table.recipe), run_directory(out, name, seed)
+        recipe, directory = file_of_table(path, row.recipe or table.recipe), run_directory(out, name, seed)
         fields = table.set | row.set | shared | {"seed": seed, "out": str(directory)} | _thread_field(table)
         command = ["train", str(recipe), *as_overrides(fields)]
         made = directory / "drafter" / "config.json"
@@ -278,10 +278,10 @@ def _trainings(table: ExperimentTable, path: Path, shared: dict[str, Any], input
 
 
 def _calibration(table: ExperimentTable, path: Path, name: str, seed: int, options: dict[str, Option]) -> Stage:
-    target = load_recipe(comparable_fields(path, table.recipe)).target
+    target = load_recipe(file_of_table(path, table.recipe)).target
     out, drafter = Path(table.out), str(run_directory(Path(table.out), name, seed) / "drafter")
     tasks = options.get("tasks")
-    named = [str(comparable_fields(path, task)) for task in tasks] if isinstance(tasks, list) else []
+    named = [str(file_of_table(path, task)) for task in tasks] if isinstance(tasks, list) else []
     options = options | ({"tasks": named} if named else {})
     command = ["calibrate", "--target", target, "--drafter", drafter, *_options(options), *_threads(table)]
     # outrider.json, where it writes, is among its inputs: stages are stamped when they have ended, and a drafter that
@@ -291,8 +291,8 @@ def _calibration(table: ExperimentTable, path: Path, name: str, seed: int, optio
 
 
 def _evaluations(table: ExperimentTable, path: Path) -> list[Stage]:
-    target = load_recipe(comparable_fields(path, table.recipe)).target
-    out, tasks = Path(table.out), [str(comparable_fields(path, task)) for task in table.tasks]
+    target = load_recipe(file_of_table(path, table.recipe)).target
+    out, tasks = Path(table.out), [str(file_of_table(path, task)) for task in table.tasks]
     stages = []
     for name, seed, drafter in drafters(table):
         directory = out / name / (f"eval-{seed}" if seed is not None else "eval")
@@ -311,7 +311,7 @@ def _draft_cost(table: ExperimentTable, path: Path) -> Stage | None:
     """
     if table.draft_cost is None:
         return None
-    target = load_recipe(comparable_fields(path, table.recipe)).target
+    target = load_recipe(file_of_table(path, table.recipe)).target
     out = Path(table.out)
     first = {name: drafter for name, _, drafter in reversed(list(drafters(table)))}
     shapes = {name: _shape(table, name) for name in table.rows}

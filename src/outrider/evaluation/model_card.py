@@ -16,7 +16,7 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from outrider.calibration.collect import Calibration
+from outrider.calibration.fit import Calibration
 from outrider.checkpoints.checkpoint import Checkpoint
 from outrider.data.sources import shipped_sets
 from outrider.drafters.dspark import DSparkConfig

@@ -10,8 +10,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 from rich.table import Table
 
-from outrider.calibration.collect import SweepPoint
-from outrider.calibration.fit import Rounds, Scaling, at_position, ece, reliability
+from outrider.calibration.fit import Rounds, Scaling, SweepPoint, at_position, ece, reliability
 from outrider.evaluation.results import Results
 from outrider.utils.files import write_atomically
 
