@@ -18,9 +18,10 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from outrider.backends.base import NAMES, SERVERS, Launch, MetricNames, acceptance_between, engine_of, read_metrics
+from outrider.backends.base import Launch, MetricNames, Speculation
 from outrider.backends.launch import free_port, launched
-from outrider.backends.openai import Endpoint, ServerBackend, parse_event
+from outrider.backends.openai import Endpoint, Part, ServerBackend, acceptance_between, parse_event, read_metrics
+from outrider.backends.registry import engine_of, server_of, servers
 from outrider.backends.transformers import load_causal_lm
 from outrider.decoding.request import StopRules
 from outrider.engine.batch import Request
@@ -35,14 +36,14 @@ from tests.toys.processes import gone, processes, wait_until_gone
 from tests.toys.targets import TOY_CONFIGS
 from tests.toys.tokenizer import byte_tokenizer
 
-ENGINE = {engine.name: engine for engine in SERVERS}
+ENGINE = {engine.name: engine for engine in servers()}
+LAUNCHED = [engine for engine in servers() if engine.method_names]
 LEAST = Sla(600.0, 0.0)
 PROMPTS = [[70 + i, 80, 90] for i in range(6)]
 
 
 def endpoint(engine: FakeEngine, kind: str = "vllm", **changes: object) -> Endpoint:
-    known = ENGINE[kind]
-    return Endpoint(engine.url, extra=known.extra, metrics=known.metrics, **changes)  # type: ignore[arg-type]
+    return Endpoint(engine.url, engine=ENGINE[kind], **changes)  # type: ignore[arg-type]
 
 
 def load(where: Endpoint, users: int = 2, requests: int = 4) -> Window:
@@ -60,26 +61,30 @@ def as_text(tokens: Sequence[int]) -> list[int]:
 
 
 def test_events() -> None:
-    part = parse_event('data: {"choices": [{"text": " four", "token_ids": [2, 9], "finish_reason": null}]}')
-    assert part is not None and (part.text, part.tokens, part.finished) == (" four", [2, 9], False)
-    chat = parse_event('data: {"choices": [{"delta": {"reasoning_content": "hm", "content": null}}]}')
-    assert chat is not None and (chat.text, chat.tokens, chat.accepted_length) == ("hm", None, None)
+    any_server = server_of("openai")
+
+    def read(event: object) -> Part:
+        return parse_event(json.dumps(event), any_server)
+
+    part = read({"choices": [{"text": " four", "token_ids": [2, 9], "finish_reason": None}]})
+    assert (part.text, part.tokens, part.finish_reason) == (" four", [2, 9], None)
+    chat = read({"choices": [{"delta": {"reasoning_content": "hm", "content": None}}]})
+    assert (chat.reasoning, chat.text, chat.tokens, chat.accepted_length) == ("hm", "", None, None)
     told = {"choices": [], "metrics": {"speculative_decoding": {"num_spec_steps": 4, "mean_acceptance_length": 2.5}}}
-    last = parse_event(f"data: {json.dumps(told)}")
-    assert last is not None and (last.accepted_length, last.text) == (2.5, "")
+    assert (read(told).accepted_length, read(told).text) == (2.5, None)
     timings = {"predicted_n": 12, "draft_n": 20, "draft_n_accepted": 8}
-    llama = parse_event(f"data: {json.dumps({'choices': [{'text': '', 'finish_reason': 'stop'}], 'timings': timings})}")
-    assert llama is not None and (llama.accepted_length, llama.finished) == (3.0, True)
-    assert parse_event(": comment") is None and parse_event("data: [DONE]") is None and parse_event("") is None
-    for line, message in (
-        ('data: {"error": {"message": "full"}}', "the server says.*full"),
-        ("data: {not json", "not an event"),
-        ('data: {"choices": 3}', "not an event"),
-        ('data: {"choices": [{"delta": {"tool_calls": [{"index": 0}]}}]}', "without a tool call parser"),
-        ('data: {"choices": [], "metrics": {"speculative_decoding": {"x": 1}}}', "not an event"),
+    llama = read({"choices": [{"text": "", "finish_reason": "stop"}], "timings": timings})
+    assert (llama.accepted_length, llama.finish_reason) == (3.0, "stop")
+    for data, message in (
+        ('{"error": {"message": "full"}}', "the server says.*full"),
+        ("{not json", "not an event"),
+        ('{"choices": 3}', "not an event"),
+        ('{"choices": [{"delta": {"tool_calls": [{"index": 0}]}}]}', "without a tool call parser"),
+        ('{"choices": [], "metrics": {"speculative_decoding": {"x": 1}}}', "not an event"),
+        ('{"choices": [{"token_ids": ["x"]}]}', "token ids that are not a list of numbers"),
     ):
         with pytest.raises(ValueError, match=message):
-            parse_event(line)
+            parse_event(data, any_server)
 
 
 def test_metrics_pages() -> None:
@@ -279,9 +284,12 @@ def test_signals_end_the_engine_too(tmp_path: Path, ending: signal.Signals) -> N
     assert process.wait(30) != 0 and wait_until_gone(processes(worker))
 
 
-def launch(algorithm: str = "dspark", drafts: int = 7, **changes: object) -> Launch:
-    base = {"target": "T", "drafter": "D", "port": 8, "dtype": "float32", "users": 4, "context": 100, "python": "py"}
-    return Launch(**{**base, "algorithm": algorithm, "drafts": drafts, **changes})  # type: ignore[arg-type]
+def launch(method: str = "dspark", drafts: int = 7, drafter: str | None = "D", **changes: object) -> Launch:
+    """A launch with some drafter; of 0 drafts: none. Other `changes` are of `Launch`, or of `Speculation`."""
+    told = {name: changes.pop(name) for name in ("reduced_vocabulary", "mixed_layers") if name in changes}
+    speculation = Speculation(method, drafts, drafter, **told) if drafts else None  # type: ignore[arg-type]
+    base = {"target": "T", "port": 8, "dtype": "float32", "users": 4, "context": 100, "python": "py"}
+    return Launch(**{**base, "speculation": speculation, **changes})  # type: ignore[arg-type]
 
 
 def test_commands() -> None:
@@ -323,7 +331,9 @@ def test_commands() -> None:
         ENGINE["openai"].command(launch())
 
 
-@pytest.mark.parametrize(("name", "method"), [(name, method) for name in NAMES for method in engine_of(name).dialects])
+@pytest.mark.parametrize(
+    ("name", "method"), [(engine.name, method) for engine in LAUNCHED for method in engine.dialects]
+)
 def test_a_launched_engine_drafts_as_an_exports_command_says(name: str, method: str) -> None:
     parts = made(method).parts()
     given = launch(method, parts.config.gamma, target="t.gguf", drafter="drafter.gguf")
@@ -336,7 +346,7 @@ def test_a_launched_engine_drafts_as_an_exports_command_says(name: str, method: 
 
 
 def test_what_can_be_launched_and_not_exported() -> None:
-    more = {name: set(NAMES[name]) - set(engine_of(name).dialects) for name in NAMES}
+    more = {engine.name: set(engine.method_names) - set(engine.dialects) for engine in LAUNCHED}
     assert more == {"vllm": {"lm", "ngram"}, "sglang": {"lm", "ngram"}, "llama.cpp": {"lm", "ngram", "eagle3"}}
 
 

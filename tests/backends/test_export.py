@@ -14,8 +14,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from outrider.backends.base import ENGINES, engine_of
 from outrider.backends.export import export_drafter, target_facts
+from outrider.backends.registry import engine_of, exporters
 from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
 from outrider.checkpoints.dialects.base import TargetFacts
 from outrider.cli.main import app
@@ -30,7 +30,7 @@ from tests.toys.dialects import FACTS, VD, L, config_of, made
 from tests.toys.targets import randomise, toy_samples, toy_target
 
 Change = dict[str, Any]
-PAIRS = [(engine.name, method) for engine in ENGINES for method in engine.dialects]
+PAIRS = [(engine.name, method) for engine in exporters() for method in engine.dialects]
 
 
 def facts_of(target: Target) -> TargetFacts:

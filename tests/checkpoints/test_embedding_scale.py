@@ -10,8 +10,8 @@ import torch
 from dflash.model import DFlash2DraftModel, DFlashDraftModel, _draft_value, _raw_input_embeddings
 from torch import Tensor
 
-from outrider.backends.base import engine_of
 from outrider.backends.export import export_drafter, target_facts
+from outrider.backends.registry import engine_of
 from outrider.checkpoints.checkpoint import load_drafter, save_drafter
 from outrider.checkpoints.describe import describe
 from outrider.checkpoints.dialects.base import TargetFacts

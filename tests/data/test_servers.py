@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.backends.openai import Part, read_answer, retry_after
+from outrider.backends.registry import server_of
 from outrider.data.chat import Chat
 from outrider.data.conversations import Conversation
 from outrider.data.regenerate import (
@@ -24,9 +26,8 @@ from outrider.data.regenerate import (
     ServerConfig,
     ServerSource,
     Unusable,
-    parse,
     regenerate,
-    retry_after,
+    reply_of,
 )
 from outrider.data.responses import Reply, companion_file, read_responses
 from outrider.target.model import Target
@@ -218,8 +219,8 @@ def test_models_are_found_and_must_agree(target: Target) -> None:
         ServerConfig(("localhost:8000",))
 
 
-def answer(**choice: Any) -> dict[str, Any]:
-    return {"choices": [{"finish_reason": "stop", "text": "ab", **choice}]}
+def answer(**choice: Any) -> Part:
+    return read_answer({"choices": [{"finish_reason": "stop", "text": "ab", **choice}]}, server_of("openai"))
 
 
 @pytest.mark.parametrize(
@@ -229,29 +230,29 @@ def answer(**choice: Any) -> dict[str, Any]:
         (answer(token_ids=[1], prompt_token_ids=[7]), "changed the prompt"),
     ],
 )
-def test_answers_that_no_retry_improves(target: Target, given: dict[str, Any], error: str) -> None:
+def test_answers_that_no_retry_improves(target: Target, given: Part, error: str) -> None:
     request = Request("a", 0, [5, 6], 1, False, [], ())
     with pytest.raises(Unusable, match=error):
-        parse(given, request, Chat.of(target), chat_api=False)
+        reply_of(given, request, Chat.of(target), chat_api=False)
     message = {"content": None, "tool_calls": [{"id": 1}]}
     with pytest.raises(Unusable, match="tool_calls out of the text"):
-        parse(answer(message=message), request, Chat.of(target), chat_api=True)
+        reply_of(answer(message=message), request, Chat.of(target), chat_api=True)
 
 
 def test_the_stop_token_of_a_text_answer_is_put_back(target: Target) -> None:
     chat, request = Chat.of(target), Request("a", 0, [5, 6], 1, False, [], ())
     chat = replace(chat, eos_ids=frozenset([chat.tokenizer.eos_token_id, 9]))
     ab = list(chat.tokenizer("ab")["input_ids"])
-    assert parse(answer(), request, chat, False).response == [*ab, chat.tokenizer.eos_token_id]
-    assert parse(answer(stop_reason=9), request, chat, False).response == [*ab, 9]
-    cut = parse(answer(finish_reason="length"), request, chat, False)
+    assert reply_of(answer(), request, chat, False).response == [*ab, chat.tokenizer.eos_token_id]
+    assert reply_of(answer(stop_reason=9), request, chat, False).response == [*ab, 9]
+    cut = reply_of(answer(finish_reason="length"), request, chat, False)
     assert cut.response == ab and not cut.finished and not cut.exact
-    exact = parse(answer(token_ids=[3, 9]), request, chat, False)
+    exact = reply_of(answer(token_ids=[3, 9]), request, chat, False)
     assert exact == Reply("a", 0, [5, 6], [3, 9], True, True)
     for bad in (
-        answer(token_ids=["x"]),
-        answer(finish_reason="abort"),
-        answer(token_ids=[], finish_reason="length", text=""),
+        {"token_ids": ["x"]},
+        {"finish_reason": "abort"},
+        {"token_ids": [], "finish_reason": "length", "text": ""},
     ):
         with pytest.raises(ValueError):
-            parse(bad, request, chat, False)
+            reply_of(answer(**bad), request, chat, False)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from outrider.backends.base import engine_of
 from outrider.backends.export import export_drafter, target_facts
+from outrider.backends.registry import engine_of
 from outrider.checkpoints.checkpoint import Checkpoint
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules

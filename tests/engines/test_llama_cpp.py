@@ -20,9 +20,11 @@ import httpx
 import pytest
 import torch
 
-from outrider.backends.base import SERVERS, Launch, engine_of, read_metrics
+from outrider.backends.base import Launch, Speculation
 from outrider.backends.export import export_drafter, target_facts
 from outrider.backends.launch import free_port, launched
+from outrider.backends.llama_cpp import LlamaCpp
+from outrider.backends.openai import read_metrics
 from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
 from outrider.drafters.dflash import DFlash
 from outrider.target.hub import EMBEDDED_ID, resolve_model
@@ -36,7 +38,7 @@ pytestmark = [
     pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="`make test-llama-cpp` builds llama.cpp and runs this"),
 ]
 TREE = Path(os.environ.get("LLAMA_CPP", ""))
-SERVER = next(server for server in SERVERS if server.name == "llama.cpp")
+SERVER = LlamaCpp()
 # Otherwise keys and values are float16, and attention adds in another order.
 EXACT = ("-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32", "-fa", "off")
 PROMPTS, NEW = 20, 32
@@ -93,7 +95,7 @@ def ask(launch: Launch, prompts: list[list[int]], log: Path) -> Answer:
     """Greedy responses of a server that runs for them alone."""
     launch = replace(launch, port=free_port())
     url = f"http://127.0.0.1:{launch.port}"
-    fields = {"n_predict": NEW, "temperature": 0.0, "return_tokens": True, **SERVER.extra}
+    fields = {"n_predict": NEW, "temperature": 0.0, "return_tokens": True, **SERVER.request_fields}
     with (
         launched(SERVER.command(launch), url + SERVER.health, log, PATIENCE),
         httpx.Client(base_url=url, timeout=PATIENCE) as client,
@@ -122,18 +124,18 @@ def served(smollm: Target, tmp_path_factory: pytest.TempPathFactory) -> Served:
     source, executable = resolve_model(EMBEDDED_ID), TREE / "build" / "bin" / "llama-server"
     target, facts = gguf(source, root / "target.gguf"), target_facts(EMBEDDED_ID, torch.float32)
     context = max(map(len, prompts)) + NEW
-    plain = Launch(target, None, "", 0, 0, "float32", 1, context, executable=str(executable), extra=EXACT)
+    plain = Launch(target, context=context, executable=str(executable), extra=EXACT)
     served = Served(prompts, ask(plain, prompts, root / "plain.log"), checkpoints, {}, {})
     for number, (place, checkpoint) in enumerate(checkpoints.items()):
         exported, algorithm = root / f"exported-{number}", checkpoint.drafter.algorithm
         try:
-            export_drafter(checkpoint, engine_of("llama.cpp"), exported, facts)
+            export_drafter(checkpoint, SERVER, exported, facts)
         except ValueError as error:
             served.refused[place] = str(error)
             continue
         drafter = gguf(exported, root / f"drafter-{number}.gguf", "--target-model-dir", str(source))
-        gamma = checkpoint.drafter.config.gamma
-        launch = replace(plain, drafter=drafter, algorithm=algorithm, drafts=gamma)
+        speculation = Speculation(algorithm, checkpoint.drafter.config.gamma, drafter)
+        launch = replace(plain, speculation=speculation)
         served.answers[place] = ask(launch, prompts, root / f"drafter-{number}.log")
     return served
 
@@ -160,7 +162,7 @@ def test_as_many_drafts_are_accepted(served: Served, smollm: Target, directory: 
 
 
 def test_its_converter_has_no_place_for_a_reduced_vocabulary_of_dflash(served: Served, tmp_path: Path) -> None:
-    """When this fails, backends/base.py refuses more than it must."""
+    """When this fails, backends/llama_cpp.py refuses more than it must."""
     config = replace(served.checkpoints[Path("dflash")].drafter.config, draft_vocab_size=512)
     save_drafter(Checkpoint(DFlash(config), torch.arange(512)), tmp_path / "reduced")
     made = convert(

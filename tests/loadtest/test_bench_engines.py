@@ -16,8 +16,8 @@ import typer
 from typer.testing import CliRunner, Result
 
 import outrider.cli.bench as bench
-from outrider.backends.base import engine_of
 from outrider.backends.export import export_drafter, target_facts
+from outrider.backends.registry import engine_of
 from outrider.checkpoints.checkpoint import load_drafter, save_drafter
 from outrider.data.conversations import Conversation
 from outrider.loadtest.load import Prompt, mixed_prompts

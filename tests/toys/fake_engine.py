@@ -83,6 +83,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send(engine.refuse, '{"error": "asked for"}')
             return
         self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         parts = list(engine.parts(body))

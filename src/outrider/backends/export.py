@@ -12,7 +12,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from outrider.backends.base import Engine
+from outrider.backends.base import ExternalEngine
 from outrider.checkpoints.checkpoint import Checkpoint, write_files
 from outrider.checkpoints.describe import spoken
 from outrider.checkpoints.dialects.base import MOST_LAYERS, DrafterWeights, ExportedCheckpoint, Fields, TargetFacts
@@ -119,7 +119,7 @@ class Exported:
 
 
 def export_drafter(
-    checkpoint: Checkpoint, engine: Engine, out: Path, target: TargetFacts, dtype: torch.dtype = torch.float32
+    checkpoint: Checkpoint, engine: ExternalEngine, out: Path, target: TargetFacts, dtype: torch.dtype = torch.float32
 ) -> Exported:
     """Write a drafter for an engine, atomically.
 
@@ -140,7 +140,7 @@ def export_drafter(
     return Exported(written, commands)
 
 
-def _unread(metadata: Mapping[str, Any], engine: Engine, method: str) -> list[str]:
+def _unread(metadata: Mapping[str, Any], engine: ExternalEngine, method: str) -> list[str]:
     """What outrider.json says of serving and the engine does not look at, a sentence each."""
     sentences = []
     if metadata.get("calibration") is not None:
@@ -157,7 +157,7 @@ def model_card(
     name: str,
     parts: DrafterWeights,
     written: ExportedCheckpoint,
-    engine: Engine,
+    engine: ExternalEngine,
     target: TargetFacts,
     commands: list[str],
     dtype: torch.dtype,

@@ -1,12 +1,14 @@
-"""One streamed answer of an OpenAI-compatible server: server-sent events, each with a part of the response.
+"""The client of OpenAI-compatible servers: whole answers and streams of /v1/completions and /v1/chat/completions.
 
-    data: {"choices": [{"text": " four", "token_ids": [2, 9], "finish_reason": null}]}
+    POST /v1/completions        prompt = our own tokens: the prompt is the same for every engine
+    POST /v1/chat/completions   messages: for servers that render prompts themselves, with their own template
+
+    data: {"choices": [{"text": " four", "token_ids": [2, 9], "finish_reason": null}]}      an event of a stream
     data: {"choices": [], "usage": {...}, "metrics": {...}}        after the last part, where the server is asked for it
     data: [DONE]
 
-Accepted length of one request: vLLM tells it (`metrics.speculative_decoding`, started with
---per-request-spec-decode-metrics summary); llama.cpp counts drafts (`timings`), and each round gives one token that is
-no draft: tokens / (tokens - accepted).
+vLLM gives `token_ids` and `prompt_token_ids` when asked for `return_token_ids`; others call the first `output_ids`.
+Regeneration (data/regenerate.py) and load tests (loadtest/) ask through it.
 """
 
 from __future__ import annotations
@@ -14,86 +16,46 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import Any
 
 import httpx
+from httpx_sse import aconnect_sse
+from prometheus_client.parser import text_string_to_metric_families
 from transformers import PreTrainedTokenizerBase
 
-from outrider.backends.base import Acceptance, MetricNames, RequestStats, acceptance_between, read_metrics
+from outrider.backends.base import Acceptance, ExternalEngine, MetricNames, RequestStats
 from outrider.engine.batch import Output, Request, StepRecord
 
-DONE = "[DONE]"
+LONGEST_REASON = 300  # characters of a server's error that are shown
+_DONE = "[DONE]"
+_CONNECT_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one event brought. `tokens` None: the server gives text only."""
+class OpenAICompatible(ExternalEngine):
+    """A server of unknown make, which gets standard fields only.
 
-    text: str
-    tokens: list[int] | None
-    finished: bool
-    accepted_length: float | None
-
-
-def parse_event(line: str) -> Part | None:
-    """The part in a line of the stream; None: no event, or the end.
-
-    Raises:
-        ValueError: an error of the server, or something else than an answer of this protocol.
+    Args:
+        engines: it may be one of these, so an accepted length is read as they tell it.
     """
-    data = line.removeprefix("data:").strip()
-    if not line.startswith("data:") or data == DONE:
-        return None
-    try:
-        event = json.loads(data)
-        if "error" in event:
-            raise ValueError(f"the server says {json.dumps(event['error'])[:300]}")
-        choices = event.get("choices") or [{}]
-        choice: Mapping[str, Any] = choices[0]
-        delta: Mapping[str, Any] = choice.get("delta") or choice
-        if delta.get("tool_calls"):
-            raise ValueError("the server parsed tool calls out of the text: start it without a tool call parser")
-        spoken = [delta.get(name) for name in ("reasoning_content", "reasoning", "content", "text")]
-        tokens = choice.get("token_ids")
-        return Part(
-            "".join(part for part in spoken if isinstance(part, str)),
-            None if tokens is None else [int(token) for token in tokens],
-            choice.get("finish_reason") is not None,
-            _accepted_length(event),
-        )
-    except (json.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"not an event of this protocol ({type(error).__name__}): {data[:200]}") from error
+
+    name = "openai"
+    takes_thinking = False
+
+    def __init__(self, engines: Sequence[ExternalEngine] = ()) -> None:
+        self._engines = engines
+
+    def accepted_length(self, event: Mapping[str, Any]) -> float | None:
+        found = (engine.accepted_length(event) for engine in self._engines)
+        return next((length for length in found if length is not None), None)
 
 
-def _accepted_length(event: Mapping[str, Any]) -> float | None:
-    told = (event.get("metrics") or {}).get("speculative_decoding")
-    if told and told["num_spec_steps"]:
-        return float(told["mean_acceptance_length"])
-    timings = event.get("timings") or {}
-    if timings.get("draft_n"):
-        return float(timings["predicted_n"] / (timings["predicted_n"] - timings["draft_n_accepted"]))
-    return None
-
-
-# ----------------------------------------------------------------------------
-# An OpenAI-compatible server under load: one streamed request per user, so first and later tokens have real times.
-#
-#     submit -> POST /v1/completions        prompt = our own tokens: the prompt is the same for every engine
-#               POST /v1/chat/completions   messages: for servers that take text only; their template renders it
-#     step   <- parts of any response, as they come (after a few milliseconds: nothing)
-#
-# Where a server names no token ids, a part counts as many tokens as its text has, and a finished response is the tokens
-# of its whole text: parts may end inside a token.
-# ----------------------------------------------------------------------------
-
-
-_PATIENCE = 0.005  # seconds that a step waits, so that a request that is due is not late
-_TIMEOUT = httpx.Timeout(600.0, connect=10.0, pool=None)
-_LONGEST_REASON = 300
+_UNKNOWN = OpenAICompatible()
 
 
 @cache
@@ -109,17 +71,18 @@ class Endpoint:
     Args:
         url: with or without /v1.
         model: as the server calls it; None: the one it lists.
-        extra: further fields of every request.
-        metrics: under which names /metrics tells of drafts.
+        engine: what it is.
         chat_of: a prompt's tokens -> `messages` and `tools` of a chat; given, the chat endpoint is asked instead.
         thinking: what the server's chat template is told; None: nothing, for servers that know no such field.
+
+    Raises:
+        ValueError: the URL has another scheme.
     """
 
     url: str
     model: str | None = None
     api_key: str | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
-    metrics: MetricNames = field(default_factory=MetricNames)
+    engine: ExternalEngine = _UNKNOWN
     chat_of: Callable[[Sequence[int]], dict[str, Any]] | None = None
     thinking: bool | None = False
 
@@ -129,37 +92,246 @@ class Endpoint:
 
     @property
     def root(self) -> str:
+        """Without /v1."""
         return self.url.rstrip("/").removesuffix("/v1")
 
     @property
-    def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+    def base(self) -> str:
+        """With /v1."""
+        return f"{self.root}/v1"
 
-    def named(self) -> str:
-        """The model to ask for.
+    def get(self, url: str) -> httpx.Response:
+        """A page of the server.
 
         Raises:
-            ValueError: none was given and the server lists none.
+            httpx.HTTPError: it does not answer.
         """
-        if self.model is not None:
-            return self.model
-        try:
-            listed = httpx.get(f"{self.root}/v1/models", headers=self.headers, timeout=10.0, verify=_certificates())
-            listed.raise_for_status()
-            return str(listed.json()["data"][0]["id"])
-        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise ValueError(
-                f"no model is listed at {self.root}/v1/models ({type(error).__name__}: {error}). Start the server, or "
-                "name its model (--served-model)."
-            ) from error
+        return httpx.get(url, headers=self._headers, timeout=_CONNECT_SECONDS, verify=_certificates())
+
+    def client(self, timeout: float) -> OpenAIClient:
+        """A client whose requests may wait so many seconds for their next byte."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        patience = httpx.Timeout(timeout, connect=_CONNECT_SECONDS, pool=None)
+        http = httpx.AsyncClient(headers=self._headers, timeout=patience, limits=limits, verify=_certificates())
+        return OpenAIClient(self, http)
 
     def readings(self) -> dict[str, list[float]]:
         """What /metrics says now; nothing where there is no such page."""
         try:
-            page = httpx.get(f"{self.root}/metrics", headers=self.headers, timeout=10.0, verify=_certificates())
+            page = self.get(f"{self.root}/metrics")
             return read_metrics(page.text) if page.is_success else {}
         except httpx.HTTPError:
             return {}
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+def served_model(endpoints: Sequence[Endpoint]) -> str:
+    """The model to ask for: the one that is named, or that the servers list.
+
+    Raises:
+        ValueError: none is named and no server lists one, or they list different ones.
+    """
+    found: dict[str, str] = {}
+    for endpoint in endpoints:
+        if endpoint.model is not None:
+            return endpoint.model
+        try:
+            listed = endpoint.get(f"{endpoint.base}/models").raise_for_status()
+            found[endpoint.base] = str(listed.json()["data"][0]["id"])
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+    if not found:
+        raise ValueError(
+            f"no model is listed at {', '.join(endpoint.base for endpoint in endpoints)} ({reason}). Start the server, "
+            "or name its model (--served-model; data.served_model of a recipe)."
+        )
+    if len(set(found.values())) > 1:
+        raise ValueError(f"the servers list different models ({found}); name the one to ask for.")
+    return next(iter(found.values()))
+
+
+@dataclass
+class OpenAIClient:
+    """Requests to one server, as many at once as are made; `aclose` it when done."""
+
+    endpoint: Endpoint
+    http: httpx.AsyncClient
+
+    def url(self, chat: bool) -> str:
+        """Where completions are asked for."""
+        return f"{self.endpoint.base}/{'chat/completions' if chat else 'completions'}"
+
+    async def post(self, body: Mapping[str, Any], chat: bool) -> httpx.Response:
+        """The whole answer, of whatever status.
+
+        Raises:
+            httpx.HTTPError: there is none.
+        """
+        return await self.http.post(self.url(chat), json=body)
+
+    async def stream(self, body: Mapping[str, Any], chat: bool) -> AsyncGenerator[Part, None]:
+        """The parts of an answer as they come.
+
+        Raises:
+            ValueError: the server refuses the request, reports an error, or says something else.
+            httpx.HTTPError: the connection fails, or the answer is no stream of events.
+        """
+        async with aconnect_sse(self.http, "POST", self.url(chat), json=body) as source:
+            if not source.response.is_success:
+                reason = (await source.response.aread()).decode(errors="replace")[:LONGEST_REASON]
+                raise ValueError(f"{source.response.status_code}: {reason}")
+            async for event in source.aiter_sse():
+                if event.data and event.data != _DONE:
+                    yield parse_event(event.data, self.endpoint.engine)
+
+    async def aclose(self) -> None:
+        """Give the connections back."""
+        await self.http.aclose()
+
+
+@dataclass(frozen=True)
+class Part:
+    """What an event of a stream, or a whole answer, says.
+
+    Attributes:
+        text: None: there is no field for text.
+        reasoning: text that the server took out of `text`.
+        tokens: ids of the response's tokens; None: the server gives text only.
+        finish_reason: None: the response goes on.
+        accepted_length: of the whole request; None: not told.
+        prompt: ids of the prompt's tokens, where they are told.
+        stop: the stop token or string that ended the response.
+        parsed_out: names of the fields that hold what is not in `text`.
+    """
+
+    text: str | None
+    reasoning: str
+    tokens: list[int] | None
+    finish_reason: str | None
+    accepted_length: float | None
+    prompt: list[int] | None
+    stop: object
+    parsed_out: tuple[str, ...]
+
+
+def parse_event(data: str, engine: ExternalEngine) -> Part:
+    """The part in the data of one server-sent event.
+
+    Raises:
+        ValueError: an error of the server, or something else than an answer of this protocol.
+    """
+    try:
+        event = json.loads(data)
+        if "error" in event:
+            raise ValueError(f"the server says {json.dumps(event['error'])[:LONGEST_REASON]}")
+        part = read_answer(event, engine)
+    except (json.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"not an event of this protocol ({type(error).__name__}): {data[:200]}") from error
+    if "tool_calls" in part.parsed_out:
+        raise ValueError("the server parsed tool calls out of the text: start it without a tool call parser")
+    return part
+
+
+def read_answer(answer: Mapping[str, Any], engine: ExternalEngine) -> Part:
+    """The fields of an answer, streamed or whole.
+
+    Raises:
+        ValueError, AttributeError, KeyError, IndexError, TypeError: not an answer of this protocol.
+    """
+    choice: Mapping[str, Any] = (answer.get("choices") or [{}])[0]
+    message: Mapping[str, Any] = choice.get("delta") or choice.get("message") or choice
+    parsed_out = tuple(name for name in (*_REASONING, "tool_calls") if message.get(name))
+    texts = [message[name] for name in _TEXT if name in message]
+    tokens = choice.get("token_ids")
+    return Part(
+        text=_joined(texts) if texts else None,
+        reasoning=_joined([message[name] for name in parsed_out]),
+        tokens=_ids(choice.get("output_ids") if tokens is None else tokens),
+        finish_reason=choice.get("finish_reason"),
+        accepted_length=engine.accepted_length(answer),
+        prompt=_ids(choice.get("prompt_token_ids") or answer.get("prompt_token_ids")),
+        stop=choice.get("stop_reason"),
+        parsed_out=parsed_out,
+    )
+
+
+_REASONING, _TEXT = ("reasoning_content", "reasoning"), ("content", "text")
+
+
+def _joined(texts: Sequence[object]) -> str:
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _ids(value: Any) -> list[int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
+        raise ValueError("token ids that are not a list of numbers")
+    return list(value)
+
+
+def retry_after(header: str | None) -> float | None:
+    """Seconds from a Retry-After header, which holds seconds or a date."""
+    if header is None:
+        return None
+    with suppress(ValueError):
+        return max(0.0, float(header))
+    with suppress(ValueError, TypeError):
+        return max(0.0, (parsedate_to_datetime(header) - datetime.now(timezone.utc)).total_seconds())
+    return None
+
+
+# ----------------------------------------------------------------------------
+# What an engine counts, from its /metrics page (Prometheus text format).
+#
+# vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 17.0        name, labels, value
+#
+# accepted length   1 + accepted / rounds         acceptance   accepted / drafted         of two readings' difference
+# ----------------------------------------------------------------------------
+
+
+def read_metrics(text: str) -> dict[str, list[float]]:
+    """Values by name, one for every set of labels; lines that are no samples are passed over."""
+    found: dict[str, list[float]] = {}
+    for line in text.splitlines():
+        with suppress(ValueError):  # one line at a time: a bad one costs no other
+            for family in text_string_to_metric_families(line):
+                for sample in family.samples:
+                    found.setdefault(sample.name, []).append(sample.value)
+    return found
+
+
+def acceptance_between(
+    names: MetricNames, before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]
+) -> Acceptance:
+    """Acceptance between two readings; None where the engine does not tell, or nothing was drafted."""
+
+    def grown(name: str | None) -> float | None:
+        return None if name is None or name not in after else sum(after[name]) - sum(before.get(name, ()))
+
+    rounds, drafted, accepted = grown(names.rounds), grown(names.drafted), grown(names.accepted)
+    shown = [] if names.length is None else [value for value in after.get(names.length, ()) if value > 0]
+    length = sum(shown) / len(shown) if shown else None
+    if accepted is not None and rounds:
+        length = 1 + accepted / rounds
+    return Acceptance(length, accepted / drafted if accepted is not None and drafted else None, rounds)
+
+
+# ----------------------------------------------------------------------------
+# A server under load: one streamed request per user, so first and later tokens have real times.
+#
+#     submit -> POST           step <- parts of any response, as they come (after a few milliseconds: nothing)
+#
+# Where a server names no token ids, a part counts as many tokens as its text has, and a finished response is the tokens
+# of its whole text: parts may end inside a token.
+# ----------------------------------------------------------------------------
+
+
+_STEP_SECONDS = 0.005  # that a step waits, so that a request that is due is not late
+_TIMEOUT = 600.0
 
 
 class ServerBackend:
@@ -172,16 +344,13 @@ class ServerBackend:
     last: StepRecord | None = None
 
     def __init__(self, endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.endpoint, self.tokenizer, self.model = endpoint, tokenizer, endpoint.named()
+        self.endpoint, self.tokenizer, self.model = endpoint, tokenizer, served_model([endpoint])
         self._loop = asyncio.new_event_loop()
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = httpx.AsyncClient(
-            headers=endpoint.headers, timeout=_TIMEOUT, limits=limits, verify=_certificates()
-        )
+        self._client = endpoint.client(_TIMEOUT)
         self._arrived = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._outputs: list[Output] = []
-        self._told: dict[str, RequestStats] = {}
+        self._stats: dict[str, RequestStats] = {}
         self._before: dict[str, list[float]] = {}
         self._failure: ValueError | None = None
 
@@ -196,7 +365,7 @@ class ServerBackend:
     def cancel(self, id: str) -> bool:
         task = self._tasks.pop(id, None)
         self._outputs = [output for output in self._outputs if output.id != id]
-        self._told.pop(id, None)
+        self._stats.pop(id, None)
         if task is None:
             return False
         task.cancel()
@@ -212,14 +381,14 @@ class ServerBackend:
         found, self._outputs = self._outputs, []
         return found
 
-    def mark(self) -> None:
+    def start_window(self) -> None:
         self._before = self.endpoint.readings()
 
     def acceptance(self) -> Acceptance:
-        return acceptance_between(self.endpoint.metrics, self._before, self.endpoint.readings())
+        return acceptance_between(self.endpoint.engine.metrics, self._before, self.endpoint.readings())
 
-    def told(self, id: str) -> RequestStats:
-        return self._told.pop(id)
+    def request_stats(self, id: str) -> RequestStats:
+        return self._stats.pop(id)
 
     def close(self) -> None:
         """End what is under way and give the connections back."""
@@ -232,26 +401,21 @@ class ServerBackend:
 
     async def _wait(self) -> None:
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._arrived.wait(), _PATIENCE)
+            await asyncio.wait_for(self._arrived.wait(), _STEP_SECONDS)
 
     async def _ask(self, request: Request) -> None:
         chat = self.endpoint.chat_of is not None
-        url = f"{self.endpoint.root}/v1/{'chat/completions' if chat else 'completions'}"
-        said: list[Part] = []
+        parts: list[Part] = []
         try:
-            async with self._client.stream("POST", url, json=self._body(request)) as answer:
-                if not answer.is_success:
-                    reason = (await answer.aread()).decode(errors="replace")[:_LONGEST_REASON]
-                    raise ValueError(f"{answer.status_code}: {reason}")
-                async for line in answer.aiter_lines():
-                    part = parse_event(line)
-                    if part is not None:
-                        said.append(part)
-                        self._deliver(request.id, part)
-            if not any(part.finished for part in said):
+            async with aclosing(self._client.stream(self._body(request), chat)) as stream:
+                async for part in stream:
+                    parts.append(part)
+                    self._deliver(request.id, part)
+            if all(part.finish_reason is None for part in parts):
                 raise ValueError("the answer ends without a finish_reason")
-            self._finish(request.id, said)
+            self._finish(request.id, parts)
         except (httpx.HTTPError, ValueError) as error:
+            url = self._client.url(chat)
             self._failure = ValueError(f"{url} did not answer a request: {error or type(error).__name__}")
             self._arrived.set()
 
@@ -262,7 +426,7 @@ class ServerBackend:
             "temperature": request.params.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **self.endpoint.extra,
+            **self.endpoint.engine.request_fields,
         }
         if self.endpoint.chat_of is None:
             return {**body, "prompt": list(request.prompt)}
@@ -271,19 +435,24 @@ class ServerBackend:
         return body | self.endpoint.chat_of(request.prompt)
 
     def _deliver(self, id: str, part: Part) -> None:
-        tokens = part.tokens if part.tokens is not None else self._split(part.text)
+        text = _spoken(part)
+        tokens = part.tokens if part.tokens is not None else self._split(text)
         if tokens:
-            self._outputs.append(Output(id, tokens, part.text, None))
+            self._outputs.append(Output(id, tokens, text, None))
             self._arrived.set()
 
-    def _finish(self, id: str, said: Sequence[Part]) -> None:
-        named = any(part.tokens is not None for part in said)
-        tokens = None if named else self._split("".join(part.text for part in said))
-        lengths = [part.accepted_length for part in said if part.accepted_length is not None]
-        self._told[id] = RequestStats(tokens, lengths[-1] if lengths else None)
+    def _finish(self, id: str, parts: Sequence[Part]) -> None:
+        named = any(part.tokens is not None for part in parts)
+        tokens = None if named else self._split("".join(map(_spoken, parts)))
+        lengths = [part.accepted_length for part in parts if part.accepted_length is not None]
+        self._stats[id] = RequestStats(tokens, lengths[-1] if lengths else None)
         self._outputs.append(Output(id, [], "", "stop"))
         self._tasks.pop(id, None)
         self._arrived.set()
 
     def _split(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+
+def _spoken(part: Part) -> str:
+    return part.reasoning + (part.text or "")

@@ -1,22 +1,136 @@
-"""The two JSON files that SGLang's DSpark scheduler reads.
+"""SGLang 0.5.23: dialects of the methods' makers, `--speculative-*` flags, and the files its DSpark scheduler reads.
 
-    --speculative-dspark-confidence-sts-path
-        {"temperatures": [T_1 .. T_gamma], "dataset", "num_samples", "ece_before": [..], "ece_after": [..]}
-    --speculative-dspark-sps-table-path
-        {"sample_batch_tokens": [..], "sample_steps_per_sec": [..], "max_batch_tokens"}
+    dflash  dflash2     z-lab            \
+    dspark              DeepSpec         / every field of the block also in `dflash_config`
+    eagle3              EAGLE-3
+    K drafts            --speculative-dspark-block-size K, --speculative-dflash-block-size K + 1,
+                        or --speculative-num-draft-tokens K + 1
 
-Its calibration is sigmoid(logit(c_k) / T_k): it has no place for offsets. The format is that of SGLang 0.5.23.
+SGLang counts the rows that are verified, the anchor among them; a DSpark block alone counts drafts. DFlash 2 is in it
+since 0.5.19, under DFlash's name: the checkpoint's architecture tells.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+from outrider.backends.base import ExternalEngine, Launch, MetricNames, Speculation, check_whole_vocabulary
+from outrider.checkpoints.dialects.base import DrafterWeights, ExportedCheckpoint
+from outrider.checkpoints.dialects.deepspec import DeepSpec
+from outrider.checkpoints.dialects.eagle3 import FLAGS, Eagle3Dialect
+from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
+
 CALIBRATION_FILE, TABLE_FILE = "confidence_sts.json", "sps_table.json"
+_IN_SECTION = (
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+)
+
+
+class SGLang(ExternalEngine):
+    """SGLang, by `python -m sglang.launch_server`."""
+
+    name = "sglang"
+    dialects = {"dflash": ZLab(), "dflash2": ZLab2(), "dspark": DeepSpec(), "eagle3": Eagle3Dialect()}
+    scales_embeddings = ("dflash", "dflash2", "dspark")
+    calibration = (
+        "reads the file that outrider calibrate --export-sglang DIR writes (--speculative-dspark-confidence-sts-path)"
+    )
+    method_names = {
+        **{name: name.upper() for name in ("dflash", "dspark", "eagle3", "ngram")},
+        "dflash2": "DFLASH",
+        "lm": "STANDALONE",
+    }
+    metrics = MetricNames(length="sglang:spec_accept_length")
+    # What a request leaves out it takes from the target's generation_config.json; decoding here has no penalties.
+    request_fields = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+    def check(self, parts: DrafterWeights) -> list[str]:
+        config = parts.config
+        if parts.method.name == "eagle3":
+            for name in (*FLAGS, "qk_norm"):
+                if getattr(config, name):
+                    raise ValueError(f"--to sglang: {name} true has no place in its EAGLE-3 model.")
+            if len(config.target_layer_ids) != 3:
+                raise ValueError(
+                    f"--to sglang: target_layer_ids {list(config.target_layer_ids)} must be three; its EAGLE-3 fuses "
+                    "three."
+                )
+            return []
+        if parts.method.name == "dspark" and not config.sample_from_anchor:
+            raise ValueError(
+                "--to sglang: sample_from_anchor false is not served there; its DSpark blocks draft from the anchor."
+            )
+        if any(pattern.causal != (pattern.window is not None) for pattern in config.attention_patterns):
+            raise ValueError(
+                f"--to sglang: is_causal {config.is_causal} is not heeded there; block rows see those after them "
+                "in layers without a window, and only there: train like that, or serve with Outrider."
+            )
+        if not config.plain_logits:
+            raise ValueError(
+                "--to sglang: whether output_multiplier and final_logit_softcapping are heeded is not known."
+            )
+        check_whole_vocabulary(self.name, parts)
+        return []
+
+    def finish(self, written: ExportedCheckpoint) -> ExportedCheckpoint:
+        """Every field of the block in `dflash_config` too: SGLang looks there first, other readers at the top."""
+        config = written.config
+        if "block_size" not in config:
+            return written
+        section = {**config.get("dflash_config", {}), **{name: config[name] for name in _IN_SECTION if name in config}}
+        return replace(written, config={**config, "dflash_config": section})
+
+    def serve(self, parts: DrafterWeights, directory: str, target: str) -> list[str]:
+        words = ["python", "-m", "sglang.launch_server", "--model-path", target]
+        return [shlex.join([*words, *self._flags(Speculation.of(parts, directory))])]
+
+    def command(self, launch: Launch) -> list[str]:
+        """See `ExternalEngine`; a part of the answer is sent for every step."""
+        command = [launch.executable] if launch.executable else [launch.python, "-m", "sglang.launch_server"]
+        command += ["--model-path", launch.target, "--host", "127.0.0.1", "--port", str(launch.port)]
+        command += ["--dtype", launch.dtype, "--context-length", str(launch.positions), "--enable-metrics"]
+        # Counted prompts are asked for several times, and a cached one has no prefill.
+        command += ["--max-running-requests", str(launch.users), "--stream-interval", "1", "--disable-radix-cache"]
+        if launch.speculation:
+            command += self._flags(launch.speculation)
+        return [*command, *launch.extra]
+
+    def _flags(self, speculation: Speculation) -> list[str]:
+        """Trees have a width of 1 here: chains."""
+        name, rows = self.name_of(speculation.method), speculation.drafts + 1
+        flags = ["--speculative-draft-model-path", speculation.drafter] if speculation.drafter else []
+        flags += ["--speculative-algorithm", name]
+        if name == "DSPARK":
+            return [*flags, "--speculative-dspark-block-size", str(speculation.drafts)]
+        if name == "DFLASH":
+            return [*flags, "--speculative-dflash-block-size", str(rows)]
+        if name in ("EAGLE3", "STANDALONE"):
+            flags += ["--speculative-num-steps", str(speculation.drafts), "--speculative-eagle-topk", "1"]
+        return [*flags, "--speculative-num-draft-tokens", str(rows)]
+
+
+# ----------------------------------------------------------------------------
+# The two JSON files that SGLang's DSpark scheduler reads.
+#
+#     --speculative-dspark-confidence-sts-path
+#         {"temperatures": [T_1 .. T_gamma], "dataset", "num_samples", "ece_before": [..], "ece_after": [..]}
+#     --speculative-dspark-sps-table-path
+#         {"sample_batch_tokens": [..], "sample_steps_per_sec": [..], "max_batch_tokens"}
+#
+# Its calibration is sigmoid(logit(c_k) / T_k): it has no place for offsets.
+# ----------------------------------------------------------------------------
 
 
 def write_confidence_sts(

@@ -28,9 +28,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from outrider.backends.base import SERVERS, Launch, Server, drafting_of, engine_of
+from outrider.backends.base import ExternalEngine, Launch, Speculation
 from outrider.backends.export import embedding_factor
 from outrider.backends.openai import Endpoint
+from outrider.backends.registry import server_of, servers
 from outrider.backends.transformers import load_causal_lm
 from outrider.checkpoints.checkpoint import empty_module, read_config, read_parts
 from outrider.cli.common import (
@@ -92,8 +93,12 @@ from outrider.utils.device import default_dtype, dtype_name, set_up
 from outrider.utils.distributed import join
 from outrider.utils.measure import machine, versions
 
-Kind = Literal["local", "transformers", "openai", "vllm", "sglang", "llama.cpp", "mlx"]
 ONE_AT_A_TIME = ("transformers", "mlx")
+
+
+def kinds() -> list[str]:
+    """What `--backend` can be."""
+    return ["local", "transformers", *(engine.name for engine in servers()), "mlx"]
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,6 @@ def _digest(*paths: Path | None) -> str | None:
 
 API_KEY = "OUTRIDER_API_KEY"
 EngineType = Literal["float32", "bfloat16", "float16"]
-_GGUF = "llama.cpp"  # reads files of its own, converted from the checkpoints that are named beside them
 
 
 @dataclass(frozen=True)
@@ -278,15 +282,14 @@ def choose_servers(kind: str, options: ServerOptions, wanted: Wanted) -> Chosen:
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(f"--backend {kind}: one process asks a server; torchrun is for local, transformers and mlx.")
-    engine = next(engine for engine in SERVERS if engine.name == kind)
+    engine = server_of(kind)
     endpoint = Endpoint(
         options.base_url or "http://127.0.0.1",
         options.served_model,
         os.environ.get(API_KEY),
-        engine.extra,
-        engine.metrics,
-        wanted.chat_of if options.chat else None,
-        wanted.thinking if wanted.thinking or kind != "openai" else None,  # not every server knows the field
+        engine,
+        chat_of=wanted.chat_of if options.chat else None,
+        thinking=wanted.thinking if wanted.thinking or engine.takes_thinking else None,
     )
     if options.launch:
         if options.base_url or options.baseline_url:
@@ -305,74 +308,61 @@ def choose_servers(kind: str, options: ServerOptions, wanted: Wanted) -> Chosen:
     return Chosen(source, among(wanted.names, sorted(endpoints)), settings=servers)
 
 
-def _launched(engine: Server, options: ServerOptions, wanted: Wanted, endpoint: Endpoint) -> Chosen:
-    gguf, target = engine.name == _GGUF, wanted.chat.name
+def _launched(engine: ExternalEngine, options: ServerOptions, wanted: Wanted, endpoint: Endpoint) -> Chosen:
+    target = wanted.chat.name
     launch = Launch(
-        target=options.engine_target or (target if gguf else str(resolve_model(target))),
-        drafter=options.engine_drafter,
-        algorithm="",
-        drafts=0,
-        port=0,
+        target=options.engine_target or (target if engine.gguf else str(resolve_model(target))),
         dtype=options.engine_dtype or dtype_name(default_dtype(wanted.device)),
-        users=1,
-        context=1,
         python=options.engine_python,
         executable=options.engine_command,
         extra=tuple(shlex.split(options.engine_args)),
     )
     engine.command(launch)  # what cannot be started needs no drafter either
-    launch = _drafting(launch, engine.name, wanted.choice(), target)
-    gamma = launch.drafts
-    variants = list(dict.fromkeys([NO_SPECULATION, *(wanted.names or [f"fixed-{gamma}"])]))
-    drafts = {name: 0 if name == NO_SPECULATION else fixed_length(name, gamma) for name in variants}
-    for count in drafts.values():  # what a command refuses, it refuses now
-        engine.command(replace(launch, drafts=count))
+    whole = _speculation(engine, wanted.choice(), target, options.engine_drafter)
+    variants = list(dict.fromkeys([NO_SPECULATION, *(wanted.names or [f"fixed-{whole.drafts}"])]))
+    speculations = {
+        name: None if name == NO_SPECULATION else replace(whole, drafts=fixed_length(name, whole.drafts))
+        for name in variants
+    }
+    for speculation in speculations.values():  # what a command refuses, it refuses now
+        engine.command(replace(launch, speculation=speculation))
 
     def plan() -> Launch:
         users, context = wanted.room()
         return replace(launch, users=users, context=context)
 
-    servers = launching(engine, plan, drafts, endpoint, wanted.logs, options.startup_timeout)
+    started = launching(engine, plan, speculations, endpoint, wanted.logs, options.startup_timeout)
     settings: dict[str, Any] = {"engine_args": options.engine_args, "chat": options.chat}
-    settings |= {"engine_drafter": options.engine_drafter, "dtype": None if gguf else launch.dtype}
-    return Chosen(ServerSource(servers, wanted.chat.tokenizer), variants, grouped=True, settings=settings)
+    settings |= {"engine_drafter": options.engine_drafter, "dtype": None if engine.gguf else launch.dtype}
+    return Chosen(ServerSource(started, wanted.chat.tokenizer), variants, grouped=True, settings=settings)
 
 
-def _drafting(launch: Launch, engine: str, choice: DrafterChoice, target: str) -> Launch:
+def _speculation(engine: ExternalEngine, choice: DrafterChoice, target: str, file: str | None) -> Speculation:
     """With the drafter, and with as many drafts as it makes.
+
+    Args:
+        target: says how deep it is where the drafter's config.json does not.
+        file: given to the engine instead of the drafter's directory.
 
     Raises:
         ValueError: not a drafter, or not one that the engine loads as it is.
     """
-    if choice.directory is not None:
-        return _trained(launch, engine, choice.directory, target)
     if choice.kind == "ngram":
-        return replace(launch, algorithm="ngram", drafts=choice.gamma or NgramConfig.gamma, drafter=None)
-    drafter = launch.drafter or (choice.where if engine == _GGUF else str(resolve_model(choice.where)))
-    return replace(launch, algorithm=choice.kind, drafts=choice.gamma or StandaloneConfig.gamma, drafter=drafter)
-
-
-def _trained(launch: Launch, engine: str, directory: Path, target: str) -> Launch:
-    """As `_drafting`, for a directory; `target` says how deep it is where config.json does not."""
+        return Speculation("ngram", choice.gamma or NgramConfig.gamma)
+    if choice.directory is None:
+        file = file or (choice.where if engine.gguf else str(resolve_model(choice.where)))
+        return Speculation(choice.kind, choice.gamma or StandaloneConfig.gamma, file)
+    directory = choice.directory
     parts = read_parts(directory, count_layers(target))
     empty_module(parts, directory)
-    name, served = parts.method.name, engine_of(engine)
     try:
-        if launch.drafter is None and engine != _GGUF:
-            served.check_loads(parts, read_config(directory)[1], embedding_factor(target))
-        elif name in served.dialects:  # what --engine-drafter names was made of it
-            served.limits(parts, embedding_factor(target))
+        if file is None and not engine.gguf:
+            engine.check_loads(parts, read_config(directory)[1], embedding_factor(target))
+        elif parts.method.name in engine.dialects:  # what --engine-drafter names was made of it
+            engine.limits(parts, embedding_factor(target))
     except ValueError as error:
         raise ValueError(f"--launch with the drafter {directory}: {error}") from error
-    told = drafting_of(parts, launch.drafter or str(directory))
-    return replace(
-        launch,
-        algorithm=told.method,
-        drafts=told.drafts,
-        drafter=told.drafter,
-        reduced_vocabulary=told.reduced_vocabulary,
-        mixed=told.mixed,
-    )
+    return Speculation.of(parts, file or str(directory))
 
 
 # ----------------------------------------------------------------------------
@@ -473,7 +463,7 @@ def bench_command(
     out: Annotated[Path, typer.Option(help="directory for points, summary and plots; what is there is gone on with")],
     target: Annotated[str, typer.Option(help="model id or directory")] = EMBEDDED_ID,
     drafter: Annotated[str, typer.Option(help=CHOICES)] = AUTO,
-    backend: Annotated[Kind, typer.Option(help="what serves")] = "local",
+    backend: Annotated[str, typer.Option(help=f"what serves: {', '.join(kinds())}")] = "local",
     arrivals: Annotated[Literal["closed", "poisson"], typer.Option(help="users that wait, or a rate")] = "closed",
     concurrency: Annotated[
         str | None, typer.Option(help="users (closed); 1,2,4,8,16,32 where an engine batches")
@@ -517,6 +507,8 @@ def bench_command(
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     """Load on an engine, ours or another: throughput against user speed, with and without speculation."""
+    if backend not in kinds():
+        raise ValueError(f"--backend {backend} is none of {', '.join(kinds())}.")
     set_up(threads)
     size = choose_tree(tree, confidence_threshold)
     if size is not None and backend != "local":

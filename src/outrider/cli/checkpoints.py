@@ -11,8 +11,8 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
-from outrider.backends.base import ENGINES, engine_of
 from outrider.backends.export import export_drafter, target_facts
+from outrider.backends.registry import engine_of, exporters
 from outrider.checkpoints.checkpoint import METADATA, load_drafter, read_config, read_metadata, save_drafter
 from outrider.checkpoints.describe import named_target
 from outrider.checkpoints.dialects.base import UnknownDepth
@@ -25,7 +25,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 def export_command(
     drafter: Annotated[Path, typer.Argument(help="drafter directory, in any dialect")],
-    to: Annotated[str, typer.Option(help="; ".join(f"{each.name}: {', '.join(each.dialects)}" for each in ENGINES))],
+    to: Annotated[str, typer.Option(help="; ".join(f"{one.name}: {', '.join(one.dialects)}" for one in exporters()))],
     out: Annotated[Path, typer.Option(help="a new directory")],
     target: Annotated[str | None, typer.Option(help="id or directory; the one that the files name by default")] = None,
     dtype: Annotated[str, typer.Option(help="of the weights: float32, bfloat16 or float16")] = "float32",

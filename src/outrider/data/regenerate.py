@@ -14,10 +14,8 @@ import hashlib
 import random
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +23,15 @@ import httpx
 import torch
 from torch import Tensor
 
+from outrider.backends.openai import (
+    LONGEST_REASON,
+    Endpoint,
+    OpenAIClient,
+    Part,
+    read_answer,
+    retry_after,
+    served_model,
+)
 from outrider.data.chat import Chat, response_text
 from outrider.data.conversations import Conversation, Message, chat_messages
 from outrider.data.responses import Failure, Reply, ResponseFile
@@ -203,12 +210,11 @@ class LocalSource:
 
 
 # ----------------------------------------------------------------------------
-# The two requests an OpenAI-compatible server knows, and the tokens in its answers.
+# What a server is asked, and the reply in its answer.
 #
 #     POST /v1/completions        prompt = our own prompt tokens; the response starts exactly behind them
 #     POST /v1/chat/completions   messages; the server's template renders them, and says so only if it returns token ids
 #
-# vLLM gives `token_ids` and `prompt_token_ids` when asked for `return_token_ids`; others call the first `output_ids`.
 # Where a server gives text only, the text is split into tokens again, which need not be the tokens that were generated.
 # ----------------------------------------------------------------------------
 
@@ -237,28 +243,24 @@ def payload(request: Request, config: RegenerationConfig, model: str, chat_api: 
     return body
 
 
-def parse(answer: Mapping[str, Any], request: Request, chat: Chat, chat_api: bool) -> Reply:
+def reply_of(answer: Part, request: Request, chat: Chat, chat_api: bool) -> Reply:
     """The reply in a server's answer.
 
     Raises:
         Unusable: no tokens can be made of it, or they are not the target's.
-        KeyError, IndexError, TypeError, ValueError: not an answer of this protocol (asking again may help).
+        ValueError: it is not whole (asking again may help).
     """
-    choice = answer["choices"][0]
-    reason = choice["finish_reason"]
-    if reason not in ("stop", "length", "tool_calls"):
-        raise ValueError(f"finish_reason {reason!r}")
-    prompt = _ids(choice.get("prompt_token_ids") or answer.get("prompt_token_ids")) or request.prompt
+    if answer.finish_reason not in ("stop", "length", "tool_calls"):
+        raise ValueError(f"finish_reason {answer.finish_reason!r}")
+    prompt = answer.prompt or request.prompt
     if not chat_api and prompt != request.prompt:
         raise Unusable("the server changed the prompt's tokens")
-    tokens = _ids(choice.get("token_ids") or choice.get("output_ids"))
-    exact = bool(tokens)
-    if not tokens:
-        tokens = _split(choice, chat, chat_api)
-    stop = choice.get("stop_reason")
-    finished = reason != "length"
+    exact = bool(answer.tokens)
+    tokens = answer.tokens or _split(answer, chat, chat_api)
+    finished = answer.finish_reason != "length"
     if finished and not (tokens and tokens[-1] in chat.eos_ids):
         # The stop token was generated too; servers that give text leave it out.
+        stop = answer.stop
         end = stop if isinstance(stop, int) and stop in chat.eos_ids else chat.tokenizer.eos_token_id
         if not exact and end in chat.eos_ids:
             tokens = [*tokens, end]
@@ -269,37 +271,16 @@ def parse(answer: Mapping[str, Any], request: Request, chat: Chat, chat_api: boo
     return Reply(request.id, request.turn, prompt, tokens, finished, exact)
 
 
-def _split(choice: Mapping[str, Any], chat: Chat, chat_api: bool) -> list[int]:
+def _split(answer: Part, chat: Chat, chat_api: bool) -> list[int]:
     """The tokens of an answer that is text."""
-    message = choice["message"] if chat_api else {"content": choice["text"]}
-    parsed = [name for name in ("tool_calls", "reasoning_content", "reasoning") if message.get(name)]
-    if parsed:
+    if chat_api and answer.parsed_out:
         raise Unusable(
-            f"the server took {' and '.join(parsed)} out of the text and gives no token ids; leave out --chat"
+            f"the server took {' and '.join(answer.parsed_out)} out of the text and gives no token ids; leave out "
+            "--chat"
         )
-    return list(chat.tokenizer(str(message["content"] or ""), add_special_tokens=False)["input_ids"])
-
-
-def _ids(value: object) -> list[int]:
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
-        raise ValueError("token ids that are not a list of numbers")
-    return list(value)
-
-
-def retry_after(header: str | None) -> float | None:
-    """Seconds from a Retry-After header, which holds seconds or a date."""
-    if header is None:
-        return None
-    try:
-        return max(0.0, float(header))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, (parsedate_to_datetime(header) - datetime.now(timezone.utc)).total_seconds())
-    except (ValueError, TypeError):
-        return None
+    if answer.text is None:
+        raise ValueError("an answer without text or token ids")
+    return list(chat.tokenizer(answer.text, add_special_tokens=False)["input_ids"])
 
 
 # ----------------------------------------------------------------------------
@@ -317,9 +298,7 @@ def retry_after(header: str | None) -> float | None:
 
 
 _IDLE_SECONDS = 0.02
-_CONNECT_SECONDS = 10.0
 _BACKOFF_CAP = 30.0
-_LONGEST_REASON = 300
 
 
 @dataclass(frozen=True)
@@ -339,11 +318,12 @@ class ServerConfig:
     api_key: str | None = None
 
     def __post_init__(self) -> None:
-        for url in self.base_urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(
-                    f"base URL {url!r} must start with http:// or https://, as in http://localhost:8000/v1"
-                )
+        self.endpoints()  # a URL that is none is found now
+
+    def endpoints(self) -> list[Endpoint]:
+        """The servers, each once."""
+        each = [Endpoint(url, self.model, self.api_key) for url in self.base_urls]
+        return list({endpoint.base: endpoint for endpoint in each}.values())
 
 
 @dataclass
@@ -354,7 +334,7 @@ class _Job:
 
 @dataclass
 class _Server:
-    url: str
+    client: OpenAIClient
     strikes: int = 0  # times in a row that it could not be reached
     struck_at: float = 0.0
     rest_until: float = 0.0
@@ -382,10 +362,8 @@ class ServerSource:
         self.chat, self.config = chat, config
         self.renders_prompts = config.chat
         self.trouble: str | None = None
-        urls = [url.rstrip("/") for url in config.base_urls]
-        self.urls = list(dict.fromkeys(url if url.endswith("/v1") else f"{url}/v1" for url in urls))
-        self.headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-        self.model = config.model or self._served_model()
+        self.endpoints = config.endpoints()
+        self.model = served_model(self.endpoints)
 
     @property
     def description(self) -> dict[str, Any]:
@@ -410,23 +388,6 @@ class ServerSource:
             loop.run_until_complete(answers.aclose())
             loop.close()
 
-    def _served_model(self) -> str:
-        found: dict[str, str] = {}
-        for url in self.urls:
-            try:
-                listed = httpx.get(f"{url}/models", headers=self.headers, timeout=_CONNECT_SECONDS)
-                listed.raise_for_status()
-                found[url] = str(listed.json()["data"][0]["id"])
-            except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-                reason = f"{type(error).__name__}: {error}"
-        if not found:
-            raise ValueError(
-                f"no model is listed at {', '.join(self.urls)} ({reason}). Start the server, or name its model."
-            )
-        if len(set(found.values())) > 1:
-            raise ValueError(f"the servers list different models ({found}); name the one to ask for.")
-        return next(iter(found.values()))
-
 
 @dataclass
 class _Pool:
@@ -440,56 +401,52 @@ class _Pool:
 
     async def run(self) -> AsyncGenerator[Reply | Failure, None]:
         self.waiting.extend(self.jobs)
-        servers = [_Server(url) for url in self.source.urls]
+        servers = [_Server(endpoint.client(self.source.config.timeout)) for endpoint in self.source.endpoints]
         results: asyncio.Queue[Reply | Failure | None] = asyncio.Queue()
-        patience = httpx.Timeout(self.source.config.timeout, connect=_CONNECT_SECONDS, pool=None)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx.AsyncClient(headers=self.source.headers, timeout=patience, limits=limits) as client:
-            workers = [
-                asyncio.create_task(self._work(server, client, results))
-                for server in servers
-                for _ in range(self.source.config.concurrency)
-            ]
-            ended = asyncio.gather(*workers, return_exceptions=True)
-            ended.add_done_callback(lambda _: results.put_nowait(None))
-            try:
-                for _ in self.jobs:
-                    answer = await results.get()
-                    if answer is None:  # every worker left: stopped, or no server is there any more
-                        for error in filter(None, await ended):
-                            raise error
-                        break
-                    yield answer
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await ended
+        workers = [
+            asyncio.create_task(self._work(server, results))
+            for server in servers
+            for _ in range(self.source.config.concurrency)
+        ]
+        ended = asyncio.gather(*workers, return_exceptions=True)
+        ended.add_done_callback(lambda _: results.put_nowait(None))
+        try:
+            for _ in self.jobs:
+                answer = await results.get()
+                if answer is None:  # every worker left: stopped, or no server is there any more
+                    for error in filter(None, await ended):
+                        raise error
+                    break
+                yield answer
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await ended
+            for server in servers:
+                await server.client.aclose()
         if all(server.given_up for server in servers):
-            self.source.trouble = "; ".join(f"{server.url} {server.given_up}" for server in servers)
+            self.source.trouble = "; ".join(f"{server.client.endpoint.base} {server.given_up}" for server in servers)
 
-    async def _work(
-        self, server: _Server, client: httpx.AsyncClient, results: asyncio.Queue[Reply | Failure | None]
-    ) -> None:
+    async def _work(self, server: _Server, results: asyncio.Queue[Reply | Failure | None]) -> None:
         while not server.given_up and not self.stop():
             if not self.waiting or server.rest_until > time.monotonic():
                 await asyncio.sleep(_IDLE_SECONDS)
                 continue
             job = self.waiting.popleft()
-            answer = await self._ask(server, client, job)
+            answer = await self._ask(server, job)
             if answer is not None:
                 results.put_nowait(answer)
 
-    async def _ask(self, server: _Server, client: httpx.AsyncClient, job: _Job) -> Reply | Failure | None:
+    async def _ask(self, server: _Server, job: _Job) -> Reply | Failure | None:
         """A reply, or a final failure; None when the job goes back to the others."""
-        source, request = self.source, job.request
-        url = f"{server.url}/{'chat/completions' if source.config.chat else 'completions'}"
+        source, request, chat_api = self.source, job.request, self.source.config.chat
         started = time.monotonic()
         try:
-            got = await client.post(url, json=payload(request, self.config, source.model, source.config.chat))
+            got = await server.client.post(payload(request, self.config, source.model, chat_api), chat_api)
             server.strikes = 0
             if got.status_code == httpx.codes.OK:
-                return parse(got.json(), request, source.chat, source.config.chat)
-            reason = f"{got.status_code}: {got.text}"[:_LONGEST_REASON]
+                return reply_of(read_answer(got.json(), server.client.endpoint.engine), request, source.chat, chat_api)
+            reason = f"{got.status_code}: {got.text}"[:LONGEST_REASON]
             if got.status_code in (401, 403, 404):
                 server.given_up = f"refuses the request ({reason})"
                 self.waiting.appendleft(job)
@@ -508,8 +465,8 @@ class _Pool:
             server.strike(source.config, started, f"{type(error).__name__}: {error}")
             self.waiting.appendleft(job)
             return None
-        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-            reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+        except (httpx.HTTPError, ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
+            reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
         return self._again(job, reason, _delay(source.config, job.attempts + 1))
 
     def _again(self, job: _Job, reason: str, delay: float) -> Failure | None:

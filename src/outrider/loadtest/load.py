@@ -234,9 +234,9 @@ class Served:
     def end(self, backend: Backend) -> None:
         """Note what is known once it has finished. An engine whose steps are seen gives one output per round."""
         if isinstance(backend, ReportsAcceptance):
-            told = backend.told(self.id)
-            self.accepted_length = told.accepted_length
-            self.tokens = self.tokens if told.tokens is None else told.tokens
+            stats = backend.request_stats(self.id)
+            self.accepted_length = stats.accepted_length
+            self.tokens = self.tokens if stats.tokens is None else stats.tokens
         elif backend.last is not None and self.times:
             self.accepted_length = len(self.tokens) / len(self.times)
 
@@ -341,7 +341,7 @@ class _Run:
                 self.warm += int(output.id) < self.config.warmup
         if self.opened is None and self.warm == self.config.warmup:
             if isinstance(self.backend, ReportsAcceptance):
-                self.backend.mark()
+                self.backend.start_window()
             self.opened = self.clock.now()
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from outrider.backends.base import Acceptance, Backend, Launch, RequestStats, Server
+from outrider.backends.base import Acceptance, Backend, ExternalEngine, Launch, RequestStats, Speculation
 from outrider.backends.launch import free_port, launched
 from outrider.backends.openai import Endpoint, ServerBackend
 from outrider.backends.transformers import HfDecoder
@@ -128,13 +128,13 @@ class SequentialBackend:
         self._rounds.append(len(tokens))
         return [Output(id, tokens, "", None)]
 
-    def mark(self) -> None:
+    def start_window(self) -> None:
         self._rounds.clear()
 
     def acceptance(self) -> Acceptance:
         return Acceptance(_mean(self._rounds), rounds=len(self._rounds))
 
-    def told(self, id: str) -> RequestStats:
+    def request_stats(self, id: str) -> RequestStats:
         return RequestStats(None, _mean(self._told.pop(id)))
 
 
@@ -263,18 +263,18 @@ def running_servers(endpoints: dict[str, Endpoint]) -> Callable[[str], AbstractC
 
 
 def launching(
-    engine: Server,
+    engine: ExternalEngine,
     plan: Callable[[], Launch],
-    drafts: dict[str, int],
+    speculations: dict[str, Speculation | None],
     endpoint: Endpoint,
     logs: Path,
     timeout: float,
 ) -> Callable[[str], AbstractContextManager[Endpoint]]:
-    """An engine started for each variant, with so many draft tokens; `logs` gets its output."""
+    """An engine started for each variant, drafting as it says; `logs` gets its output."""
 
     @contextmanager
     def reach(variant: str) -> Iterator[Endpoint]:
-        planned = replace(plan(), drafts=drafts[variant], port=free_port())
+        planned = replace(plan(), speculation=speculations[variant], port=free_port())
         here = replace(endpoint, url=f"http://127.0.0.1:{planned.port}")
         log = logs / f"{engine.name}-{variant}.log"
         with launched(engine.command(planned), here.root + engine.health, log, timeout, engine.environment(planned)):

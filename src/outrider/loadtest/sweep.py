@@ -299,7 +299,7 @@ def responses(backend: Backend, prompts: Sequence[Sequence[int]], max_new_tokens
         for output in backend.step():
             found[int(output.id)] += output.tokens
             if output.finish is not None and isinstance(backend, ReportsAcceptance):
-                found[int(output.id)] = backend.told(output.id).tokens or found[int(output.id)]
+                found[int(output.id)] = backend.request_stats(output.id).tokens or found[int(output.id)]
     return found
 
 

@@ -1,0 +1,127 @@
+"""llama.cpp, build 11434: DFlash, DFlash 2 and DSpark converted to GGUF, `--spec-*` flags, counters on /metrics.
+
+    dflash  dflash2     z-lab             convert_hf_to_gguf.py makes drafter.gguf of them
+    dspark              DeepSpec
+    K drafts            --spec-draft-n-max K
+
+DFlash 2 runs under DFlash's name: the file's tensors tell. docs/engines.md holds the rest of what it does.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from outrider.backends.base import (
+    ExternalEngine,
+    Launch,
+    MetricNames,
+    Speculation,
+    causal_in_sliding_layers_alone,
+    check_vanilla_head,
+    check_whole_vocabulary,
+)
+from outrider.checkpoints.dialects.base import DrafterWeights, ExportedCheckpoint
+from outrider.checkpoints.dialects.deepspec import DeepSpec
+from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
+
+
+class LlamaCpp(ExternalEngine):
+    """llama.cpp, by its command `llama-server`."""
+
+    name = "llama.cpp"
+    dialects = {"dflash": ZLab(), "dflash2": ZLab2(), "dspark": DeepSpec()}
+    scales_embeddings = ("dflash", "dflash2", "dspark")
+    calibration = "reads no confidences unless it is told to (--spec-draft-p-min), and then as they are"
+    method_names = {
+        **{name: f"draft-{name}" for name in ("dflash", "dspark", "eagle3")},
+        "dflash2": "draft-dflash",
+        "lm": "",  # a language model is what it drafts with anyway
+        "ngram": "ngram-simple",
+    }
+    gguf = True
+    metrics = MetricNames.counters("llamacpp")
+    # What a request leaves out it takes from the GGUF file's generation settings; decoding here has no penalties.
+    request_fields = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+    def check(self, parts: DrafterWeights) -> list[str]:
+        """See `ExternalEngine`; its loaders take a lone embedding for the head too."""
+        check_vanilla_head(self.name, parts)
+        config = parts.config
+        if parts.embedding_VH is not None or (parts.head is not None and parts.draft_ids_Vd is None):
+            raise ValueError(
+                "--to llama.cpp: lm_head.weight and embed_tokens.weight of the drafter's own have no place there, but "
+                "for the head of a reduced vocabulary: serve it with Outrider."
+            )
+        if max(config.target_layer_ids) >= config.num_target_layers - 1:
+            raise ValueError(
+                f"--to llama.cpp: target_layer_ids {list(config.target_layer_ids)} reach the last layer, whose output "
+                "its graphs do not give: choose earlier layers."
+            )
+        if getattr(config, "enable_confidence_head", False) and not config.confidence_head_with_markov:
+            raise ValueError("--to llama.cpp: confidence_head_with_markov false has no place in its confidence head.")
+        if causal_in_sliding_layers_alone(parts):
+            raise ValueError(
+                "--to llama.cpp: is_causal null (sliding layers alone) has no place there; it has one answer for all "
+                "layers: train with true or false, or serve with Outrider."
+            )
+        check_whole_vocabulary(self.name, parts)
+        if parts.method.name == "dflash2":
+            pairs = config.selector_top_k * (config.selector_top_k + 1)
+            if pairs > config.hidden_size:
+                raise ValueError(
+                    f"--to llama.cpp: selector_top_k {config.selector_top_k} does not fit; its selector keeps {pairs} "
+                    f"numbers a position in a row of hidden_size {config.hidden_size}."
+                )
+        return []
+
+    def finish(self, written: ExportedCheckpoint) -> ExportedCheckpoint:
+        """Without the target's head and embedding: llama.cpp has them, and takes a lone embedding for both."""
+        kept = {"lm_head.weight"} if "d2t" in written.tensors else set()
+        dropped = {"lm_head.weight", "embed_tokens.weight"} - kept
+        return replace(written, tensors={name: t for name, t in written.tensors.items() if name not in dropped})
+
+    def serve(self, parts: DrafterWeights, directory: str, target: str) -> list[str]:
+        """See `ExternalEngine`; its converter takes the tokenizer from the target's directory, not from a hub id."""
+        return [
+            "# TARGET: the target's Hugging Face directory; a hub id is downloaded with: hf download "
+            + shlex.quote(target),
+            "python convert_hf_to_gguf.py TARGET --outtype f16 --outfile target.gguf",
+            f"python convert_hf_to_gguf.py {shlex.quote(directory)} --target-model-dir TARGET --outtype f16 "
+            "--outfile drafter.gguf",
+            shlex.join(["llama-server", "-m", "target.gguf", *self._flags(Speculation.of(parts, "drafter.gguf"))]),
+        ]
+
+    def command(self, launch: Launch) -> list[str]:
+        """See `ExternalEngine`; the context is that of all users together.
+
+        Raises:
+            ValueError: target or drafter is no GGUF file.
+        """
+        for path in (launch.target, launch.speculation.drafter if launch.speculation else None):
+            if path is not None and not path.endswith(".gguf"):
+                raise ValueError(
+                    f"llama.cpp reads GGUF files, not {path}: convert target and drafter (outrider export DIR --to "
+                    "llama.cpp --out OUT says how) and name them: --engine-target T.gguf --engine-drafter D.gguf."
+                )
+        command = [launch.executable or "llama-server", "-m", launch.target, "--host", "127.0.0.1"]
+        command += ["--port", str(launch.port), "--metrics", "-np", str(launch.users)]
+        # Counted prompts are asked for several times, and a cached one has no prefill.
+        command += ["-c", str(launch.users * launch.positions), "--no-cache-prompt"]
+        if launch.speculation:
+            command += self._flags(launch.speculation)
+        return [*command, *launch.extra]
+
+    def accepted_length(self, event: Mapping[str, Any]) -> float | None:
+        """From `timings` of the last event, which count drafts: each round gives one token that is no draft."""
+        timings = event.get("timings") or {}
+        if not timings.get("draft_n"):
+            return None
+        return float(timings["predicted_n"] / (timings["predicted_n"] - timings["draft_n_accepted"]))
+
+    def _flags(self, speculation: Speculation) -> list[str]:
+        name = self.name_of(speculation.method)
+        flags = ["-md", speculation.drafter] if speculation.drafter else []
+        return [*flags, *(["--spec-type", name] if name else []), "--spec-draft-n-max", str(speculation.drafts)]

@@ -1,0 +1,129 @@
+"""vLLM 0.32: speculators' dialect, `--speculative-config`, counters of drafts on /metrics.
+
+    dflash  dflash2  dspark  eagle3    speculators; DFlash, DSpark and EAGLE-3 also as their makers publish them
+    medusa                             Medusa
+    K drafts                           --speculative-config {"num_speculative_tokens": K}
+
+DFlash 2 runs under DFlash's name: the checkpoint's architecture tells. DSpark, DFlash 2, and sliding layers mixed with
+full ones are in model runner V2 alone (VLLM_USE_V2_MODEL_RUNNER=1). docs/engines.md holds the rest of what it does.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.backends.base import (
+    ExternalEngine,
+    Launch,
+    MetricNames,
+    Speculation,
+    causal_in_sliding_layers_alone,
+    check_vanilla_head,
+)
+from outrider.checkpoints.dialects.base import Dialect, DrafterWeights
+from outrider.checkpoints.dialects.deepspec import DeepSpec
+from outrider.checkpoints.dialects.eagle3 import Eagle3Dialect
+from outrider.checkpoints.dialects.medusa import MedusaDialect
+from outrider.checkpoints.dialects.speculators import Speculators
+from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
+
+_V2_RUNNER = ("dspark", "dflash2")
+_NGRAM_MAX = 4  # tokens that prompt lookup matches
+
+
+class VLLM(ExternalEngine):
+    """vLLM, by its command `vllm serve`."""
+
+    name = "vllm"
+    dialects = {
+        **dict.fromkeys(("dflash", "dflash2", "dspark", "eagle3"), Speculators()),
+        "medusa": MedusaDialect(),
+    }
+    also_reads = {"dflash": ZLab(), "dflash2": ZLab2(), "dspark": DeepSpec(), "eagle3": Eagle3Dialect()}
+    method_names = {
+        **{name: name for name in ("dflash", "dspark", "eagle3", "medusa", "ngram")},
+        "dflash2": "dflash",
+        "lm": "draft_model",
+    }
+    metrics = MetricNames.counters("vllm")
+    # What a request leaves out it takes from the target's generation_config.json; decoding here has no penalties.
+    request_fields = {
+        "return_token_ids": True,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+
+    def check(self, parts: DrafterWeights) -> list[str]:
+        check_vanilla_head(self.name, parts)
+        if parts.method.name == "dflash" and parts.config.sample_from_anchor:
+            raise ValueError(
+                "--to vllm: sample_from_anchor true is not served there; its DFlash drafts from masks alone."
+            )
+        if parts.method.name == "dflash" and not parts.config.plain_logits:
+            raise ValueError(
+                "--to vllm: output_multiplier and final_logit_softcapping are not heeded there; its DFlash drafts with "
+                "the head's own logits: serve it with Outrider, llama.cpp or z-lab's package."
+            )
+        if getattr(parts.config, "layer_types", ()):
+            return ["vLLM mixes sliding and full layers in its model runner V2 alone (VLLM_USE_V2_MODEL_RUNNER=1)."]
+        if parts.method.name == "medusa":
+            return ["vLLM drafts one greedy chain from Medusa heads, no tree."]
+        return []
+
+    def check_dialect(self, parts: DrafterWeights, dialect: Dialect) -> None:
+        """Refuse speculators' dialect for causal sliding layers beside full ones: vLLM applies its flag to all layers.
+
+        Raises:
+            ValueError: full layers would become causal.
+        """
+        causal_sliding = parts.method.name != "dspark" and causal_in_sliding_layers_alone(parts)
+        if dialect.name == "speculators" and causal_sliding:
+            raise ValueError(
+                "vllm: is_causal null (sliding layers alone) would become true for all layers in speculators' dialect; "
+                "z-lab's is the one that vLLM reads right (outrider export DIR --to zlab --out OUT)."
+            )
+
+    def serve(self, parts: DrafterWeights, directory: str, target: str) -> list[str]:
+        speculation = Speculation.of(parts, directory)
+        variables = "".join(f"{name}={value} " for name, value in self._runner(speculation).items())
+        return [variables + shlex.join(["vllm", "serve", target, *self._flags(speculation)])]
+
+    def command(self, launch: Launch) -> list[str]:
+        """See `ExternalEngine`; the module is the same server as `vllm serve`, which some wheels cannot start."""
+        if launch.executable:
+            command = [launch.executable, "serve", launch.target]
+        else:
+            command = [launch.python, "-m", "vllm.entrypoints.openai.api_server", "--model", launch.target]
+        command += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
+        command += ["--max-model-len", str(launch.positions), "--max-num-seqs", str(launch.users)]
+        # Counted prompts are asked for several times, and a cached one has no prefill.
+        command += ["--no-enable-prefix-caching"]
+        if launch.speculation:
+            command += [*self._flags(launch.speculation), "--per-request-spec-decode-metrics", "summary"]
+        return [*command, *launch.extra]
+
+    def environment(self, launch: Launch) -> dict[str, str]:
+        runner = self._runner(launch.speculation) if launch.speculation else {}
+        return {"VLLM_NO_USAGE_STATS": "1"} | runner
+
+    def accepted_length(self, event: Mapping[str, Any]) -> float | None:
+        """From `metrics` of the last event, with --per-request-spec-decode-metrics summary."""
+        found = (event.get("metrics") or {}).get("speculative_decoding")
+        return float(found["mean_acceptance_length"]) if found and found["num_spec_steps"] else None
+
+    def _flags(self, speculation: Speculation) -> list[str]:
+        config: dict[str, Any] = {"method": self.name_of(speculation.method)}
+        config |= {"model": speculation.drafter} if speculation.drafter else {"prompt_lookup_max": _NGRAM_MAX}
+        flags = ["--speculative-config", json.dumps(config | {"num_speculative_tokens": speculation.drafts})]
+        if speculation.method == "medusa" and speculation.reduced_vocabulary:
+            # Its loader makes token_map a parameter after the fact, then misses it among those that it filled.
+            flags += ["--model-loader-extra-config", json.dumps({"enable_weights_track": False})]
+        return flags
+
+    def _runner(self, speculation: Speculation) -> dict[str, str]:
+        needs_v2 = speculation.mixed_layers or speculation.method in _V2_RUNNER
+        return {"VLLM_USE_V2_MODEL_RUNNER": "1"} if needs_v2 else {}
