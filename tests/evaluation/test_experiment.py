@@ -54,7 +54,7 @@ def write(folder: Path, target: str = "some/model", **changes: Any) -> Path:
 
 def test_commands_in_order(tmp_path: Path) -> None:
     path = write(tmp_path)
-    commands = [stage.args for stage in plan(load_table(path), path)]
+    commands = [stage.args for stage in plan(load_table(path))]
     verbs = [args[0] for args in commands]
     assert verbs == ["prepare", *["train"] * 3, *["eval"] * 5, "bench-drafters", "compare"]
     out = tmp_path / "out"
@@ -83,14 +83,14 @@ def test_what_drafts_as_its_source_costs_the_same(tmp_path: Path) -> None:
     rows: dict[str, Any] = {"a": {}, "b": {"drafter_of": "a", "evaluate": {"draft_length": 1}}}
     rows["c"] = {"drafter_of": "a", "evaluate": {"tree": 16}}
     path = write(tmp_path, rows=rows)
-    (command,) = [stage.args for stage in plan(load_table(path), path) if stage.args[0] == "bench-drafters"]
+    (command,) = [stage.args for stage in plan(load_table(path)) if stage.args[0] == "bench-drafters"]
     assert [arg.partition("=")[0] for arg in command[1:3]] == ["a", "c"] and command[3] == "--target"
     assert command[command.index("--tree") + 1] == "c=16"
 
 
 def test_options_as_given_by_hand(tmp_path: Path) -> None:
     path = write(tmp_path, evaluate={"thinking": True, "max_new_tokens": 6, "top_p": 0.5}, allow_different=True)
-    stages = plan(load_table(path, ["rows.two-at-2.evaluate={thinking: false}"]), path)
+    stages = plan(load_table(path, ["rows.two-at-2.evaluate={thinking: false}"]))
     evals = [stage.args for stage in stages if stage.args[0] == "eval"]
     assert ["--thinking" in args for args in evals] == [True, True, True, False, False]
     assert ["--no-thinking" in args for args in evals] == [False, False, False, True, True]
@@ -102,7 +102,7 @@ def test_options_as_given_by_hand(tmp_path: Path) -> None:
 def test_some_seeds_of_another_row(tmp_path: Path) -> None:
     rows = {"a": {}, "b": {"drafter_of": "a", "seeds": [1]}}
     path = write(tmp_path, rows=rows)
-    found = [(stage.row, stage.output) for stage in plan(load_table(path), path) if stage.args[0] == "eval"]
+    found = [(stage.row, stage.output) for stage in plan(load_table(path)) if stage.args[0] == "eval"]
     assert [(row, output.parent.name) for row, output in found if output is not None] == [
         ("a", "eval-0"), ("a", "eval-1"), ("b", "eval-1")
     ]  # fmt: skip
@@ -111,7 +111,7 @@ def test_some_seeds_of_another_row(tmp_path: Path) -> None:
 def test_calibration_follows_the_training(tmp_path: Path) -> None:
     rows = {"a": {"calibrate": {"tasks": ["tasks.jsonl", "eval_chat"], "max_samples": 2}}, "b": {}}
     path = write(tmp_path, rows=rows, seeds=[0])
-    stages = plan(load_table(path), path)
+    stages = plan(load_table(path))
     assert [stage.args[0] for stage in stages[:4]] == ["prepare", "train", "calibrate", "train"]
     calibration, drafter = stages[2], tmp_path / "out/a/seed-0/drafter"
     assert calibration.args[calibration.args.index("--tasks") + 1] == f"{tmp_path}/tasks.jsonl,eval_chat"
@@ -129,7 +129,7 @@ def test_calibration_follows_the_training(tmp_path: Path) -> None:
 
 def test_rows_share_a_feature_store(tmp_path: Path) -> None:
     path = write(tmp_path)
-    stages = plan(load_table(path, ["feature_aux_layers=[0, 2]", "seeds=[5]", "rows.flat.seeds=[5]"]), path)
+    stages = plan(load_table(path, ["feature_aux_layers=[0, 2]", "seeds=[5]", "rows.flat.seeds=[5]"]))
     assert [stage.args[0] for stage in stages[:4]] == ["prepare", "features", "train", "train"]
     store = f'features.directory="{tmp_path}/out/features"'
     assert stages[1].args[1] == "write" and stages[1].args[-1] == "--yes"
@@ -144,7 +144,7 @@ def test_rows_share_a_feature_store(tmp_path: Path) -> None:
 def test_what_is_done_is_not_done_again_until_something_changed(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"turns": ["one"]}\n')
     path = write(tmp_path)
-    stages = plan(load_table(path), path)
+    stages = plan(load_table(path))
     assert not any(stage.done for stage in stages)
     for stage in stages:
         if stage.output is not None:
@@ -159,7 +159,7 @@ def test_what_is_done_is_not_done_again_until_something_changed(tmp_path: Path) 
     results.write_text("")
     (tmp_path / "tasks.jsonl").write_text('{"turns": ["three"]}\n')
     assert [stage.args[0] for stage in stages if not stage.done] == ["eval"] * 5 + ["compare"]
-    again = plan(load_table(write(tmp_path, seeds=[0, 2])), path)
+    again = plan(load_table(write(tmp_path, seeds=[0, 2])))
     todo = [stage.stamp.name for stage in again if not stage.done and stage.stamp is not None]
     assert todo == ["train-two-2", "two-eval-2", "two-at-2-eval-2"]
     (tmp_path / "out/flat/seed-0/drafter/outrider.json").write_text("{}")
@@ -203,7 +203,7 @@ def test_mistakes_are_found_before_anything_runs(tmp_path: Path, changes: dict[s
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.name)
 def test_every_table_of_the_project_loads(path: Path) -> None:
     table = load_table(path)
-    assert [stage.args[0] for stage in plan(table, path)][-1] == "compare"
+    assert [stage.args[0] for stage in plan(table)][-1] == "compare"
 
 
 def test_dry_run_prints_the_commands(run: Run, tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_what_evaluation_would_miss_is_found_before_training(run: Run, tmp_path:
     (tmp_path / "mine" / "config.json").touch()
     for drafter in (tmp_path / "mine", tmp_path / "out/two/seed-1/drafter", tmp_path / "out/two/seed-0/best"):
         path = write(tmp_path, rows=rows(str(drafter)))
-        check_experiment(loaded := load_table(path), path, plan(loaded, path))
+        check_experiment(loaded := load_table(path), path, plan(loaded))
 
 
 @pytest.mark.parametrize(
@@ -272,10 +272,10 @@ def test_what_may_be_asked_for(tmp_path: Path) -> None:
     rows["tree"] = {"drafter_of": "heads", "evaluate": {"tree": 16, "draft_length": 8}}
     rows["block"] = {"drafter_of": "a", "evaluate": {"block_size": 6, "confidence-threshold": 0.3}}
     path = write(tmp_path, rows=rows)
-    check_experiment(table := load_table(path), path, plan(table, path))
+    check_experiment(table := load_table(path), path, plan(table))
     rows["lossy"] = {"drafter_of": "a", "evaluate": {"typical": "0.1,0.3"}}
     path = write(tmp_path, rows=rows, allow_different=True)
-    check_experiment(table := load_table(path), path, plan(table, path))
+    check_experiment(table := load_table(path), path, plan(table))
 
 
 def test_the_table_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +308,7 @@ def test_a_table_from_prompts_to_the_comparison(
         assert status == 0, stderr
         return status
 
-    stages = plan(load_table(path), path)
+    stages = plan(load_table(path))
     monkeypatch.setattr(experiment, "run_command", in_this_process)
     for stage in stages:
         experiment.run_stage(stage)

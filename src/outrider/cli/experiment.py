@@ -39,16 +39,7 @@ from outrider.cli.train import run_training
 from outrider.data.sources import TaskSettings, load_prompts, load_tasks
 from outrider.drafters.registry import method_of
 from outrider.evaluation.comparison import differences
-from outrider.evaluation.experiment import (
-    ExperimentTable,
-    Stage,
-    file_of_table,
-    load_table,
-    plan,
-    row_recipe,
-    run_directory,
-    trainings,
-)
+from outrider.evaluation.experiment import ExperimentTable, Stage, load_table, plan
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from outrider.training.recipe import load_recipe
@@ -70,7 +61,7 @@ def check_experiment(table: ExperimentTable, path: Path, stages: Sequence[Stage]
     Raises:
         ValueError: the first that is wrong; the message names the row.
     """
-    load_tasks([str(file_of_table(path, task)) for task in table.tasks])
+    load_tasks(table.tasks)
     _check_drafters(table, path)
     asked: dict[str, dict[str, str]] = {}
     for stage in stages:
@@ -80,7 +71,7 @@ def check_experiment(table: ExperimentTable, path: Path, stages: Sequence[Stage]
                 for task in split_names(options["tasks"]):
                     load_prompts(task, 1)
             if stage.args[0] == "eval":
-                _check_drafts(table, path, stage.row, options)
+                _check_drafts(table, stage.row, options)
                 asked[stage.row] = {name: str(options[name]) for name in _ALIKE}
         except ValueError as error:
             raise ValueError(f"{path}: {f'row {stage.row}' if stage.row else stage.args[0]}: {error}") from error
@@ -92,10 +83,9 @@ def check_experiment(table: ExperimentTable, path: Path, stages: Sequence[Stage]
 
 
 def _check_drafters(table: ExperimentTable, path: Path) -> None:
-    target = load_recipe(file_of_table(path, table.recipe)).target
-    made = {run_directory(Path(table.out), *training).resolve() for training in trainings(table)}
+    made = {table.run_directory(*training).resolve() for training in table.trainings()}
     for name, row in table.rows.items():
-        directory = None if row.drafter is None else require_drafter(row.drafter, target).directory
+        directory = None if row.drafter is None else require_drafter(row.drafter, table.target).directory
         if directory is None or (directory / "config.json").is_file() or directory.resolve().parent in made:
             continue
         raise ValueError(
@@ -117,7 +107,7 @@ def _options(stage: Stage) -> dict[str, Any]:
         raise ValueError(error.format_message()) from error
 
 
-def _check_drafts(table: ExperimentTable, path: Path, name: str, options: dict[str, Any]) -> None:
+def _check_drafts(table: ExperimentTable, name: str, options: dict[str, Any]) -> None:
     """How a row's drafts are verified, and whether it can draft so: a directory tells only when it is opened."""
     tree, block_size = options["tree"], options["block_size"]
     choose_policy(options["draft_length"], options["confidence_threshold"])
@@ -127,7 +117,7 @@ def _check_drafts(table: ExperimentTable, path: Path, name: str, options: dict[s
     drafter = table.rows[name].drafter
     if drafter is not None and require_drafter(drafter, options["target"]).directory is not None:
         return
-    method = None if drafter is not None else method_of(row_recipe(table, path, name).drafter.algorithm)
+    method = None if drafter is not None else method_of(table.row_recipe(name).drafter.algorithm)
     who = drafter if method is None else method.name
     if tree is not None and (method is None or method.branch is None):
         raise ValueError(f"tree {tree}: {who} drafts chains; leave it out.")
@@ -151,7 +141,7 @@ def experiment(
     """
     console = Console()
     loaded = load_table(table, overrides or ())
-    stages = plan(loaded, table)
+    stages = plan(loaded)
     if not dry_run:
         check_experiment(loaded, table, stages)
     for number, stage in enumerate(stages, start=1):

@@ -1,21 +1,22 @@
-"""The YAML of an experiment: rows of drafters for one target, with seeds, tasks and options, checked as a whole.
+"""An experiment: a YAML table of drafters for one target, and the commands that train, evaluate and compare them.
 
 rows:
-  dspark: {}                                                   the table's recipe as it is
-  layers-3: {set: {drafter.num_hidden_layers: 3}}              with fields changed
-  dflash: {recipe: dflash.yaml}                                another recipe
-  dflash-at-8: {drafter_of: dflash, evaluate: {block_size: 8}} a row's drafters, evaluated in another way
-  lookup: {drafter: ngram}                                     what needs no training
+  dspark: {}                                                   trained by the table's recipe
+  layers-3: {set: {drafter.num_hidden_layers: 3}}              with recipe fields changed
+  dflash: {recipe: dflash.yaml}                                trained by another recipe
+  dflash-at-8: {drafter_of: dflash, evaluate: {block_size: 8}} another row's drafters, evaluated with other options
+  lookup: {drafter: ngram}                                     not trained
 
-docs/experiments.md tells every field.
+docs/experiments.md describes every field.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from outrider.training.recipe import Recipe, apply_override, load_recipe
 
 Option = str | int | float | bool | list[str]
-_TABLES_OWN = {"target", "drafter", "tasks", "label", "out"}  # options of outrider eval that the table itself gives
+_SET_BY_TABLE = {"target", "drafter", "tasks", "label", "out"}  # options of outrider eval that rows may not set
 
 
 class _Section(BaseModel):
@@ -39,8 +40,8 @@ class Row(_Section):
     set: dict[str, Any] = {}  # recipe fields by their dotted names
     drafter: str | None = None  # as `outrider eval --drafter` takes it; not trained
     drafter_of: str | None = None  # the row whose drafters these are
-    calibrate: dict[str, Option] | None = None  # options of outrider calibrate, once it is trained; null: it is not
-    evaluate: dict[str, Option] = {}  # options of outrider eval, on top of the table's
+    calibrate: dict[str, Option] | None = None  # options of outrider calibrate; null: not calibrated
+    evaluate: dict[str, Option] = {}  # options of outrider eval, added to the table's
     seeds: list[int] | None = Field(None, min_length=1)  # null: the table's, or all of those of drafter_of
 
     @model_validator(mode="after")
@@ -59,17 +60,17 @@ class Row(_Section):
 
 
 class ExperimentTable(_Section):
-    """The YAML file. Recipes and task files are looked for beside it first, `out` is relative to where you are."""
+    """The YAML file. Recipes and task files are relative to it or to the working directory, `out` to the latter."""
 
     out: str
     recipe: str
-    responses: str | None = None  # made by outrider prepare; null: the table's recipe tells how to make them
-    # The target's layers that any row reads: their features are written to OUT/features once, instead of being computed
-    # by every training (three quarters of a step on a CPU). null: no store.
+    responses: str | None = None  # a file of outrider prepare; null: prepared by the table's recipe
+    # Target layers that any row reads. Their features are written to OUT/features once, instead of being computed by
+    # every training (three quarters of a step on a CPU). null: no store.
     feature_aux_layers: list[int] | None = None
     seeds: list[int] = Field([0], min_length=1)
     threads: int | None = Field(None, ge=1)
-    set: dict[str, Any] = {}  # of every row that is trained, before the row's own
+    set: dict[str, Any] = {}  # recipe fields of every trained row; a row's own come after them
     tasks: list[str] = Field(min_length=1)
     evaluate: dict[str, Option] = {}
     draft_cost: dict[str, Option] | None = {}  # options of outrider bench-drafters; null: not measured
@@ -84,27 +85,58 @@ class ExperimentTable(_Section):
                     raise ValueError(f"row {name}: drafter_of {row.drafter_of!r} is no row that is trained")
                 if unknown := sorted(set(row.seeds or ()) - set(self.seeds_of(row.drafter_of))):
                     raise ValueError(f"row {name}: {row.drafter_of} is not trained with the seeds {unknown}")
-            if own := sorted({option.replace("-", "_") for option in self.evaluated(name)} & _TABLES_OWN):
-                raise ValueError(f"row {name}: evaluate sets {', '.join(own)}, which the table gives for every row")
+            if fixed := sorted({option.replace("-", "_") for option in self.eval_options(name)} & _SET_BY_TABLE):
+                raise ValueError(f"row {name}: evaluate sets {', '.join(fixed)}, which the table gives for every row")
             if name in ("", ".", "..") or set(name) & set("/=\\"):
                 raise ValueError(f"row name {name!r} cannot name a directory")
         return self
 
+    @cached_property
+    def target(self) -> str:
+        """The target of the table's recipe."""
+        return load_recipe(Path(self.recipe)).target
+
     def seeds_of(self, name: str) -> list[int]:
-        """What a row is evaluated with, and trained with where it is."""
+        """The seeds that a row is trained and evaluated with."""
         row = self.rows[name]
         return row.seeds or (self.seeds if row.drafter_of is None else self.seeds_of(row.drafter_of))
 
-    def evaluated(self, name: str) -> dict[str, Option]:
+    def eval_options(self, name: str) -> dict[str, Option]:
         """A row's options of outrider eval: the table's and its own."""
         return self.evaluate | self.rows[name].evaluate
 
+    def row_recipe(self, name: str) -> Recipe:
+        """The recipe that trains a row's drafters, or those of the row named by `drafter_of`."""
+        row = self.rows[self.rows[name].drafter_of or name]
+        return load_recipe(Path(row.recipe or self.recipe), _as_overrides(self.set | row.set))
+
+    def run_directory(self, name: str, seed: int) -> Path:
+        """Where a row is trained with a seed."""
+        return Path(self.out) / name / f"seed-{seed}"
+
+    def trainings(self) -> Iterator[tuple[str, int]]:
+        """(row, seed) of each training: one seed of every row before the next seed, so partial results compare."""
+        trained = {name: self.seeds_of(name) for name, row in self.rows.items() if row.trained}
+        for seed in dict.fromkeys(seed for seeds in trained.values() for seed in seeds):
+            for name, seeds in trained.items():
+                if seed in seeds:
+                    yield name, seed
+
+    def drafters(self) -> Iterator[tuple[str, int | None, str]]:
+        """(row, seed, drafter) of each evaluation, in the order of the rows; the seed is None where none is trained."""
+        for name, row in self.rows.items():
+            if row.drafter is not None:
+                yield name, None, row.drafter
+                continue
+            for seed in self.seeds_of(name):
+                yield name, seed, str(self.run_directory(row.drafter_of or name, seed) / "drafter")
+
 
 def load_table(path: Path, overrides: Sequence[str] = ()) -> ExperimentTable:
-    """Read a table and apply `key.path=value` overrides (values are YAML).
+    """Read a table, apply `key.path=value` overrides (values are YAML), and find the files it names.
 
     Raises:
-        ValueError: unreadable, unknown or invalid fields, or a recipe in it that is.
+        ValueError: unreadable, unknown or invalid fields, or an invalid recipe.
     """
     if not path.is_file():
         raise ValueError(f"no table {path}.")
@@ -114,81 +146,65 @@ def load_table(path: Path, overrides: Sequence[str] = ()) -> ExperimentTable:
             raise ValueError(f"{path}: a table is a YAML mapping with at least out, recipe, tasks and rows.")
         for override in overrides:
             apply_override(raw, override)
-        table = ExperimentTable.model_validate(raw)
+        table = _with_paths(ExperimentTable.model_validate(raw), path.parent)
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not valid YAML ({error}).") from error
     except ValidationError as error:
         lines = [f"  {'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
         raise ValueError(f"{path}: invalid table\n" + "\n".join(lines)) from error
-    target = load_recipe(file_of_table(path, table.recipe)).target
     for name, row in table.rows.items():
-        if row.trained and (theirs := row_recipe(table, path, name).target) != target:
-            raise ValueError(f"{path}: row {name} is for the target {theirs}, the table for {target}.")
+        if row.trained and (theirs := table.row_recipe(name).target) != table.target:
+            raise ValueError(f"{path}: row {name} is for the target {theirs}, the table for {table.target}.")
     return table
 
 
-def row_recipe(table: ExperimentTable, path: Path, name: str) -> Recipe:
-    """What a row's drafters are trained by, or those whose drafters it has."""
-    row = table.rows[table.rows[name].drafter_of or name]
-    return load_recipe(file_of_table(path, row.recipe or table.recipe), as_overrides(table.set | row.set))
+def _with_paths(table: ExperimentTable, directory: Path) -> ExperimentTable:
+    """The table with each recipe and task file as a path: in `directory` if it is there, else as it was given."""
 
+    def found(name: str) -> str:
+        return str(directory / name if (directory / name).is_file() else Path(name))
 
-def trainings(table: ExperimentTable) -> Iterator[tuple[str, int]]:
-    """(row, seed), a seed of every row before the next seed: what there is so far compares."""
-    trained = {name: table.seeds_of(name) for name, row in table.rows.items() if row.trained}
-    for seed in dict.fromkeys(seed for seeds in trained.values() for seed in seeds):
-        for name, seeds in trained.items():
-            if seed in seeds:
-                yield name, seed
-
-
-def drafters(table: ExperimentTable) -> Iterator[tuple[str, int | None, str]]:
-    """(row, seed, drafter), in the order of the rows; what is not trained has no seed."""
+    rows = {}
     for name, row in table.rows.items():
-        if row.drafter is not None:
-            yield name, None, row.drafter
-            continue
-        source = name if row.drafter_of is None else row.drafter_of
-        for seed in table.seeds_of(name):
-            yield name, seed, str(run_directory(Path(table.out), source, seed) / "drafter")
+        calibrate = row.calibrate
+        if calibrate is not None and isinstance(tasks := calibrate.get("tasks"), list):
+            calibrate = calibrate | {"tasks": [found(task) for task in tasks]}
+        recipe = None if row.recipe is None else found(row.recipe)
+        rows[name] = row.model_copy(update={"recipe": recipe, "calibrate": calibrate})
+    tasks = [found(task) for task in table.tasks]
+    return table.model_copy(update={"recipe": found(table.recipe), "tasks": tasks, "rows": rows})
 
 
-def run_directory(out: Path, name: str, seed: int) -> Path:
-    """Where a row is trained with a seed."""
-    return out / name / f"seed-{seed}"
-
-
-def file_of_table(table: Path, name: str) -> Path:
-    """A file the table names: beside it, or else where you are."""
-    found = table.parent / name
-    return found if found.is_file() else Path(name)
-
-
-def as_overrides(fields: dict[str, Any]) -> list[str]:
-    """JSON is YAML, but for infinity, which YAML spells .inf."""
+def _as_overrides(fields: Mapping[str, Any]) -> list[str]:
+    """Recipe fields as `key=value` arguments. JSON is YAML, except for infinity, which YAML writes .inf."""
     return [f"{name}={json.dumps(value) if value != float('inf') else '.inf'}" for name, value in fields.items()]
 
 
 # ----------------------------------------------------------------------------
-# A table of drafters from nothing to a comparison: YAML (experiment_table.py) -> the commands that make it, in order.
+# The commands of a table, in order; each can also be given by hand.
 #
-#     prepare   responses of the target, once, the same for every row
-#     features  one store of the target's features that all rows share (feature_aux_layers), where the table wants one
-#     train     every row that is trained, with every seed
-#     calibrate right after it, where the row wants that
-#     eval      every row and seed, back to back, the last drafter of its training (no choice among checkpoints)
-#     bench-drafters, compare
+#     prepare          responses of the target, once for all rows
+#     features         one store of the target's features that all rows share (feature_aux_layers), where asked for
+#     train            each trained row with each seed; calibrate directly after it, where asked for
+#     eval             each row and seed, one after another, with the last drafter of its training
+#     bench-drafters   the cost of drafting
+#     compare
 #
-# Every command is one that can be given by hand. A stage is done when its stamp says that the same command ended well
-# on the same files, so an interrupted table goes on where it was.
+# A stage is done when its stamp says that the same command succeeded on the same files, so an interrupted experiment
+# continues where it stopped.
 # ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One command. `inputs`: files whose bytes it depends on; `output`: one that is there when all was done.
+    """One command of an experiment.
 
-    `stamp` None: run every time. `row`: whose it is, "" where it is not of one row.
+    Args:
+        args: of `outrider`.
+        inputs: files whose contents it depends on.
+        stamp: file that records its success; None: run every time.
+        output: file that exists once all of its work is done.
+        row: the row it belongs to, "" for none.
     """
 
     args: list[str]
@@ -198,51 +214,50 @@ class Stage:
     row: str = ""
 
     def digest(self) -> str:
-        """Of the command and its files as they are now."""
-        found = hashlib.sha256(json.dumps(self.args).encode())
+        """SHA-256 of the command and the present contents of its files."""
+        digest = hashlib.sha256(json.dumps(self.args).encode())
         for path in self.inputs:
-            found.update(hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b"-")
-        return found.hexdigest()
+            digest.update(hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b"-")
+        return digest.hexdigest()
 
     @property
     def done(self) -> bool:
-        """Whether this very command ended well on these very files."""
+        """Whether the same command succeeded on the same files."""
         if self.stamp is None or not self.stamp.is_file() or not self.complete:
             return False
         return self.stamp.read_text().strip() == self.digest()
 
     @property
     def complete(self) -> bool:
-        """A command may end well before its time: responses stop after data.max_minutes."""
+        """Whether the output is there. A command may succeed earlier: `prepare` stops after data.max_minutes."""
         return self.output is None or self.output.is_file()
 
     def mark(self) -> None:
-        """Remember that it ended well."""
+        """Write the stamp."""
         if self.stamp is not None:
             self.stamp.parent.mkdir(parents=True, exist_ok=True)
             self.stamp.write_text(self.digest() + "\n")
 
 
-def plan(table: ExperimentTable, path: Path) -> list[Stage]:
-    """All commands in order; `path` is the table's own."""
-    data, fields = _data_stages(table, path)
+def plan(table: ExperimentTable) -> list[Stage]:
+    """All commands of a table, in order."""
+    data, fields = _data_stages(table)
     given = [] if table.responses is None else [Path(table.responses)]
     inputs = given + [stage.output for stage in data if stage.output is not None]
-    evaluations = _evaluations(table, path)
+    evaluations = _evaluations(table)
     directories = [str(stage.output.parent) for stage in evaluations if stage.output is not None]
-    compared = ["compare", *directories, "--out", str(Path(table.out) / "comparison")]
-    measured = _draft_cost(table, path)
-    if measured is not None:
-        compared += ["--draft-cost", str(measured.output)]
+    compare = ["compare", *directories, "--out", str(Path(table.out) / "comparison")]
+    costs = [] if table.draft_cost is None else [_draft_cost(table, table.draft_cost)]
+    for stage in costs:
+        compare += ["--draft-cost", str(stage.output)]
     if table.allow_different:
-        compared.append("--allow-different")
-    costs = [] if measured is None else [measured]
-    return [*data, *_trainings(table, path, fields, inputs), *evaluations, *costs, Stage(compared, [], None)]
+        compare.append("--allow-different")
+    return [*data, *_trainings(table, fields, inputs), *evaluations, *costs, Stage(compare, [], None)]
 
 
-def _data_stages(table: ExperimentTable, path: Path) -> tuple[list[Stage], dict[str, Any]]:
-    """What makes responses and the feature store, and the recipe fields that use them."""
-    out, base = Path(table.out), file_of_table(path, table.recipe)
+def _data_stages(table: ExperimentTable) -> tuple[list[Stage], dict[str, Any]]:
+    """The stages that make responses and the feature store, and the recipe fields that use them."""
+    out, base = Path(table.out), Path(table.recipe)
     stages = []
     responses = out / "responses.jsonl" if table.responses is None else Path(table.responses)
     if table.responses is None:
@@ -252,88 +267,74 @@ def _data_stages(table: ExperimentTable, path: Path) -> tuple[list[Stage], dict[
     fields: dict[str, Any] = {"data.prompts": [], "data.responses": str(responses)}
     if table.feature_aux_layers is not None:
         store = out / "features"
-        fields |= {
-            "features.mode": "store",
-            "features.directory": str(store),
-            "features.aux_layers": table.feature_aux_layers,
-        }
-        overrides = as_overrides(table.set | fields | {"out": str(store)} | _thread_field(table))
+        fields |= {"features.mode": "store", "features.directory": str(store)}
+        fields["features.aux_layers"] = table.feature_aux_layers
+        overrides = _as_overrides(table.set | fields | {"out": str(store)} | _thread_field(table))
         command = ["features", "write", str(base), *overrides, "--yes"]
         stages.append(Stage(command, [base, responses], out / "stamps" / "features", store / "manifest.json"))
     return stages, fields
 
 
-def _trainings(table: ExperimentTable, path: Path, shared: dict[str, Any], inputs: list[Path]) -> list[Stage]:
-    out, stages = Path(table.out), []
-    for name, seed in trainings(table):
-        row = table.rows[name]
-        recipe, directory = file_of_table(path, row.recipe or table.recipe), run_directory(out, name, seed)
+def _trainings(table: ExperimentTable, shared: dict[str, Any], inputs: list[Path]) -> list[Stage]:
+    """The stages that train, each followed by its calibration."""
+    stamps, stages = Path(table.out) / "stamps", []
+    for name, seed in table.trainings():
+        row, directory = table.rows[name], table.run_directory(name, seed)
+        recipe = row.recipe or table.recipe
         fields = table.set | row.set | shared | {"seed": seed, "out": str(directory)} | _thread_field(table)
-        command = ["train", str(recipe), *as_overrides(fields)]
+        command = ["train", recipe, *_as_overrides(fields)]
         made = directory / "drafter" / "config.json"
-        stages.append(Stage(command, [recipe, *inputs], out / "stamps" / f"train-{name}-{seed}", made, name))
+        stages.append(Stage(command, [Path(recipe), *inputs], stamps / f"train-{name}-{seed}", made, name))
         if row.calibrate is not None:
-            stages.append(_calibration(table, path, name, seed, row.calibrate))
+            drafter, tasks = str(directory / "drafter"), row.calibrate.get("tasks")
+            command = ["calibrate", "--target", table.target, "--drafter", drafter]
+            command += [*_options(row.calibrate), *_threads(table)]
+            # outrider.json, which it writes, is among its inputs: stages are stamped after they end, and a drafter
+            # that was trained again has lost its calibration even if the weights came out the same.
+            files = [*_checkpoint_files(drafter), *map(Path, tasks if isinstance(tasks, list) else [])]
+            stages.append(Stage(command, files, stamps / f"calibrate-{name}-{seed}", row=name))
     return stages
 
 
-def _calibration(table: ExperimentTable, path: Path, name: str, seed: int, options: dict[str, Option]) -> Stage:
-    target = load_recipe(file_of_table(path, table.recipe)).target
-    out, drafter = Path(table.out), str(run_directory(Path(table.out), name, seed) / "drafter")
-    tasks = options.get("tasks")
-    named = [str(file_of_table(path, task)) for task in tasks] if isinstance(tasks, list) else []
-    options = options | ({"tasks": named} if named else {})
-    command = ["calibrate", "--target", target, "--drafter", drafter, *_options(options), *_threads(table)]
-    # outrider.json, where it writes, is among its inputs: stages are stamped when they have ended, and a drafter that
-    # was trained anew has lost what was found, even where the weights came out the same.
-    inputs = [*_checkpoint(drafter), *map(Path, named)]
-    return Stage(command, inputs, out / "stamps" / f"calibrate-{name}-{seed}", row=name)
-
-
-def _evaluations(table: ExperimentTable, path: Path) -> list[Stage]:
-    target = load_recipe(file_of_table(path, table.recipe)).target
-    out, tasks = Path(table.out), [str(file_of_table(path, task)) for task in table.tasks]
-    stages = []
-    for name, seed, drafter in drafters(table):
+def _evaluations(table: ExperimentTable) -> list[Stage]:
+    out, stages = Path(table.out), []
+    for name, seed, drafter in table.drafters():
         directory = out / name / (f"eval-{seed}" if seed is not None else "eval")
-        options = _options({"tasks": tasks} | table.evaluated(name))
-        command = ["eval", "--target", target, "--drafter", drafter, "--label", name, "--out", str(directory)]
-        inputs = [*_checkpoint(drafter), *map(Path, tasks)]
+        command = ["eval", "--target", table.target, "--drafter", drafter, "--label", name, "--out", str(directory)]
+        command += [*_options({"tasks": table.tasks} | table.eval_options(name)), *_threads(table)]
+        inputs = [*_checkpoint_files(drafter), *map(Path, table.tasks)]
         stamp = out / "stamps" / directory.relative_to(out).as_posix().replace("/", "-")
-        stages.append(Stage([*command, *options, *_threads(table)], inputs, stamp, directory / "results.json", name))
+        stages.append(Stage(command, inputs, stamp, directory / "results.json", name))
     return stages
 
 
-def _draft_cost(table: ExperimentTable, path: Path) -> Stage | None:
-    """The cost of drafting with the first seed of every row, drafting as it is evaluated.
+def _draft_cost(table: ExperimentTable, options: dict[str, Option]) -> Stage:
+    """The stage that times drafting, with the first seed of each row and the draft shapes of its evaluation.
 
-    A row that is evaluated in another way, but drafts as the row whose drafters it has, costs the same: it is left out.
+    A row with `drafter_of` and the draft shape of that row costs the same and is left out.
     """
-    if table.draft_cost is None:
-        return None
-    target = load_recipe(file_of_table(path, table.recipe)).target
-    out = Path(table.out)
-    first = {name: drafter for name, _, drafter in reversed(list(drafters(table)))}
-    shapes = {name: _shape(table, name) for name in table.rows}
+    first = {name: drafter for name, _, drafter in reversed(list(table.drafters()))}
+    shapes = {name: _draft_shape(table, name) for name in table.rows}
     origins = {name: row.drafter_of for name, row in table.rows.items()}
     measured = [name for name, origin in origins.items() if origin is None or shapes[name] != shapes[origin]]
-    cost = out / "comparison" / "draft_cost.json"
-    command = ["bench-drafters", *(f"{name}={first[name]}" for name in measured), "--target", target]
+    cost = Path(table.out) / "comparison" / "draft_cost.json"
+    command = ["bench-drafters", *(f"{name}={first[name]}" for name in measured), "--target", table.target]
     for name in measured:
         command += [part for option, size in shapes[name].items() for part in (option, f"{name}={size}")]
-    command += ["--out", str(cost), *_options(table.draft_cost), *_threads(table)]
-    inputs = [file for drafter in dict.fromkeys(first[name] for name in measured) for file in _checkpoint(drafter)]
-    return Stage(command, inputs, out / "stamps" / "bench-drafters", cost)
+    command += ["--out", str(cost), *_options(options), *_threads(table)]
+    drafters = dict.fromkeys(first[name] for name in measured)
+    inputs = [file for drafter in drafters for file in _checkpoint_files(drafter)]
+    return Stage(command, inputs, Path(table.out) / "stamps" / "bench-drafters", cost)
 
 
-def _shape(table: ExperimentTable, name: str) -> dict[str, Option]:
+def _draft_shape(table: ExperimentTable, name: str) -> dict[str, Option]:
     """The options of a row's evaluation that decide what its drafts cost."""
-    found = {f"--{option.replace('_', '-')}": value for option, value in table.evaluated(name).items()}
-    return {option: found[option] for option in ("--tree", "--block-size") if option in found}
+    options = {f"--{option.replace('_', '-')}": value for option, value in table.eval_options(name).items()}
+    return {option: options[option] for option in ("--tree", "--block-size") if option in options}
 
 
-def _checkpoint(drafter: str) -> list[Path]:
-    """Its files; outrider.json holds what calibration found."""
+def _checkpoint_files(drafter: str) -> list[Path]:
+    """The files of a drafter; outrider.json holds its calibration."""
     return [Path(drafter) / name for name in ("config.json", "model.safetensors", "outrider.json")]
 
 
@@ -345,13 +346,13 @@ def _thread_field(table: ExperimentTable) -> dict[str, Any]:
     return {} if table.threads is None else {"threads": table.threads}
 
 
-def _options(fields: dict[str, Option]) -> list[str]:
-    """As given by hand: `--name value`, and --name or --no-name for true and false."""
-    found: list[str] = []
+def _options(fields: Mapping[str, Option]) -> list[str]:
+    """Options as on the command line: `--name value`, and --name or --no-name for true and false."""
+    args: list[str] = []
     for name, value in fields.items():
         option = name.replace("_", "-")
         if isinstance(value, bool):
-            found.append(f"--{option}" if value else f"--no-{option}")
+            args.append(f"--{option}" if value else f"--no-{option}")
         else:
-            found += [f"--{option}", ",".join(value) if isinstance(value, list) else str(value)]
-    return found
+            args += [f"--{option}", ",".join(value) if isinstance(value, list) else str(value)]
+    return args
