@@ -139,6 +139,19 @@ def test_text_servers_are_compared_by_their_whole_text() -> None:
     assert [served.tokens for served in merged.requests] == 4 * [as_text(b"abc")]
 
 
+def test_a_line_separator_in_a_text_does_not_end_its_event() -> None:
+    """U+2028 and U+0085 are line ends to Python and text to server-sent events."""
+    said = "a\u2028b\x85c"
+
+    def parts(self: FakeEngine, body: dict[str, object]) -> Iterator[list[int]]:
+        yield list(said.encode())
+
+    with serving(FakeEngine(style="openai")) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeEngine, "parts", parts)
+        window = load(endpoint(engine, "openai"))
+    assert [served.tokens for served in window.requests] == 4 * [as_text(said.encode())]
+
+
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
 
 

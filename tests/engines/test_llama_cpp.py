@@ -42,7 +42,7 @@ SERVER = LlamaCpp()
 # Otherwise keys and values are float16, and attention adds in another order.
 EXACT = ("-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32", "-fa", "off")
 PROMPTS, NEW = 20, 32
-KNOWN, STEPS = 10, 80  # prompts that the drafters trained here know, and how long they learn
+KNOWN, KNOWN_LENGTH = 10, 1.6  # prompts that the drafters trained here know, and their accepted length on those
 PATIENCE = 300.0  # seconds
 TRAINED = [Path(method) for method in ("dflash", "dspark")]  # each stands for a directory that is not there yet
 each_drafter = pytest.mark.parametrize(
@@ -118,7 +118,9 @@ def served(smollm: Target, tmp_path_factory: pytest.TempPathFactory) -> Served:
     found = {directory: directory for directory in DIRECTORIES}
     for method in TRAINED:
         sections = {"drafter": {"algorithm": str(method)}}  # the whole vocabulary
-        _, found[method] = small_training.train(str(method), smollm, known, root / method, STEPS, sections)
+        found[method] = small_training.train_until(
+            KNOWN_LENGTH, str(method), smollm, known, root / method, sections=sections
+        )
     checkpoints = {place: load_drafter(directory) for place, directory in found.items()}
 
     source, executable = resolve_model(EMBEDDED_ID), TREE / "build" / "bin" / "llama-server"

@@ -32,7 +32,7 @@ from tests.toys import small_training
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 PROMPTS, FEW, NEW = 20, 4, 32
-KNOWN, STEPS = 10, 80  # prompts that the drafters trained here know, and how long they learn
+KNOWN, KNOWN_LENGTH = 10, 1.6  # prompts that the drafters trained here know, and their accepted length on those
 TOLERANCE = {"dflash": 0.01, "dspark": 0.01, "eagle3": 0.02, "medusa": 0.02}  # of the accepted length
 # Each stands for a directory that is not there yet.
 TRAINED = [] if NAMED else [Path(method) for method in ("dflash", "eagle3", "medusa")]
@@ -63,8 +63,8 @@ def served(smollm: Target, tmp_path_factory: pytest.TempPathFactory) -> Served:
     found = {directory: load_drafter(directory) for directory in DIRECTORIES}
     known = small_training.answer(smollm, prompts[:KNOWN]) if TRAINED else []
     for method in TRAINED:
-        _, trained = small_training.train(str(method), smollm, known, root / "training" / method, STEPS)
-        found[method] = load_drafter(trained)
+        folder = root / "training" / method
+        found[method] = load_drafter(small_training.train_until(KNOWN_LENGTH, str(method), smollm, known, folder))
     checkpoints = {
         place: checkpoint for place, checkpoint in found.items() if checkpoint.drafter.algorithm in TOLERANCE
     }

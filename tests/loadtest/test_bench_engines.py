@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import stat
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from outrider.loadtest.sources import SequentialBackend
 from outrider.loadtest.sweep import Share, Workload, responses, side_by_side
 from outrider.utils.distributed import ALONE, Ranks
 from tests.toys.dialects import FACTS, VD, changed, made
-from tests.toys.fake_engine import FakeEngine, serving
+from tests.toys.fake_engine import FakeEngine, executable, serving
 from tests.toys.processes import ROOT, processes, torchrun, wait_until_gone
 from tests.toys.share_worker import work
 from tests.toys.tokenizer import byte_tokenizer
@@ -61,14 +59,6 @@ def test_transformers(toy: Path, tmp_path: Path) -> None:
     assert len(shown) >= 4 and max(map(len, shown)) <= 80
     refused = run(toy, tmp_path / "other", "--backend", "transformers", "--variants", "fixed-3")
     assert isinstance(refused.exception, ValueError) and "there are none, prompt-lookup" in str(refused.exception)
-
-
-def executable(path: Path) -> Path:
-    """The fake engine as a command of its own."""
-    path.write_text(f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-                    "from tests.toys.fake_engine import main\nmain(sys.argv[1:])\n")  # fmt: skip
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
 
 
 def test_a_launched_engine(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -18,8 +19,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
 FIRST, LETTERS = 97, 26  # tokens are bytes: lower-case letters
 
 
@@ -30,7 +34,11 @@ def response(prompt: Sequence[int], length: int) -> list[int]:
 
 @dataclass
 class FakeEngine:
-    """`drafts` 0: no speculation. `style`: vllm (ids, metrics), llama.cpp (text, timings) or openai (text only)."""
+    """`drafts` 0: no speculation.
+
+    `style`: vllm (ids, metrics), forge (ids, usage; the engine of docs/engines.md), llama.cpp (text, timings) or openai
+    (text only).
+    """
 
     drafts: int = 0
     style: str = "vllm"
@@ -58,7 +66,7 @@ class FakeEngine:
             yield part
 
     def metrics(self) -> str:
-        name = "vllm" if self.style == "vllm" else "llamacpp"
+        name = {"vllm": "vllm", "forge": "forge"}.get(self.style, "llamacpp")
         counts = {"drafts": self.rounds, "draft_tokens": self.drafted, "accepted_tokens": self.accepted}
         lines = [f'{name}:spec_decode_num_{key}_total{{engine="0"}} {float(value)}' for key, value in counts.items()]
         return "# HELP x y\n" + "\n".join(lines) + "\nbroken line here x\n"
@@ -104,7 +112,7 @@ class Handler(BaseHTTPRequestHandler):
         text = bytes(part).decode()
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
         choice |= {"delta": {"content": text}} if "chat" in self.path else {"text": text}
-        return {**choice, "token_ids": part} if self.engine.style == "vllm" else choice
+        return {**choice, "token_ids": part} if self.engine.style in ("vllm", "forge") else choice
 
     def _closing(self, parts: list[list[int]]) -> dict[str, Any]:
         tokens, rounds = sum(map(len, parts)), len(parts)
@@ -113,11 +121,13 @@ class Handler(BaseHTTPRequestHandler):
         if self.engine.style == "llama.cpp":
             drafted = {"draft_n": self.engine.drafts * rounds, "draft_n_accepted": tokens - rounds}
             return {"timings": {"predicted_n": tokens, **drafted}}
+        if self.engine.style == "forge":
+            return {"usage": {"tokens_per_round": tokens / rounds}}
         told = {"num_spec_steps": rounds, "mean_acceptance_length": tokens / rounds}
         return {"metrics": {"speculative_decoding": told}}
 
     def _event(self, event: dict[str, Any]) -> None:
-        self._chunk(f"data: {json.dumps(event)}\n\n")
+        self._chunk(f"data: {json.dumps(event, ensure_ascii=False)}\n\n")  # as vLLM writes it
 
     def _chunk(self, text: str) -> None:
         data = text.encode()
@@ -161,7 +171,16 @@ def serving(engine: FakeEngine) -> Iterator[FakeEngine]:
         server.server_close()
 
 
-def main(arguments: list[str]) -> None:
+def executable(path: Path, style: str = "vllm") -> Path:
+    """The fake engine as a command of its own."""
+    lines = f"#!{sys.executable}", "import sys", f"sys.path.insert(0, {str(ROOT)!r})"
+    lines += "from tests.toys.fake_engine import main", f"main(sys.argv[1:], {style!r})"
+    path.write_text("\n".join(lines) + "\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def main(arguments: list[str], style: str = "vllm") -> None:
     """As a process: a worker of its own beside the server, whose id goes to FAKE_ENGINE_WORKER."""
     behaviour = os.environ.get("FAKE_ENGINE", "")
     print("fake engine:", " ".join(arguments), flush=True)
@@ -174,9 +193,11 @@ def main(arguments: list[str]) -> None:
         sys.exit(3)
     if behaviour == "hangs":
         time.sleep(600)
-    config = arguments[arguments.index("--speculative-config") + 1] if "--speculative-config" in arguments else "{}"
-    engine = FakeEngine(json.loads(config).get("num_speculative_tokens", 0))
-    _server(engine, int(arguments[arguments.index("--port") + 1])).serve_forever()
+    options = dict(pairwise(arguments))
+    config = json.loads(options.get("--speculative-config", "{}"))
+    drafts = int(options.get("--draft-tokens", config.get("num_speculative_tokens", 0)))
+    engine = FakeEngine(drafts, style)
+    _server(engine, int(options["--port"])).serve_forever()
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
+from outrider.checkpoints.checkpoint import load_drafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.target.model import Target
@@ -20,6 +22,7 @@ from outrider.training.setup import Run, prepare
 from outrider.training.trainer import Trainer
 
 TOKENS, STEPS = 40, 40
+CHUNK, MOST_STEPS = 40, 240  # of `train_until`
 
 
 class Answer(NamedTuple):
@@ -46,16 +49,41 @@ def train(
 
     `sections`: drafter and objective of a recipe, where the method's own defaults are not what is asked about.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     recipe = _recipe(method, target, answers, folder, steps, sections or {})
     run = prepare(recipe, target)
     Trainer(recipe, run).train()
     return run, folder / "out" / "drafter"
 
 
+def train_until(
+    accepted_length: float,
+    method: str,
+    target: Target,
+    answers: list[Answer],
+    folder: Path,
+    sections: Mapping[str, Any] | None = None,
+) -> Path:
+    """The checkpoint's directory of a drafter with that accepted length on its own answers, the held-out one too.
+
+    How many steps that takes depends on the processor: the last bits of its sums make another training of it. The steps
+    are bounded.
+    """
+    recipe, directory = _recipe(method, target, answers, folder, MOST_STEPS, sections or {}), folder / "out" / "drafter"
+    run = prepare(recipe, target)
+    for steps in range(CHUNK, MOST_STEPS + 1, CHUNK):
+        Trainer(recipe, run).train(stop_after=steps)
+        drafter = load_drafter(directory).packed(target)
+        runs = [generate(target, prompt, drafter, rules=StopRules(TOKENS)) for prompt, _ in answers]
+        found = 1 + mean(stats.accepted for run in runs for stats in run.rounds)
+        if found >= accepted_length:
+            return directory
+    raise AssertionError(f"{method}: accepted length {found:.2f} after {MOST_STEPS} steps, {accepted_length} asked")
+
+
 def _recipe(
     method: str, target: Target, answers: list[Answer], folder: Path, steps: int, sections: Mapping[str, Any]
 ) -> Recipe:
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "responses.jsonl"
     rows: list[dict[str, object]] = [{"settings": {"target": target.name}}]
     for number, (prompt, response) in enumerate(answers):
