@@ -23,7 +23,7 @@ from rich.table import Table
 
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.draft import Tree, TreeProposal
+from outrider.drafters.draft import Draft
 from outrider.target.hub import EMBEDDED_ID
 from outrider.target.linear import packing_disabled
 from outrider.target.model import Target, load_target
@@ -95,13 +95,13 @@ def tree_curve(target: Target, context: int, repeats: int) -> list[TreePoint]:
 
     for _ in range(repeats + 2):
         for nodes in TREE_NODES:
-            tree = Tree(list(range(nodes)), [(node - 2) // 2 for node in range(nodes)])
+            tree = Draft(list(range(nodes)), [(node - 2) // 2 for node in range(nodes)])
             block = tokens[:, context : context + nodes + 1]
             kept = [0, *(node + 1 for node in tree.path(nodes - 1))]
             forward = partial(target.forward, block, cache, logits=None)
             timed(nodes, "chain", forward)
             cache.rollback(context)
-            timed(nodes, "tree", partial(forward, parents=TreeProposal(tree).row_parents))
+            timed(nodes, "tree", partial(forward, parents=tree.row_parents))
             timed(nodes, "keep", partial(cache.keep_path, context, kept))
             cache.rollback(context)
     measured = {key: quartiles(values[2:]) for key, values in seconds.items()}  # two rounds of warming up

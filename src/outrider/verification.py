@@ -1,84 +1,56 @@
-"""accept x_k with min(1, p_t(x_k) / p_d(x_k)); the first rejection draws from (p_t - p_d)_+, no rejection from p_t.
+"""Verification: accept draft token x with min(1, p_t(x) / p_d(x)); if not, go on with the residual norm (p_t - p_d)_+.
 
-    anchor  x_1  x_2  x_3         rows of the target: row k is its distribution after anchor, x_1..x_k
-    row 0   row 1  row 2  row 3   row k judges x_{k+1}; the last row gives the bonus token
+    anchor -+- a -+- c      p_t(. | anchor):  a? no -> residual:  b? yes -> p_t(. | b):  e? no -> draw from its residual
+            |     +- d
+            +- b --- e      accepted: the path to b;   next token: what the last residual gave
 
-Speculative sampling, Leviathan et al., arXiv 2211.17192, algorithm 1. Temperature 0 needs no case of its own: one-hot
-distributions turn the ratio into "equal or not" and the residual into the target's argmax. Shapes: K, V vocab.
+A rejected child leaves a problem of the same kind, a residual to be drawn from and one more candidate. What changes is
+which p_d the next candidate came from:
+
+    drawn without replacement   p_d given that it is none of the siblings before
+    drawn with replacement      p_d (a duplicate is then accepted with probability 0: its residual is 0)
+    chosen, nothing drawn       one-hot at the candidate: accepted with p_t(x), then x leaves p_t
+
+In a chain every node has one child, which is speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1):
+the first rejection draws from (p_t - p_d)_+, no rejection from p_t. Temperature 0 needs no case of its own: one-hot
+distributions turn the ratio into "equal or not" and the residual into the target's argmax.
+
+Sources: SpecInfer, arXiv 2305.09781 (multi-round sampling); EAGLE, 2401.15077; without replacement: Jeon et al.,
+2402.14160. Shapes: V vocab.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.drafters.draft import Proposal, Tree, TreeProposal, without
+from outrider.drafters.draft import Draft, without
 from outrider.sampling import RandomSource, residual
 
 
 @dataclass(frozen=True)
-class Verdict:
-    accepted: int  # draft tokens kept
-    next_token: int  # the correction or the bonus: the next anchor
+class TargetRows:
+    """The target's distributions for one draft: row 0 follows the anchor, row i + 1 follows node i and its ancestors.
 
-    @property
-    def path(self) -> list[int]:
-        """The positions kept, as a `TreeVerdict` names nodes."""
-        return list(range(self.accepted))
-
-
-def verify_picks(tokens: Sequence[int], pick: Callable[[int], int]) -> Verdict:
-    """Accept while the draft is what the target itself emits at row k.
-
-    That is the same rule where the target's token is settled without the draft: at temperature 0 (both distributions
-    one-hot), and in coupled sampling (sampling.py).
+    `row(k)` is the warped distribution [V]. `pick(k)` is the token that the target emits where the draft has no say in
+    it: greedy decoding and coupled sampling (sampling.py); None elsewhere.
     """
-    for k, token in enumerate(tokens):
-        own = pick(k)
-        if own != token:
-            return Verdict(k, own)
-    return Verdict(len(tokens), pick(len(tokens)))
 
-
-def verify_chain(proposal: Proposal, target_row: Callable[[int], Tensor], source: RandomSource) -> Verdict:
-    """Rows are asked for one by one, so that nothing is warped behind the first rejection."""
-    for k, token in enumerate(proposal.tokens):
-        target_V, drafted_with = target_row(k), proposal.drafted_with[k]
-        assert drafted_with > 0.0, f"draft token {token} at position {k} has probability 0 in its own proposal"
-        if not source.accept(target_V[token].item() / drafted_with):
-            return Verdict(k, source.choose(residual(target_V, proposal.row(k))))
-    return Verdict(len(proposal.tokens), source.choose(target_row(len(proposal.tokens))))
-
-
-# ----------------------------------------------------------------------------
-# At a node try its children in turn:   accept x with min(1, p_t(x) / p_d(x));   if not,  p_t <- norm (p_t - p_d)_+
-#
-#     anchor -+- a -+- c      p_t(. | anchor):  a? no -> residual:  b? yes -> p_t(. | b):  e? no -> draw from its
-#     residual
-#             |     +- d
-#             +- b --- e      accepted: the path to b;   next token: what the last residual gave
-#
-# A rejected child leaves a problem of the same kind, a residual to be drawn from and one more candidate, so the rule of
-# chains (verification.py) applies again; all that changes is which p_d the next candidate came from:
-#
-#     drawn without replacement   p_d given that it is none of the siblings before
-#     drawn with replacement      p_d (a duplicate is then accepted with probability 0: its residual is 0)
-#     chosen, nothing drawn       one-hot at the candidate: accepted with p_t(x), then x leaves p_t
-#
-# A chain is the tree with one child each. Sources: SpecInfer, arXiv 2305.09781 (multi-round sampling); EAGLE,
-# 2401.15077; without replacement: Jeon et al., 2402.14160. Shapes: V vocab.
-# ----------------------------------------------------------------------------
+    row: Callable[[int], Tensor]
+    pick: Callable[[int], int] | None = None
 
 
 @dataclass(frozen=True)
-class TreeVerdict:
-    path: list[int]  # accepted nodes, from the anchor on
-    next_token: int  # the correction or the bonus: the next anchor
+class Verdict:
+    """What verification gives: the accepted nodes from the anchor on, and the correction or bonus token after them."""
+
+    path: list[int]
+    next_token: int
 
     @property
     def accepted(self) -> int:
@@ -86,55 +58,56 @@ class TreeVerdict:
         return len(self.path)
 
 
-def verify_tree_picks(tree: Tree, pick: Callable[[int], int]) -> TreeVerdict:
-    """Follow the child that is what the target itself emits, where that is settled without the draft (`verify_picks`).
+def verify(draft: Draft, rows: TargetRows, source: RandomSource, typical: TypicalAcceptance | None = None) -> Verdict:
+    """Accept a path of the draft and emit one more token, which together are distributed as the target's own.
+
+    Rows are asked for along the accepted path only, so that nothing is warped behind the last rejection. Where the
+    target's token is settled without the draft (`rows.pick`), the child that equals it is accepted: that is the rule
+    above at temperature 0, and the definition of coupled sampling.
 
     Args:
-        pick: the token after row k; row 0 follows the anchor, row i + 1 node i.
+        typical: accept by this lossy rule instead, unless `rows.pick` settles the tokens.
     """
+    if typical is not None and rows.pick is None:
+        return _verify_typical(draft, rows.row, source, typical)
     path: list[int] = []
     node = -1
     while True:
-        own = pick(node + 1)
-        found = [child for child in tree.children(node) if tree.tokens[child] == own]
-        if not found:
-            return TreeVerdict(path, own)
-        node = found[0]
-        path.append(node)
-
-
-def verify_tree(proposal: TreeProposal, target_row: Callable[[int], Tensor], source: RandomSource) -> TreeVerdict:
-    """Rows (row 0 follows the anchor, row i + 1 node i) are asked for along the accepted path only."""
-    path: list[int] = []
-    node = -1
-    while True:
-        target_V = target_row(node + 1)
-        child, target_V = _try_children(proposal, node, target_V, source)
-        if child is None:
-            return TreeVerdict(path, source.choose(target_V))
+        if rows.pick is not None:
+            token = rows.pick(node + 1)
+            child = next((child for child in draft.children(node) if draft.tokens[child] == token), None)
+            if child is None:
+                return Verdict(path, token)
+        else:
+            child, rest_V = _try_children(draft, node, rows.row(node + 1), source)
+            if child is None:
+                return Verdict(path, source.choose(rest_V))
         node = child
         path.append(node)
 
 
-def _try_children(
-    proposal: TreeProposal, node: int, target_V: Tensor, source: RandomSource
-) -> tuple[int | None, Tensor]:
+def _try_children(draft: Draft, node: int, target_V: Tensor, source: RandomSource) -> tuple[int | None, Tensor]:
     """The accepted child, or None and the distribution that is left to draw from."""
-    drawn = proposal.drawn.get(node)
-    children = proposal.children(node)
-    draft_V = drawn.row() if drawn is not None and children else None
+    siblings, children = draft.siblings.get(node), draft.children(node)
+    draft_V: Tensor | None = None  # what the next child was drawn from
     for child in children:
-        token = proposal.tokens[child]
-        if draft_V is None:
+        token = draft.tokens[child]
+        if siblings is None:
             if source.accept(target_V[token].item()):
                 return child, target_V
             target_V = _without_chosen(target_V, token)
             continue
-        assert draft_V[token] > 0, f"node {child}: token {token} has probability 0 in what it was drawn from"
-        if source.accept((target_V[token] / draft_V[token]).item()):
+        if draft_V is None and siblings.first is not None:
+            drawn_with = siblings.first
+        else:
+            draft_V = siblings.row() if draft_V is None else draft_V
+            drawn_with = draft_V[token].item()
+        assert drawn_with > 0, f"node {child}: token {token} has probability 0 in what it was drawn from"
+        if source.accept(target_V[token].item() / drawn_with):
             return child, target_V
+        draft_V = siblings.row() if draft_V is None else draft_V
         target_V = residual(target_V, draft_V)
-        if drawn is not None and not drawn.replaced:
+        if not siblings.replaced and child != children[-1]:
             draft_V = without(draft_V, token)
     return None, target_V
 
@@ -151,9 +124,9 @@ def _without_chosen(target_V: Tensor, token: int) -> Tensor:
 #     keep x_k  if  p_t(x_k) >= min(epsilon, delta exp(-H(p_t)))          H: entropy of the target's row, in nats
 #
 # The more certain the target, the closer to delta itself a token's probability must be; where it is undecided, less
-# will do, and epsilon is the most ever asked for. How likely the *drafter* found x_k plays no part, and neither does
-# chance: that is why tokens are accepted more often than exactness allows, and why nobody gets this without asking for
-# it. The paper's inequality is strict; here equality keeps the token.
+# will do, and epsilon is the most ever asked for. Neither p_d nor chance plays a part, so tokens are accepted more
+# often than exactness allows; a caller has to ask for it. The paper's inequality is strict; here equality keeps the
+# token.
 #
 # At temperature 0 the row is one-hot, H = 0, and exactly the target's argmax is kept: the lossless rule. Of several
 # kept paths the longest wins; of equally long ones that of the largest product of p_t. The token after the path is
@@ -165,7 +138,7 @@ def _without_chosen(target_V: Tensor, token: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TypicalAcceptance:
-    """The thresholds.
+    """The thresholds of typical acceptance, a *lossy* rule: the output is not distributed as the target's.
 
     Raises:
         ValueError: one of them is outside (0, 1].
@@ -194,7 +167,7 @@ class TypicalAcceptance:
 
 
 def lossy_note(settings: Mapping[str, Any] | None) -> str:
-    """What every result of a lossy rule says of itself; nothing where there is none."""
+    """The line that results of a lossy rule carry; "" for the exact one."""
     if not settings:
         return ""
     return "LOSSY: " + ", ".join(
@@ -202,25 +175,23 @@ def lossy_note(settings: Mapping[str, Any] | None) -> str:
     )
 
 
-def verify_typical(
-    tree: Tree, target_row: Callable[[int], Tensor], source: RandomSource, rule: TypicalAcceptance
-) -> TreeVerdict:
-    """The longest path that the rule keeps, and the next token; a chain is `Tree.chain(tokens)`.
+def _verify_typical(
+    draft: Draft, target_row: Callable[[int], Tensor], source: RandomSource, rule: TypicalAcceptance
+) -> Verdict:
+    """The longest path that the rule keeps, and the next token.
 
-    Args:
-        target_row: the target's warped distribution [V]: row 0 follows the anchor, row i + 1 node i. Asked only of kept
-            nodes that have children, and of the path's end.
+    Rows are asked for of kept nodes that have children, and at the path's end.
     """
     rows: dict[int, Tensor] = {}
     kept: dict[int, tuple[int, float]] = {-1: (0, 0.0)}  # node -> (depth, log of the product of p_t)
-    for parent in range(-1, len(tree.tokens)):
-        if parent not in kept or not tree.children(parent):
+    for parent in range(-1, len(draft.tokens)):
+        if parent not in kept or not draft.children(parent):
             continue
         row_V = rows[parent] = target_row(parent + 1)
         least, (depth, likelihood) = rule.threshold(row_V), kept[parent]
-        for node in tree.children(parent):
-            probability = row_V[tree.tokens[node]].item()
+        for node in draft.children(parent):
+            probability = row_V[draft.tokens[node]].item()
             if probability >= least:
                 kept[node] = depth + 1, likelihood + math.log(probability)
     last = max(kept, key=lambda node: (*kept[node], -node))
-    return TreeVerdict(tree.path(last), source.choose(rows[last] if last in rows else target_row(last + 1)))
+    return Verdict(draft.path(last), source.choose(rows[last] if last in rows else target_row(last + 1)))

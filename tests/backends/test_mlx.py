@@ -30,7 +30,7 @@ from outrider.decoding.generate import acceptance, generate, stream
 from outrider.decoding.request import ModelLane, StopRules
 from outrider.drafters.base import DraftCall
 from outrider.drafters.dflash import FULL, SLIDING, DFlash, DFlashConfig
-from outrider.drafters.draft import Draft, Proposal
+from outrider.drafters.draft import Draft
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.drafters.medusa import HeadsConfig, Medusa
 from outrider.drafters.ngram import NgramDrafter
@@ -42,7 +42,7 @@ from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import Target, load_target
 from tests.proof.enumeration import exact_output_distribution, exact_target_distribution, max_deviation
 from tests.toys.mlx_models import MLX_TOYS, mlx_model, mlx_toy, plain_mlx
-from tests.toys.oracle import Oracle, proposal_of
+from tests.toys.oracle import Oracle, chain_of, row_of
 from tests.toys.targets import TOY, randomise, toy_config, toy_target
 from tests.toys.tokenizer import byte_tokenizer
 
@@ -183,7 +183,7 @@ def test_greedy_text_is_that_of_mlx_lm(family: str) -> None:
         found = generate(target, PROMPT, Oracle(target, PROMPT + text, spoil=0.3, seed=seed), rules=rules)
         assert found.tokens == text
         assert {r.accepted < r.admitted for r in found.rounds} == {True, False}
-    assert generate(target, PROMPT, NgramDrafter(target.vocab_size), rules=rules).tokens == text
+    assert generate(target, PROMPT, NgramDrafter(), rules=rules).tokens == text
 
 
 @pytest.mark.parametrize("family", ["llama", WINDOWED, HYBRID])
@@ -268,7 +268,7 @@ def test_the_drafter_is_the_torch_drafter(case: str, both: tuple[Target, MLXTarg
         assert mine.tokens == theirs.tokens and len(mine.tokens) == config.gamma
         torch.testing.assert_close(mine.confidences, theirs.confidences, atol=1e-4, rtol=0)
         for k in range(config.gamma):
-            torch.testing.assert_close(mine.row(k), theirs.row(k), atol=1e-4, rtol=0)
+            torch.testing.assert_close(row_of(mine, k), row_of(theirs, k), atol=1e-4, rtol=0)
 
 
 def call(session: Any, anchor: int) -> DraftCall:
@@ -333,7 +333,7 @@ def test_a_head_and_an_embedding_of_its_own_draft_as_in_torch(
         session: Any = drafter.new_session(16)
         drafter.extend([session], [[1, 2, 3]], 3 * torch.ones(3, 3, 32))
         (proposal,) = drafter.propose([call(session, anchor=9)])
-        rows.append(proposal.row(0))
+        rows.append(row_of(proposal, 0))
     torch.testing.assert_close(rows[1], rows[0], atol=1e-4, rtol=0)
     assert (rows[1] - rows[2]).abs().max() > 1e-2, "without them it drafts otherwise"
 
@@ -396,7 +396,7 @@ class OneRound:
         return self.lane.draft(min_confidence)[0]
 
     def score(self, tokens: list[int]) -> Any:
-        return self.lane.score([Proposal.certain(tokens, 3)])[0].row
+        return self.lane.score([Draft.chain(tokens)])[0].row
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -426,9 +426,9 @@ def test_the_output_distribution_is_the_targets(broken: bool) -> None:
 class Skewed(MLXDrafter):
     """Says that it drew from uniform distributions."""
 
-    def propose(self, calls: Any, min_confidence: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Any, min_confidence: float = 0.0) -> list[Draft]:
         return [
-            proposal_of(p.tokens, torch.full((len(p.tokens), 3), 1 / 3), p.confidences)
+            chain_of(p.tokens, torch.full((len(p.tokens), 3), 1 / 3), p.confidences)
             for p in super().propose(calls, min_confidence)
         ]
 

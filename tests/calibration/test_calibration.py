@@ -45,7 +45,7 @@ from outrider.decoding.generate import RoundStats, generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import Serving
 from outrider.drafters.dflash import DFlash, PackedDrafter
-from outrider.drafters.draft import Proposal
+from outrider.drafters.draft import Draft
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.drafters.heads import CertaintyEstimator, ChainHeads, certainty
 from outrider.engine.engine import Engine
@@ -54,6 +54,7 @@ from outrider.scheduling.policies import ThresholdPolicy
 from outrider.scheduling.view import Floats
 from outrider.target.model import load_target
 from tests.proof.cases import TOLERANCE, VISIBLE, deviation, lanes_of, toy
+from tests.toys.oracle import drafted_with
 from tests.toys.target_directory import save_toy_target
 from tests.toys.targets import randomise, toy_config, toy_target
 
@@ -337,9 +338,9 @@ def test_an_estimator_that_knew_the_drawn_token_would_show(monkeypatch: pytest.M
     if peeks:
         real = proof_toys.sample_chain
 
-        def peeking(*args: Any) -> list[Proposal]:
+        def peeking(*args: Any) -> list[Draft]:
             (found,) = real(*args[:-1])  # no min_confidence
-            return [dataclasses.replace(found, confidences=found.drafted_with)]
+            return [dataclasses.replace(found, confidences=drafted_with(found))]
 
         monkeypatch.setattr(proof_toys, "sample_chain", peeking)
     error = deviation(lanes_of(drafter), drafter.target, [(0,)], ThresholdPolicy(0.4), 3)

@@ -14,7 +14,8 @@ from outrider.calibration.candidates import expected_lengths, true_ranks
 from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, read_metadata, save_drafter
 from outrider.cli.common import DrafterChoice
 from outrider.data.sources import TaskSettings
-from outrider.drafters.base import Serving, TreeSize
+from outrider.drafters.base import Serving
+from outrider.drafters.draft import TreeSize
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config
 from outrider.drafters.hydra import Hydra, HydraDrafter
 from outrider.drafters.medusa import (

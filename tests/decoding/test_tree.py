@@ -9,7 +9,7 @@ from benchmarks.forward import tree_curve
 from outrider.decoding.generate import RoundStats, acceptance, generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import TreeDrafter, draft_slots
-from outrider.drafters.draft import Tree, TreeProposal
+from outrider.drafters.draft import Draft
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
@@ -135,7 +135,7 @@ def test_acceptance_is_counted_by_depth() -> None:
 
 
 def test_the_shape_of_a_tree() -> None:
-    tree = Tree([5, 6, 7, 9, 7], [-1, -1, 0, 0, 1])
+    tree = Draft([5, 6, 7, 9, 7], [-1, -1, 0, 0, 1])
     assert tree.depths == [1, 1, 2, 2, 2]
     assert tree.children(0) == [2, 3] and tree.path(4) == [1, 4]
 
@@ -145,7 +145,7 @@ def test_the_shape_of_a_tree() -> None:
 def test_smollm_scores_a_tree_of_sixty_nodes_in_one_pass(smollm: Target) -> None:
     assert smollm.tokenizer is not None
     prompt = smollm.tokenizer("The quick brown fox jumps over the lazy dog, and then")["input_ids"]
-    proposal = TreeProposal(random_tree(60, smollm.vocab_size))
+    proposal = random_tree(60, smollm.vocab_size)
     cache = smollm.new_cache(len(prompt) + 70)
     smollm.forward(torch.tensor([prompt[:-1]]), cache, logits=0)
     rows = torch.tensor([[prompt[-1], *proposal.tokens]])
@@ -155,7 +155,7 @@ def test_smollm_scores_a_tree_of_sixty_nodes_in_one_pass(smollm: Target) -> None
         tokens = torch.tensor([[*prompt, *proposal.tokens_before(row)]])
         own = smollm.forward(tokens, smollm.new_cache(tokens.shape[1])).logits_BTV
         assert own is not None and off(logits[0, row], own[0, 0]) <= 1e-4
-    path = proposal.tree.path(59)
+    path = proposal.path(59)
     cache.keep_path(len(prompt) - 1, [0, *(node + 1 for node in path)])
     after = smollm.forward(torch.tensor([[11]]), cache).logits_BTV
     tokens = torch.tensor([[*prompt, *(proposal.tokens[i] for i in path), 11]])

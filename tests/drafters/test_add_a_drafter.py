@@ -37,7 +37,7 @@ from outrider.drafters.base import (
     check_fits,
 )
 from outrider.drafters.chain import sample_chain
-from outrider.drafters.draft import Proposal
+from outrider.drafters.draft import Draft
 from outrider.drafters.heads import VanillaMarkov
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
@@ -125,7 +125,7 @@ class BigramDrafter:
         for session, part in zip(sessions, parts, strict=True):
             session.aux_H = part[-1]
 
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         anchors = torch.tensor([call.anchor for call in calls])
         anchor_RH = F.embedding(anchors, self.embed_VH).float() * self.embed_scale
         hidden_RKH = self.module.hidden(torch.stack([call.session.aux_H for call in calls]), anchor_RH)

@@ -29,7 +29,7 @@ from outrider.drafters.dflash2 import (
     DFlash2Section,
     GroupedDynamicConv,
 )
-from outrider.drafters.draft import Proposal
+from outrider.drafters.draft import Draft
 from outrider.drafters.heads import CertaintyEstimator, ChainHeads
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
@@ -49,6 +49,7 @@ from outrider.training.trainer import Trainer
 from tests.proof.enumeration import exact_output_distribution, exact_target_distribution, max_deviation
 from tests.proof.toys import ToyLane, ToySelector, ToyTarget
 from tests.toys.alignment import build, check_alignment
+from tests.toys.oracle import chain_of, drafted_with, row_of
 from tests.toys.targets import randomise, toy_config, toy_samples, toy_target, with_mask_token
 
 OWN = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 48}
@@ -132,8 +133,8 @@ def test_the_walk_is_its_definition(reduced: bool) -> None:
             probs = np.exp(scores / 0.8) / np.exp(scores / 0.8).sum()
             expected = np.zeros(vocab)
             expected[candidates if ids is None else ids.numpy()[candidates]] = probs
-            np.testing.assert_allclose(proposal.row(k).numpy(), expected, atol=1e-5)
-            assert expected[token] == pytest.approx(proposal.drafted_with[k], abs=1e-5)
+            np.testing.assert_allclose(row_of(proposal, k).numpy(), expected, atol=1e-5)
+            assert expected[token] == pytest.approx(drafted_with(proposal)[k], abs=1e-5)
             previous = token
 
 
@@ -322,10 +323,10 @@ def test_output_distribution_is_exactly_the_targets(count: int, params: Sampling
 class Smoothed(ToySelector):
     """Says that every token could have been drafted, a little."""
 
-    def _sample(self, *arguments: Any) -> Proposal:
+    def _sample(self, *arguments: Any) -> Draft:
         drawn, V = super()._sample(*arguments), self.target.vocab_size
-        smoothed = [0.9 * p + 0.1 / V for p in drawn.drafted_with]
-        return replace(drawn, drafted_with=smoothed, row=lambda k: 0.9 * drawn.row(k) + 0.1 / V)
+        rows = [0.9 * row_of(drawn, k) + 0.1 / V for k in range(len(drawn.tokens))]
+        return chain_of(drawn.tokens, torch.stack(rows), drawn.confidences)
 
 
 def test_the_proof_notices_a_distribution_beyond_the_candidates() -> None:
@@ -375,7 +376,7 @@ def test_an_estimators_confidences_stop_the_walk() -> None:
     calls = [DraftCall(session, t, SamplingParams(temperature=1.0), SeenTokens(97), SeededSource(t)) for t in (9, 8)]
     whole = drafter.propose(calls)
     for proposal in whole:
-        top = [proposal.row(k).max().item() for k in range(3)]  # sigmoid(logit(max p_k)) over the candidates
+        top = [row_of(proposal, k).max().item() for k in range(3)]  # sigmoid(logit(max p_k)) over the candidates
         assert proposal.confidences == pytest.approx(top, abs=1e-5)
     min_confidence = sorted(c for proposal in whole for c in proposal.confidences)[3]
     calls = [replace(call, source=SeededSource(call.anchor)) for call in calls]

@@ -24,6 +24,7 @@ from outrider.drafters.dflash2 import DFLASH2, DFlash2, DFlash2Config
 from outrider.drafters.layers import BlockLayout
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
+from tests.toys.oracle import drafted_with, row_of
 from tests.toys.targets import randomise, toy_config, toy_target
 from tests.toys.zlab import PATTERNS, ROUNDS, TOLERANCE, reference_block
 
@@ -109,8 +110,8 @@ def check_sampled(model: DFlash2DraftModel, hidden_KH: Tensor, logits_1KV: Tenso
             hidden_KH[None, k : k + 1], logits_1KV[:, k : k + 1], torch.tensor([previous]), 0.7
         )
         expected_V = torch.zeros(97).scatter_(0, candidates[0, 0], q[0, 0])
-        torch.testing.assert_close(proposal.row(k), expected_V, atol=TOLERANCE, rtol=0)
-        assert proposal.drafted_with[k] == pytest.approx(expected_V[token].item(), abs=TOLERANCE)
+        torch.testing.assert_close(row_of(proposal, k), expected_V, atol=TOLERANCE, rtol=0)
+        assert drafted_with(proposal)[k] == pytest.approx(expected_V[token].item(), abs=TOLERANCE)
         previous = token
 
 

@@ -15,7 +15,7 @@ import outrider.drafters.trees as drawn_module
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, Serving
-from outrider.drafters.draft import TreeProposal, draw_siblings
+from outrider.drafters.draft import Draft, draw_siblings
 from outrider.drafters.heads import ChainHeads
 from outrider.drafters.hydra import Hydra, HydraDrafter
 from outrider.drafters.medusa import Medusa, MedusaDrafter, StaticTreeDrafter
@@ -60,14 +60,14 @@ class Drafts:
 
     def __init__(self, heads: TableHeads, target: ToyTarget, shape: CandidateTree = SHAPE) -> None:
         self.drafter = StaticTreeDrafter(heads, shape)  # type: ignore[arg-type]
-        self.target, self.trees = target, dict[Tokens, DraftTree[TreeProposal]]()
+        self.target, self.trees = target, dict[Tokens, DraftTree]()
 
-    def draft(self, context: Tokens, source: RandomSource) -> TreeProposal:
+    def draft(self, context: Tokens, source: RandomSource) -> Draft:
         if context not in self.trees:
             self.trees[context] = DraftTree(lambda recorder: self.propose(context, recorder))
         return self.trees[context].draw(source)
 
-    def propose(self, context: Tokens, source: RandomSource) -> TreeProposal:
+    def propose(self, context: Tokens, source: RandomSource) -> Draft:
         params = self.target.params
         seen = SeenTokens(self.target.vocab_size, params.repetition_penalty, context)
         (found,) = self.drafter.propose([DraftCall(context[:-1], context[-1], params, seen, source)])
@@ -95,7 +95,7 @@ def test_a_reduced_vocabulary_is_lossless(name: str) -> None:
 
 
 def test_mutation_the_likeliest_are_passed_off_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    def likeliest(probs_V: Tensor, count: int, *_: object) -> list[int]:
+    def likeliest(probs_V: Tensor, count: int, source: RandomSource, **_: object) -> list[int]:
         found: list[int] = probs_V.topk(count).indices.tolist()
         return found
 
@@ -104,8 +104,8 @@ def test_mutation_the_likeliest_are_passed_off_as_drawn(monkeypatch: pytest.Monk
 
 
 def test_mutation_siblings_are_tried_by_likelihood(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sorted_draws(probs_V: Tensor, *rest: Any) -> list[int]:
-        return sorted(draw_siblings(probs_V, *rest), key=lambda index: -probs_V[index].item())
+    def sorted_draws(probs_V: Tensor, *rest: Any, **coupling: Any) -> list[int]:
+        return sorted(draw_siblings(probs_V, *rest, **coupling), key=lambda index: -probs_V[index].item())
 
     monkeypatch.setattr(drawn_module, "draw_siblings", sorted_draws)
     assert off("plain") > VISIBLE
@@ -113,8 +113,13 @@ def test_mutation_siblings_are_tried_by_likelihood(monkeypatch: pytest.MonkeyPat
 
 def test_mutation_the_penalty_forgets_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter then draws from another distribution than it reports."""
-    real = drawn_module._Drawing._row
-    monkeypatch.setattr(drawn_module._Drawing, "_row", lambda self, node: real(self, -1))
+    real = drawn_module._Drawing.result
+
+    def forgetful(drawing: drawn_module._Drawing) -> Draft:
+        drawing.rows = dict.fromkeys(drawing.rows, drawing.rows[-1])
+        return real(drawing)
+
+    monkeypatch.setattr(drawn_module._Drawing, "result", forgetful)
     assert off("penalty") > VISIBLE
 
 
@@ -133,11 +138,11 @@ def test_rows_are_those_of_the_chain(name: str) -> None:
     calls = [replace(call, source=SeededSource(r)) for r, call in enumerate(calls)]
     calls[1] = replace(calls[1], limit=2, nodes=5)
     for call, proposal in zip(calls, drafter.propose(calls), strict=True):
-        parents = proposal.tree.parents
+        parents = proposal.parents
         assert parents == ([-1, 0, -1, 0, 2, 1, -1] if call is calls[0] else [-1, 0, -1, 0, 2])
-        assert set(proposal.drawn) == set(parents)
-        for node, drawn in proposal.drawn.items():
-            siblings = [proposal.tokens[child] for child in proposal.tree.children(node)]
+        assert set(proposal.siblings) == set(parents)
+        for node, drawn in proposal.siblings.items():
+            siblings = [proposal.tokens[child] for child in proposal.children(node)]
             assert len(set(siblings)) == len(siblings)
             expected_V = last_row(inner, call, proposal.tokens_before(node + 1))
             torch.testing.assert_close(drawn.row(), expected_V, atol=1e-5, rtol=1e-4)
@@ -151,10 +156,10 @@ def test_requests_choose_and_draw_side_by_side() -> None:
     params = [SamplingParams(), SamplingParams(1.0, seed=1), SamplingParams(1.0, top_k=2), SamplingParams()]
     calls = [DraftCall((r,), 1, p, SeenTokens(4), SeededSource(r)) for r, p in enumerate(params)]
     found = drafter.propose(calls)
-    assert [bool(proposal.drawn) for proposal in found] == [False, True, True, False]
+    assert [bool(proposal.siblings) for proposal in found] == [False, True, True, False]
     assert [len(proposal.tokens) for proposal in found] == [5, 5, 3, 5]
-    assert found[2].tree.parents == [-1, -1, 0]
-    assert [drafter.propose([call])[0].tree for call in (calls[0], calls[3])] == [found[0].tree, found[3].tree]
+    assert found[2].parents == [-1, -1, 0]
+    assert [drafter.propose([call])[0] for call in (calls[0], calls[3])] == [found[0], found[3]]
 
 
 def test_coupled_drafts_follow_the_noise_of_their_positions() -> None:
@@ -163,9 +168,9 @@ def test_coupled_drafts_follow_the_noise_of_their_positions() -> None:
     params = SamplingParams(1.0, seed=3, coupled=True)
     call = DraftCall((), 1, params, SeenTokens(4), SeededSource(0), None, noise, 7)
     (proposal,) = StaticTreeDrafter(heads, SHAPE).propose([call])
-    for node, drawn in proposal.drawn.items():
+    for node, drawn in proposal.siblings.items():
         way = proposal.tokens_before(node + 1)
-        siblings = [proposal.tokens[child] for child in proposal.tree.children(node)]
+        siblings = [proposal.tokens[child] for child in proposal.children(node)]
         assert siblings == noise.ranking(drawn.row(), 7 + len(way), len(siblings))
 
 

@@ -13,7 +13,7 @@ from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_draft
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import Serving
-from outrider.drafters.draft import Proposal
+from outrider.drafters.draft import Draft
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter, Eagle3Section, configure, eagle_aux_layers
 from outrider.drafters.heads import CertaintyEstimator
 from outrider.sampling import SamplingParams
@@ -23,6 +23,7 @@ from outrider.training.recipe import load_recipe
 from tests.toys.alignment import build, check_alignment
 from tests.toys.eagle3 import call_of, inputs_for, make_drafter
 from tests.toys.eagle_reference import EagleReference
+from tests.toys.oracle import drafted_with, row_of
 from tests.toys.targets import toy_samples, toy_target
 
 TOLERANCE = 1e-4
@@ -175,8 +176,8 @@ def test_a_reduced_vocabulary_and_coupled_sampling_are_lossless_too() -> None:
     (proposal,) = drafter.propose([call_of(session, 7, params=SamplingParams(temperature=1.0))])
     assert set(proposal.tokens) <= set(range(20, 60))
     for k, token in enumerate(proposal.tokens):
-        row_V = proposal.row(k)
-        assert row_V[token].item() == proposal.drafted_with[k] and row_V[ids_Vd].sum().item() == pytest.approx(1.0)
+        row_V = row_of(proposal, k)
+        assert row_V[token].item() == drafted_with(proposal)[k] and row_V[ids_Vd].sum().item() == pytest.approx(1.0)
 
 
 def test_a_batch_drafts_what_lone_requests_draft_each_to_its_own_limit() -> None:
@@ -186,7 +187,7 @@ def test_a_batch_drafts_what_lone_requests_draft_each_to_its_own_limit() -> None
     parts = [list(range(4, 9)), [8], list(range(30, 36))]
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=5)
 
-    def drafts(limits: list[int | None], together: bool) -> list[Proposal]:
+    def drafts(limits: list[int | None], together: bool) -> list[Draft]:
         sessions = [drafter.new_session(8) for _ in parts]
         drafter.extend(sessions, parts, aux_TLD)
         calls = [call_of(s, 11 + r, limits[r], params) for r, s in enumerate(sessions)]
@@ -196,7 +197,7 @@ def test_a_batch_drafts_what_lone_requests_draft_each_to_its_own_limit() -> None
     batch = drafts(limits, True)
     assert [len(proposal.tokens) for proposal in batch] == [4, 1, 3]
     for one, other in zip(batch, drafts(limits, False), strict=True):
-        assert one.tokens == other.tokens and one.drafted_with == pytest.approx(other.drafted_with, abs=1e-5)
+        assert one.tokens == other.tokens and drafted_with(one) == pytest.approx(drafted_with(other), abs=1e-5)
 
 
 def test_an_estimator_gives_confidences_and_a_threshold_stops_the_draft() -> None:

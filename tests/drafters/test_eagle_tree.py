@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import itertools
+import operator
 
 import pytest
 import torch
@@ -10,14 +12,15 @@ from torch import Tensor
 
 from outrider.decoding.generate import generate
 from outrider.decoding.request import ModelLane, StopRules
-from outrider.drafters.base import Serving, TreeSize
-from outrider.drafters.draft import TreeProposal
+from outrider.drafters.base import Serving
+from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape, dynamic_tree
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
+from outrider.verification import verify
 from tests.proof.enumeration import enumerate_traces
 from tests.toys.eagle3 import call_of, make_drafter
 from tests.toys.eagle_reference import EagleReference
@@ -48,11 +51,14 @@ def naive_tree(reference: EagleReference, aux_TLD: Tensor, text: list[int], shap
     return {path: scores[path] for path in heapq.nlargest(shape.nodes, scores, key=lambda path: scores[path])}
 
 
-def paths_of(proposal: TreeProposal) -> dict[Path, float]:
-    tree = proposal.tree
+def survivals_of(draft: Draft) -> list[float]:
+    return list(itertools.accumulate(draft.confidences, operator.mul))
+
+
+def paths_of(tree: Draft) -> dict[Path, float]:
     paths = [tuple(tree.tokens[i] for i in tree.path(node)) for node in range(len(tree.tokens))]
     assert len(set(paths)) == len(paths)
-    return dict(zip(paths, proposal.survivals, strict=True))
+    return dict(zip(paths, survivals_of(tree), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +80,7 @@ def test_the_tree_is_that_of_the_paper(shape: TreeShape) -> None:
     assert set(found) == set(expected)
     for path, survival in found.items():
         assert survival == pytest.approx(torch.tensor(expected[path]).exp().item(), rel=1e-3)
-    assert proposal.survivals == sorted(proposal.survivals, reverse=True) and not proposal.drawn
+    assert max(proposal.confidences) <= 1 and not proposal.siblings
     assert proposal.depth <= shape.depth
 
 
@@ -88,7 +94,7 @@ def test_a_width_of_one_is_the_greedy_chain() -> None:
         drafter.extend([session], [TEXT[:5]], aux_of(5))
         proposals += drafter.propose([call_of(session, TEXT[5])])
     assert proposals[0].tokens == proposals[1].tokens
-    assert isinstance(proposals[1], TreeProposal) and proposals[1].row_parents is None
+    assert proposals[1].is_chain and proposals[1].row_parents is None
 
 
 def test_a_batch_grows_the_trees_of_lone_requests_each_to_its_own_limit() -> None:
@@ -98,7 +104,7 @@ def test_a_batch_grows_the_trees_of_lone_requests_each_to_its_own_limit() -> Non
     aux_TLD = aux_of(sum(map(len, parts)))
     limits = [None, 2, 1]
 
-    def trees(together: bool) -> list[TreeProposal]:
+    def trees(together: bool) -> list[Draft]:
         sessions = [drafter.new_session(8) for _ in parts]
         drafter.extend(sessions, parts, aux_TLD)
         calls = [call_of(session, 40 + r, limits[r]) for r, session in enumerate(sessions)]
@@ -107,7 +113,8 @@ def test_a_batch_grows_the_trees_of_lone_requests_each_to_its_own_limit() -> Non
     batch = trees(True)
     assert batch[0].depth > 2 >= batch[1].depth and batch[2].depth == 1
     for one, other in zip(batch, trees(False), strict=True):
-        assert one.tree == other.tree and one.survivals == pytest.approx(other.survivals, rel=1e-4)
+        assert (one.tokens, one.parents) == (other.tokens, other.parents)
+        assert one.confidences == pytest.approx(other.confidences, rel=1e-4)
 
 
 def test_a_reduced_vocabulary_gives_the_targets_ids() -> None:
@@ -119,7 +126,7 @@ def test_a_reduced_vocabulary_gives_the_targets_ids() -> None:
     drafter.extend([session], [TEXT[:5]], aux_of(5))
     (proposal,) = drafter.propose([call_of(session, TEXT[5])])
     assert set(proposal.tokens) == set(ids_Vd.tolist())
-    first = [proposal.survivals[child] for child in proposal.children(-1)]
+    first = [survivals_of(proposal)[child] for child in proposal.children(-1)]
     assert sum(first) == pytest.approx(1.0, abs=1e-5), "all four tokens follow the anchor"
 
 
@@ -160,10 +167,9 @@ def test_sampling_through_a_tree_is_the_targets_own_distribution() -> None:
     drafter = DynamicTreeDrafter(Eagle3Drafter(make_drafter(target), target, Serving()), TreeShape(3, 4, 9))
     lane = ModelLane(target, drafter, TEXT, SamplingParams(temperature=0.8, top_p=0.95), 20)
     (proposal,) = lane.draft(0.0)
-    assert isinstance(proposal, TreeProposal)
     (rows,) = lane.score([proposal])
     first_V, deep = torch.zeros(97, dtype=torch.float64), 0.0
-    for verdict, weight in enumerate_traces(lambda source: rows.verdict(proposal, source)):
+    for verdict, weight in enumerate_traces(lambda source: verify(proposal, rows, source)):
         path = verdict.path
         first_V[proposal.tokens[path[0]] if path else verdict.next_token] += weight
         deep += weight * (len(path) > 0)

@@ -21,7 +21,7 @@ from outrider.data.sources import load_prompts
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, Drafter
-from outrider.drafters.draft import Proposal
+from outrider.drafters.draft import Draft
 from outrider.drafters.language_model import GrowingKV, Room, StandaloneDrafter
 from outrider.drafters.ngram import NgramConfig, NgramDrafter
 from outrider.engine.batch import Request
@@ -37,13 +37,14 @@ from tests.proof.enumeration import LaneFactory, Tokens
 from tests.proof.toys import ToyTarget
 from tests.toys.drafters import call_for, small_model
 from tests.toys.engine import assert_solo, finish, prompts
+from tests.toys.oracle import claiming, drafted_with, row_of
 from tests.toys.targets import toy_target
 
 PROMPT = [5, 9, 33, 60, 7]
 NO_STOPS = StopRules(40, stop_ids=())
 
 
-def proposal_after(drafter: Drafter, text: Sequence[int], **how: Any) -> Proposal:
+def proposal_after(drafter: Drafter, text: Sequence[int], **how: Any) -> Draft:
     """In a session that has just begun."""
     session = drafter.new_session(len(text) + 20)
     drafter.extend([session], [list(text[:-1])], None)
@@ -78,7 +79,7 @@ def test_copies_are_those_of_a_brute_force_search(
 ) -> None:
     """Whatever the parts in which the text was committed."""
     config = NgramConfig(gamma, shortest + more, shortest)
-    drafter = NgramDrafter(4, config)
+    drafter = NgramDrafter(config)
     session = drafter.new_session(len(text))
     done = 0
     for part in [*parts, len(text)]:
@@ -86,9 +87,9 @@ def test_copies_are_those_of_a_brute_force_search(
         done = min(done + part, len(text) - 1)
         proposal = drafter.propose([call_for(session, text[: done + 1], vocab=4)])[0]
         assert proposal.tokens == brute_force(text[: done + 1], config)
-        assert proposal.drafted_with == [1.0] * len(proposal.tokens) and not proposal.confidences
+        assert drafted_with(proposal) == [1.0] * len(proposal.tokens) and not proposal.confidences
         for k, token in enumerate(proposal.tokens):
-            assert proposal.row(k).tolist() == [float(token == v) for v in range(4)]
+            assert row_of(proposal, k, 4).tolist() == [float(token == v) for v in range(4)]
 
 
 class CountingDict(dict[Any, Any]):
@@ -122,7 +123,7 @@ def test_the_work_of_a_round_does_not_grow_with_the_text(known: bool) -> None:
 
     def operations(length: int) -> int:
         chooser = random.Random(0)
-        drafter = NgramDrafter(1000, NgramConfig(10, 4, 1))
+        drafter = NgramDrafter(NgramConfig(10, 4, 1))
         session = drafter.new_session(length)
         text = [chooser.randrange(900) for _ in range(length)]
         drafter.extend([session], [[*text, 901, 902, 903, 904, *text[:20], 901, 902, 903]], None)
@@ -137,7 +138,7 @@ def test_the_work_of_a_round_does_not_grow_with_the_text(known: bool) -> None:
 
 
 def test_a_loop_is_drafted_whole_and_limits_hold() -> None:
-    drafter = NgramDrafter(97, NgramConfig(7, 3, 2))
+    drafter = NgramDrafter(NgramConfig(7, 3, 2))
     assert proposal_after(drafter, [4, 5, 6, 4, 5]).tokens == [6, 4, 5, 6, 4, 5, 6]
     assert proposal_after(drafter, [4, 5, 6, 4, 5], limit=2).tokens == [6, 4]
     assert proposal_after(drafter, [4, 5, 6, 7, 5]).tokens == [], "one token alone is too short a suffix here"
@@ -183,7 +184,7 @@ def test_greedy_drafts_are_the_small_models_own_text(family: str) -> None:
     for call, text, proposal in zip(calls, texts, drafter.propose(calls), strict=True):
         count = min(5, call.limit or 5)
         assert proposal.tokens == generate(model, text, rules=StopRules(count, stop_ids=())).tokens
-        assert proposal.drafted_with == [1.0] * count
+        assert drafted_with(proposal) == [1.0] * count
 
 
 SAMPLED = {
@@ -206,12 +207,12 @@ def test_rows_are_the_small_models_warped_distributions(name: str) -> None:
         for k, token in enumerate(proposal.tokens):
             grown = [*text, *proposal.tokens[:k]]
             expected_V = model_row(model, grown, params)
-            torch.testing.assert_close(proposal.row(k), expected_V, atol=1e-5, rtol=1e-4)
-            assert proposal.drafted_with[k] == proposal.row(k)[token].item() > 0
+            torch.testing.assert_close(row_of(proposal, k), expected_V, atol=1e-5, rtol=1e-4)
+            assert drafted_with(proposal)[k] == row_of(proposal, k)[token].item() > 0
             certain = model_row(model, grown, SamplingParams(temperature=1.0)).max().item()
             assert proposal.confidences[k] == pytest.approx(certain, abs=1e-5), "known before the warp and the draw"
             if noise is not None:
-                assert token == noise.pick(proposal.row(k), len(text) + k)
+                assert token == noise.pick(row_of(proposal, k), len(text) + k)
 
 
 def watched(model: Target, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
@@ -250,7 +251,7 @@ def test_rollback_after_rejections(accepted: int, monkeypatch: pytest.MonkeyPatc
         fresh = proposal_after(drafter, text, params=params)
         assert second.tokens == fresh.tokens
         for k in range(gamma):
-            torch.testing.assert_close(second.row(k), fresh.row(k), atol=1e-6, rtol=1e-4)
+            torch.testing.assert_close(row_of(second, k), row_of(fresh, k), atol=1e-6, rtol=1e-4)
 
 
 @torch.inference_mode()
@@ -302,8 +303,10 @@ def test_padding_rows_do_not_count(rows: tuple[int, int]) -> None:
     ).logits_BTV
     assert logits_V is not None
     shared = min(rows)
-    torch.testing.assert_close(proposal.row(0)[:shared], warp(logits_V[0, -1, :shared], params), atol=1e-5, rtol=1e-4)
-    assert len(proposal.row(0)) == rows[1] and proposal.row(0)[shared:].sum() == 0
+    torch.testing.assert_close(
+        row_of(proposal, 0)[:shared], warp(logits_V[0, -1, :shared], params), atol=1e-5, rtol=1e-4
+    )
+    assert len(row_of(proposal, 0)) == rows[1] and row_of(proposal, 0)[shared:].sum() == 0
     target.tokenizer = None  # it cannot decode
     rules = StopRules(12, stop_ids=())
     assert generate(target, PROMPT, drafter, rules=rules).tokens == generate(target, PROMPT, rules=rules).tokens
@@ -376,7 +379,7 @@ class ServedLane:
     context: Tokens
     source: RandomSource
 
-    def draft(self, min_confidence: float) -> Proposal:
+    def draft(self, min_confidence: float) -> Draft:
         session = self.drafter.new_session(len(self.context))
         self.drafter.extend([session], [self.context[:-1]], None)
         call = call_for(session, self.context, self.target.params, self.target.vocab_size, self.source)
@@ -407,11 +410,11 @@ def deviations(target: ToyTarget, drafter: Drafter, prompts: list[Tokens], token
 @pytest.mark.parametrize("name", WARPS)
 def test_enumerated_ngram(name: str) -> None:
     target = ToyTarget(3, WARPS[name])
-    drafter = NgramDrafter(3, NgramConfig(3, 2, 1))
+    drafter = NgramDrafter(NgramConfig(3, 2, 1))
     assert proposal_after(drafter, (0, 1, 0), vocab=3).tokens, "an empty draft would prove nothing"
     assert deviations(target, drafter, [(0, 1, 0)], 4) <= TOLERANCE
     small = ToyTarget(2, WARPS[name])
-    assert deviations(small, NgramDrafter(2, NgramConfig(2, 2, 1)), [(0, 0), (1, 0, 1)], 3) <= TOLERANCE
+    assert deviations(small, NgramDrafter(NgramConfig(2, 2, 1)), [(0, 0), (1, 0, 1)], 3) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", WARPS)
@@ -437,15 +440,15 @@ def test_the_enumeration_sees_a_wrong_draft_distribution() -> None:
     """Claims of another p_d than the one that was drawn from are found out."""
 
     class Boasting(NgramDrafter):
-        def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
-            return [replace(p, drafted_with=[0.5] * len(p.tokens)) for p in super().propose(calls, min_confidence)]
+        def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
+            return [claiming(p, [0.5] * len(p.tokens), 3) for p in super().propose(calls, min_confidence)]
 
     class Hotter(StandaloneDrafter):
-        def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+        def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
             hot = [replace(call, params=replace(call.params, temperature=2.0)) for call in calls]
             cold = super().propose(calls, min_confidence)
             return [
-                replace(c, drafted_with=[h.row(k)[x].item() for k, x in enumerate(c.tokens)][:1] + c.drafted_with[1:])
+                claiming(c, [row_of(h, 0)[c.tokens[0]].item(), *drafted_with(c)[1:]]) if c.tokens else c
                 for c, h in zip(cold, super().propose([replace(call, source=_First()) for call in hot]), strict=True)
             ]
 
@@ -457,7 +460,7 @@ def test_the_enumeration_sees_a_wrong_draft_distribution() -> None:
             return 0
 
     target = ToyTarget(3, WARPS["plain"])
-    assert deviations(target, Boasting(3, NgramConfig(2, 2, 1)), [(0, 1, 0)], 3) > VISIBLE
+    assert deviations(target, Boasting(NgramConfig(2, 2, 1)), [(0, 1, 0)], 3) > VISIBLE
     hotter = Hotter(exact_model(3), cast(Target, _AsTarget(3)), 1)
     assert deviations(target, hotter, [(0, 1)], 2) > VISIBLE
 
@@ -484,7 +487,7 @@ def test_greedy_output_equals_plain_decoding(kind: str, family: str) -> None:
 
 def drafter_of(kind: str, target: Target) -> Drafter:
     if kind == "ngram":
-        return NgramDrafter(target.vocab_size)
+        return NgramDrafter()
     return StandaloneDrafter(small_model() if kind == "small" else target, target)
 
 
@@ -565,7 +568,7 @@ def test_what_the_option_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_real_model(smollm: Target) -> None:
     """Its own text with copies, and with the model drafting for itself: everything it drafts is accepted."""
     assert smollm.tokenizer is not None
-    ngram, itself = NgramDrafter(smollm.vocab_size), StandaloneDrafter(smollm, smollm)
+    ngram, itself = NgramDrafter(), StandaloneDrafter(smollm, smollm)
     chosen = [prompt for name in ("eval_code", "eval_math", "eval_chat") for prompt in load_prompts(name, 2)]
     accepted = 0
     for number, prompt in enumerate(chosen):

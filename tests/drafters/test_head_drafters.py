@@ -33,6 +33,7 @@ from tests.toys.heads import (
     toy_texts,
     training_inputs,
 )
+from tests.toys.oracle import row_of
 from tests.toys.targets import randomise, toy_target
 
 
@@ -93,11 +94,11 @@ def test_a_reduced_vocabulary_is_served_and_read_in_target_ids(kind: Kind) -> No
     call = replace(forced_call(drafter, text, 0, drafter.new_session(9)), source=Forced(indices))
     (proposal,) = drafter.propose([call])
     assert proposal.tokens == [int(ids[i]) for i in indices]
-    assert proposal.row(3).nonzero().flatten().tolist() == ids.tolist()
+    assert row_of(proposal, 3).nonzero().flatten().tolist() == ids.tolist()
     drawn = replace(text, tokens_T=torch.tensor([int(text.tokens_T[0]), *proposal.tokens]))
     logits = target.head_VD[ids].double().numpy() @ hidden_at(module, target, kind.reference, drawn, 0, 3)
     expected = np.exp(logits) / np.exp(logits).sum()
-    np.testing.assert_allclose(proposal.row(3)[ids].numpy(), expected, atol=1e-4)
+    np.testing.assert_allclose(row_of(proposal, 3)[ids].numpy(), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -129,7 +130,7 @@ def test_fresh_heads_are_the_lm_head(kind: Kind) -> None:
     (proposal,) = drafter.propose([forced_call(drafter, texts[0], 0, session)])
     assert output.logits_BTV is not None
     for k in (0, 3):
-        torch.testing.assert_close(proposal.row(k), output.logits_BTV[0, -1].softmax(-1))
+        torch.testing.assert_close(row_of(proposal, k), output.logits_BTV[0, -1].softmax(-1))
 
 
 def test_blocks_are_cut_by_limit_and_floor(kind: Kind) -> None:

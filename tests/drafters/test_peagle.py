@@ -23,6 +23,7 @@ from outrider.training.dataset import choose_draft_ids
 from tests.toys.alignment import build, check_alignment
 from tests.toys.eagle3 import inputs_for
 from tests.toys.eagle_reference import Array, EagleReference
+from tests.toys.oracle import row_of
 from tests.toys.targets import MaskTokenizer, randomise, toy_samples, toy_target, with_mask_token
 
 TOLERANCE, MASK = 1e-4, MaskTokenizer.mask_token_id
@@ -95,7 +96,7 @@ def test_served_drafts_equal_the_reference_over_rounds() -> None:
             assert len(proposal.tokens) == (2 if r else 4)
             for k in range(len(proposal.tokens)):
                 expected_V = np.exp(reference.log_probs(expected_KH[k]))
-                np.testing.assert_allclose(proposal.row(k).numpy(), expected_V, atol=TOLERANCE)
+                np.testing.assert_allclose(row_of(proposal, k).numpy(), expected_V, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("draft_vocab", [97, 40])

@@ -12,6 +12,7 @@ from outrider.drafters.base import DraftCall
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.heads import ChainHeads, ConfidenceHead, VanillaMarkov, build_sequential_head
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens, warp
+from tests.toys.oracle import drafted_with, row_of
 
 V, VD, H, R, N, K = 11, 7, 5, 3, 2, 4
 KINDS = ["vanilla", "gated", "rnn"]
@@ -166,7 +167,7 @@ def test_chain_reports_what_it_samples(kind: str | None, draft_ids: list[int] | 
         heads = ChainHeads(V, head, confidence, ids_Vd)
         call = DraftCall(None, anchor, params, seen, source)
         (proposal,) = sample_chain(lambda _: base_KVd, hidden_KH[None], [call], heads)
-        rows = [proposal.row(k).double() for k in range(K)]  # one-hot rows are float32, whatever the logits
+        rows = [row_of(proposal, k, V).double() for k in range(K)]  # one-hot rows are float32, whatever the logits
         return proposal.tokens, torch.stack(rows), proposal.confidences
 
     tokens, probs_KV, confidences = draft()
@@ -197,6 +198,6 @@ def test_proposal_can_be_cut() -> None:
     (proposal,) = sample_chain(lambda _: torch.randn(K, V), hidden_1KH, [call], ChainHeads(V, None, confidence))
     cut = proposal.truncated(2)
     assert cut.tokens == proposal.tokens[:2] and cut.confidences == proposal.confidences[:2]
-    assert cut.drafted_with == proposal.drafted_with[:2]
+    assert drafted_with(cut) == drafted_with(proposal)[:2]
     (silent,) = sample_chain(lambda _: torch.randn(K, V), hidden_1KH, [call], ChainHeads(V))
     assert silent.confidences == [] and silent.truncated(1).confidences == []

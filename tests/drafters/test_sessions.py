@@ -20,6 +20,7 @@ from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from tests.toys.drafters import call_for, make_mtp, small_model
 from tests.toys.eagle3 import make_drafter
+from tests.toys.oracle import row_of
 from tests.toys.targets import randomise, toy_config, toy_target
 
 
@@ -69,7 +70,7 @@ def test_a_failed_pass_can_be_repeated(name: str, call: str, monkeypatch: pytest
 
     def draft(session: Any, end: int) -> list[Tensor]:
         (proposal,) = drafter.propose([call_for(session, text[: end + 1], SamplingParams(temperature=1.0))])
-        return [proposal.row(k) for k in range(len(proposal.tokens))]
+        return [row_of(proposal, k) for k in range(len(proposal.tokens))]
 
     def broken(number: int) -> None:
         owner, method = (DraftKV, "write") if drafter.aux_layers else (drafter.model, "forward_ragged")  # type: ignore[attr-defined]

@@ -45,8 +45,8 @@ def test_the_first_path_is_the_greedy_chain(heads: tuple[Target, HeadsModule, ty
     drafter.extend([session], [[4]], torch.randn(1, 1, 32))
     greedy = replace(forced_call(drafter, text, 0, session), params=SamplingParams())
     (proposal,) = StaticTreeDrafter(drafter, TREE).propose([greedy])
-    assert proposal.tree.parents == [-1, 0, -1, 1, 0, 2, -1, 1] and not proposal.drawn and not proposal.confidences
-    first = [proposal.tokens[node] for node in proposal.tree.path(3)]
+    assert proposal.parents == [-1, 0, -1, 1, 0, 2, -1, 1] and not proposal.siblings and not proposal.confidences
+    first = [proposal.tokens[node] for node in proposal.path(3)]
     assert first == drafter.propose([greedy])[0].tokens[:3]
 
 
@@ -58,10 +58,10 @@ def test_limits_cut_depth_and_nodes_per_request(heads: tuple[Target, HeadsModule
     every = [forced_call(inner, text, 0, inner.new_session(9)) for text in texts]
     whole, shallow, few = (replace(call, params=SamplingParams()) for call in every)
     calls = [whole, replace(shallow, limit=2), replace(few, limit=9, nodes=4)]
-    parents = [proposal.tree.parents for proposal in drafter.propose(calls)]
+    parents = [proposal.parents for proposal in drafter.propose(calls)]
     assert parents == [[-1, 0, -1, 1, 0, 2, -1, 1], [-1, 0, -1, 0, 2, -1], [-1, 0, -1, 1]]
-    alone = [drafter.propose([call])[0].tree for call in calls]
-    assert alone == [proposal.tree for proposal in drafter.propose(calls)]
+    alone = [drafter.propose([call])[0] for call in calls]
+    assert alone == drafter.propose(calls)
 
 
 def test_trees_that_the_heads_cannot_fill_are_refused(heads: tuple[Target, HeadsModule, type[ServedHeads]]) -> None:

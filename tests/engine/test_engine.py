@@ -19,7 +19,7 @@ from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall
 from outrider.drafters.dflash import DraftSession, PackedDrafter
-from outrider.drafters.draft import Proposal
+from outrider.drafters.draft import Draft
 from outrider.engine.batch import Output, Request
 from outrider.engine.blocks import BlockAllocator
 from outrider.engine.engine import Engine
@@ -298,7 +298,7 @@ def test_the_drafter_reads_when_it_drafts(
         read.extend(map(len, tokens))
         PackedDrafter.extend(drafter, sessions, tokens, aux_TLD)
 
-    def propose(calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+    def propose(calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         assert [call.session.length for call in calls] == [call.position - 1 for call in calls]
         return PackedDrafter.propose(drafter, calls, min_confidence)
 

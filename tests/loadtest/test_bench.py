@@ -17,9 +17,9 @@ from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_draft
 from outrider.cli.common import load
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import DraftCall, Serving, TreeDrafter, TreeSize
+from outrider.drafters.base import DraftCall, Serving, TreeDrafter
 from outrider.drafters.dflash import PackedDrafter
-from outrider.drafters.draft import TreeProposal
+from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape, dynamic_tree
 from outrider.engine.batch import Output, Request, StepRecord
@@ -329,7 +329,7 @@ def test_a_tree_is_pruned_not_cut() -> None:
     asked: list[int | None] = []
     real = whole.propose
 
-    def propose(calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[TreeProposal]:
+    def propose(calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         asked.extend(call.nodes for call in calls)
         return real(calls, min_confidence)
 

@@ -12,21 +12,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from outrider.decoding.round import TargetRows, run_round
-from outrider.drafters.draft import Draft, Proposal, TreeProposal
+from outrider.decoding.round import run_round
+from outrider.drafters.draft import Draft
 from outrider.sampling import RandomSource
 from outrider.scheduling.gate import DraftGate
 from outrider.scheduling.policies import Policy
 from outrider.scheduling.view import History, StepView
-from outrider.verification import TypicalAcceptance
+from outrider.verification import TargetRows, TypicalAcceptance
 
 T = TypeVar("T")
-D = TypeVar("D", Proposal, TreeProposal)
 Tokens = tuple[int, ...]
 
 
@@ -80,14 +79,14 @@ def enumerate_traces(run: Callable[[RandomSource], T]) -> Iterator[tuple[T, floa
             return
 
 
-class DraftTree(Generic[D]):
+class DraftTree:
     """All that one draft may become, computed once; `draw` asks a source the same questions again."""
 
-    def __init__(self, draft: Callable[[RandomSource], D]) -> None:
+    def __init__(self, draft: Callable[[RandomSource], Draft]) -> None:
         self._questions: dict[Tokens, Tensor] = {}  # choices so far -> the distribution of the next
-        self._proposals: dict[Tokens, D] = {}
+        self._proposals: dict[Tokens, Draft] = {}
 
-        def recorded(source: RandomSource) -> tuple[Tokens, D]:
+        def recorded(source: RandomSource) -> tuple[Tokens, Draft]:
             recorder = _Recorder(source, self._questions)
             proposal = draft(recorder)
             return recorder.chosen, proposal
@@ -95,7 +94,7 @@ class DraftTree(Generic[D]):
         for (chosen, proposal), _ in enumerate_traces(recorded):
             self._proposals[chosen] = proposal
 
-    def draw(self, source: RandomSource) -> D:
+    def draw(self, source: RandomSource) -> Draft:
         chosen: Tokens = ()
         while chosen in self._questions:
             chosen = (*chosen, source.choose(self._questions[chosen]))
@@ -122,7 +121,7 @@ class _Recorder:
 # ----------------------------------------------------------------------------
 # P(output) = sum over decision traces of (product of decision probabilities); it must equal p_t(output) to 1e-12.
 #
-# The traces come from tests/proof/enumeration.py. What runs is the production code: `run_round`, `verify_chain`,
+# The traces come from tests/proof/enumeration.py. What runs is the production code: `run_round`, `verify`,
 # `sample_chain`, the policies, the warps, the sequential and confidence heads. Only the two networks are toys
 # (tests/proof/toys.py).
 # Rounds are enumerated one at a time, and equal contexts (and histories) merged, until every request has its tokens.
@@ -171,9 +170,7 @@ class Lanes:
 
     def draft(self, min_confidence: float) -> list[Draft]:
         pairs = zip(self.lanes, self.depths, strict=True)
-        return [
-            Proposal.empty() if depth == 0 else lane.draft(min_confidence).truncated(depth) for lane, depth in pairs
-        ]
+        return [Draft.empty() if depth == 0 else lane.draft(min_confidence).truncated(depth) for lane, depth in pairs]
 
     def view(self, proposals: Sequence[Draft]) -> StepView:
         confidences, drafted = [p.confidences for p in proposals], [len(p.tokens) for p in proposals]
@@ -188,9 +185,7 @@ class Lanes:
 
 
 def _rows(lane: Lane, part: Draft) -> Callable[[int], Tensor]:
-    """A lane scores chains; row k of a tree is the last row of the chain that leads there."""
-    if isinstance(part, Proposal):
-        return lane.score(part.tokens)
+    """A lane scores chains; row k of a draft is the last row of the chain that leads there."""
 
     def row(k: int) -> Tensor:
         way = part.tokens_before(k)
@@ -211,13 +206,13 @@ def exact_output_distribution(
     new_tokens: int,
     history: History | None = None,
     gate: DraftGate | None = None,
-    lossy: TypicalAcceptance | None = None,
+    typical: TypicalAcceptance | None = None,
 ) -> Distribution:
     """The joint distribution of what speculative decoding makes of the prompts, cut at `new_tokens` each.
 
     `lane(context, source)` makes a request's lane for one round. A request that has its tokens leaves the batch. With a
     `history` (still empty), what policy and `gate` remember is part of the state, and only states alike in it merge.
-    A `lossy` rule must show.
+    A `typical` rule must show.
     """
     # Every round adds tokens, so a state has gathered all its mass when all states with fewer tokens are done.
     levels: list[dict[tuple[tuple[Tokens, ...], Trail], float]] = [{} for _ in range(len(prompts) * new_tokens + 1)]
@@ -239,7 +234,7 @@ def exact_output_distribution(
                 lanes = [lane(context, source) for context in contexts]
                 batch = Lanes(lanes, live, [len(context) for context in contexts], remembered, gate)
                 extended = list(outputs)
-                for r, result in zip(live, run_round(batch, policy, lossy), strict=True):
+                for r, result in zip(live, run_round(batch, policy, typical), strict=True):
                     extended[r] = (outputs[r] + tuple(result.tokens))[:new_tokens]
                 return tuple(extended), batch.shown
 

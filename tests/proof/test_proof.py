@@ -15,7 +15,7 @@ import outrider.decoding.round as round_module
 import outrider.scheduling.policies as lookahead_module
 import outrider.verification as chain_module
 from outrider.decoding.round import RoundResult
-from outrider.drafters.draft import Proposal
+from outrider.drafters.draft import Draft
 from outrider.sampling import RandomSource, SamplingParams, SeenTokens, residual, warp
 from outrider.scheduling.cost import SpsTable, StepCost, step_seconds
 from outrider.scheduling.gate import DraftGate, SkipDrafting
@@ -32,7 +32,7 @@ from outrider.scheduling.policies import (
     lengths_of,
 )
 from outrider.scheduling.view import Floats, GateView, History, Ints, Past, StepView
-from outrider.verification import Verdict, verify_chain
+from outrider.verification import TargetRows, Verdict, verify
 from tests.proof.cases import HEADS, POLICIES, TOLERANCE, VISIBLE, WARPS, deviation, lanes_of, toy
 from tests.proof.enumeration import (
     EnumeratingSource,
@@ -44,7 +44,7 @@ from tests.proof.enumeration import (
     max_deviation,
 )
 from tests.proof.toys import ToyDrafter, ToyLane, ToyTarget
-from tests.toys.oracle import proposal_of
+from tests.toys.oracle import chain_of, drafted_with, row_of
 
 
 @pytest.mark.parametrize("name", WARPS)
@@ -87,7 +87,8 @@ def test_the_policies_of_these_tests_follow_the_draft(policy: Policy) -> None:
 
     def lengths(context: Tokens) -> set[int]:
         def admitted(source: RandomSource) -> int:
-            return round_module.run_round(Lanes([lanes_of(drafter)(context, source)]), policy)[0].admitted
+            (result,) = round_module.run_round(Lanes([lanes_of(drafter)(context, source)]), policy)
+            return len(result.verified.tokens)
 
         return {length for length, _ in enumerate_traces(admitted)}
 
@@ -112,8 +113,8 @@ def test_rows_behind_a_rejection_are_not_asked_for() -> None:
         return torch.tensor([0.0, 1.0])
 
     one_hot_KV = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
-    verdict = verify_chain(proposal_of([1, 0, 1], one_hot_KV, []), row, EnumeratingSource())
-    assert verdict == Verdict(accepted=1, next_token=1)
+    verdict = verify(chain_of([1, 0, 1], one_hot_KV, []), TargetRows(row), EnumeratingSource())
+    assert verdict == Verdict(path=[0], next_token=1)
     assert asked == [0, 1]
 
 
@@ -236,9 +237,9 @@ def test_look_ahead_at_realised_confidences_is_caught(monkeypatch: pytest.Monkey
 class PeekingEstimatorLane(ToyLane):
     """Confidence = the probability of the token that was drawn."""
 
-    def draft(self, min_confidence: float) -> Proposal:
+    def draft(self, min_confidence: float) -> Draft:
         proposal = super().draft(0.0)
-        return replace(proposal, confidences=proposal.drafted_with)
+        return replace(proposal, confidences=drafted_with(proposal))
 
 
 @pytest.mark.parametrize("name", ["threshold", "prefix", "async", "look-ahead"])
@@ -253,7 +254,7 @@ class TiedConfidences(ToyLane):
 
     drawn: ClassVar[list[int]] = []
 
-    def draft(self, min_confidence: float) -> Proposal:
+    def draft(self, min_confidence: float) -> Draft:
         proposal = replace(super().draft(min_confidence).truncated(1), confidences=[0.5])
         self.drawn.append(proposal.tokens[0])
         return proposal
@@ -292,10 +293,10 @@ class CounterexampleLane:
     def __init__(self, source: RandomSource) -> None:
         self.source = source
 
-    def draft(self, min_confidence: float) -> Proposal:
+    def draft(self, min_confidence: float) -> Draft:
         probs_KV = torch.full((2, 2), 0.5, dtype=torch.float64)
         tokens = [self.source.choose(probs_KV[0]), self.source.choose(probs_KV[1])]
-        return proposal_of(tokens, probs_KV, [0.8, 1.0 if tokens[0] == 0 else 0.0])
+        return chain_of(tokens, probs_KV, [0.8, 1.0 if tokens[0] == 0 else 0.0])
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
         return lambda k: torch.tensor([0.7, 0.3], dtype=torch.float64)
@@ -317,23 +318,24 @@ def test_global_search_is_caught() -> None:
 
 
 def with_verify(monkeypatch: pytest.MonkeyPatch, accept: Callable[..., bool], bonus: Callable[..., int]) -> None:
-    """Put a verify_chain with other acceptance or bonus rules into production's run_round."""
+    """Put a `verify` for chains with other acceptance or bonus rules into production's run_round."""
 
-    def broken(proposal: Proposal, target_row: Callable[[int], Tensor], source: RandomSource) -> Verdict:
-        for k, token in enumerate(proposal.tokens):
-            target_V, draft_V = target_row(k), proposal.row(k)
+    def broken(draft: Draft, rows: TargetRows, source: RandomSource, typical: None) -> Verdict:
+        nodes = list(range(len(draft.tokens)))
+        for k, token in enumerate(draft.tokens):
+            target_V, draft_V = rows.row(k), row_of(draft, k)
             if not accept(target_V, draft_V, token, source):
-                return Verdict(k, source.choose(residual(target_V, draft_V)))
-        return Verdict(len(proposal.tokens), bonus(proposal, target_row, source))
+                return Verdict(nodes[:k], source.choose(residual(target_V, draft_V)))
+        return Verdict(nodes, bonus(draft, rows.row, source))
 
-    monkeypatch.setattr(round_module, "verify_chain", broken)
+    monkeypatch.setattr(round_module, "verify", broken)
 
 
 def fair_accept(target_V: Tensor, draft_V: Tensor, token: int, source: RandomSource) -> bool:
     return source.accept((target_V[token] / draft_V[token]).item())
 
 
-def fair_bonus(proposal: Proposal, row: Callable[[int], Tensor], source: RandomSource) -> int:
+def fair_bonus(proposal: Draft, row: Callable[[int], Tensor], source: RandomSource) -> int:
     return source.choose(row(len(proposal.tokens)))
 
 
@@ -386,7 +388,7 @@ def test_mutation_bonus_repeats_the_last_draft(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_mutation_bonus_left_to_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_verify(monkeypatch, fair_accept, lambda p, row, s: s.choose(p.row(len(p.tokens) - 1)))
+    with_verify(monkeypatch, fair_accept, lambda p, row, s: s.choose(row_of(p, len(p.tokens) - 1)))
     assert broken_deviation() > VISIBLE
 
 
@@ -396,8 +398,8 @@ class TiedLane:
     def __init__(self, source: RandomSource) -> None:
         self.source = source
 
-    def draft(self, min_confidence: float) -> Proposal:
-        return proposal_of([1], torch.tensor([[0.0, 1.0]], dtype=torch.float64), [])
+    def draft(self, min_confidence: float) -> Draft:
+        return chain_of([1], torch.tensor([[0.0, 1.0]], dtype=torch.float64), [])
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
         return lambda k: warp(torch.zeros(2, dtype=torch.float64), SamplingParams())
@@ -433,12 +435,12 @@ def test_mutation_policy_peeks() -> None:
 class UnwarpedDraftLane(ToyLane):
     """Samples at the temperature, reports the distribution without it."""
 
-    def draft(self, min_confidence: float) -> Proposal:
+    def draft(self, min_confidence: float) -> Draft:
         proposal = super().draft(min_confidence)
-        rows_KV = torch.stack([proposal.row(k) for k in range(len(proposal.tokens))])
+        rows_KV = torch.stack([row_of(proposal, k) for k in range(len(proposal.tokens))])
         unwarped_KV = rows_KV**self.target.params.temperature
         unwarped_KV = unwarped_KV / unwarped_KV.sum(-1, keepdim=True)
-        return proposal_of(proposal.tokens, unwarped_KV, proposal.confidences)
+        return chain_of(proposal.tokens, unwarped_KV, proposal.confidences)
 
 
 def test_mutation_draft_reports_unwarped_probabilities() -> None:
@@ -463,8 +465,8 @@ def test_mutation_two_requests_share_their_luck(monkeypatch: pytest.MonkeyPatch)
     """Each request alone is right; only the joint distribution shows it."""
     real = round_module.run_round
 
-    def shared(batch: Lanes, policy: Policy, lossy: None) -> list[RoundResult]:
-        return real(Lanes(batch.lanes[:1]), policy, lossy) * len(batch.lanes)
+    def shared(batch: Lanes, policy: Policy, typical: None) -> list[RoundResult]:
+        return real(Lanes(batch.lanes[:1]), policy, typical) * len(batch.lanes)
 
     monkeypatch.setattr("tests.proof.enumeration.run_round", shared)
     drafter = toy(WARPS["plain"], 1, "vanilla", vocab=2)

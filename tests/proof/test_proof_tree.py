@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,16 +13,16 @@ from torch import Tensor
 
 import outrider.decoding.round as round_module
 import outrider.verification as tree_module
-from outrider.drafters.draft import Drawn, Tree, TreeProposal, draw_siblings, rerank
-from outrider.sampling import RandomSource, SamplingParams, SeenTokens, warp
+from outrider.drafters.draft import Draft, Siblings, conditional_confidences, draw_siblings, rerank
+from outrider.sampling import RandomSource, SamplingParams, SeenTokens, residual, warp
 from outrider.scheduling.cost import SpsTable
 from outrider.scheduling.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler
-from outrider.verification import TreeVerdict, Verdict, verify_chain, verify_tree, verify_tree_picks
+from outrider.verification import TargetRows, Verdict, verify
 from tests.proof.cases import POLICIES, TOLERANCE, VISIBLE, WARPS
-from tests.proof.enumeration import Lanes, enumerate_traces
+from tests.proof.enumeration import EnumeratingSource, Lanes, enumerate_traces
 from tests.proof.toys import ToyTarget, ToyTreeLane
 from tests.proof.tree_cases import ALL, KINDS, lanes_of, off, toy
-from tests.toys.oracle import proposal_of
+from tests.toys.oracle import chain_of
 
 SHAPES = {
     "siblings": (-1, -1, -1),
@@ -67,8 +67,7 @@ def test_grown_trees_differ_in_shape_and_policies_cut_them() -> None:
 
     def one(source: RandomSource) -> tuple[tuple[int, ...], int]:
         result = round_module.run_round(Lanes([lanes_of(drafter)((0,), source)]), policy)[0]
-        assert isinstance(result.proposal, TreeProposal)
-        return tuple(result.proposal.tree.parents), result.admitted
+        return tuple(result.draft.parents), len(result.verified.tokens)
 
     found = {outcome for outcome, _ in enumerate_traces(one)}
     assert len({parents for parents, _ in found}) >= 3 and len({admitted for _, admitted in found}) >= 2
@@ -85,34 +84,41 @@ def test_greedy_trees_follow_the_pick() -> None:
     """At temperature 0 the rule's limit and the shortcut agree."""
     target = ToyTarget(3, WARPS["greedy"])
     for tokens in ([0, 1, 2, 0, 1], [2, 1, 0, 0, 2], [1, 1, 0, 2, 2]):
-        tree = Tree(tokens, [-1, -1, 0, 0, 1])
+        tree = Draft(tokens, [-1, -1, 0, 0, 1])
 
-        def row(k: int, tree: Tree = tree) -> Tensor:
-            return target.row((0, *(tree.tokens[i] for i in tree.path(k - 1))))
+        def row(k: int, tree: Draft = tree) -> Tensor:
+            return target.row((0, *tree.tokens_before(k)))
 
-        def judged(source: RandomSource, tree: Tree = tree, row: Callable[[int], Tensor] = row) -> TreeVerdict:
-            return verify_tree(TreeProposal(tree), row, source)
+        def judged(source: RandomSource, tree: Draft = tree, row: Callable[[int], Tensor] = row) -> Verdict:
+            return verify(tree, TargetRows(row), source)
 
         (by_rule, weight), *more = enumerate_traces(judged)
         assert not more and weight == 1.0
-        assert by_rule == verify_tree_picks(tree, lambda k: int(row(k).argmax()))
+        assert by_rule == verify(tree, TargetRows(row, lambda k: int(row(k).argmax())), EnumeratingSource())
 
 
 @torch.inference_mode()
-def test_a_chain_is_the_tree_with_one_child_each() -> None:
-    """The same questions in the same order, so every trace has the same weight and outcome."""
+def test_a_chain_asks_the_questions_of_speculative_sampling() -> None:
+    """Against Leviathan's algorithm 1, written out: every trace has the same weight and outcome."""
     rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(-1)
     drafts = torch.randn(3, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64).softmax(-1)
     tokens = [2, 0, 1]
-    chain = proposal_of(tokens, drafts, [])
-    tree = TreeProposal(Tree.chain(tokens), {k - 1: Drawn(lambda k=k: drafts[k]) for k in range(3)})  # type: ignore[misc]
-    assert tree.row_parents is None and tree.depth == 3
-    of_chain = list(enumerate_traces(lambda source: verify_chain(chain, rows.__getitem__, source)))
-    of_tree = list(enumerate_traces(lambda source: verify_tree(tree, rows.__getitem__, source)))
-    assert len(of_chain) > 4
-    for (verdict, weight), (other, other_weight) in zip(of_chain, of_tree, strict=True):
-        assert (verdict.path, verdict.accepted, verdict.next_token) == (other.path, other.accepted, other.next_token)
-        assert weight == pytest.approx(other_weight, rel=1e-12)
+    chain = chain_of(tokens, drafts, [])
+    without_first = replace(chain, siblings={node: Siblings(drawn.row) for node, drawn in chain.siblings.items()})
+    assert chain.row_parents is None and chain.depth == 3
+
+    def leviathan(source: RandomSource) -> Verdict:
+        for k, token in enumerate(tokens):
+            if not source.accept(rows[k, token].item() / drafts[k, token].item()):
+                return Verdict(list(range(k)), source.choose(residual(rows[k], drafts[k])))
+        return Verdict([0, 1, 2], source.choose(rows[3]))
+
+    expected = list(enumerate_traces(leviathan))
+    assert len(expected) > 4
+    for draft in (chain, without_first):
+        assert (
+            list(enumerate_traces(lambda source, d=draft: verify(d, TargetRows(rows.__getitem__), source))) == expected
+        )
 
 
 def test_siblings_without_replacement_have_the_distribution_of_successive_draws() -> None:
@@ -124,15 +130,15 @@ def test_siblings_without_replacement_have_the_distribution_of_successive_draws(
 
 def test_reranking_chosen_nodes_is_lossless() -> None:
     class Reranked(ToyTreeLane):
-        def draft(self, min_confidence: float) -> TreeProposal:
+        def draft(self, min_confidence: float) -> Draft:
             proposal = super().draft(min_confidence)
             survivals: list[float] = []
             for node in range(len(proposal.tokens)):
                 way = tuple(proposal.tokens_before(node + 1))
-                above = proposal.tree.parents[node]
+                above = proposal.parents[node]
                 probability = self.drafter.table.row(self.context + way[:-1])[way[-1]].item()
                 survivals.append(probability * (1.0 if above < 0 else survivals[above]))
-            return rerank(replace(proposal, survivals=survivals), 3)
+            return rerank(proposal, survivals, 3)
 
     assert off(toy(WARPS["plain"], (-1, -1, 0, 0, 1), KINDS["chosen"]), lane=Reranked) <= TOLERANCE
     with pytest.raises(AssertionError, match="reranking drawn nodes"):
@@ -160,9 +166,9 @@ def test_mutation_the_target_forgets_the_first_sibling(monkeypatch: pytest.Monke
 class Mistaken(ToyTreeLane):
     """Drawn with replacement, reported as without."""
 
-    def draft(self, min_confidence: float) -> TreeProposal:
+    def draft(self, min_confidence: float) -> Draft:
         proposal = super().draft(min_confidence)
-        return replace(proposal, drawn={node: Drawn(drawn.row) for node, drawn in proposal.drawn.items()})
+        return replace(proposal, siblings={node: Siblings(drawn.row) for node, drawn in proposal.siblings.items()})
 
 
 def test_mutation_duplicates_reported_as_drawn_without_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +184,8 @@ def test_mutation_duplicates_reported_as_drawn_without_replacement(monkeypatch: 
 class Undrawn(ToyTreeLane):
     """Drawn, reported as chosen."""
 
-    def draft(self, min_confidence: float) -> TreeProposal:
-        return replace(super().draft(min_confidence), drawn={})
+    def draft(self, min_confidence: float) -> Draft:
+        return replace(super().draft(min_confidence), siblings={})
 
 
 def test_drawn_nodes_judged_as_chosen_are_lossless_but_worse() -> None:
@@ -190,10 +196,10 @@ def test_drawn_nodes_judged_as_chosen_are_lossless_but_worse() -> None:
 def with_order(monkeypatch: pytest.MonkeyPatch, key: Callable[[Tensor, int], float]) -> None:
     real = tree_module._try_children
 
-    def reordered(proposal: TreeProposal, node: int, target_V: Tensor, source: RandomSource) -> Any:
-        order = sorted(proposal.children(node), key=lambda child: -key(target_V, proposal.tokens[child]))
-        shown = SimpleNamespace(drawn=proposal.drawn, tokens=proposal.tokens, children=lambda node: order)
-        return real(shown, node, target_V, source)  # type: ignore[arg-type]
+    def reordered(draft: Draft, node: int, target_V: Tensor, source: RandomSource) -> Any:
+        order = sorted(draft.children(node), key=lambda child: -key(target_V, draft.tokens[child]))
+        shown = SimpleNamespace(siblings=draft.siblings, tokens=draft.tokens, children=lambda node: order)
+        return real(cast(Draft, shown), node, target_V, source)
 
     monkeypatch.setattr(tree_module, "_try_children", reordered)
 
@@ -209,30 +215,29 @@ def test_mutation_the_order_of_trial_is_by_token(monkeypatch: pytest.MonkeyPatch
 
 
 def test_mutation_bonus_from_the_row_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(proposal: TreeProposal, row: Callable[[int], Tensor], source: RandomSource) -> TreeVerdict:
-        verdict = verify_tree(proposal, row, source)
+    def late(draft: Draft, rows: TargetRows, source: RandomSource, typical: None) -> Verdict:
+        verdict = verify(draft, rows, source)
         last = verdict.path[-1] if verdict.path else -1
-        if proposal.children(last) or last < 0:
+        if draft.children(last) or last < 0:
             return verdict
-        return TreeVerdict(verdict.path, source.choose(row(proposal.tree.parents[last] + 1)))
+        return Verdict(verdict.path, source.choose(rows.row(draft.parents[last] + 1)))
 
-    monkeypatch.setattr(round_module, "verify_tree", late)
+    monkeypatch.setattr(round_module, "verify", late)
     assert off(toy(WARPS["plain"], (-1, -1, 0))) > VISIBLE
 
 
 def test_mutation_rows_in_the_order_of_nodes_instead_of_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TreeProposal, "tokens_before", lambda self, row: self.tokens[:row])
+    monkeypatch.setattr(Draft, "tokens_before", lambda self, row: self.tokens[:row])
     assert off(toy(WARPS["plain"], (-1, -1, 0, 1))) > VISIBLE
 
 
 def test_mutation_a_sibling_is_accepted_under_its_brother(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path goes on under the first sibling whichever of them was accepted."""
-    real = verify_tree
 
-    def swapped(proposal: TreeProposal, row: Callable[[int], Tensor], source: RandomSource) -> TreeVerdict:
-        return real(proposal, lambda k: row(1 if k == 2 else k), source)
+    def swapped(draft: Draft, rows: TargetRows, source: RandomSource, typical: None) -> Verdict:
+        return verify(draft, TargetRows(lambda k: rows.row(1 if k == 2 else k)), source)
 
-    monkeypatch.setattr(round_module, "verify_tree", swapped)
+    monkeypatch.setattr(round_module, "verify", swapped)
     assert off(toy(WARPS["plain"], (-1, -1, 1))) > VISIBLE
 
 
@@ -253,11 +258,11 @@ def test_mutation_penalty_forgets_the_path() -> None:
 class LuckyFirst(ToyTreeLane):
     """Keeps of two drawn nodes the one that turned out likelier."""
 
-    def draft(self, min_confidence: float) -> TreeProposal:
+    def draft(self, min_confidence: float) -> Draft:
         proposal = super().draft(min_confidence)
-        row_V = proposal.drawn[-1].row()
+        row_V = proposal.siblings[-1].row()
         best = max(proposal.tokens, key=lambda token: row_V[token].item())
-        return replace(proposal, tree=Tree([best], [-1]))
+        return replace(proposal, tokens=[best], parents=[-1])
 
 
 @pytest.mark.parametrize("kinds", ["without", "replaced"])
@@ -268,7 +273,7 @@ def test_mutation_drawn_nodes_reranked_by_what_was_drawn(kinds: str) -> None:
 class YoungerDecides(ToyTreeLane):
     """Admits the first sibling by the value of the second."""
 
-    def draft(self, min_confidence: float) -> TreeProposal:
+    def draft(self, min_confidence: float) -> Draft:
         proposal = super().draft(min_confidence)
         return proposal.truncated(2 if proposal.tokens[1] == 0 else 0)
 
@@ -276,7 +281,7 @@ class YoungerDecides(ToyTreeLane):
 class OlderDecides(ToyTreeLane):
     """Admits the second sibling by the value of the first."""
 
-    def draft(self, min_confidence: float) -> TreeProposal:
+    def draft(self, min_confidence: float) -> Draft:
         proposal = super().draft(min_confidence)
         return proposal.truncated(2 if proposal.tokens[0] == 0 else 1)
 
@@ -293,10 +298,10 @@ def test_an_older_sibling_may_decide_about_a_younger_and_not_the_other_way(
 class PeekingLane(ToyTreeLane):
     """A node's survival is the probability of the token that was drawn for it."""
 
-    def draft(self, min_confidence: float) -> TreeProposal:
+    def draft(self, min_confidence: float) -> Draft:
         proposal = super().draft(min_confidence)
-        row_V = proposal.drawn[-1].row()
-        return replace(proposal, survivals=[row_V[proposal.tokens[0]].item(), 0.0]).truncated(1)
+        row_V = proposal.siblings[-1].row()
+        return replace(proposal, confidences=[row_V[proposal.tokens[0]].item(), 0.0]).truncated(1)
 
 
 def test_mutation_survival_peeks_at_the_token() -> None:
@@ -304,10 +309,10 @@ def test_mutation_survival_peeks_at_the_token() -> None:
 
 
 def test_policies_for_chains_know_trees_by_survival() -> None:
-    proposal = TreeProposal(Tree([5, 6, 7], [-1, -1, 0]), survivals=[0.8, 0.4, 0.2])
+    proposal = Draft([5, 6, 7], [-1, -1, 0], confidences=conditional_confidences([0.8, 0.4, 0.2]))
     assert proposal.confidences == pytest.approx([0.8, 0.5, 0.5])
     assert [len(policy.lengths(Lanes([]).view([proposal]))) for policy in POLICIES] == [1, 1, 1]
 
 
-def test_a_verdict_names_the_path_either_way() -> None:
-    assert Verdict(2, 9).path == [0, 1] and TreeVerdict([0, 3], 9).accepted == 2
+def test_a_verdict_counts_its_path() -> None:
+    assert Verdict([0, 3], 9).accepted == 2

@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.drafters.base import DraftCall
 from outrider.drafters.chain import sample_chain, sample_rows
 from outrider.drafters.dflash2 import CandidateRows, CandidateSelector
-from outrider.drafters.draft import Drawn, Proposal, Tree, TreeProposal, without
+from outrider.drafters.draft import Draft, Siblings, conditional_confidences, without
 from outrider.drafters.heads import ChainHeads, ConfidenceHead, VanillaMarkov, build_sequential_head
 from outrider.sampling import RandomSource, SamplingParams, SeenTokens, warp
 from tests.proof.enumeration import DraftTree, Tokens
@@ -64,16 +64,16 @@ class ToyDrafter:
         for module in (self.head, self.confidence):
             for weight in () if module is None else module.parameters():
                 torch.nn.init.normal_(weight, generator=generator)
-        self._trees: dict[tuple[Tokens, float], DraftTree[Proposal]] = {}
+        self._trees: dict[tuple[Tokens, float], DraftTree] = {}
 
-    def draft(self, context: Tokens, source: RandomSource, min_confidence: float = 0.0) -> Proposal:
+    def draft(self, context: Tokens, source: RandomSource, min_confidence: float = 0.0) -> Draft:
         if (context, min_confidence) not in self._trees:
             self._trees[context, min_confidence] = DraftTree(
                 lambda recorder: self._walk(context, recorder, min_confidence)
             )
         return self._trees[context, min_confidence].draw(source)
 
-    def _walk(self, context: Tokens, source: RandomSource, min_confidence: float) -> Proposal:
+    def _walk(self, context: Tokens, source: RandomSource, min_confidence: float) -> Draft:
         columns = self.draft_vocab_size + self.hidden_size
         block = torch.randn(self.gamma, columns, generator=_generator(self.seed, context), dtype=torch.float64)
         base_logits_KVd, hidden_KH = block.split([self.draft_vocab_size, self.hidden_size], dim=1)
@@ -85,7 +85,7 @@ class ToyDrafter:
 
     def _sample(
         self, base_logits_KVd: Tensor, hidden_KH: Tensor, call: DraftCall, heads: ChainHeads, min_confidence: float
-    ) -> Proposal:
+    ) -> Draft:
         return sample_chain(lambda _: base_logits_KVd, hidden_KH[None], [call], heads, min_confidence)[0]
 
 
@@ -105,7 +105,7 @@ class ToySelector(ToyDrafter):
 
     def _sample(
         self, base_logits_KVd: Tensor, hidden_KH: Tensor, call: DraftCall, heads: ChainHeads, min_confidence: float
-    ) -> Proposal:
+    ) -> Draft:
         rows = CandidateRows(lambda _: base_logits_KVd, hidden_KH[None], self.selector, self.count, self.draft_ids_Vd)
         return sample_rows(rows, self.gamma, [call], heads, min_confidence)[0]
 
@@ -119,7 +119,7 @@ class ToyLane:
     context: Tokens
     source: RandomSource
 
-    def draft(self, min_confidence: float) -> Proposal:
+    def draft(self, min_confidence: float) -> Draft:
         return self.drafter.draft(self.context, self.source, min_confidence)
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
@@ -133,7 +133,7 @@ def _generator(seed: int, context: Tokens) -> torch.Generator:
 # ----------------------------------------------------------------------------
 # Trees for the enumeration of tests/proof/enumeration.py: every draw of every sibling, then every way to verify them.
 #
-#     shape (-1, -1, 0)      x_0 ~ p_d   x_1 ~ p_d without x_0   x_2 ~ p_d(. | x_0)   -> TreeProposal -> verify_tree
+#     shape (-1, -1, 0)      x_0 ~ p_d   x_1 ~ p_d without x_0   x_2 ~ p_d(. | x_0)   -> Draft -> verify
 #
 # The drafter's network is a table of random rows, as the target's, with another seed; its warp and its penalty follow
 # the path of a node. Shapes are given, or grown best first by what is known before each draw. Shapes: V vocab.
@@ -153,16 +153,16 @@ class Growth:
     rows: Callable[[Tokens], Tensor]  # p_d after a path of draft tokens
     kinds: Sequence[Kind]
     source: RandomSource
-    tree: Tree = field(default_factory=lambda: Tree([], []))
+    tree: Draft = field(default_factory=Draft.empty)
     left: dict[int, Tensor] = field(default_factory=dict)  # what the next child of a node is drawn from
-    drawn: dict[int, Drawn] = field(default_factory=dict)
+    drawn: dict[int, Siblings] = field(default_factory=dict)
 
     def remaining(self, node: int) -> Tensor:
         if node not in self.left:
             row_V = self.rows(tuple(self.tree.tokens[i] for i in self.tree.path(node)))
             self.left[node] = row_V
             if self.kind(node) != "chosen":
-                self.drawn[node] = Drawn(lambda: row_V, self.kind(node) == "replaced")
+                self.drawn[node] = Siblings(lambda: row_V, self.kind(node) == "replaced")
         return self.left[node]
 
     def kind(self, node: int) -> Kind:
@@ -180,7 +180,7 @@ class Growth:
             token = self.source.choose(left_V)
             if self.kind(node) == "without":
                 self.left[node] = without(left_V, token)
-        self.tree = Tree([*self.tree.tokens, token], [*self.tree.parents, node])
+        self.tree = Draft([*self.tree.tokens, token], [*self.tree.parents, node])
         return True
 
 
@@ -197,17 +197,17 @@ class ToyTreeDrafter:
     ) -> None:
         self.target, self.parents, self.kinds, self.grown = target, parents, kinds, grown
         self.table = ToyTarget(target.vocab_size, target.params, seed)
-        self._trees: dict[Tokens, DraftTree[TreeProposal]] = {}
+        self._trees: dict[Tokens, DraftTree] = {}
 
-    def draft(self, context: Tokens, source: RandomSource) -> TreeProposal:
+    def draft(self, context: Tokens, source: RandomSource) -> Draft:
         if context not in self._trees:
             self._trees[context] = DraftTree(lambda recorder: self._draw(context, recorder))
         return self._trees[context].draw(source)
 
-    def _draw(self, context: Tokens, source: RandomSource) -> TreeProposal:
+    def _draw(self, context: Tokens, source: RandomSource) -> Draft:
         growth = Growth(lambda path: self.table.row(context + path), self.kinds, source)
         survivals = self._grow(growth) if self.grown else self._follow(growth)
-        return TreeProposal(growth.tree, growth.drawn, survivals)
+        return Draft(growth.tree.tokens, growth.tree.parents, growth.drawn, conditional_confidences(survivals))
 
     def _follow(self, growth: Growth) -> list[float]:
         place = {-1: -1}  # a node whose parent, or whose own draw, could not be had is left out
@@ -243,7 +243,7 @@ class ToyTreeLane:
     context: Tokens
     source: RandomSource
 
-    def draft(self, min_confidence: float) -> TreeProposal:
+    def draft(self, min_confidence: float) -> Draft:
         return self.drafter.draft(self.context, self.source)
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:

@@ -20,7 +20,7 @@ from outrider.data.chat import render
 from outrider.data.sources import load_prompts
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import TreeSize
+from outrider.drafters.draft import TreeSize
 from outrider.drafters.registry import method_of
 from outrider.evaluation.evaluate import compare_greedy
 from outrider.target.model import Target

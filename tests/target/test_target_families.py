@@ -72,7 +72,7 @@ def drafters(name: str, target: Target, text: list[int]) -> dict[str, Drafter]:
     found: dict[str, Drafter] = {
         "oracle": Oracle(target, text, spoil=0.3),
         "dspark": toy_drafter(target),
-        "ngram": NgramDrafter(target.vocab_size),
+        "ngram": NgramDrafter(),
         "eagle3": eagle if name in HYBRID else DynamicTreeDrafter(eagle, TreeShape(4, 3, 12)),
     }
     return {**found, "trees": SelfTrees(target)} if name in TREES else found
@@ -194,9 +194,7 @@ def test_mxfp4_weights_are_dequantised(tmp_path: Path) -> None:
     for name, weight in expected.items():
         assert loaded[name].dtype == torch.float32
         torch.testing.assert_close(loaded[name].data, weight, atol=0, rtol=0)
-    assert (
-        generate(target, PROMPT, NgramDrafter(97), rules=RULES).tokens == generate(target, PROMPT, rules=RULES).tokens
-    )
+    assert generate(target, PROMPT, NgramDrafter(), rules=RULES).tokens == generate(target, PROMPT, rules=RULES).tokens
 
 
 def _all_rollbacks(target: Target) -> float:

@@ -17,7 +17,6 @@ from outrider.data.responses import Sample
 from outrider.decoding.request import ModelLane
 from outrider.decoding.round import RoundResult
 from outrider.drafters.base import Drafter, DraftModule, Serving
-from outrider.drafters.draft import Proposal
 from outrider.drafters.registry import method_of
 from outrider.sampling import PositionNoise, SamplingParams
 from outrider.target.model import Target
@@ -27,6 +26,7 @@ from outrider.training.features import FeatureSource
 from outrider.training.loss import ObjectiveConfig
 from outrider.training.step import BlockObjective, scatter
 from outrider.verification import Verdict
+from tests.toys.oracle import row_of
 
 
 def build(
@@ -73,19 +73,18 @@ def serve(drafter: Drafter, target: Target, sample: Sample) -> dict[int, Tensor]
         following = tokens[at + 1 : at + 1 + gamma]
         lane.noise = Forced(following, at + 1)
         (proposal,) = lane.draft(0.0)
-        assert isinstance(proposal, Proposal)
         (row,) = lane.score([proposal])
         matching = 0  # a token outside the draft vocabulary cannot be forced: decoding never gets past it
         found[at] = torch.full((gamma,), torch.nan)
         for k in range(len(following)):
-            found[at][k] = torch.minimum(row.row(k), proposal.row(k)).sum()
+            found[at][k] = torch.minimum(row.row(k), row_of(proposal, k)).sum()
             if proposal.tokens[k] != following[k]:
                 break
             matching += 1
         accepted = min(next(accepting), matching, len(tokens) - 2 - at)
         committed = tokens[at + 1 : at + 2 + accepted]
-        verdict = Verdict(accepted, committed[-1])
-        lane.commit(RoundResult(proposal, len(proposal.tokens), verdict, committed))
+        verdict = Verdict(list(range(accepted)), committed[-1])
+        lane.commit(RoundResult(proposal, proposal, verdict))
         at += len(committed)
     return found
 

@@ -14,13 +14,14 @@ from torch import Tensor
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import BlockInputs, DraftCall, Drafter
-from outrider.drafters.draft import Proposal
+from outrider.drafters.draft import Draft
 from outrider.drafters.layers import BlockLayout
 from outrider.drafters.medusa import HeadsConfig, HeadsModule, ServedHeads
 from outrider.sampling import SamplingParams, SeenTokens
 from outrider.target.model import Target
 from outrider.training.dataset import choose_draft_ids
 from tests.toys.alignment import check_alignment
+from tests.toys.oracle import row_of
 from tests.toys.targets import toy_samples, toy_target
 
 VOCAB, HIDDEN = 97, 32
@@ -86,7 +87,7 @@ def forced_call(drafter: ServedHeads, text: Text, at: int, session: object, limi
     )
 
 
-def served_rounds(drafter: ServedHeads, texts: list[Text]) -> Iterator[tuple[Text, int, Proposal]]:
+def served_rounds(drafter: ServedHeads, texts: list[Text]) -> Iterator[tuple[Text, int, Draft]]:
     """(text, anchor position, proposal) of three requests that start, grow and stand still at their own pace."""
     sessions = [drafter.new_session(64) for _ in texts]
     at, growth = [0] * len(texts), cycle([0, 5, 7, 1, 0, 3, 2, 1, 4])
@@ -143,7 +144,7 @@ def check_serving(
             logits = target.head_VD[kept].double().numpy() @ hidden_at(module, target, reference, text, at, k)
             expected = np.zeros(VOCAB)
             expected[kept.numpy()] = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
-            np.testing.assert_allclose(proposal.row(k).numpy(), expected, atol=1e-4)
+            np.testing.assert_allclose(row_of(proposal, k).numpy(), expected, atol=1e-4)
 
 
 def check_trained_equals_served(module: HeadsModule, draft_vocab: int) -> None:
@@ -217,4 +218,4 @@ def last_row(drafter: ServedHeads, call: DraftCall, before: list[int]) -> torch.
             raise AssertionError("drafting never accepts")
 
     (proposal,) = drafter.propose([replace(call, source=Source(), limit=len(before) + 1)])
-    return proposal.row(len(before))
+    return row_of(proposal, len(before))

@@ -4,22 +4,48 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from outrider.drafters.base import DraftCall
-from outrider.drafters.draft import Proposal
+from outrider.drafters.draft import Draft, Siblings
 from outrider.sampling import SamplingParams, warp
 from outrider.target.model import Target
 
 GAMMA = 7
 
 
-def proposal_of(tokens: list[int], probs_KV: Tensor, confidences: list[float]) -> Proposal:
-    """From whole distributions [K, V]."""
-    drafted_with = [probs_KV[k, token].item() for k, token in enumerate(tokens)]
-    return Proposal(tokens, drafted_with, probs_KV.__getitem__, confidences)
+def chain_of(tokens: list[int], probs_KV: Tensor, confidences: list[float]) -> Draft:
+    """A chain drawn from whole distributions [K, V]."""
+    drawn = {
+        k - 1: Siblings(partial(probs_KV.__getitem__, k), first=probs_KV[k, x].item()) for k, x in enumerate(tokens)
+    }
+    return Draft.chain(tokens, drawn, confidences)
+
+
+def row_of(draft: Draft, node: int, vocab: int | None = None) -> Tensor:
+    """p_d of a node [V] that is its parent's first child; one-hot (of `vocab` tokens) where it was chosen."""
+    drawn = draft.siblings.get(draft.parents[node])
+    if drawn is not None:
+        return drawn.row()
+    assert vocab is not None, "a chosen node has no distribution"
+    return torch.nn.functional.one_hot(torch.tensor(draft.tokens[node]), vocab).float()
+
+
+def claiming(draft: Draft, probabilities: Sequence[float], vocab: int | None = None) -> Draft:
+    """The same chain, saying that its tokens were drawn with other probabilities."""
+    rows = [partial(row_of, draft, k, vocab) for k in range(len(draft.tokens))]
+    drawn = {k - 1: Siblings(row, first=p) for k, (row, p) in enumerate(zip(rows, probabilities, strict=True))}
+    return Draft.chain(draft.tokens, drawn, draft.confidences)
+
+
+def drafted_with(draft: Draft) -> list[float]:
+    """p_d(x) of the nodes of a chain, as verification reads them."""
+    return [
+        1.0 if k - 1 not in draft.siblings else draft.siblings[k - 1].first or 0.0 for k in range(len(draft.tokens))
+    ]
 
 
 class _State:
@@ -50,14 +76,14 @@ class Oracle:
             session.length += len(part)
             assert session.length <= session.capacity
 
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         return [self._propose(call) for call in calls]
 
-    def _propose(self, call: DraftCall) -> Proposal:
+    def _propose(self, call: DraftCall) -> Draft:
         tokens = self.block(call.session.length, call.anchor, call.limit)
         probs_KV = torch.zeros(len(tokens), self.target.vocab_size)
         probs_KV[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.long)] = 1.0
-        return proposal_of(tokens, probs_KV, [0.9] * len(tokens))
+        return chain_of(tokens, probs_KV, [0.9] * len(tokens))
 
     def block(self, length: int, anchor: int, limit: int | None) -> list[int]:
         assert self.text[length] == anchor, "the anchor is not the token after the committed features"
@@ -81,10 +107,10 @@ class SelfDrafter:
         for session, part in zip(sessions, tokens, strict=True):
             session.extend(part)
 
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         return [self._propose(call) for call in calls]
 
-    def _propose(self, call: DraftCall) -> Proposal:
+    def _propose(self, call: DraftCall) -> Draft:
         context = (*call.session, call.anchor)
         tokens: list[int] = []
         rows = []
@@ -93,7 +119,7 @@ class SelfDrafter:
             rows.append(row)
             tokens.append(call.source.choose(row))
             context = (*context, tokens[-1])
-        return proposal_of(tokens, torch.stack(rows), [])
+        return chain_of(tokens, torch.stack(rows), [])
 
     def row(self, tokens: tuple[int, ...]) -> Tensor:
         if tokens not in self.memory:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from outrider.drafters.base import DraftCall
-from outrider.drafters.draft import Drawn, Tree, TreeProposal, draw_siblings
+from outrider.drafters.draft import Draft, Siblings, draw_siblings
 from outrider.sampling import SamplingParams, warp
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, Span
@@ -19,19 +20,19 @@ TAPS = (-1, 1, 3)
 TOLERANCE = 1e-5
 
 
-def random_tree(nodes: int, vocab: int, seed: int = 0, deepest: int = 7) -> Tree:
+def random_tree(nodes: int, vocab: int, seed: int = 0, deepest: int = 7) -> Draft:
     """Any shape, with duplicates among siblings now and then."""
     chooser = random.Random(seed)
     tokens: list[int] = []
     parents: list[int] = []
     for node in range(nodes):
-        grown = Tree(tokens, parents)
+        grown = Draft(tokens, parents)
         parent = chooser.choice([p for p in range(-1, node) if p < 0 or grown.depths[p] < deepest])
         brothers = grown.children(parent)
         twin = brothers and chooser.random() < 0.2
         tokens.append(tokens[brothers[0]] if twin else chooser.randrange(4, vocab))
         parents.append(parent)
-    return Tree(tokens, parents)
+    return Draft(tokens, parents)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -52,14 +53,13 @@ def alone(target: Target, tokens: Sequence[int], rows: int) -> tuple[Tensor, Ten
 def check_nodes(target: Target, past: int) -> None:
     """21 tokens and branches pass the toys' window of 16, by position and by slot at different nodes."""
     tree, prompt = random_tree(20, 97, seed=past), prompt_of(past)
-    proposal = TreeProposal(tree)
     cache = target.new_cache(past + 40)
     target.forward(torch.tensor([prompt[:-1]]), cache, logits=0) if past > 1 else None
     rows = torch.tensor([[prompt[-1], *tree.tokens]])
-    output = target.forward(rows, cache, TAPS, logits=None, parents=proposal.row_parents)
-    assert output.logits_BTV is not None and output.aux_BTLD is not None and proposal.row_parents is not None
+    output = target.forward(rows, cache, TAPS, logits=None, parents=tree.row_parents)
+    assert output.logits_BTV is not None and output.aux_BTLD is not None and tree.row_parents is not None
     for row in range(21):
-        logits, aux_layers = alone(target, [*prompt, *proposal.tokens_before(row)], 1)
+        logits, aux_layers = alone(target, [*prompt, *tree.tokens_before(row)], 1)
         assert off(output.logits_BTV[0, row], logits[0]) <= TOLERANCE
         assert off(output.aux_BTLD[0, row], aux_layers[0]) <= TOLERANCE
     # The deepest path stays; what comes after it sees what a recomputed cache would show.
@@ -81,35 +81,31 @@ def check_ragged_trees(target: Target) -> None:
         pool.fill_(torch.nan)  # a slot that is read before it is written shows
     prompts = [prompt_of(21, 1), prompt_of(6, 2), prompt_of(17, 3)]
     blocks = [[7, 2, 5, 1, 11, 3, 9, 0, 6, 8], list(range(12, 20)), list(range(20, 32))]
-    proposals = [
-        TreeProposal(random_tree(14, 97, 4)),
-        TreeProposal(Tree.chain([8, 9])),
-        TreeProposal(random_tree(9, 97, 5)),
-    ]
+    drafts = [random_tree(14, 97, 4), Draft.chain([8, 9]), random_tree(9, 97, 5)]
     target.forward_ragged([Span(p[:-1], 0, b, 0) for p, b in zip(prompts, blocks, strict=True)], kv)
     spans = [
         Span([p[-1], *t.tokens], len(p) - 1, b, len(t.tokens) + 1, t.row_parents)
-        for p, b, t in zip(prompts, blocks, proposals, strict=True)
+        for p, b, t in zip(prompts, blocks, drafts, strict=True)
     ]
     output = target.forward_ragged(spans, kv, TAPS)
     assert output.logits_NV is not None and output.aux_TLD is not None
     row, paths = 0, []
-    for prompt, proposal in zip(prompts, proposals, strict=True):
-        for own in range(len(proposal.tokens) + 1):
-            logits, aux_layers = alone(target, [*prompt, *proposal.tokens_before(own)], 1)
+    for prompt, draft in zip(prompts, drafts, strict=True):
+        for own in range(len(draft.tokens) + 1):
+            logits, aux_layers = alone(target, [*prompt, *draft.tokens_before(own)], 1)
             assert off(output.logits_NV[row], logits[0]) <= TOLERANCE
             assert off(output.aux_TLD[row], aux_layers[0]) <= TOLERANCE
             row += 1
-        depths = proposal.tree.depths
-        paths.append(proposal.tree.path(max(range(len(depths)), key=lambda node: (depths[node], node))))
+        depths = draft.depths
+        paths.append(draft.path(max(range(len(depths)), key=lambda node: (depths[node], node))))
     kept = [[0, *(node + 1 for node in path)] for path in paths]
     kv.keep_paths([(b, len(p) - 1, k) for p, b, k in zip(prompts, blocks, kept, strict=True)])
     after = target.forward_ragged(
         [Span([5, 6], len(p) - 1 + len(k), b, 2) for p, b, k in zip(prompts, blocks, kept, strict=True)], kv
     ).logits_NV
     assert after is not None
-    for at, (prompt, proposal, path) in enumerate(zip(prompts, proposals, paths, strict=True)):
-        expected, _ = alone(target, [*prompt, *(proposal.tokens[i] for i in path), 5, 6], 2)
+    for at, (prompt, draft, path) in enumerate(zip(prompts, drafts, paths, strict=True)):
+        expected, _ = alone(target, [*prompt, *(draft.tokens[i] for i in path), 5, 6], 2)
         assert off(after[2 * at : 2 * at + 2], expected) <= TOLERANCE
 
 
@@ -140,12 +136,12 @@ class SelfTrees:
             assert off(mine, alone(self.target, session, len(part))[1]) <= 1e-4, "aux hidden states of other rows"
         assert not len(aux_TLD)
 
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[TreeProposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         return [self._propose(call) for call in calls]
 
-    def _propose(self, call: DraftCall) -> TreeProposal:
+    def _propose(self, call: DraftCall) -> Draft:
         assert call.limit is not None
-        tree, drawn, place = Tree([], []), dict[int, Drawn](), {-1: -1}
+        tree, drawn, place = Draft([], []), dict[int, Siblings](), {-1: -1}
         for parent in dict.fromkeys(self.parents):
             depth = 0 if parent < 0 else len(tree.path(place[parent])) if parent in place else call.limit
             wanted = [node for node, above in enumerate(self.parents) if above == parent]
@@ -158,14 +154,14 @@ class SelfTrees:
             if self.replaced and call.noise is None:
                 found = [call.source.choose(row_V) for _ in range(room)]
             else:
-                found = draw_siblings(row_V, room, call.source, call.noise, position)
-            drawn[place[parent]] = Drawn(lambda row_V=row_V: row_V, self.replaced)  # type: ignore[misc]
+                found = draw_siblings(row_V, room, call.source, noise=call.noise, position=position)
+            drawn[place[parent]] = Siblings(partial(Tensor.clone, row_V), self.replaced)
             for node, token in zip(wanted, found, strict=False):
                 above = place[parent]
                 place[node] = len(tree.tokens)
-                tree = Tree([*tree.tokens, token], [*tree.parents, above])
+                tree = Draft([*tree.tokens, token], [*tree.parents, above])
         self.drafts[id(call.session)] = tree.tokens
-        return TreeProposal(tree, drawn)
+        return Draft(tree.tokens, tree.parents, drawn)
 
     def row(self, tokens: tuple[int, ...]) -> Tensor:
         if tokens not in self.memory:

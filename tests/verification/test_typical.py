@@ -13,10 +13,10 @@ from torch import Tensor
 import outrider.evaluation.report as plots
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.draft import Tree
+from outrider.drafters.draft import Draft
 from outrider.sampling import SamplingParams
 from outrider.scheduling.policies import FixedPolicy
-from outrider.verification import TypicalAcceptance, lossy_note, verify_tree_picks, verify_typical
+from outrider.verification import TargetRows, TypicalAcceptance, lossy_note, verify
 from tests.proof import cases as chains
 from tests.proof import tree_cases as trees
 from tests.proof.cases import TOLERANCE, VISIBLE, WARPS
@@ -53,23 +53,23 @@ def test_thresholds_by_hand() -> None:
 
 def test_a_chain_is_kept_up_to_its_first_implausible_token() -> None:
     target = rows([0.5, 0.4, 0.1], [0.05, 0.9, 0.05], [1.0, 0.0, 0.0])
-    verdict = verify_typical(Tree.chain([1, 0, 0]), target.__getitem__, Likeliest(), TypicalAcceptance())
+    verdict = verify(Draft.chain([1, 0, 0]), TargetRows(target.__getitem__), Likeliest(), TypicalAcceptance())
     assert verdict.path == [0]
     assert verdict.next_token == 1  # from the target's row after the path, the token just turned down included
 
 
 def test_the_longest_path_wins_and_of_these_the_likelier() -> None:
     #        anchor -> 0 (p 0.6), 1 (p 0.2), 2 (p 0.2);   1 -> 3 (p 0.3);   2 -> 4 (p 0.5);   0 -> 5 (p 0.01)
-    tree = Tree([0, 1, 2, 0, 0, 1], [-1, -1, -1, 1, 2, 0])
+    tree = Draft([0, 1, 2, 0, 0, 1], [-1, -1, -1, 1, 2, 0])
     after = rows([0.6, 0.2, 0.2], [0.98, 0.01, 0.01], [0.3, 0.7, 0.0], [0.5, 0.5, 0.0], [1.0, 0, 0], [0.0, 1.0, 0.0])
-    verdict = verify_typical(tree, after.__getitem__, Likeliest(), TypicalAcceptance())
+    verdict = verify(tree, TargetRows(after.__getitem__), Likeliest(), TypicalAcceptance())
     assert verdict.path == [2, 4]
     assert verdict.next_token == 1
 
 
 def test_rows_are_asked_for_on_kept_nodes_only() -> None:
     after = rows([1.0, 0.0])
-    verdict = verify_typical(Tree([1, 0], [-1, 0]), after.__getitem__, Likeliest(), TypicalAcceptance())
+    verdict = verify(Draft([1, 0], [-1, 0]), TargetRows(after.__getitem__), Likeliest(), TypicalAcceptance())
     assert verdict.path == [] and verdict.next_token == 0
 
 
@@ -80,15 +80,17 @@ def test_at_temperature_zero_it_is_the_lossless_rule(seed: int) -> None:
     while len(paths) < 13:
         path = (*draw.choice(paths), draw.randrange(3))
         paths += [] if path in paths else [path]
-    tree = Tree([path[-1] for path in paths[1:]], [paths.index(path[:-1]) - 1 for path in paths[1:]])
+    tree = Draft([path[-1] for path in paths[1:]], [paths.index(path[:-1]) - 1 for path in paths[1:]])
     after = [torch.eye(3)[draw.randrange(3)] for _ in paths]
-    verdict = verify_typical(tree, after.__getitem__, Likeliest(), TypicalAcceptance())
-    assert verdict == verify_tree_picks(tree, lambda row: int(after[row].argmax()))
+    verdict = verify(tree, TargetRows(after.__getitem__), Likeliest(), TypicalAcceptance())
+    assert verdict == verify(tree, TargetRows(after.__getitem__, lambda row: int(after[row].argmax())), Likeliest())
 
 
 def test_it_is_lossy() -> None:
     """A drafter that always says 1 makes the output always 1, where the target says it 3 times in 10."""
-    verdict = verify_typical(Tree.chain([1]), lambda row: torch.tensor([0.7, 0.3]), Likeliest(), TypicalAcceptance())
+    verdict = verify(
+        Draft.chain([1]), TargetRows(lambda row: torch.tensor([0.7, 0.3])), Likeliest(), TypicalAcceptance()
+    )
     assert verdict.path == [0]
 
 
@@ -99,7 +101,7 @@ def test_constants_without_a_meaning_are_refused(wrong: dict[str, float]) -> Non
 
 
 def off(lane: LaneFactory, target: ToyTarget, tokens: int = 2) -> float:
-    found = exact_output_distribution(lane, [(0,)], FixedPolicy(), tokens, lossy=TypicalAcceptance())
+    found = exact_output_distribution(lane, [(0,)], FixedPolicy(), tokens, typical=TypicalAcceptance())
     assert abs(sum(found.values()) - 1) < TOLERANCE
     return max_deviation(found, exact_target_distribution(target.row, [(0,)], tokens))
 
@@ -131,7 +133,7 @@ def test_decoding_at_temperature_zero_is_plain_decoding(penalty: float) -> None:
     target, rules = toy_target(), StopRules(24, stop_ids=())
     params = SamplingParams(repetition_penalty=penalty)
     plain = generate(target, [5, 9], None, params, rules)
-    drafted = generate(target, [5, 9], SelfDrafter(target, [5, 9], 0.5, 4), params, rules, lossy=TypicalAcceptance())
+    drafted = generate(target, [5, 9], SelfDrafter(target, [5, 9], 0.5, 4), params, rules, typical=TypicalAcceptance())
     assert drafted.tokens == plain.tokens and sum(r.accepted for r in drafted.rounds) >= 3
 
 
@@ -140,7 +142,7 @@ def test_decoding_at_temperature_one_accepts_more() -> None:
     rounds = {}
     for rule in (None, TypicalAcceptance(epsilon=0.01, delta=0.1)):
         drafter, params = SelfDrafter(target, [5, 9], 0.5, 4), SamplingParams(1.0, seed=1)
-        rounds[rule] = len(generate(target, [5, 9], drafter, params, rules, lossy=rule).rounds)
+        rounds[rule] = len(generate(target, [5, 9], drafter, params, rules, typical=rule).rounds)
     exact, lossy = rounds.values()
     assert lossy < exact
 
@@ -148,7 +150,7 @@ def test_decoding_at_temperature_one_accepts_more() -> None:
 def test_coupled_sampling_refuses_it() -> None:
     params = SamplingParams(1.0, coupled=True)
     with pytest.raises(ValueError, match="coupled sampling does not"):
-        generate(toy_target(), [5], None, params, lossy=TypicalAcceptance())
+        generate(toy_target(), [5], None, params, typical=TypicalAcceptance())
 
 
 def test_results_and_pictures_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

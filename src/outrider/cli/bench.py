@@ -50,7 +50,8 @@ from outrider.cli.common import (
 )
 from outrider.data.chat import Chat
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import FORM, Drafter, TreeSize, draft_slots
+from outrider.drafters.base import Drafter, draft_slots
+from outrider.drafters.draft import TREE_FORM, TreeSize
 from outrider.drafters.language_model import StandaloneConfig
 from outrider.drafters.ngram import NgramConfig
 from outrider.engine.scheduler import EngineConfig
@@ -472,7 +473,7 @@ def bench_command(
     variants: Annotated[str | None, typer.Option(help="none,fixed-3,threshold,prefix,...,look-ahead+skip")] = None,
     profile: Annotated[Path | None, typer.Option(help="from outrider profile; adaptive variants need it")] = None,
     confidence_threshold: Annotated[float | None, typer.Option(help="of variant threshold")] = None,
-    tree: Annotated[str | None, typer.Option(help=TREE, metavar=FORM)] = None,
+    tree: Annotated[str | None, typer.Option(help=TREE, metavar=TREE_FORM)] = None,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     requests_per_point: Annotated[
         int | None, typer.Option(min=1, help="counted requests, one per user where that is more; 12 by default")

@@ -41,8 +41,8 @@ from outrider.cli.common import (
 )
 from outrider.data.sources import TaskSettings
 from outrider.drafters import registry
-from outrider.drafters.base import FORM
 from outrider.drafters.dflash import DFlash, PackedDrafter
+from outrider.drafters.draft import TREE_FORM
 from outrider.drafters.medusa import HeadsModule, ServedHeads
 from outrider.evaluation.profile import ProfileConfig, measure_profile, plot_profile
 from outrider.evaluation.report import plot_reliability, plot_sweep
@@ -246,7 +246,7 @@ def profile_command(
     out: Annotated[Path, typer.Option(help="JSON file for the profile")],
     target: Annotated[str, typer.Option(help="model id or directory")] = EMBEDDED_ID,
     drafter: Annotated[str, typer.Option(help=f"{CHOICES}; none: target only")] = AUTO,
-    tree: Annotated[str | None, typer.Option(help=TREE, metavar=FORM)] = None,
+    tree: Annotated[str | None, typer.Option(help=TREE, metavar=TREE_FORM)] = None,
     max_requests: Annotated[int, typer.Option(min=1, help="in one step")] = ProfileConfig.max_requests,
     max_tokens: Annotated[int, typer.Option(min=1, help="of one forward")] = ProfileConfig.max_tokens,
     contexts: Annotated[str, typer.Option(help="cached tokens per request")] = "64,256,768",

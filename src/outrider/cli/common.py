@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outrider.checkpoints.checkpoint import load_drafter, read_metadata
 from outrider.checkpoints.published import Published, fetch, published_by, published_for, shipped_drafter
-from outrider.drafters.base import Drafter, TreeSize, draft_slots
+from outrider.drafters.base import Drafter, draft_slots
+from outrider.drafters.draft import TreeSize
 from outrider.drafters.heads import ChainHeads
 from outrider.drafters.language_model import StandaloneConfig, StandaloneDrafter
 from outrider.drafters.ngram import NgramConfig, NgramDrafter
@@ -265,7 +266,7 @@ class DrafterChoice:
             raise ValueError(f"a drafter of kind {self.kind} has neither blocks nor trees: leave both options out.")
         if self.kind == "ngram":
             config = NgramConfig() if self.gamma is None else NgramConfig(self.gamma)
-            drafter = NgramDrafter(target.vocab_size, config, target.device)
+            drafter = NgramDrafter(config)
             return OpenedDrafter(drafter, f"ngram@{config.gamma}", "ngram", 0)
         gamma = StandaloneConfig.gamma if self.gamma is None else self.gamma
         try:

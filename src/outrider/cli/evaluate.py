@@ -29,7 +29,8 @@ from outrider.cli.common import (
 )
 from outrider.cli.mlx import load_for_mlx, mlx_versions, open_for_mlx
 from outrider.data.sources import TaskSettings, load_prompts
-from outrider.drafters.base import FORM, Drafter, TreeSize
+from outrider.drafters.base import Drafter
+from outrider.drafters.draft import TREE_FORM, TreeSize
 from outrider.evaluation.comparison import (
     compare,
     load_results,
@@ -78,7 +79,7 @@ def evaluate_command(
         float | None, typer.Option(help="verify drafts only while their confidence is at least this")
     ] = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="rows of a block, if not as trained")] = None,
-    tree: Annotated[str | None, typer.Option(help=TREE, metavar=FORM)] = None,
+    tree: Annotated[str | None, typer.Option(help=TREE, metavar=TREE_FORM)] = None,
     typical: Annotated[str | None, typer.Option(help=TYPICAL, metavar="EPSILON,DELTA")] = None,
     label: Annotated[
         str | None, typer.Option(help="its name in comparisons; by default the algorithm, with the shape of its trees")
@@ -215,7 +216,7 @@ def bench_drafters(
     drafters: Annotated[list[str], typer.Argument(help=f"each as CHOICE or NAME=CHOICE. CHOICE: {CHOICES}")],
     target: Annotated[str, typer.Option(help="model id or directory")] = EMBEDDED_ID,
     tree: Annotated[
-        list[str] | None, typer.Option(metavar=f"NAME={FORM}", help="that drafter drafts trees; may be repeated")
+        list[str] | None, typer.Option(metavar=f"NAME={TREE_FORM}", help="that drafter drafts trees; may be repeated")
     ] = None,
     block_size: Annotated[
         list[str] | None,

@@ -29,7 +29,7 @@ from outrider.cli.mlx import load_for_mlx, open_for_mlx
 from outrider.data.chat import render
 from outrider.decoding.generate import Chunk, stream
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import FORM
+from outrider.drafters.draft import TREE_FORM
 from outrider.sampling import SamplingParams
 from outrider.target.hub import EMBEDDED_ID, canonical_id
 from outrider.target.model import DecodingTarget
@@ -54,7 +54,7 @@ def generate_command(
     confidence_threshold: Annotated[
         float | None, typer.Option(help="verify drafts while confidence is at least this; the drafter's own by default")
     ] = None,
-    tree: Annotated[str | None, typer.Option(help=TREE, metavar=FORM)] = None,
+    tree: Annotated[str | None, typer.Option(help=TREE, metavar=TREE_FORM)] = None,
     typical: Annotated[str | None, typer.Option(help=TYPICAL, metavar="EPSILON,DELTA")] = None,
     show_rounds: Annotated[bool, typer.Option(help="colour accepted drafts, corrections and bonus tokens")] = False,
     raw: Annotated[bool, typer.Option(help="no chat template: continue the text")] = False,

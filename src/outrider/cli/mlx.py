@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from outrider.backends.mlx import require_mlx
 from outrider.checkpoints.checkpoint import load_drafter
 from outrider.cli.common import DrafterChoice, OpenedDrafter
-from outrider.drafters.base import TreeSize
+from outrider.drafters.draft import TreeSize
 from outrider.drafters.ngram import NgramConfig, NgramDrafter
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def open_for_mlx(
         return OpenedDrafter(drafter, choice.where, module.algorithm, parameters, checkpoint.metadata)
     if choice.kind == "ngram":
         config = NgramConfig() if choice.gamma is None else NgramConfig(choice.gamma)
-        return OpenedDrafter(NgramDrafter(target.vocab_size, config), f"ngram@{config.gamma}", "ngram", 0)
+        return OpenedDrafter(NgramDrafter(config), f"ngram@{config.gamma}", "ngram", 0)
     raise ValueError(
         f"--backend mlx drafts with a DFlash or DSpark directory or with ngram, not with {choice.kind}:{choice.where}."
     )

@@ -16,7 +16,6 @@ import torch
 from outrider.decoding.request import FinishReason, ModelLane, StopRules, TextStream, check_prompt
 from outrider.decoding.round import RoundResult, run_round
 from outrider.drafters.base import Drafter
-from outrider.drafters.draft import TreeProposal
 from outrider.sampling import SamplingParams
 from outrider.scheduling.policies import FixedPolicy, Policy
 from outrider.target.model import DecodingTarget
@@ -79,7 +78,7 @@ def stream(
     params: SamplingParams | None = None,
     rules: StopRules | None = None,
     policy: Policy | None = None,
-    lossy: TypicalAcceptance | None = None,
+    typical: TypicalAcceptance | None = None,
 ) -> Iterator[Chunk]:
     """Decode one request, one chunk per round.
 
@@ -87,7 +86,7 @@ def stream(
         prompt: prompt tokens.
         drafter: None for plain decoding.
         policy: how many drafts to verify; all of them by default.
-        lossy: accept more than exactness allows; the output is then not distributed as the target's.
+        typical: a lossy rule that accepts more; the output is then not distributed as the target's.
 
     Raises:
         ValueError: the prompt is empty or does not fit the target's context; or a lossy rule for coupled sampling,
@@ -95,7 +94,7 @@ def stream(
     """
     params, rules, policy = params or SamplingParams(), rules or StopRules(), policy or FixedPolicy()
     check_prompt(target, prompt)
-    if lossy is not None and params.coupled:
+    if typical is not None and params.coupled:
         raise ValueError("typical acceptance lets drafts change tokens, coupled sampling does not: choose one of them.")
     stop_ids = rules.ids(target)
     text = TextStream(target.tokenizer, rules.stop_strings)
@@ -106,27 +105,26 @@ def stream(
     finish: FinishReason | None = None
     while finish is None:
         with torch.inference_mode():
-            result = run_round(lane, policy, lossy)[0]
+            result = run_round(lane, policy, typical)[0]
             lane.commit(result)
         tokens, stopped = text.cut(result.tokens, stop_ids)
         finish = "stop" if stopped else "length" if lane.remaining == 0 else None
         piece = text.release(final=finish is not None)
+        whole, verified = result.draft, result.verified
         accepted = min(result.verdict.accepted, len(tokens))
-        depth = result.part.depth
-        reach = min(depth, len(tokens)) if accepted == len(tokens) else depth
-        is_tree = isinstance(result.proposal, TreeProposal)
+        reach = min(verified.depth, len(tokens)) if accepted == len(tokens) else verified.depth
         draft, verify = lane.draft_clock.take(), lane.verify_clock.take()
         now = time.perf_counter()
         stats = RoundStats(
-            len(result.proposal.tokens),
-            result.admitted if is_tree else reach,
+            len(whole.tokens),
+            reach if whole.is_chain else len(verified.tokens),
             accepted,
             len(tokens),
             draft,
             verify,
             now - started - draft - verify,
-            () if is_tree else tuple(result.proposal.confidences),
-            reach if is_tree else None,
+            tuple(whole.confidences) if whole.is_chain else (),
+            None if whole.is_chain else reach,
         )
         yield Chunk(tokens, _kinds(result, len(tokens)), piece, stats, finish)
         started = time.perf_counter()
@@ -145,7 +143,7 @@ def generate(
     params: SamplingParams | None = None,
     rules: StopRules | None = None,
     policy: Policy | None = None,
-    lossy: TypicalAcceptance | None = None,
+    typical: TypicalAcceptance | None = None,
 ) -> Generation:
     """`stream`, collected."""
     started = time.perf_counter()
@@ -153,7 +151,7 @@ def generate(
     rounds: list[RoundStats] = []
     pieces: list[str] = []
     finish: FinishReason = "length"
-    for chunk in stream(target, prompt, drafter, params, rules, policy, lossy):
+    for chunk in stream(target, prompt, drafter, params, rules, policy, typical):
         tokens += chunk.tokens
         rounds.append(chunk.stats)
         pieces.append(chunk.text)

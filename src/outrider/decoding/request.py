@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from outrider.decoding.round import RoundResult, TargetRows
+from outrider.decoding.round import RoundResult
 from outrider.drafters.base import DraftCall, Drafter, TreeDrafter, draft_slots
-from outrider.drafters.draft import Draft, Proposal
+from outrider.drafters.draft import Draft
 from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeededSource, SeenTokens, warp
 from outrider.scheduling.view import StepView
 from outrider.target.model import DecodingTarget
 from outrider.utils.measure import Clock
+from outrider.verification import TargetRows
 
 _REPLACEMENT = "\ufffd"
 
@@ -194,7 +195,7 @@ class ModelLane:
         """A block or tree after the anchor, never longer than what may be committed besides the target's own token."""
         limit = self.remaining - 1
         if self.drafter is None or limit < 1:
-            return [Proposal.empty()]
+            return [Draft.empty()]
         call = DraftCall(
             self.session, self.anchor, self.params, self.seen, self.source, limit, self.noise, self.committed
         )
@@ -220,7 +221,7 @@ class ModelLane:
         """Keep the accepted drafts and make the target's own token the next anchor."""
         kept = [0, *(node + 1 for node in result.verdict.path)]  # rows of the old anchor and the accepted drafts
         with self.verify_clock:
-            self.cache.keep_path(self.cache.length - (result.admitted + 1), kept)
+            self.cache.keep_path(self.cache.length - (len(result.verified.tokens) + 1), kept)
         tokens, aux_BTLD = self._scored
         with self.draft_clock:
             self._extend([tokens[row] for row in kept], None if aux_BTLD is None else aux_BTLD[:, kept])

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.drafters.base import DraftCall
-from outrider.drafters.draft import Proposal
+from outrider.drafters.draft import Draft, Siblings, over_vocabulary
 from outrider.drafters.heads import ChainHeads
 from outrider.sampling import warp
 
@@ -32,11 +33,8 @@ class _Walk:
     call: DraftCall
     previous: int
     seen_V: Tensor | None
-    device: torch.device | None = None  # of the logits it draws from
     tokens: list[int] = field(default_factory=list)
-    drafted_with: list[float] = field(default_factory=list)
-    rows: list[Tensor | None] = field(default_factory=list)  # p_k [C]; None where it is one-hot at the token
-    ids: list[Tensor | None] = field(default_factory=list)  # the tokens that p_k is about [C]; None: all of them
+    siblings: dict[int, Siblings] = field(default_factory=dict)  # of drawn tokens, by the position before
     confidences: list[float] = field(default_factory=list)
 
 
@@ -101,7 +99,7 @@ def sample_chain(
     calls: Sequence[DraftCall],
     heads: ChainHeads,
     min_confidence: float = 0.0,
-) -> list[Proposal]:
+) -> list[Draft]:
     """Draw one block per request left to right, up to the first position whose confidence is below `min_confidence`.
 
     Stopping early is lossless for the reason truncating is: c_k is known before x_k is drawn. It is also cheaper.
@@ -120,7 +118,7 @@ def sample_steps(
     calls: Sequence[DraftCall],
     heads: ChainHeads,
     min_confidence: float = 0.0,
-) -> list[Proposal]:
+) -> list[Draft]:
     """As `sample_chain`, with hidden states that depend on the tokens drawn so far.
 
     Args:
@@ -133,7 +131,7 @@ def sample_steps(
 
 def sample_rows(
     rows: Rows, steps: int, calls: Sequence[DraftCall], heads: ChainHeads, min_confidence: float = 0.0
-) -> list[Proposal]:
+) -> list[Draft]:
     """As `sample_chain` and `sample_steps`, with hidden states and logits from anywhere."""
     head = heads.sequential
     walks = [_Walk(call, call.anchor, call.seen.with_tokens()) for call in calls]
@@ -169,30 +167,27 @@ def sample_rows(
                 break
         ids_AC = rows.ids(k, active)
         ids = [heads.draft_ids_Vd] * len(active) if ids_AC is None else ids_AC
-        _draw([walks[r] for r in active], logits_AC, ids)
-    return [_proposal(walk, heads.vocab_size) for walk in walks]
+        _draw([walks[r] for r in active], logits_AC, ids, heads.vocab_size)
+    return [Draft.chain(walk.tokens, walk.siblings, walk.confidences) for walk in walks]
 
 
-def _draw(walks: Sequence[_Walk], logits_AC: Tensor, ids: Sequence[Tensor | None] | Tensor) -> None:
+def _draw(walks: Sequence[_Walk], logits_AC: Tensor, ids: Sequence[Tensor | None] | Tensor, vocab_size: int) -> None:
     """The next token of each walk, among its `ids` [C]; None: among all tokens."""
     greedy = [walk.call.params.temperature == 0.0 and walk.seen_V is None for walk in walks]
     likeliest = logits_AC.argmax(-1).tolist() if any(greedy) else [0] * len(walks)
     for walk, logits_C, ids_C, top, is_greedy in zip(walks, logits_AC, ids, likeliest, greedy, strict=True):
         if is_greedy:  # one-hot: nothing is drawn
-            index, probability, row = top, 1.0, None
+            index = top
         else:
             seen_C = walk.seen_V if walk.seen_V is None or ids_C is None else walk.seen_V[ids_C]
-            row = warp(logits_C, walk.call.params, seen_C)
-            index = _choose(walk, row, ids_C)
-            probability = row[index].item()
-        walk.device = logits_C.device
+            probs_C = warp(logits_C, walk.call.params, seen_C)
+            index = _choose(walk, probs_C, ids_C)
+            row = partial(over_vocabulary, probs_C, ids_C, vocab_size)
+            walk.siblings[len(walk.tokens) - 1] = Siblings(row, first=probs_C[index].item())
         walk.previous = index if ids_C is None else int(ids_C[index])
         if walk.seen_V is not None:
             walk.seen_V[walk.previous] = True
         walk.tokens.append(walk.previous)
-        walk.drafted_with.append(probability)
-        walk.rows.append(row)
-        walk.ids.append(ids_C)
 
 
 def _choose(walk: _Walk, probs_C: Tensor, ids_C: Tensor | None) -> int:
@@ -200,15 +195,3 @@ def _choose(walk: _Walk, probs_C: Tensor, ids_C: Tensor | None) -> int:
     if call.noise is None:
         return call.source.choose(probs_C)
     return call.noise.pick(probs_C, call.position + len(walk.tokens), ids_C)
-
-
-def _proposal(walk: _Walk, vocab_size: int) -> Proposal:
-    def row(k: int) -> Tensor:
-        probs_C, ids_C = walk.rows[k], walk.ids[k]
-        if probs_C is None:
-            one_hot_V = torch.zeros(vocab_size, device=walk.device)
-            one_hot_V[walk.tokens[k]] = 1.0
-            return one_hot_V
-        return probs_C if ids_C is None else probs_C.new_zeros(vocab_size).scatter_(0, ids_C, probs_C)
-
-    return Proposal(walk.tokens, walk.drafted_with, row, walk.confidences)

@@ -41,7 +41,7 @@ from outrider.drafters.base import (
     mask_token_id,
 )
 from outrider.drafters.chain import sample_chain
-from outrider.drafters.draft import Proposal
+from outrider.drafters.draft import Draft
 from outrider.drafters.layers import (
     AttentionPattern,
     BlockLayout,
@@ -242,7 +242,7 @@ class DFlash(DraftModule):
 # A block drafter ready to serve: packed weights, a draft KV cache of committed features, one block per call.
 #
 #     extend    W_c, norm, then K and V of *all* layers in one matrix product -> appended to each session's cache
-#     propose   one block of K rows per request over [context KV ; block KV] -> sequential walk -> Proposals
+#     propose   one block of K rows per request over [context KV ; block KV] -> sequential walk -> Drafts
 #
 # Requests share every matrix product; only attention goes one by one. Block keys and values are written behind the
 # context and forgotten: a session's length moves only with committed features.
@@ -378,7 +378,7 @@ class PackedDrafter:
             x = layer(x, partial(attend, i))
         return F.rms_norm(x.view(R, K, -1)[:, -config.gamma :], x.shape[-1:], self.norm, eps)
 
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """Draft for every call, gamma tokens each at most, while c_k is at least `min_confidence`."""
         hidden_RKH = self.block_hidden([call.session for call in calls], [call.anchor for call in calls])
         return sample_chain(

@@ -37,7 +37,7 @@ from outrider.drafters.dflash import (
     check_layout,
     initialize_block,
 )
-from outrider.drafters.draft import Proposal
+from outrider.drafters.draft import Draft
 from outrider.target.model import Target
 
 
@@ -271,7 +271,7 @@ class DFlash2Drafter(PackedDrafter):
     config: DFlash2Config
     drafter: DFlash2
 
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """Draft for every call, gamma tokens each at most, while c_k is at least `min_confidence`."""
         hidden_RKH = self.block_hidden([call.session for call in calls], [call.anchor for call in calls])
         longest = longest_draft(calls, self.gamma)

@@ -1,16 +1,16 @@
-"""A draft that branches: several candidates for a position, each with candidates of its own.
+"""A draft: draft tokens of one request as a tree, in which a chain is the tree of only children.
 
     anchor -+- 0 "the" -+- 2 "cat"          tokens   the  a  cat  dog  red
             |           +- 3 "dog"          parents   -1 -1    0    0    1
             +- 1 "a" ----- 4 "red"          row 0 of the target follows the anchor, row i + 1 follows node i
 
-Candidates of one node (siblings) are tried one after another (verification.py), and how they came about decides
-how. *Drawn* ones come from a known p_d, with or without replacement. *Chosen* ones (EAGLE-2, Medusa: the top-k) are a
-function of the tokens before them: p_d is then one-hot at each, and p_t(x) is the acceptance.
+Children of one node (siblings) are tried one after another (verification.py), and how they came about decides
+how. *Drawn* ones come from a known p_d, with or without replacement. *Chosen* ones (greedy and copied tokens; the top-k
+of EAGLE-2 and Medusa) are a function of the tokens before them: p_d is one-hot at each, and p_t(x) is the acceptance.
 
 Only chosen nodes may be reranked by how probable they turned out (EAGLE-2, arXiv 2406.16858): nothing was drawn, so
 keeping the likely ones favours no outcome of a draw. Of drawn nodes it would keep lucky draws and throw unlucky ones
-away, and the rule below would still count both. What admits a drawn node may therefore depend on the nodes before it,
+away, and the rule would still count both. What admits a drawn node may therefore depend on the nodes before it,
 never on itself, on later siblings or on what follows them; nodes stand in the order in which they were drawn, and any
 beginning of a tree is a tree. Sources: SpecInfer, arXiv 2305.09781; EAGLE, 2401.15077; Medusa, 2401.10774.
 Shapes: V target vocab.
@@ -18,33 +18,65 @@ Shapes: V target vocab.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from outrider.sampling import PositionNoise, RandomSource
 
 
 @dataclass(frozen=True)
-class Tree:
-    """Node i is `tokens[i]` after node `parents[i] < i`, or after the anchor (-1).
+class Siblings:
+    """How the children of one node were drawn: one after another, the first from `row()`.
+
+    `row()` [V] is a distribution over the target's vocabulary, warps included, whatever the drafter's own vocabulary.
+    It is asked only where verification needs it.
+    `replaced`: each sibling is drawn from the same distribution (duplicates happen); otherwise each from what is left
+    of it without the tokens before, renormalised.
+    `first`: the probability that the first was drawn with, where it is known without `row()`.
+    """
+
+    row: Callable[[], Tensor]
+    replaced: bool = False
+    first: float | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Draft tokens: node i is `tokens[i]` after node `parents[i] < i`, or after the anchor (-1).
 
     Children of one node are tried in the order of their indices. The same token twice among them does no harm.
+
+    Attributes:
+        siblings: by node (-1: the anchor), how its children were drawn; the children of other nodes were chosen.
+        confidences: c_1, c_2, ... of the nodes; [] where a drafter has none. c_1 ... c_i is the probability that the
+            accepted path reaches node i, as the drafter saw it *before* that node was drawn. The sum of these products
+            is the expected number of accepted drafts of a tree as of a chain, so policies need to know of no trees.
     """
 
     tokens: list[int]
     parents: list[int]
+    siblings: Mapping[int, Siblings] = field(default_factory=dict)
+    confidences: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents), f"{len(self.tokens)} tokens, {len(self.parents)} parents"
         assert all(-1 <= parent < i for i, parent in enumerate(self.parents)), f"parents {self.parents}"
 
     @staticmethod
-    def chain(tokens: list[int]) -> Tree:
-        return Tree(tokens, list(range(-1, len(tokens) - 1)))
+    def chain(
+        tokens: list[int], siblings: Mapping[int, Siblings] | None = None, confidences: Sequence[float] = ()
+    ) -> Draft:
+        """Each token after the one before; position k was drawn as `siblings[k - 1]` says, or chosen."""
+        return Draft(tokens, list(range(-1, len(tokens) - 1)), siblings or {}, list(confidences))
+
+    @staticmethod
+    def empty() -> Draft:
+        """No draft: the target's own token is all the round gives."""
+        return Draft([], [])
 
     @cached_property
     def _children(self) -> list[list[int]]:
@@ -57,6 +89,11 @@ class Tree:
         """Of a node or, at -1, of the anchor; in the order they are tried."""
         return self._children[node + 1]
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node follows the one before."""
+        return self.parents == list(range(-1, len(self.parents) - 1))
+
     @cached_property
     def depths(self) -> list[int]:
         """Of every node; 1 right after the anchor."""
@@ -64,6 +101,11 @@ class Tree:
         for parent in self.parents:
             found.append(1 if parent < 0 else found[parent] + 1)
         return found
+
+    @property
+    def depth(self) -> int:
+        """Most draft tokens that can be accepted."""
+        return max(self.depths, default=0)
 
     def path(self, node: int) -> list[int]:
         """The nodes from the anchor (excluded) to this one (included); [] at -1."""
@@ -73,70 +115,45 @@ class Tree:
             node = self.parents[node]
         return found[::-1]
 
-    def truncated(self, nodes: int | None) -> Tree:
-        return Tree(self.tokens[:nodes], self.parents[:nodes])
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Siblings were drawn one after another, the first from `row()` [V], a distribution over the target's vocabulary.
-
-    `replaced`: each from the same distribution (duplicates happen); otherwise each from what is left of it without the
-    tokens before, renormalised.
-    """
-
-    row: Callable[[], Tensor]
-    replaced: bool = False
-
-
-@dataclass(frozen=True)
-class TreeProposal:
-    """A tree and how it came about; stands where a `Proposal` may stand.
-
-    `drawn` has an entry for each node (-1: the anchor) whose children were drawn; the children of others were chosen.
-    `survivals`: how likely the accepted path reaches each node, as the drafter saw it *before* that node was drawn, not
-    rising with the index; [] where a drafter does not say.
-    """
-
-    tree: Tree
-    drawn: Mapping[int, Drawn] = field(default_factory=dict)
-    survivals: list[float] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.tree.tokens
-
-    @property
-    def depth(self) -> int:
-        """Most draft tokens that can be accepted."""
-        return max(self.tree.depths, default=0)
-
-    @property
-    def confidences(self) -> list[float]:
-        """What a policy is shown: a chain of the nodes whose survivals c_1 ... c_i are these.
-
-        The sum of survivals is the expected number of accepted drafts for a tree as for a chain, so the schedulers
-        need to know of no trees.
-        """
-        before = [1.0, *self.survivals[:-1]]
-        return [min(1.0, s / b) if b > 0 else 0.0 for s, b in zip(self.survivals, before, strict=False)]
+    def tokens_before(self, row: int) -> list[int]:
+        """The draft tokens on the path to a row of the target forward."""
+        return [self.tokens[node] for node in self.path(row - 1)]
 
     @property
     def row_parents(self) -> list[int] | None:
-        """For each row of the target forward its parent row, -1 for the anchor's; None: one after another."""
-        parents = [-1, *(parent + 1 for parent in self.tree.parents)]
-        return None if parents == list(range(-1, len(parents) - 1)) else parents
+        """For each row of the target forward its parent row, -1 for the anchor's; None for a chain."""
+        return None if self.is_chain else [-1, *(parent + 1 for parent in self.parents)]
 
-    def children(self, node: int) -> list[int]:
-        return self.tree.children(node)
+    def truncated(self, nodes: int | None) -> Draft:
+        """Its first `nodes` nodes."""
+        return Draft(self.tokens[:nodes], self.parents[:nodes], self.siblings, self.confidences[:nodes])
 
-    def tokens_before(self, row: int) -> list[int]:
-        """The draft tokens on the way to a row of the target forward."""
-        return [self.tokens[node] for node in self.tree.path(row - 1)]
 
-    def truncated(self, length: int | None) -> TreeProposal:
-        """Its first `length` nodes."""
-        return TreeProposal(self.tree.truncated(length), self.drawn, self.survivals[:length])
+def conditional_confidences(survivals: Sequence[float]) -> list[float]:
+    """The confidences c_i whose products c_1 ... c_i are `survivals`, which must not rise."""
+    before = [1.0, *survivals[:-1]]
+    return [min(1.0, s / b) if b > 0 else 0.0 for s, b in zip(survivals, before, strict=False)]
+
+
+def rerank(draft: Draft, survivals: Sequence[float], nodes: int) -> Draft:
+    """The `nodes` most likely nodes by survival, most likely first: EAGLE-2's second phase. Chosen nodes only.
+
+    Args:
+        survivals: probability that the accepted path reaches each node; a node's must not exceed its parent's, so
+            parents are kept before their children.
+    """
+    assert not draft.siblings, "reranking drawn nodes by what was drawn changes the output's distribution"
+    assert len(survivals) == len(draft.tokens), "reranking needs a survival per node"
+    assert all(p < 0 or survivals[i] <= survivals[p] for i, p in enumerate(draft.parents)), (
+        "a child outlives its parent"
+    )
+    kept = sorted(range(len(survivals)), key=lambda i: (-survivals[i], i))[:nodes]
+    place = {-1: -1, **{node: i for i, node in enumerate(kept)}}
+    return Draft(
+        [draft.tokens[node] for node in kept],
+        [place[draft.parents[node]] for node in kept],
+        confidences=conditional_confidences([survivals[node] for node in kept]),
+    )
 
 
 def without(probs_V: Tensor, token: int) -> Tensor:
@@ -147,10 +164,16 @@ def without(probs_V: Tensor, token: int) -> Tensor:
     return rest_V / mass if mass > 0 else rest_V
 
 
+def over_vocabulary(probs_C: Tensor, ids_C: Tensor | None, vocab_size: int) -> Tensor:
+    """A distribution over the tokens `ids_C` as one over the target's vocabulary, [V]; None: it is one already."""
+    return probs_C if ids_C is None else probs_C.new_zeros(vocab_size).scatter_(0, ids_C, probs_C)
+
+
 def draw_siblings(
     probs_V: Tensor,
     count: int,
     source: RandomSource,
+    *,
     noise: PositionNoise | None = None,
     position: int = 0,
     ids: Tensor | None = None,
@@ -169,73 +192,58 @@ def draw_siblings(
     return drawn
 
 
-def rerank(proposal: TreeProposal, nodes: int) -> TreeProposal:
-    """The `nodes` most likely nodes by survival, most likely first: EAGLE-2's second phase. Chosen nodes only.
-
-    A node's survival must not exceed its parent's, so parents are kept before their children.
-    """
-    assert not proposal.drawn, "reranking drawn nodes by what was drawn changes the output's distribution"
-    tree, survivals = proposal.tree, proposal.survivals
-    assert len(survivals) == len(tree.tokens), "reranking needs a survival per node"
-    assert all(p < 0 or survivals[i] <= survivals[p] for i, p in enumerate(tree.parents)), "a child outlives its parent"
-    kept = sorted(range(len(survivals)), key=lambda i: (-survivals[i], i))[:nodes]
-    place = {-1: -1, **{node: i for i, node in enumerate(kept)}}
-    reranked = Tree([tree.tokens[node] for node in kept], [place[tree.parents[node]] for node in kept])
-    return TreeProposal(reranked, survivals=[survivals[node] for node in kept])
+TREE_FORM = "NODES[,depth=D][,top_k=K]"
+_NAMES = ("depth", "top_k")
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """Draft tokens of one request.
+class TreeSize:
+    """Size of the trees that a user wants: `60`, or `60,depth=8,top_k=10`.
 
-    `drafted_with` holds p_k(x_k); `row(k)` gives p_k over the target's vocabulary [V], whatever the drafter's own, and
-    is asked only where a residual is needed. `confidences` c_k were known before x_k was drawn; [] if there are none.
+    A tree of fixed shape has neither depth nor top_k to choose: its shape follows from how often its candidates are
+    right.
+
+    Attributes:
+        nodes: draft tokens of a tree, the anchor not among them.
+        depth: draft tokens one after another, of trees that grow while they are drafted (EAGLE-2); None: the method's.
+        top_k: nodes per depth and children per node of such trees; None: the method's.
     """
 
-    tokens: list[int]
-    drafted_with: list[float]
-    row: Callable[[int], Tensor]
-    confidences: list[float]
+    nodes: int
+    depth: int | None = None
+    top_k: int | None = None
 
     @staticmethod
-    def certain(tokens: list[int], vocab_size: int, device: torch.device | str | None = None) -> Proposal:
-        """Tokens that chance had no part in: every p_k is one-hot."""
+    def parse(text: str) -> TreeSize:
+        """The inverse of `str`.
 
-        def row(k: int) -> Tensor:
-            one_hot_V = torch.zeros(vocab_size, device=device)
-            one_hot_V[tokens[k]] = 1.0
-            return one_hot_V
+        Raises:
+            ValueError: not of that form, a field twice, or a number below 1.
+        """
+        nodes, *rest = text.replace(" ", "").split(",")
+        pairs = [field.partition("=")[::2] for field in rest]
+        fields = dict(pairs)
+        numbers = [nodes, *fields.values()]
+        if len(fields) < len(pairs) or not set(fields) <= set(_NAMES) or not all(map(_positive, numbers)):
+            raise ValueError(
+                f"tree {text!r}: write {TREE_FORM} with whole numbers from 1, as 60 or 60,depth=8,top_k=10."
+            )
+        return TreeSize(int(nodes), **{name: int(number) for name, number in fields.items()})
 
-        return Proposal(tokens, [1.0] * len(tokens), row, [])
-
-    @staticmethod
-    def empty() -> Proposal:
-        """No draft: the target's own token is all the round gives."""
-
-        def row(k: int) -> Tensor:
-            raise IndexError(k)
-
-        return Proposal([], [], row, [])
-
-    @property
-    def depth(self) -> int:
-        """Most draft tokens that can be accepted."""
-        return len(self.tokens)
+    def __str__(self) -> str:
+        chosen = {name: getattr(self, name) for name in _NAMES}
+        return ",".join([str(self.nodes), *(f"{name}={number}" for name, number in chosen.items() if number)])
 
     @property
-    def row_parents(self) -> None:
-        """The rows of the target forward follow one another."""
+    def shaped(self) -> bool:
+        """Whether more than the number of nodes is asked for."""
+        return self.depth is not None or self.top_k is not None
 
-    def children(self, node: int) -> list[int]:
-        """The positions that may come after position `node`, -1 being the anchor."""
-        return [node + 1] if node + 1 < len(self.tokens) else []
-
-    def tokens_before(self, row: int) -> list[int]:
-        """The draft tokens on the way to a row of the target forward."""
-        return self.tokens[:row]
-
-    def truncated(self, length: int | None) -> Proposal:
-        return Proposal(self.tokens[:length], self.drafted_with[:length], self.row, self.confidences[:length])
+    @property
+    def setting(self) -> int | str:
+        """As results keep it: a number where that says all."""
+        return str(self) if self.shaped else self.nodes
 
 
-Draft = Proposal | TreeProposal
+def _positive(text: str) -> bool:
+    return re.fullmatch("0*[1-9][0-9]*", text) is not None

@@ -42,12 +42,11 @@ from outrider.drafters.base import (
     Method,
     MethodSection,
     Serving,
-    TreeSize,
     check_fits,
     longest_draft,
 )
 from outrider.drafters.chain import sample_steps
-from outrider.drafters.draft import Proposal, Tree, TreeProposal, rerank
+from outrider.drafters.draft import Draft, TreeSize, rerank
 from outrider.drafters.layers import (
     DraftKV,
     Projections,
@@ -285,7 +284,7 @@ class Eagle3Drafter:
         for session, part, waiting in zip(sessions, tokens, waiting_RH, strict=True):  # nothing can fail any more
             session.count, session.waiting_H = session.count + len(part), waiting
 
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """A chain of up to gamma tokens per call, while their confidence is at least `min_confidence`.
 
         Only an estimator could give one, and `outrider calibrate` fits none for this method: `min_confidence` is idle
@@ -416,10 +415,10 @@ class _Pool:
     parents: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)  # log s
 
-    def proposal(self, nodes: int) -> TreeProposal:
+    def draft(self, nodes: int) -> Draft:
         # exp of each number by itself: a vectorised one may order neighbours differently.
         survivals = [math.exp(score) for score in self.scores]
-        return rerank(TreeProposal(Tree(self.tokens, self.parents), survivals=survivals), nodes)
+        return rerank(Draft(self.tokens, self.parents), survivals, nodes)
 
 
 class DynamicTreeDrafter:
@@ -437,7 +436,7 @@ class DynamicTreeDrafter:
     ) -> None:
         self.drafter.extend(sessions, tokens, aux_TLD)
 
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[TreeProposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """A tree per call, no deeper and no larger than it has use for; `min_confidence` is left to the policy."""
         depths = [self.gamma if call.limit is None else min(call.limit, self.gamma) for call in calls]
         sizes = [self.nodes if call.nodes is None else min(call.nodes, self.nodes) for call in calls]
@@ -446,7 +445,7 @@ class DynamicTreeDrafter:
             if depth:
                 growth.choose(self.shape.top_k)
             growth.expand(depth, self.shape.top_k, [depth < deepest for deepest in depths])
-        return [pool.proposal(size) for pool, size in zip(growth.pools, sizes, strict=True)]
+        return [pool.draft(size) for pool, size in zip(growth.pools, sizes, strict=True)]
 
 
 class _Growth:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from outrider.drafters.base import BlockInputs, DraftCall, DraftRows, Method, Serving, longest_draft
 from outrider.drafters.chain import sample_steps
-from outrider.drafters.draft import Proposal
+from outrider.drafters.draft import Draft
 from outrider.drafters.medusa import (
     HeadsConfig,
     HeadsModule,
@@ -80,7 +80,7 @@ class HydraDrafter(ServedHeads):
         embedded_NkH = F.embedding(tokens_Nk, self.embed_VH).float() * self.embed_scale
         return residual_layers(self.layers[k], newest_NH, head_inputs(newest_NH, embedded_NkH))
 
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         newest_RH = self.newest(calls)
         columns: list[list[int]] = []  # x_0, x_1, .. of all requests
 

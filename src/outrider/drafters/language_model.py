@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outrider.drafters.base import DraftCall
 from outrider.drafters.chain import sample_steps
-from outrider.drafters.draft import Proposal
+from outrider.drafters.draft import Draft
 from outrider.drafters.heads import CertaintyEstimator, ChainHeads
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, Span
@@ -205,11 +205,11 @@ class StandaloneDrafter:
             session.keys += tokens
         return hidden_TD
 
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """A chain for every call; empty where the text is longer than the small model reads."""
         lengths = [self._length(call) for call in calls]
         able = [r for r, length in enumerate(lengths) if length > 0]
-        proposals = [Proposal.empty() for _ in calls]
+        proposals = [Draft.empty() for _ in calls]
         if not able:
             return proposals
         limited = [replace(calls[r], limit=lengths[r]) for r in able]

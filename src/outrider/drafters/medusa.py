@@ -37,12 +37,11 @@ from outrider.drafters.base import (
     Method,
     MethodSection,
     Serving,
-    TreeSize,
     check_fits,
     longest_draft,
 )
 from outrider.drafters.chain import sample_chain, sample_steps
-from outrider.drafters.draft import Proposal, Tree, TreeProposal
+from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.trees import CandidateTree, Level, assumed_accuracy, best_tree, draw_trees
 from outrider.target.linear import PackedLinear
 from outrider.target.model import Target
@@ -173,7 +172,7 @@ class ServedHeads(ABC):
                 session.hidden_H = aux_TLD[end - 1, -1].float().clone()  # not a view that keeps a prefill alive
 
     @abstractmethod
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """A chain per call."""
 
     @abstractmethod
@@ -189,7 +188,7 @@ class ServedHeads(ABC):
 # Heads whose candidates are tried as a tree of fixed shape instead of drawn as a chain.
 #
 #     drafter.levels  -> draft logits per depth (Medusa: one row a depth; Hydra: one row a path)
-#     CandidateTree   -> the shape     temperature 0: the likeliest tokens, *chosen*       -> TreeProposal
+#     CandidateTree   -> the shape     temperature 0: the likeliest tokens, *chosen*       -> Draft
 #                                      above it: *drawn* without replacement (drafters/trees.py)
 #
 # Lossless either way, for any shape: verification accepts a chosen node with the target's own probability of it, a
@@ -224,29 +223,29 @@ class StaticTreeDrafter:
     def extend(self, sessions: Sequence[LastHidden], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         self.drafter.extend(sessions, tokens, aux_TLD)
 
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[TreeProposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """The same shape for every call, less what is too deep or too much for it."""
-        found: dict[int, TreeProposal] = {}
+        found: dict[int, Draft] = {}
         for sampling in (False, True):
             chosen = [r for r, call in enumerate(calls) if (call.params.temperature > 0) == sampling]
             if chosen:
                 found |= zip(chosen, self._propose([calls[r] for r in chosen], sampling), strict=True)
         return [found[r] for r in range(len(calls))]
 
-    def _propose(self, calls: Sequence[DraftCall], sampling: bool) -> list[TreeProposal]:
+    def _propose(self, calls: Sequence[DraftCall], sampling: bool) -> list[Draft]:
         depth = longest_draft(calls, self.gamma)
         tree, level = self.tree.cut(depth), self.drafter.levels(calls, depth)
         heads, device = self.drafter.heads, self.drafter.device
         if sampling:
             return draw_trees(tree, calls, level, heads, device)
         tokens_RN = tree.tokens(torch.tensor([call.anchor for call in calls], device=device), level, heads.draft_ids_Vd)
-        return [_proposal(tree, row, call) for row, call in zip(tokens_RN.tolist(), calls, strict=True)]
+        return [_chosen(tree, row, call) for row, call in zip(tokens_RN.tolist(), calls, strict=True)]
 
 
-def _proposal(tree: CandidateTree, tokens: list[int], call: DraftCall) -> TreeProposal:
+def _chosen(tree: CandidateTree, tokens: list[int], call: DraftCall) -> Draft:
     fitting = tree.within(call.limit, call.nodes)
     kept = CandidateTree(tuple(tree.paths[i] for i in fitting))
-    return TreeProposal(Tree([tokens[i] for i in fitting], kept.parents))
+    return Draft([tokens[i] for i in fitting], kept.parents)
 
 
 def static_tree(drafter: ServedHeads, size: TreeSize) -> StaticTreeDrafter:
@@ -310,7 +309,7 @@ class MedusaDrafter(ServedHeads):
         newest_RH = self.newest(calls)
         return torch.stack([residual_layers(layers, newest_RH, newest_RH) for layers in self.layers[:heads]], dim=1)
 
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         hidden_RKH = self.hidden(calls, longest_draft(calls, self.gamma))
         if not self.own_heads:
             return sample_chain(self.head, hidden_RKH, calls, self.heads, min_confidence)

@@ -51,7 +51,7 @@ from outrider.drafters.base import (
 )
 from outrider.drafters.chain import sample_steps
 from outrider.drafters.dflash import PackedLayer
-from outrider.drafters.draft import Proposal
+from outrider.drafters.draft import Draft
 from outrider.drafters.layers import (
     DraftKV,
     Projections,
@@ -299,7 +299,7 @@ class MTPDrafter:
         states = torch.cat((session.waiting[depth], state_mH))
         return _Rows(states[:rows], tokens[len(tokens) - rows :], start, start + 1), states[rows:].clone()
 
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """A chain of up to gamma tokens per call, while their confidence is at least `min_confidence`.
 
         Only an estimator could give one, and `outrider calibrate` fits none for this method: `min_confidence` is idle

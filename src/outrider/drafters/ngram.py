@@ -17,11 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from outrider.drafters.base import DraftCall
-from outrider.drafters.draft import Proposal
+from outrider.drafters.draft import Draft
 
 
 @dataclass(frozen=True)
@@ -77,18 +76,10 @@ class NgramSession:
 
 
 class NgramDrafter:
-    """A `Drafter` that copies; reads no features of the target.
+    """A `Drafter` that copies; reads no features of the target."""
 
-    Args:
-        vocab_size: of the target.
-        device: where the target's distributions are.
-    """
-
-    def __init__(
-        self, vocab_size: int, config: NgramConfig | None = None, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, config: NgramConfig | None = None) -> None:
         self.config = config or NgramConfig()
-        self.vocab_size, self.device = vocab_size, device
         self.aux_layers: tuple[int, ...] = ()
         self.gamma = self.config.gamma
 
@@ -102,16 +93,16 @@ class NgramDrafter:
             for token in part:
                 session.append(token)
 
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """What followed before; empty where no suffix is known. There are no confidences to hold against
         `min_confidence`.
         """
         return [self._propose(call) for call in calls]
 
-    def _propose(self, call: DraftCall) -> Proposal:
+    def _propose(self, call: DraftCall) -> Draft:
         session: NgramSession = call.session
         place = session.place(call.anchor)
         if place is None:
-            return Proposal.empty()
+            return Draft.empty()
         count = self.gamma if call.limit is None else min(self.gamma, call.limit)
-        return Proposal.certain(session.copy(place, call.anchor, count), self.vocab_size, self.device)
+        return Draft.chain(session.copy(place, call.anchor, count))

@@ -36,7 +36,7 @@ from outrider.drafters.base import (
     mask_token_id,
 )
 from outrider.drafters.chain import sample_chain
-from outrider.drafters.draft import Proposal
+from outrider.drafters.draft import Draft
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter, Eagle3Session, eagle_aux_layers
 from outrider.drafters.layers import layer_shapes, rope_table, split_attention
 from outrider.target.model import Target
@@ -119,7 +119,7 @@ class PEagleDrafter(Eagle3Drafter):
         self.mask_token_id = module.config.mask_token_id
         self.masked_H = self.features(module.folded_state_dict()["mask_hidden"].to(target.device)[None])[0]
 
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """A chain of up to gamma tokens per call, while their confidence is at least `min_confidence`.
 
         Only an estimator could give one, and `outrider calibrate` fits none for this method: `min_confidence` is idle

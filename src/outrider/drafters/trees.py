@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import DraftCall
-from outrider.drafters.draft import Drawn, Tree, TreeProposal, draw_siblings
+from outrider.drafters.draft import Draft, Siblings, draw_siblings, over_vocabulary
 from outrider.drafters.heads import ChainHeads
 from outrider.sampling import warp
 
@@ -173,7 +173,7 @@ def measured_accuracy(ranks_NK: Tensor, known_NK: Tensor, ranks: int = 10) -> li
 
 def draw_trees(
     shape: CandidateTree, calls: Sequence[DraftCall], level: Level, heads: ChainHeads, device: torch.device
-) -> list[TreeProposal]:
+) -> list[Draft]:
     """A tree per call, of the nodes of `shape` that the call has use for, as far as there is something to draw."""
     drawings = [_Drawing(shape, call, heads) for call in calls]
     inner = [-1]
@@ -185,7 +185,7 @@ def draw_trees(
             for p, node in enumerate(inner):
                 drawing.draw(node, logits_PVd[0 if shared else p])
         inner = [i for i, path in enumerate(shape.paths) if len(path) == k + 1 and i in shape.parents]
-    return [drawing.proposal() for drawing in drawings]
+    return [drawing.result() for drawing in drawings]
 
 
 class _Drawing:
@@ -215,18 +215,18 @@ class _Drawing:
         seen_V = call.seen.with_tokens(before)
         row_Vd = warp(logits_Vd, call.params, seen_V if seen_V is None or ids_Vd is None else seen_V[ids_Vd])
         position = call.position + len(before)
-        found = draw_siblings(row_Vd, len(children), call.source, call.noise, position, ids_Vd)
+        found = draw_siblings(row_Vd, len(children), call.source, noise=call.noise, position=position, ids=ids_Vd)
         self.tokens |= zip(children, found if ids_Vd is None else ids_Vd[found].tolist(), strict=False)
         self.rows[node] = row_Vd
 
-    def proposal(self) -> TreeProposal:
+    def result(self) -> Draft:
         nodes = sorted(self.tokens)
         place = {-1: -1, **{node: i for i, node in enumerate(nodes)}}
-        tree = Tree([self.tokens[node] for node in nodes], [place[self.shape.parents[node]] for node in nodes])
-        return TreeProposal(tree, {place[node]: Drawn(partial(self._row, node)) for node in self.rows})
-
-    def _row(self, node: int) -> Tensor:
-        row_Vd = self.rows[node]
-        if self.ids_Vd is None:
-            return row_Vd
-        return row_Vd.new_zeros(self.vocab_size).scatter_(0, self.ids_Vd, row_Vd)
+        return Draft(
+            [self.tokens[node] for node in nodes],
+            [place[self.shape.parents[node]] for node in nodes],
+            {
+                place[node]: Siblings(partial(over_vocabulary, row_Vd, self.ids_Vd, self.vocab_size))
+                for node, row_Vd in self.rows.items()
+            },
+        )

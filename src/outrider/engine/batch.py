@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.decoding.request import FinishReason, StopRules, TextStream, check_prompt, target_rows
 from outrider.decoding.round import TargetRows
 from outrider.drafters.base import DraftCall, Drafter
-from outrider.drafters.draft import Draft, Proposal
+from outrider.drafters.draft import Draft
 from outrider.engine.scheduler import Progress, StepPlan
 from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeededSource, SeenTokens
 from outrider.scheduling.gate import DraftGate
@@ -162,7 +162,7 @@ class StepBatch:
 
     def draft(self, min_confidence: float) -> Sequence[Draft]:
         """A block or tree for every request that may use one and that the gate lets draft."""
-        proposals: list[Draft] = [Proposal.empty() for _ in self.deciding]
+        proposals: list[Draft] = [Draft.empty() for _ in self.deciding]
         able = [i for i, work in enumerate(self.deciding) if work.limit > 0]
         if self.drafter is None or not able:
             return proposals
@@ -200,7 +200,7 @@ class StepBatch:
     def score(self, parts: Sequence[Draft]) -> list[TargetRows]:
         """The step's one forward, prefill included."""
         drafts = dict(zip(self.ids, parts, strict=True))
-        empty = Proposal.empty()
+        empty = Draft.empty()
         spans = []
         for work in self.work:
             live, progress = self.live[work.id], self.progress[work.id]

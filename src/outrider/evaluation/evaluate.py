@@ -132,7 +132,7 @@ def decode_turns(
                 params=settings.params,
                 rules=rules,
                 policy=policy,
-                lossy=typical,
+                typical=typical,
             )
         verdict = None
         if settings.params.temperature == 0:

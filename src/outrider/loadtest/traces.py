@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import Drafter
-from outrider.drafters.draft import Proposal
+from outrider.drafters.draft import Draft
 from outrider.loadtest.variants import Listening
 from outrider.scheduling.policies import FixedPolicy
 from outrider.scheduling.view import Ints
@@ -149,7 +149,7 @@ def record(
     if not prompts:
         raise ValueError("no prompts to record: give task files or shipped sets.")
     responses: list[Response] = []
-    blocks: list[tuple[Proposal, int]] = []
+    blocks: list[tuple[Draft, int]] = []
     distinct = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
     for number, prompt in enumerate(distinct):
         on_progress("traces", number, len(distinct))
@@ -157,7 +157,7 @@ def record(
         generation = generate(target, prompt, listener, rules=rules, policy=FixedPolicy(0))
         tokens = generation.tokens
         # The last position of a response that ends by length is not drafted: nothing of a block could be used.
-        heard = [*listener.heard, Proposal.empty()][: len(tokens)]
+        heard = [*listener.heard, Draft.empty()][: len(tokens)]
         assert len(heard) == len(tokens), "a position without its proposal"
         responses.append(Response(prompt, tokens, generation.finish == "stop", len(blocks)))
         blocks += [(proposal, _matching(proposal.tokens, tokens[n:])) for n, proposal in enumerate(heard)]

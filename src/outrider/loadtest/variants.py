@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.drafters.base import DraftCall, Drafter, TreeDrafter
-from outrider.drafters.draft import Draft, Proposal
+from outrider.drafters.draft import Draft
 from outrider.scheduling.cost import StepCost
 from outrider.scheduling.gate import AlwaysDraft, DraftGate, SkipDrafting
 from outrider.scheduling.policies import (
@@ -172,12 +172,12 @@ class Listening(Wrapped):
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__(drafter)
-        self.heard: list[Proposal] = []
+        self.heard: list[Draft] = []
 
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
-        found: list[Proposal] = []
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
+        found: list[Draft] = []
         for draft in super().propose(calls, min_confidence):
-            if not isinstance(draft, Proposal):
+            if not draft.is_chain:
                 raise ValueError("drafts that branch cannot be recorded: traces hold one chain per position.")
             found.append(draft)
         self.heard += found

@@ -26,7 +26,7 @@ from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, capped, check_embedding_scale, check_fits, longest_draft
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.dflash import DFLASH, DFlash, DFlashConfig
-from outrider.drafters.draft import Proposal
+from outrider.drafters.draft import Draft
 from outrider.drafters.dspark import DSPARK, DSpark
 from outrider.drafters.heads import VanillaMarkov
 from outrider.drafters.layers import AttentionPattern, serving_mask
@@ -210,7 +210,7 @@ def _visible(pattern: AttentionPattern, length: int, rows: int) -> mx.array | No
 # ----------------------------------------------------------------------------
 # DFlash and DSpark over an MLX target: the backbone and the matrices over the vocabulary in MLX, the walk as ever.
 #
-#     aux hidden states -> extend -> draft cache          anchor -> block in MLX -> h_1..h_K -> sample_chain -> Proposal
+#     aux hidden states -> extend -> draft cache          anchor -> block in MLX -> h_1..h_K -> sample_chain -> Draft
 #                                                       U_k = head h_k and W2 l_k in MLX, asked for by the walk
 #
 # The walk through the block (drafters/chain.py) draws, warps and stops at low confidence; it is the code that every
@@ -273,7 +273,7 @@ class MLXDrafter:
         block = mx.array([[anchor] + [self.config.mask_token_id] * (self.config.block_size - 1)])
         return to_torch(self.backbone(session, self.embed(block) * self.embed_scale)[0])
 
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Proposal]:
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """Draft for every call, gamma tokens each at most, while c_k is at least `min_confidence`."""
         hidden_RKH = torch.stack([self.block_hidden(call.session, call.anchor) for call in calls])
         return sample_chain(
