@@ -115,7 +115,7 @@ def test_two_samples_at_temperature_one(smollm: Target, monkeypatch: pytest.Monk
     plain, fast = sample(False, 0), sample(True, 10_000)
     p_values = [chi_square(a, b) for a, b in zip(plain, fast, strict=True)]
     assert min(p_values) > 1e-3, p_values
-    monkeypatch.setattr("outrider.sampling.SeededSource", AcceptAll)
+    monkeypatch.setattr("outrider.decoding.request.SeededSource", AcceptAll)
     broken = sample(True, 20_000)
     assert min(chi_square(a, b) for a, b in zip(plain[:2], broken[:2], strict=True)) < 1e-3
 

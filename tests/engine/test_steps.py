@@ -1,0 +1,87 @@
+"""What a step of the engine draws, how long it drafts, and what it remembers for the policies."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import pytest
+
+from outrider.decoding.generate import generate
+from outrider.decoding.request import StopRules
+from outrider.drafters.base import DraftCall
+from outrider.engine.batch import Request
+from outrider.engine.engine import Engine
+from outrider.engine.scheduler import EngineConfig
+from outrider.sampling import SamplingParams
+from outrider.scheduling.policies import FixedPolicy
+from outrider.scheduling.view import History, Ints, StepView
+from outrider.target.model import Target
+from tests.toys.engine import finish, prompts, toy_drafter
+from tests.toys.targets import toy_target
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return toy_target()
+
+
+def test_a_preempted_request_goes_on_with_its_random_numbers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain sampling draws one number per token, so tokens are those of the request alone, preempted or not."""
+    params = [SamplingParams(1.0, seed=i, repetition_penalty=1.0 + 0.3 * (i % 2)) for i in range(6)]
+    requests = [Request(str(i), [5, 7 + i], params[i], StopRules(40, stop_ids=())) for i in range(6)]
+    engine = Engine(target, None, config=EngineConfig(max_requests=6, token_budget=64, block_size=4, num_blocks=32))
+    preempted: list[str] = []
+    plan = engine.scheduler.plan
+
+    def watched() -> object:
+        step = plan()
+        preempted.extend(step.preempted)
+        return step
+
+    monkeypatch.setattr(engine.scheduler, "plan", watched)
+    found = finish(engine, requests)
+    assert len(set(preempted)) > 1
+    for request in requests:
+        assert found[request.id] == generate(target, request.prompt, None, request.params, request.rules).tokens
+
+
+def test_drafts_reach_to_the_last_token_but_one(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft is as long as the response may still be, less the token that the target adds itself."""
+    drafter, prompt, most = toy_drafter(target), [5, 9, 11], 9
+    limits: dict[int, int | None] = {}
+    propose = drafter.propose
+
+    def watched(calls: Sequence[DraftCall], min_confidence: float = 0.0) -> object:
+        limits.update((call.position, call.limit) for call in calls)
+        return propose(calls, min_confidence)
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    request = Request("a", prompt, rules=StopRules(most, stop_ids=()))
+    finish(Engine(target, drafter, FixedPolicy(0)), [request])  # one token a step: every position is drafted at
+    last = len(prompt) + most
+    assert sorted(limits) == list(range(len(prompt) + 1, last - 1)), "a step after its prefill"
+    for position, limit in limits.items():
+        assert limit == min(drafter.gamma, last - position - 1)
+
+
+def test_the_history_is_what_the_policy_was_shown(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts in full, also those that were rejected or never verified, and of each step only once it is over."""
+    shown: list[StepView] = []
+    recorded: list[StepView] = []
+    record = History.record
+
+    class Watching(FixedPolicy):
+        def lengths(self, view: StepView) -> Ints:
+            assert len(recorded) == len(shown), "a step is remembered after it, not before its policy is asked"
+            shown.append(view)
+            return super().lengths(view)
+
+    def watched(self: History, ids: Sequence[Hashable], view: StepView) -> None:
+        recorded.append(view)
+        record(self, ids, view)
+
+    monkeypatch.setattr(History, "record", watched)
+    requests = [Request(str(i), p, rules=StopRules(12, stop_ids=())) for i, p in enumerate(prompts(4))]
+    finish(Engine(target, toy_drafter(target), Watching(1)), requests)
+    assert len(shown) > 5 and recorded == shown
+    assert any(view.drafted_R.max(initial=0) > 1 for view in recorded), "drafts beyond the one that was verified"
