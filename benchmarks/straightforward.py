@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from outrider.drafters.dflash import BlockAttention, DFlash, DraftLayer
+from outrider.drafters.dflash import DFlash, DraftLayer
 from outrider.drafters.dspark import DSpark
-from outrider.drafters.layers import AttentionPattern, rope_table
+from outrider.drafters.layers import Attention, AttentionPattern, rope_table
 from outrider.target.lean import rotate
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch
@@ -150,7 +150,7 @@ def dense_mask(anchors_Bn: Tensor, slots: int, rows: int, pattern: AttentionPatt
 
 
 def _attend(
-    attention: BlockAttention,
+    attention: Attention,
     x_BPH: Tensor,
     context_BSH: Tensor,
     mask_BPJ: Tensor,

@@ -20,10 +20,10 @@ from outrider.drafters.eagle3 import Eagle3, Eagle3Config
 from outrider.drafters.hydra import Hydra, HydraDrafter
 from outrider.drafters.medusa import (
     HeadsConfig,
+    HeadsDrafter,
     HeadsModule,
     Medusa,
     MedusaDrafter,
-    ServedHeads,
     StaticTreeDrafter,
     static_tree,
 )
@@ -37,7 +37,7 @@ from tests.toys.tokenizer import byte_tokenizer
 IDS = torch.arange(0, VOCAB, 3)
 
 
-def served(name: str, target: Target) -> ServedHeads:
+def served(name: str, target: Target) -> HeadsDrafter:
     config = toy_heads(draft_vocab_size=len(IDS)) if name == "reduced" else toy_heads()
     module: HeadsModule = Medusa(config) if name == "medusa" else Hydra(config)
     randomise(module)

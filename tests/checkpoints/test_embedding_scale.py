@@ -15,7 +15,7 @@ from outrider.backends.registry import engine_of
 from outrider.checkpoints.checkpoint import load_drafter, save_drafter
 from outrider.checkpoints.describe import describe
 from outrider.checkpoints.dialects.base import TargetFacts
-from outrider.drafters.dflash import PackedDrafter
+from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.registry import method_of
 from outrider.target.model import Target
 from outrider.training.setup import load_start
@@ -49,7 +49,7 @@ def test_z_labs_model_draws_the_blocks_that_ours_draws_for_gemma(tmp_path: Path,
         return hidden[0, 1:]
 
     ours = load_drafter(tmp_path / "d").packed(target)
-    assert isinstance(ours, PackedDrafter)
+    assert isinstance(ours, BlockDrafter)
     session = ours.new_session(16)
     ours.extend([session], [[0] * 6], aux_TLD)
     mine = ours.block_hidden([session], [9])[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 import outrider.checkpoints.checkpoint as checkpoint
 from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
 from outrider.drafters.base import Serving
-from outrider.drafters.dflash import DFlash, PackedDrafter
+from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.utils.files import write_atomically
 from tests.toys.targets import randomise, toy_config, toy_target
@@ -65,7 +65,7 @@ def made(**changes: object) -> Checkpoint:
 
 def served(found: Checkpoint) -> Tensor:
     """Draft logits of one block after eleven committed tokens, through the serving path."""
-    packed = PackedDrafter(found.drafter, toy_target(), Serving(found.draft_ids_Vd))
+    packed = BlockDrafter(found.drafter, toy_target(), Serving(found.draft_ids_Vd))
     session = packed.new_session(32)
     packed.extend([session], [[0] * 11], 4 * torch.randn(11, 3, 32, generator=torch.Generator().manual_seed(4)))
     return packed.head(packed.block_hidden([session], [9])[0])
@@ -300,4 +300,4 @@ def test_a_z_lab_checkpoint_without_its_section_is_refused_and_without_aux_layer
 def test_a_drafter_made_for_another_target_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     save_drafter(Checkpoint(DSpark(toy_config(**changes))), tmp_path)
     with pytest.raises(ValueError, match=message):
-        PackedDrafter(load_drafter(tmp_path).drafter, toy_target())
+        BlockDrafter(load_drafter(tmp_path).drafter, toy_target())

@@ -9,7 +9,7 @@ import torch
 
 from outrider.drafters.base import Serving
 from outrider.drafters.hydra import Hydra, HydraDrafter
-from outrider.drafters.medusa import HeadsModule, Medusa, MedusaDrafter, ServedHeads
+from outrider.drafters.medusa import HeadsDrafter, HeadsModule, Medusa, MedusaDrafter
 from outrider.drafters.trees import CandidateTree, assumed_accuracy, best_tree, expected_length, measured_accuracy
 from tests.toys.heads import VOCAB, forced_call, last_row, toy_heads, toy_texts
 from tests.toys.targets import randomise, toy_target
@@ -66,7 +66,7 @@ def test_accuracy_is_counted_where_it_is_known() -> None:
     assert second == pytest.approx([0.25, 0.0, 0.0])  # rank 2 came twice, rank 1 never: later ranks are no better
 
 
-def drafters() -> list[tuple[HeadsModule, ServedHeads]]:
+def drafters() -> list[tuple[HeadsModule, HeadsDrafter]]:
     target, medusa, hydra = toy_target(), Medusa(toy_heads()), Hydra(toy_heads())
     randomise(medusa)
     randomise(hydra)

@@ -21,7 +21,7 @@ from torch import Tensor
 from outrider.checkpoints.checkpoint import load_drafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.dflash import DraftSession, PackedDrafter, default_aux_layers
+from outrider.drafters.dflash import BlockDrafter, DraftSession, default_aux_layers
 from outrider.drafters.layers import BlockLayout
 from outrider.target.model import Target
 from tests.toys.targets import toy_config, toy_target
@@ -53,8 +53,8 @@ def test_the_loading_check_can_fail(tmp_path: Path) -> None:
 @pytest.mark.parametrize("attention_patterns", PATTERNS)
 def test_served_blocks_equal_the_reference_over_rounds(tmp_path: Path, attention_patterns: str) -> None:
     target = toy_target("qwen3")
-    packed_before = PackedDrafter(saved(tmp_path, attention_patterns), target)
-    packed_after = PackedDrafter(load_drafter(tmp_path).drafter, target)
+    packed_before = BlockDrafter(saved(tmp_path, attention_patterns), target)
+    packed_after = BlockDrafter(load_drafter(tmp_path).drafter, target)
     model = reference(tmp_path)
     theirs = [(layer.self_attn.sliding_window, layer.self_attn.is_causal) for layer in model.layers]
     assert theirs == list(packed_before.config.attention_patterns)
@@ -79,9 +79,9 @@ def test_served_blocks_equal_the_reference_over_rounds(tmp_path: Path, attention
 @torch.inference_mode()
 def test_multiplied_and_capped_logits_are_the_references(tmp_path: Path, changes: dict[str, float]) -> None:
     target = toy_target("qwen3")
-    plain = PackedDrafter(saved(tmp_path / "plain", "all"), target)
+    plain = BlockDrafter(saved(tmp_path / "plain", "all"), target)
     saved(tmp_path / "shaped", "all", **changes)
-    packed, model = PackedDrafter(load_drafter(tmp_path / "shaped").drafter, target), reference(tmp_path / "shaped")
+    packed, model = BlockDrafter(load_drafter(tmp_path / "shaped").drafter, target), reference(tmp_path / "shaped")
     hidden_KH = 3 * torch.randn(3, 32)
     expected_KV = model.compute_logits(hidden_KH, lambda hidden: hidden @ target.head_VD.T)
     torch.testing.assert_close(packed.head(hidden_KH), expected_KV, atol=TOLERANCE, rtol=0)
@@ -125,13 +125,13 @@ def test_whole_decoding_equals_the_references_round_by_round(
     ours: list[tuple[int, Tensor]] = []
     theirs: list[tuple[int, Tensor]] = []
 
-    def block_hidden(packed: PackedDrafter, sessions: Sequence[DraftSession], anchors: Sequence[int]) -> Tensor:
+    def block_hidden(packed: BlockDrafter, sessions: Sequence[DraftSession], anchors: Sequence[int]) -> Tensor:
         hidden = inner(packed, sessions, anchors)
         ours.append((sessions[0].length, hidden[0]))
         return hidden
 
-    inner = PackedDrafter.block_hidden
-    monkeypatch.setattr(PackedDrafter, "block_hidden", block_hidden)
+    inner = BlockDrafter.block_hidden
+    monkeypatch.setattr(BlockDrafter, "block_hidden", block_hidden)
     draft = reference(tmp_path)
     draft.register_forward_hook(
         lambda module, args, kwargs, output: theirs.append(
@@ -141,7 +141,7 @@ def test_whole_decoding_equals_the_references_round_by_round(
     )
     prompt = torch.randint(4, 97, (1, 10), generator=torch.Generator().manual_seed(2))
     output = dflash_generate(draft, target.model, prompt, 60, stop_token_ids=None)
-    packed = PackedDrafter(load_drafter(tmp_path).drafter, target)
+    packed = BlockDrafter(load_drafter(tmp_path).drafter, target)
     # The reference samples its first token from the prefill; ours drafts for it too. Give it the same anchor.
     first = output[0, :11].tolist()
     generation = generate(target, first, packed, rules=StopRules(59, stop_ids=()))

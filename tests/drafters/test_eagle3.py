@@ -96,8 +96,8 @@ def test_an_anchor_with_nothing_before_it_is_trained_as_it_is_served() -> None:
     drafter.extend([session], [[]], torch.empty(0, 3, 32))
     state = session.waiting_H[None]
     for k, token in enumerate(inputs.previous_NK[0].tolist()):
-        state = drafter.advance([session], state, [token], k, k)
-        torch.testing.assert_close(drafter.normed(state)[0], hidden_KH[k], atol=TOLERANCE, rtol=0)
+        hidden, state = drafter.advance([session], state, [token], depth=k, written=k)
+        torch.testing.assert_close(hidden[0], hidden_KH[k], atol=TOLERANCE, rtol=0)
     plain = generate(target, [5], rules=NO_STOPS)
     assert generate(target, [5], drafter, rules=NO_STOPS).tokens == plain.tokens
 

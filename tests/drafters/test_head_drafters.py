@@ -12,7 +12,7 @@ import torch
 from outrider.drafters.base import Serving
 from outrider.drafters.heads import CertaintyEstimator
 from outrider.drafters.hydra import Hydra, HydraDrafter
-from outrider.drafters.medusa import HeadsConfig, HeadsModule, Medusa, MedusaDrafter, ServedHeads
+from outrider.drafters.medusa import HeadsConfig, HeadsDrafter, HeadsModule, Medusa, MedusaDrafter
 from outrider.target.cache import KVCache
 from outrider.target.model import Target
 from tests.toys.heads import (
@@ -55,7 +55,7 @@ class Kind:
     """One of the two. `reads`: whether head k reads the anchor and the drafts before it."""
 
     module: Callable[[HeadsConfig], HeadsModule]
-    serve: Callable[[HeadsModule, Target, Serving], ServedHeads]
+    serve: Callable[[HeadsModule, Target, Serving], HeadsDrafter]
     reference: Reference
     reads: bool
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import Drafter, Serving
-from outrider.drafters.dflash import PackedDrafter
+from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.eagle3 import Eagle3Drafter
 from outrider.drafters.language_model import StandaloneDrafter
@@ -27,7 +27,7 @@ from tests.toys.targets import randomise, toy_config, toy_target
 def dspark(target: Target) -> Drafter:
     module = DSpark(toy_config())
     randomise(module)
-    return PackedDrafter(module, target)
+    return BlockDrafter(module, target)
 
 
 SERVED: dict[str, Callable[[Target], Drafter]] = {

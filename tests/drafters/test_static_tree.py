@@ -9,7 +9,7 @@ import torch
 
 from outrider.drafters.base import Serving, TreeDrafter, draft_slots
 from outrider.drafters.hydra import Hydra, HydraDrafter
-from outrider.drafters.medusa import HeadsModule, Medusa, MedusaDrafter, ServedHeads, StaticTreeDrafter
+from outrider.drafters.medusa import HeadsDrafter, HeadsModule, Medusa, MedusaDrafter, StaticTreeDrafter
 from outrider.drafters.trees import CandidateTree, assumed_accuracy, best_tree
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
@@ -20,8 +20,8 @@ TREE = CandidateTree(((0,), (0, 0), (1,), (0, 0, 0), (0, 1), (1, 0), (2,), (0, 0
 
 
 @pytest.fixture(params=["medusa", "hydra"])
-def heads(request: pytest.FixtureRequest) -> tuple[Target, HeadsModule, type[ServedHeads]]:
-    kinds: dict[str, tuple[type[HeadsModule], type[ServedHeads]]] = {
+def heads(request: pytest.FixtureRequest) -> tuple[Target, HeadsModule, type[HeadsDrafter]]:
+    kinds: dict[str, tuple[type[HeadsModule], type[HeadsDrafter]]] = {
         "medusa": (Medusa, MedusaDrafter),
         "hydra": (Hydra, HydraDrafter),
     }
@@ -29,7 +29,7 @@ def heads(request: pytest.FixtureRequest) -> tuple[Target, HeadsModule, type[Ser
     return toy_target(), module(toy_heads()), served  # type: ignore[call-arg]
 
 
-def test_the_output_is_that_of_plain_decoding(heads: tuple[Target, HeadsModule, type[ServedHeads]]) -> None:
+def test_the_output_is_that_of_plain_decoding(heads: tuple[Target, HeadsModule, type[HeadsDrafter]]) -> None:
     target, module, served = heads
     fit_to_decoding(module, target, [7, 8, 9])
     drafter = StaticTreeDrafter(served(module, target, Serving()), best_tree(assumed_accuracy(4), 16))
@@ -37,7 +37,7 @@ def test_the_output_is_that_of_plain_decoding(heads: tuple[Target, HeadsModule, 
     check_identity(target, drafter, [7, 8, 9], least=10)
 
 
-def test_the_first_path_is_the_greedy_chain(heads: tuple[Target, HeadsModule, type[ServedHeads]]) -> None:
+def test_the_first_path_is_the_greedy_chain(heads: tuple[Target, HeadsModule, type[HeadsDrafter]]) -> None:
     target, module, served = heads
     randomise(module)
     drafter = served(module, target, Serving())
@@ -50,7 +50,7 @@ def test_the_first_path_is_the_greedy_chain(heads: tuple[Target, HeadsModule, ty
     assert first == drafter.propose([greedy])[0].tokens[:3]
 
 
-def test_limits_cut_depth_and_nodes_per_request(heads: tuple[Target, HeadsModule, type[ServedHeads]]) -> None:
+def test_limits_cut_depth_and_nodes_per_request(heads: tuple[Target, HeadsModule, type[HeadsDrafter]]) -> None:
     target, module, served = heads
     randomise(module)
     inner = served(module, target, Serving())
@@ -64,7 +64,7 @@ def test_limits_cut_depth_and_nodes_per_request(heads: tuple[Target, HeadsModule
     assert alone == drafter.propose(calls)
 
 
-def test_trees_that_the_heads_cannot_fill_are_refused(heads: tuple[Target, HeadsModule, type[ServedHeads]]) -> None:
+def test_trees_that_the_heads_cannot_fill_are_refused(heads: tuple[Target, HeadsModule, type[HeadsDrafter]]) -> None:
     target, module, served = heads
     with pytest.raises(ValueError, match="depth 5"):
         StaticTreeDrafter(served(module, target, Serving()), best_tree([[0.9]] * 5, 5))

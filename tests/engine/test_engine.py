@@ -18,7 +18,7 @@ import outrider.engine.batch as batch
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall
-from outrider.drafters.dflash import DraftSession, PackedDrafter
+from outrider.drafters.dflash import BlockDrafter, DraftSession
 from outrider.drafters.draft import Draft
 from outrider.engine.batch import Output, Request
 from outrider.engine.blocks import BlockAllocator
@@ -43,7 +43,7 @@ def target() -> Target:
 
 
 @pytest.fixture(scope="module")
-def drafter(target: Target) -> PackedDrafter:
+def drafter(target: Target) -> BlockDrafter:
     return toy_drafter(target)
 
 
@@ -56,7 +56,7 @@ POLICIES: list[Policy] = [
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
-def test_greedy_outputs_are_solo_outputs(target: Target, drafter: PackedDrafter, policy: Policy) -> None:
+def test_greedy_outputs_are_solo_outputs(target: Target, drafter: BlockDrafter, policy: Policy) -> None:
     config = EngineConfig(max_requests=6, token_budget=40, block_size=4, num_blocks=120)
     engine = Engine(target, drafter, policy, config=config)
     requests = [
@@ -76,7 +76,7 @@ def test_greedy_outputs_are_solo_outputs(target: Target, drafter: PackedDrafter,
         assert_solo(target, request, found[request.id])
 
 
-def test_drafts_are_accepted_in_batches(target: Target, drafter: PackedDrafter) -> None:
+def test_drafts_are_accepted_in_batches(target: Target, drafter: BlockDrafter) -> None:
     """Otherwise the test above would say nothing about commits of several tokens."""
     engine = Engine(target, drafter)
     accepted = []
@@ -97,7 +97,7 @@ def sampled(coupled: bool) -> list[Request]:
     ]
 
 
-def test_a_seed_decides_where_drafts_are_equally_long(target: Target, drafter: PackedDrafter) -> None:
+def test_a_seed_decides_where_drafts_are_equally_long(target: Target, drafter: BlockDrafter) -> None:
     requests = sampled(coupled=False)
     for chosen in (drafter, None):
         together = finish(Engine(target, chosen), requests)
@@ -108,7 +108,7 @@ def test_a_seed_decides_where_drafts_are_equally_long(target: Target, drafter: P
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
-def test_coupled_tokens_depend_on_the_seed_alone(target: Target, drafter: PackedDrafter, policy: Policy) -> None:
+def test_coupled_tokens_depend_on_the_seed_alone(target: Target, drafter: BlockDrafter, policy: Policy) -> None:
     """No policy, no drafter, no company, no preemption changes a token."""
     requests = sampled(coupled=True)
     config = EngineConfig(max_requests=6, token_budget=40, block_size=4, num_blocks=40)
@@ -133,7 +133,7 @@ def test_other_families(family: str) -> None:
         assert_solo(target, request, found[request.id])
 
 
-def test_preemption_recomputes_and_loses_nothing(target: Target, drafter: PackedDrafter) -> None:
+def test_preemption_recomputes_and_loses_nothing(target: Target, drafter: BlockDrafter) -> None:
     """Six requests that need 4 x 60 slots of 128: the young give way, and all come out as alone."""
     engine = Engine(target, drafter, config=EngineConfig(max_requests=6, token_budget=64, block_size=4, num_blocks=32))
     preempted: list[str] = []
@@ -152,7 +152,7 @@ def test_preemption_recomputes_and_loses_nothing(target: Target, drafter: Packed
         assert_solo(target, request, found[request.id])
 
 
-def test_stops_inside_blocks(target: Target, drafter: PackedDrafter) -> None:
+def test_stops_inside_blocks(target: Target, drafter: BlockDrafter) -> None:
     for i, prompt in enumerate(prompts(6, seed=5)):
         plain = generate(target, prompt, rules=StopRules(30, stop_ids=())).tokens
         rules = StopRules(30, stop_ids=(plain[7],))
@@ -166,7 +166,7 @@ def test_stops_inside_blocks(target: Target, drafter: PackedDrafter) -> None:
         assert [output.finish for output in outputs if output.finish] == [expected.finish]
 
 
-def test_cancelling_frees_everything(target: Target, drafter: PackedDrafter) -> None:
+def test_cancelling_frees_everything(target: Target, drafter: BlockDrafter) -> None:
     engine = Engine(target, drafter, config=EngineConfig(max_requests=2, token_budget=16, block_size=4, num_blocks=40))
     for i, prompt in enumerate(prompts(4, longest=30)):
         engine.submit(Request(str(i), prompt, rules=StopRules(20, stop_ids=())))
@@ -290,17 +290,17 @@ class Sometimes:
 
 @pytest.mark.parametrize("period", [0, 1, 3])
 def test_the_drafter_reads_when_it_drafts(
-    target: Target, drafter: PackedDrafter, period: int, monkeypatch: pytest.MonkeyPatch
+    target: Target, drafter: BlockDrafter, period: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
 
     def extend(sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         read.extend(map(len, tokens))
-        PackedDrafter.extend(drafter, sessions, tokens, aux_TLD)
+        BlockDrafter.extend(drafter, sessions, tokens, aux_TLD)
 
     def propose(calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         assert [call.session.length for call in calls] == [call.position - 1 for call in calls]
-        return PackedDrafter.propose(drafter, calls, min_confidence)
+        return BlockDrafter.propose(drafter, calls, min_confidence)
 
     monkeypatch.setattr(drafter, "extend", extend)
     monkeypatch.setattr(drafter, "propose", propose)
@@ -314,7 +314,7 @@ def test_the_drafter_reads_when_it_drafts(
         assert max(read[6:]) > 1, "what was skipped is read at once"
 
 
-def test_unread_aux_layers_are_bounded(target: Target, drafter: PackedDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_aux_layers_are_bounded(target: Target, drafter: BlockDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "_MOST_UNREAD", 40)
     engine = Engine(target, drafter, gate=Sometimes(0), config=EngineConfig(1, 16, 16, 64))
     engine.submit(Request("long", prompts(1, longest=1)[0] * 200, rules=StopRules(4)))

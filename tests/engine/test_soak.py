@@ -23,7 +23,7 @@ from outrider.data.sources import load_prompts
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules, TextStream
 from outrider.drafters.base import Drafter
-from outrider.drafters.dflash import PackedDrafter
+from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
@@ -156,7 +156,7 @@ def test_soak_of_a_small_model() -> None:
     engine = EngineConfig(max_requests=8, token_budget=48, block_size=4, num_blocks=56)
     total = Counter[str]()
     for policy in (FixedPolicy(), ThresholdPolicy(0.5), PrefixScheduler(COSTS), LookAhead(COSTS)):
-        tally = soak(target, PackedDrafter(module.eval(), target), policy, pool, 425, engine)
+        tally = soak(target, BlockDrafter(module.eval(), target), policy, pool, 425, engine)
         check(tally, 425)
         total.update({name: int(value) for name, value in vars(tally).items()})
     print(dict(total))

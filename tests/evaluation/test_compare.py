@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
-from outrider.drafters.dflash import DFlash, PackedDrafter
+from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.medusa import HeadsConfig, Medusa
 from outrider.evaluation.comparison import (
@@ -263,7 +263,7 @@ def test_draft_costs_are_of_every_length_in_turns(toy: Path) -> None:
     vocab = {"vocab_size": target.vocab_size, "draft_vocab_size": target.vocab_size}
     calls: list[tuple[str, int | None]] = []
 
-    class Watched(PackedDrafter):
+    class Watched(BlockDrafter):
         name = ""
 
         def propose(self, found: Any, min_confidence: float = 0.0) -> Any:

@@ -372,15 +372,15 @@ def test_a_leaking_mask(healthy: Path, target: Target, monkeypatch: pytest.Monke
     assert "visibility by index" in findings["leak"].meaning
 
 
-def drops_context(self: packed.PackedDrafter, aux_TLD: Tensor, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
+def drops_context(self: packed.DFlash, aux_TLD: Tensor, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
     return FEATURES(self, torch.zeros_like(aux_TLD), positions_T)
 
 
-def shifted_features(self: packed.PackedDrafter, aux_TLD: Tensor, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
+def shifted_features(self: packed.DFlash, aux_TLD: Tensor, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
     return FEATURES(self, aux_TLD, positions_T + 4)
 
 
-FEATURES = packed.PackedDrafter.features
+FEATURES = packed.DFlash.context_keys_values
 
 
 @pytest.mark.parametrize("bug", ["context", "rope"])
@@ -388,7 +388,7 @@ def test_a_drafter_that_serves_otherwise_than_it_trained(
     healthy: Path, target: Target, monkeypatch: pytest.MonkeyPatch, bug: str
 ) -> None:
     broken = drops_context if bug == "context" else shifted_features
-    monkeypatch.setattr(packed.PackedDrafter, "features", broken)
+    monkeypatch.setattr(packed.DFlash, "context_keys_values", broken)
     assert faults(diagnose(healthy, target, "serving")) == {"trained = served"}
 
 

@@ -18,7 +18,7 @@ from outrider.cli.common import load
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, Serving, TreeDrafter
-from outrider.drafters.dflash import PackedDrafter
+from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape, dynamic_tree
@@ -305,7 +305,7 @@ def test_variants_by_name() -> None:
 
 def test_a_variant_gets_as_much_of_the_drafter_as_it_wants() -> None:
     target = toy_target()
-    drafter = PackedDrafter(DSpark(toy_config()).eval(), target)
+    drafter = BlockDrafter(DSpark(toy_config()).eval(), target)
     found = {name: drafter_of(build_variant(name, 4, 0.2, None), drafter) for name in ("none", "fixed-3", "threshold")}
     shortened = found["fixed-3"]
     assert found["none"] is None and found["threshold"] is drafter

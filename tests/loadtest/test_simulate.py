@@ -19,7 +19,7 @@ import outrider.cli.bench as simulate
 from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.dflash import PackedDrafter
+from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.engine.batch import Output, Request, StepRecord
 from outrider.engine.engine import Engine
@@ -73,12 +73,12 @@ def target() -> Target:
 
 
 @pytest.fixture(scope="module")
-def drafter(target: Target) -> PackedDrafter:
+def drafter(target: Target) -> BlockDrafter:
     config = toy_config()
     assert isinstance(config, DSparkConfig)
     module = DSpark(config)
     randomise(module, seed=6)
-    return PackedDrafter(module.eval(), target)
+    return BlockDrafter(module.eval(), target)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def recorded(target: Target, drafter: PackedDrafter, prompts: list[list[int]]) -> Traces:
+def recorded(target: Target, drafter: BlockDrafter, prompts: list[list[int]]) -> Traces:
     return record(target, drafter, prompts, StopRules(30, stop_ids=(STOP,)), {"target": "toy"})
 
 
@@ -121,7 +121,7 @@ def requests_for(traces: Traces, tokens: int) -> list[Request]:
 
 @pytest.mark.parametrize(("length", "tokens"), [(None, 30), (0, 30), (2, 11)])
 def test_traces_tell_every_round_of_decoding(
-    target: Target, drafter: PackedDrafter, recorded: Traces, length: int | None, tokens: int
+    target: Target, drafter: BlockDrafter, recorded: Traces, length: int | None, tokens: int
 ) -> None:
     accepted = 0
     for request in requests_for(recorded, tokens):
@@ -152,7 +152,7 @@ QUEUES = ("running", "waiting", "used_blocks")
 
 @pytest.mark.parametrize(("policy", "skip"), [*((policy, False) for policy in POLICIES), (LookAhead(LINEAR), True)])
 def test_the_simulator_takes_the_steps_of_the_engine(
-    target: Target, drafter: PackedDrafter, recorded: Traces, policy: Policy, skip: bool
+    target: Target, drafter: BlockDrafter, recorded: Traces, policy: Policy, skip: bool
 ) -> None:
     """Chunks of prefill, preemption, gates and policies with memory: every step has the same counts."""
     config = EngineConfig(max_requests=5, token_budget=24, block_size=4, num_blocks=28)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from outrider.decoding.generate import generate
-from outrider.drafters.dflash import PackedDrafter
+from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
@@ -40,9 +40,9 @@ def assert_solo(target: Target, request: Request, tokens: list[int]) -> None:
     assert compare_greedy(target, request.prompt, plain, tokens) != "mismatch", request.id
 
 
-def toy_drafter(target: Target, seed: int = 0) -> PackedDrafter:
+def toy_drafter(target: Target, seed: int = 0) -> BlockDrafter:
     config = toy_config()
     assert isinstance(config, DSparkConfig)
     module = DSpark(config)
     randomise(module, seed)
-    return PackedDrafter(module.eval(), target)
+    return BlockDrafter(module.eval(), target)

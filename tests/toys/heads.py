@@ -16,7 +16,7 @@ from outrider.decoding.request import StopRules
 from outrider.drafters.base import BlockInputs, DraftCall, Drafter
 from outrider.drafters.draft import Draft
 from outrider.drafters.layers import BlockLayout
-from outrider.drafters.medusa import HeadsConfig, HeadsModule, ServedHeads
+from outrider.drafters.medusa import HeadsConfig, HeadsDrafter, HeadsModule
 from outrider.sampling import SamplingParams, SeenTokens
 from outrider.target.model import Target
 from outrider.training.dataset import choose_draft_ids
@@ -74,7 +74,7 @@ class Forced:
         raise AssertionError("drafting never accepts")
 
 
-def forced_call(drafter: ServedHeads, text: Text, at: int, session: object, limit: int | None = None) -> DraftCall:
+def forced_call(drafter: HeadsDrafter, text: Text, at: int, session: object, limit: int | None = None) -> DraftCall:
     """A block after the anchor at `at` that draws the text's own tokens."""
     tokens = text.tokens_T.tolist()
     return DraftCall(
@@ -87,7 +87,7 @@ def forced_call(drafter: ServedHeads, text: Text, at: int, session: object, limi
     )
 
 
-def served_rounds(drafter: ServedHeads, texts: list[Text]) -> Iterator[tuple[Text, int, Draft]]:
+def served_rounds(drafter: HeadsDrafter, texts: list[Text]) -> Iterator[tuple[Text, int, Draft]]:
     """(text, anchor position, proposal) of three requests that start, grow and stand still at their own pace."""
     sessions = [drafter.new_session(64) for _ in texts]
     at, growth = [0] * len(texts), cycle([0, 5, 7, 1, 0, 3, 2, 1, 4])
@@ -134,7 +134,7 @@ def hidden_at(module: HeadsModule, target: Target, reference: Reference, text: T
 
 
 def check_serving(
-    module: HeadsModule, drafter: ServedHeads, target: Target, reference: Reference, ids: Tensor | None = None
+    module: HeadsModule, drafter: HeadsDrafter, target: Target, reference: Reference, ids: Tensor | None = None
 ) -> None:
     """Served distributions against softmax(head h_k) of the reference, over uneven rounds."""
     kept = torch.arange(VOCAB) if ids is None else ids
@@ -205,7 +205,7 @@ def check_identity(target: Target, drafter: Drafter, learned: list[int], least: 
                 assert sum(r.accepted for r in drafted.rounds) >= least
 
 
-def last_row(drafter: ServedHeads, call: DraftCall, before: list[int]) -> torch.Tensor:
+def last_row(drafter: HeadsDrafter, call: DraftCall, before: list[int]) -> torch.Tensor:
     class Source:
         def __init__(self) -> None:
             ids = drafter.heads.draft_ids_Vd

@@ -12,7 +12,7 @@ import torch
 import outrider.checkpoints.checkpoint as checkpoint_module
 from outrider.checkpoints.checkpoint import load_drafter
 from outrider.drafters.base import Serving
-from outrider.drafters.dflash import PackedDrafter, initialize_block
+from outrider.drafters.dflash import BlockDrafter, initialize_block
 from outrider.drafters.dspark import DSpark
 from outrider.training.batches import build_batch
 from outrider.training.features import FeatureSource
@@ -54,8 +54,8 @@ def test_training_learns_and_the_checkpoint_serves(tmp_path: Path) -> None:
     checkpoint = load_drafter(tmp_path / "drafter")
     assert checkpoint.metadata["step"] == 80 and checkpoint.metadata["held_out"] == after
     assert checkpoint.draft_ids_Vd is not None and torch.equal(checkpoint.draft_ids_Vd, run.draft_ids_Vd)
-    served = PackedDrafter(checkpoint.drafter, target, Serving(checkpoint.draft_ids_Vd))
-    direct = PackedDrafter(run.drafter, target, Serving(run.draft_ids_Vd))
+    served = BlockDrafter(checkpoint.drafter, target, Serving(checkpoint.draft_ids_Vd))
+    direct = BlockDrafter(run.drafter, target, Serving(run.draft_ids_Vd))
     aux_layers = torch.randn(6, 3, 32)
     blocks = []
     for packed in (served, direct):

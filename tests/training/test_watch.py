@@ -16,7 +16,7 @@ from outrider.data.responses import Sample
 from outrider.decoding.generate import acceptance, generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import Serving
-from outrider.drafters.dflash import DFlash, PackedDrafter
+from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.layers import BlockLayout
 from outrider.drafters.medusa import HeadsConfig, Medusa
@@ -137,7 +137,7 @@ def test_a_decode_check_is_the_decoding_of_the_saved_drafter(
     prompts = first_prompts(run.held_out, 3)
     figures = decode_check(run.drafter, target, run.draft_ids_Vd, prompts, 16)
     checkpoint = load_drafter(out / "drafter")
-    packed = PackedDrafter(checkpoint.drafter, target, Serving(checkpoint.draft_ids_Vd))
+    packed = BlockDrafter(checkpoint.drafter, target, Serving(checkpoint.draft_ids_Vd))
     decoded = [generate(target, prompt, packed, rules=StopRules(16)) for prompt in prompts]
     for generation, prompt in zip(decoded, prompts, strict=True):
         assert generation.tokens == generate(target, prompt, rules=StopRules(16)).tokens
@@ -162,7 +162,7 @@ def test_a_bfloat16_target_decodes_with_the_drafter_in_training(target: Target, 
         drafter = run.drafter if ids is not None else DSpark(toy_config())
         figures = decode_check(drafter, half, ids, prompts, 8)
         assert 1 <= figures["tau"] <= 1 + drafter.config.gamma
-        packed = PackedDrafter(drafter, half, Serving(ids))
+        packed = BlockDrafter(drafter, half, Serving(ids))
         plain = [generate(half, p, rules=StopRules(8)).tokens for p in prompts]
         assert [generate(half, p, packed, rules=StopRules(8)).tokens for p in prompts] == plain
         assert figures["tokens"] == sum(map(len, plain))

@@ -27,7 +27,7 @@ from outrider.calibration.collect import target_texts
 from outrider.data.chat import render
 from outrider.data.sources import TaskSettings, load_tasks
 from outrider.drafters.base import DraftCall
-from outrider.drafters.medusa import ServedHeads
+from outrider.drafters.medusa import HeadsDrafter
 from outrider.drafters.trees import assumed_accuracy, best_tree, expected_length, measured_accuracy
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
@@ -50,7 +50,7 @@ class Candidates(BaseModel):
 
 def measure_candidates(
     target: Target,
-    drafter: ServedHeads,
+    drafter: HeadsDrafter,
     tasks: Sequence[str],
     settings: TaskSettings,
     versions: dict[str, str],
@@ -87,7 +87,7 @@ def measure_candidates(
 
 
 @torch.inference_mode()
-def true_ranks(target: Target, drafter: ServedHeads, prompt: Sequence[int], text: Sequence[int]) -> Tensor:
+def true_ranks(target: Target, drafter: HeadsDrafter, prompt: Sequence[int], text: Sequence[int]) -> Tensor:
     """Rank [N, K] of the true token by each head, after the prompt and each token of `text` but the last.
 
     -1 beyond the end of the text. A token outside the draft vocabulary ranks after all others.
@@ -111,7 +111,7 @@ def true_ranks(target: Target, drafter: ServedHeads, prompt: Sequence[int], text
     return ranks_NK
 
 
-def _call(target: Target, drafter: ServedHeads, anchor: int, aux_TLD: Tensor) -> DraftCall:
+def _call(target: Target, drafter: HeadsDrafter, anchor: int, aux_TLD: Tensor) -> DraftCall:
     session = drafter.new_session(len(aux_TLD))
     drafter.extend([session], [[0] * len(aux_TLD)], aux_TLD)  # keeps the last hidden state
     return DraftCall(session, anchor, SamplingParams(), SeenTokens(target.vocab_size), SeededSource(0))

@@ -31,7 +31,7 @@ from outrider.data.sources import TaskSettings, load_prompts
 from outrider.decoding.generate import RoundStats, generate
 from outrider.decoding.request import ModelLane, StopRules
 from outrider.drafters.base import DraftCall
-from outrider.drafters.dflash import PackedDrafter
+from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.heads import certainty
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
@@ -60,7 +60,7 @@ class FeatureRecorder:
 
 def collect(
     target: Target,
-    drafter: PackedDrafter,
+    drafter: BlockDrafter,
     conversations: Sequence[Conversation],
     settings: TaskSettings,
     on_progress: Callable[[int], None] = lambda done: None,
@@ -103,7 +103,7 @@ def collect(
 
 def collect_tasks(
     target: Target,
-    drafter: PackedDrafter,
+    drafter: BlockDrafter,
     tasks: Sequence[str],
     settings: TaskSettings,
     on_progress: Progress = lambda task, done, total: None,
@@ -166,7 +166,7 @@ def rounds_of_decoding(stats: Sequence[RoundStats], gamma: int, recorder: Featur
 @torch.inference_mode()
 def rounds_of_text(
     target: Target,
-    drafter: PackedDrafter,
+    drafter: BlockDrafter,
     prompt: Sequence[int],
     text: Sequence[int],
     params: SamplingParams,

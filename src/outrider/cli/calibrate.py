@@ -41,9 +41,9 @@ from outrider.cli.common import (
 )
 from outrider.data.sources import TaskSettings
 from outrider.drafters import registry
-from outrider.drafters.dflash import DFlash, PackedDrafter
+from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.draft import TREE_FORM
-from outrider.drafters.medusa import HeadsModule, ServedHeads
+from outrider.drafters.medusa import HeadsDrafter, HeadsModule
 from outrider.evaluation.profile import ProfileConfig, measure_profile, plot_profile
 from outrider.evaluation.report import plot_reliability, plot_sweep
 from outrider.sampling import SamplingParams
@@ -103,14 +103,14 @@ def calibrate_command(
     else:
         loaded = load(target, device)
         packed = checkpoint.packed(loaded, calibrated=False)
-        if isinstance(packed, ServedHeads):
+        if isinstance(packed, HeadsDrafter):
             with counting(console, "calibrate") as on_progress:
                 candidates = measure_candidates(loaded, packed, names, config, versions(), on_progress)
             add_metadata(directory, candidates=candidates.model_dump(mode="json"))
             console.print(candidates_table(candidates))
             console.print(f"accuracies stored in {directory}", highlight=False, markup=False, soft_wrap=True)
             return
-        assert isinstance(packed, PackedDrafter)
+        assert isinstance(packed, BlockDrafter)
         with counting(console, "calibrate") as on_progress:
             collected = collect_tasks(loaded, packed, names, config, on_progress)
         if rounds is not None:

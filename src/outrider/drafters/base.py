@@ -11,17 +11,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.heads import ChainHeads, ConfidenceHead, Estimator, VanillaMarkov
 from outrider.drafters.layers import BlockLayout
 from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeenTokens
-from outrider.target.linear import PackedLinear
+from outrider.target.linear import Packable, PackedLinear, pack
 from outrider.target.model import DecodingTarget, Target
 
 
@@ -327,7 +328,10 @@ class DraftRows:
     candidates: int | None = None
 
 
-class DraftModule(nn.Module, ABC):
+M = TypeVar("M", bound="DraftModule")
+
+
+class DraftModule(Packable, ABC):
     """A trainable drafter: `config`, parameters, and the training forward `rows`.
 
     Aux hidden states differ in size by orders of magnitude, so training measures `aux_scale_L` and a module that needs
@@ -376,6 +380,23 @@ class DraftModule(nn.Module, ABC):
             state[self.aux_weight] = weight
         return {name: tensor.contiguous() for name, tensor in state.items()}
 
+    def packed(self: M, device: torch.device) -> M:
+        """A copy to serve from: in float32, packed, without gradients; it takes raw aux hidden states.
+
+        Training may go on with the module.
+        """
+        with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
+            copy = type(self)(self.config)
+        state = {name: tensor.to(device, torch.float32, copy=True) for name, tensor in self.folded_state_dict().items()}
+        copy.load_state_dict(state, assign=True)
+        copy.aux_scale_L = torch.ones(self.aux_scale_L.shape, device=device)
+        pack(copy.requires_grad_(False))
+        return copy
+
+    def chain_heads(self) -> tuple[VanillaMarkov | None, ConfidenceHead | None]:
+        """The sequential head and the confidence head, which sampling reads beside hidden states; None: has none."""
+        return None, None
+
     @torch.no_grad()
     def rescale_aux(self, scale_L: Tensor) -> None:
         """Divide aux hidden states by `scale_L` [L] from now on, in place, without changing what is computed from raw
@@ -385,6 +406,30 @@ class DraftModule(nn.Module, ABC):
         self.aux_scale_L.copy_(scale_L)
         if self.aux_weight is not None:
             self.get_parameter(self.aux_weight)[:, : len(before)].mul_(self._aux_columns() / before)
+
+
+class ModuleDrafter(Generic[M]):
+    """What drafters that serve a `DraftModule` share: a packed copy of it, embedding, LM head and chain heads.
+
+    Raises:
+        ValueError: the module was made for another target, or what it is served with does not fit it.
+    """
+
+    def __init__(self, module: M, target: Target, serving: Serving = WEIGHTS_ALONE) -> None:
+        config = module.config
+        check_fits(config, target, module.reads_final_layer)
+        serving.check(config)
+        self.config, self.device, self.module = config, target.device, module.packed(target.device)
+        self.aux_layers, self.gamma, self.accuracy = tuple(config.target_layer_ids), config.gamma, serving.accuracy
+        self.embed_VH, self.embed_scale = serving.embedding(target), target.embed_scale
+        self.head: Head = serving.head(target)
+        self.heads = serving.chain_heads(target, *self.module.chain_heads())
+
+    def embed(self, tokens: Tensor | Sequence[int]) -> Tensor:
+        """Token ids [...] -> what the drafter reads of them, float32 [..., H]."""
+        ids = torch.as_tensor(tokens, dtype=torch.long, device=self.device)
+        embedded = F.embedding(ids, self.embed_VH).float()
+        return embedded if self.embed_scale == 1.0 else embedded * self.embed_scale
 
 
 class MethodSection(BaseModel):

@@ -14,15 +14,12 @@ Shapes: N blocks, K rows a block, S context slots, L aux layers, T target hidden
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -34,19 +31,21 @@ from outrider.drafters.base import (
     DraftRows,
     Method,
     MethodSection,
+    ModuleDrafter,
     Serving,
     capped,
-    check_fits,
     longest_draft,
     mask_token_id,
 )
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.draft import Draft
 from outrider.drafters.layers import (
+    Attention,
     AttentionPattern,
     BlockLayout,
+    CachedKeys,
     DraftKV,
-    Projections,
+    KeySource,
     Rope,
     SwiGLU,
     check_heads,
@@ -54,11 +53,8 @@ from outrider.drafters.layers import (
     flex_block_attention,
     layer_shapes,
     rope_table,
-    serving_mask,
     split_attention,
 )
-from outrider.target.lean import rotate
-from outrider.target.linear import PackedLinear
 from outrider.target.model import Target
 from outrider.utils.distributed import full_tensor
 
@@ -152,36 +148,35 @@ class DFlashConfig:
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
 
-class BlockAttention(Projections):
-    """Grouped-query attention of block rows over context features and their own block, with QK-norm and RoPE."""
+class BlockContext(NamedTuple):
+    """The key source of training: block rows see the context before their anchor and their own block.
 
-    def __init__(self, config: DFlashConfig, index: int) -> None:
-        super().__init__(config, config.hidden_size, qk_norm=True)
-        self.pattern = config.attention_patterns[index]
+    A tuple, so that sharded layers find its tensors among their inputs.
+    """
 
-    def forward(
-        self, x_NKH: Tensor, context_SH: Tensor, layout: BlockLayout, rope_block: Rope, rope_context: Rope
-    ) -> Tensor:
-        q = self.queries(x_NKH, rope_block)
-        block_k, block_v = self.keys_values(x_NKH, rope_block)
-        context_k, context_v = self.keys_values(context_SH, rope_context)
-        attend: Callable[..., Tensor] = flex_block_attention if q.device.type == "cuda" else split_attention
-        out = attend(q, context_k, context_v, block_k, block_v, layout, self.pattern)
-        return self.o_proj(out.flatten(-2))
+    hidden_SH: Tensor
+    rope: Rope
+    layout: BlockLayout
+
+    def attend(self, attention: Attention, q_NKQE: Tensor, k_NKGE: Tensor, v_NKGE: Tensor) -> Tensor:
+        kernel: Callable[..., Tensor] = flex_block_attention if q_NKQE.device.type == "cuda" else split_attention
+        context = attention.keys_values(self.hidden_SH, self.rope)
+        return kernel(q_NKQE, *context, k_NKGE, v_NKGE, self.layout, attention.pattern)
 
 
 class DraftLayer(nn.Module):
+    """A decoder layer: x += attention(norm(x)), x += MLP(norm(x))."""
+
     def __init__(self, config: DFlashConfig, index: int) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = BlockAttention(config, index)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        H, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(H, eps=eps)
+        self.self_attn = Attention(config, H, qk_norm=True, layer=index, pattern=config.attention_patterns[index])
+        self.post_attention_layernorm = nn.RMSNorm(H, eps=eps)
         self.mlp = SwiGLU(config)
 
-    def forward(
-        self, x_NKH: Tensor, context_SH: Tensor, layout: BlockLayout, rope_block: Rope, rope_context: Rope
-    ) -> Tensor:
-        x_NKH = x_NKH + self.self_attn(self.input_layernorm(x_NKH), context_SH, layout, rope_block, rope_context)
+    def forward(self, x_NKH: Tensor, rope: Rope, source: KeySource) -> Tensor:
+        x_NKH = x_NKH + self.self_attn(self.input_layernorm(x_NKH), rope, source)
         return x_NKH + self.mlp(self.post_attention_layernorm(x_NKH))
 
 
@@ -190,6 +185,7 @@ class DFlash(DraftModule):
 
     algorithm: ClassVar[str] = "dflash"
     aux_weight: str | None = "fc.weight"
+    groups = (("fc",),)
     layer: ClassVar[type[DraftLayer]] = DraftLayer
     config: DFlashConfig
 
@@ -213,14 +209,23 @@ class DFlash(DraftModule):
             embedded_NKH: embeddings of [anchor, mask, ...] per block (see `block_tokens`).
             layout: where the blocks stand; decides positions and the mask.
         """
-        E, theta = self.config.head_dim, self.config.rope_theta
-        context_SH = self.context(aux_SLT)
-        rope_context = rope_table(layout.positions_S(), E, theta)
-        rope_block = rope_table(layout.block_positions_NK(embedded_NKH.shape[1]), E, theta)
-        x_NKH = embedded_NKH
+        rope = rope_table(layout.positions_S(), self.config.head_dim, self.config.rope_theta)
+        source = BlockContext(self.context(aux_SLT), rope, layout)
+        return self.blocks(embedded_NKH, layout.block_positions_NK(embedded_NKH.shape[1]), source)
+
+    def blocks(self, x_NKH: Tensor, positions_NK: Tensor, source: KeySource) -> Tensor:
+        """The layers over embedded blocks at these positions: normed hidden states of the prediction rows."""
+        rope = rope_table(positions_NK, self.config.head_dim, self.config.rope_theta)
         for layer in self.layers:
-            x_NKH = layer(x_NKH, context_SH, layout, rope_block, rope_context)
+            x_NKH = layer(x_NKH, rope, source)
         return self.norm(x_NKH[:, -self.config.gamma :])
+
+    def context_keys_values(self, aux_SLT: Tensor, positions_S: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [S, G, E] of committed tokens at these positions, per layer."""
+        context_SH = self.context(aux_SLT)
+        rope = rope_table(positions_S, self.config.head_dim, self.config.rope_theta)
+        layers = [layer for layer in self.layers if isinstance(layer, DraftLayer)]
+        return [layer.self_attn.keys_values(context_SH, rope) for layer in layers]
 
     def block_tokens(self, anchors_N: Tensor) -> Tensor:
         """[N] anchor tokens -> [N, K] block inputs: the anchor, then masks."""
@@ -239,112 +244,45 @@ class DFlash(DraftModule):
 
 
 # ----------------------------------------------------------------------------
-# A block drafter ready to serve: packed weights, a draft KV cache of committed features, one block per call.
+# A block drafter ready to serve: a draft KV cache of committed features, one block per call.
 #
-#     extend    W_c, norm, then K and V of *all* layers in one matrix product -> appended to each session's cache
-#     propose   one block of K rows per request over [context KV ; block KV] -> sequential walk -> Drafts
+#     extend    W_c, norm, then K and V of every layer -> appended to each session's cache
+#     propose   one block of K rows per request over [context KV ; block KV] -> sampling chain -> drafts
 #
 # Requests share every matrix product; only attention goes one by one. Block keys and values are written behind the
 # context and forgotten: a session's length moves only with committed features.
-# Shapes: R requests, N = R * K rows, T new tokens, L aux layers, K block rows, G kv heads, Q heads, E head dim, S
-# slots.
+# Shapes: R requests, T new tokens, L aux layers, K block rows, H draft hidden.
 # ----------------------------------------------------------------------------
 
 
-class PackedLayer:
-    """One draft layer over rows [N, H]; `attend` turns their fused queries, keys and values into [N, Q * E].
+class DraftSession:
+    """The draft KV caches of one request, one per layer, `length` committed tokens long."""
 
-    Takes a `DraftLayer`, or a module whose parts have the same names.
-    """
-
-    def __init__(self, layer: Any, config: Any) -> None:
-        self.eps = config.rms_norm_eps
-        attn: Projections = layer.self_attn
-        mlp: SwiGLU = layer.mlp
-        self.input_norm = layer.input_layernorm.weight.detach()
-        self.qkv = PackedLinear.fused(attn.q_proj, attn.k_proj, attn.v_proj)
-        self.q_norm = attn.q_norm.weight.detach() if attn.qk_norm else None
-        self.k_norm = attn.k_norm.weight.detach() if attn.qk_norm else None
-        self.o = PackedLinear.fused(attn.o_proj)
-        self.post_norm = layer.post_attention_layernorm.weight.detach()
-        self.gate_up = PackedLinear.fused(mlp.gate_proj, mlp.up_proj)
-        self.down = PackedLinear.fused(mlp.down_proj)
-
-    def normed(self, x_NH: Tensor, weight_H: Tensor) -> Tensor:
-        return F.rms_norm(x_NH, x_NH.shape[-1:], weight_H, self.eps)
-
-    def mlp(self, x_NH: Tensor) -> Tensor:
-        gate, up = self.gate_up(x_NH).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up))
-
-    def __call__(self, x_NH: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        x_NH = x_NH + self.o(attend(self.qkv(self.normed(x_NH, self.input_norm))))
-        return x_NH + self.mlp(self.normed(x_NH, self.post_norm))
+    def __init__(self, config: Any, layers: int, slots: int, device: torch.device) -> None:
+        self.layers = [DraftKV(config, slots, device) for _ in range(layers)]
+        self.length = 0
 
 
-class PackedDrafter:
-    """Serves one drafter for one target. Weights are copied; train the module, then build this again."""
+class BlockDrafter(ModuleDrafter[DFlash]):
+    """Serves DFlash or DSpark for one target."""
 
-    layer: ClassVar[type[PackedLayer]] = PackedLayer
-
-    def __init__(self, drafter: DFlash, target: Target, serving: Serving = WEIGHTS_ALONE) -> None:
-        config = drafter.config
-        check_fits(config, target)
-        serving.check(config)
-        # A copy on the target's device and in float32: heads and distributions need it, and drafters are small.
-        drafter = copy.deepcopy(drafter).to(target.device, torch.float32)
-        self.config, self.drafter = config, drafter
-        self.aux_layers, self.gamma, self.attention_patterns = (
-            tuple(config.target_layer_ids),
-            config.gamma,
-            config.attention_patterns,
-        )
-        self.embed_VH, self.embed_scale = serving.embedding(target), target.embed_scale
-        self.head = capped(serving.head(target), config.output_multiplier, config.final_logit_softcapping)
-        folded = drafter.folded_state_dict()
-        self.fc = PackedLinear(folded["fc.weight"])
-        self.hidden_norm, self.norm = folded["hidden_norm.weight"], folded["norm.weight"]
-        layers = [layer for layer in drafter.layers if isinstance(layer, DraftLayer)]
-        self.layers = [self.layer(layer, config) for layer in layers]
-        self.context_kv = PackedLinear.fused(
-            *[proj for layer in layers for proj in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
-        )
-        # As far as the *target* reads, whatever the drafter's own config says.
-        positions = torch.arange(target.max_context + config.block_size, device=target.device)
-        self.rope = rope_table(positions, config.head_dim, config.rope_theta)
-        masks = [config.mask_token_id] * (config.block_size - 1)
-        self.masks_M = torch.tensor(masks, dtype=torch.long, device=target.device)
-        sequential = getattr(drafter, "markov_head", None)
-        confidence = getattr(drafter, "confidence_head", None)
-        self.heads = serving.chain_heads(target, sequential, confidence)
+    def __init__(self, module: DFlash, target: Target, serving: Serving = WEIGHTS_ALONE) -> None:
+        super().__init__(module, target, serving)
+        config = module.config
+        self.head = capped(self.head, config.output_multiplier, config.final_logit_softcapping)
 
     def new_session(self, capacity: int) -> DraftSession:
-        """An empty draft KV cache for one request of at most `capacity` committed tokens."""
-        return DraftSession(self, capacity)
-
-    def features(self, aux_TLD: Tensor, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Context keys and values [T, G, E] per layer for committed tokens at these positions."""
-        T, G, E, eps = len(aux_TLD), self.config.num_key_value_heads, self.config.head_dim, self.config.rms_norm_eps
-        context_TH = F.rms_norm(
-            self.fc(aux_TLD.reshape(T, -1).float()), (self.config.hidden_size,), self.hidden_norm, eps
-        )
-        kv = self.context_kv(context_TH).view(T, len(self.layers), 2, G, E)
-        cos, sin = (table[positions_T] for table in self.rope)
-        return [
-            (rotate(F.rms_norm(kv[:, i, 0], (E,), layer.k_norm, eps), cos, sin), kv[:, i, 1])
-            for i, layer in enumerate(self.layers)
-        ]
+        """Empty draft KV caches for one request of at most `capacity` committed tokens."""
+        config = self.config
+        return DraftSession(config, config.num_hidden_layers, capacity + config.block_size, self.device)
 
     def extend(self, sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
-        """Append the features of newly committed tokens (raw aux hidden states [T, L, target hidden], session after
-        session).
-        """
+        """Append the features of newly committed tokens (raw aux hidden states [T, L, H], session after session)."""
         assert aux_TLD is not None
         counts = [len(part) for part in tokens]
-        positions = [
-            torch.arange(s.length, s.length + n, device=aux_TLD.device) for s, n in zip(sessions, counts, strict=True)
-        ]
-        for i, (k, v) in enumerate(self.features(aux_TLD, torch.cat(positions))):
+        starts = [session.length for session in sessions]
+        positions = [torch.arange(s, s + n, device=self.device) for s, n in zip(starts, counts, strict=True)]
+        for i, (k, v) in enumerate(self.module.context_keys_values(aux_TLD.float(), torch.cat(positions))):
             for session, keys, values in zip(sessions, k.split(counts), v.split(counts), strict=True):
                 session.layers[i].write(session.length, keys, values)
         for session, count in zip(sessions, counts, strict=True):
@@ -352,31 +290,11 @@ class PackedDrafter:
 
     def block_hidden(self, sessions: Sequence[DraftSession], anchors: Sequence[int]) -> Tensor:
         """One block pass: normed hidden states of the prediction rows, [R, gamma, H]. No cache grows."""
-        config, R = self.config, len(sessions)
-        K, G, E, eps = config.block_size, config.num_key_value_heads, config.head_dim, config.rms_norm_eps
-        heads, device = config.num_attention_heads, self.embed_VH.device
-        anchors_R1 = torch.tensor(anchors, device=device)[:, None]
-        x = F.embedding(torch.cat((anchors_R1, self.masks_M.expand(R, -1)), dim=1).flatten(), self.embed_VH).float()
-        if self.embed_scale != 1.0:
-            x = x * self.embed_scale
-        starts_R = torch.tensor([session.length for session in sessions], device=device)
-        positions_N = (starts_R[:, None] + torch.arange(K, device=device)).flatten()
-        cos, sin = (table[positions_N] for table in self.rope)
-        seen = [session.visible() for session in sessions]
-
-        def attend(i: int, qkv: Tensor) -> Tensor:
-            q, k, v = qkv.view(R * K, -1, E).split((heads, G, G), dim=1)
-            q = rotate(F.rms_norm(q, (E,), self.layers[i].q_norm, eps), cos, sin)
-            k = rotate(F.rms_norm(k, (E,), self.layers[i].k_norm, eps), cos, sin)
-            rows = zip(q.split(K), k.split(K), v.split(K), strict=True)
-            parts = zip(sessions, seen, rows, strict=True)
-            return torch.cat(
-                [session.attend(i, *own, visible[self.attention_patterns[i]]) for session, visible, own in parts]
-            )
-
-        for i, layer in enumerate(self.layers):
-            x = layer(x, partial(attend, i))
-        return F.rms_norm(x.view(R, K, -1)[:, -config.gamma :], x.shape[-1:], self.norm, eps)
+        K, lengths = self.config.block_size, [session.length for session in sessions]
+        source = CachedKeys([session.layers for session in sessions], lengths, [K] * len(sessions))
+        tokens_RK = self.module.block_tokens(torch.tensor(anchors, device=self.device))
+        positions_RK = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(K, device=self.device)
+        return self.module.blocks(self.embed(tokens_RK), positions_RK, source)
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """Draft for every call, gamma tokens each at most, while c_k is at least `min_confidence`."""
@@ -384,26 +302,6 @@ class PackedDrafter:
         return sample_chain(
             self.head, hidden_RKH[:, : longest_draft(calls, self.gamma)], calls, self.heads, min_confidence
         )
-
-
-class DraftSession:
-    """The draft KV cache of one request: `length` committed features, then room for one block."""
-
-    def __init__(self, packed: PackedDrafter, capacity: int) -> None:
-        config = packed.config
-        self.block, self.attention_patterns = config.block_size, set(packed.attention_patterns)
-        self.layers = [DraftKV(config, capacity + config.block_size, packed.hidden_norm) for _ in packed.layers]
-        self.length = 0
-
-    def visible(self) -> dict[AttentionPattern, Tensor | None]:
-        """What the rows of a block see, [K, S], for every kind of layer; None: everything."""
-        device = self.layers[0].keys_GSE.device
-        return {pattern: serving_mask(pattern, self.length, self.block, device) for pattern in self.attention_patterns}
-
-    def attend(self, layer: int, q_KQE: Tensor, k_KGE: Tensor, v_KGE: Tensor, visible_KS: Tensor | None) -> Tensor:
-        """A block over the context and itself, [K, Q * E]."""
-        self.layers[layer].write(self.length, k_KGE, v_KGE)
-        return self.layers[layer].attend(q_KQE, self.length + self.block, visible_KS)
 
 
 # ----------------------------------------------------------------------------
@@ -501,4 +399,4 @@ def initialize_block(drafter: DFlash, target: Target, documents: Sequence[Sequen
     drafter.hidden_norm.weight.copy_(full_tensor(source[0].input_layernorm.weight))
 
 
-DFLASH = Method("dflash", DFlashSection, _dflash_config, DFlashConfig, DFlash, PackedDrafter, initialize_block)
+DFLASH = Method("dflash", DFlashSection, _dflash_config, DFlashConfig, DFlash, BlockDrafter, initialize_block)

@@ -27,17 +27,17 @@ from torch import Tensor, nn
 from outrider.drafters.base import BlockInputs, DraftCall, DraftRows, Method, longest_draft
 from outrider.drafters.chain import BlockRows, sample_rows
 from outrider.drafters.dflash import (
+    BlockDrafter,
     BlockSection,
     DFlash,
     DFlashConfig,
     DraftLayer,
-    PackedDrafter,
-    PackedLayer,
     backbone_fields,
     check_layout,
     initialize_block,
 )
 from outrider.drafters.draft import Draft
+from outrider.drafters.layers import KeySource, Rope
 from outrider.target.model import Target
 
 
@@ -200,9 +200,9 @@ class ConvolvedLayer(DraftLayer):
         self.attention_conv = GroupedDynamicConv(*sizes)
         self.mlp_conv = GroupedDynamicConv(*sizes)
 
-    def forward(self, x_NKH: Tensor, context_SH: Tensor, *where: Any) -> Tensor:
+    def forward(self, x_NKH: Tensor, rope: Rope, source: KeySource) -> Tensor:
         x_NKH = x_NKH + convolved(
-            self.attention_conv, self.input_layernorm(x_NKH), lambda y: self.self_attn(y, context_SH, *where)
+            self.attention_conv, self.input_layernorm(x_NKH), lambda y: self.self_attn(y, rope, source)
         )
         return x_NKH + convolved(self.mlp_conv, self.post_attention_layernorm(x_NKH), self.mlp)
 
@@ -236,40 +236,10 @@ class DFlash2(DFlash):
         )
 
 
-# ----------------------------------------------------------------------------
-# DFlash 2 ready to serve: the packed block drafter with convolved layers, and a walk through candidates.
-#
-#     block_hidden   as in drafters/dflash.py; each sublayer between the two sides of its convolution
-#     propose        one head product for the block, its c likeliest tokens a position, then gamma small steps
-#
-# Shapes: N = R * K rows, R requests, K block rows, H draft hidden.
-# ----------------------------------------------------------------------------
+class DFlash2Drafter(BlockDrafter):
+    """Serves one DFlash 2 drafter: the block pass of DFlash, then a walk through the candidates of every position."""
 
-
-class PackedConvolvedLayer(PackedLayer):
-    def __init__(self, layer: DraftLayer, config: DFlashConfig) -> None:
-        super().__init__(layer, config)
-        assert isinstance(layer, ConvolvedLayer)
-        self.attention_conv, self.mlp_conv = layer.attention_conv, layer.mlp_conv
-        self.rows = config.block_size
-
-    def __call__(self, x_NH: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        x_NH = x_NH + self._convolved(
-            self.attention_conv, self.normed(x_NH, self.input_norm), lambda y_NH: self.o(attend(self.qkv(y_NH)))
-        )
-        return x_NH + self._convolved(self.mlp_conv, self.normed(x_NH, self.post_norm), self.mlp)
-
-    def _convolved(self, conv: GroupedDynamicConv, x_NH: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        blocks_RKH = x_NH.unflatten(0, (-1, self.rows))
-        return convolved(conv, blocks_RKH, lambda y: sublayer(y.flatten(0, 1)).view_as(blocks_RKH)).flatten(0, 1)
-
-
-class DFlash2Drafter(PackedDrafter):
-    """Serves one DFlash 2 drafter for one target."""
-
-    layer: ClassVar[type[PackedLayer]] = PackedConvolvedLayer
-    config: DFlash2Config
-    drafter: DFlash2
+    module: DFlash2
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """Draft for every call, gamma tokens each at most, while c_k is at least `min_confidence`."""
@@ -278,7 +248,7 @@ class DFlash2Drafter(PackedDrafter):
         rows = CandidateRows(
             self.head,
             hidden_RKH[:, :longest],
-            self.drafter.candidate_selector,
+            self.module.candidate_selector,
             self.config.selector_top_k,
             self.heads.draft_ids_Vd,
         )

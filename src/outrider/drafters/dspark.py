@@ -16,10 +16,10 @@ from pydantic import Field
 
 from outrider.drafters.base import BlockInputs, DraftRows, Method
 from outrider.drafters.dflash import (
+    BlockDrafter,
     BlockSection,
     DFlash,
     DFlashConfig,
-    PackedDrafter,
     backbone_fields,
     initialize_block,
 )
@@ -74,6 +74,9 @@ class DSpark(DFlash):
             else None
         )
 
+    def chain_heads(self) -> tuple[VanillaMarkov | None, ConfidenceHead | None]:
+        return self.markov_head, self.confidence_head
+
     def rows(self, inputs: BlockInputs) -> DraftRows:
         rows = replace(super().rows(inputs), confidence=self.confidence_head)
         if self.markov_head is None:
@@ -98,4 +101,4 @@ def _dspark_config(section: DSparkSection, target: Target) -> DSparkConfig:
     return DSparkConfig(**backbone_fields(section, target), **{name: getattr(section, name) for name in _HEADS})
 
 
-DSPARK = Method("dspark", DSparkSection, _dspark_config, DSparkConfig, DSpark, PackedDrafter, initialize_block)
+DSPARK = Method("dspark", DSparkSection, _dspark_config, DSparkConfig, DSpark, BlockDrafter, initialize_block)

@@ -25,8 +25,8 @@ Shapes: S context slots, N anchors, X rows, L aux layers, H hidden, Q heads, G k
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -41,23 +41,25 @@ from outrider.drafters.base import (
     DraftRows,
     Method,
     MethodSection,
-    Serving,
-    check_fits,
+    ModuleDrafter,
     longest_draft,
 )
 from outrider.drafters.chain import sample_steps
 from outrider.drafters.draft import Draft, TreeSize, rerank
 from outrider.drafters.layers import (
+    EVERYTHING,
+    Attention,
+    AttentionPattern,
+    CachedKeys,
+    ChainKeys,
     DraftKV,
-    Projections,
+    KeySource,
+    Rope,
     SwiGLU,
     check_heads,
     layer_shapes,
     rope_table,
-    split_attention,
 )
-from outrider.target.lean import rotate
-from outrider.target.linear import PackedLinear
 from outrider.target.model import Target
 
 
@@ -101,12 +103,12 @@ class Eagle3Config:
 class Eagle3Layer(nn.Module):
     """The decoder layer, in the parts that context pairs and drafting rows need."""
 
-    def __init__(self, config: Eagle3Config) -> None:
+    def __init__(self, config: Eagle3Config, pattern: AttentionPattern) -> None:
         super().__init__()
         H, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(H, eps=eps)  # of the embedding
         self.hidden_norm = nn.RMSNorm(H, eps=eps)  # of the feature
-        self.self_attn = Projections(config, 2 * H, config.qk_norm, config.attention_bias)
+        self.self_attn = Attention(config, 2 * H, qk_norm=config.qk_norm, bias=config.attention_bias, pattern=pattern)
         self.post_attention_layernorm = nn.RMSNorm(H, eps=eps)
         self.mlp = SwiGLU(config)
         self.norm_before_residual = config.norm_before_residual
@@ -115,10 +117,11 @@ class Eagle3Layer(nn.Module):
         """u [X, 2 H]"""
         return torch.cat((self.input_layernorm(embedded_XH), self.hidden_norm(feature_XH)), dim=-1)
 
-    def finish(self, feature_XH: Tensor, attended_XQE: Tensor) -> Tensor:
-        """The rest of the layer: h, before the final norm."""
-        residual_XH = self.hidden_norm(feature_XH) if self.norm_before_residual else feature_XH
-        g_XH = residual_XH + self.self_attn.o_proj(attended_XQE.flatten(-2))
+    def forward(self, feature_XH: Tensor, embedded_XH: Tensor, rope: Rope, source: KeySource) -> Tensor:
+        """h [X, H], before the final norm."""
+        pair_XP = self.pair(feature_XH, embedded_XH)
+        residual_XH = pair_XP[..., embedded_XH.shape[-1] :] if self.norm_before_residual else feature_XH
+        g_XH = residual_XH + self.self_attn(pair_XP, rope, source)
         return g_XH + self.mlp(self.post_attention_layernorm(g_XH))
 
 
@@ -127,13 +130,15 @@ class Eagle3(DraftModule):
 
     algorithm: ClassVar[str] = "eagle3"
     aux_weight: str | None = "fc.weight"
+    groups = (("fc",),)
+    pattern: ClassVar[AttentionPattern] = EVERYTHING  # what the rows of one draft see of one another
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
         H = config.hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * H, H, bias=False)
-        self.midlayer = Eagle3Layer(config)
+        self.midlayer = Eagle3Layer(config, self.pattern)
         self.norm = nn.RMSNorm(H, eps=config.rms_norm_eps)
         L, eps = len(config.target_layer_ids), config.rms_norm_eps
         self.input_norm = nn.RMSNorm(L * H, eps=eps) if config.norm_before_fc else None
@@ -153,41 +158,42 @@ class Eagle3(DraftModule):
             aux_SLD = aux_SLD / self.aux_scale_L[:, None]
         return self.fc(aux_SLD.flatten(-2)).float()
 
-    def fed_back(self, state_XH: Tensor, normed_XH: Tensor) -> Tensor:
-        """What takes the place of the next feature: h, before or behind the final norm."""
-        return normed_XH if self.config.norm_output else state_XH
+    def context_keys_values(
+        self, feature_SH: Tensor, embedded_SH: Tensor, positions_S: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [S, G, E] of context pairs, in one product; `positions_S` are those of their tokens."""
+        rope = rope_table(positions_S, self.config.head_dim, self.config.rope_theta)
+        return self.midlayer.self_attn.keys_values(self.midlayer.pair(feature_SH, embedded_SH), rope)
 
-    def context(self, inputs: BlockInputs) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Features [S, H] of the context slots; keys and values [S, G, E] of their pairs, in one product."""
+    def step(
+        self, state_XH: Tensor, embedded_XH: Tensor, positions_X: Tensor, source: KeySource
+    ) -> tuple[Tensor, Tensor]:
+        """Drafting rows: what the head reads, and what takes the place of the next feature (h, or the same)."""
+        rope = rope_table(positions_X, self.config.head_dim, self.config.rope_theta)
+        state_XH = self.midlayer(state_XH, embedded_XH, rope, source)
+        normed_XH = self.norm(state_XH)
+        return normed_XH, normed_XH if self.config.norm_output else state_XH
+
+    def training_context(self, inputs: BlockInputs) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Features [N, H] right before the anchors, and keys and values of the context pairs."""
         feature_SH = self.features(inputs.aux_SLD)
-        pairs_SP = self.midlayer.pair(feature_SH, inputs.embed(inputs.next_tokens_S))
-        rope_S = rope_table(inputs.layout.positions_S() + 1, self.config.head_dim, self.config.rope_theta)
-        return feature_SH, self.midlayer.self_attn.keys_values(pairs_SP, rope_S)
+        embedded_SH = inputs.embed(inputs.next_tokens_S)
+        context = self.context_keys_values(feature_SH, embedded_SH, inputs.layout.positions_S() + 1)
+        return inputs.layout.before_anchors(feature_SH), context
 
     def rows(self, inputs: BlockInputs) -> DraftRows:
         """Keys of the context pairs in one product, then the anchors' chains step by step."""
-        config, layout, layer = self.config, inputs.layout, self.midlayer
-        feature_SH, context = self.context(inputs)
-        # The slot right before an anchor is the pair that the chain begins with: computed there, not seen again here.
-        before = replace(layout, anchors_N=layout.anchors_N - 1)
-        state_NH = layout.before_anchors(feature_SH)
-        own: list[tuple[Tensor, Tensor]] = []
-        hidden = []
-        for k in range(config.gamma):
-            rope_N = rope_table(layout.anchors_N + k, config.head_dim, config.rope_theta)
-            pairs_NP = layer.pair(state_NH, inputs.embed(inputs.previous_NK[:, k]))
-            own.append(layer.self_attn.keys_values(pairs_NP, rope_N))
-            own_k, own_v = (torch.stack(steps, dim=1) for steps in zip(*own, strict=True))
-            query_N1QE = layer.self_attn.queries(pairs_NP, rope_N)[:, None]
-            attended = split_attention(query_N1QE, *context, own_k, own_v, before)
-            state_NH = layer.finish(state_NH, attended[:, 0])
-            hidden.append(self.norm(state_NH))
-            state_NH = self.fed_back(state_NH, hidden[-1])
+        state_NH, context = self.training_context(inputs)
+        source, hidden = ChainKeys(context, inputs.layout), []
+        for k in range(self.config.gamma):
+            embedded_NH = inputs.embed(inputs.previous_NK[:, k])
+            hidden_NH, state_NH = self.step(state_NH, embedded_NH, inputs.layout.anchors_N + k, source)
+            hidden.append(hidden_NH)
         return DraftRows(torch.stack(hidden, dim=1))
 
 
 # ----------------------------------------------------------------------------
-# EAGLE-3 ready to serve: packed weights, a cache of committed pairs, one small pass per draft token.
+# EAGLE-3 ready to serve: a cache of committed pairs, one small pass per draft token.
 #
 #     committed x_0 .. x_{c-1} with features f_0 .. f_{c-1}; the anchor is x_c
 #     pair i = (f_i, x_{i+1}), at the position of its token     pairs 0 .. c-2 are cached, f_{c-1} waits for its token
@@ -196,65 +202,30 @@ class Eagle3(DraftModule):
 #
 # A committed pair costs keys and values alone. Requests share every matrix product; only attention goes one by one.
 #
-# See drafters/eagle3.py for the method. Shapes: R requests, M rows of one request, X = R M rows, T new tokens, L aux
-# layers, H hidden, P = 2 H a pair, Q heads, G kv heads, E head dim.
+# Shapes: R requests, M rows of one request, X = R M rows, T new tokens, L aux layers, H hidden.
 # ----------------------------------------------------------------------------
 
 
 class Eagle3Session:
     """One request: `count` committed tokens, keys and values of their pairs, and the feature that waits for a token."""
 
-    def __init__(self, config: Eagle3Config, slots: int, like: Tensor) -> None:
+    def __init__(self, config: Eagle3Config, slots: int, device: torch.device) -> None:
         self.count = 0
-        self.waiting_H = like.new_zeros(config.hidden_size)  # nothing precedes the first token
-        self.kv = DraftKV(config, slots, like)
+        self.waiting_H = torch.zeros(config.hidden_size, device=device)  # nothing precedes the first token
+        self.kv = DraftKV(config, slots, device)
 
     @property
     def pairs(self) -> int:
         """Committed pairs in the cache."""
         return max(0, self.count - 1)
 
-    def attend(self, q_MQE: Tensor, end: int, drafted_MW: Tensor | None) -> Tensor:
-        """M rows over all committed pairs and, of the slots behind them, those in `drafted_MW`; [M, Q * E]."""
-        visible_MS = None if drafted_MW is None else F.pad(drafted_MW, (self.pairs, 0), value=True)
-        return self.kv.attend(q_MQE, end, visible_MS)
 
-
-class Eagle3Drafter:
-    """Serves one drafter for one target. Weights are copied; train the module, then build this again."""
-
-    def __init__(self, module: Eagle3, target: Target, serving: Serving) -> None:
-        config = module.config
-        check_fits(config, target)
-        serving.check(config)
-        self.config = config
-        self.aux_layers, self.gamma = tuple(config.target_layer_ids), config.gamma
-        self.embed_VH, self.embed_scale = serving.embedding(target), target.embed_scale
-        self.head, self.heads = serving.head(target), serving.chain_heads(target)
-        state = {
-            name: tensor.to(target.device, torch.float32, copy=True)
-            for name, tensor in module.folded_state_dict().items()
-        }
-        layer = "midlayer."
-        attention = layer + "self_attn."
-        self.fc, self.norm = PackedLinear(state["fc.weight"]), state["norm.weight"]
-        self.aux_norms = [state[f"fc_norm.{i}.weight"] for i in range(len(self.aux_layers))] if config.fc_norm else None
-        self.joint_norm = state.get("input_norm.weight")
-        self.input_norm, self.hidden_norm = state[layer + "input_layernorm.weight"], state[layer + "hidden_norm.weight"]
-        self.kv, self.qkv = _joined(state, attention, "kv"), _joined(state, attention, "qkv")
-        self.q_norm, self.k_norm = state.get(attention + "q_norm.weight"), state.get(attention + "k_norm.weight")
-        self.o = PackedLinear(state[attention + "o_proj.weight"], state.get(attention + "o_proj.bias"))
-        self.post_norm = state[layer + "post_attention_layernorm.weight"]
-        self.gate_up = PackedLinear(torch.cat([state[f"{layer}mlp.{name}_proj.weight"] for name in ("gate", "up")]))
-        self.down = PackedLinear(state[layer + "mlp.down_proj.weight"])
+class Eagle3Drafter(ModuleDrafter[Eagle3]):
+    """Serves one EAGLE-3 drafter for one target."""
 
     def new_session(self, capacity: int, drafted: int | None = None) -> Eagle3Session:
         """An empty cache of `capacity` committed tokens and `drafted` rows of one draft (None: those of a chain)."""
-        return Eagle3Session(self.config, capacity + (self.gamma if drafted is None else drafted), self.norm)
-
-    def features(self, aux_TLH: Tensor) -> Tensor:
-        """f [T, H] from raw aux hidden states."""
-        return self.fc(self._normed_aux(aux_TLH.float()).flatten(1))
+        return Eagle3Session(self.config, capacity + (self.gamma if drafted is None else drafted), self.device)
 
     def extend(
         self, sessions: Sequence[Eagle3Session], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None
@@ -263,7 +234,7 @@ class Eagle3Drafter:
         session).
         """
         assert aux_TLD is not None
-        features_TH = self.features(aux_TLD)
+        features_TH = self.module.features(aux_TLD.float())
         states: list[Tensor] = []
         completing: list[Sequence[int]] = []
         waiting_RH: list[Tensor] = []
@@ -275,11 +246,10 @@ class Eagle3Drafter:
             waiting_RH.append(waiting[-1].clone())  # not a view that keeps a prefill alive
         counts = [len(part) for part in completing]
         starts = [session.pairs for session in sessions]
-        flat = [token for part in completing for token in part]
-        kv = self.kv(self._pairs(torch.cat(states), flat)).unflatten(1, (2, -1, self.config.head_dim))
-        new = kv[:, 0] if self.k_norm is None else self._rms(kv[:, 0], self.k_norm)
-        keys = rotate(new, *self._rope([s + 1 + i for s, n in zip(starts, counts, strict=True) for i in range(n)]))
-        for session, start, k, v in zip(sessions, starts, keys.split(counts), kv[:, 1].split(counts), strict=True):
+        positions = [torch.arange(s + 1, s + 1 + n, device=self.device) for s, n in zip(starts, counts, strict=True)]
+        embedded_TH = self.embed([token for part in completing for token in part])
+        keys, values = self.module.context_keys_values(torch.cat(states), embedded_TH, torch.cat(positions))
+        for session, start, k, v in zip(sessions, starts, keys.split(counts), values.split(counts), strict=True):
             session.kv.write(start, k, v)
         for session, part, waiting in zip(sessions, tokens, waiting_RH, strict=True):  # nothing can fail any more
             session.count, session.waiting_H = session.count + len(part), waiting
@@ -295,8 +265,8 @@ class Eagle3Drafter:
 
         def step(k: int, previous: list[int]) -> Tensor:
             nonlocal state_RH
-            state_RH = self.advance(sessions, state_RH, previous, k, k)
-            return self.normed(state_RH)
+            hidden_RH, state_RH = self.advance(sessions, state_RH, previous, depth=k, written=k)
+            return hidden_RH
 
         return sample_steps(self.head, step, longest_draft(calls, self.gamma), calls, self.heads, min_confidence)
 
@@ -305,67 +275,30 @@ class Eagle3Drafter:
         sessions: Sequence[Eagle3Session],
         state_XH: Tensor,
         tokens: Sequence[int],
-        depth: int,
-        written: int,
+        *,
+        depth: int = 0,
+        written: int = 0,
         drafted_RMW: Tensor | None = None,
         spacing: int = 0,
-    ) -> Tensor:
-        """Drafting rows through the layer: h [X, H], as the next row takes it (before the final norm, or behind).
+    ) -> tuple[Tensor, Tensor]:
+        """Drafting rows through the layer: what the head reads and what the next rows take, [X, H] each.
 
         Args:
             state_XH, tokens: the pairs, M per session, session after session.
             depth: drafts between the anchor and these tokens (0: they are anchors).
             written: rows of this draft that are in the cache already, behind the committed pairs.
-            drafted_RMW: which rows of this draft a row sees, itself included (W = written + M); None: all.
+            drafted_RMW: which rows of this draft a row sees, itself included (W = written + M); None: by the pattern.
             spacing: positions from one row of a request to the next: 0 for alternatives, 1 along a chain.
         """
-        Q, G, E = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
-        R, M = len(sessions), len(tokens) // len(sessions)
-        pairs_XP = self._pairs(state_XH, tokens)
-        qkv = self.qkv(pairs_XP).view(R * M, -1, E)
-        qk, v = qkv.split((Q + G, G), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self._rms(qk[:, :Q], self.q_norm), self._rms(qk[:, Q:], self.k_norm)), dim=1)
-        qk = rotate(qk, *self._rope([s.count + depth + m * spacing for s in sessions for m in range(M)]))
-        attended = []
-        for r, session in enumerate(sessions):
-            rows, start = slice(r * M, (r + 1) * M), session.pairs + written
-            session.kv.write(start, qk[rows, Q:], v[rows])
-            attended.append(session.attend(qk[rows, :Q], start + M, None if drafted_RMW is None else drafted_RMW[r]))
-        residual_XH = pairs_XP[:, self.config.hidden_size :] if self.config.norm_before_residual else state_XH
-        x_XH = residual_XH + self.o(torch.cat(attended))
-        gate, up = self.gate_up(self._rms(x_XH, self.post_norm)).chunk(2, dim=-1)
-        x_XH = x_XH + self.down(F.silu(gate).mul_(up))
-        return self._rms(x_XH, self.norm) if self.config.norm_output else x_XH
-
-    def normed(self, state_XH: Tensor) -> Tensor:
-        """What the head reads."""
-        return state_XH if self.config.norm_output else self._rms(state_XH, self.norm)
-
-    def _normed_aux(self, aux_TLH: Tensor) -> Tensor:
-        if self.aux_norms is not None:
-            return torch.stack([self._rms(aux_TLH[:, i], weight) for i, weight in enumerate(self.aux_norms)], dim=1)
-        return aux_TLH if self.joint_norm is None else self._rms(aux_TLH.flatten(1), self.joint_norm)
-
-    def _pairs(self, state_XH: Tensor, tokens: Sequence[int]) -> Tensor:
-        tokens_X = torch.tensor(tokens, dtype=torch.long, device=self.embed_VH.device)
-        embedded_XH = F.embedding(tokens_X, self.embed_VH).float() * self.embed_scale
-        return torch.cat((self._rms(embedded_XH, self.input_norm), self._rms(state_XH, self.hidden_norm)), dim=-1)
-
-    def _rms(self, x_XH: Tensor, weight_H: Tensor) -> Tensor:
-        return F.rms_norm(x_XH, x_XH.shape[-1:], weight_H, self.config.rms_norm_eps)
-
-    def _rope(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        positions_X = torch.tensor(positions, dtype=torch.long, device=self.embed_VH.device)
-        return rope_table(positions_X, self.config.head_dim, self.config.rope_theta)
-
-
-def _joined(state: Mapping[str, Tensor], attention: str, names: str) -> PackedLinear:
-    """One matrix for some of the projections q, k, v; their biases, where they have any."""
-    weights = [state[f"{attention}{name}_proj.weight"] for name in names]
-    biases = [state.get(f"{attention}{name}_proj.bias") for name in names]
-    bias = torch.cat([one for one in biases if one is not None]) if biases[0] is not None else None
-    return PackedLinear(torch.cat(weights), bias)
+        M = len(tokens) // len(sessions)
+        visible = None
+        if drafted_RMW is not None:
+            rows = zip(sessions, drafted_RMW, strict=True)
+            visible = [F.pad(drafted_MW, (session.pairs, 0), value=True) for session, drafted_MW in rows]
+        starts = [session.pairs + written for session in sessions]
+        source = CachedKeys([[session.kv] for session in sessions], starts, [M] * len(sessions), visible)
+        positions = [session.count + depth + m * spacing for session in sessions for m in range(M)]
+        return self.module.step(state_XH, self.embed(tokens), torch.tensor(positions, device=self.device), source)
 
 
 # ----------------------------------------------------------------------------
@@ -470,18 +403,18 @@ class _Growth:
         """Give every row its `top_k` children; they are put down for the requests that want this depth."""
         R, M, H = self.states_RMH.shape
         written = self.seen_RMW.shape[2] - M
-        h_XH = self.drafter.advance(
+        hidden_XH, next_XH = self.drafter.advance(
             self.sessions,
             self.states_RMH.reshape(R * M, H),
             self.tokens_RM.flatten().tolist(),
-            depth,
-            written,
-            self.seen_RMW if depth else None,
+            depth=depth,
+            written=written,
+            drafted_RMW=self.seen_RMW if depth else None,
         )
-        log_probs_XVd = self.drafter.head(self.drafter.normed(h_XH)).log_softmax(-1)
+        log_probs_XVd = self.drafter.head(hidden_XH).log_softmax(-1)
         top_Xk, ids_Xk = log_probs_XVd.topk(min(top_k, log_probs_XVd.shape[-1]), dim=-1)
         ids_Vd = self.drafter.heads.draft_ids_Vd
-        self.outputs_RMH = h_XH.view(R, M, H)
+        self.outputs_RMH = next_XH.view(R, M, H)
         # Rounding must not let a child outlive its parent.
         self.child_scores_RC = (self.scores_RM[..., None] + top_Xk.clamp(max=0.0).view(R, M, -1)).flatten(1)
         self.child_tokens_RC = (ids_Xk if ids_Vd is None else ids_Vd[ids_Xk]).reshape(R, -1)

@@ -22,20 +22,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafters.base import BlockInputs, DraftCall, DraftRows, Method, Serving, longest_draft
+from outrider.drafters.base import BlockInputs, DraftCall, DraftRows, Method, longest_draft
 from outrider.drafters.chain import sample_steps
 from outrider.drafters.draft import Draft
 from outrider.drafters.medusa import (
     HeadsConfig,
+    HeadsDrafter,
     HeadsModule,
     HeadsSection,
-    ServedHeads,
     configure_heads,
-    residual_layers,
     static_tree,
 )
 from outrider.drafters.trees import Level
-from outrider.target.model import Target
 
 _EPS = 1e-6
 
@@ -68,17 +66,12 @@ class Hydra(HeadsModule):
         return DraftRows(torch.stack(heads, dim=1))
 
 
-class HydraDrafter(ServedHeads):
-    """Hydra, ready to serve: one head after the other, the tokens drawn so far in hand."""
-
-    def __init__(self, module: Hydra, target: Target, serving: Serving) -> None:
-        super().__init__(module, target, serving)
-        self.embed_VH, self.embed_scale = serving.embedding(target), target.embed_scale
+class HydraDrafter(HeadsDrafter[Hydra]):
+    """Serves Hydra: one head after the other, the tokens drawn so far in hand."""
 
     def hidden(self, k: int, newest_NH: Tensor, tokens_Nk: Tensor) -> Tensor:
         """h [N, H] of the head that follows the anchor and k drafts, `tokens_Nk` [N, k + 1]."""
-        embedded_NkH = F.embedding(tokens_Nk, self.embed_VH).float() * self.embed_scale
-        return residual_layers(self.layers[k], newest_NH, head_inputs(newest_NH, embedded_NkH))
+        return self.module.blocks[k](newest_NH, head_inputs(newest_NH, self.embed(tokens_Nk)))
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         newest_RH = self.newest(calls)

@@ -11,7 +11,7 @@ Shapes: T rows, S slots read, Q heads, G kv heads, E head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.target.lean import rotate, signed_sin
+from outrider.target.linear import Packable
 from outrider.target.model import Target
 from outrider.utils.distributed import full_tensor
 
@@ -51,12 +52,12 @@ def check_heads(config: HeadShapes) -> None:
 
 
 class DraftKV:
-    """Room for `slots` rows, in the type and on the device of `like`."""
+    """`slots` rows in float32."""
 
-    def __init__(self, config: HeadShapes, slots: int, like: Tensor) -> None:
+    def __init__(self, config: HeadShapes, slots: int, device: torch.device) -> None:
         self.groups = config.num_attention_heads // config.num_key_value_heads
         shape = (config.num_key_value_heads, slots, config.head_dim)
-        self.keys_GSE, self.values_GSE = like.new_empty(shape), like.new_empty(shape)
+        self.keys_GSE, self.values_GSE = torch.empty(shape, device=device), torch.empty(shape, device=device)
 
     def write(self, start: int, k_TGE: Tensor, v_TGE: Tensor) -> None:
         """Put the rows at `start`."""
@@ -64,13 +65,13 @@ class DraftKV:
         self.values_GSE[:, start : start + len(v_TGE)] = v_TGE.transpose(0, 1)
 
     def attend(self, q_TQE: Tensor, end: int, visible_TS: Tensor | None) -> Tensor:
-        """Over the slots before `end`, or those of them that are visible: [T, Q * E]."""
+        """Over the slots before `end`, or those of them that are visible: [T, Q, E]."""
         T, heads, E = q_TQE.shape
         mask = None if visible_TS is None else visible_TS.repeat(self.groups, 1)
         q_GRE = q_TQE.transpose(0, 1).reshape(1, heads // self.groups, -1, E)  # rows: query group x T
         keys, values = self.keys_GSE[None, :, :end], self.values_GSE[None, :, :end]
         out = F.scaled_dot_product_attention(q_GRE, keys, values, attn_mask=mask)
-        return out.view(heads, T, E).transpose(0, 1).reshape(T, heads * E)
+        return out.view(heads, T, E).transpose(0, 1)
 
 
 # ----------------------------------------------------------------------------
@@ -136,7 +137,7 @@ def serving_mask(
     pattern: AttentionPattern, length: int, rows: int, device: torch.device | None = None
 ) -> Tensor | None:
     """What the rows of one block see of `length` context slots and themselves, bool [K, S]; None: everything."""
-    if pattern == EVERYTHING:
+    if pattern == EVERYTHING or (pattern.window is None and rows == 1):
         return None
     slots = torch.arange(length + rows, device=device)
     distance_KS = slots[length:, None] - slots
@@ -247,12 +248,13 @@ def flex_block_attention(
 
 
 # ----------------------------------------------------------------------------
-# The projections of grouped-query attention, for layers whose rows see what their caller decides.
+# Grouped-query attention of draft layers, whose rows see what a key source says.
 #
-#     q = R norm(W_q u)    k = R norm(W_k u)    v = W_v u    out = W_o attended       R: rotation by position
+#     q = R norm(W_q u)    k = R norm(W_k u)    v = W_v u    out = W_o source(q, k, v)      R: rotation by position
 #
 # EAGLE-3's layer reads pairs, 2 H wide, all others read H. `norm` is there, head by head, where `qk_norm` says so.
-# Parameter names are those of checkpoints.
+# Training and serving differ in the source alone: the context of a training batch under its mask, or the KV caches of
+# requests. Parameter names are those of checkpoints.
 #
 # Shapes: X rows, U inputs, H hidden, Q heads, G kv heads, E head dim.
 # ----------------------------------------------------------------------------
@@ -261,13 +263,37 @@ def flex_block_attention(
 Rope = tuple[Tensor, Tensor]  # cos and signed sin, broadcast over heads
 
 
-class Projections(nn.Module):
-    """In the shapes of `config`: hidden_size, head counts, head_dim and rms_norm_eps."""
+class KeySource(Protocol):
+    """Where the keys and values that rows attend to come from."""
 
-    def __init__(self, config: Any, inputs: int, qk_norm: bool, bias: bool = False) -> None:
+    def attend(self, attention: Attention, q_XQE: Tensor, k_XGE: Tensor, v_XGE: Tensor) -> Tensor:
+        """Attention of rows over the source's keys and their own, [X, Q, E]."""
+        ...
+
+
+class Attention(Packable):
+    """Grouped-query attention in the shapes of `config`: hidden_size, head counts, head_dim and rms_norm_eps.
+
+    Args:
+        layer: index of the layer, which key sources know its keys by.
+        pattern: what rows see of the context and of their block.
+    """
+
+    groups = (("q_proj", "k_proj", "v_proj"), ("k_proj", "v_proj"), ("o_proj",))
+
+    def __init__(
+        self,
+        config: Any,
+        inputs: int,
+        *,
+        qk_norm: bool,
+        bias: bool = False,
+        layer: int = 0,
+        pattern: AttentionPattern = EVERYTHING,
+    ) -> None:
         super().__init__()
         E = config.head_dim
-        self.head_dim = E
+        self.head_dim, self.layer, self.pattern = E, layer, pattern
         self.q_proj = nn.Linear(inputs, config.num_attention_heads * E, bias=bias)
         self.k_proj = nn.Linear(inputs, config.num_key_value_heads * E, bias=bias)
         self.v_proj = nn.Linear(inputs, config.num_key_value_heads * E, bias=bias)
@@ -277,14 +303,20 @@ class Projections(nn.Module):
             self.k_norm = nn.RMSNorm(E, eps=config.rms_norm_eps)
         self.qk_norm = qk_norm
 
-    def queries(self, u_XU: Tensor, rope: Rope) -> Tensor:
-        """[X, Q, E]"""
-        return self._rotated(self.q_norm if self.qk_norm else None, self.q_proj(u_XU), rope)
+    def forward(self, u_XU: Tensor, rope: Rope, source: KeySource) -> Tensor:
+        """[X, U] -> [X, H]"""
+        q, k, v = self.outputs(u_XU, "q_proj", "k_proj", "v_proj")
+        q_XQE = self._rotated(self.q_norm if self.qk_norm else None, q, rope)
+        return self.o_proj(source.attend(self, q_XQE, *self._keys_values(k, v, rope)).flatten(-2))
 
     def keys_values(self, u_XU: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """[X, G, E] each."""
-        keys = self._rotated(self.k_norm if self.qk_norm else None, self.k_proj(u_XU), rope)
-        return keys, self.v_proj(u_XU).unflatten(-1, (-1, self.head_dim))
+        """Of rows that are only seen: [X, G, E] each."""
+        k, v = self.outputs(u_XU, "k_proj", "v_proj")
+        return self._keys_values(k, v, rope)
+
+    def _keys_values(self, k: Tensor, v: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        keys = self._rotated(self.k_norm if self.qk_norm else None, k, rope)
+        return keys, v.unflatten(-1, (-1, self.head_dim))
 
     def _rotated(self, norm: nn.RMSNorm | None, x: Tensor, rope: Rope) -> Tensor:
         """Result in x's type: under autocast queries, keys and values must agree.
@@ -296,8 +328,70 @@ class Projections(nn.Module):
         return rotate(heads, *rope).to(x.dtype)
 
 
-class SwiGLU(nn.Module):
+class CachedKeys:
+    """The key source of serving: new rows of several requests over their request's cache and one another.
+
+    Their keys are written behind the cached rows, request by request, and forgotten when others are written there.
+
+    Args:
+        caches: of each request, by layer.
+        starts: rows of each cache that come before the request's new ones.
+        counts: new rows of each request; rows stand request after request.
+        visible: of each request, which of the cached and new rows each new one sees, [count, start + count], or None
+            for all; without it the layer's pattern decides.
+    """
+
+    def __init__(
+        self,
+        caches: Sequence[Sequence[DraftKV]],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        visible: Sequence[Tensor | None] | None = None,
+    ) -> None:
+        self.requests, self.counts, self.visible = list(zip(caches, starts, strict=True)), list(counts), visible
+        self._masks: dict[AttentionPattern, Sequence[Tensor | None]] = {}
+
+    def attend(self, attention: Attention, q_XQE: Tensor, k_XGE: Tensor, v_XGE: Tensor) -> Tensor:
+        parts = zip(*(x.flatten(0, -3).split(self.counts) for x in (q_XQE, k_XGE, v_XGE)), strict=True)
+        masks, attended = self._visible(attention.pattern, q_XQE.device), []
+        for (caches, start), mask, (q, k, v) in zip(self.requests, masks, parts, strict=True):
+            kv = caches[attention.layer]
+            kv.write(start, k, v)
+            attended.append(kv.attend(q, start + len(q), mask))
+        return torch.cat(attended).view(q_XQE.shape)
+
+    def _visible(self, pattern: AttentionPattern, device: torch.device) -> Sequence[Tensor | None]:
+        if self.visible is not None:
+            return self.visible
+        if pattern not in self._masks:
+            rows = zip(self.requests, self.counts, strict=True)
+            self._masks[pattern] = [serving_mask(pattern, start, count, device) for (_, start), count in rows]
+        return self._masks[pattern]
+
+
+class ChainKeys:
+    """The key source of training chains, one row of every anchor at a time: the context and the chain so far.
+
+    The slot right before an anchor is the pair that its chain begins with: it is computed there and not seen here.
+
+    Args:
+        context: keys and values of the context slots, [S, G, E] each.
+    """
+
+    def __init__(self, context: tuple[Tensor, Tensor], layout: BlockLayout) -> None:
+        self.context, self.layout = context, replace(layout, anchors_N=layout.anchors_N - 1)
+        self.chain: list[tuple[Tensor, Tensor]] = []
+
+    def attend(self, attention: Attention, q_NQE: Tensor, k_NGE: Tensor, v_NGE: Tensor) -> Tensor:
+        self.chain.append((k_NGE, v_NGE))
+        own_k, own_v = (torch.stack(rows, dim=1) for rows in zip(*self.chain, strict=True))
+        return split_attention(q_NQE[:, None], *self.context, own_k, own_v, self.layout)[:, 0]
+
+
+class SwiGLU(Packable):
     """The MLP of every draft layer; `config` has hidden_size and intermediate_size."""
+
+    groups = (("gate_proj", "up_proj"), ("down_proj",))
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -306,7 +400,8 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.outputs(x, "gate_proj", "up_proj")
+        return self.down_proj(F.silu(gate) * up)
 
 
 def rope_table(positions: Tensor, head_dim: int, theta: float) -> Rope:

@@ -20,9 +20,9 @@ Shapes: R requests, N anchors, T new tokens, S context slots, L = 1 aux layer, K
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,20 +30,21 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from outrider.drafters.base import (
+    WEIGHTS_ALONE,
     BlockInputs,
     DraftCall,
     DraftModule,
     DraftRows,
     Method,
     MethodSection,
+    ModuleDrafter,
     Serving,
-    check_fits,
     longest_draft,
 )
 from outrider.drafters.chain import sample_chain, sample_steps
 from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.trees import CandidateTree, Level, assumed_accuracy, best_tree, draw_trees
-from outrider.target.linear import PackedLinear
+from outrider.target.linear import Packable
 from outrider.target.model import Target
 
 
@@ -93,26 +94,24 @@ def configure_heads(section: HeadsSection, target: Target) -> HeadsConfig:
     )
 
 
-class DraftHead(nn.Module):
+class DraftHead(Packable):
     """The residual layers of one head. Zero weights make it hand on its hidden state: it starts as the LM head."""
 
     def __init__(self, inputs: int, hidden_size: int, num_layers: int) -> None:
         super().__init__()
         sizes = [inputs] + [hidden_size] * (num_layers - 1)
         self.layers = nn.ModuleList(nn.Linear(size, hidden_size) for size in sizes)
+        self.groups = tuple((f"layers.{i}",) for i in range(num_layers))
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
     def forward(self, hidden_NH: Tensor, inputs_NZ: Tensor) -> Tensor:
-        return residual_layers(list(self.layers), hidden_NH, inputs_NZ)
-
-
-def residual_layers(layers: Sequence[Callable[[Tensor], Tensor]], hidden_NH: Tensor, inputs_NZ: Tensor) -> Tensor:
-    """The formula of the module's docstring; the residual stream keeps the type of `hidden_NH`."""
-    x_NH = hidden_NH + F.silu(layers[0](inputs_NZ))
-    for layer in layers[1:]:
-        x_NH = x_NH + F.silu(layer(x_NH))
-    return x_NH
+        """The formula of the module's docstring; the residual stream keeps the type of `hidden_NH`."""
+        x_NH, inputs = hidden_NH, inputs_NZ
+        for layer in self.layers:
+            x_NH = x_NH + F.silu(layer(inputs))
+            inputs = x_NH
+        return x_NH
 
 
 class HeadsModule(DraftModule):
@@ -126,6 +125,9 @@ class HeadsModule(DraftModule):
         self.blocks = nn.ModuleList(DraftHead(size, config.hidden_size, config.num_layers) for size in inputs)
 
 
+H = TypeVar("H", bound=HeadsModule)
+
+
 class LastHidden:
     """The memory of one request: the last hidden state of its newest committed token but the anchor."""
 
@@ -133,31 +135,8 @@ class LastHidden:
         self.hidden_H = torch.zeros(hidden_size, device=device)
 
 
-class ServedHeads(ABC):
-    """The serving side: no cache, one vector per request.
-
-    Weights are copied; train the module, then build this again.
-    """
-
-    def __init__(self, module: HeadsModule, target: Target, serving: Serving) -> None:
-        config = module.config
-        check_fits(config, target, module.reads_final_layer)
-        serving.check(config)
-        self.config = config
-        self.aux_layers, self.gamma, self.accuracy = config.target_layer_ids, config.gamma, serving.accuracy
-        self.device = target.device
-        self.head, self.heads = serving.head(target), serving.chain_heads(target)
-        state = {
-            name: tensor.to(target.device, torch.float32, copy=True)
-            for name, tensor in module.folded_state_dict().items()
-        }
-        self.layers = [
-            [
-                PackedLinear(state[f"blocks.{k}.layers.{i}.weight"], state[f"blocks.{k}.layers.{i}.bias"])
-                for i in range(config.num_layers)
-            ]
-            for k in range(config.num_heads)
-        ]
+class HeadsDrafter(ModuleDrafter[H], ABC):
+    """Serves draft heads: no cache, one vector per request."""
 
     def new_session(self, capacity: int) -> LastHidden:
         return LastHidden(self.config.hidden_size, self.device)
@@ -207,7 +186,7 @@ class StaticTreeDrafter:
         ValueError: the tree is deeper than there are heads, or wider than the draft vocabulary.
     """
 
-    def __init__(self, drafter: ServedHeads, tree: CandidateTree) -> None:
+    def __init__(self, drafter: HeadsDrafter, tree: CandidateTree) -> None:
         vocab = drafter.config.draft_vocab_size
         if tree.depth > drafter.gamma or tree.width > vocab:
             raise ValueError(
@@ -248,7 +227,7 @@ def _chosen(tree: CandidateTree, tokens: list[int], call: DraftCall) -> Draft:
     return Draft([tokens[i] for i in fitting], kept.parents)
 
 
-def static_tree(drafter: ServedHeads, size: TreeSize) -> StaticTreeDrafter:
+def static_tree(drafter: HeadsDrafter, size: TreeSize) -> StaticTreeDrafter:
     """The best tree of so many nodes for the drafter's accuracies, or for assumed ones where nobody has measured them.
 
     Raises:
@@ -291,26 +270,24 @@ class Medusa(HeadsModule):
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config, [config.hidden_size] * config.num_heads)
 
+    def hidden(self, feature_NH: Tensor, heads: int) -> Tensor:
+        """Hidden states of the first heads, [N, heads, H]."""
+        return torch.stack([head(feature_NH, feature_NH) for head in self.blocks[:heads]], dim=1)
+
     def rows(self, inputs: BlockInputs) -> DraftRows:
-        hidden_NH = inputs.layout.before_anchors(inputs.aux_SLD[:, -1])
-        return DraftRows(torch.stack([head(hidden_NH, hidden_NH) for head in self.blocks], dim=1))
+        return DraftRows(self.hidden(inputs.layout.before_anchors(inputs.aux_SLD[:, -1]), self.config.num_heads))
 
 
-class MedusaDrafter(ServedHeads):
-    """Medusa, ready to serve. `own_heads`: an LM head for each draft head, in checkpoints of the release; else none."""
+class MedusaDrafter(HeadsDrafter[Medusa]):
+    """Serves Medusa. `own_heads`: an LM head for each draft head, in checkpoints of the release; else none."""
 
-    def __init__(self, module: Medusa, target: Target, serving: Serving) -> None:
+    def __init__(self, module: Medusa, target: Target, serving: Serving = WEIGHTS_ALONE) -> None:
         super().__init__(module, target, serving)
         several = serving.head_VdH is not None and serving.head_VdH.dim() == 3
         self.own_heads = [serving.head(target, k) for k in range(self.gamma)] if several else []
 
-    def hidden(self, calls: Sequence[DraftCall], heads: int) -> Tensor:
-        """Hidden states of the first heads, [R, heads, H]."""
-        newest_RH = self.newest(calls)
-        return torch.stack([residual_layers(layers, newest_RH, newest_RH) for layers in self.layers[:heads]], dim=1)
-
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
-        hidden_RKH = self.hidden(calls, longest_draft(calls, self.gamma))
+        hidden_RKH = self.module.hidden(self.newest(calls), longest_draft(calls, self.gamma))
         if not self.own_heads:
             return sample_chain(self.head, hidden_RKH, calls, self.heads, min_confidence)
         position = 0
@@ -327,7 +304,7 @@ class MedusaDrafter(ServedHeads):
 
     def levels(self, calls: Sequence[DraftCall], depth: int) -> Level:
         """Heads do not see tokens: one row per request and depth, whatever the paths."""
-        hidden_RKH = self.hidden(calls, depth)
+        hidden_RKH = self.module.hidden(self.newest(calls), depth)
         if self.own_heads:
             logits_RKVd = torch.stack([self.own_heads[k](hidden_RKH[:, k]) for k in range(depth)], dim=1)
         else:

@@ -28,9 +28,8 @@ Shapes: S context slots, N anchors, K = gamma draft positions, H hidden, Q heads
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -45,26 +44,26 @@ from outrider.drafters.base import (
     DraftRows,
     Method,
     MethodSection,
-    Serving,
-    check_fits,
+    ModuleDrafter,
     longest_draft,
 )
 from outrider.drafters.chain import sample_steps
-from outrider.drafters.dflash import PackedLayer
 from outrider.drafters.draft import Draft
 from outrider.drafters.layers import (
+    Attention,
+    AttentionPattern,
+    CachedKeys,
+    ChainKeys,
     DraftKV,
-    Projections,
+    KeySource,
     Rope,
     SwiGLU,
     check_heads,
     copy_target_layers,
     layer_shapes,
     rope_table,
-    split_attention,
 )
-from outrider.target.lean import rotate
-from outrider.target.linear import PackedLinear
+from outrider.target.linear import Packable
 from outrider.target.model import Target
 
 
@@ -101,17 +100,21 @@ class MTPConfig:
             )
 
 
-class MTPModule(nn.Module):
+class MTPModule(Packable):
     """One depth: the projection of [embedding; state], one transformer layer, and the norm the head reads behind."""
 
-    def __init__(self, config: MTPConfig) -> None:
+    groups = (("eh_proj",),)
+
+    def __init__(self, config: MTPConfig, depth: int) -> None:
         super().__init__()
         H, eps = config.hidden_size, config.rms_norm_eps
         self.enorm = nn.RMSNorm(H, eps=eps)
         self.hnorm = nn.RMSNorm(H, eps=eps)
         self.eh_proj = nn.Linear(2 * H, H, bias=False)
         self.input_layernorm = nn.RMSNorm(H, eps=eps)
-        self.self_attn = Projections(config, H, config.qk_norm)
+        self.self_attn = Attention(
+            config, H, qk_norm=config.qk_norm, layer=depth, pattern=AttentionPattern(causal=True)
+        )
         self.post_attention_layernorm = nn.RMSNorm(H, eps=eps)
         self.mlp = SwiGLU(config)
         self.norm = nn.RMSNorm(H, eps=eps)
@@ -120,16 +123,32 @@ class MTPModule(nn.Module):
         """u: what the layer reads; float32 also under autocast, as every residual stream here."""
         return self.eh_proj(torch.cat((self.enorm(embedded_XH), self.hnorm(state_XH)), dim=-1)).float()
 
-    def queries(self, u_XH: Tensor, rope: Rope) -> Tensor:
-        return self.self_attn.queries(self.input_layernorm(u_XH), rope)
-
-    def keys_values(self, u_XH: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        return self.self_attn.keys_values(self.input_layernorm(u_XH), rope)
-
-    def finish(self, u_XH: Tensor, attended_XQE: Tensor) -> Tensor:
-        """The rest of the layer: h, behind its norm."""
-        x_XH = u_XH + self.self_attn.o_proj(attended_XQE.flatten(-2))
+    def forward(self, state_XH: Tensor, embedded_XH: Tensor, rope: Rope, source: KeySource) -> Tensor:
+        """h, behind its norm."""
+        u_XH = self.combine(state_XH, embedded_XH)
+        x_XH = u_XH + self.self_attn(self.input_layernorm(u_XH), rope, source)
         return self.norm(x_XH + self.mlp(self.post_attention_layernorm(x_XH)))
+
+    def keys_values(self, state_XH: Tensor, embedded_XH: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Of rows whose h nobody reads, [X, G, E] each."""
+        return self.self_attn.keys_values(self.input_layernorm(self.combine(state_XH, embedded_XH)), rope)
+
+
+class CausalKeys:
+    """The key source of whole sequences, concatenated: each row sees those before it in its own."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+
+    def attend(self, attention: Attention, q_SQE: Tensor, k_SGE: Tensor, v_SGE: Tensor) -> Tensor:
+        """[S, Q, E]; the keys and values are kept in `seen`."""
+        self.seen = k_SGE, v_SGE
+        sequences = zip(*(x.transpose(0, 1).split(self.lengths, dim=1) for x in (q_SQE, k_SGE, v_SGE)), strict=True)
+        attended = [
+            F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+            for q, k, v in sequences
+        ]
+        return torch.cat(attended, dim=1).transpose(0, 1)
 
 
 class MTP(DraftModule):
@@ -141,7 +160,7 @@ class MTP(DraftModule):
 
     def __init__(self, config: MTPConfig) -> None:
         super().__init__(config)
-        self.depths = nn.ModuleList(MTPModule(config) for _ in range(config.num_modules))
+        self.depths = nn.ModuleList(MTPModule(config, depth) for depth in range(config.num_modules))
 
     def module(self, depth: int) -> MTPModule:
         """What drafts token `depth` (from 0)."""
@@ -157,7 +176,6 @@ class MTP(DraftModule):
         """
         config, layout = self.config, inputs.layout
         modules, E, theta = len(self.depths), config.head_dim, config.rope_theta
-        before = replace(layout, anchors_N=layout.anchors_N - 1)
         rope_S = rope_table(layout.positions_S() + 1, E, theta)  # a pair stands where its token does
         state_SH = inputs.aux_SLD[:, 0]
         state_NH = layout.before_anchors(state_SH)
@@ -165,18 +183,16 @@ class MTP(DraftModule):
         for k in range(config.gamma):
             module = self.module(k)
             if k < modules:
-                u_SH = module.combine(state_SH, inputs.embed(_tokens_ahead(inputs, k)))
-                context = module.keys_values(u_SH, rope_S)
-                own: list[tuple[Tensor, Tensor]] = []
+                embedded_SH = inputs.embed(_tokens_ahead(inputs, k))
                 if k + 1 < modules:
-                    state_SH = module.finish(u_SH, _causal(module.queries(u_SH, rope_S), *context, layout.lengths))
-            u_NH = module.combine(state_NH, inputs.embed(inputs.previous_NK[:, k]))
+                    causal = CausalKeys(layout.lengths)
+                    state_SH = module(state_SH, embedded_SH, rope_S, causal)
+                    context = causal.seen
+                else:
+                    context = module.keys_values(state_SH, embedded_SH, rope_S)
+                source = ChainKeys(context, layout)
             rope_N = rope_table(layout.anchors_N + max(0, k + 1 - modules), E, theta)
-            own.append(module.keys_values(u_NH, rope_N))
-            own_k, own_v = (torch.stack(rows, dim=1) for rows in zip(*own, strict=True))
-            query_N1QE = module.queries(u_NH, rope_N)[:, None]
-            attended = split_attention(query_N1QE, *context, own_k, own_v, before)
-            state_NH = module.finish(u_NH, attended[:, 0])
+            state_NH = module(state_NH, inputs.embed(inputs.previous_NK[:, k]), rope_N, source)
             hidden.append(state_NH)
         return DraftRows(torch.stack(hidden, dim=1))
 
@@ -191,16 +207,6 @@ def _tokens_ahead(inputs: BlockInputs, more: int) -> Tensor:
     return torch.cat(
         [torch.cat((part, inputs.previous_NK[n, 1 : 1 + more]))[more:] for part, n in zip(parts, last, strict=True)]
     )
-
-
-def _causal(q_SQE: Tensor, k_SGE: Tensor, v_SGE: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Causal attention inside each sequence, [S, Q, E]."""
-    sequences = zip(*(x.transpose(0, 1).split(list(lengths), dim=1) for x in (q_SQE, k_SGE, v_SGE)), strict=True)
-    seen = [
-        F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
-        for q, k, v in sequences
-    ]
-    return torch.cat(seen, dim=1).transpose(0, 1)
 
 
 # ----------------------------------------------------------------------------
@@ -222,18 +228,10 @@ def _causal(q_SQE: Tensor, k_SGE: Tensor, v_SGE: Tensor, lengths: Sequence[int])
 class MTPSession:
     """One request: `count` committed tokens and, per depth, keys, values and the states that wait for a token."""
 
-    def __init__(self, config: MTPConfig, capacity: int, like: Tensor) -> None:
+    def __init__(self, config: MTPConfig, capacity: int, device: torch.device) -> None:
         self.count = 0
-        self.depths = [DraftKV(config, capacity + config.gamma, like) for _ in range(config.num_modules)]
-        self.waiting = [like.new_empty(0, config.hidden_size) for _ in range(config.num_modules)]
-
-    def attend(self, depth: int, start: int, q_mQE: Tensor) -> Tensor:
-        """The rows from `start` on over themselves and all before them, causally: [m, Q * E]."""
-        end, visible_mS = start + len(q_mQE), None
-        if len(q_mQE) > 1:
-            rows_m1 = torch.arange(start, end, device=q_mQE.device)[:, None]
-            visible_mS = torch.arange(end, device=q_mQE.device) <= rows_m1
-        return self.depths[depth].attend(q_mQE, end, visible_mS)
+        self.depths = [DraftKV(config, capacity + config.gamma, device) for _ in range(config.num_modules)]
+        self.waiting = [torch.empty(0, config.hidden_size, device=device) for _ in range(config.num_modules)]
 
 
 @dataclass(frozen=True)
@@ -246,33 +244,12 @@ class _Rows:
     position: int
 
 
-class _PackedModule(PackedLayer):
-    def __init__(self, module: MTPModule, config: MTPConfig) -> None:
-        super().__init__(module, config)
-        self.enorm, self.hnorm = module.enorm.weight.detach(), module.hnorm.weight.detach()
-        self.eh = PackedLinear.fused(module.eh_proj)
-        self.norm = module.norm.weight.detach()
-
-
-class MTPDrafter:
-    """Serves MTP for one target. Weights are copied; train the module, then build this again."""
-
-    def __init__(self, drafter: MTP, target: Target, serving: Serving) -> None:
-        config = drafter.config
-        check_fits(config, target, final=True)
-        serving.check(config)
-        drafter = copy.deepcopy(drafter).to(target.device, torch.float32)  # heads and distributions need float32
-        self.config = config
-        self.aux_layers, self.gamma = tuple(config.target_layer_ids), config.gamma
-        self.modules = [_PackedModule(drafter.module(k), config) for k in range(config.num_modules)]
-        self.embed_VH, self.embed_scale = serving.embedding(target), target.embed_scale
-        self.head, self.heads = serving.head(target), serving.chain_heads(target)
-        positions = torch.arange(target.max_context + config.gamma + 1, device=target.device)
-        self.rope = rope_table(positions, config.head_dim, config.rope_theta)
+class MTPDrafter(ModuleDrafter[MTP]):
+    """Serves MTP for one target."""
 
     def new_session(self, capacity: int) -> MTPSession:
         """Empty caches for one request of at most `capacity` committed tokens."""
-        return MTPSession(self.config, capacity, self.modules[0].norm)
+        return MTPSession(self.config, capacity, self.device)
 
     def extend(self, sessions: Sequence[MTPSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         """Take newly committed tokens: each depth caches the rows that they complete (aux hidden states: [T, 1, H])."""
@@ -307,7 +284,7 @@ class MTPDrafter:
         """
         sessions: list[MTPSession] = [call.session for call in calls]
         chains: list[list[int]] = [[] for _ in calls]
-        states = [self.modules[0].norm.new_zeros(0, self.config.hidden_size)] * len(calls)
+        states = [torch.zeros(0, self.config.hidden_size, device=self.device)] * len(calls)
 
         def step(k: int, previous: list[int]) -> Tensor:
             nonlocal states
@@ -326,7 +303,7 @@ class MTPDrafter:
             state_mH = torch.cat((session.waiting[k], state_mH))[-k - 1 :]
         rows = state_mH[-1:] if further else state_mH
         if not len(rows):  # nothing is committed before the anchor: the state before the text is zero
-            rows = self.modules[0].norm.new_zeros(1, self.config.hidden_size)
+            rows = torch.zeros(1, self.config.hidden_size, device=self.device)
         end = max(1, session.count) + further
         return _Rows(rows, chain[len(chain) - len(rows) :], end - len(rows), session.count + further + 1 - len(rows))
 
@@ -334,31 +311,20 @@ class MTPDrafter:
         self, depth: int, sessions: Sequence[MTPSession], rows: Sequence[_Rows], keys_only: bool = False
     ) -> list[Tensor]:
         """Rows of one depth through its module, their keys into the caches: h [m, H] per request."""
-        config, module, counts = self.config, self.modules[depth], [len(part.tokens) for part in rows]
-        Q, G, E, eps = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps
-        device = self.embed_VH.device
-        tokens_T = torch.tensor([token for part in rows for token in part.tokens], dtype=torch.long, device=device)
-        positions_T = torch.cat([torch.arange(p.position, p.position + n) for p, n in zip(rows, counts, strict=True)])
-        embedded_TH = F.embedding(tokens_T, self.embed_VH).float() * self.embed_scale
-        state_TH = module.normed(torch.cat([part.state_mH for part in rows]), module.hnorm)
-        u_TH = module.eh(torch.cat((module.normed(embedded_TH, module.enorm), state_TH), dim=-1))
-        qkv = module.qkv(module.normed(u_TH, module.input_norm)).view(len(tokens_T), Q + 2 * G, E)
-        q, k, v = qkv.split((Q, G, G), dim=1)
-        if module.q_norm is not None:
-            q, k = F.rms_norm(q, (E,), module.q_norm, eps), F.rms_norm(k, (E,), module.k_norm, eps)
-        cos, sin = (table[positions_T.to(device)] for table in self.rope)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        for session, part, k_mGE, v_mGE in zip(sessions, rows, k.split(counts), v.split(counts), strict=True):
-            session.depths[depth].write(part.start, k_mGE, v_mGE)
-        if keys_only:
-            return []
-        attended = [
-            session.attend(depth, part.start, q_mQE)
-            for session, part, q_mQE in zip(sessions, rows, q.split(counts), strict=True)
+        module, counts = self.module.module(depth), [len(part.tokens) for part in rows]
+        positions = [
+            torch.arange(p.position, p.position + n, device=self.device) for p, n in zip(rows, counts, strict=True)
         ]
-        x_TH = u_TH + module.o(torch.cat(attended))
-        x_TH = x_TH + module.mlp(module.normed(x_TH, module.post_norm))
-        return list(module.normed(x_TH, module.norm).split(counts))
+        rope = rope_table(torch.cat(positions), self.config.head_dim, self.config.rope_theta)
+        state_TH = torch.cat([part.state_mH for part in rows])
+        embedded_TH = self.embed([token for part in rows for token in part.tokens])
+        if keys_only:
+            keys, values = module.keys_values(state_TH, embedded_TH, rope)
+            for session, part, k, v in zip(sessions, rows, keys.split(counts), values.split(counts), strict=True):
+                session.depths[depth].write(part.start, k, v)
+            return []
+        source = CachedKeys([session.depths for session in sessions], [part.start for part in rows], counts)
+        return list(module(state_TH, embedded_TH, rope, source).split(counts))
 
 
 # ----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ Shapes: S context slots, N anchors, K = gamma rows, L aux layers, H hidden, Q he
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -31,14 +31,13 @@ from outrider.drafters.base import (
     DraftRows,
     Method,
     MethodSection,
-    Serving,
     longest_draft,
     mask_token_id,
 )
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.draft import Draft
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter, Eagle3Session, eagle_aux_layers
-from outrider.drafters.layers import layer_shapes, rope_table, split_attention
+from outrider.drafters.layers import Attention, AttentionPattern, ChainKeys, layer_shapes, split_attention
 from outrider.target.model import Target
 
 
@@ -56,10 +55,23 @@ class PEagleConfig(Eagle3Config):
             raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}.")
 
 
+class RowKeys(ChainKeys):
+    """The key source of training: row k sees the context before its anchor and rows 1 .. k."""
+
+    def attend(self, attention: Attention, q_NKQE: Tensor, k_NKGE: Tensor, v_NKGE: Tensor) -> Tensor:
+        ends = range(1, q_NKQE.shape[1] + 1)
+        attended = [
+            split_attention(q_NKQE[:, end - 1 : end], *self.context, k_NKGE[:, :end], v_NKGE[:, :end], self.layout)
+            for end in ends
+        ]
+        return torch.cat(attended, dim=1)
+
+
 class PEagle(Eagle3):
     """The drafter to train; see PEagleDrafter for how it serves."""
 
     algorithm: ClassVar[str] = "peagle"
+    pattern = AttentionPattern(causal=True)
     config: PEagleConfig
 
     def __init__(self, config: PEagleConfig) -> None:
@@ -80,26 +92,23 @@ class PEagle(Eagle3):
         self.mask_hidden.mul_((self.aux_scale_L / scale_L)[:, None])
         super().rescale_aux(scale_L)
 
+    def tokens(self, anchors_N: Tensor, rows: int) -> Tensor:
+        """[N] anchor tokens -> [N, rows]: the anchor, then masks."""
+        masks = anchors_N.new_full((len(anchors_N), rows - 1), self.config.mask_token_id)
+        return torch.cat((anchors_N[:, None], masks), dim=1)
+
+    def states(self, first_NH: Tensor, rows: int) -> Tensor:
+        """[N, H] features before the anchors -> [N, rows, H]: the feature, then f_mask."""
+        return torch.cat((first_NH[:, None], self.masked().expand(len(first_NH), rows - 1, -1)), dim=1)
+
     def rows(self, inputs: BlockInputs) -> DraftRows:
         """Keys of the context pairs in one product, then all rows of all anchors at once."""
-        config, layout, layer = self.config, inputs.layout, self.midlayer
-        feature_SH, context = self.context(inputs)
-        N, K = inputs.previous_NK.shape
-        first_NH = layout.before_anchors(feature_SH)
-        state_NKH = torch.cat((first_NH[:, None], self.masked().expand(N, K - 1, -1)), dim=1)
-        masks_NK = inputs.previous_NK[:, 1:].new_full((N, K - 1), config.mask_token_id)
-        tokens_NK = torch.cat((inputs.previous_NK[:, :1], masks_NK), dim=1)
-        pairs_NKP = layer.pair(state_NKH, inputs.embed(tokens_NK))
-        rope_NK = rope_table(layout.block_positions_NK(K), config.head_dim, config.rope_theta)
-        q_NKQE = layer.self_attn.queries(pairs_NKP, rope_NK)
-        own_k, own_v = layer.self_attn.keys_values(pairs_NKP, rope_NK)
-        # The slot right before an anchor is the pair that its rows begin with.
-        before = replace(layout, anchors_N=layout.anchors_N - 1)
-        attended = [
-            split_attention(q_NKQE[:, k : k + 1], *context, own_k[:, : k + 1], own_v[:, : k + 1], before)
-            for k in range(K)
-        ]
-        return DraftRows(self.norm(layer.finish(state_NKH, torch.cat(attended, dim=1))))
+        first_NH, context = self.training_context(inputs)
+        K = self.config.gamma
+        embedded_NKH = inputs.embed(self.tokens(inputs.previous_NK[:, 0], K))
+        positions_NK = inputs.layout.block_positions_NK(K)
+        source = RowKeys(context, inputs.layout)
+        return DraftRows(self.step(self.states(first_NH, K), embedded_NKH, positions_NK, source)[0])
 
 
 # ----------------------------------------------------------------------------
@@ -112,12 +121,9 @@ class PEagle(Eagle3):
 
 
 class PEagleDrafter(Eagle3Drafter):
-    """Serves one drafter for one target. Weights are copied; train the module, then build this again."""
+    """Serves one P-EAGLE drafter for one target."""
 
-    def __init__(self, module: PEagle, target: Target, serving: Serving) -> None:
-        super().__init__(module, target, serving)
-        self.mask_token_id = module.config.mask_token_id
-        self.masked_H = self.features(module.folded_state_dict()["mask_hidden"].to(target.device)[None])[0]
+    module: PEagle
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """A chain of up to gamma tokens per call, while their confidence is at least `min_confidence`.
@@ -126,13 +132,11 @@ class PEagleDrafter(Eagle3Drafter):
         as yet.
         """
         sessions: list[Eagle3Session] = [call.session for call in calls]
-        R, K = len(calls), longest_draft(calls, self.gamma)
-        first_RH = torch.stack([session.waiting_H for session in sessions])
-        state_RKH = torch.cat((first_RH[:, None], self.masked_H.expand(R, K - 1, -1)), dim=1)
-        tokens = [token for call in calls for token in (call.anchor, *[self.mask_token_id] * (K - 1))]
-        causal_RKK = torch.ones(K, K, dtype=torch.bool, device=state_RKH.device).tril().expand(R, -1, -1)
-        h_XH = self.advance(sessions, state_RKH.flatten(0, 1), tokens, 0, 0, causal_RKK, spacing=1)
-        return sample_chain(self.head, self.normed(h_XH).view(R, K, -1), calls, self.heads, min_confidence)
+        K = longest_draft(calls, self.gamma)
+        states_RKH = self.module.states(torch.stack([session.waiting_H for session in sessions]), K)
+        tokens_RK = self.module.tokens(torch.tensor([call.anchor for call in calls], device=self.device), K)
+        hidden_XH, _ = self.advance(sessions, states_RKH.flatten(0, 1), tokens_RK.flatten().tolist(), spacing=1)
+        return sample_chain(self.head, hidden_XH.view_as(states_RKH), calls, self.heads, min_confidence)
 
 
 # ----------------------------------------------------------------------------

@@ -7,8 +7,9 @@ any number of rows from one copy: on the machine of docs/results.md, 8 rows of S
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -50,14 +51,16 @@ def packing_available(weight: torch.Tensor) -> bool:
     )
 
 
-class PackedLinear:
+class PackedLinear(nn.Module):
     """y = x W^T + b from a packed copy of W [out, in]; falls back to `F.linear` where packing is not available.
 
-    Not an `nn.Module`: it has no parameters to train, move or save. Build it again when W changes.
+    It has no parameters to train, move or save. Build it again when W changes.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
         self.out_features, self.in_features = weight.shape
+        self.widths = [self.out_features]
         self.bias = None if bias is None else bias.detach()
         self.packed = packing_available(weight)
         self.weight = (
@@ -70,21 +73,55 @@ class PackedLinear:
 
     @classmethod
     def fused(cls, *linears: nn.Linear) -> PackedLinear:
-        """One matrix for several linears that read the same input; outputs are concatenated."""
+        """One matrix for several linears that read the same input; outputs are concatenated, each `widths` wide."""
         weight = torch.cat([linear.weight.detach() for linear in linears])
         biases = [linear.bias for linear in linears if linear.bias is not None]
         assert len(biases) in (0, len(linears))
-        return cls(weight, torch.cat([b.detach() for b in biases]) if biases else None)
+        packed = cls(weight, torch.cat([b.detach() for b in biases]) if biases else None)
+        packed.widths = [linear.out_features for linear in linears]
+        return packed
 
-    def __call__(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """[N, in] -> [N, out]."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]."""
         if not self.packed:
-            return F.linear(x_ND, self.weight, self.bias)
+            return F.linear(x, self.weight, self.bias)
+        x_ND = x.reshape(-1, self.in_features)
         rows = x_ND.shape[0]
         if rows < _MIN_ROWS:
             x_ND = F.pad(x_ND, (0, 0, 0, _MIN_ROWS - rows))
         y_NO = torch.ops.mkldnn._linear_pointwise(x_ND, self.weight, self.bias, "none", [], "")
-        return y_NO[:rows]
+        return y_NO[:rows].view(*x.shape[:-1], self.out_features)
+
+
+class Packable(nn.Module):
+    """A module whose linears `pack` replaces by packed ones for serving; its forward stays the same.
+
+    `groups` names them. Linears of one group read the same input and become one matrix, and the forward asks for their
+    outputs with `outputs`. Linears that no group names stay as they are.
+    """
+
+    groups: tuple[tuple[str, ...], ...] = ()
+    matrices: Mapping[tuple[str, ...], PackedLinear] = {}
+
+    def outputs(self, x: torch.Tensor, *names: str) -> Sequence[torch.Tensor]:
+        """The outputs of these linears for the same input."""
+        matrix = self.matrices.get(names)
+        if matrix is None:
+            return [getattr(self, name)(x) for name in names]
+        return matrix(x).split(matrix.widths, dim=-1)
+
+
+def pack(module: nn.Module) -> None:
+    """Lay out the linears of every `Packable` in `module` for serving, in place; their parameters are dropped."""
+    for part in [part for part in module.modules() if isinstance(part, Packable)]:
+        part.matrices = {
+            names: PackedLinear.fused(*(cast(nn.Linear, part.get_submodule(name)) for name in names))
+            for names in part.groups
+        }
+        for names, matrix in part.matrices.items():
+            for name in names:
+                parent, _, own = name.rpartition(".")
+                setattr(part.get_submodule(parent), own, matrix if len(names) == 1 else None)
 
 
 @torch.inference_mode()
