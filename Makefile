@@ -1,4 +1,7 @@
 # Two commands: `make demo` and `make test`. Both create .venv and install what they need.
+# test      under 10 minutes on two cores: every module on toy models, and the real SmolLM2 decoded, scored and drafted for
+# test-all  test and the slow ones: every recipe trained and served on SmolLM2, fifty prompts, the demo, runs killed ten
+#           times, comparisons of speed
 # The first interpreter that runs and is new enough.
 PYTHON ?= $(shell for name in python3 python3.11 python3.12 python3.13 python3.10; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$name && break; done)
@@ -6,16 +9,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-mlx test-engines test-llama-cpp soak lint clean
+.PHONY: demo test test-all test-mlx test-engines test-llama-cpp soak lint clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
 
 # Two processes of one thread each need little more than half the time of one process of two.
 JOBS ?= 2
+PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-		-m 'not soak and not engine and not timed'
+	$(PARALLEL)
+
+test-all: $(READY)
+	$(PARALLEL) -m 'not timed and not soak and not engine'
 	$(BIN)/python -m pytest -m timed
 
 # MLX has an environment of its own, kept in the user's cache. With Debian's libopenblas0-pthread its products on Linux

@@ -21,8 +21,10 @@ from tests.toys.targets import randomise
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first: processes that share the files out (xdist) then end together."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    """Files that are long in coming first: processes that share the files out (xdist) then end together."""
+    slow = {
+        item.path for item in items if item.get_closest_marker("slow") or item.path.parent.name in ("smollm", "proof")
+    }
     items.sort(key=lambda item: item.path not in slow)
 
 

@@ -140,7 +140,6 @@ def test_the_shape_of_a_tree() -> None:
     assert tree.children(0) == [2, 3] and tree.path(4) == [1, 4]
 
 
-@pytest.mark.slow
 @torch.inference_mode()
 def test_smollm_scores_a_tree_of_sixty_nodes_in_one_pass(smollm: Target) -> None:
     assert smollm.tokenizer is not None

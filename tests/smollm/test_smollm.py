@@ -29,10 +29,10 @@ from outrider.training.features import measure_aux_scale
 from tests.toys.alignment import check_alignment
 from tests.toys.oracle import Oracle, SelfDrafter
 
-pytestmark = pytest.mark.slow
 PROMPTS, NEW_TOKENS = 52, 128
 
 
+@pytest.mark.slow
 def test_greedy_identity_on_fifty_prompts(smollm: Target) -> None:
     """Spoiled oracles give every accepted length; short answers stop inside blocks."""
     assert smollm.tokenizer is not None
@@ -96,6 +96,7 @@ class AcceptAll(SeededSource):
         return True
 
 
+@pytest.mark.slow
 def test_two_samples_at_temperature_one(smollm: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Speculative and plain sampling agree position by position; a rule that accepts everything does not."""
     assert smollm.tokenizer is not None
@@ -120,6 +121,7 @@ def test_two_samples_at_temperature_one(smollm: Target, monkeypatch: pytest.Monk
     assert min(chi_square(a, b) for a, b in zip(plain[:2], broken[:2], strict=True)) < 1e-3
 
 
+@pytest.mark.slow
 def test_eight_tokens_cost_little_more_than_one(smollm: Target) -> None:
     """The curve itself is in docs/results.md; shared CI machines only get a loose bound."""
     points = {p.tokens: p for p in forward_curve(smollm, context=256, repeats=7)}
@@ -127,12 +129,14 @@ def test_eight_tokens_cost_little_more_than_one(smollm: Target) -> None:
     assert points[8].packed[1] < points[8].linear[1]
 
 
+@pytest.mark.slow
 def test_plain_decoding_keeps_up_with_transformers(smollm: Target) -> None:
     figures = plain_against_transformers(smollm, repeats=3, new_tokens=48)
     assert figures["identical"]
     assert figures["ratio"] > 1.0
 
 
+@pytest.mark.slow
 def test_demo_from_prompts_to_a_measured_speedup(tmp_path: Path) -> None:
     """The whole road in small: a few responses, a few steps, a real evaluation, the files it promises."""
     command = [

@@ -27,8 +27,7 @@ from outrider.target.model import Target
 from tests.toys.alignment import check_alignment
 from tests.toys.small_training import STEPS, TOKENS, Answer, answer, train
 
-pytestmark = pytest.mark.slow
-NODES = (16, 60)
+NODES, SHIPPED = (16, 60), "dspark"  # the method of the drafter that ships; the others are slow tests
 RECIPES = sorted((Path(__file__).parents[2] / "recipes" / "smollm2-135m").glob("*.yaml"))
 
 
@@ -38,7 +37,10 @@ def answers(smollm: Target) -> list[Answer]:
     return answer(smollm, [render(smollm.tokenizer, prompt.turns, []) for prompt in load_prompts("eval_math", 4)])
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem != SHIPPED)) for path in RECIPES],
+)
 def test_trained_served_and_lossless(path: Path, smollm: Target, answers: list[Answer], tmp_path: Path) -> None:
     recipe = yaml.safe_load(path.read_text())
     sections = {name: recipe[name] for name in ("drafter", "objective")}

@@ -105,7 +105,6 @@ def test_a_bfloat16_target_gives_log_sum_exps_of_float32_logits() -> None:
     torch.testing.assert_close(features.lse_R, expected, atol=1e-5, rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_smollm_packs_to_the_last_bit(smollm: Target) -> None:
     assert smollm.tokenizer is not None
     texts = ("The three laws of robotics are, in order of priority,", "def fibonacci(n: int) -> int:\n", "Hello")

@@ -194,7 +194,6 @@ def test_bfloat16_pools_are_bfloat16() -> None:
     assert output.logits_NV.isfinite().all()
 
 
-@pytest.mark.slow
 def test_smollm_is_computed_to_the_last_bit_as_alone(smollm: Target) -> None:
     alone, tokens = run_alone(smollm)
     for x, y in zip(alone, run_ragged(smollm, tokens, BLOCKS), strict=True):

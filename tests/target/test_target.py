@@ -181,7 +181,6 @@ def test_a_failed_conversion_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_smollm_equals_transformers(smollm: Target) -> None:
     assert smollm.tokenizer is not None
     tokens = torch.tensor([smollm.tokenizer("The three laws of robotics are, in order of priority,")["input_ids"]])
