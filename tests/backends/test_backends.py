@@ -27,7 +27,13 @@ from outrider.decoding.request import StopRules
 from outrider.engine.batch import Request
 from outrider.loadtest.load import ClosedLoop, LoadConfig, WallClock, Window, run_load
 from outrider.loadtest.metrics import Journal, Sla, summarise
-from outrider.loadtest.sources import SequentialBackend, ServerSource, mlx_source, running_servers, transformers_source
+from outrider.loadtest.sources import (
+    SequentialBackend,
+    ServerBackends,
+    mlx_backends,
+    running_servers,
+    transformers_backends,
+)
 from outrider.loadtest.sweep import Sweep, run_sweep
 from tests.toys import fake_engine
 from tests.toys.dialects import made
@@ -201,11 +207,11 @@ def test_a_sweep_over_two_servers(tmp_path: Path) -> None:
         serving(FakeEngine(3, other=True)) as odd,
     ):
         endpoints = {"none": endpoint(plain), "speculative": endpoint(fast)}
-        source = ServerSource(running_servers(endpoints), byte_tokenizer())
+        source = ServerBackends(running_servers(endpoints), byte_tokenizer())
         journal = Journal(tmp_path / "a", {})
         run_sweep(plan, source.serve, PROMPTS, source.compare, journal, WallClock)
         source.close()
-        wrong = ServerSource(running_servers({**endpoints, "speculative": endpoint(odd)}), byte_tokenizer())
+        wrong = ServerBackends(running_servers({**endpoints, "speculative": endpoint(odd)}), byte_tokenizer())
         broken = Journal(tmp_path / "b", {})
         run_sweep(plan, wrong.serve, PROMPTS, wrong.compare, broken, WallClock)
         wrong.close()
@@ -394,7 +400,7 @@ def models() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
 
 def test_transformers_own_generate(models: tuple[LlamaForCausalLM, LlamaForCausalLM]) -> None:
     model, assistant = models
-    source = transformers_source(model, [1], 3, assistant)
+    source = transformers_backends(model, [1], 3, assistant)
     said, lengths = {}, {}
     for variant in ("none", "prompt-lookup", "assisted"):
         backend = source.serve(variant, 1)
@@ -415,18 +421,18 @@ def test_transformers_decodes_without_the_penalties_of_a_models_files(
     models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path
 ) -> None:
     model = models[0]
-    plain = list(transformers_source(model, [1], 3, None).decoders["none"](PROMPTS[0], 12))
+    plain = list(transformers_backends(model, [1], 3, None).decoders["none"](PROMPTS[0], 12))
     model.save_pretrained(tmp_path)
     GenerationConfig(repetition_penalty=9.0).save_pretrained(tmp_path)
     found = load_causal_lm(str(tmp_path), "cpu", torch.float32)
     penalised = LlamaForCausalLM.from_pretrained(tmp_path)
     for decoded, same in ((found, True), (penalised, False)):
-        said = list(transformers_source(decoded, [1], 3, None).decoders["none"](PROMPTS[0], 12))
+        said = list(transformers_backends(decoded, [1], 3, None).decoders["none"](PROMPTS[0], 12))
         assert (said == plain) == same
 
 
 def test_cancelling_transformers(models: tuple[LlamaForCausalLM, LlamaForCausalLM]) -> None:
-    backend = transformers_source(models[0], [1], 3, None).serve("none", 1)
+    backend = transformers_backends(models[0], [1], 3, None).serve("none", 1)
     backend.submit(Request("a", PROMPTS[0], rules=StopRules(1000)))
     backend.step()
     started = time.monotonic()
@@ -440,12 +446,12 @@ def test_cancelling_transformers(models: tuple[LlamaForCausalLM, LlamaForCausalL
 def test_mlx_is_asked_for_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"needs MLX.*outrider\[mlx\]"):
         monkeypatch.setitem(sys.modules, "outrider.backends.mlx.drafter", None)
-        mlx_source("T", Path("D"))
+        mlx_backends("T", Path("D"))
     asked: list[tuple[str, Path | None]] = []
     module = ModuleType("outrider.backends.mlx.drafter")
     module.decoder = lambda target, drafter: asked.append((target, drafter)) or by_threes  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "outrider.backends.mlx", ModuleType("outrider.backends.mlx"))
     monkeypatch.setitem(sys.modules, "outrider.backends.mlx.drafter", module)
-    source = mlx_source("T", Path("D"))
+    source = mlx_backends("T", Path("D"))
     assert asked == [("T", None), ("T", Path("D"))] and isinstance(source.serve("speculative", 1), SequentialBackend)
     assert source.compare([1], [2], [3]) == "mismatch"

@@ -13,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 import outrider.cli.bench as bench
+from outrider.backends.local import PrunedDrafter, ShortenedDrafter, build_variant, default_variants, limited
 from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
 from outrider.cli.common import load
 from outrider.decoding.generate import generate
@@ -37,9 +38,7 @@ from outrider.loadtest.metrics import (
     summarise_points,
 )
 from outrider.loadtest.plots import write_plots
-from outrider.loadtest.sources import drafter_of
 from outrider.loadtest.sweep import Sweep, run_sweep
-from outrider.loadtest.variants import Pruned, Shortened, build_variant, default_variants
 from outrider.scheduling.cost import SpsTable
 from outrider.scheduling.gate import AlwaysDraft, SkipDrafting
 from outrider.scheduling.policies import LookAhead
@@ -306,10 +305,12 @@ def test_variants_by_name() -> None:
 def test_a_variant_gets_as_much_of_the_drafter_as_it_wants() -> None:
     target = toy_target()
     drafter = BlockDrafter(DSpark(toy_config()).eval(), target)
-    found = {name: drafter_of(build_variant(name, 4, 0.2, None), drafter) for name in ("none", "fixed-3", "threshold")}
+    names = ("none", "fixed-3", "threshold")
+    found = {name: limited(drafter, build_variant(name, 4, 0.2, None).drafts) for name in names}
     shortened = found["fixed-3"]
     assert found["none"] is None and found["threshold"] is drafter
-    assert isinstance(shortened, Shortened) and (shortened.gamma, shortened.aux_layers) == (3, drafter.aux_layers)
+    assert isinstance(shortened, ShortenedDrafter)
+    assert (shortened.gamma, shortened.aux_layers) == (3, drafter.aux_layers)
     engine = Engine(target, shortened)
     engine.submit(Request("a", [5, 6, 7], rules=StopRules(12, stop_ids=())))
     proposed = []
@@ -323,9 +324,11 @@ def test_a_variant_gets_as_much_of_the_drafter_as_it_wants() -> None:
 def test_a_tree_is_pruned_not_cut() -> None:
     target = toy_target()
     whole = DynamicTreeDrafter(Eagle3Drafter(make_drafter(target), target, Serving()), TreeShape(3, 4, 20))
-    assert drafter_of(build_variant("fixed-20", 20, None, None), whole) is whole
-    pruned = drafter_of(build_variant("fixed-5", 20, None, None), whole)
-    assert isinstance(pruned, Pruned) and isinstance(pruned, TreeDrafter) and (pruned.nodes, pruned.gamma) == (5, 3)
+    assert limited(whole, build_variant("fixed-20", 20, None, None).drafts) is whole
+    pruned = limited(whole, build_variant("fixed-5", 20, None, None).drafts)
+    assert (
+        isinstance(pruned, PrunedDrafter) and isinstance(pruned, TreeDrafter) and (pruned.nodes, pruned.gamma) == (5, 3)
+    )
     asked: list[int | None] = []
     real = whole.propose
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import outrider.cli.bench as simulate
+from outrider.backends.local import default_variants
 from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
@@ -40,7 +41,6 @@ from outrider.loadtest.simulate import (
 )
 from outrider.loadtest.sweep import Sweep
 from outrider.loadtest.traces import Response, Traces, record
-from outrider.loadtest.variants import default_variants
 from outrider.sampling import SamplingParams
 from outrider.scheduling.gate import SkipDrafting
 from outrider.scheduling.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler, ThresholdPolicy

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 
+from outrider.backends.local import build_variant, engine_config, local_engines
 from outrider.backends.transformers import load_causal_lm
 from outrider.checkpoints.checkpoint import load_drafter
 from outrider.data.sources import TaskSettings
 from outrider.evaluation.evaluate import evaluate
 from outrider.loadtest.load import mixed_prompts
 from outrider.loadtest.metrics import Journal, Sla
-from outrider.loadtest.sources import LocalSource, Source, engine_config, local_engines, transformers_source
+from outrider.loadtest.sources import BackendSource, LocalBackends, transformers_backends
 from outrider.loadtest.sweep import Sweep, Workload, run_workload
-from outrider.loadtest.variants import build_variant
 from outrider.target.model import load_target
 from outrider.utils.distributed import Ranks, join
 from tests.toys.tokenizer import byte_tokenizer
@@ -37,16 +37,16 @@ def work(toy: Path, out: Path, ranks: Ranks) -> None:
 
     prompts = mixed_prompts(byte_tokenizer(), [str(toy / "tasks.jsonl")], 4, seed=0)
     model = load_causal_lm(str(toy / "target"), "cpu", torch.float32)
-    theirs = transformers_source(model, sorted(target.eos_ids), 3, None)
+    theirs = transformers_backends(model, sorted(target.eos_ids), 3, None)
     measure(theirs, ("none", "prompt-lookup"), Workload(prompts, 2, NEW), out / "transformers", ranks)
 
     load, names = Workload(prompts, 2, NEW), ("none", "fixed-2")
     variants = [build_variant(name, drafter.gamma, None, None) for name in names]
     engines = local_engines(target, drafter, variants, lambda users: engine_config(load.longest + NEW, int(users), 64))
-    measure(LocalSource(target, engines), names, load, out / "local", ranks)
+    measure(LocalBackends(target, engines), names, load, out / "local", ranks)
 
 
-def measure(source: Source, variants: tuple[str, ...], load: Workload, out: Path, ranks: Ranks) -> None:
+def measure(source: BackendSource, variants: tuple[str, ...], load: Workload, out: Path, ranks: Ranks) -> None:
     """Five requests of every variant, one user per rank."""
     sweep = Sweep("closed", (ranks.world,), variants, 1, 5, None, NEW, Sla(600.0, 0.0))
     journal = ranks.from_main(lambda: Journal(out, {}))

@@ -1,6 +1,6 @@
 """`--backend KIND`: which engine is measured, under which variants.
 
-local                          our engine; variants as in loadtest/variants.py
+local                          our engine; variants as in backends/local.py
 transformers                   none, prompt-lookup; assisted where --assistant names a model
 openai, vllm, sglang, ...      none (--baseline-url) and speculative (--base-url): servers that run already;
                                with --launch none and fixed-K: started here, one at a time (bench_servers.py)
@@ -30,6 +30,16 @@ from transformers import AutoConfig
 
 from outrider.backends.base import ExternalEngine, Launch, Speculation
 from outrider.backends.export import embedding_factor
+from outrider.backends.local import (
+    KNOWN,
+    NO_SPECULATION,
+    Variant,
+    build_variant,
+    default_variants,
+    engine_config,
+    fixed_length,
+    local_engines,
+)
 from outrider.backends.openai import Endpoint
 from outrider.backends.registry import server_of, servers
 from outrider.backends.transformers import load_causal_lm
@@ -73,19 +83,16 @@ from outrider.loadtest.sources import (
     ASSISTED,
     PROMPT_LOOKUP,
     SPECULATIVE,
-    LocalSource,
-    ServerSource,
-    Source,
-    engine_config,
+    BackendSource,
+    LocalBackends,
+    ServerBackends,
     launching,
-    local_engines,
-    mlx_source,
+    mlx_backends,
     running_servers,
-    transformers_source,
+    transformers_backends,
 )
 from outrider.loadtest.sweep import HEADINGS, Sweep, Workload, run_workload, side_by_side
 from outrider.loadtest.traces import Traces, record
-from outrider.loadtest.variants import KNOWN, NO_SPECULATION, Variant, build_variant, default_variants, fixed_length
 from outrider.scheduling.cost import Profile
 from outrider.target.hub import EMBEDDED_ID, resolve_model
 from outrider.target.linear import warm_up
@@ -109,7 +116,7 @@ class Chosen:
     `settings` name what else decides, and the type of the weights (`dtype`) where it is known.
     """
 
-    source: Source
+    source: BackendSource
     variants: list[str]
     grouped: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
@@ -127,7 +134,7 @@ def choose_transformers(
     model = load_causal_lm(target, device, dtype)
     helper = None if assistant is None else load_causal_lm(assistant, device, dtype)
     there = [NO_SPECULATION, PROMPT_LOOKUP, *([] if helper is None else [ASSISTED])]
-    source = transformers_source(model, sorted(chat.eos_ids), drafts, helper)
+    source = transformers_backends(model, sorted(chat.eos_ids), drafts, helper)
     settings = {"assistant": assistant, "prompt_lookup": drafts, "dtype": dtype_name(dtype)}
     return Chosen(source, among(names, there), settings=settings)
 
@@ -140,7 +147,7 @@ def choose_mlx(target: str, choice: DrafterChoice, names: list[str] | None) -> C
     """
     if choice.directory is None:
         raise ValueError(f"--backend mlx decodes with a trained drafter, not with {choice.kind}: give its directory.")
-    source = mlx_source(target, choice.directory)
+    source = mlx_backends(target, choice.directory)
     stored = AutoConfig.from_pretrained(resolve_model(target)).get_text_config().dtype  # what mlx-lm computes in
     settings = {"dtype": None if stored is None else dtype_name(stored)}
     return Chosen(source, among(names, [NO_SPECULATION, SPECULATIVE]), settings=settings)
@@ -199,7 +206,7 @@ def choose_local(
     settings |= {"drafter_sha256": _digest(*(path for path in files if path.suffix in _OF_A_DRAFTER))}
     warm_up(min(users * (draft_slots(opened.drafter) + 1), max(token_budget, users)))
     engines = local_engines(target, opened.drafter, built, config_at)
-    return Chosen(LocalSource(target, engines), [variant.name for variant in built], settings=settings)
+    return Chosen(LocalBackends(target, engines), [variant.name for variant in built], settings=settings)
 
 
 def _variants(
@@ -305,7 +312,7 @@ def choose_servers(kind: str, options: ServerOptions, wanted: Wanted) -> Chosen:
     if options.baseline_url is not None:
         endpoints[NO_SPECULATION] = replace(endpoint, url=options.baseline_url)
     servers = {"base_url": options.base_url, "baseline_url": options.baseline_url, "chat": options.chat}
-    source = ServerSource(running_servers(endpoints), wanted.chat.tokenizer)
+    source = ServerBackends(running_servers(endpoints), wanted.chat.tokenizer)
     return Chosen(source, among(wanted.names, sorted(endpoints)), settings=servers)
 
 
@@ -335,7 +342,7 @@ def _launched(engine: ExternalEngine, options: ServerOptions, wanted: Wanted, en
     started = launching(engine, plan, speculations, endpoint, wanted.logs, options.startup_timeout)
     settings: dict[str, Any] = {"engine_args": options.engine_args, "chat": options.chat}
     settings |= {"engine_drafter": options.engine_drafter, "dtype": None if engine.gguf else launch.dtype}
-    return Chosen(ServerSource(started, wanted.chat.tokenizer), variants, grouped=True, settings=settings)
+    return Chosen(ServerBackends(started, wanted.chat.tokenizer), variants, grouped=True, settings=settings)
 
 
 def _speculation(engine: ExternalEngine, choice: DrafterChoice, target: str, file: str | None) -> Speculation:

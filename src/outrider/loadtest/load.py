@@ -212,7 +212,7 @@ class LoadConfig:
 
 
 @dataclass
-class Served:
+class MeasuredRequest:
     """One request: `times[i]` is when its i-th output came and `sizes[i]` how many tokens it held."""
 
     id: str
@@ -251,7 +251,7 @@ class Window:
     seconds: float
     tokens: int
     finished: int
-    requests: list[Served]
+    requests: list[MeasuredRequest]
     steps: list[StepRecord]
     told: Acceptance | None = None
 
@@ -269,8 +269,8 @@ class _Run:
         self, backend: Backend, prompts: Sequence[Sequence[int]], arrivals: Arrivals, config: LoadConfig, clock: Clock
     ) -> None:
         self.backend, self.prompts, self.arrivals, self.config, self.clock = backend, prompts, arrivals, config, clock
-        self.live: dict[str, Served] = {}
-        self.counted: list[Served] = []
+        self.live: dict[str, MeasuredRequest] = {}
+        self.counted: list[MeasuredRequest] = []
         self.steps: list[StepRecord] = []
         self.submitted = self.warm = self.tokens = self.finished = 0
         self.opened: float | None = None
@@ -315,7 +315,7 @@ class _Run:
             index = len(self.counted) % len(self.prompts)
         # Warm-up and fillers come from the other end, so that counted requests do not depend on how many there were.
         prompt = self.prompts[-1 - number % len(self.prompts) if index is None else index]
-        served = Served(str(number), index, arrived)
+        served = MeasuredRequest(str(number), index, arrived)
         if index is not None:
             self.counted.append(served)
         self.live[served.id] = served

@@ -24,8 +24,8 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from outrider.backends.base import Acceptance
-from outrider.loadtest.load import Served, Window
-from outrider.loadtest.variants import NO_SPECULATION, is_adaptive
+from outrider.backends.local import NO_SPECULATION, is_adaptive
+from outrider.loadtest.load import MeasuredRequest, Window
 from outrider.utils.files import write_atomically
 from outrider.utils.measure import Quartiles, machine, quartiles, versions
 
@@ -37,7 +37,7 @@ class Sla:
     ttft: float = 2.0
     tokens_per_second: float = 5.0
 
-    def met(self, served: Served) -> bool:
+    def met(self, served: MeasuredRequest) -> bool:
         speed = user_speed(served)
         return ttft(served) <= self.ttft and (speed is None or speed >= self.tokens_per_second)
 
@@ -84,7 +84,7 @@ class RequestFigures(BaseModel):
     accepted_length: float | None
 
     @staticmethod
-    def of(served: Served) -> RequestFigures:
+    def of(served: MeasuredRequest) -> RequestFigures:
         assert served.index is not None
         speed = user_speed(served)
         return RequestFigures(
@@ -98,11 +98,11 @@ class RequestFigures(BaseModel):
         )
 
 
-def ttft(served: Served) -> float:
+def ttft(served: MeasuredRequest) -> float:
     return served.times[0] - served.arrived
 
 
-def user_speed(served: Served) -> float | None:
+def user_speed(served: MeasuredRequest) -> float | None:
     """Tokens per second after the first output; None where there was only one."""
     span = served.times[-1] - served.times[0]
     return (len(served.tokens) - served.sizes[0]) / span if span > 0 else None
@@ -276,7 +276,7 @@ class Journal:
 #     at a level      best adaptive / best static variant, by median throughput
 #     over the sweep  mean over levels of throughput / that without speculation, and the worst of these ratios
 #
-# Static variants are chosen once, adaptive ones look at the load (loadtest/variants.py). Verdicts are of the closed
+# Static variants are chosen once, adaptive ones look at the load (backends/local.py). Verdicts are of the closed
 # loop: Poisson throughput is the rate of arrivals until a variant gives way, so there goodput is what to read.
 # ----------------------------------------------------------------------------
 

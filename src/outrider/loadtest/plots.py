@@ -11,8 +11,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap
 
+from outrider.backends.local import NO_SPECULATION, is_adaptive
 from outrider.loadtest.metrics import Frontier, PointSummary
-from outrider.loadtest.variants import NO_SPECULATION, is_adaptive
 
 matplotlib.use("Agg")
 

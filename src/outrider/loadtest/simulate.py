@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from outrider.backends.local import build_variant
 from outrider.decoding.request import FinishReason
 from outrider.engine.batch import Output, Request, StepRecord
 from outrider.engine.scheduler import EngineConfig, Scheduler, StepPlan, Work
@@ -23,7 +24,6 @@ from outrider.loadtest.load import run_load
 from outrider.loadtest.metrics import Point, PointSummary, summarise
 from outrider.loadtest.sweep import Sweep
 from outrider.loadtest.traces import Response, Traces
-from outrider.loadtest.variants import build_variant
 from outrider.scheduling.cost import Profile, SpsTable, StepCost
 from outrider.scheduling.gate import AlwaysDraft, DraftGate
 from outrider.scheduling.policies import FixedPolicy, Policy

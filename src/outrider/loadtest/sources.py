@@ -1,8 +1,15 @@
-"""The engine of this process as a backend, sized so that a level's requests fit."""
+"""Where a sweep gets its backends: an idle one for a variant and a level, and a judge of its responses.
+
+    local           none, fixed-K, threshold, prefix, ...    this process's engine (backends/local.py)
+    transformers    none, prompt-lookup, assisted            transformers' generate, one request at a time
+    servers         none, fixed-K, or none, speculative      engines over HTTP, started here or elsewhere
+    mlx             none, speculative                        MLX, one request at a time
+
+"none" is the baseline of all of them: the same engine without speculation, in the same run.
+"""
 
 from __future__ import annotations
 
-import gc
 import importlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,58 +25,18 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.backends.base import Acceptance, Backend, ExternalEngine, Launch, RequestStats, Speculation
 from outrider.backends.launch import free_port, launched
+from outrider.backends.local import NO_SPECULATION
 from outrider.backends.openai import Endpoint, ServerBackend
 from outrider.backends.transformers import HfDecoder
-from outrider.drafters.base import Drafter, TreeDrafter, draft_slots
 from outrider.engine.batch import Output, Request, StepRecord
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
 from outrider.evaluation.evaluate import compare_by, compare_greedy
 from outrider.loadtest.load import Compare, Serve
-from outrider.loadtest.variants import NO_SPECULATION, Pruned, Shortened, Variant
 from outrider.target.model import Target
-
-
-def engine_config(longest: int, users: int, token_budget: int) -> EngineConfig:
-    """Room for `users` requests of at most `longest` tokens at once, none of which is ever preempted.
-
-    Raises:
-        ValueError: `token_budget` is below `users`.
-    """
-    blocks = users * -(-longest // EngineConfig.block_size)
-    return EngineConfig(users, token_budget, num_blocks=max(blocks, EngineConfig.num_blocks))
-
-
-def drafter_of(variant: Variant, drafter: Drafter) -> Drafter | None:
-    """What drafts for a variant: this drafter, no more of it than the variant wants, or none."""
-    if variant.drafts == 0:
-        return None
-    if variant.drafts == draft_slots(drafter):
-        return drafter
-    if isinstance(drafter, TreeDrafter):
-        return Pruned(drafter, variant.drafts)
-    return Shortened(drafter, variant.drafts)
-
-
-def local_engines(
-    target: Target, drafter: Drafter, variants: Sequence[Variant], config_at: Callable[[float], EngineConfig]
-) -> Serve:
-    """A new engine for every point; `config_at` a level."""
-    by_name = {variant.name: variant for variant in variants}
-
-    def serve(name: str, level: float) -> Engine:
-        variant = by_name[name]
-        gc.collect()  # the last engine's memory comes back now, not inside the window
-        return Engine(target, drafter_of(variant, drafter), variant.policy, variant.gate, config_at(level))
-
-    return serve
-
 
 # ----------------------------------------------------------------------------
 # One request after the other, through a function that decodes one prompt: what a library without an engine gives.
 #
-#     decode(prompt, most) -> rounds: [tokens], [tokens, tokens, tokens], [tokens], ...        each as soon as it is
-#     there
+#     decode(prompt, most) -> [tokens], [tokens, tokens, tokens], [tokens], ...        each round as soon as it is there
 #
 # A round's tokens are one output, so every request's accepted length is its tokens / its rounds. Users beyond the first
 # wait for their turn, and their wait counts as time to the first token.
@@ -80,9 +47,9 @@ Decode = Callable[[Sequence[int], int], Iterator[list[int]]]
 
 
 class SequentialBackend:
-    """A queue before `decode`, which is given prompt tokens and the most tokens of the response.
+    """Requests decoded one after another by a function of prompt tokens and the most tokens of the response.
 
-    It yields the tokens of each round, stop token included, and is closed early where a request is cancelled.
+    `decode` yields the tokens of each round, stop token included, and is closed early where a request is cancelled.
     """
 
     last: StepRecord | None = None
@@ -91,8 +58,8 @@ class SequentialBackend:
         self._decode = decode
         self._waiting: deque[Request] = deque()
         self._current: tuple[str, Iterator[list[int]]] | None = None
-        self._told: dict[str, list[int]] = {}  # tokens of every round, by request
-        self._rounds: list[int] = []  # tokens of every round since the mark
+        self._sizes: dict[str, list[int]] = {}  # tokens of every round, by request
+        self._rounds: list[int] = []  # tokens of every round of the window
 
     @property
     def idle(self) -> bool:
@@ -118,13 +85,13 @@ class SequentialBackend:
                 return []
             request = self._waiting.popleft()
             self._current = request.id, self._decode(request.prompt, request.rules.max_new_tokens)
-            self._told[request.id] = []
+            self._sizes[request.id] = []
         id, rounds = self._current
         tokens = next(rounds, None)
         if tokens is None:
             self._current = None
             return [Output(id, [], "", "stop")]
-        self._told[id].append(len(tokens))
+        self._sizes[id].append(len(tokens))
         self._rounds.append(len(tokens))
         return [Output(id, tokens, "", None)]
 
@@ -135,45 +102,38 @@ class SequentialBackend:
         return Acceptance(_mean(self._rounds), rounds=len(self._rounds))
 
     def request_stats(self, id: str) -> RequestStats:
-        return RequestStats(None, _mean(self._told.pop(id)))
+        return RequestStats(None, _mean(self._sizes.pop(id)))
 
 
 def _mean(rounds: Sequence[int]) -> float | None:
     return sum(rounds) / len(rounds) if rounds else None
 
 
-# ----------------------------------------------------------------------------
-# What a sweep needs of one kind of engine: an idle backend for a variant and a level, and a judge of its responses.
-#
-#     local           none, fixed-K, threshold, prefix, ...    this process's engine (loadtest/sources.py)
-#     transformers    none, prompt-lookup, assisted            transformers' generate, one request at a time
-#     servers         none, fixed-K, or none, speculative      engines over HTTP, started here or elsewhere
-#     mlx             none, speculative                        outrider.mlx, one request at a time
-#
-# "none" is the baseline of all of them: the same engine without speculation, in the same run.
-# ----------------------------------------------------------------------------
-
-
 SPECULATIVE, PROMPT_LOOKUP, ASSISTED = "speculative", "prompt-lookup", "assisted"
 
 
-class Source(Protocol):
-    """Gives backends. `exact`: greedy responses that differ from plain decoding are a bug of ours, not a rounding."""
+class BackendSource(Protocol):
+    """Gives backends by variant and level.
+
+    `exact`: greedy responses that differ from plain decoding are a bug of ours, not a rounding.
+    """
 
     exact: bool
 
-    def serve(self, variant: str, level: float) -> Backend: ...
+    def serve(self, variant: str, level: float) -> Backend:
+        """An idle backend."""
+        ...
 
     def compare(self, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> str:
-        """same, tie or mismatch; where the logits are not to be seen, no tie is found."""
+        """How a response compares with plain decoding's: same, tie or mismatch; a tie is found by the logits only."""
         ...
 
     def close(self) -> None: ...
 
 
 @dataclass
-class LocalSource:
-    """Our engine; `engines` is `local_engines`."""
+class LocalBackends:
+    """Our engine, made by `local_engines`."""
 
     target: Target
     engines: Serve
@@ -190,8 +150,8 @@ class LocalSource:
 
 
 @dataclass
-class DecoderSource:
-    """Functions that decode one prompt, by variant. `judge` None: any difference is a mismatch."""
+class DecoderBackends:
+    """Functions that decode one prompt, by variant, each behind a queue. `judge` None: any difference is a mismatch."""
 
     decoders: dict[str, Decode]
     judge: Compare | None = None
@@ -207,7 +167,7 @@ class DecoderSource:
         """Nothing outlives its request."""
 
 
-def transformers_source(model: Any, eos_ids: Sequence[int], drafts: int, assistant: Any | None) -> DecoderSource:
+def transformers_backends(model: Any, eos_ids: Sequence[int], drafts: int, assistant: Any | None) -> DecoderBackends:
     """Plain generate, prompt lookup of `drafts` tokens, and assisted generation where there is an assistant."""
     decoders: dict[str, Decode] = {
         NO_SPECULATION: HfDecoder(model, eos_ids),
@@ -221,11 +181,11 @@ def transformers_source(model: Any, eos_ids: Sequence[int], drafts: int, assista
         logits_BTV: Tensor = model(torch.tensor([list(tokens)], device=model.device), logits_to_keep=1).logits
         return logits_BTV[0, -1]
 
-    return DecoderSource(decoders, partial(compare_by, last_logits))
+    return DecoderBackends(decoders, partial(compare_by, last_logits))
 
 
-class ServerSource:
-    """Servers by variant, one at a time: `reach(variant)` is left before the next one is entered."""
+class ServerBackends:
+    """Clients of servers, one server at a time: `reach(variant)` is left before the next one is entered."""
 
     exact = False
 
@@ -258,7 +218,7 @@ class ServerSource:
 
 
 def running_servers(endpoints: dict[str, Endpoint]) -> Callable[[str], AbstractContextManager[Endpoint]]:
-    """Servers that somebody else started, by variant."""
+    """Reaches servers that somebody else started, by variant."""
     return lambda variant: nullcontext(endpoints[variant])
 
 
@@ -270,7 +230,7 @@ def launching(
     logs: Path,
     timeout: float,
 ) -> Callable[[str], AbstractContextManager[Endpoint]]:
-    """An engine started for each variant, drafting as it says; `logs` gets its output."""
+    """Reaches an engine that is started for each variant, with its speculation; `logs` gets its output."""
 
     @contextmanager
     def reach(variant: str) -> Iterator[Endpoint]:
@@ -283,25 +243,17 @@ def launching(
     return reach
 
 
-# ----------------------------------------------------------------------------
-# MLX as a backend: `outrider.mlx` decodes one prompt, here it takes the load.
-#
-# `outrider.mlx.bench.decoder(target, drafter_directory or None)` returns a `Decode` (sequential.py): a function of
-# prompt tokens and the most tokens of the response that yields the tokens of each round, greedily, stop token included.
-# ----------------------------------------------------------------------------
+_MLX = "outrider.backends.mlx.drafter"
 
 
-_ENTRY = "outrider.backends.mlx.drafter"
-
-
-def mlx_source(target: str, drafter: Path) -> DecoderSource:
+def mlx_backends(target: str, drafter: Path) -> DecoderBackends:
     """Plain and speculative decoding by MLX.
 
     Raises:
         ValueError: MLX is not installed.
     """
     try:
-        decoder = importlib.import_module(_ENTRY).decoder
+        decoder = importlib.import_module(_MLX).decoder
     except ImportError as error:
         raise ValueError(f"--backend mlx needs MLX ({error}): pip install 'outrider[mlx]'.") from error
-    return DecoderSource({NO_SPECULATION: decoder(target, None), SPECULATIVE: decoder(target, drafter)})
+    return DecoderBackends({NO_SPECULATION: decoder(target, None), SPECULATIVE: decoder(target, drafter)})

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from outrider.backends.base import Acceptance, Backend, ReportsAcceptance
+from outrider.backends.local import NO_SPECULATION
 from outrider.decoding.request import StopRules
 from outrider.engine.batch import Request
 from outrider.loadtest.load import (
@@ -27,18 +28,17 @@ from outrider.loadtest.load import (
     ClosedLoop,
     Compare,
     LoadConfig,
+    MeasuredRequest,
     Poisson,
     Prompt,
     Serve,
-    Served,
     WallClock,
     Window,
     run_load,
     with_next_turn,
 )
 from outrider.loadtest.metrics import Frontier, Journal, Point, PointSummary, RequestFigures, Sla, summarise
-from outrider.loadtest.sources import Source
-from outrider.loadtest.variants import NO_SPECULATION
+from outrider.loadtest.sources import BackendSource
 from outrider.utils.distributed import ALONE, Ranks
 
 
@@ -104,7 +104,7 @@ class Share:
         )
 
 
-def _in_turn(shares: Sequence[Sequence[Served]]) -> list[Served]:
+def _in_turn(shares: Sequence[Sequence[MeasuredRequest]]) -> list[MeasuredRequest]:
     """Requests in the order of one process: the first of every rank, the second of every rank, ..."""
     return [served for turn in zip_longest(*shares) for served in turn if served is not None]
 
@@ -366,7 +366,7 @@ class Workload:
 
 def run_workload(
     sweep: Sweep,
-    source: Source,
+    source: BackendSource,
     work: Workload,
     tokenizer: PreTrainedTokenizerBase,
     thinking: bool,

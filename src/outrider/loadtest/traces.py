@@ -22,11 +22,11 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.backends.local import WrappedDrafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import Drafter
+from outrider.drafters.base import DraftCall, Drafter
 from outrider.drafters.draft import Draft
-from outrider.loadtest.variants import Listening
 from outrider.scheduling.policies import FixedPolicy
 from outrider.scheduling.view import Ints
 from outrider.target.model import Target
@@ -130,6 +130,23 @@ class Traces:
         return Traces(responses, arrays["confidences_NK"], *counts, about)
 
 
+class RecordingDrafter(WrappedDrafter):
+    """A drafter whose drafts for its one request are kept in `recorded`."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__(drafter)
+        self.recorded: list[Draft] = []
+
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
+        found: list[Draft] = []
+        for draft in super().propose(calls, min_confidence):
+            if not draft.is_chain:
+                raise ValueError("drafts that branch cannot be recorded: traces hold one chain per position.")
+            found.append(draft)
+        self.recorded += found
+        return found
+
+
 def record(
     target: Target,
     drafter: Drafter,
@@ -153,14 +170,14 @@ def record(
     distinct = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
     for number, prompt in enumerate(distinct):
         on_progress("traces", number, len(distinct))
-        listener = Listening(drafter)
-        generation = generate(target, prompt, listener, rules=rules, policy=FixedPolicy(0))
+        recorder = RecordingDrafter(drafter)
+        generation = generate(target, prompt, recorder, rules=rules, policy=FixedPolicy(0))
         tokens = generation.tokens
         # The last position of a response that ends by length is not drafted: nothing of a block could be used.
-        heard = [*listener.heard, Draft.empty()][: len(tokens)]
-        assert len(heard) == len(tokens), "a position without its proposal"
+        drafts = [*recorder.recorded, Draft.empty()][: len(tokens)]
+        assert len(drafts) == len(tokens), "a position without its proposal"
         responses.append(Response(prompt, tokens, generation.finish == "stop", len(blocks)))
-        blocks += [(proposal, _matching(proposal.tokens, tokens[n:])) for n, proposal in enumerate(heard)]
+        blocks += [(proposal, _matching(proposal.tokens, tokens[n:])) for n, proposal in enumerate(drafts)]
     on_progress("traces", len(distinct), len(distinct))
     confidences_NK = np.zeros((len(blocks), drafter.gamma), dtype=np.float32)
     for row_K, (proposal, _) in zip(confidences_NK, blocks, strict=True):

@@ -1,13 +1,14 @@
-"""Variants by name: how long drafts are, how many of them are verified, who drafts.
+"""Our engine under load: its variants by name, and an engine of the right size for each level of a load.
 
 none                                no speculation
-fixed-K                             K drafts (of a tree: nodes) of everybody; no more than K are drawn
+fixed-K                             K drafts (of a tree: nodes) for every request; no more than K are drawn
 threshold                           while confidence holds, at the drafter's recommended threshold
 prefix, async, goodput, look-ahead  chosen by cost, from a profile of this machine; NAME+skip: may skip drafting too
 """
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall, Drafter, TreeDrafter
+from outrider.drafters.base import DraftCall, Drafter, TreeDrafter, draft_slots
 from outrider.drafters.draft import Draft
+from outrider.engine.engine import Engine
+from outrider.engine.scheduler import EngineConfig
 from outrider.scheduling.cost import StepCost
 from outrider.scheduling.gate import AlwaysDraft, DraftGate, SkipDrafting
 from outrider.scheduling.policies import (
@@ -28,6 +31,7 @@ from outrider.scheduling.policies import (
     PrefixScheduler,
     ThresholdPolicy,
 )
+from outrider.target.model import Target
 
 NO_SPECULATION = "none"
 BY_COST: dict[str, Callable[[StepCost], Policy]] = {
@@ -44,7 +48,7 @@ KNOWN = f"{', '.join([NO_SPECULATION, 'fixed-K', 'threshold', *BY_COST])}, and N
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to serve. `drafts`: most tokens of a draft; 0 without a drafter."""
+    """Draft length, verification policy and draft gate under one name. `drafts`: most of them; 0: no drafter."""
 
     name: str
     drafts: int
@@ -53,12 +57,12 @@ class Variant:
 
 
 def is_adaptive(name: str) -> bool:
-    """It looks at the load."""
+    """Whether the variant chooses by the load."""
     return name.removesuffix(SKIP) in BY_COST
 
 
 def default_variants(gamma: int, threshold: float | None, confident: bool) -> list[str]:
-    """All that this drafter allows; without confidences, fixed lengths."""
+    """Names of the variants that a drafter allows; without confidences, fixed lengths alone."""
     fixed = [f"fixed-{k}" for k in FIXED if k <= gamma]
     if not confident:
         return [NO_SPECULATION, *fixed]
@@ -115,17 +119,12 @@ def build_variant(name: str, gamma: int, threshold: float | None, cost: StepCost
 
 
 # ----------------------------------------------------------------------------
-# drafters around a drafter
-#
-#     Shortened   never asks it for more than so many tokens          Listening   remembers what it proposed
-#     Pruned      never asks it for more than so many nodes
-#
-# Everything else goes through: aux hidden states, sessions and what they read.
+# A drafter that is asked for less than it can draft: a fixed length pays for no draft that is never verified.
 # ----------------------------------------------------------------------------
 
 
-class Wrapped:
-    """A drafter that is another one, but for what a subclass changes."""
+class WrappedDrafter:
+    """A drafter that does as another one, but for what a subclass changes."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -141,8 +140,8 @@ class Wrapped:
         return self.drafter.propose(calls, min_confidence)
 
 
-class Shortened(Wrapped):
-    """Asked for no more than `gamma` tokens: a fixed length pays for no draft it never verifies."""
+class ShortenedDrafter(WrappedDrafter):
+    """A drafter of chains that is asked for at most `gamma` tokens."""
 
     def __init__(self, drafter: Drafter, gamma: int) -> None:
         super().__init__(drafter)
@@ -154,8 +153,8 @@ class Shortened(Wrapped):
         return super().propose(calls, min_confidence)
 
 
-class Pruned(Wrapped):
-    """Asked for trees of no more than `nodes` nodes."""
+class PrunedDrafter(WrappedDrafter):
+    """A drafter of trees that is asked for at most `nodes` nodes."""
 
     def __init__(self, drafter: TreeDrafter, nodes: int) -> None:
         super().__init__(drafter)
@@ -167,18 +166,39 @@ class Pruned(Wrapped):
         return super().propose(calls, min_confidence)
 
 
-class Listening(Wrapped):
-    """Remembers, in `heard`, what it proposed to its one request."""
+def limited(drafter: Drafter, drafts: int) -> Drafter | None:
+    """The drafter, asked for at most so many draft tokens (of a tree: nodes); None for 0."""
+    if drafts == 0:
+        return None
+    if drafts == draft_slots(drafter):
+        return drafter
+    return PrunedDrafter(drafter, drafts) if isinstance(drafter, TreeDrafter) else ShortenedDrafter(drafter, drafts)
 
-    def __init__(self, drafter: Drafter) -> None:
-        super().__init__(drafter)
-        self.heard: list[Draft] = []
 
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
-        found: list[Draft] = []
-        for draft in super().propose(calls, min_confidence):
-            if not draft.is_chain:
-                raise ValueError("drafts that branch cannot be recorded: traces hold one chain per position.")
-            found.append(draft)
-        self.heard += found
-        return found
+# ----------------------------------------------------------------------------
+# An engine for each point of a load test.
+# ----------------------------------------------------------------------------
+
+
+def engine_config(longest: int, users: int, token_budget: int) -> EngineConfig:
+    """Blocks for `users` requests of at most `longest` tokens at once, none of which is ever preempted.
+
+    Raises:
+        ValueError: `token_budget` is below `users`.
+    """
+    blocks = users * -(-longest // EngineConfig.block_size)
+    return EngineConfig(users, token_budget, num_blocks=max(blocks, EngineConfig.num_blocks))
+
+
+def local_engines(
+    target: Target, drafter: Drafter, variants: Sequence[Variant], config_at: Callable[[float], EngineConfig]
+) -> Callable[[str, float], Engine]:
+    """A function of variant and level that makes a new engine; `config_at`: its size at a level."""
+    by_name = {variant.name: variant for variant in variants}
+
+    def serve(name: str, level: float) -> Engine:
+        variant = by_name[name]
+        gc.collect()  # the last engine's memory comes back now, not inside the window
+        return Engine(target, limited(drafter, variant.drafts), variant.policy, variant.gate, config_at(level))
+
+    return serve
