@@ -287,7 +287,7 @@ def test_the_table_of_the_documentation(tmp_path: Path, monkeypatch: pytest.Monk
     used = {field for row in yaml.safe_load(found)["rows"].values() for field in row}
     assert used == set(Row.model_fields)
     table = table.model_copy(update={"tasks": ["eval_math"]})
-    check_experiment(table, tmp_path / "table.yaml", plan(table, tmp_path / "table.yaml"))
+    check_experiment(table, tmp_path / "table.yaml", plan(table))
 
 
 def test_a_table_from_prompts_to_the_comparison(

@@ -47,11 +47,26 @@ from outrider.checkpoints.checkpoint import empty_module, read_config, read_part
 from outrider.cli.common import (
     AUTO,
     CHOICES,
-    TREE,
+    DRAFTS,
+    FILES,
+    GENERAL,
+    MODELS,
+    PROMPTS,
+    Device,
     DrafterChoice,
+    DrafterName,
+    SlaTokensPerSecond,
+    SlaTtft,
+    TargetName,
+    Tasks,
+    Threads,
+    Tree,
+    Variants,
     choose_tree,
     counting,
     load,
+    option,
+    rare,
     require_drafter,
     show_paths,
     split_names,
@@ -61,7 +76,7 @@ from outrider.cli.common import (
 from outrider.data.chat import Chat
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import Drafter, draft_slots
-from outrider.drafters.draft import TREE_FORM, TreeSize
+from outrider.drafters.draft import TreeSize
 from outrider.drafters.language_model import StandaloneConfig
 from outrider.drafters.ngram import NgramConfig
 from outrider.engine.scheduler import EngineConfig
@@ -101,6 +116,8 @@ from outrider.utils.device import default_dtype, dtype_name, set_up
 from outrider.utils.distributed import join
 from outrider.utils.measure import machine, versions
 
+LOAD, SERVER, RECORD, PREDICT, MACHINE = "Load", "Servers", "Record", "Predict", "Machine"
+_CONCURRENCY = "1,2,4,8,16,32"
 ONE_AT_A_TIME = ("transformers", "mlx")
 
 
@@ -456,65 +473,56 @@ def _print(frontier: Frontier, console: Console) -> None:
         )
 
 
-# ----------------------------------------------------------------------------
-# outrider bench --backend KIND --tasks FILES_OR_NAMES --concurrency 1,2,4,8,16,32 --out DIR
-# ----------------------------------------------------------------------------
-
-
-_CONCURRENCY = "1,2,4,8,16,32"
-
-
 def bench_command(
-    tasks: Annotated[
-        str, typer.Option(help="comma-separated JSONL files, shipped sets or tasks (gsm8k, mt-bench, ...)")
-    ],
-    out: Annotated[Path, typer.Option(help="directory for points, summary and plots; what is there is gone on with")],
-    target: Annotated[str, typer.Option(help="model id or directory")] = EMBEDDED_ID,
-    drafter: Annotated[str, typer.Option(help=CHOICES)] = AUTO,
-    backend: Annotated[str, typer.Option(help=f"what serves: {', '.join(kinds())}")] = "local",
-    arrivals: Annotated[Literal["closed", "poisson"], typer.Option(help="users that wait, or a rate")] = "closed",
-    concurrency: Annotated[
-        str | None, typer.Option(help="users (closed); 1,2,4,8,16,32 where an engine batches")
-    ] = None,
-    rates: Annotated[str, typer.Option(help="requests per second (poisson)")] = "0.5,1,2",
-    variants: Annotated[str | None, typer.Option(help="none,fixed-3,threshold,prefix,...,look-ahead+skip")] = None,
-    profile: Annotated[Path | None, typer.Option(help="from outrider profile; adaptive variants need it")] = None,
-    confidence_threshold: Annotated[float | None, typer.Option(help="of variant threshold")] = None,
-    tree: Annotated[str | None, typer.Option(help=TREE, metavar=TREE_FORM)] = None,
-    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    *,
+    target: TargetName = EMBEDDED_ID,
+    drafter: DrafterName = AUTO,
+    backend: Annotated[str, option(MODELS, ", ".join(kinds()), metavar="ENGINE", show_default=False)] = "local",
+    tasks: Tasks,
+    prompts: Annotated[int, rare(PROMPTS, "how many conversations there are in all", min=1)] = 100,
+    turns: Annotated[int, rare(PROMPTS, "of each; the baseline answers the earlier ones", min=1)] = 1,
+    thinking: Annotated[bool, rare(PROMPTS, "ask the chat template for it", "--thinking/--no-thinking")] = False,
+    max_new_tokens: Annotated[int, option(PROMPTS, "per response", min=1)] = 64,
+    seed: Annotated[int, rare(PROMPTS, "of the mix of prompts, and of arrivals")] = 0,
+    arrivals: Annotated[Literal["closed", "poisson"], option(LOAD, "users that wait, or a rate")] = "closed",
+    concurrency: Annotated[str | None, option(LOAD, "users (closed); 1,2,4,8,16,32 where an engine batches")] = None,
+    rates: Annotated[str, option(LOAD, "requests per second (poisson)")] = "0.5,1,2",
+    repeats: Annotated[int, rare(LOAD, "of every point", min=1)] = 3,
     requests_per_point: Annotated[
-        int | None, typer.Option(min=1, help="counted requests, one per user where that is more; 12 by default")
+        int | None, rare(LOAD, "counted requests, one per user where that is more; 12 by default", min=1)
     ] = None,
-    seconds_per_point: Annotated[float | None, typer.Option(help="a window of that length instead")] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="how many conversations there are in all")] = 100,
-    turns: Annotated[int, typer.Option(min=1, help="of each conversation; the baseline answers the earlier ones")] = 1,
-    thinking: Annotated[bool, typer.Option("--thinking/--no-thinking", help="ask the chat template for it")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    max_requests: Annotated[int, typer.Option(min=1, help="served at once (poisson)")] = 32,
-    token_budget: Annotated[int, typer.Option(min=1, help="most rows of one forward (local)")] = 512,
-    sla_ttft: Annotated[float, typer.Option(help="seconds to the first token")] = Sla.ttft,
-    sla_tokens_per_second: Annotated[float, typer.Option(help="of each user")] = Sla.tokens_per_second,
-    base_url: Annotated[str | None, typer.Option(help=f"server that speculates; its key, if any, in {API_KEY}")] = None,
-    baseline_url: Annotated[str | None, typer.Option(help="the same server without speculation")] = None,
-    served_model: Annotated[str | None, typer.Option(help="the target's name on the servers")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="servers that render prompts themselves")] = False,
-    launch: Annotated[bool, typer.Option("--launch", help="start the engine, and stop it whatever happens")] = False,
+    seconds_per_point: Annotated[float | None, rare(LOAD, "a window of that length instead")] = None,
+    max_requests: Annotated[int, rare(LOAD, "served at once (poisson)", min=1)] = 32,
+    token_budget: Annotated[int, rare(LOAD, "most rows of one forward (local)", min=1)] = 512,
+    sla_ttft: SlaTtft = Sla.ttft,
+    sla_tokens_per_second: SlaTokensPerSecond = Sla.tokens_per_second,
+    variants: Variants = None,
+    profile: Annotated[Path | None, option(DRAFTS, "from outrider profile; adaptive variants need it")] = None,
+    confidence_threshold: Annotated[float | None, rare(DRAFTS, "of variant threshold")] = None,
+    tree: Tree = None,
+    assistant: Annotated[str | None, rare(DRAFTS, "smaller model of variant assisted (transformers)")] = None,
+    prompt_lookup: Annotated[int, rare(DRAFTS, "tokens copied per round (transformers)", min=1)] = 10,
+    base_url: Annotated[str | None, option(SERVER, f"server that speculates; its key, if any, in {API_KEY}")] = None,
+    baseline_url: Annotated[str | None, option(SERVER, "the same server without speculation")] = None,
+    served_model: Annotated[str | None, rare(SERVER, "the target's name on the servers")] = None,
+    chat: Annotated[bool, rare(SERVER, "servers that render prompts themselves", "--chat")] = False,
+    launch: Annotated[bool, option(SERVER, "start the engine, and stop it whatever happens", "--launch")] = False,
     engine_dtype: Annotated[
-        EngineType | None, typer.Option(help="of a started engine; float32 with --device cpu, bfloat16 with others")
+        EngineType | None, rare(SERVER, "of a started engine; float32 with --device cpu, bfloat16 with others")
     ] = None,
-    engine_python: Annotated[str, typer.Option(help="python of the engine's environment")] = sys.executable,
-    engine_command: Annotated[str | None, typer.Option(help="the engine's own command instead")] = None,
-    engine_args: Annotated[str, typer.Option(help="further flags, as one string")] = "",
-    engine_target: Annotated[str | None, typer.Option(help="what it loads instead of --target, as T.gguf")] = None,
-    engine_drafter: Annotated[str | None, typer.Option(help="... and instead of --drafter, as D.gguf")] = None,
-    startup_timeout: Annotated[float, typer.Option(help="seconds until a started engine must serve")] = 600.0,
-    assistant: Annotated[str | None, typer.Option(help="smaller model of variant assisted (transformers)")] = None,
-    prompt_lookup: Annotated[int, typer.Option(min=1, help="tokens copied per round (transformers)")] = 10,
-    seed: Annotated[int, typer.Option()] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    engine_python: Annotated[
+        str, option(SERVER, "python of the engine's environment", show_default="this one")
+    ] = sys.executable,
+    engine_command: Annotated[str | None, rare(SERVER, "the engine's own command instead")] = None,
+    engine_args: Annotated[str, rare(SERVER, "further flags, as one string")] = "",
+    engine_target: Annotated[str | None, rare(SERVER, "what it loads instead of --target, as T.gguf")] = None,
+    engine_drafter: Annotated[str | None, rare(SERVER, "... and instead of --drafter, as D.gguf")] = None,
+    startup_timeout: Annotated[float, rare(SERVER, "seconds until a started engine must serve")] = 600.0,
+    out: Annotated[Path, option(GENERAL, "directory for points and plots; run again to go on")],
+    device: Device = "cpu",
+    threads: Threads = None,
 ) -> None:
-    """Load on an engine, ours or another: throughput against user speed, with and without speculation."""
+    """Put load on an engine, ours or another: throughput against user speed."""
     if backend not in kinds():
         raise ValueError(f"--backend {backend} is none of {', '.join(kinds())}.")
     set_up(threads)
@@ -577,16 +585,12 @@ def bench_command(
             report(Frontier.of(arrivals, journal.points, settings), out, console, chosen.source.exact)
 
 
-# ----------------------------------------------------------------------------
-# outrider bench-table DIR DIR ...: sweeps of several engines in one table.
-# ----------------------------------------------------------------------------
-
-
 def bench_table(
     directories: Annotated[list[Path], typer.Argument(help="--out of outrider bench, one per engine")],
-    out: Annotated[Path | None, typer.Option(help="Markdown file for the table")] = None,
+    *,
+    out: Annotated[Path | None, option(FILES, "Markdown file for the table")] = None,
 ) -> None:
-    """Engines side by side, measured alike, each against itself without speculation."""
+    """Compare engines that bench measured, each with itself without speculation."""
     rows, console = side_by_side(directories), Console()
     view = Table(box=None, padding=(0, 1, 0, 0))
     for heading in HEADINGS:
@@ -601,48 +605,44 @@ def bench_table(
         show_paths(console, out)
 
 
-# ----------------------------------------------------------------------------
-# outrider simulate --record TRACES --tasks ...,   outrider simulate --traces TRACES --profile FILE --out DIR
-# ----------------------------------------------------------------------------
-
-
 def simulate_command(
+    *,
     recording: Annotated[
-        Path | None, typer.Option("--record", help="decode --tasks here, write traces to this .npz, and stop")
+        Path | None, option(RECORD, "decode --tasks here, write traces to this .npz, and stop", "--record")
     ] = None,
-    target: Annotated[str, typer.Option(help="to record: model id or directory")] = EMBEDDED_ID,
-    drafter: Annotated[str, typer.Option(help=f"to record: {CHOICES}")] = AUTO,
-    tasks: Annotated[str | None, typer.Option(help="to record: JSONL files or shipped sets; first turns")] = None,
-    max_samples: Annotated[int, typer.Option(min=1, help="to record: prompts in all, mixed from the tasks")] = 100,
-    device: Annotated[str, typer.Option(help="to record: cpu, cuda, ...")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="to record")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="per response; no more than was recorded")] = 64,
-    seed: Annotated[int, typer.Option(help="of the mix of prompts, and of arrivals")] = 0,
-    thinking: Annotated[bool, typer.Option("--thinking/--no-thinking", help="to record: of the chat template")] = False,
-    traces: Annotated[Path | None, typer.Option(help="what --record wrote")] = None,
-    profile: Annotated[Path | None, typer.Option(help='outrider profile\'s, or {"sps": [...], ...}')] = None,
-    out: Annotated[Path | None, typer.Option(help="directory for frontier.json, plots, validation.json")] = None,
-    concurrency: Annotated[str, typer.Option(help="users of closed loops")] = "1,2,4,8,16,32",
-    rates: Annotated[str | None, typer.Option(help="Poisson arrivals per second, instead")] = None,
-    variants: Annotated[str | None, typer.Option(help="comma-separated; all of them by default")] = None,
+    target: Annotated[str, option(RECORD, "model id or directory")] = EMBEDDED_ID,
+    drafter: Annotated[str, option(RECORD, CHOICES)] = AUTO,
+    tasks: Annotated[str | None, option(RECORD, "JSONL files or shipped sets; first turns")] = None,
+    max_samples: Annotated[int, option(RECORD, "prompts in all, mixed from the tasks", min=1)] = 100,
+    thinking: Annotated[bool, rare(RECORD, "ask the chat template for it", "--thinking/--no-thinking")] = False,
+    device: Annotated[str, rare(RECORD, "cpu, cuda, ...")] = "cpu",
+    threads: Annotated[int | None, rare(RECORD, "CPU threads; all by default", min=1)] = None,
+    traces: Annotated[Path | None, option(PREDICT, "what --record wrote")] = None,
+    profile: Annotated[Path | None, option(PREDICT, 'outrider profile\'s, or {"sps": [...], ...}')] = None,
+    validate: Annotated[Path | None, option(PREDICT, "measured frontier.json to compare with")] = None,
+    out: Annotated[Path | None, option(PREDICT, "directory for frontier.json, plots, validation.json")] = None,
+    concurrency: Annotated[str, option(LOAD, "users of closed loops")] = _CONCURRENCY,
+    rates: Annotated[str | None, option(LOAD, "Poisson arrivals per second, instead")] = None,
+    requests: Annotated[int, rare(LOAD, "counted per point, one per user where that is more", min=1)] = 12,
+    max_new_tokens: Annotated[int, option(LOAD, "per response; no more than was recorded", min=1)] = 64,
+    repeats: Annotated[int, rare(LOAD, "other arrivals each; a closed loop needs one", min=1)] = 1,
+    seed: Annotated[int, rare(LOAD, "of the mix of prompts, and of arrivals")] = 0,
+    sla_ttft: SlaTtft = Sla.ttft,
+    sla_tokens_per_second: SlaTokensPerSecond = Sla.tokens_per_second,
+    variants: Variants = None,
     confidence_threshold: Annotated[
-        float | None, typer.Option(help="of `threshold`; as recommended if not given")
+        float | None, rare(DRAFTS, "of variant threshold; as recommended if not given")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="counted per point, one per user where that is more")] = 12,
-    repeats: Annotated[int, typer.Option(min=1, help="other arrivals each; a closed loop needs one")] = 1,
-    replicas: Annotated[int, typer.Option(min=1, help="engines behind one router")] = 1,
-    routing: Annotated[str, typer.Option(help="least-loaded or round-robin")] = "least-loaded",
+    replicas: Annotated[int, option(MACHINE, "engines behind one router", min=1)] = 1,
+    routing: Annotated[str, rare(MACHINE, "least-loaded or round-robin")] = "least-loaded",
     max_requests: Annotated[
-        int | None, typer.Option(min=1, help="running at once, per engine; all users, or 32 of Poisson arrivals")
+        int | None, rare(MACHINE, "running at once, per engine; all users, or 32 of Poisson arrivals", min=1)
     ] = None,
-    token_budget: Annotated[int, typer.Option(min=1, help="rows per step")] = EngineConfig.token_budget,
-    sla_ttft: Annotated[float, typer.Option(help="seconds to the first token")] = Sla.ttft,
-    sla_tokens_per_second: Annotated[float, typer.Option(help="of a user")] = Sla.tokens_per_second,
-    scale_verify: Annotated[float, typer.Option(help="target forwards take so many times as long")] = 1.0,
-    scale_draft: Annotated[float, typer.Option(help="drafts take so many times as long")] = 1.0,
-    validate: Annotated[Path | None, typer.Option(help="measured frontier.json to compare with")] = None,
+    token_budget: Annotated[int, rare(MACHINE, "rows per step", min=1)] = EngineConfig.token_budget,
+    scale_verify: Annotated[float, option(MACHINE, "target forwards take so many times as long")] = 1.0,
+    scale_draft: Annotated[float, option(MACHINE, "drafts take so many times as long")] = 1.0,
 ) -> None:
-    """Predict a load test from a profile and recorded drafts: any concurrency, any policy, machines you do not have."""
+    """Predict a load test from a profile and recorded drafts."""
     console = Console()
     if recording is not None:
         if tasks is None:

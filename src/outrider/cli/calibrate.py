@@ -1,12 +1,4 @@
-"""outrider calibrate --target T --drafter D --tasks FILES_OR_NAMES ...
-
-What is measured depends on how the drafter's drafts are judged before they are verified:
-
-    block drafters (dflash, dspark, dflash2)   confidences -> temperatures and offsets     (calibration/collect.py)
-    heads (medusa, hydra)                      accuracy of candidates -> shapes of trees   (calibration/candidates.py)
-
-The checkpoint tells which, before the target is loaded.
-"""
+"""`outrider calibrate` (confidences, or accuracies of candidates) and `outrider profile` (the cost of a step)."""
 
 from __future__ import annotations
 
@@ -17,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -29,12 +20,28 @@ from outrider.calibration.fit import sweep as sweep_thresholds
 from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_drafter
 from outrider.cli.common import (
     AUTO,
-    CHOICES,
-    TREE,
+    FILES,
+    MODELS,
+    PROMPTS,
+    SAMPLING,
+    Device,
+    DrafterOrNone,
+    MaxNewTokens,
+    MaxSamples,
+    MinP,
+    RepetitionPenalty,
+    Seed,
+    TargetName,
+    Thinking,
+    Threads,
+    TopK,
+    TopP,
+    Tree,
     choose_drafter,
     choose_tree,
     counting,
     load,
+    option,
     require_directory,
     show_paths,
     split_names,
@@ -42,7 +49,6 @@ from outrider.cli.common import (
 from outrider.data.sources import TaskSettings
 from outrider.drafters import registry
 from outrider.drafters.dflash import BlockDrafter, DFlash
-from outrider.drafters.draft import TREE_FORM
 from outrider.drafters.medusa import HeadsDrafter, HeadsModule
 from outrider.evaluation.profile import ProfileConfig, measure_profile, plot_profile
 from outrider.evaluation.report import plot_reliability, plot_sweep
@@ -56,39 +62,35 @@ from outrider.utils.measure import versions
 
 
 def calibrate_command(
-    target: Annotated[str, typer.Option(help="model id or directory")],
-    drafter: Annotated[str, typer.Option(help="drafter directory; what is found is stored in it")],
-    tasks: Annotated[str, typer.Option(help="comma-separated JSONL files or shipped sets the drafter never saw")],
-    fit_tasks: Annotated[
-        str | None, typer.Option(help="fit on these and measure on --tasks; by default every other conversation fits")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="PNG file for reliability diagrams")] = None,
+    *,
+    target: TargetName,
+    drafter: Annotated[str, option(MODELS, "drafter directory; what is found is stored in it")],
+    tasks: Annotated[str, option(PROMPTS, "JSONL files or shipped sets it never saw")],
+    fit_tasks: Annotated[str | None, option(PROMPTS, "fit on these; else on half of --tasks")] = None,
+    max_samples: MaxSamples = None,
+    thinking: Thinking = False,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Annotated[float, option(SAMPLING, "as you will serve; 0: the likeliest token", min=0.0)] = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = 0,
+    plot: Annotated[Path | None, option(FILES, "PNG file for reliability diagrams")] = None,
+    sweep: Annotated[Path | None, option(FILES, "PNG file of figures by threshold; JSON beside it")] = None,
     rounds: Annotated[
-        Path | None, typer.Option(help="NPZ file of collected rounds: used if it exists, else written")
+        Path | None, option(FILES, "NPZ file of collected rounds: used if it exists, else written")
     ] = None,
-    sweep: Annotated[
-        Path | None, typer.Option(help="PNG file: tokens per step and acceptance rate per threshold; JSON beside it")
-    ] = None,
-    export_sglang: Annotated[Path | None, typer.Option(help="directory for SGLang's calibration file")] = None,
-    max_samples: Annotated[int | None, typer.Option(min=1, help="prompts per task; all by default")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    temperature: Annotated[
-        float,
-        typer.Option(min=0.0, help="of decoding: calibrate for how you will serve; of heads, a guide only above 0"),
-    ] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0)] = 0,
-    top_p: Annotated[float, typer.Option()] = 1.0,
-    min_p: Annotated[float, typer.Option()] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option()] = 1.0,
-    seed: Annotated[int, typer.Option()] = 0,
-    thinking: Annotated[bool, typer.Option("--thinking/--no-thinking", help="ask the chat template for it")] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    export_sglang: Annotated[Path | None, option(FILES, "directory for SGLang's calibration file")] = None,
+    device: Device = "cpu",
+    threads: Threads = None,
 ) -> None:
-    """Make a drafter's confidences mean what they say; of medusa and hydra, measure what their candidates are worth."""
+    """Fit confidences to acceptance; of medusa and hydra, measure accuracies."""
     set_up(threads)
     console = Console()
-    params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
+    )
     config = TaskSettings(max_samples, max_new_tokens, params, thinking=thinking)
     directory = require_directory(drafter, target)
     checkpoint = load_drafter(directory, num_target_layers=count_layers(target))
@@ -234,30 +236,26 @@ def candidates_table(candidates: Candidates) -> Table:
     return view
 
 
-# ----------------------------------------------------------------------------
-# outrider profile --target T [--drafter D] --out FILE
-# ----------------------------------------------------------------------------
-
-
 _SHOWN = {*range(1, 9), *range(10, 33, 2), 48, 64, 96, 128, 192, 256, 512, 1024, 2048}  # token counts of the tables
 
 
 def profile_command(
-    out: Annotated[Path, typer.Option(help="JSON file for the profile")],
-    target: Annotated[str, typer.Option(help="model id or directory")] = EMBEDDED_ID,
-    drafter: Annotated[str, typer.Option(help=f"{CHOICES}; none: target only")] = AUTO,
-    tree: Annotated[str | None, typer.Option(help=TREE, metavar=TREE_FORM)] = None,
-    max_requests: Annotated[int, typer.Option(min=1, help="in one step")] = ProfileConfig.max_requests,
-    max_tokens: Annotated[int, typer.Option(min=1, help="of one forward")] = ProfileConfig.max_tokens,
-    contexts: Annotated[str, typer.Option(help="cached tokens per request")] = "64,256,768",
-    repeats: Annotated[int, typer.Option(min=1)] = ProfileConfig.repeats,
-    seconds: Annotated[float, typer.Option(min=0, help="fewer repeats, but three, rather than longer")] = 120.0,
-    plot: Annotated[bool, typer.Option(help="a PNG beside the profile")] = False,
-    export_sglang: Annotated[Path | None, typer.Option(help="directory for SGLang's table of steps per second")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    *,
+    out: Annotated[Path, option(FILES, "JSON file for the profile")],
+    plot: Annotated[bool, option(FILES, "a PNG beside the profile")] = False,
+    export_sglang: Annotated[Path | None, option(FILES, "directory for SGLang's table of steps per second")] = None,
+    target: TargetName = EMBEDDED_ID,
+    drafter: DrafterOrNone = AUTO,
+    tree: Tree = None,
+    max_requests: Annotated[int, option("Steps", "in one step", min=1)] = ProfileConfig.max_requests,
+    max_tokens: Annotated[int, option("Steps", "of one forward", min=1)] = ProfileConfig.max_tokens,
+    contexts: Annotated[str, option("Steps", "cached tokens per request")] = "64,256,768",
+    repeats: Annotated[int, option("Steps", "of every measurement", min=1)] = ProfileConfig.repeats,
+    seconds: Annotated[float, option("Steps", "fewer repeats, but three, rather than longer", min=0)] = 120.0,
+    device: Device = "cpu",
+    threads: Threads = None,
 ) -> None:
-    """Measure what a step costs here, by requests, tokens and context: what load-aware policies decide with."""
+    """Measure the cost of a step on this machine, for load-aware policies."""
     set_up(threads)
     console = Console()
     config = ProfileConfig(max_requests, max_tokens, _contexts(contexts), repeats, seconds)

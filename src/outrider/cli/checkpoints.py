@@ -1,4 +1,4 @@
-"""outrider export DRAFTER --to ENGINE --out DIR: the drafter in the dialect that an engine loads."""
+"""`outrider export` (a drafter in the dialect that an engine loads) and `outrider package` (a drafter to ship)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from outrider.backends.registry import engine_of, exporters
 from outrider.checkpoints.checkpoint import METADATA, load_drafter, read_config, read_metadata, save_drafter
 from outrider.checkpoints.describe import named_target
 from outrider.checkpoints.dialects.base import UnknownDepth
+from outrider.cli.common import DRAFTS, FILES, MODELS, option
 from outrider.evaluation.model_card import CardFacts, model_card
 from outrider.evaluation.results import Results
 from outrider.scheduling.policies import ThresholdPolicy
@@ -25,12 +26,13 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 def export_command(
     drafter: Annotated[Path, typer.Argument(help="drafter directory, in any dialect")],
-    to: Annotated[str, typer.Option(help="; ".join(f"{one.name}: {', '.join(one.dialects)}" for one in exporters()))],
-    out: Annotated[Path, typer.Option(help="a new directory")],
-    target: Annotated[str | None, typer.Option(help="id or directory; the one that the files name by default")] = None,
-    dtype: Annotated[str, typer.Option(help="of the weights: float32, bfloat16 or float16")] = "float32",
+    *,
+    to: Annotated[str, option(FILES, "; ".join(f"{one.name}: {', '.join(one.dialects)}" for one in exporters()))],
+    out: Annotated[Path, option(FILES, "a new directory")],
+    dtype: Annotated[str, option(FILES, "of the weights: float32, bfloat16 or float16")] = "float32",
+    target: Annotated[str | None, option(MODELS, "id or directory; the one that the files name by default")] = None,
 ) -> None:
-    """Write a drafter for an engine, with a model card and the command that serves it."""
+    """Write a drafter for an engine, with the command that serves it."""
     if dtype not in _DTYPES:
         raise ValueError(f"--dtype {dtype} is not one of {', '.join(_DTYPES)}.")
     engine = engine_of(to)
@@ -52,11 +54,6 @@ def export_command(
         console.print(command, markup=False)
 
 
-# ----------------------------------------------------------------------------
-# outrider package DRAFTER OUT: the drafter as it is shipped, smaller and with its model card.
-# ----------------------------------------------------------------------------
-
-
 _PACKAGE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _FILES = {"config.json", "model.safetensors", "README.md", METADATA}
 
@@ -64,17 +61,16 @@ _FILES = {"config.json", "model.safetensors", "README.md", METADATA}
 def package_command(
     drafter: Annotated[Path, typer.Argument(help="drafter directory")],
     out: Annotated[Path, typer.Argument(help="where to; its name is the model's. May be DRAFTER itself")],
-    dtype: Annotated[str, typer.Option(help="of the weights on disk: bfloat16 or float32")] = "bfloat16",
-    results: Annotated[
-        list[Path] | None, typer.Option(help="results.json of outrider eval, for the model card; repeatable")
-    ] = None,
-    source: Annotated[list[str] | None, typer.Option(help="a source of training prompts; repeatable")] = None,
-    license: Annotated[str | None, typer.Option(help="of the weights, as the hub spells it: apache-2.0, ...")] = None,
+    *,
+    dtype: Annotated[str, option(FILES, "of the weights on disk: bfloat16 or float32")] = "bfloat16",
+    results: Annotated[list[Path] | None, option("Model card", "results.json of outrider eval; repeatable")] = None,
+    source: Annotated[list[str] | None, option("Model card", "a source of training prompts; repeatable")] = None,
+    license: Annotated[str | None, option("Model card", "of the weights, as the hub spells it: apache-2.0")] = None,
     confidence_threshold: Annotated[
-        float | None, typer.Option(help="verification threshold that outrider generate uses by default")
+        float | None, option(DRAFTS, "threshold that outrider generate uses by default")
     ] = None,
 ) -> None:
-    """Write a drafter with half-size weights, its metadata and a README.md made from what was measured."""
+    """Write a drafter to ship, with a model card made from measurements."""
     if dtype not in _PACKAGE_DTYPES:
         raise ValueError(f"--dtype {dtype} is not one of {', '.join(_PACKAGE_DTYPES)}.")
     if lost := foreign(out):

@@ -1,4 +1,4 @@
-"""outrider prepare --target T --prompts FILE --out FILE: the target's responses, from this machine or from servers."""
+"""`outrider prepare` (the target's responses, from this machine or servers) and `outrider inspect` (a look at them)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.checkpoints.describe import describe, describe_unknown, tensor_rows
 from outrider.checkpoints.dialects import UnknownDialect
-from outrider.cli.common import load, responding
+from outrider.cli.common import FILES, GENERAL, MODELS, SAMPLING, Threads, load, option, rare, responding
 from outrider.data.chat import Chat
 from outrider.data.inspection import Row, html_page, rows_of, terminal_text
 from outrider.data.regenerate import Regeneration
@@ -31,35 +31,38 @@ from outrider.utils.device import set_up
 
 
 def prepare_command(
-    target: Annotated[str | None, typer.Option(help="model id or directory; the recipe's by default")] = None,
+    *,
+    target: Annotated[str | None, option(MODELS, "model id or directory; the recipe's by default")] = None,
+    recipe: Annotated[Path | None, option(FILES, "take what is not given here from its data section")] = None,
     prompts: Annotated[
-        list[str] | None, typer.Option(help="JSONL file, shipped set, hf:owner/name[:split]; repeatable")
+        list[str] | None, option(FILES, "JSONL file, shipped set, hf:owner/name[:split]; repeatable")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="the responses file, *.jsonl")] = None,
-    recipe: Annotated[Path | None, typer.Option(help="take what is not given here from its data section")] = None,
+    limit: Annotated[int | None, option(FILES, "conversations of each --prompts", min=1)] = None,
+    max_turns: Annotated[int | None, rare(FILES, "turns of each conversation of --prompts", min=1)] = None,
+    out: Annotated[Path | None, option(FILES, "the responses file, *.jsonl")] = None,
     base_url: Annotated[
-        list[str] | None, typer.Option(help="OpenAI-compatible server of the target; repeatable; none: decode here")
+        list[str] | None, option("Servers", "OpenAI-compatible server of the target; repeatable; none: decode here")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="the target's name on the servers")] = None,
-    chat: Annotated[bool | None, typer.Option("--chat", help="servers without /v1/completions")] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="requests in flight per server")] = None,
-    timeout: Annotated[float | None, typer.Option(help="seconds per request")] = None,
-    retries: Annotated[int | None, typer.Option(min=0)] = None,
-    thinking: Annotated[bool | None, typer.Option("--thinking/--no-thinking")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=2)] = None,
-    max_prompt_tokens: Annotated[int | None, typer.Option(min=1)] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0)] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
-    top_k: Annotated[int | None, typer.Option(min=0)] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="conversations of each --prompts")] = None,
-    max_turns: Annotated[int | None, typer.Option(min=1, help="turns of each conversation of --prompts")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1)] = None,
-    max_minutes: Annotated[float | None, typer.Option(help="stop after this long; run again to go on")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; the recipe's, else cpu")] = None,
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    model: Annotated[str | None, option("Servers", "the target's name on the servers")] = None,
+    chat: Annotated[bool | None, rare("Servers", "servers without /v1/completions", "--chat")] = None,
+    concurrency: Annotated[int | None, option("Servers", "requests in flight per server", min=1)] = None,
+    timeout: Annotated[float | None, rare("Servers", "seconds per request")] = None,
+    retries: Annotated[int | None, rare("Servers", "of a failed request", min=0)] = None,
+    thinking: Annotated[
+        bool | None, option(SAMPLING, "ask the chat template for it", "--thinking/--no-thinking")
+    ] = None,
+    max_new_tokens: Annotated[int | None, option(SAMPLING, "per response", min=2)] = None,
+    max_prompt_tokens: Annotated[int | None, rare(SAMPLING, "longer prompts are skipped", min=1)] = None,
+    temperature: Annotated[float | None, option(SAMPLING, "0: the likeliest token", min=0.0)] = None,
+    top_p: Annotated[float | None, rare(SAMPLING, "keep the likeliest tokens of this total probability")] = None,
+    top_k: Annotated[int | None, rare(SAMPLING, "keep the k likeliest tokens; 0: all", min=0)] = None,
+    seed: Annotated[int | None, option(SAMPLING, "of random numbers")] = None,
+    batch_size: Annotated[int | None, rare(GENERAL, "responses decoded at once here", min=1)] = None,
+    max_minutes: Annotated[float | None, option(GENERAL, "stop after this long; run again to go on")] = None,
+    device: Annotated[str | None, option(GENERAL, "cpu, cuda, ...; the recipe's, else cpu")] = None,
+    threads: Threads = None,
 ) -> None:
-    """Regenerate responses for training; a run that was killed goes on where it stopped."""
+    """Generate the target's responses for training; run again to go on."""
     base = load_recipe(recipe) if recipe else None
     set_up(threads or (base.threads if base else None))
     given: dict[str, Any] = {
@@ -152,23 +155,19 @@ def report(made: Regeneration, path: Path, seconds: float, console: Console) -> 
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-# ----------------------------------------------------------------------------
-# outrider inspect: rows of a responses file with the tokens that are trained on in colour, or what a checkpoint is.
-# ----------------------------------------------------------------------------
-
-
 def inspect_command(
     path: Annotated[Path, typer.Argument(help="a responses file (*.jsonl), or a drafter directory in any dialect")],
+    *,
     target: Annotated[
-        str | None, typer.Option(help="whose tokenizer, or whom the drafter is for; the one the file names by default")
+        str | None, option(MODELS, "whose tokenizer, or whom the drafter is for; the one the file names by default")
     ] = None,
-    row: Annotated[int | None, typer.Option(min=0, help="only this row")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="rows from the beginning")] = 5,
-    tokens: Annotated[bool, typer.Option("--tokens", help="show token boundaries")] = False,
-    html: Annotated[Path | None, typer.Option(help="write a page here instead")] = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="list a checkpoint's tensors")] = False,
+    row: Annotated[int | None, option("Responses", "only this row", min=0)] = None,
+    limit: Annotated[int, option("Responses", "rows from the beginning", min=1)] = 5,
+    tokens: Annotated[bool, option("Responses", "show token boundaries", "--tokens")] = False,
+    html: Annotated[Path | None, option("Responses", "write a page here instead")] = None,
+    tensors: Annotated[bool, option("Drafter", "list its tensors", "--tensors")] = False,
 ) -> None:
-    """Look at what is trained on (supervised tokens in colour, prompts dim), or say what a checkpoint is."""
+    """Show which tokens are trained on, or what a checkpoint is."""
     transformers_logging.set_verbosity_error()
     console = Console(highlight=False, soft_wrap=True)
     if path.suffix == ".jsonl":

@@ -1,11 +1,11 @@
-"""outrider eval --target T --drafter D --tasks FILES_OR_NAMES ..."""
+"""`outrider eval`, `compare`, `doctor` and `bench-drafters`: what a drafter is worth, and what is wrong with it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -15,13 +15,36 @@ from rich.table import Table
 from outrider.cli.common import (
     AUTO,
     CHOICES,
-    TREE,
-    TYPICAL,
+    DRAFTS,
+    FILES,
+    GENERAL,
+    MODELS,
+    PROMPTS,
+    Backend,
+    ConfidenceThreshold,
+    Device,
+    DrafterName,
+    MaxNewTokens,
+    MaxSamples,
+    MinP,
+    RepetitionPenalty,
+    Seed,
+    TargetName,
+    Tasks,
+    Temperature,
+    Thinking,
+    Threads,
+    TopK,
+    TopP,
+    Tree,
+    Typical,
     choose_policy,
     choose_tree,
     choose_typical,
     counting,
     load,
+    option,
+    rare,
     require_drafter,
     show_paths,
     split_names,
@@ -57,46 +80,43 @@ from outrider.verification import TypicalAcceptance
 
 
 def evaluate_command(
-    target: Annotated[str, typer.Option(help="model id or directory")],
-    tasks: Annotated[
-        str, typer.Option(help="comma-separated JSONL files, shipped sets (eval_math, ...) or tasks (gsm8k, ...)")
-    ],
-    out: Annotated[Path, typer.Option(help="directory for results.json and plots")],
-    drafter: Annotated[str, typer.Option(help=CHOICES)] = AUTO,
-    max_samples: Annotated[int | None, typer.Option(min=1, help="prompts per task; all by default")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    thinking: Annotated[bool, typer.Option("--thinking/--no-thinking", help="ask the chat template for it")] = False,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0)] = 0,
-    top_p: Annotated[float, typer.Option()] = 1.0,
-    min_p: Annotated[float, typer.Option()] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option()] = 1.0,
-    seed: Annotated[int, typer.Option()] = 0,
-    draft_length: Annotated[
-        int | None, typer.Option(min=0, help="drafts to verify (of a tree: nodes); all by default")
-    ] = None,
-    confidence_threshold: Annotated[
-        float | None, typer.Option(help="verify drafts only while their confidence is at least this")
-    ] = None,
-    block_size: Annotated[int | None, typer.Option(min=1, help="rows of a block, if not as trained")] = None,
-    tree: Annotated[str | None, typer.Option(help=TREE, metavar=TREE_FORM)] = None,
-    typical: Annotated[str | None, typer.Option(help=TYPICAL, metavar="EPSILON,DELTA")] = None,
+    *,
+    target: TargetName,
+    drafter: DrafterName = AUTO,
+    backend: Backend = "local",
     label: Annotated[
-        str | None, typer.Option(help="its name in comparisons; by default the algorithm, with the shape of its trees")
+        str | None, rare(MODELS, "its name in comparisons; by default the algorithm, with the shape of its trees")
     ] = None,
-    backend: Annotated[
-        Literal["local", "mlx"], typer.Option(help="local: PyTorch; mlx: mlx-lm, for Apple silicon")
-    ] = "local",
-    device: Annotated[str, typer.Option(help="cpu, cuda, ... (local)")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    tasks: Tasks,
+    max_samples: MaxSamples = None,
+    thinking: Thinking = False,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = 0,
+    draft_length: Annotated[
+        int | None, option(DRAFTS, "drafts to verify (of a tree: nodes); all by default", min=0)
+    ] = None,
+    confidence_threshold: ConfidenceThreshold = None,
+    block_size: Annotated[int | None, rare(DRAFTS, "rows of a block, if not as trained", min=1)] = None,
+    tree: Tree = None,
+    typical: Typical = None,
+    out: Annotated[Path, option(GENERAL, "directory for results.json and plots")],
+    device: Device = "cpu",
+    threads: Threads = None,
 ) -> None:
-    """Plain and speculative decoding in one run: speedup, accepted length, identical output."""
+    """Decode tasks with and without a drafter: speedup, accepted length, same output."""
     set_up(threads)
     policy, lossy = choose_policy(draft_length, confidence_threshold), choose_typical(typical)
     size = choose_tree(tree, confidence_threshold)
     choice = require_drafter(drafter, target, thinking)
     warn_of_thinking(choice, thinking)
-    params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
+    )
     on_mlx = backend == "mlx"
     with join(device) as ranks:
         console = Console(quiet=not ranks.main)
@@ -170,20 +190,16 @@ def report(results: Results, out: Path, console: Console) -> None:
         raise ValueError(f"output differs from plain decoding on {', '.join(wrong)}; this is a bug, please report it.")
 
 
-# ----------------------------------------------------------------------------
-# outrider compare DIR... [--out DIR]
-# ----------------------------------------------------------------------------
-
-
 def compare_command(
     results: Annotated[list[str], typer.Argument(help="directories of outrider eval --out, as DIR or NAME=DIR")],
-    out: Annotated[Path | None, typer.Option(help="directory for JSON, Markdown and pictures")] = None,
-    draft_cost: Annotated[Path | None, typer.Option(help="JSON of outrider bench-drafters, to show as well")] = None,
+    *,
+    draft_cost: Annotated[Path | None, option(FILES, "JSON of outrider bench-drafters, to show as well")] = None,
+    out: Annotated[Path | None, option(FILES, "directory for JSON, Markdown and pictures")] = None,
     allow_different: Annotated[
-        bool, typer.Option("--allow-different", help="compare other settings or machines, and say so")
+        bool, option(GENERAL, "compare other settings or machines, and say so", "--allow-different")
     ] = False,
 ) -> None:
-    """Drafters side by side: tau, acceptance, speedup, cost, size. Results of one name are seeds of one drafter."""
+    """Compare results of eval; those of one name are seeds of one drafter."""
     console = Console()
     loaded = [load_results(argument) for argument in results]
     costs = None if draft_cost is None else load_costs(draft_cost)
@@ -204,31 +220,28 @@ def _print_whole(console: Console, view: Table) -> None:
     console.print(view)
 
 
-# ----------------------------------------------------------------------------
-# outrider bench-drafters DRAFTER... --out FILE
-# ----------------------------------------------------------------------------
-
-
 Size = TypeVar("Size")
 
 
 def bench_drafters(
     drafters: Annotated[list[str], typer.Argument(help=f"each as CHOICE or NAME=CHOICE. CHOICE: {CHOICES}")],
-    target: Annotated[str, typer.Option(help="model id or directory")] = EMBEDDED_ID,
+    *,
+    target: TargetName = EMBEDDED_ID,
     tree: Annotated[
-        list[str] | None, typer.Option(metavar=f"NAME={TREE_FORM}", help="that drafter drafts trees; may be repeated")
+        list[str] | None,
+        option(DRAFTS, f"that drafter drafts trees: {TREE_FORM}; repeatable", metavar="NAME=SIZE"),
     ] = None,
     block_size: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=ROWS", help="that drafter's blocks have so many rows; may be repeated"),
+        option(DRAFTS, "that drafter's blocks have so many rows; repeatable", metavar="NAME=ROWS"),
     ] = None,
-    context: Annotated[int, typer.Option(min=3, help="committed tokens before the draft")] = 256,
-    repeats: Annotated[int, typer.Option(min=3, help="rounds at every length, after two that are not counted")] = 20,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the figures, and a PNG beside it")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default")] = None,
+    context: Annotated[int, option(DRAFTS, "committed tokens before the draft", min=3)] = 256,
+    repeats: Annotated[int, option(DRAFTS, "rounds at every length, after two that are not counted", min=3)] = 20,
+    out: Annotated[Path | None, option(FILES, "JSON file for the figures, and a PNG beside it")] = None,
+    device: Device = "cpu",
+    threads: Threads = None,
 ) -> None:
-    """What a draft costs by its length, drafters taking turns: flat for one pass, rising for a chain."""
+    """Time drafts by their length, drafters taking turns."""
     named = name_drafters(drafters)
     trees = sizes("--tree", tree, named, TreeSize.parse)
     blocks = sizes("--block-size", block_size, named, _number)
@@ -288,24 +301,20 @@ def _number(text: str) -> int:
     return int(text)
 
 
-# ----------------------------------------------------------------------------
-# outrider doctor --target T --drafter D --data responses.jsonl: what is wrong, what it means, what to do.
-# ----------------------------------------------------------------------------
-
-
 def doctor(
-    target: Annotated[str | None, typer.Option(help="model id or directory")] = None,
-    drafter: Annotated[Path | None, typer.Option(help="drafter directory")] = None,
-    data: Annotated[Path | None, typer.Option(help="responses file the drafter learns from")] = None,
-    evaluation: Annotated[str | None, typer.Option("--eval", help="prompts that must not be in the data")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="conversations run through the models")] = 8,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens decoded per conversation")] = 48,
-    thinking: Annotated[bool, typer.Option(help="the mode the drafter is to serve in")] = False,
-    json_out: Annotated[Path | None, typer.Option("--json", help="file for the findings")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    *,
+    target: Annotated[str | None, option(MODELS, "model id or directory")] = None,
+    drafter: Annotated[Path | None, option(MODELS, "drafter directory")] = None,
+    data: Annotated[Path | None, option(PROMPTS, "responses file the drafter learns from")] = None,
+    evaluation: Annotated[str | None, option(PROMPTS, "prompts that must not be in the data", "--eval")] = None,
+    samples: Annotated[int, option(PROMPTS, "conversations run through the models", min=1)] = 8,
+    max_new_tokens: Annotated[int, option(PROMPTS, "tokens decoded per conversation", min=1)] = 48,
+    thinking: Annotated[bool, option(PROMPTS, "the mode the drafter is to serve in")] = False,
+    json_out: Annotated[Path | None, option(FILES, "file for the findings", "--json")] = None,
+    device: Device = "cpu",
+    threads: Threads = None,
 ) -> None:
-    """Check target, drafter and data against each other. Exit status 1 where a fault is found."""
+    """Check target, drafter and data against each other; status 1 if a fault is found."""
     if target is None and drafter is None and data is None:
         raise ValueError("nothing to examine: give --target, --drafter or --data, best all three.")
     set_up(threads)

@@ -1,10 +1,4 @@
-"""What would fail only after hours of training, found before it.
-
-tasks        can be read
-commands     eval, calibrate and bench-drafters take their options, as if they were given by hand
-drafters     are there, or another row makes them; and they draft in trees and blocks where that is asked
-rows         are evaluated alike, so that outrider compare will take them
-"""
+"""`outrider experiment` (train and compare the drafters of a table) and `outrider demo` (one small run of it all)."""
 
 from __future__ import annotations
 
@@ -26,13 +20,19 @@ from outrider.checkpoints.checkpoint import load_drafter, read_metadata
 from outrider.checkpoints.published import shipped_drafter
 from outrider.cli.calibrate import calibrate_command
 from outrider.cli.common import (
+    FILES,
+    GENERAL,
+    PROMPTS,
+    Threads,
     choose_policy,
     choose_tree,
     choose_typical,
     load,
+    option,
     recommended_threshold,
     require_drafter,
     split_names,
+    verb_options,
 )
 from outrider.cli.evaluate import bench_drafters, evaluate_command, report, run_evaluation
 from outrider.cli.train import run_training
@@ -52,11 +52,13 @@ _VERBS: dict[str, Callable[..., None]] = {
 }
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 _ALIKE = ("max_samples", "max_new_tokens", "thinking", *_SAMPLING, "typical", "backend", "device", "threads")
-_USAGE: Any = typer.BadParameter.__mro__[1]  # UsageError, of which an unknown option is one; typer does not export it
 
 
 def check_experiment(table: ExperimentTable, path: Path, stages: Sequence[Stage]) -> None:
-    """All of it.
+    """Find before hours of training what would fail after them.
+
+    Tasks can be read; eval, calibrate and bench-drafters take their options; drafters are there or another row makes
+    them, and draft in trees and blocks where that is asked; rows are evaluated alike, as outrider compare asks.
 
     Raises:
         ValueError: the first that is wrong; the message names the row.
@@ -97,14 +99,7 @@ def _check_drafters(table: ExperimentTable, path: Path) -> None:
 def _options(stage: Stage) -> dict[str, Any]:
     """What a verb would be called with; {} of verbs whose options are not the user's to set."""
     verb, *args = stage.args
-    if verb not in _VERBS:
-        return {}
-    app = typer.Typer(add_completion=False)
-    app.command(verb)(_VERBS[verb])
-    try:
-        return typer.main.get_command(app).make_context(verb, args).params
-    except _USAGE as error:
-        raise ValueError(error.format_message()) from error
+    return verb_options(_VERBS[verb], verb, args) if verb in _VERBS else {}
 
 
 def _check_drafts(table: ExperimentTable, name: str, options: dict[str, Any]) -> None:
@@ -125,20 +120,13 @@ def _check_drafts(table: ExperimentTable, name: str, options: dict[str, Any]) ->
         raise ValueError(f"block_size {block_size}: {who} has no blocks; leave it out.")
 
 
-# ----------------------------------------------------------------------------
-# outrider experiment TABLE.yaml [key=value ...]: one command from prompts to the comparison of its drafters.
-# ----------------------------------------------------------------------------
-
-
 def experiment(
     table: Annotated[Path, typer.Argument(help="YAML with rows of recipes, seeds and tasks; see experiments/")],
     overrides: Annotated[list[str] | None, typer.Argument(help="fields to change: seeds=[0] threads=1 ...")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print the commands, done ones too")] = False,
+    *,
+    dry_run: Annotated[bool, option(GENERAL, "only print the commands, done ones too", "--dry-run")] = False,
 ) -> None:
-    """Train and evaluate every drafter of a table, and compare them. Given again, it goes on where it stopped.
-
-    docs/experiments.md describes the table.
-    """
+    """Train, evaluate and compare a table of drafters (docs/experiments.md)."""
     console = Console()
     loaded = load_table(table, overrides or ())
     stages = plan(loaded)
@@ -185,28 +173,21 @@ def run_command(command: list[str]) -> int:
                 signal.signal(number, handler)
 
 
-# ----------------------------------------------------------------------------
-# outrider demo: prompts -> responses -> a small DSpark drafter -> a measured speedup, on the embedded model.
-#
-# Where a drafter for the model is shipped, it is measured on the same prompts after the fresh one, to show what longer
-# training gives.
-# ----------------------------------------------------------------------------
-
-
 _TASKS = ["eval_math", "eval_chat", "eval_code"]
 _THRESHOLD = 0.25  # a drafter this young is often wrong, and knows it
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="where the run goes")] = Path("runs/demo"),
     overrides: Annotated[
         list[str] | None, typer.Argument(help="recipe fields to change: optimizer.steps=20 ...")
     ] = None,
-    eval_samples: Annotated[int, typer.Option(min=1, help="held-out prompts per task and drafter")] = 3,
-    eval_tokens: Annotated[int, typer.Option(min=1, help="new tokens per response")] = 96,
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    *,
+    out: Annotated[Path, option(FILES, "where the run goes")] = Path("runs/demo"),
+    eval_samples: Annotated[int, option(PROMPTS, "held-out prompts per task and drafter", min=1)] = 3,
+    eval_tokens: Annotated[int, option(PROMPTS, "new tokens per response", min=1)] = 96,
+    threads: Threads = None,
 ) -> None:
-    """The whole road in under ten minutes: regenerate, train, evaluate on held-out prompts, and the shipped drafter."""
+    """Generate responses, train and evaluate a small drafter, in under ten minutes."""
     console = Console()
     started = time.perf_counter()
     set_up(threads)

@@ -1,9 +1,9 @@
-"""outrider generate PROMPT: streamed text, and with --show-rounds where every token came from."""
+"""`outrider generate` (one prompt, streamed) and `outrider models` (drafters by target)."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,22 +14,37 @@ from rich.text import Text
 from outrider.checkpoints.published import PUBLISHED, Published, shipped_drafters
 from outrider.cli.common import (
     AUTO,
-    CHOICES,
+    DRAFTS,
     HOW_TO_TRAIN,
-    TREE,
-    TYPICAL,
+    PROMPTS,
+    SAMPLING,
+    Backend,
+    Device,
+    DrafterOrNone,
+    MaxNewTokens,
+    MinP,
+    RepetitionPenalty,
+    Seed,
+    TargetName,
+    Temperature,
+    Thinking,
+    Threads,
+    TopK,
+    TopP,
+    Tree,
+    Typical,
     choose_drafter,
     choose_policy,
     choose_tree,
     choose_typical,
     load,
+    option,
     warn_of_thinking,
 )
 from outrider.cli.mlx import load_for_mlx, open_for_mlx
 from outrider.data.chat import render
 from outrider.decoding.generate import Chunk, stream
 from outrider.decoding.request import StopRules
-from outrider.drafters.draft import TREE_FORM
 from outrider.sampling import SamplingParams
 from outrider.target.hub import EMBEDDED_ID, canonical_id
 from outrider.target.model import DecodingTarget
@@ -41,31 +56,30 @@ STYLES = {"draft": "green", "correction": "bold red", "bonus": "bold blue"}
 
 def generate_command(
     prompt: Annotated[str, typer.Argument(help="what to answer")],
-    target: Annotated[str, typer.Option(help="model id or directory")] = EMBEDDED_ID,
-    drafter: Annotated[str, typer.Option(help=f"{CHOICES}; none: plain decoding")] = AUTO,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0)] = 0,
-    top_p: Annotated[float, typer.Option()] = 1.0,
-    min_p: Annotated[float, typer.Option()] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option()] = 1.0,
-    seed: Annotated[int, typer.Option()] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="text that ends the response; repeatable")] = None,
+    *,
+    target: TargetName = EMBEDDED_ID,
+    drafter: DrafterOrNone = AUTO,
+    backend: Backend = "local",
+    raw: Annotated[bool, option(PROMPTS, "no chat template: continue the text")] = False,
+    thinking: Thinking = False,
+    max_new_tokens: MaxNewTokens = 256,
+    stop: Annotated[list[str] | None, option(SAMPLING, "text that ends the response; repeatable")] = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = 0,
     confidence_threshold: Annotated[
-        float | None, typer.Option(help="verify drafts while confidence is at least this; the drafter's own by default")
+        float | None, option(DRAFTS, "verify while so confident; else the drafter's own")
     ] = None,
-    tree: Annotated[str | None, typer.Option(help=TREE, metavar=TREE_FORM)] = None,
-    typical: Annotated[str | None, typer.Option(help=TYPICAL, metavar="EPSILON,DELTA")] = None,
-    show_rounds: Annotated[bool, typer.Option(help="colour accepted drafts, corrections and bonus tokens")] = False,
-    raw: Annotated[bool, typer.Option(help="no chat template: continue the text")] = False,
-    thinking: Annotated[bool, typer.Option("--thinking/--no-thinking", help="ask the chat template for it")] = False,
-    backend: Annotated[
-        Literal["local", "mlx"], typer.Option(help="local: PyTorch; mlx: mlx-lm, Apple silicon")
-    ] = "local",
-    device: Annotated[str, typer.Option(help="cpu, cuda, ... (local)")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    tree: Tree = None,
+    typical: Typical = None,
+    show_rounds: Annotated[bool, option(DRAFTS, "colour drafts, corrections and bonus tokens")] = False,
+    device: Device = "cpu",
+    threads: Threads = None,
 ) -> None:
-    """Stream a response to one prompt."""
+    """Answer a prompt, streamed."""
     set_up(threads)
     console = Console(highlight=False, soft_wrap=True)
     if not prompt.strip():
@@ -95,7 +109,9 @@ def generate_command(
     else:
         tokens = render(loaded.tokenizer, [prompt], [], thinking=thinking)
     chunks = []
-    params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
+    )
     rules = StopRules(max_new_tokens, stop_strings=stop or ())
     ready = None if opened is None else opened.drafter
     if lossy is not None:
@@ -146,7 +162,10 @@ _THINKING = {True: "on", False: "off", None: "?"}
 def models(
     target: Annotated[str | None, typer.Argument(help="only drafters for targets with this in their name")] = None,
 ) -> None:
-    """Drafters by target: repository, kind, dialect, rows of a block, and whether their texts had thinking in them."""
+    """List drafters by target, on this machine and published.
+
+    Repository, kind, dialect, rows of a block, and whether the training texts had thinking in them.
+    """
     console = Console(highlight=False)
     wanted = (target or "").lower()
     local = [
