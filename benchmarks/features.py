@@ -21,13 +21,11 @@ from outrider.cli.common import load
 from outrider.data.responses import Sample
 from outrider.drafters.base import DraftModule
 from outrider.target.model import Target
-from outrider.training.dataset import inverse_ids
 from outrider.training.feature_store import StoreDtype, decode, encode
 from outrider.training.features import Features, compute_features
-from outrider.training.loss import ObjectiveConfig
+from outrider.training.loss import BlockObjective
 from outrider.training.recipe import load_recipe
 from outrider.training.setup import prepare
-from outrider.training.step import BlockObjective
 from outrider.training.watch import held_out_batches, held_out_metrics
 from outrider.utils.device import set_up
 
@@ -68,9 +66,7 @@ def main(
     ids = checkpoint.draft_ids_Vd
     if ids is None:
         ids = torch.arange(run.target.vocab_size, device=run.target.device)
-    objective = BlockObjective(
-        run.target, ids, inverse_ids(ids, run.target.vocab_size), ObjectiveConfig(**chosen.objective.model_dump())
-    )
+    objective = BlockObjective(run.target, ids, chosen.objective)
     effect = store_effect(
         run.target, checkpoint.drafter, objective, run.held_out, ("bf16", "int8", "fp8"), _ANCHORS_PER_SAMPLE
     )

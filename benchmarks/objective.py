@@ -32,7 +32,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.straightforward import full_logit_objective
-from outrider.training.loss import HeadProducts, ObjectiveConfig, TargetView, objective
+from outrider.training.loss import HeadProducts, TargetView, objective
+from outrider.training.recipe import ObjectiveConfig
 from outrider.utils.device import set_up
 from outrider.utils.measure import machine, versions
 
@@ -140,8 +141,17 @@ def _loss(case: MemoryCase, given: _Inputs) -> Tensor:
     trained, head, view = given.trained, given.head_VH, given.view
     config = ObjectiveConfig()
     if case.variant == "ours":
-        sequential = trained["latent"], trained["w2"], trained["confidence"]
-        return objective(trained["hidden"], *sequential, head, view, given.weights_N, config, head.dtype).loss
+        return objective(
+            trained["hidden"],
+            head,
+            view,
+            config,
+            weights_N=given.weights_N,
+            latent_Nr=trained["latent"],
+            w2_Vr=trained["w2"],
+            confidence_N=trained["confidence"],
+            products=head.dtype,
+        ).loss
     latent, w2 = trained["latent"].to(head.dtype), trained["w2"].to(head.dtype)
     return full_logit_objective(  # no name holds the logits here, so they go as soon as they can
         torch.addmm(trained["hidden"].to(head.dtype) @ head.T, latent, w2.T),

@@ -1,6 +1,6 @@
 """The loss and training step as they are usually written: whole logits, padding, a dense mask and plain autograd.
 
-    loss = sum_i w_i [ce CE_i + tv ||p_d - p_t||_1 + conf BCE(c_i, 1 - ||p_d - p_t||_1 / 2)] / sum_i w_i
+    loss = sum_i w_i [ce CE_i + l1 ||p_d - p_t||_1 + conf BCE(c_i, 1 - ||p_d - p_t||_1 / 2)] / sum_i w_i
 
 Shapes: N positions, V target vocabulary, Vd draft vocabulary.
 """
@@ -18,8 +18,8 @@ from outrider.drafters.layers import Attention, AttentionPattern, rope_table
 from outrider.target.lean import rotate
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch
-from outrider.training.loss import ObjectiveConfig
-from outrider.training.step import Precision
+from outrider.training.loss import inverse_ids
+from outrider.training.recipe import ObjectiveConfig, Precision
 
 
 def full_logit_objective(
@@ -45,7 +45,7 @@ def full_logit_objective(
     del logits_NVd
     ce = -log_p_d.gather(1, labels_N.clamp(min=0)[:, None])[:, 0] * (labels_N >= 0)
     distance = (log_p_d.exp() - p_t).abs().sum(-1) + outside
-    loss = config.ce * ce + config.tv * distance
+    loss = config.ce * ce + config.l1 * distance
     if confidence_N is not None:
         label = (1 - distance.detach() / 2).clamp(0, 1)
         loss = loss + config.confidence * F.binary_cross_entropy_with_logits(confidence_N, label, reduction="none")
@@ -72,11 +72,11 @@ class StraightforwardObjective:
         self,
         target: Target,
         draft_ids_Vd: Tensor,
-        inverse_V: Tensor,
         config: ObjectiveConfig,
         precision: Precision = "float32",
     ) -> None:
-        self.target, self.inverse_V, self.config = target, inverse_V, config
+        self.target, self.config = target, config
+        self.inverse_V = inverse_ids(draft_ids_Vd, target.vocab_size)
         self.products = torch.bfloat16 if precision == "bfloat16" else torch.float32
         self.draft_ids_Vd = draft_ids_Vd if len(draft_ids_Vd) < target.vocab_size else None
         self.target_head_VH = target.head_VD.to(self.products)

@@ -35,12 +35,11 @@ from outrider.drafters.registry import method_of
 from outrider.target.linear import native_bfloat16
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
-from outrider.training.dataset import existing_responses, inverse_ids, responses_path
+from outrider.training.dataset import existing_responses, responses_path
 from outrider.training.features import FeatureSource
-from outrider.training.loss import ObjectiveConfig
-from outrider.training.recipe import Recipe, load_recipe
+from outrider.training.loss import BlockObjective
+from outrider.training.recipe import ObjectiveConfig, Precision, Recipe, load_recipe
 from outrider.training.setup import fresh
-from outrider.training.step import BlockObjective, Precision
 from outrider.training.trainer import build_optimizer
 from outrider.utils.device import set_up
 from outrider.utils.measure import machine, quartiles, versions
@@ -91,7 +90,7 @@ class Setup:
 
     drafter: DFlash
     schedule: Schedule
-    frozen: tuple[Target, Tensor, Tensor, ObjectiveConfig]
+    frozen: tuple[Target, Tensor, ObjectiveConfig]
 
     @property
     def draft_vocab(self) -> int:
@@ -114,8 +113,7 @@ class Setup:
             )
         schedule = Schedule.of(config, samples, recipe.seed, start.drafter.config.gamma)
         ids = start.draft_ids_Vd
-        objective = ObjectiveConfig(**recipe.objective.model_dump())
-        return cls(start.drafter, schedule, (target, ids, inverse_ids(ids, target.vocab_size), objective))
+        return cls(start.drafter, schedule, (target, ids, recipe.objective))
 
 
 def block_loss(compute: BlockObjective, drafter: DFlash, batch: BlockBatch) -> Tensor:

@@ -14,13 +14,13 @@ from outrider.drafters.dflash import FULL, SLIDING, DFlash
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.layers import BlockLayout, flex_block_attention, split_attention
 from outrider.training.batches import BlockBatch, Schedule, build_batch
-from outrider.training.dataset import choose_draft_ids, inverse_ids
+from outrider.training.dataset import choose_draft_ids
 from outrider.training.features import FeatureSource
-from outrider.training.loss import ObjectiveConfig
-from outrider.training.step import BlockObjective, Precision
+from outrider.training.loss import BlockObjective
+from outrider.training.recipe import ObjectiveConfig, Precision
 from tests.toys.targets import randomise, toy_config, toy_samples, toy_target
 
-CONFIG = ObjectiveConfig(ce=0.5, tv=0.9, confidence=0.7)
+CONFIG = ObjectiveConfig(ce=0.5, l1=0.9, confidence=0.7)
 
 
 def setting(head: str, draft_vocab: int, family: str = "llama", **changes: object) -> tuple[DFlash, BlockBatch, tuple]:
@@ -36,7 +36,7 @@ def setting(head: str, draft_vocab: int, family: str = "llama", **changes: objec
     batch = build_batch(chosen, samples, [features[i] for i, _ in chosen], drafter.config.gamma)
     assert not batch.supervised_NK.all()
     ids = choose_draft_ids(samples, 97, draft_vocab, frozenset({1}))
-    return drafter, batch, (target, ids, inverse_ids(ids, 97), CONFIG)
+    return drafter, batch, (target, ids, CONFIG)
 
 
 def gradients(drafter: DFlash, loss: Tensor) -> dict[str, Tensor]:

@@ -16,8 +16,7 @@ from benchmarks import objective, training
 from benchmarks.objective import MemoryCase, measure_apart
 from benchmarks.training import run_speed, training_speed
 from outrider.target.model import Target
-from outrider.training.recipe import Recipe
-from outrider.training.step import Precision
+from outrider.training.recipe import Precision, Recipe
 from tests.toys.targets import toy_samples, toy_target
 
 

@@ -18,7 +18,7 @@ from outrider.drafters.layers import AttentionPattern, BlockLayout, flex_block_a
 from outrider.sampling import SeededSource
 from outrider.training.batches import BlockBatch, Schedule
 from outrider.training.dataset import choose_draft_ids
-from outrider.training.step import BlockObjective
+from outrider.training.loss import BlockObjective
 from tests.toys.alignment import build, check_alignment
 from tests.toys.targets import randomise, toy_config, toy_samples, toy_target
 

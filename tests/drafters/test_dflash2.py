@@ -39,12 +39,11 @@ from outrider.scheduling.cost import SpsTable
 from outrider.scheduling.policies import FixedPolicy, Policy, PrefixScheduler, ThresholdPolicy
 from outrider.target.model import Target
 from outrider.training.batches import Schedule
-from outrider.training.dataset import choose_draft_ids, inverse_ids
+from outrider.training.dataset import choose_draft_ids
 from outrider.training.features import measure_aux_scale
-from outrider.training.loss import ObjectiveConfig
-from outrider.training.recipe import Recipe
+from outrider.training.loss import BlockObjective
+from outrider.training.recipe import ObjectiveConfig, Precision, Recipe
 from outrider.training.setup import Run
-from outrider.training.step import BlockObjective, Precision
 from outrider.training.trainer import Trainer
 from tests.proof.enumeration import exact_output_distribution, exact_target_distribution, max_deviation
 from tests.proof.toys import ToyLane, ToySelector, ToyTarget
@@ -219,7 +218,7 @@ def run(target: Target, **changes: Any) -> Run:
     drafter = DFlash2(config(draft_vocab_size=60, selector_top_k=16, **changes))
     drafter.aux_scale_L.copy_(measure_aux_scale(target, samples[:3], drafter.config.target_layer_ids))
     ids = choose_draft_ids(samples, 97, 60, frozenset({1}))
-    objective = BlockObjective(target, ids, inverse_ids(ids, 97), ObjectiveConfig(ce=1.0))
+    objective = BlockObjective(target, ids, ObjectiveConfig(ce=1.0))
     return Run(target, drafter, objective, ids, True, samples[2:], samples[:2])
 
 
@@ -253,7 +252,7 @@ def test_bfloat16_points_the_same_way() -> None:
     found = []
     precisions: tuple[Precision, ...] = ("float32", "bfloat16")
     for precision in precisions:
-        compute = BlockObjective(target, ids, inverse_ids(ids, 97), ObjectiveConfig(), precision)
+        compute = BlockObjective(target, ids, ObjectiveConfig(), precision)
         output = compute(drafter, batch)
         drafter.zero_grad()
         output.loss.backward()

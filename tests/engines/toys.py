@@ -22,12 +22,11 @@ from outrider.drafters.dspark import DSparkConfig
 from outrider.drafters.eagle3 import Eagle3Config
 from outrider.drafters.medusa import HeadsConfig
 from outrider.target.model import Target
-from outrider.training.dataset import choose_draft_ids, inverse_ids
+from outrider.training.dataset import choose_draft_ids
 from outrider.training.features import measure_aux_scale
-from outrider.training.loss import ObjectiveConfig
-from outrider.training.recipe import Recipe
+from outrider.training.loss import BlockObjective
+from outrider.training.recipe import ObjectiveConfig, Recipe
 from outrider.training.setup import Run
-from outrider.training.step import BlockObjective
 from outrider.training.trainer import Trainer
 from tests.toys.targets import TOY, randomise
 
@@ -84,7 +83,7 @@ def train(config: Any, target: Target, texts: list[list[int]], new: int, out: Pa
     randomise(drafter)
     drafter.aux_scale_L.copy_(measure_aux_scale(target, samples[:3], config.target_layer_ids))
     ids = choose_draft_ids(samples, VOCAB, config.draft_vocab_size, frozenset({1}))
-    objective = BlockObjective(target, ids, inverse_ids(ids, VOCAB), ObjectiveConfig(ce=1.0), "float32")
+    objective = BlockObjective(target, ids, ObjectiveConfig(ce=1.0), "float32")
     optimizer = {"steps": 80, "sequences_per_step": 4, "anchors_per_sequence": 24, "learning_rate": 1e-2}
     recipe = Recipe.model_validate(
         {

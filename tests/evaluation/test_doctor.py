@@ -37,12 +37,11 @@ from outrider.evaluation.doctor.case import Case, Check, Result, read_data, read
 from outrider.evaluation.doctor.examine import CHECKS, examine
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target, load_target
-from outrider.training.dataset import choose_draft_ids, inverse_ids
+from outrider.training.dataset import choose_draft_ids
 from outrider.training.features import measure_aux_scale
-from outrider.training.loss import ObjectiveConfig
-from outrider.training.recipe import Recipe
+from outrider.training.loss import BlockObjective
+from outrider.training.recipe import ObjectiveConfig, Recipe
 from outrider.training.setup import Run
-from outrider.training.step import BlockObjective
 from outrider.training.trainer import Trainer
 from tests.toys.dialects import released_medusa
 from tests.toys.targets import TOY, toy_config, toy_target
@@ -135,7 +134,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     drafter = DSpark(toy_config(**shapes, draft_vocab_size=40, rope_theta=5000.0, markov_rank=4))
     drafter.aux_scale_L.copy_(measure_aux_scale(target, samples[:3], TAPS))
     ids = choose_draft_ids(samples, vocab, 40, target.eos_ids)
-    objective = BlockObjective(target, ids, inverse_ids(ids, vocab), ObjectiveConfig(ce=1.0))
+    objective = BlockObjective(target, ids, ObjectiveConfig(ce=1.0))
     fields: dict[str, Any] = {"target": str(home / "target"), "out": str(home), "data": {"prompts": [{"path": "x"}]}}
     schedule = {"steps": STEPS, "sequences_per_step": 4, "anchors_per_sequence": 12, "learning_rate": 1e-2}
     recipe = Recipe.model_validate({**fields, "optimizer": schedule})

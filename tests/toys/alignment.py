@@ -21,10 +21,9 @@ from outrider.drafters.registry import method_of
 from outrider.sampling import PositionNoise, SamplingParams
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, build_batch
-from outrider.training.dataset import inverse_ids
 from outrider.training.features import FeatureSource
-from outrider.training.loss import ObjectiveConfig
-from outrider.training.step import BlockObjective, scatter
+from outrider.training.loss import BlockObjective, scatter
+from outrider.training.recipe import ObjectiveConfig
 from outrider.verification import Verdict
 from tests.toys.oracle import row_of
 
@@ -37,7 +36,7 @@ def build(
         target, samples, aux_layers, scale, 2**30, dtype=torch.float32
     )  # only alignment may differ
     batch = build_batch(chosen, samples, [features[i] for i, _ in chosen], drafter.config.gamma)
-    return batch, BlockObjective(target, ids, inverse_ids(ids, target.vocab_size), ObjectiveConfig())
+    return batch, BlockObjective(target, ids, ObjectiveConfig())
 
 
 def check_alignment(target: Target, drafter: DraftModule, samples: list[Sample], ids: Tensor) -> int:

@@ -125,14 +125,14 @@ def check_stops(out: Path, ranks: Ranks) -> None:
     watched.watch = WatchThree(settings, watched.run)
     watched.train()
     stopped = Trainer(recipe(out / "signalled", parallel="ddp"), make_run(toy_target()), ranks)
-    forward_backward = stopped.stepper._forward_backward
+    backward = stopped.parallel.backward
 
-    def signalled(*args: Any) -> Any:
-        if ranks.rank == 1 and stopped.stepper.optimizer.state:
+    def signalled(*args: Any, **named: Any) -> Any:
+        if ranks.rank == 1 and stopped.optimizer.state:
             os.kill(os.getpid(), signal.SIGTERM)
-        return forward_backward(*args)
+        return backward(*args, **named)
 
-    stopped.stepper._forward_backward = signalled  # type: ignore[method-assign]
+    stopped.parallel.backward = signalled  # type: ignore[method-assign]
     stopped.train()
     (out / f"stopped{ranks.rank}.json").write_text(json.dumps(stopped.interrupted))
 

@@ -13,7 +13,7 @@ TRAINED: dict[str, Any] = {
     "recipe": {
         "data": {"max_new_tokens": 64, "max_prompt_tokens": 32, "temperature": 0.0},
         "drafter": {"initialize_from_target": True},
-        "objective": {"ce": 0.1, "tv": 0.9},
+        "objective": {"ce": 0.1, "l1": 0.9},
         "optimizer": {"steps": 20, "learning_rate": 0.001},
     },
     "step": 20,

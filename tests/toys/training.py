@@ -9,12 +9,11 @@ import torch
 
 from outrider.drafters.dspark import DSpark
 from outrider.target.model import Target
-from outrider.training.dataset import choose_draft_ids, inverse_ids
+from outrider.training.dataset import choose_draft_ids
 from outrider.training.features import measure_aux_scale
-from outrider.training.loss import ObjectiveConfig
-from outrider.training.recipe import Recipe
+from outrider.training.loss import BlockObjective
+from outrider.training.recipe import ObjectiveConfig, Precision, Recipe
 from outrider.training.setup import Run
-from outrider.training.step import BlockObjective, Precision
 from tests.toys.targets import toy_config, toy_samples
 
 OPTIMIZER: dict[str, Any] = {"steps": 12, "sequences_per_step": 3, "anchors_per_sequence": 4, "learning_rate": 1e-2}
@@ -40,5 +39,5 @@ def make_run(target: Target, head: str = "vanilla", precision: Precision = "floa
     drafter = DSpark(config)
     drafter.aux_scale_L.copy_(measure_aux_scale(target, samples[:3], config.target_layer_ids))
     ids = choose_draft_ids(samples, 97, 60, frozenset({1}))
-    objective = BlockObjective(target, ids, inverse_ids(ids, 97), ObjectiveConfig(ce=1.0), precision)
+    objective = BlockObjective(target, ids, ObjectiveConfig(ce=1.0), precision)
     return Run(target, drafter, objective, ids, True, samples[2:], samples[:2])

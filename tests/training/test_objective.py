@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import outrider.training.loss as objective_chunks
-import outrider.training.loss as objective_rows
-from outrider.training.loss import ObjectiveConfig, TargetView, objective
+import outrider.training.loss as loss_module
+from outrider.training.loss import TargetView, objective
+from outrider.training.recipe import ObjectiveConfig
 
 V, VD, H, R, N = 29, 17, 8, 5, 41
 
@@ -34,6 +35,11 @@ def case(seed: int = 0) -> tuple[dict[str, Tensor], Tensor, Tensor, TargetView]:
     return trained, head_full[ids], logits.softmax(-1)[:, ids], view
 
 
+def heads(trained: dict[str, Tensor]) -> dict[str, Any]:
+    """The heads' arguments of `objective`."""
+    return {"latent_Nr": trained["latent"], "w2_Vr": trained["w2"], "confidence_N": trained["confidence"]}
+
+
 def dense(
     trained: dict[str, Tensor], head: Tensor, p_t: Tensor, view: TargetView, w: Tensor, c: ObjectiveConfig
 ) -> Tensor:
@@ -44,21 +50,21 @@ def dense(
     ce = -z.log_softmax(-1).gather(1, view.labels_N.clamp(min=0)[:, None])[:, 0] * known
     label = (1 - distance / 2).detach()
     bce = F.binary_cross_entropy_with_logits(trained["confidence"], label, reduction="none")
-    return (w * (c.ce * ce + c.tv * distance + c.confidence * bce)).sum() / w.sum()
+    return (w * (c.ce * ce + c.l1 * distance + c.confidence * bce)).sum() / w.sum()
 
 
 @pytest.mark.parametrize("chunk", [7, 64])
 @pytest.mark.parametrize("scratch", [3, 64])
 def test_loss_and_gradients_equal_the_dense_formula(chunk: int, scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objective_chunks, "_FEWEST_ROWS", 1)
-    monkeypatch.setattr(objective_chunks, "CHUNK_BYTES", chunk * 2 * VD * 8)
-    monkeypatch.setattr(objective_rows, "_SCRATCH_BYTES", scratch * VD * 4)
+    monkeypatch.setattr(loss_module, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", chunk * 2 * VD * 8)
+    monkeypatch.setattr(loss_module, "_SCRATCH_BYTES", scratch * VD * 4)
     trained, head, p_t, view = case()
-    config = ObjectiveConfig(ce=0.3, tv=0.9, confidence=0.7)
+    config = ObjectiveConfig(ce=0.3, l1=0.9, confidence=0.7)
     weights = torch.rand(N, dtype=torch.float64)
     ours = {k: v.clone().requires_grad_() for k, v in trained.items()}
     theirs = {k: v.clone().requires_grad_() for k, v in trained.items()}
-    output = objective(ours["hidden"], ours["latent"], ours["w2"], ours["confidence"], head, view, weights, config)
+    output = objective(ours["hidden"], head, view, config, weights_N=weights, **heads(ours))
     expected = dense(theirs, head, p_t, view, weights, config)
     torch.testing.assert_close(output.loss, expected, atol=1e-12, rtol=1e-12)
     (3 * output.loss).backward()
@@ -79,7 +85,7 @@ def dense_candidates(
     for z, has_ce in ((unary, known), (among, known & kept.gather(1, label)[:, 0])):
         distance = (z.softmax(-1) - p_t).abs().sum(-1) + (1 - p_t.sum(-1))
         ce = torch.where(has_ce, -z.log_softmax(-1).gather(1, label)[:, 0], 0.0)
-        total, overlap = total + c.ce * ce + c.tv * distance, 1 - distance / 2
+        total, overlap = total + c.ce * ce + c.l1 * distance, 1 - distance / 2
     bce = F.binary_cross_entropy_with_logits(trained["confidence"], overlap.detach(), reduction="none")
     return (w * (total + c.confidence * bce)).sum() / w.sum(), overlap
 
@@ -89,17 +95,16 @@ def dense_candidates(
 def test_candidates_have_the_dense_loss_and_gradients(
     count: int, chunk: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(objective_chunks, "_FEWEST_ROWS", 1)
-    monkeypatch.setattr(objective_chunks, "CHUNK_BYTES", chunk * 2 * VD * 8)
+    monkeypatch.setattr(loss_module, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", chunk * 2 * VD * 8)
     trained, head, p_t, view = case(4)
     if softcap is not None:  # every token can be drafted, so that their logits are the whole distribution
         logits = torch.tanh(view.hidden_ND @ head.T / softcap) * softcap
         view, p_t = replace(view, lse_N=logits.logsumexp(-1), softcap=softcap), logits.softmax(-1)
-    config, weights = ObjectiveConfig(ce=0.3, tv=0.9, confidence=0.7), torch.rand(N, dtype=torch.float64)
+    config, weights = ObjectiveConfig(ce=0.3, l1=0.9, confidence=0.7), torch.rand(N, dtype=torch.float64)
     ours = {k: v.clone().requires_grad_() for k, v in trained.items()}
     theirs = {k: v.clone().requires_grad_() for k, v in trained.items()}
-    heads = ours["latent"], ours["w2"], ours["confidence"]
-    output = objective(ours["hidden"], *heads, head, view, weights, config, candidates=count)
+    output = objective(ours["hidden"], head, view, config, weights_N=weights, **heads(ours), candidates=count)
     expected, overlap = dense_candidates(theirs, head, p_t, view, weights, config, count)
     torch.testing.assert_close(output.loss, expected, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(output.acceptance_N, overlap, atol=1e-12, rtol=1e-12)
@@ -111,9 +116,8 @@ def test_candidates_have_the_dense_loss_and_gradients(
 
 def test_acceptance_is_the_overlap_of_the_distributions() -> None:
     trained, head, p_t, view = case(1)
-    output = objective(
-        trained["hidden"], trained["latent"], trained["w2"], None, head, view, torch.ones(N), ObjectiveConfig()
-    )
+    sequential = {**heads(trained), "confidence_N": None}
+    output = objective(trained["hidden"], head, view, ObjectiveConfig(), weights_N=torch.ones(N), **sequential)
     p_d = (trained["hidden"] @ head.T + trained["latent"] @ trained["w2"].T).softmax(-1)
     torch.testing.assert_close(output.acceptance_N, torch.minimum(p_d, p_t).sum(-1), atol=1e-12, rtol=1e-12)
 
@@ -121,7 +125,7 @@ def test_acceptance_is_the_overlap_of_the_distributions() -> None:
 def test_without_heads_only_the_backbone_gets_a_gradient() -> None:
     trained, head, _, view = case(2)
     hidden = trained["hidden"].requires_grad_()
-    objective(hidden, None, None, None, head, view, torch.ones(N), ObjectiveConfig(ce=1, tv=0)).loss.backward()
+    objective(hidden, head, view, ObjectiveConfig(ce=1, l1=0), weights_N=torch.ones(N)).loss.backward()
     assert hidden.grad is not None and hidden.grad.abs().sum() > 0
 
 
@@ -129,7 +133,7 @@ def test_soft_capped_targets() -> None:
     trained, head, _, view = case(3)
     logits = torch.tanh(view.hidden_ND @ head.T / 5) * 5
     capped = TargetView(view.hidden_ND, logits.logsumexp(-1), view.labels_N, view.argmax_N, softcap=5.0)
-    output = objective(trained["hidden"], None, None, None, head, capped, torch.ones(N), ObjectiveConfig())
+    output = objective(trained["hidden"], head, capped, ObjectiveConfig(), weights_N=torch.ones(N))
     p_d = (trained["hidden"] @ head.T).softmax(-1)
     torch.testing.assert_close(output.acceptance_N, torch.minimum(p_d, logits.softmax(-1)).sum(-1))
 
@@ -156,34 +160,34 @@ class Allocations(TorchDispatchMode):
 def test_no_tensor_is_larger_than_half_the_budget(rows: int, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever N and V are; with a float32 head held in bfloat16, no float32 copy of it is made either."""
     budget = 2**20
-    monkeypatch.setattr(objective_chunks, "_FEWEST_ROWS", 1)
-    monkeypatch.setattr(objective_chunks, "CHUNK_BYTES", budget)
-    monkeypatch.setattr(objective_chunks, "TILE_BYTES", budget // 8)
+    monkeypatch.setattr(loss_module, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", budget)
+    monkeypatch.setattr(loss_module, "TILE_BYTES", budget // 8)
     hidden = torch.randn(rows, H, requires_grad=True)
     head = torch.randn(vocab, H).bfloat16()
     labels = torch.zeros(rows, dtype=torch.long)
     view = TargetView(torch.randn(rows, H), torch.randn(rows) + 9, labels, labels)
     with Allocations() as seen:
-        objective(hidden, None, None, None, head, view, torch.ones(rows), ObjectiveConfig()).loss.backward()
+        objective(hidden, head, view, ObjectiveConfig(), weights_N=torch.ones(rows)).loss.backward()
     assert budget // 4 < seen.largest <= budget // 2
 
 
 def test_chunks_are_equal_and_inside_the_budget() -> None:
-    rows = objective_chunks.chunk_rows(3584, 151_936, 4)
-    assert 16 <= rows <= objective_chunks.CHUNK_BYTES // (8 * 151_936)
-    assert objective_chunks.chunk_rows(784, 12_288, 4) == 784
-    assert objective_chunks.chunk_rows(10**6, 10**8, 4) == 16  # never fewer, whatever the vocabulary
+    rows = loss_module.chunk_rows(3584, 151_936, 4)
+    assert 16 <= rows <= loss_module.CHUNK_BYTES // (8 * 151_936)
+    assert loss_module.chunk_rows(784, 12_288, 4) == 784
+    assert loss_module.chunk_rows(10**6, 10**8, 4) == 16  # never fewer, whatever the vocabulary
 
 
 def test_a_head_in_another_type_gives_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objective_chunks, "TILE_BYTES", 5 * H * 8)
+    monkeypatch.setattr(loss_module, "TILE_BYTES", 5 * H * 8)
     trained, head, _, view = case(4)
     narrow = head.bfloat16()
     results = []
     for held in (narrow, narrow.double()):
         leaves = {k: v.clone().requires_grad_() for k, v in trained.items()}
-        arguments = (leaves["hidden"], leaves["latent"], leaves["w2"], leaves["confidence"], held, view)
-        objective(*arguments, torch.ones(N), ObjectiveConfig()).loss.backward()
+        output = objective(leaves["hidden"], held, view, ObjectiveConfig(), weights_N=torch.ones(N), **heads(leaves))
+        output.loss.backward()
         results.append([leaf.grad for leaf in leaves.values()])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, atol=1e-13, rtol=1e-11)
@@ -202,7 +206,7 @@ def test_bfloat16_logits_keep_their_precision_where_probability_is() -> None:
     argmax[::5] = -1  # those rows find a reference of their own
     view = TargetView(target, logits.logsumexp(-1), argmax, argmax)
     exact, rounded = (
-        objective(hidden, None, None, None, head, view, torch.ones(rows), ObjectiveConfig(), dtype)
+        objective(hidden, head, view, ObjectiveConfig(), weights_N=torch.ones(rows), products=dtype)
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert 0.1 < exact.acceptance_N.mean() < 0.95

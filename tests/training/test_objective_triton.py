@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from outrider.training.loss_triton import _rows
 
-scalars = "lse:*fp32 label:*i64 argmax:*i64 ce_weight:*fp32 tv_weight:*fp32 ce:*fp32 distance:*fp32 agreement:*i8"
+scalars = "lse:*fp32 label:*i64 argmax:*i64 ce_weight:*fp32 l1_weight:*fp32 ce:*fp32 distance:*fp32 agreement:*i8"
 for kind in ("fp32", "bf16"):
     types = dict(pair.split(":") for pair in f"z:*{kind} t:*{kind} shift:*{kind} {scalars}".split())
     signature = {f"{name}_ptr": kind for name, kind in types.items()} | {"V": "i32", "softcap": "fp32"}

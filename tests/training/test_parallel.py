@@ -21,8 +21,7 @@ from outrider.drafters.dflash import initialize_block
 from outrider.target.model import Target, load_target
 from outrider.training.batches import Schedule, micro_batches, total_weight
 from outrider.training.features import FeatureSource
-from outrider.training.loss import ObjectiveConfig
-from outrider.training.recipe import load_recipe
+from outrider.training.recipe import ObjectiveConfig, load_recipe
 from outrider.training.trainer import Trainer
 from outrider.utils.distributed import join
 from tests.toys.parallel_worker import OPTIMIZER, SCALE, SETTINGS, TAPS, features_dict, toy_drafter, train
@@ -226,14 +225,14 @@ def test_the_denominator_counts_supervised_positions() -> None:
 
 def test_a_signal_saves_the_state_and_sets_the_status(tmp_path: Path) -> None:
     def at_step_three(trainer: Trainer) -> None:
-        step = trainer.stepper._step
+        step = trainer._step
 
         def signalled(number: int, *rest: object) -> object:
             if number == 2:
                 os.kill(os.getpid(), signal.SIGINT)
             return step(number, *rest)
 
-        trainer.stepper._step = signalled  # type: ignore[method-assign, assignment]
+        trainer._step = signalled  # type: ignore[method-assign, assignment]
 
     trainer = Trainer(recipe(tmp_path / "parts"), make_run(toy_target()))
     at_step_three(trainer)

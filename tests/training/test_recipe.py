@@ -69,7 +69,7 @@ def test_overrides_of_top_nested_and_list_values(minimal: Path) -> None:
         "drafter.enable_confidence_head=false",
         "drafter.draft_vocab_size=null",
         "data.prompts=[{path: a.jsonl, limit: 2}, {path: b=c.jsonl}]",
-        "objective={ce: 1.0, tv: 0}",
+        "objective={ce: 1.0, l1: 0}",
         "out=runs/a=b",
         "optimizer.steps=10",
         "optimizer.steps=20",
@@ -80,7 +80,7 @@ def test_overrides_of_top_nested_and_list_values(minimal: Path) -> None:
     assert recipe.drafter.target_layer_ids == [3, 9] and recipe.drafter.draft_vocab_size is None
     assert not recipe.drafter.enable_confidence_head
     assert [(s.path, s.limit) for s in recipe.data.prompts] == [("a.jsonl", 2), ("b=c.jsonl", None)]
-    assert (recipe.objective.ce, recipe.objective.tv, recipe.objective.confidence) == (1.0, 0.0, 1.0)
+    assert (recipe.objective.ce, recipe.objective.l1, recipe.objective.confidence) == (1.0, 0.0, 1.0)
     assert load_recipe(minimal).seed == 0 and load_recipe(minimal).optimizer.steps == 1000
 
 

@@ -22,15 +22,14 @@ from outrider.drafters.layers import BlockLayout
 from outrider.drafters.medusa import HeadsConfig, Medusa
 from outrider.target.model import Target
 from outrider.training.batches import build_batch
-from outrider.training.dataset import Dataset, choose_draft_ids, inverse_ids
+from outrider.training.dataset import Dataset, choose_draft_ids
 from outrider.training.features import measure_aux_scale
 from outrider.training.logging import Meters, peak_memory_gib, plot_training, read_metrics
-from outrider.training.loss import ObjectiveConfig
-from outrider.training.recipe import Recipe, load_recipe
+from outrider.training.loss import BlockObjective
+from outrider.training.recipe import ObjectiveConfig, Recipe, load_recipe
 from outrider.training.setup import Run, prepare
 from outrider.training.state import load_watch
-from outrider.training.step import BlockObjective
-from outrider.training.trainer import Stepper, Trainer
+from outrider.training.trainer import Trainer
 from outrider.training.watch import Watch, decode_check, first_prompts
 from tests.toys.targets import randomise, toy_config, toy_target
 
@@ -80,7 +79,7 @@ def make_run(target: Target, samples: list[Sample]) -> Run:
     drafter = DSpark(config)
     drafter.aux_scale_L.copy_(measure_aux_scale(target, samples[:3], config.target_layer_ids))
     ids = choose_draft_ids(samples, 97, 90, frozenset({1}))
-    objective = BlockObjective(target, ids, inverse_ids(ids, 97), ObjectiveConfig(ce=1.0))
+    objective = BlockObjective(target, ids, ObjectiveConfig(ce=1.0))
     return Run(target, drafter, objective, ids, True, samples, samples[:3])  # learnt by heart: toys do not generalise
 
 
@@ -229,14 +228,14 @@ class Killed(BaseException):
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    check = Stepper._check_finite
+    check = Trainer._check_finite
 
-    def checked(self: Stepper, what: str, value: float, now: int) -> None:
+    def checked(self: Trainer, what: str, value: float, now: int) -> None:
         if now == step:
             raise Killed
         check(self, what, value, now)
 
-    monkeypatch.setattr(Stepper, "_check_finite", checked)
+    monkeypatch.setattr(Trainer, "_check_finite", checked)
 
 
 @pytest.mark.parametrize("killed", [3, 7])
@@ -498,7 +497,7 @@ def test_aux_layers_and_vocabulary_are_the_checkpoints(
     chosen, run = continued(target, samples, tmp_path / "out", {"start_from": str(tmp_path / "odd")}, monkeypatch)
     assert run.drafter.config.target_layer_ids == (0, 2, 3) and not run.reduced and len(run.draft_ids_Vd) == 97
     whole = torch.arange(97)
-    objective = BlockObjective(target, whole, whole, run.objective.config)
+    objective = BlockObjective(target, whole, run.objective.config)
     theirs = Trainer(chosen, Run(target, drafter, objective, whole, False, run.samples, run.held_out)).evaluate()
     assert Trainer(chosen, run).evaluate() == {name: pytest.approx(value, rel=2e-3) for name, value in theirs.items()}
 

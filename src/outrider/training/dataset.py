@@ -216,10 +216,3 @@ def choose_draft_ids(
     ranked = [*sorted(always), *(t for t, _ in responses.most_common()), *(t for t, _ in everything.most_common())]
     ids = list(dict.fromkeys([*ranked, *range(vocab_size)]))[:draft_vocab_size]
     return torch.tensor(sorted(ids))
-
-
-def inverse_ids(draft_ids_Vd: Tensor, vocab_size: int) -> Tensor:
-    """[V] index into the draft vocabulary, -1 outside it."""
-    inverse_V = torch.full((vocab_size,), -1, dtype=torch.long, device=draft_ids_Vd.device)
-    inverse_V[draft_ids_Vd] = torch.arange(len(draft_ids_Vd), device=draft_ids_Vd.device)
-    return inverse_V

@@ -1,4 +1,22 @@
-"""What the objective needs of the target at each supervised position, without its logits."""
+"""The training loss of a draft model: cross-entropy, 1-norm distance to the target, and confidence.
+
+    p_d = softmax(W_d h + W2 l),  p_t = the target's distribution at the same position
+    loss = sum_i w_i [ce (-log p_d(x_i)) + l1 ||p_d - p_t||_1 + confidence BCE(c_i, a_i)] / sum_i w_i
+    a_i = 1 - ||p_d - p_t||_1 / 2                              the acceptance probability
+    w_i = exp(-(k_i - 1) / decay)                              k_i: position in the block, from 1
+
+    BlockObjective   drafter and batch  ->  rows of the supervised positions  ->  loss
+    objective        rows and the target's view of them  ->  loss, acceptance, agreement
+    _distances       the same positions in chunks of bounded size  ->  cross-entropy, distance and gradients
+    reduce_rows      the logits of a chunk, drafter and target  ->  cross-entropy, p_d - p_t and d loss / d logits
+
+The LM head W_d is frozen and needs no gradient. ||.||_1 counts the target's mass outside a reduced draft vocabulary:
+tokens that can never be drafted are part of the distance.
+
+Source: DSpark, arXiv 2607.05147 (weights 0.1, 0.9, 1.0 and the decay); DFlash, arXiv 2602.06036 (CE with decay).
+Shapes: N supervised positions, C positions of a chunk, K draft positions of a block, V target vocabulary, Vd draft
+vocabulary, D target hidden, H draft hidden, r rank, c candidates.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +24,22 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.drafters.base import BlockInputs, DraftModule, DraftRows
 from outrider.drafters.dflash2 import candidate_scores
+from outrider.target.model import Target
+from outrider.training.batches import BlockBatch
+from outrider.training.recipe import ObjectiveConfig, Precision
 
 
 @dataclass(frozen=True)
 class TargetView:
-    """Rows of N supervised positions.
+    """What the loss needs of the target at N supervised positions, without its logits.
 
     `hidden_ND` normed last hidden states; `lse_N` log-sum-exp of the full-vocabulary logits; `labels_N` the next token
     and `argmax_N` the target's most likely one, as indices into the draft vocabulary (-1: outside it; such a label
@@ -31,167 +53,141 @@ class TargetView:
     softcap: float | None = None
 
 
-# ----------------------------------------------------------------------------
-# Softmax, distance and gradient of one chunk of logits, in place; the reference of the Triton kernel.
-#
-#     p_d = softmax(z),  p_t = exp(t - lse)                       rows of [C, Vd]; p_t may lack the mass outside Vd
-#     ||p_d - p_t||_1 (outside mass included) = 2 sum_v (p_d - p_t)_+          because both distributions sum to one
-#     b = [p_d > p_t],  d tv / dz = 2 p_d (b - <p_d, b>),  d ce / dz = p_d - onehot
-#
-# The identity saves the sum of |.| and of p_t. Softmax of either side is one pass (`torch.softmax` walks a row while it
-# is in cache), and the maximum of its result gives the log-sum-exp back: max(z) - log(max(p_d)).
-#
-# Shapes: C rows, Vd draft vocabulary.
-# ----------------------------------------------------------------------------
+class ObjectiveOutput(NamedTuple):
+    """`loss` is differentiable; the others are detached, per position [N]."""
+
+    loss: Tensor
+    acceptance_N: Tensor  # 1 - ||p_d - p_t||_1 / 2: the exact acceptance probability at temperature 1
+    agreement_N: Tensor  # 1.0 where the two most likely tokens are the same: acceptance at temperature 0
+    ce_N: Tensor  # of softmax(W_d h) where the draft is drawn among candidates
 
 
-_SCRATCH_BYTES = 2**21  # one buffer of the rows in work: small enough for a core's cache
+def inverse_ids(draft_ids_Vd: Tensor, vocab_size: int) -> Tensor:
+    """[V] index into the draft vocabulary, -1 outside it."""
+    inverse_V = torch.full((vocab_size,), -1, dtype=torch.long, device=draft_ids_Vd.device)
+    inverse_V[draft_ids_Vd] = torch.arange(len(draft_ids_Vd), device=draft_ids_Vd.device)
+    return inverse_V
 
 
-@dataclass(frozen=True)
-class RowInputs:
-    """Per-row scalars [C]. The target's logits are `t + shift`, its log-sum-exp over the full vocabulary `lse`.
+class BlockObjective:
+    """The loss of a drafter on a batch, with the target's frozen embedding and head and the draft vocabulary.
 
-    `labels` and `argmax` index the draft vocabulary, -1 outside it; `ce` and `tv` are the weights of the two terms.
+    In bfloat16 precision the drafter's rows are computed under autocast (parameters, norms, softmax and the residual
+    stream stay float32) and the vocabulary-sized products of the loss take bfloat16 operands. Decoding must agree with
+    the rows (tests/drafters/test_alignment.py).
     """
 
-    shift_C: Tensor
-    lse_C: Tensor
-    labels_C: Tensor
-    argmax_C: Tensor
-    ce_C: Tensor
-    tv_C: Tensor
+    def __init__(
+        self, target: Target, draft_ids_Vd: Tensor, config: ObjectiveConfig, precision: Precision = "float32"
+    ) -> None:
+        self.embed_VH, self.embed_scale = target.embed_VD, target.embed_scale
+        self.products = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        reduced = len(draft_ids_Vd) < target.vocab_size
+        head_VH = target.head_VD[draft_ids_Vd] if reduced else target.head_VD
+        # A whole bfloat16 head is never widened: the loss converts tiles of it where it needs float32.
+        self.head_VH = head_VH.to(self.products) if reduced or self.products == torch.bfloat16 else head_VH
+        self.inverse_V = inverse_ids(draft_ids_Vd, target.vocab_size)
+        self.softcap = target.softcap
+        self.config = config
 
-    def __getitem__(self, rows: slice) -> RowInputs:
-        return RowInputs(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The target's embedding as its first layer sees it, [...] -> [..., D] in float32."""
+        return F.embedding(tokens, self.embed_VH).float() * self.embed_scale
 
+    def rows(self, drafter: DraftModule, batch: BlockBatch) -> DraftRows:
+        """The drafter's training forward."""
+        # Aux hidden states are stored scaled; modules take raw ones and divide by aux_scale themselves.
+        aux_SLD = batch.aux_SLD.float() * drafter.aux_scale_L[:, None]
+        return drafter.rows(BlockInputs(aux_SLD, batch.next_tokens_S, batch.layout, batch.previous_NK, self.embed))
 
-@dataclass(frozen=True)
-class RowOutputs:
-    """Per row [C]: cross-entropy (0 without a label), ||p_d - p_t||_1, and whether the most likely tokens agree."""
-
-    ce_C: Tensor
-    distance_C: Tensor
-    agreement_C: Tensor
-
-
-def reduce_rows(z_CV: Tensor, t_CV: Tensor, rows: RowInputs, softcap: float | None, needs_grad: bool) -> RowOutputs:
-    """Reduce both logit buffers; with `needs_grad`, z then holds d(ce * CE + tv * distance) / dz. Both are overwritten.
-
-    Arithmetic is in float32 for bfloat16 logits, a few rows at a time, else in the logits' own type.
-    """
-    step = max(1, _SCRATCH_BYTES // (4 * z_CV.shape[1]))
-    outputs = []
-    for start in range(0, len(z_CV), step):
-        part = slice(start, start + step)
-        outputs.append(_reduce(z_CV[part], t_CV[part], rows[part], softcap, needs_grad))
-    ce, distance, agreement = (torch.cat(column) for column in zip(*outputs, strict=True))
-    return RowOutputs(ce, distance, agreement)
-
-
-def _reduce(
-    z_CV: Tensor, t_CV: Tensor, rows: RowInputs, softcap: float | None, needs_grad: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = torch.promote_types(z_CV.dtype, torch.float32)
-    p_d, gap = z_CV.to(dtype), t_CV.to(dtype)  # the buffers themselves unless they are narrower
-    label_C = rows.labels_C.clamp(min=0)[:, None]
-    top_C = p_d.amax(-1)
-    agreement_C = (p_d.gather(1, rows.argmax_C.clamp(min=0)[:, None])[:, 0] >= top_C) & (rows.argmax_C >= 0)
-    label_logit_C = p_d.gather(1, label_C)[:, 0]
-    torch.softmax(p_d, -1, out=p_d)
-    total_C = p_d.sum(-1)  # not quite one: softmax adds up plainly, which is off by 1e-5 over 150,000 terms
-    p_d.div_(total_C[:, None])
-    known_C = (rows.labels_C >= 0).to(dtype)
-    ce_C = (top_C - p_d.amax(-1).log() - label_logit_C) * known_C
-    _subtract_target(p_d, gap, rows, softcap)
-    gap.clamp_(min=0)
-    distance_C = 2 * gap.sum(-1)
-    if needs_grad:
-        above = gap.sign_().mul_(p_d)  # p_d b
-        inner_C = above.sum(-1)
-        scale_C = (rows.ce_C * known_C).to(dtype)
-        above.mul_(2 * rows.tv_C[:, None])
-        grad = torch.addcmul(above, p_d, (scale_C - 2 * rows.tv_C * inner_C)[:, None], out=p_d)
-        grad.scatter_add_(1, label_C, -scale_C[:, None])
-        if grad.dtype != z_CV.dtype:
-            z_CV.copy_(grad)
-    return ce_C, distance_C, agreement_C
-
-
-def _subtract_target(p_d: Tensor, t: Tensor, rows: RowInputs, softcap: float | None) -> None:
-    """t becomes p_d - p_t. p_t is its own softmax scaled to what the full vocabulary leaves of it."""
-    shift_C = rows.shift_C.to(t.dtype)
-    if softcap is not None:
-        t.add_(shift_C[:, None]).div_(softcap).tanh_().mul_(softcap)
-        shift_C = torch.zeros_like(shift_C)
-    top_C = t.amax(-1) + shift_C
-    torch.softmax(t, -1, out=t)
-    inside_C = (top_C - rows.lse_C).exp() / t.amax(-1)
-    torch.addcmul(p_d, t, inside_C[:, None], value=-1, out=t)
-
-
-# ----------------------------------------------------------------------------
-# The objective of a distribution over a position's likeliest tokens (drafters/dflash2.py).
-#
-#     C_i = the c likeliest tokens of U_i,   s_i(v) = U_i(v) + <l_i, W2[v]>,   p_d = softmax(s_i), zero outside C_i
-#     ||p_d - p_t||_1 = 2 sum_{v in C_i} (p_d - p_t)_+        both sum to one, and p_d has no mass elsewhere
-#     CE = -log p_d(x_i) where x_i is in C_i, else none
-#
-# C_i is a choice and has no gradient; s_i has, towards U_i too. Everything here is [C, c]: plain autograd will do.
-#
-# Shapes: C rows of a chunk, V draft vocabulary, c candidates, r rank.
-# ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """The candidates of a chunk, taken from both logit buffers before these are reduced: indices, U and p_t, [C, c]."""
-
-    indices: Tensor
-    unary: Tensor
-    p_t: Tensor
-
-    @staticmethod
-    def of(z_CV: Tensor, t_CV: Tensor, rows: RowInputs, softcap: float | None, count: int) -> Candidates:
-        """From draft logits z, up to a constant per row, and the target's, `t + rows.shift_C`."""
-        wide = torch.promote_types(z_CV.dtype, torch.float32)
-        unary, indices = z_CV.topk(count, dim=-1)
-        logits = t_CV.gather(1, indices).to(wide) + rows.shift_C[:, None].to(wide)
-        if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
-        return Candidates(indices, unary.to(wide), (logits - rows.lse_C[:, None]).exp())
-
-    def reduce(
-        self, rows: RowInputs, latent_Cr: Tensor, w2_Vr: Tensor, needs_grad: bool
-    ) -> tuple[RowOutputs, CandidateGradients | None]:
-        """Per-row results; with `needs_grad` also the gradients of sum_i ce_i CE_i + tv_i distance_i."""
-        with torch.enable_grad():
-            unary, latent, codes = (
-                x.detach().requires_grad_(needs_grad) for x in (self.unary, latent_Cr, w2_Vr[self.indices])
+    def __call__(self, drafter: DraftModule, batch: BlockBatch, total_weight: Tensor | None = None) -> ObjectiveOutput:
+        """Loss of the supervised positions; `total_weight` as in `objective`."""
+        keep_NK = batch.supervised_NK
+        device = keep_NK.device
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.products == torch.bfloat16):
+            rows = self.rows(drafter, batch)
+        hidden_NH = rows.hidden_NKH[keep_NK].float()
+        latent_Nr, embedding_Nr = (
+            None if part_NKr is None else part_NKr[keep_NK].float()
+            for part_NKr in (rows.latent_NKr, rows.embedding_NKr)
+        )
+        view = TargetView(
+            hidden_ND=batch.target_hidden_NKD[keep_NK],
+            lse_N=batch.lse_NK[keep_NK],
+            labels_N=self.inverse_V[batch.labels_NK[keep_NK]],
+            argmax_N=self.inverse_V[batch.argmax_NK[keep_NK]],
+            softcap=self.softcap,
+        )
+        weights_K = self.config.position_weights(keep_NK.shape[1], device)
+        with torch.autocast(device.type, enabled=False):  # the caller's, where there is one
+            return objective(
+                hidden_NH,
+                self.head_VH,
+                view,
+                self.config,
+                weights_N=weights_K.expand_as(keep_NK)[keep_NK],
+                latent_Nr=latent_Nr,
+                w2_Vr=rows.w2_Vr,
+                confidence_N=None if rows.confidence is None else rows.confidence(hidden_NH, embedding_Nr),
+                products=self.products,
+                total_weight=total_weight,
+                candidates=rows.candidates,
             )
-            log_p_d = candidate_scores(unary, codes, latent).log_softmax(-1)
-            labelled = self.indices == rows.labels_C[:, None]
-            ce_C = -log_p_d.masked_fill(~labelled, 0.0).sum(-1)
-            distance_C = 2 * (log_p_d.exp() - self.p_t).clamp(min=0).sum(-1)
-            loss = (rows.ce_C * ce_C + rows.tv_C * distance_C).sum()
-        likeliest_C = self.indices.gather(1, log_p_d.argmax(-1, keepdim=True))[:, 0]
-        outputs = RowOutputs(ce_C.detach(), distance_C.detach(), likeliest_C == rows.argmax_C)
-        if not needs_grad:
-            return outputs, None
-        return outputs, CandidateGradients(*torch.autograd.grad(loss, (unary, latent, codes)))
 
 
-@dataclass(frozen=True)
-class CandidateGradients:
-    """Of the candidates' logits [C, c], of the latents [C, r] and of the candidates' rows of W2 [C, c, r]."""
+def scatter(values_M: Tensor, supervised_NK: Tensor) -> Tensor:
+    """Per-position values back into [N, K], zero where nothing was supervised."""
+    out_NK = torch.zeros(supervised_NK.shape, dtype=values_M.dtype, device=values_M.device)
+    out_NK[supervised_NK] = values_M
+    return out_NK
 
-    unary: Tensor
-    latent: Tensor
-    codes: Tensor
+
+def objective(
+    hidden_NH: Tensor,
+    head_VH: Tensor,
+    view: TargetView,
+    config: ObjectiveConfig,
+    *,
+    weights_N: Tensor,
+    latent_Nr: Tensor | None = None,
+    w2_Vr: Tensor | None = None,
+    confidence_N: Tensor | None = None,
+    products: torch.dtype | None = None,
+    total_weight: Tensor | None = None,
+    candidates: int | None = None,
+) -> ObjectiveOutput:
+    """The weighted mean loss over N supervised positions.
+
+    Args:
+        hidden_NH: normed draft hidden states.
+        head_VH: the frozen LM head, restricted to the draft vocabulary.
+        weights_N: position weights w_i.
+        latent_Nr, w2_Vr: the sequential head's latent and its output matrix; None without one.
+        confidence_N: logits of c; None without a confidence head.
+        products: type of the vocabulary-sized matrix products and of the logit buffers, bfloat16 for speed; softmax
+            and distances are float32 all the same. None: the type of `hidden_NH`.
+        total_weight: the denominator, where these positions are one part of a step; None: their own sum.
+        candidates: number of top tokens of W_d h that latents and w2 rescore, the only ones that can be drafted. Both
+            softmax(W_d h) and p_d over the candidates then have a loss; acceptance and agreement are the latter's.
+    """
+    w_N = (weights_N / (weights_N.sum() if total_weight is None else total_weight)).to(view.lse_N.dtype)
+    total, ce_N, distance_N, agreement_N = _distances(
+        (hidden_NH, latent_Nr, w2_Vr),
+        HeadProducts(head_VH, products or hidden_NH.dtype),
+        view,
+        ce_N=config.ce * w_N,
+        l1_N=config.l1 * w_N,
+        candidates=candidates,
+    )
+    acceptance_N = (1 - distance_N / 2).clamp(0, 1)
+    if confidence_N is not None:
+        bce_N = F.binary_cross_entropy_with_logits(confidence_N, acceptance_N, reduction="none")
+        total = total + config.confidence * (w_N * bce_N).sum()
+    return ObjectiveOutput(total, acceptance_N, agreement_N.float(), ce_N)
 
 
 # ----------------------------------------------------------------------------
-# Distances of the objective over chunks of positions: two [C, Vd] logit buffers, whatever N and V are.
+# The vocabulary-sized part in chunks of positions: two [C, Vd] logit buffers, whatever N and V are.
 #
 #     chunk of C rows:  z = h W_d^T + l W2^T,  t = h_t W_d^T  ->  row reduction  ->  z holds dz
 #                       d_h = dz W_d,  d_l = dz W2,  d_W2 += dz^T l
@@ -202,8 +198,6 @@ class CandidateGradients:
 # Low precision: both buffers hold logits minus a per-row constant near their maximum, added *before* the product is
 # rounded. A bfloat16 logit of 22 is wrong by up to 0.06; one that is 0.5 below the row's constant by 0.001. z may lose
 # any constant (softmax ignores it); t's is kept exactly and added back.
-#
-# Shapes: N positions, C positions a chunk, Vd draft vocabulary, H hidden, r rank.
 # ----------------------------------------------------------------------------
 
 
@@ -245,93 +239,104 @@ class HeadProducts:
         return (x_CH * self.head_VH[token_C].to(x_CH.dtype)).sum(-1)
 
 
-def row_reducer(logits_CV: Tensor) -> Callable[..., RowOutputs]:
-    """The fused kernel where it can run, else the torch one; they agree (tests/test_objective_triton.py)."""
-    if logits_CV.is_cuda and logits_CV.dtype != torch.float64 and find_spec("triton") is not None:
-        from outrider.training.loss_triton import reduce_rows_triton
+class RowInputs(NamedTuple):
+    """Per-row scalars [C]. The target's logits are `t + shift`, its log-sum-exp over the full vocabulary `lse`.
 
-        return reduce_rows_triton
-    return reduce_rows
-
-
-class ChunkedDistances(torch.autograd.Function):
-    """sum_i ce_i CE_i + tv_i ||p_d - p_t||_1 with CE, distance and agreement per position [N].
-
-    With `candidates` this is the sum of two: of softmax(U), whose CE is returned, and of the distribution over
-    the candidates, whose distance and agreement are returned.
+    `labels` and `argmax` index the draft vocabulary, -1 outside it; `ce` and `l1` are the weights of the two terms.
     """
 
+    shift_C: Tensor
+    lse_C: Tensor
+    labels_C: Tensor
+    argmax_C: Tensor
+    ce_C: Tensor
+    l1_C: Tensor
+
+
+class RowOutputs(NamedTuple):
+    """Per row [C]: cross-entropy (0 without a label), ||p_d - p_t||_1, and whether the most likely tokens agree."""
+
+    ce_C: Tensor
+    distance_C: Tensor
+    agreement_C: Tensor
+
+
+class _WithGradients(torch.autograd.Function):
+    """A value whose gradients towards the leaves are known already."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_NH: Tensor,
-        latent_Nr: Tensor | None,
-        w2_Vr: Tensor | None,
-        head_VH: Tensor,
-        view: TargetView,
-        ce_N: Tensor,
-        tv_N: Tensor,
-        dtype: torch.dtype,
-        needs_grad: bool,
-        candidates: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        N, V = len(hidden_NH), len(head_VH)
-        C = chunk_rows(N, V, dtype.itemsize)
-        head = HeadProducts(head_VH, dtype)
-        # Where candidates are chosen, z is the parallel drafter's alone; latents and W2 meet among the candidates.
-        everywhere = candidates is None
-        w2 = None if w2_Vr is None or not everywhere else w2_Vr.to(dtype)
+    def forward(ctx: Any, value: Tensor, gradients: tuple[Tensor | None, ...], *leaves: Tensor | None) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *(None if g is None else g.mul(grads[0]) for g in ctx.gradients))
+
+
+def _distances(
+    trained: tuple[Tensor, Tensor | None, Tensor | None],
+    head: HeadProducts,
+    view: TargetView,
+    *,
+    ce_N: Tensor,
+    l1_N: Tensor,
+    candidates: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """sum_i ce_i CE_i + l1_i ||p_d - p_t||_1 with CE, distance and agreement per position [N].
+
+    `trained` is (hidden_NH, latent_Nr, w2_Vr). With `candidates` this is the sum of two: of softmax(W_d h), whose CE is
+    returned, and of the distribution over the candidates, whose distance and agreement are returned.
+    """
+    needs_grad = torch.is_grad_enabled()
+    hidden_NH, latent_Nr, w2_Vr = trained
+    with torch.no_grad():
+        N, V = len(hidden_NH), len(head.head_VH)
+        C = chunk_rows(N, V, head.dtype.itemsize)
+        # Where candidates are chosen, z is the parallel drafter's alone; latents and W2 rescore the candidates only.
+        sequential = candidates is None and latent_Nr is not None
+        w2 = w2_Vr.to(head.dtype) if sequential and w2_Vr is not None else None
         d_hidden = torch.empty_like(hidden_NH) if needs_grad else None
         d_latent = None if latent_Nr is None or not needs_grad else torch.empty_like(latent_Nr)
         d_w2 = None if w2_Vr is None or not needs_grad else torch.zeros_like(w2_Vr)
-        z_buffer, t_buffer = (torch.empty(C, V, dtype=dtype, device=hidden_NH.device) for _ in range(2))
+        z_buffer, t_buffer = (torch.empty(C, V, dtype=head.dtype, device=hidden_NH.device) for _ in range(2))
         reduce = row_reducer(z_buffer)
-        found, chosen = list[RowOutputs](), list[RowOutputs]()
+        found, rescored = list[RowOutputs](), list[RowOutputs]()
         for start in range(0, N, C):
             part = slice(start, min(start + C, N))
             z, t = z_buffer[: part.stop - start], t_buffer[: part.stop - start]
-            latent = None if latent_Nr is None or not everywhere else latent_Nr[part].to(dtype)
+            latent = latent_Nr[part].to(head.dtype) if sequential and latent_Nr is not None else None
             shift_C = _target_logits(t, view, part, head)
-            _draft_logits(z, t, hidden_NH[part], latent, w2, view.argmax_N[part], head)
-            rows = RowInputs(
-                shift_C, view.lse_N[part], view.labels_N[part], view.argmax_N[part], ce_N[part], tv_N[part]
-            )
-            among = None if candidates is None else Candidates.of(z, t, rows, view.softcap, candidates)
-            found.append(reduce(z, t, rows, view.softcap, needs_grad))
-            if among is not None:
+            _draft_logits(z, t, hidden_NH[part], latent, w2, argmax_C=view.argmax_N[part], head=head)
+            scalars = (view.lse_N, view.labels_N, view.argmax_N, ce_N, l1_N)
+            rows = RowInputs(shift_C, *(values[part] for values in scalars))
+            if candidates is not None:  # before the reduction, which overwrites both buffers
                 assert latent_Nr is not None and w2_Vr is not None, "candidates are scored by latents and W2"
-                outputs, gradients = among.reduce(rows, latent_Nr[part], w2_Vr, needs_grad)
-                chosen.append(outputs)
-                if gradients is not None and d_latent is not None and d_w2 is not None:
-                    z.scatter_add_(1, among.indices, gradients.unary.to(z.dtype))
-                    d_latent[part] = gradients.latent
-                    d_w2.index_add_(0, among.indices.flatten(), gradients.codes.flatten(0, 1))
+                indices, outputs, gradients = _reduce_candidates(
+                    z, t, rows, view.softcap, candidates, latent_Cr=latent_Nr[part], w2_Vr=w2_Vr, needs_grad=needs_grad
+                )
+                rescored.append(outputs)
+            found.append(reduce(z, t, rows, view.softcap, needs_grad))
+            if candidates is not None and gradients and d_latent is not None and d_w2 is not None:
+                z.scatter_add_(1, indices, gradients[0].to(z.dtype))
+                d_latent[part] = gradients[1]
+                d_w2.index_add_(0, indices.flatten(), gradients[2].flatten(0, 1))
             if d_hidden is not None:
                 d_hidden[part] = head.pull_back(z)
             if d_latent is not None and d_w2 is not None and latent is not None and w2 is not None:
                 d_latent[part] = z @ w2
-                if dtype == d_w2.dtype:
+                if head.dtype == d_w2.dtype:
                     d_w2.addmm_(z.T, latent)
                 else:
                     d_w2 += z.T @ latent
-        ctx.gradients = (d_hidden, d_latent, d_w2)
-        ce, distance, agreement = _joined(found)
-        loss = (ce_N * ce).sum() + (tv_N * distance).sum()
-        if chosen:  # what is drafted is drawn among the candidates
-            selected_ce, distance, agreement = _joined(chosen)
-            loss = loss + (ce_N * selected_ce).sum() + (tv_N * distance).sum()
-        ctx.mark_non_differentiable(ce, distance, agreement)
-        return loss, ce, distance, agreement
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (*(None if g is None else g.mul(grads[0]) for g in ctx.gradients), *(None,) * 7)
-
-
-def _joined(parts: list[RowOutputs]) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy, distance and agreement of all chunks, [N] each."""
-    ce, distance, agreement = zip(*((part.ce_C, part.distance_C, part.agreement_C) for part in parts), strict=True)
-    return torch.cat(ce), torch.cat(distance), torch.cat(agreement)
+        ce, distance, agreement = map(torch.cat, zip(*found, strict=True))
+        loss = (ce_N * ce).sum() + (l1_N * distance).sum()
+        if rescored:  # what is drafted is drawn among the candidates
+            selected_ce, distance, agreement = map(torch.cat, zip(*rescored, strict=True))
+            loss = loss + (ce_N * selected_ce).sum() + (l1_N * distance).sum()
+    if needs_grad:
+        loss = _WithGradients.apply(loss, (d_hidden, d_latent, d_w2), *trained)
+    return loss, ce, distance, agreement
 
 
 def _target_logits(t_CV: Tensor, view: TargetView, part: slice, head: HeadProducts) -> Tensor:
@@ -351,6 +356,7 @@ def _draft_logits(
     hidden_CH: Tensor,
     latent_Cr: Tensor | None,
     w2_Vr: Tensor | None,
+    *,
     argmax_C: Tensor,
     head: HeadProducts,
 ) -> None:
@@ -368,87 +374,114 @@ def _draft_logits(
 
 
 # ----------------------------------------------------------------------------
-# The objective of a block drafter.
+# Softmax, distance and gradient of the logits of a chunk, in place; the reference of the Triton kernel.
 #
-#     p_d = softmax(W_d h + W2 l),  p_t = the target's distribution at the same position
-#     loss = sum_i w_i [ce (-log p_d(x_i)) + tv ||p_d - p_t||_1 + conf BCE(c_i, 1 - ||p_d - p_t||_1 / 2)] / sum_i w_i
-#     w_i = exp(-(k_i - 1) / g)                                  k_i: position in the block, from 1
+#     p_d = softmax(z),  p_t = exp(t - lse)                       rows of [C, Vd]; p_t may lack the mass outside Vd
+#     ||p_d - p_t||_1 (outside mass included) = 2 sum_v (p_d - p_t)_+          because both distributions sum to one
+#     b = [p_d > p_t],  d ||.||_1 / dz = 2 p_d (b - <p_d, b>),  d ce / dz = p_d - onehot
 #
-# The vocabulary-sized part runs in chunks of bounded bytes (training/loss.py). The LM head W_d is frozen, so
-# it needs no gradient. ||.||_1 counts the target's mass outside a reduced draft vocabulary: tokens that can never be
-# drafted are part of the distance.
-#
-# Source: DSpark, arXiv 2607.05147 (weights 0.1, 0.9, 1.0 and the decay); DFlash, arXiv 2602.06036 (CE with decay).
-# Shapes: N positions, Vd draft vocab, H draft hidden, r rank.
+# The identity saves the sum of |.| and of p_t. Softmax of either side is one pass (`torch.softmax` reads a row while it
+# is in cache), and the maximum of its result gives the log-sum-exp back: max(z) - log(max(p_d)).
 # ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ObjectiveConfig:
-    """Weights of the three terms and the decay length g (positions)."""
-
-    ce: float = 0.1
-    tv: float = 0.9
-    confidence: float = 1.0
-    decay: float = 4.0
-
-    def position_weights(self, gamma: int, device: torch.device) -> Tensor:
-        """w_k for k = 1..gamma."""
-        return torch.exp(-torch.arange(gamma, device=device, dtype=torch.float32) / self.decay)
+_SCRATCH_BYTES = 2**21  # one buffer of the rows in work: small enough for a core's cache
 
 
-@dataclass(frozen=True)
-class ObjectiveOutput:
-    """`loss` is differentiable; the others are detached, per position [N]."""
+def row_reducer(logits_CV: Tensor) -> Callable[..., RowOutputs]:
+    """The fused kernel where it can run, else the torch one; they agree (tests/training/test_objective_triton.py)."""
+    if logits_CV.is_cuda and logits_CV.dtype != torch.float64 and find_spec("triton") is not None:
+        from outrider.training.loss_triton import reduce_rows_triton
 
-    loss: Tensor
-    acceptance_N: Tensor  # 1 - ||p_d - p_t||_1 / 2: the exact acceptance probability at temperature 1
-    agreement_N: Tensor  # 1.0 where the two most likely tokens are the same: acceptance at temperature 0
-    ce_N: Tensor  # of softmax(W_d h) where the draft is drawn among candidates
+        return reduce_rows_triton
+    return reduce_rows
 
 
-def objective(
-    hidden_NH: Tensor,
-    latent_Nr: Tensor | None,
-    w2_Vr: Tensor | None,
-    confidence_N: Tensor | None,
-    head_VH: Tensor,
-    view: TargetView,
-    weights_N: Tensor,
-    config: ObjectiveConfig,
-    products: torch.dtype | None = None,
-    total_weight: Tensor | None = None,
-    candidates: int | None = None,
-) -> ObjectiveOutput:
-    """The weighted mean loss over N supervised positions.
+def reduce_rows(z_CV: Tensor, t_CV: Tensor, rows: RowInputs, softcap: float | None, needs_grad: bool) -> RowOutputs:
+    """Reduce both logit buffers; with `needs_grad`, z then holds d(ce * CE + l1 * distance) / dz. Both are overwritten.
 
-    Args:
-        hidden_NH: normed draft hidden states.
-        latent_Nr, w2_Vr: the sequential head's latent and its output matrix; None without one.
-        confidence_N: logits of c; None without a confidence head.
-        head_VH: the frozen LM head, restricted to the draft vocabulary.
-        weights_N: position weights w_i.
-        products: type of the vocabulary-sized matrix products and of the logit buffers, bfloat16 for speed; softmax
-            and distances are float32 all the same. None: the type of `hidden_NH`.
-        total_weight: the denominator, where these positions are one part of a step; None: their own sum.
-        candidates: latents and w2 rescore so many likeliest tokens of W_d h, the only ones that can be drafted. Both
-            softmax(W_d h) and p_d over the candidates then have a loss (training/loss.py).
+    Arithmetic is in float32 for bfloat16 logits, a few rows at a time, else in the logits' own type.
     """
-    w_N = (weights_N / (weights_N.sum() if total_weight is None else total_weight)).to(view.lse_N.dtype)
-    total, ce_N, distance_N, agree_N = ChunkedDistances.apply(
-        hidden_NH,
-        latent_Nr,
-        w2_Vr,
-        head_VH,
-        view,
-        config.ce * w_N,
-        config.tv * w_N,
-        products or hidden_NH.dtype,
-        torch.is_grad_enabled(),
-        candidates,
-    )
-    acceptance_N = (1 - distance_N / 2).clamp(0, 1)
-    if confidence_N is not None:
-        bce_N = F.binary_cross_entropy_with_logits(confidence_N, acceptance_N, reduction="none")
-        total = total + config.confidence * (w_N * bce_N).sum()
-    return ObjectiveOutput(total, acceptance_N, agree_N.float(), ce_N)
+    step = max(1, _SCRATCH_BYTES // (4 * z_CV.shape[1]))
+    dtype = torch.promote_types(z_CV.dtype, torch.float32)
+    outputs = []
+    for start in range(0, len(z_CV), step):
+        part = slice(start, start + step)
+        shift_C, lse_C, labels_C, argmax_C, ce_weight_C, l1_C = (values[part] for values in rows)
+        p_d, gap = z_CV[part].to(dtype), t_CV[part].to(dtype)  # the buffers themselves unless they are narrower
+        label_C = labels_C.clamp(min=0)[:, None]
+        top_C = p_d.amax(-1)
+        agreement_C = (p_d.gather(1, argmax_C.clamp(min=0)[:, None])[:, 0] >= top_C) & (argmax_C >= 0)
+        label_logit_C = p_d.gather(1, label_C)[:, 0]
+        torch.softmax(p_d, -1, out=p_d)
+        total_C = p_d.sum(-1)  # not quite one: softmax adds up plainly, which is off by 1e-5 over 150,000 terms
+        p_d.div_(total_C[:, None])
+        known_C = (labels_C >= 0).to(dtype)
+        ce_C = (top_C - p_d.amax(-1).log() - label_logit_C) * known_C
+
+        # gap = p_d - p_t, where p_t is its own softmax scaled to what the full vocabulary leaves of it
+        shift_C = shift_C.to(dtype)
+        if softcap is not None:
+            gap.add_(shift_C[:, None]).div_(softcap).tanh_().mul_(softcap)
+            shift_C = torch.zeros_like(shift_C)
+        target_top_C = gap.amax(-1) + shift_C
+        torch.softmax(gap, -1, out=gap)
+        inside_C = (target_top_C - lse_C).exp() / gap.amax(-1)
+        torch.addcmul(p_d, gap, inside_C[:, None], value=-1, out=gap)
+        gap.clamp_(min=0)
+        outputs.append(RowOutputs(ce_C, 2 * gap.sum(-1), agreement_C))
+        if needs_grad:
+            above = gap.sign_().mul_(p_d)  # p_d b
+            inner_C = above.sum(-1)
+            scale_C = (ce_weight_C * known_C).to(dtype)
+            above.mul_(2 * l1_C[:, None])
+            grad = torch.addcmul(above, p_d, (scale_C - 2 * l1_C * inner_C)[:, None], out=p_d)
+            grad.scatter_add_(1, label_C, -scale_C[:, None])
+            if grad.dtype != z_CV.dtype:
+                z_CV[part].copy_(grad)
+    return RowOutputs(*map(torch.cat, zip(*outputs, strict=True)))
+
+
+# ----------------------------------------------------------------------------
+# The loss of a distribution over a position's top tokens (drafters/dflash2.py).
+#
+#     C_i = the c likeliest tokens of U_i,   s_i(v) = U_i(v) + <l_i, W2[v]>,   p_d = softmax(s_i), zero outside C_i
+#     ||p_d - p_t||_1 = 2 sum_{v in C_i} (p_d - p_t)_+        both sum to one, and p_d has no mass elsewhere
+#     CE = -log p_d(x_i) where x_i is in C_i, else none
+#
+# C_i is a choice and has no gradient; s_i has, towards U_i too. Everything here is [C, c]: plain autograd will do.
+# ----------------------------------------------------------------------------
+
+
+def _reduce_candidates(
+    z_CV: Tensor,
+    t_CV: Tensor,
+    rows: RowInputs,
+    softcap: float | None,
+    count: int,
+    *,
+    latent_Cr: Tensor,
+    w2_Vr: Tensor,
+    needs_grad: bool,
+) -> tuple[Tensor, RowOutputs, tuple[Tensor, ...]]:
+    """Indices of the candidates [C, c], their results per row and, with `needs_grad`, gradients of ce CE + l1 distance.
+
+    The gradients are those of the candidates' logits [C, c], of the latents [C, r] and of the candidates' rows of W2
+    [C, c, r]. z is the drafter's logits up to a constant per row, `t_CV + rows.shift_C` the target's; both are read.
+    """
+    wide = torch.promote_types(z_CV.dtype, torch.float32)
+    top, indices = z_CV.topk(count, dim=-1)
+    logits = t_CV.gather(1, indices).to(wide) + rows.shift_C[:, None].to(wide)
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    p_t = (logits - rows.lse_C[:, None]).exp()
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_(needs_grad) for x in (top.to(wide), latent_Cr, w2_Vr[indices])]
+        unary, latent, codes = leaves
+        log_p_d = candidate_scores(unary, codes, latent).log_softmax(-1)
+        ce_C = -log_p_d.masked_fill(indices != rows.labels_C[:, None], 0.0).sum(-1)
+        distance_C = 2 * (log_p_d.exp() - p_t).clamp(min=0).sum(-1)
+        loss = (rows.ce_C * ce_C + rows.l1_C * distance_C).sum()
+    likeliest_C = indices.gather(1, log_p_d.argmax(-1, keepdim=True))[:, 0]
+    outputs = RowOutputs(ce_C.detach(), distance_C.detach(), likeliest_C == rows.argmax_C)
+    return indices, outputs, torch.autograd.grad(loss, leaves) if needs_grad else ()

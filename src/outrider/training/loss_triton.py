@@ -1,13 +1,16 @@
-"""objective_rows.py as one Triton kernel: a program per row, three walks over the vocabulary.
+"""The row reduction of the training loss (`reduce_rows` in loss.py) as one Triton kernel: a program per row.
+
+Three passes over the vocabulary:
 
     1  z        running maximum m and sum of exp(z - m)  ->  p_d = exp(z - m) / sum
     2  z, t     sum (p_d - p_t)_+  and  <p_d, b>,  b = [p_d > p_t]
-    3  z, t     dz = 2 tv p_d (b - <p_d, b>) + ce (p_d - onehot), written over z
+    3  z, t     dz = 2 l1 p_d (b - <p_d, b>) + ce (p_d - onehot), written over z
 
-Nothing but [C] scalars is allocated; a chunk's rows stay in the GPU's L2 cache between walks. A gradient needs
-<p_d, b> of the whole row before its first entry, and b the sum of exp: fewer walks would mean another [C, Vd] buffer.
+Nothing but [C] scalars is allocated; a chunk's rows stay in the GPU's L2 cache between passes. A gradient needs
+<p_d, b> of the whole row before its first entry, and b the sum of exp: fewer passes would mean another [C, Vd] buffer.
 
-Formulas and the in-place contract: training/loss.py, its reference. Shapes: C rows, V draft vocabulary.
+Formulas: training/loss.py, whose `reduce_rows` is the reference; z is overwritten, t is not.
+Shapes: C rows, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ def _rows(  # type: ignore[no-untyped-def]
     label_ptr,
     argmax_ptr,
     ce_weight_ptr,
-    tv_weight_ptr,
+    l1_weight_ptr,
     ce_ptr,
     distance_ptr,
     agreement_ptr,
@@ -93,14 +96,14 @@ def _rows(  # type: ignore[no-untyped-def]
 
     if NEEDS_GRAD:
         ce = tl.where(known, tl.load(ce_weight_ptr + row).to(tl.float32), 0.0)
-        tv = tl.load(tv_weight_ptr + row).to(tl.float32)
+        l1 = tl.load(l1_weight_ptr + row).to(tl.float32)
         for start in range(0, V, BLOCK):
             inside = start + lane < V
             z = tl.load(z_ptr + start + lane, mask=inside, other=-float("inf")).to(tl.float32)
             t = tl.load(t_ptr + start + lane, mask=inside, other=0.0).to(tl.float32)
             p_d = tl.exp(z - z_lse)
             above = p_d > tl.exp(_target_logit(t, shift, softcap, CAPPED) - lse)
-            grad = p_d * (tl.where(above, 2.0 * tv, 0.0) - 2.0 * tv * inner + ce)
+            grad = p_d * (tl.where(above, 2.0 * l1, 0.0) - 2.0 * l1 * inner + ce)
             grad -= tl.where(start + lane == label, ce, 0.0)
             tl.store(z_ptr + start + lane, grad.to(z_ptr.dtype.element_ty), mask=inside)
 
@@ -113,13 +116,10 @@ def reduce_rows_triton(
     assert z_CV.is_contiguous() and t_CV.is_contiguous()
     ce, distance = (torch.empty(C, dtype=torch.float32, device=z_CV.device) for _ in range(2))
     agreement = torch.empty(C, dtype=torch.int8, device=z_CV.device)
-    scalars = [
-        part.contiguous() for part in (rows.shift_C, rows.lse_C, rows.labels_C, rows.argmax_C, rows.ce_C, rows.tv_C)
-    ]
     _rows[(C,)](
         z_CV,
         t_CV,
-        *scalars,
+        *(values.contiguous() for values in rows),
         ce,
         distance,
         agreement,

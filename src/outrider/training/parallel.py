@@ -1,4 +1,4 @@
-"""Parallel training, outside the models: one step's forward as a module that DDP or FSDP2 wraps.
+"""Data-parallel training with DDP or FSDP2, and a target whose layers are sharded over the ranks.
 
     ddp    every rank holds the drafter and its moments; gradients are averaged while the backward runs
     fsdp   each rank holds 1/N of both; a draft layer's weights are gathered when it runs (FSDP2 `fully_shard`)
@@ -12,7 +12,7 @@ Source: FSDP2 as in torchtitan (per-layer sharding; checkpointing, then compilin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,9 +29,8 @@ from outrider.drafters.base import DraftModule
 from outrider.target.hf import text_decoder
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch
-from outrider.training.loss import ObjectiveOutput
+from outrider.training.loss import BlockObjective, ObjectiveOutput
 from outrider.training.recipe import Recipe
-from outrider.training.step import BlockObjective
 from outrider.utils.distributed import Ranks, full_tensor
 
 
@@ -43,9 +42,8 @@ class _Forward(nn.Module):
         self.drafter = drafter
         self.objective = objective
 
-    def forward(self, batch: BlockBatch, total_weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        output = self.objective(self.drafter, batch, total_weight)
-        return output.loss, output.acceptance_N, output.agreement_N, output.ce_N
+    def forward(self, batch: BlockBatch, total_weight: Tensor) -> ObjectiveOutput:
+        return self.objective(self.drafter, batch, total_weight)
 
 
 def draft_layers(drafter: DraftModule) -> list[nn.Module]:
@@ -79,12 +77,15 @@ class ParallelStep:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
             if recipe.compile:
                 layer.compile(dynamic=True)
-        forward = _Forward(drafter, objective)
-        self.forward: nn.Module = forward
+        self.forward: Callable[[BlockBatch, Tensor], ObjectiveOutput] = partial(objective, drafter)
         if ranks.world > 1 and recipe.parallel == "fsdp":
-            _shard(forward, torch.bfloat16 if recipe.precision == "bfloat16" else None)
+            self.forward = _shard(
+                _Forward(drafter, objective), torch.bfloat16 if recipe.precision == "bfloat16" else None
+            )
         elif ranks.world > 1:
-            self.forward = DistributedDataParallel(forward, broadcast_buffers=False, gradient_as_bucket_view=True)
+            self.forward = DistributedDataParallel(
+                _Forward(drafter, objective), broadcast_buffers=False, gradient_as_bucket_view=True
+            )
 
     def backward(self, batch: BlockBatch, total_weight: Tensor, last: bool, counts: bool = True) -> ObjectiveOutput:
         """Forward and backward of one micro-batch.
@@ -95,7 +96,7 @@ class ParallelStep:
             counts: False for a batch that is there only because other ranks have one more.
         """
         with self._reducing(last):
-            output = ObjectiveOutput(*self.forward(batch, total_weight))
+            output = self.forward(batch, total_weight)
             (output.loss * (self.ranks.world if counts else 0)).backward()
         return output
 
@@ -110,13 +111,14 @@ class ParallelStep:
             yield
 
 
-def _shard(forward: _Forward, param_dtype: torch.dtype | None) -> None:
+def _shard(forward: _Forward, param_dtype: torch.dtype | None) -> nn.Module:
     policy = MixedPrecisionPolicy(
         param_dtype, torch.float32, cast_forward_inputs=False
     )  # autocast chooses inputs' types
     for layer in draft_layers(forward.drafter):
         fully_shard(layer, mp_policy=policy)
     fully_shard(forward)
+    return forward
 
 
 def whole_drafter(drafter: DraftModule) -> DraftModule:

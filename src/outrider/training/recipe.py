@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import yaml
 from pydantic import (
     BaseModel,
@@ -27,6 +28,7 @@ from outrider.drafters.base import MethodSection
 from outrider.drafters.registry import method_of
 
 _DEFAULT_METHOD = "dspark"
+Precision = Literal["float32", "bfloat16"]
 
 
 class _Section(BaseModel):
@@ -82,11 +84,17 @@ def _drafter_section(value: object) -> object:
     return method.section.model_validate(value)
 
 
-class ObjectiveSection(_Section):
+class ObjectiveConfig(_Section):
+    """Weights of the three terms of the loss and the decay length in positions (training/loss.py)."""
+
     ce: float = Field(0.1, ge=0)
-    tv: float = Field(0.9, ge=0)
+    l1: float = Field(0.9, ge=0)  # of the 1-norm ||p_d - p_t||_1, DeepSpec's l1_loss_alpha
     confidence: float = Field(1.0, ge=0)
     decay: float = Field(4.0, gt=0)
+
+    def position_weights(self, gamma: int, device: torch.device) -> torch.Tensor:
+        """w_k = exp(-(k - 1) / decay) for k = 1..gamma."""
+        return torch.exp(-torch.arange(gamma, device=device, dtype=torch.float32) / self.decay)
 
 
 class OptimizerSection(_Section):
@@ -152,7 +160,7 @@ class Recipe(_Section):
     seed: int = 0
     threads: int | None = Field(None, ge=1)  # CPU threads; null: as many as the machine has
     device: str = "cpu"  # "cuda" under torchrun: each rank's own
-    precision: Literal["float32", "bfloat16"] = "float32"  # target and matrix products; parameters stay float32
+    precision: Precision = "float32"  # target and matrix products; parameters stay float32
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # under torchrun; auto is ddp
     shard_target: bool = False  # spread the target's layers over the ranks
     compile: bool = False  # torch.compile the draft layers (CUDA)
@@ -163,7 +171,7 @@ class Recipe(_Section):
     drafter: Annotated[SerializeAsAny[MethodSection], BeforeValidator(_drafter_section)] = Field(
         default_factory=method_of(_DEFAULT_METHOD).section
     )
-    objective: ObjectiveSection = ObjectiveSection()
+    objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: OptimizerSection = OptimizerSection()
     watch: WatchSection = WatchSection()
     log_every: int = Field(10, ge=1)

@@ -27,12 +27,11 @@ from outrider.data.responses import Sample
 from outrider.drafters.base import DraftModule, Method, MethodSection, check_fits
 from outrider.drafters.registry import method_of
 from outrider.target.model import Target
-from outrider.training.dataset import choose_draft_ids, inverse_ids, recipe_samples
+from outrider.training.dataset import choose_draft_ids, recipe_samples
 from outrider.training.features import measure_aux_scale
-from outrider.training.loss import ObjectiveConfig
+from outrider.training.loss import BlockObjective
 from outrider.training.parallel import check_layers
 from outrider.training.recipe import Recipe
-from outrider.training.step import BlockObjective
 from outrider.utils.distributed import ALONE, Ranks
 from outrider.utils.files import weight_files
 
@@ -175,13 +174,7 @@ def prepare(
     else:
         drafter.rescale_aux(measure_aux_scale(target, samples[:CALIBRATION_SAMPLES], drafter.config.target_layer_ids))
     ids = start.draft_ids_Vd
-    objective = BlockObjective(
-        target,
-        ids,
-        inverse_ids(ids, target.vocab_size),
-        ObjectiveConfig(**recipe.objective.model_dump()),
-        recipe.precision,
-    )
+    objective = BlockObjective(target, ids, recipe.objective, recipe.precision)
     reduced = len(ids) < target.vocab_size
     return Run(
         target, start.drafter, objective, ids, reduced, samples, held_out, responses, start.origin, start.history

@@ -1,6 +1,13 @@
-"""AdamW; linear warm-up, then a cosine to zero.
+"""The training loop, for every method of the registry and any number of ranks.
 
-lr(s) = lr (s + 1) / w   for s < w = warmup_fraction * steps;      lr/2 (1 + cos(pi (s - w) / (steps - w)))   after
+    each step   features -> forward, loss, backward in micro-batches -> gradients summed over ranks -> clipping -> AdamW
+    then, where due: log, held-out metrics, decoding of held-out prompts (training/watch.py), save
+
+OUT/drafter is the checkpoint in its engine dialect, OUT/best the best one so far, OUT/state what a resumed run needs.
+The samples and the loss denominator of a step do not depend on the number of ranks: N ranks take the steps one would. A
+run that was killed and started again ends with the same weights as one that was not.
+
+    lr(s) = lr (s + 1) / w   for s < w = warmup_fraction * steps;      lr/2 (1 + cos(pi (s - w) / (steps - w)))   after
 """
 
 from __future__ import annotations
@@ -8,8 +15,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +27,7 @@ from outrider.checkpoints.checkpoint import Checkpoint, read_metadata, save_draf
 from outrider.drafters.registry import method_of
 from outrider.training.batches import Chosen, Schedule, build_batch, idle_batch, micro_batches, total_weight
 from outrider.training.feature_store import open_features, samples_digest
-from outrider.training.features import FeatureCache, Features, FeatureSource, step_features
+from outrider.training.features import Features, FeatureSource, step_features
 from outrider.training.logging import Meters, MetricsLog, SilentLog, progress_bar
 from outrider.training.parallel import LockStep, ParallelStep, whole_drafter
 from outrider.training.recipe import OptimizerSection, Recipe
@@ -33,7 +39,7 @@ from outrider.utils.measure import versions
 
 
 def learning_rate(step: int, config: OptimizerSection) -> float:
-    """The rate of a step, zero at `steps`."""
+    """Linear warm-up, then a cosine that is zero at `steps`."""
     warmup = max(1, round(config.warmup_fraction * config.steps))
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
@@ -42,21 +48,11 @@ def learning_rate(step: int, config: OptimizerSection) -> float:
 
 
 def build_optimizer(module: nn.Module, config: OptimizerSection) -> torch.optim.Optimizer:
-    """AdamW over all parameters; matrices decay, norms and biases do not."""
+    """AdamW over all parameters; matrices have weight decay, norms and biases do not."""
     decayed = [p for p in module.parameters() if p.dim() > 1]
     plain = [p for p in module.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
-
-
-# ----------------------------------------------------------------------------
-# One optimizer step over all ranks.
-#
-#     this rank's share of the step, in micro-batches:  features -> forward -> objective -> backward
-#     -> gradients reduced over ranks -> clipping -> AdamW
-#
-# The samples and the loss denominator of a step do not depend on who computes it: N ranks take the steps one would.
-# ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -68,92 +64,6 @@ class StepReport:
     acceptance: float
     gradient_norm: float
     stop: bool  # a rank received a signal
-
-
-class Stepper:
-    """Takes the steps of a run: owns its schedule, its optimizer and this rank's part of the work."""
-
-    def __init__(self, recipe: Recipe, run: Run, ranks: Ranks) -> None:
-        self.recipe, self.run, self.ranks = recipe, run, ranks
-        config = recipe.optimizer
-        self.parallel = ParallelStep(run.drafter, run.objective, recipe, ranks)
-        self.optimizer = build_optimizer(run.drafter, config)
-        self.lock_step = LockStep(run.target, ranks)
-        self.meters = Meters(ranks.device)
-        self.schedule = Schedule.of(config, run.samples, recipe.seed, run.drafter.config.gamma)
-        self.weights_K = run.objective.config.position_weights(run.drafter.config.gamma, ranks.device)
-        self.signal = StopSignal()
-
-    @contextmanager
-    def steps(self, source: FeatureCache, first: int, last: int) -> Iterator[Iterator[StepReport]]:
-        """Yields an iterator that takes the steps `first` .. `last` - 1, one each `next`."""
-        wanted = ([i for part in self._mine(step) for i, _ in part] for step in range(first, last))
-        with self.signal, step_features(source, wanted) as fetched:
-            yield (self._step(step, fetched) for step in range(first, last))
-
-    def _mine(self, step: int) -> list[list[Chosen]]:
-        config = self.recipe.optimizer
-        chosen = self.schedule.step(step)
-        shares = micro_batches(chosen, self.ranks.world, config.max_anchors_per_forward, config.max_context_per_forward)
-        return shares[self.ranks.rank]
-
-    def _step(self, step: int, fetched: Iterator[list[Features]]) -> StepReport:
-        weight = total_weight(self.schedule.step(step), self.run.samples, self.weights_K)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, self.recipe.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
-        with self.meters.features, self.lock_step:
-            features = iter(next(fetched))
-        sums = torch.zeros(5, dtype=torch.float64, device=self.ranks.device)  # ..., positions, signals
-        mine = self._mine(step)
-        for number, part in enumerate(mine, start=1):
-            with self.meters.forward_backward:
-                self._forward_backward(part, [next(features) for _ in part], weight, number == len(mine), sums)
-        sums[4] = bool(self.signal.received)
-        loss, agreement, acceptance, positions, signals = self.ranks.sum(sums).tolist()
-        self._check_finite("loss", loss, step)
-        with self.meters.optimizer:
-            clip = self.recipe.optimizer.clip
-            norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.run.drafter.parameters(), clip)).item()
-            self._check_finite("gradient norm", norm, step)
-            self.optimizer.step()
-        self.meters.count_step()
-        return StepReport(loss, agreement / positions, acceptance / positions, norm, signals > 0)
-
-    def _forward_backward(
-        self,
-        part: list[Chosen],
-        features: Sequence[Features],
-        weight: torch.Tensor,
-        last: bool,
-        sums: torch.Tensor,
-    ) -> None:
-        """One micro-batch; adds its loss, agreements, acceptances and positions to `sums`."""
-        drafter = self.run.drafter
-        batch = build_batch(part, self.run.samples, features, drafter.config.gamma) if part else idle_batch(drafter)
-        output = self.parallel.backward(batch, weight, last, counts=bool(part))
-        if part:
-            values = output.loss.detach(), output.agreement_N.sum(), output.acceptance_N.sum()
-            sums[:4] += torch.stack([*values, torch.tensor(len(output.agreement_N), device=sums.device)])
-            self.meters.count(len(output.agreement_N), len(batch.previous_NK))
-
-    def _check_finite(self, what: str, value: float, step: int) -> None:
-        if not math.isfinite(value):
-            config, out = self.recipe.optimizer, self.recipe.out
-            raise ValueError(
-                f"the {what} is {value} at step {step}: training stopped, the last checkpoint in {out} is kept. "
-                f"Lower optimizer.learning_rate ({config.learning_rate}) or raise optimizer.warmup_fraction."
-            )
-
-
-# ----------------------------------------------------------------------------
-# The one training loop, for every method of the catalogue and any number of ranks.
-#
-#     step (stepper.py) -> log -> held-out metrics -> the watch: real decoding, the best drafter, early stop -> save
-#
-# OUT/drafter is the checkpoint in its engine dialect, OUT/best the best one so far, OUT/state what a resumed run needs.
-# A run that was killed and started again ends with the same weights as one that was not.
-# ----------------------------------------------------------------------------
 
 
 _HELD_OUT_ANCHORS = 24
@@ -182,7 +92,13 @@ class Trainer:
         self.recipe, self.run = recipe, run
         self.ranks = ranks or Ranks(device=run.target.device)
         self.out = Path(recipe.out)
-        self.stepper = Stepper(recipe, run, self.ranks)
+        self.parallel = ParallelStep(run.drafter, run.objective, recipe, self.ranks)
+        self.optimizer = build_optimizer(run.drafter, recipe.optimizer)
+        self.lock_step = LockStep(run.target, self.ranks)
+        self.meters = Meters(self.ranks.device)
+        self.schedule = Schedule.of(recipe.optimizer, run.samples, recipe.seed, run.drafter.config.gamma)
+        self.weights_K = run.objective.config.position_weights(run.drafter.config.gamma, self.ranks.device)
+        self.signal = StopSignal()
         self.watch = Watch(recipe, run)
         aux_layers, scale_L = run.drafter.config.target_layer_ids, run.drafter.aux_scale_L
         memory = int(recipe.feature_cache_gb * 2**30)
@@ -210,14 +126,17 @@ class Trainer:
         source = open_features(
             self.recipe, self.run.target, self.run.samples, aux_layers, scale_L, self.ranks.rank, self.ranks.world
         )
+        wanted = ([index for part in self._share(step) for index, _ in part] for step in range(first, last))
         try:
             with (
                 MetricsLog(self.out, first) if main else SilentLog() as log,
                 progress_bar(main) as bar,
-                self.stepper.steps(source, first, last) as steps,
+                self.signal,
+                step_features(source, wanted) as fetched,
             ):
                 task = bar.add_task("train", total=self.recipe.optimizer.steps, completed=first, status="")
-                for done, report in enumerate(steps, start=first + 1):
+                for done in range(first + 1, last + 1):
+                    report = self._step(done - 1, fetched)
                     self.seconds = time.perf_counter() - started
                     stop = self._after_step(done, report, done == last, log)
                     tau = self.last_metrics.get("expected_length_greedy", 1)
@@ -228,12 +147,56 @@ class Trainer:
             source.close()
         return self.last_metrics
 
+    def _share(self, step: int) -> list[list[Chosen]]:
+        """This rank's micro-batches of a step."""
+        config = self.recipe.optimizer
+        limits = config.max_anchors_per_forward, config.max_context_per_forward
+        return micro_batches(self.schedule.step(step), self.ranks.world, *limits)[self.ranks.rank]
+
+    def _step(self, step: int, fetched: Iterator[list[Features]]) -> StepReport:
+        """One optimizer step; `fetched` yields the features of this rank's samples, step by step."""
+        drafter, samples, config = self.run.drafter, self.run.samples, self.recipe.optimizer
+        weight = total_weight(self.schedule.step(step), samples, self.weights_K)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, config)
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.meters.features, self.lock_step:
+            features = iter(next(fetched))
+        sums = torch.zeros(5, dtype=torch.float64, device=self.ranks.device)  # ..., positions, signals
+        share = self._share(step)
+        for number, part in enumerate(share, start=1):
+            with self.meters.forward_backward:
+                seen = [next(features) for _ in part]
+                batch = build_batch(part, samples, seen, drafter.config.gamma) if part else idle_batch(drafter)
+                output = self.parallel.backward(batch, weight, last=number == len(share), counts=bool(part))
+                if part:
+                    values = output.loss.detach(), output.agreement_N.sum(), output.acceptance_N.sum()
+                    sums[:4] += torch.stack([*values, torch.tensor(len(output.agreement_N), device=sums.device)])
+                    self.meters.count(len(output.agreement_N), len(batch.previous_NK))
+        sums[4] = bool(self.signal.received)
+        loss, agreement, acceptance, positions, signals = self.ranks.sum(sums).tolist()
+        self._check_finite("loss", loss, step)
+        with self.meters.optimizer:
+            norm = full_tensor(torch.nn.utils.clip_grad_norm_(drafter.parameters(), config.clip)).item()
+            self._check_finite("gradient norm", norm, step)
+            self.optimizer.step()
+        self.meters.count_step()
+        return StepReport(loss, agreement / positions, acceptance / positions, norm, signals > 0)
+
+    def _check_finite(self, what: str, value: float, step: int) -> None:
+        if not math.isfinite(value):
+            config, out = self.recipe.optimizer, self.recipe.out
+            raise ValueError(
+                f"the {what} is {value} at step {step}: training stopped, the last checkpoint in {out} is kept. "
+                f"Lower optimizer.learning_rate ({config.learning_rate}) or raise optimizer.warmup_fraction."
+            )
+
     def _resume(self) -> int:
         state = self.out / "state"
         first = load_state(
             state,
             self.run.drafter,
-            self.stepper.optimizer,
+            self.optimizer,
             self.settings,
             {"drafter": method_of(self.recipe.drafter.algorithm).defaults()},
         )
@@ -246,9 +209,9 @@ class Trainer:
 
     def _after_step(self, done: int, report: StepReport, last: bool, log: MetricsLog) -> bool:
         """Log, evaluate, look and save where they are due after `done` steps; whether to stop."""
-        recipe, meters = self.recipe, self.stepper.meters
+        recipe, meters = self.recipe, self.meters
         if report.stop:
-            self.interrupted = self.stepper.signal.received or signal.SIGTERM  # this rank's, or another's
+            self.interrupted = self.signal.received or signal.SIGTERM  # this rank's, or another's
         if done % recipe.log_every == 0:
             values = {name: getattr(report, name) for name in ("loss", "agreement", "acceptance", "gradient_norm")}
             rate = learning_rate(done - 1, recipe.optimizer)
@@ -295,9 +258,7 @@ class Trainer:
         checkpoint = self.checkpoint(step)
         self.ranks.from_main(lambda: save_drafter(checkpoint, self.out / "drafter"))
         memory = self.watch.state_dict()
-        save_state(
-            self.out / "state", self.run.drafter, self.stepper.optimizer, step, self.settings, self.ranks, memory
-        )
+        save_state(self.out / "state", self.run.drafter, self.optimizer, step, self.settings, self.ranks, memory)
 
     def checkpoint(self, step: int) -> Checkpoint:
         """The drafter as it is, gathered from all ranks, with how it was made; a collective."""
@@ -311,7 +272,7 @@ class Trainer:
             "step": step,
             "ranks": self.ranks.world,
             "training_seconds": round(self.seconds_before + self.seconds, 1),
-            "anchors": self.stepper.schedule.anchors_dealt(step),
+            "anchors": self.schedule.anchors_dealt(step),
             "samples": len(self.run.samples),
             "samples_sha256": self.settings["samples_sha256"],
             "response_tokens": sum(s.num_supervised for s in self.run.samples),

@@ -25,9 +25,9 @@ from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.features import Features
+from outrider.training.loss import BlockObjective, scatter
 from outrider.training.recipe import Recipe
 from outrider.training.setup import Run
-from outrider.training.step import BlockObjective, scatter
 
 
 def survival(acceptance_NK: Tensor) -> Tensor:

@@ -20,10 +20,9 @@ from outrider.drafters.base import DraftModule, check_fits
 from outrider.drafters.dflash import DFlash
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
-from outrider.training.dataset import inverse_ids
 from outrider.training.features import Features, FeatureSource
-from outrider.training.loss import ObjectiveConfig
-from outrider.training.step import BlockObjective, scatter
+from outrider.training.loss import BlockObjective, scatter
+from outrider.training.recipe import ObjectiveConfig
 from outrider.training.watch import survival
 from outrider.utils.files import read_weights
 
@@ -147,7 +146,7 @@ class Probe:
 
     def bind(self, draft_ids_Vd: Tensor) -> BlockObjective:
         ids = draft_ids_Vd.to(self.target.device)
-        return BlockObjective(self.target, ids, inverse_ids(ids, self.target.vocab_size), ObjectiveConfig())
+        return BlockObjective(self.target, ids, ObjectiveConfig())
 
     def with_aux_layers(self, features: Features, aux_layers: Sequence[int]) -> Features:
         """Features with the columns of `aux_layers` only, in that order."""
