@@ -30,13 +30,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm import LLM, SamplingParams
-from vllm import _custom_ops as ops
-from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
-from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     # On a CPU vLLM takes Triton only with a backend for CPUs, which the usual Triton has not. Interpreted kernels
@@ -44,6 +37,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.backends import backends
 
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: False))
+
+from vllm import LLM, SamplingParams
+from vllm import _custom_ops as ops
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 Drafts = Tensor | list[list[int]]
 UNTOUCHED = -12345  # in an integer parameter that nothing was loaded into; NaN in the others
