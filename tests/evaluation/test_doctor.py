@@ -33,7 +33,7 @@ from outrider.data.regenerate import Response, generate_batch
 from outrider.data.responses import Reply, join_turns, read_responses
 from outrider.drafters.base import mask_token_id
 from outrider.drafters.dspark import DSpark
-from outrider.evaluation.doctor.case import Case, Check, Result, read_data, read_drafter
+from outrider.evaluation.doctor.case import Check, Finding, Inputs, read_data, read_drafter
 from outrider.evaluation.doctor.examine import CHECKS, examine
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target, load_target
@@ -53,7 +53,7 @@ TEMPLATE = (
 )
 TAPS = (0, 1, 3)
 STEPS = 150
-Findings = dict[str, Result]
+Findings = dict[str, Finding]
 
 
 def toy_tokenizer() -> PreTrainedTokenizerFast:
@@ -158,10 +158,10 @@ def target(healthy: Path) -> Target:
 
 def diagnose(home: Path, target: Target, *groups: str, **fields: Any) -> Findings:
     """All checks, or those of some groups."""
-    case = Case(loaded_target=target, **{"samples": 5, "max_new_tokens": 32, **fields})
-    assert read_drafter(case, home / "drafter") is None and read_data(case, home / "responses.jsonl") is None
+    inputs = Inputs(loaded_target=target, **{"samples": 5, "max_new_tokens": 32, **fields})
+    assert read_drafter(inputs, home / "drafter") is None and read_data(inputs, home / "responses.jsonl") is None
     wanted = [check for check in run.CHECKS if not groups or check.group in groups]
-    return {f.check: f.result for f in examine(case, checks=wanted)}
+    return {f.check: f for f in examine(inputs, checks=wanted)}
 
 
 def faults(findings: Findings) -> set[str]:
@@ -197,11 +197,11 @@ def test_the_healthy_case_is_clean(healthy: Path, target: Target) -> None:
 
 def test_weights_in_other_files_and_a_depth_that_only_the_target_knows(tmp_path: Path) -> None:
     directory = released_medusa(tmp_path / "medusa", 97)
-    case = Case(loaded_target=toy_target())
-    assert read_drafter(case, directory) is None and "2.2.weight" in case.stored
-    assert case.drafter.config.num_target_layers == 5
+    inputs = Inputs(loaded_target=toy_target())
+    assert read_drafter(inputs, directory) is None and "2.2.weight" in inputs.stored
+    assert inputs.drafter.config.num_target_layers == 5
     with pytest.raises(ValueError, match=r"does not state num_target_layers: name the target"):
-        read_drafter(Case(), directory)
+        read_drafter(Inputs(), directory)
 
 
 def test_aux_layers_off_by_one(home: Path, target: Target) -> None:
@@ -271,11 +271,11 @@ def test_a_bad_draft_vocabulary_and_broken_files_are_faults_not_crashes(
 
     edit_tensors(home, replace)
     (home / "responses.jsonl").write_text("nonsense\nmore\n")
-    case = Case(loaded_target=target)
-    unread = [read_drafter(case, home / "drafter"), read_data(case, home / "responses.jsonl")]
-    assert [u is not None and u.result.status for u in unread] == ["fault", "fault"]
-    assert unread[0] is not None and "d2t" in unread[0].result.figure
-    assert {f.result.status for f in examine(case)} == {"skipped"}
+    inputs = Inputs(loaded_target=target)
+    unread = [read_drafter(inputs, home / "drafter"), read_data(inputs, home / "responses.jsonl")]
+    assert [u is not None and u.status for u in unread] == ["fault", "fault"]
+    assert unread[0] is not None and "d2t" in unread[0].figure
+    assert {f.status for f in examine(inputs)} == {"skipped"}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -442,14 +442,14 @@ def test_data_that_no_loss_should_be_taken_on(home: Path, target: Target) -> Non
 
 
 def test_acceptance_that_falls_with_length(healthy: Path, target: Target) -> None:
-    case = Case(loaded_target=target)
-    read_drafter(case, healthy / "drafter")
-    read_data(case, healthy / "responses.jsonl")
-    found = case.probe.own
+    inputs = Inputs(loaded_target=target)
+    read_drafter(inputs, healthy / "drafter")
+    read_data(inputs, healthy / "responses.jsonl")
+    found = inputs.probe.own
     late_N = found.positions_N >= 32
     collapsed = replace(found, sampled_NK=found.sampled_NK * torch.where(late_N, 0.1, 1.0)[:, None])
-    case.probe.own = collapsed
-    result = {c.name: c for c in CHECKS}["context length"].run(case)
+    inputs.probe.own = collapsed
+    result = {c.name: c for c in CHECKS}["context length"].run(inputs)
     assert result.status == "warning" and "32-64" in result.figure
 
 
@@ -461,7 +461,7 @@ def test_a_window_shorter_than_the_conversations(home: Path, target: Target) -> 
 def test_a_check_that_breaks_is_a_fault_and_stops_nothing(
     healthy: Path, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaks(case: Case) -> Result:
+    def breaks(inputs: Inputs) -> Finding:
         raise RuntimeError("out of spoons")
 
     monkeypatch.setattr(run, "CHECKS", (Check("data", "broken", (), breaks), *CHECKS[:2]))

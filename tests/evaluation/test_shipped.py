@@ -19,7 +19,7 @@ from outrider.checkpoints.published import shipped_drafter
 from outrider.cli.common import choose_policy
 from outrider.drafters.dspark import DSpark
 from outrider.evaluation.model_card import CardFacts, model_card
-from outrider.evaluation.results import Results
+from outrider.evaluation.results import DrafterInfo, Results
 from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.target.hub import EMBEDDED_ID, canonical_id
 from outrider.target.model import load_target
@@ -216,7 +216,7 @@ def test_package_writes_a_card_of_what_was_measured(run: Run, toy: Path, tmp_pat
     fields = yaml.safe_load(front)
     assert fields["license"] == "apache-2.0" and fields["pipeline_tag"] == "text-generation"
     assert "dspark" in fields["tags"] and "base_model" not in fields, "a local directory is no model of the hub"
-    results = [Results.model_validate_json(path.read_text()) for path in files]
+    results = [Results.load(path) for path in files]
     first = results[0].tasks[0]
     row = next(line for line in body.splitlines() if line.startswith("| chat | 0.0 | while c >= 0.25 |"))
     assert f"| {first.accepted_length:.2f} |" in row and f"{first.speedup:.2f}x" in row and row.endswith("| yes |")
@@ -264,7 +264,8 @@ def test_results_of_another_drafter_are_refused(settings: dict[str, object], mes
     right |= {"temperature": 0.0, "sampling": {}}
 
     def card(settings: dict[str, object]) -> str:
-        results = Results(tasks=[], settings=settings, versions={}, machine={})
+        info = DrafterInfo(label="d", algorithm="dspark", gamma=4)
+        results = Results(tasks=[], settings=settings, versions={}, machine={}, drafter=info)
         return model_card(checkpoint, CardFacts("d", torch.bfloat16, [results]))
 
     assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in card(right)
@@ -331,7 +332,7 @@ def test_the_demo_measures_the_shipped_drafter_too(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(demo, "load", lambda target, device: demo_target)
     monkeypatch.setattr(demo, "report", lambda results, out, console: None)
     monkeypatch.setattr(
-        demo, "run_evaluation", lambda target, packed, tasks, config, policy, settings, console: measured.append(
+        demo, "run_evaluation", lambda target, packed, tasks, config, policy, settings, console, info: measured.append(
             (settings["drafter"], policy)
         )
     )  # fmt: skip

@@ -16,6 +16,7 @@ from outrider.backends.transformers import load_causal_lm
 from outrider.checkpoints.checkpoint import load_drafter
 from outrider.data.sources import TaskSettings
 from outrider.evaluation.evaluate import evaluate
+from outrider.evaluation.results import DrafterInfo
 from outrider.loadtest.load import mixed_prompts
 from outrider.loadtest.metrics import Journal, Sla
 from outrider.loadtest.sources import BackendSource, LocalBackends, transformers_backends
@@ -32,7 +33,8 @@ def work(toy: Path, out: Path, ranks: Ranks) -> None:
     target = load_target(toy / "target")
     drafter = load_drafter(toy / "drafter").packed(target)
     config = TaskSettings(max_new_tokens=NEW)
-    results = evaluate(target, drafter, [str(toy / "tasks.jsonl")], config, ranks=ranks)
+    info = DrafterInfo(label="d", algorithm="dspark", gamma=drafter.gamma)
+    results = evaluate(target, drafter, [str(toy / "tasks.jsonl")], config, info, ranks=ranks)
     (out / f"results{ranks.rank}.json").write_text(results.model_dump_json())
 
     prompts = mixed_prompts(byte_tokenizer(), [str(toy / "tasks.jsonl")], 4, seed=0)

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import torch
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 
 from outrider.backends.export import export_drafter, target_facts
@@ -88,7 +87,7 @@ def package_command(
     if confidence_threshold is not None:
         recommended = {"confidence_threshold": ThresholdPolicy(confidence_threshold).threshold}
         checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, "recommended": recommended})
-    measured = [read_results(path) for path in results or []]
+    measured = [Results.load(path) for path in results or []]
     facts = CardFacts(out.resolve().name, _PACKAGE_DTYPES[dtype], measured, source or [], license)
     save_drafter(checkpoint, out, _PACKAGE_DTYPES[dtype], model_card(checkpoint, facts))
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
@@ -101,17 +100,3 @@ def foreign(out: Path) -> list[str]:
         return [out.name] if out.exists() else []
     names = sorted(path.name for path in out.iterdir())
     return [name for name in names if name not in _FILES] if METADATA in names else names
-
-
-def read_results(path: Path) -> Results:
-    """A results.json.
-
-    Raises:
-        ValueError: missing, or not one.
-    """
-    if not path.is_file():
-        raise ValueError(f"no {path}; give results.json files that outrider eval wrote.")
-    try:
-        return Results.model_validate_json(path.read_text(encoding="utf-8"))
-    except ValidationError as error:
-        raise ValueError(f"{path} is not a results.json of outrider eval: {error.errors()[0]['msg']}.") from error

@@ -63,7 +63,7 @@ from outrider.evaluation.comparison import (
     terminal,
     write_comparison,
 )
-from outrider.evaluation.doctor.case import Case, read_data, read_drafter
+from outrider.evaluation.doctor.case import Inputs, read_data, read_drafter
 from outrider.evaluation.doctor.examine import as_json, examine, print_report, verdict
 from outrider.evaluation.draft_cost import cost_table, load_costs, measure_costs
 from outrider.evaluation.evaluate import evaluate
@@ -155,7 +155,7 @@ def run_evaluation(
     policy: Policy,
     settings: dict[str, object],
     console: Console,
-    drafter_info: DrafterInfo | None = None,
+    drafter_info: DrafterInfo,
     lossy: TypicalAcceptance | None = None,
     ranks: Ranks = ALONE,
 ) -> Results:
@@ -166,11 +166,11 @@ def run_evaluation(
             drafter,
             tasks,
             config,
+            drafter_info,
             policy=policy,
             recorded=settings,
             versions=versions(),
             on_progress=on_progress,
-            drafter_info=drafter_info,
             typical=lossy,
             ranks=ranks,
         )
@@ -319,24 +319,24 @@ def doctor(
         raise ValueError("nothing to examine: give --target, --drafter or --data, best all three.")
     set_up(threads)
     console = Console()
-    case = Case(thinking=thinking, samples=samples, max_new_tokens=max_new_tokens)
+    inputs = Inputs(thinking=thinking, samples=samples, max_new_tokens=max_new_tokens)
     if target is not None:
-        case.loaded_target = load(target, device)
+        inputs.loaded_target = load(target, device)
     if evaluation is not None:
-        case.eval_prompts = load_prompts(evaluation)
+        inputs.eval_prompts = load_prompts(evaluation)
     unread = [
-        read_drafter(case, drafter, device) if drafter is not None else None,
-        read_data(case, data) if data is not None else None,
+        read_drafter(inputs, drafter, device) if drafter is not None else None,
+        read_data(inputs, data) if data is not None else None,
     ]
     with console.status("examining") as status:
-        found = examine(case, lambda check: status.update(f"examining: {check.name}"))
+        found = examine(inputs, lambda check: status.update(f"examining: {check.name}"))
     findings = [finding for finding in unread if finding is not None] + found
     print_report(findings, console)
     if json_out is not None:
         paths = {"target": target, "drafter": drafter, "data": data, "eval": evaluation}
-        inputs = {name: None if value is None else str(value) for name, value in paths.items()}
-        inputs |= {"samples": str(samples), "max_new_tokens": str(max_new_tokens), "thinking": str(thinking)}
+        examined = {name: None if value is None else str(value) for name, value in paths.items()}
+        examined |= {"samples": str(samples), "max_new_tokens": str(max_new_tokens), "thinking": str(thinking)}
         json_out.parent.mkdir(parents=True, exist_ok=True)
-        json_out.write_text(json.dumps({**as_json(findings, inputs), "versions": versions()}, indent=1) + "\n")
+        json_out.write_text(json.dumps({**as_json(findings, examined), "versions": versions()}, indent=1) + "\n")
     if verdict(findings) == "fault":
         raise typer.Exit(1)

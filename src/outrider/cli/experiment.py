@@ -40,6 +40,7 @@ from outrider.data.sources import TaskSettings, load_prompts, load_tasks
 from outrider.drafters.registry import method_of
 from outrider.evaluation.comparison import differences
 from outrider.evaluation.experiment import ExperimentTable, Stage, load_table, plan
+from outrider.evaluation.results import DrafterInfo, TrainingInfo
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from outrider.training.recipe import load_recipe
@@ -209,6 +210,9 @@ def demo(
 def _measure(
     directory: Path, target: Target, config: TaskSettings, threshold: float | None, out: Path, console: Console
 ) -> None:
-    packed, policy = load_drafter(directory).packed(target), choose_policy(None, threshold)
-    results = run_evaluation(target, packed, _TASKS, config, policy, {"drafter": str(directory)}, console)
+    checkpoint, policy = load_drafter(directory), choose_policy(None, threshold)
+    packed, training = checkpoint.packed(target), TrainingInfo.of(checkpoint.metadata)
+    algorithm = checkpoint.drafter.algorithm
+    info = DrafterInfo(label=algorithm, algorithm=algorithm, gamma=packed.gamma, training=training)
+    results = run_evaluation(target, packed, _TASKS, config, policy, {"drafter": str(directory)}, console, info)
     report(results, out, console)

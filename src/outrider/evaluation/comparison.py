@@ -1,9 +1,9 @@
-"""What is compared, and whether it can be: results by label, and the conditions they share or do not.
+"""Compare evaluations: results of several drafters of one target side by side, where their conditions are the same.
 
-    LABEL=DIR  ->  DIR/results.json  ->  target, sampling, prompts, verification rule, machine, versions
+    LABEL=DIR  ->  DIR/results.json  ->  conditions: target, sampling, prompts, acceptance rule, machine, versions
 
-Conditions are what must be the same for figures to mean the same. What a drafter is free to choose is told, not
-refused: budgets of training, and how much of its drafts is verified (`Group.verified`).
+Figures compare only under the same conditions, so other ones are refused. What belongs to the drafter is reported
+instead: its training budget, and how much of its drafts is verified (`Group.verified`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -29,8 +29,8 @@ _DATA = {"anchors", "samples", "response_tokens", "samples_sha256"}
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A results file with the name it goes by."""
+class LabelledResults:
+    """The results in directory `path`, and the label they are compared under."""
 
     label: str
     path: Path
@@ -38,21 +38,18 @@ class Loaded:
 
     @property
     def drafter(self) -> DrafterInfo:
-        """Who drafted; files from before this was written tell its directory and gamma."""
-        found, settings = self.results.drafter, self.results.settings
-        if found is None:
-            found = DrafterInfo(label=self.label, algorithm="unknown", gamma=settings.get("gamma", 0))
-        return found.model_copy(update={"label": self.label})
+        """The drafter of the results, under this label."""
+        return self.results.drafter.model_copy(update={"label": self.label})
 
 
 def split_label(argument: str) -> tuple[str, str]:
-    """`NAME=WHERE` -> (NAME, WHERE), ("", WHERE) without a name; a directory's own name may contain a `=`."""
+    """`NAME=WHERE` -> (NAME, WHERE), or ("", WHERE) without a name; the name of a directory may contain a `=`."""
     name, found, where = argument.partition("=")
     return (name, where) if found and not Path(argument).is_dir() else ("", argument)
 
 
-def load_results(argument: str) -> Loaded:
-    """`DIR` or `LABEL=DIR` -> the results in it.
+def load_results(argument: str) -> LabelledResults:
+    """Read the results of `DIR` or `LABEL=DIR`.
 
     Raises:
         ValueError: no results there, or not such a file.
@@ -61,18 +58,12 @@ def load_results(argument: str) -> Loaded:
     path = Path(directory) / "results.json"
     if not path.is_file():
         raise ValueError(f"{directory} has no results.json: give directories that outrider eval --out wrote.")
-    try:
-        results = Results.model_validate_json(path.read_text(encoding="utf-8"))
-    except ValidationError as error:
-        raise ValueError(f"{path}: not the results of an evaluation ({error.errors()[0]['msg']}).") from error
-    if not label:
-        label = Path(str(results.settings.get("drafter", directory))).name
-        label = label if results.drafter is None else results.drafter.label
-    return Loaded(label, Path(directory), results)
+    results = Results.load(path)
+    return LabelledResults(label or results.drafter.label, Path(directory), results)
 
 
 def conditions_of(results: Results) -> dict[str, Any]:
-    """What must be the same for figures to mean the same, flat; not the policy, which is the drafter's to choose."""
+    """What must be the same for figures to compare, as a flat mapping; the policy belongs to the drafter."""
     settings = results.settings
     found = {name: settings.get(name) for name in ("target", "device", "dtype", "thinking", "max_new_tokens")}
     found |= {f"sampling {name}": value for name, value in settings.get("sampling", {}).items()}
@@ -86,14 +77,14 @@ def conditions_of(results: Results) -> dict[str, Any]:
 
 
 def cost_differences(costs: DraftCosts, conditions: Mapping[str, Any]) -> list[str]:
-    """Where draft costs were measured on something else than the results."""
+    """Where draft costs were measured with another target or machine than the results."""
     theirs = {"target": costs.target, **{f"machine {name}": value for name, value in costs.machine.items()}}
     ours = {name: conditions.get(name) for name in theirs}
     return differences(["results", "draft costs"], [ours, theirs])
 
 
-def budgets_of(loaded: Sequence[Loaded]) -> list[str]:
-    """Where trainings had not the same budget. A seed draws its own anchors, so data are compared by seed."""
+def budgets_of(loaded: Sequence[LabelledResults]) -> list[str]:
+    """Where training budgets differ. Anchors depend on the seed, so data are compared seed by seed."""
     trained = [(one.label, one.drafter.training) for one in loaded]
     known = [(label, training) for label, training in trained if training is not None]
     found = differences([label for label, _ in known], [{"steps": training.steps} for _, training in known])
@@ -105,7 +96,7 @@ def budgets_of(loaded: Sequence[Loaded]) -> list[str]:
 
 
 def differences(labels: Sequence[str], found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """`name: a (who), b (who)` for every name with more than one value; a file that does not say does not differ."""
+    """`name: a (labels), b (labels)` for each name with more than one value; a missing value is no difference."""
     lines = []
     for name in dict.fromkeys(name for one in found for name in one):
         who: dict[str, list[str]] = {}
@@ -119,18 +110,14 @@ def differences(labels: Sequence[str], found: Sequence[Mapping[str, Any]]) -> li
 
 
 def _shortened(value: str) -> str:
-    """Both ends of what is long: names of versions differ at the end."""
+    """Long values keep both ends, because versions differ at the end."""
     return value if len(value) <= 60 else f"{value[:28]}...{value[-28:]}"
 
 
 # ----------------------------------------------------------------------------
-# Results of several drafters side by side, of one target on the same prompts, under one clock.
-#
-#     DIR/results.json ...  ->  same conditions?  ->  groups by label (the seeds of one drafter)  ->  figures per task
-#
-# Every result given is in the comparison; a group's figure is the mean over its results, with the lowest and the
-# highest. The row "mean" is the plain mean over tasks, as the papers have it. Speedup is over plain decoding of the
-# same run.
+# Figures per task, grouped by label (the seeds of one drafter). A group's figure is the mean over its results, with the
+# lowest and the highest. The row "mean" is the unweighted mean over tasks, as in the papers. Speedup is over plain
+# decoding of the same run.
 # ----------------------------------------------------------------------------
 
 
@@ -139,8 +126,10 @@ FIGURES = ("accepted_length", "acceptance_rate", "speedup", "draft_ms", "verify_
 
 
 class Figures(BaseModel):
-    """One result on one task, or its mean over tasks. Milliseconds are per round; `acceptance_rate` is accepted /
-    verified drafts, the nodes of trees among these; None where an old file does not say how many were verified."""
+    """One result on one task, or its mean over tasks. Milliseconds are per round.
+
+    `acceptance_rate` is accepted / verified drafts (of trees: nodes), None where verified drafts were not recorded.
+    """
 
     task: str
     accepted_length: float
@@ -151,21 +140,21 @@ class Figures(BaseModel):
     turns: int
     ties: int
     mismatches: int
-    sampled: bool  # temperature > 0: nothing to be identical with
-    conditional_acceptance: list[float | None] = []  # [] in a mean, as the next
-    reached: list[int] = []  # rounds that position k was judged in
+    sampled: bool  # temperature > 0: not compared with plain decoding
+    conditional_acceptance: list[float | None] = []  # [] in a mean
+    reached: list[int] = []  # rounds in which position k was verified after k-1 accepted drafts; [] in a mean
 
 
 class Spread(BaseModel):
-    """Over the seeds of one drafter."""
+    """Mean, lowest and highest of a figure over the results of a group."""
 
     mean: float
     low: float
     high: float
 
 
-class Entry(BaseModel):
-    """One result: a drafter of one seed."""
+class GroupMember(BaseModel):
+    """One result of a group: the drafter of one seed."""
 
     path: str
     drafter: DrafterInfo
@@ -173,24 +162,28 @@ class Entry(BaseModel):
 
 
 class Group(BaseModel):
-    """All results of one label; `spreads` by task and name of the figure (None: a file does not say)."""
+    """All results of one label. `spreads`: by task and name of the figure, None where a result does not record it."""
 
     label: str
     lossy: str  # `Results.lossy`
-    verified: str  # what of each draft the target judged
-    entries: list[Entry]
+    verified: str  # what of each draft is verified
+    entries: list[GroupMember]
     spreads: dict[str, dict[str, Spread | None]]
 
     @property
     def name(self) -> str:
-        """As tables and legends have it."""
+        """The name in tables and legends."""
         return f"{self.label} (LOSSY)" if self.lossy else self.label
 
 
 class Comparison(BaseModel):
-    """comparison.json. `differences`: conditions that are not the same throughout; `budgets`: of trainings.
+    """The contents of comparison.json.
 
-    `draft_cost`: what drafting costs by its length, where that was measured.
+    Args:
+        conditions: those of the first result.
+        differences: conditions that are not the same throughout.
+        budgets: where training budgets differ.
+        draft_cost: the cost of drafting by draft length, where it was measured.
     """
 
     conditions: dict[str, Any]
@@ -200,8 +193,10 @@ class Comparison(BaseModel):
     draft_cost: DraftCosts | None = None
 
 
-def compare(loaded: Sequence[Loaded], allow_different: bool = False, costs: DraftCosts | None = None) -> Comparison:
-    """Put them side by side, in the order given.
+def compare(
+    loaded: Sequence[LabelledResults], allow_different: bool = False, costs: DraftCosts | None = None
+) -> Comparison:
+    """Compare results, in the order given.
 
     Raises:
         ValueError: conditions differ and that is not allowed; no task in common; or one label for two drafters.
@@ -224,17 +219,17 @@ def compare(loaded: Sequence[Loaded], allow_different: bool = False, costs: Draf
     )
 
 
-def _tasks(one: Loaded) -> list[str]:
+def _tasks(one: LabelledResults) -> list[str]:
     return [task.task for task in one.results.tasks]
 
 
-def _group(label: str, loaded: Sequence[Loaded], tasks: Sequence[str]) -> Group:
+def _group(label: str, loaded: Sequence[LabelledResults], tasks: Sequence[str]) -> Group:
     mine = [one for one in loaded if one.label == label]
-    kinds = [_kind(one) for one in mine]
+    kinds = [_identity(one) for one in mine]
     found = differences([str(one.path) for one in mine], kinds)
     if found:
         raise ValueError(f"{label!r} names different drafters: {'; '.join(found)}. Name them: NAME=DIR OTHER=DIR.")
-    entries = [Entry(path=str(one.path), drafter=one.drafter, figures=_figures(one, tasks)) for one in mine]
+    entries = [GroupMember(path=str(one.path), drafter=one.drafter, figures=_figures(one, tasks)) for one in mine]
     spreads = {}
     for i, task in enumerate([*tasks, MEAN]):
         rows = [entry.figures[i] for entry in entries]
@@ -243,8 +238,8 @@ def _group(label: str, loaded: Sequence[Loaded], tasks: Sequence[str]) -> Group:
     return Group(label=label, lossy=first.lossy, verified=verified(first.settings), entries=entries, spreads=spreads)
 
 
-def _kind(one: Loaded) -> dict[str, Any]:
-    """What the seeds of one drafter share."""
+def _identity(one: LabelledResults) -> dict[str, Any]:
+    """What the results of one label must have in common."""
     drafter, settings = one.drafter, one.results.settings
     found = {"algorithm": drafter.algorithm, "gamma": drafter.gamma, "parameters": drafter.parameters}
     found |= {"nodes": drafter.nodes, "verification": one.results.lossy or "lossless"}
@@ -254,7 +249,7 @@ def _kind(one: Loaded) -> dict[str, Any]:
     return found | ({} if drafter.training is None else {"recipe": drafter.training.recipe_sha256})
 
 
-def _figures(one: Loaded, tasks: Sequence[str]) -> list[Figures]:
+def _figures(one: LabelledResults, tasks: Sequence[str]) -> list[Figures]:
     of_task = {task.task: task for task in one.results.tasks}
     rows = [figures_of(of_task[name]) for name in tasks]
     mean: dict[str, Any] = {name: _mean([getattr(row, name) for row in rows]) for name in FIGURES}
@@ -263,11 +258,11 @@ def _figures(one: Loaded, tasks: Sequence[str]) -> list[Figures]:
 
 
 def figures_of(task: TaskResult) -> Figures:
-    """One task's figures as they are compared."""
+    """The figures of one task."""
     histogram, conditional = task.acceptance_histogram, task.conditional_acceptance
     accepted = sum(k * count for k, count in enumerate(histogram))
     at_least = [sum(histogram[k:]) for k in range(len(histogram))]  # rounds with k accepted drafts or more
-    # None: never judged. Where nothing was accepted the file does not say how often it was: at most this often.
+    # None: never verified. Where nothing was accepted, the count is not recorded: an upper bound.
     reached = [
         0 if c is None else round(at_least[k] / c) if c else at_least[k - 1] for k, c in enumerate(conditional, start=1)
     ]
@@ -299,11 +294,11 @@ def _spread(values: Sequence[float | None]) -> Spread | None:
 
 
 # ----------------------------------------------------------------------------
-# Pictures of a comparison: acceptance by position (as in Figure 2 of DSpark, arXiv 2607.05147), tau, accepted per
-# verified draft and speedup by task, and what a draft costs by its length (as in Figure 3 of DFlash, arXiv 2602.06036).
+# Plots of a comparison: acceptance by position (as Figure 2 of DSpark, arXiv 2607.05147), tau, accepted per verified
+# draft and speedup by task, and the cost of a draft by its length (as Figure 3 of DFlash, arXiv 2602.06036).
 #
-# A line (all rounds together) or a bar (mean) stands for one drafter, a small point for one of its results. After ten
-# drafters the colours come again, dashed and hatched.
+# A line (over all rounds) or a bar (mean) is one drafter, a small point one of its results. From the eleventh drafter
+# on colours repeat, with dashes and hatches.
 # ----------------------------------------------------------------------------
 
 
@@ -311,20 +306,20 @@ matplotlib.use("Agg")
 
 _COLOURS = 10  # of matplotlib's cycle
 _MARKERS = "osD^vP*Xd<>h"
-_NAME_INCHES = 0.26  # a line of a legend
+_NAME_INCHES = 0.26  # height of a legend's line
 _DASHES, _HATCHES = ("-", "--", ":"), ("", "////", "xxxx")
-_FEWEST_ROUNDS = 20  # a position that fewer rounds reached is not drawn: its rate would be chance
+_FEWEST_ROUNDS = 20  # positions that fewer rounds reached are not drawn: their rate is mostly noise
 
 
 def line_style(number: int) -> dict[str, Any]:
-    """Of the drafter with that number, wherever it is drawn as a line."""
+    """Line style of the drafter with that number, the same in all plots."""
     dashes = _DASHES[number // _COLOURS % len(_DASHES)]
     marker = _MARKERS[number % len(_MARKERS)]
     return {"color": f"C{number % _COLOURS}", "linestyle": dashes, "marker": marker, "markersize": 5}
 
 
 def bar_style(number: int) -> dict[str, Any]:
-    """The same of a bar."""
+    """Bar style of the drafter with that number."""
     hatch = _HATCHES[number // _COLOURS % len(_HATCHES)]
     return {"color": f"C{number % _COLOURS}", "hatch": hatch, "edgecolor": "white", "linewidth": 0}
 
@@ -370,9 +365,9 @@ def _conditional_line(axes: Axes, group: Group, task: int, number: int) -> None:
 
 
 def plot_tau_and_speedup(comparison: Comparison, path: Path) -> None:
-    """Bars per task and drafter: tau, which share of the verified drafts (or nodes) was accepted, and the speedup."""
+    """Bars per task and drafter: tau, the accepted share of verified drafts (or nodes), and the speedup."""
     tasks = list(comparison.groups[0].spreads)
-    # Many bars become thinner rather than the picture so wide that its words cannot be read.
+    # The width is limited, because the text of a wider figure is too small to read.
     width = min(14.0, max(6.4, 0.28 * len(tasks) * len(comparison.groups) + 2.6))
     figure, panels = plt.subplots(3, 1, figsize=(width, 8.0), sharex=True, layout="constrained")
     titles = {"accepted_length": "\u03c4, tokens per target pass", "acceptance_rate": "accepted / verified drafts"}
@@ -401,12 +396,12 @@ def plot_tau_and_speedup(comparison: Comparison, path: Path) -> None:
 
 
 def plot_draft_cost(costs: DraftCosts, path: Path) -> None:
-    """Milliseconds of a round's draft against the tokens it may have: medians, quartiles as a band."""
+    """Milliseconds per round against the length of the draft: medians, with the quartiles as a band."""
     height = max(4.0, _NAME_INCHES * len(costs.drafters))
     figure, axes = plt.subplots(figsize=(8.4, height), layout="constrained")
     for number, drafter in enumerate(costs.drafters):
         gammas = [point.gamma for point in drafter.points]
-        low, middle, high = (_milliseconds([point.whole[i] for point in drafter.points]) for i in range(3))
+        low, middle, high = ([1e3 * point.whole[i] for point in drafter.points] for i in range(3))
         style = line_style(number)
         axes.plot(gammas, middle, label=drafter.info.label, **style)
         axes.fill_between(gammas, low, high, color=style["color"], alpha=0.15, linewidth=0)
@@ -419,12 +414,8 @@ def plot_draft_cost(costs: DraftCosts, path: Path) -> None:
     plt.close(figure)
 
 
-def _milliseconds(seconds: Sequence[float]) -> list[float]:
-    return [1e3 * second for second in seconds]
-
-
 # ----------------------------------------------------------------------------
-# A comparison on the terminal, as Markdown and as JSON.
+# A comparison as a terminal table, as Markdown and as JSON.
 #
 # task | drafter           | gamma        | tau              | per verified | speedup | ... | parameters | minutes
 # gsm8k  dspark, 3 results   7              2.51 (2.48-2.55)   21.6 %         ...
@@ -448,7 +439,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
-    """Cells under `HEADINGS`: per task and for the mean, every group in the order given, its results below it."""
+    """Cells under `HEADINGS`: for each task and the mean, each group followed by its results."""
     found = []
     for i, task in enumerate(comparison.groups[0].spreads):
         for group in comparison.groups:
@@ -459,7 +450,7 @@ def rows(comparison: Comparison) -> list[list[str]]:
 
 
 def terminal(comparison: Comparison) -> Table:
-    """The table people read; wider than 80 characters."""
+    """The table for the terminal; wider than 80 characters."""
     view = Table(title="Drafters side by side", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in HEADINGS:
         view.add_column(heading, justify="left" if heading in ("task", "drafter") else "right", no_wrap=True)
@@ -473,7 +464,7 @@ def terminal(comparison: Comparison) -> Table:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What a reader of the table must know: where, with which settings, what differs."""
+    """Notes to the table: conditions, differences, lossy rules, what is verified, training budgets."""
     shown = {
         name: value for name, value in comparison.conditions.items() if not name.startswith(("prompts of", "tasks"))
     }
@@ -484,16 +475,16 @@ def notes(comparison: Comparison) -> list[str]:
     if partly:
         lines.append(f"Verified where not the {WHOLE}: {'; '.join(partly)}.")
     lines += [f"Training differs: {line}." for line in comparison.budgets]
-    silent = [g.label for g in comparison.groups if any(entry.drafter.training is None for entry in g.entries)]
-    if silent:
-        lines.append(f"No training recorded: {', '.join(silent)}.")
-    if not comparison.budgets and len(silent) < len(comparison.groups):
+    unrecorded = [g.label for g in comparison.groups if any(entry.drafter.training is None for entry in g.entries)]
+    if unrecorded:
+        lines.append(f"No training recorded: {', '.join(unrecorded)}.")
+    if not comparison.budgets and len(unrecorded) < len(comparison.groups):
         lines.append("Steps, anchors and training data are the same where they are recorded.")
     return lines
 
 
 def markdown(comparison: Comparison) -> str:
-    """The same table and notes."""
+    """The table and its notes as Markdown."""
     lines = ["| " + " | ".join(HEADINGS) + " |", "|---|---|" + "---:|" * (len(HEADINGS) - 2)]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows(comparison)]
     lines += [
@@ -512,7 +503,7 @@ def markdown(comparison: Comparison) -> str:
 
 
 def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
-    """comparison.json, comparison.md and the pictures; returns the paths."""
+    """Write comparison.json, comparison.md and the plots to `out`; returns their paths."""
     out.mkdir(parents=True, exist_ok=True)
     names = ["comparison.json", "comparison.md", "conditional_acceptance.png", "tau_speedup.png"]
     paths = [out / name for name in names]
@@ -532,7 +523,7 @@ def _group_row(group: Group, task: str, figures: Sequence[Figures]) -> list[str]
     return [task, name, _gamma(group.entries[0]), *cells, _identical(figures, group), *_made(group.entries, task)]
 
 
-def _entry_row(group: Group, entry: Entry, figures: Figures) -> list[str]:
+def _entry_row(group: Group, entry: GroupMember, figures: Figures) -> list[str]:
     training = entry.drafter.training
     name = f"  seed {training.seed}" if training is not None else f"  {Path(entry.path).name}"
     values = [getattr(figures, figure) for figure in FIGURES]
@@ -540,8 +531,8 @@ def _entry_row(group: Group, entry: Entry, figures: Figures) -> list[str]:
     return [figures.task, name, _gamma(entry), *cells, _identical([figures], group), *_made([entry], figures.task)]
 
 
-def _gamma(entry: Entry) -> str:
-    """Draft tokens in a row, and in all where they branch."""
+def _gamma(entry: GroupMember) -> str:
+    """Draft tokens in a row, and all nodes where drafts branch."""
     gamma, nodes = entry.drafter.gamma, entry.drafter.nodes
     return str(gamma) if nodes is None or nodes == gamma else f"{gamma} ({nodes} nodes)"
 
@@ -562,8 +553,8 @@ def _identical(figures: Sequence[Figures], group: Group) -> str:
     return text + (f", {wrong} DIFFER" if wrong and not group.lossy else "")
 
 
-def _made(entries: Sequence[Entry], task: str) -> list[str]:
-    """Parameters in millions and training minutes; once, beside the mean."""
+def _made(entries: Sequence[GroupMember], task: str) -> list[str]:
+    """Parameters in millions and training minutes, in the rows of the mean only."""
     if task != MEAN:
         return ["", ""]
     parameters = entries[0].drafter.parameters

@@ -1,10 +1,10 @@
-"""What a draft costs by its length: T_draft of every drafter on the same text, in turns.
+"""Measure the cost of drafting by draft length: seconds per round of several drafters on the same text.
 
     repeat 1:  A k=3   B k=3   C k=3   A k=7   B k=7 ...     lengths shuffled, drafters one after another,
-    repeat 2:  B k=1   C k=1   A k=1 ...                     the first one another each time: drift hits all alike
+    repeat 2:  B k=1   C k=1   A k=1 ...                     starting with another drafter: drift affects all alike
 
-One round's draft is what decoding asks of a drafter: read the tokens that the last round committed (`extend`), then
-`propose` at most k. A drafter with one parallel pass computes its whole block whatever k is, as it does when serving.
+A round is what decoding asks of a drafter: read the tokens that the last round committed (`extend`), then `propose` at
+most k. A drafter with one parallel pass computes its whole block whatever k is, as in serving.
 As in Figure 3 of DFlash, arXiv 2602.06036.
 """
 
@@ -46,14 +46,14 @@ class CostPoint(BaseModel):
 
 
 class DrafterCost(BaseModel):
-    """One drafter, at 1 .. its gamma."""
+    """The costs of one drafter at 1 .. gamma tokens."""
 
     info: DrafterInfo
     points: list[CostPoint]
 
 
 class DraftCosts(BaseModel):
-    """The whole file."""
+    """The contents of draft_cost.json."""
 
     target: str
     context: int
@@ -64,8 +64,10 @@ class DraftCosts(BaseModel):
 
 
 def load_costs(path: Path) -> DraftCosts:
-    """Raises:
-    ValueError: no such file, or not one of these.
+    """Read the file of `outrider bench-drafters --out`.
+
+    Raises:
+        ValueError: no such file, or not one of these.
     """
     if not path.is_file():
         raise ValueError(f"no draft costs {path}: measure them with outrider bench-drafters --out {path}.")
@@ -84,10 +86,10 @@ def measure_costs(
     versions: dict[str, str],
     on_progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> DraftCosts:
-    """Time them all after the same `context` tokens of English.
+    """Time drafters after the same `context` tokens of English text.
 
     Raises:
-        ValueError: the target does not read so many tokens.
+        ValueError: the context exceeds the target's.
     """
     deepest = max(drafter.gamma for _, drafter in drafters)
     rounds_each = [range(1, drafter.gamma + 1) for _, drafter in drafters]
@@ -99,7 +101,7 @@ def measure_costs(
     shuffle = random.Random(0).shuffle
     for repeat in range(_WARM_UP + repeats):
         sessions = [
-            _Session(target, drafter, tokens, aux_layers[i], deepest) for i, (_, drafter) in enumerate(drafters)
+            TimedSession(target, drafter, tokens, aux_layers[i], deepest) for i, (_, drafter) in enumerate(drafters)
         ]
         lengths = list(range(1, deepest + 1))
         shuffle(lengths)
@@ -119,7 +121,7 @@ def measure_costs(
 
 
 def sample_text(target: Target, count: int) -> list[int]:
-    """`count` tokens of the shipped evaluation prompts, from their beginning again where they are too few."""
+    """`count` tokens of the shipped evaluation prompts, repeated where they are too few."""
     assert target.tokenizer is not None
     prompts = chain.from_iterable(load_prompts(name) for name in shipped_sets() if name.startswith("eval_"))
     said = [message["content"] for prompt in prompts for turn in prompt.turns for message in messages_of(turn)]
@@ -127,8 +129,8 @@ def sample_text(target: Target, count: int) -> list[int]:
     return (tokens * (count // len(tokens) + 1))[:count]
 
 
-class _Session:
-    """A drafter after the context, and the rounds it is asked for: each reads the same few tokens once more."""
+class TimedSession:
+    """A drafter session after the context; each timed round reads the same READ tokens again."""
 
     def __init__(
         self, target: Target, drafter: Drafter, tokens: Sequence[int], aux_layers: torch.Tensor | None, rounds: int
@@ -141,7 +143,7 @@ class _Session:
         drafter.extend([self.session], [self.tokens[:-1]], aux_layers)
 
     def round(self, gamma: int) -> tuple[float, float, int]:
-        """Seconds of reading and of proposing, and how many tokens were proposed."""
+        """(seconds of reading, seconds of proposing, number of proposed tokens) of one round."""
         read = self.tokens[-READ - 1 : -1]
         with self.reading:
             self.drafter.extend([self.session], [read], None if self.aux_layers is None else self.aux_layers[-READ:])
@@ -155,7 +157,7 @@ class _Session:
 
 
 def _aux_hidden_states(target: Target, drafter: Drafter, tokens: Sequence[int]) -> torch.Tensor | None:
-    """What the target's layers say about the text, [T, L, D]; None for a drafter that reads none."""
+    """The target's aux hidden states of the text [T, L, D]; None for a drafter that reads none."""
     if not drafter.aux_layers:
         return None
     tokens_BT = torch.tensor([tokens], device=target.device)
@@ -175,7 +177,7 @@ def _point(gamma: int, spent: Sequence[tuple[float, float, int]]) -> CostPoint:
 
 
 # ----------------------------------------------------------------------------
-# Draft costs as a table, on the terminal and as Markdown: milliseconds a round by the tokens it may draft.
+# Draft costs as a table for the terminal and for Markdown: milliseconds per round by draft length.
 #
 # drafter     1     2     3   ...   quartiles
 # dspark    6.1   6.2   6.2         6.0-6.5      one pass: flat
@@ -184,7 +186,7 @@ def _point(gamma: int, spent: Sequence[tuple[float, float, int]]) -> CostPoint:
 
 
 def cost_cells(costs: DraftCosts) -> list[list[str]]:
-    """Headings, then a row per drafter: medians by length, and the quartiles of its longest draft."""
+    """Headings, then a row per drafter: medians by draft length, and the quartiles of the longest draft."""
     deepest = max(len(drafter.points) for drafter in costs.drafters)
     found = [["drafter", *map(str, range(1, deepest + 1)), "quartiles"]]
     for drafter in costs.drafters:
@@ -196,7 +198,7 @@ def cost_cells(costs: DraftCosts) -> list[list[str]]:
 
 
 def cost_title(costs: DraftCosts) -> str:
-    """What the numbers are."""
+    """The title of the table."""
     return (
         f"Drafting after {costs.context} tokens: milliseconds by draft tokens in a row (of a tree: its depth), "
         f"median of {costs.repeats}; quartiles of the longest"
@@ -204,7 +206,7 @@ def cost_title(costs: DraftCosts) -> str:
 
 
 def cost_table(costs: DraftCosts) -> Table:
-    """For people; may be wider than 80 characters."""
+    """The table for the terminal; may be wider than 80 characters."""
     headings, *rows = cost_cells(costs)
     view = Table(title=cost_title(costs))
     for heading in headings:
@@ -215,22 +217,17 @@ def cost_table(costs: DraftCosts) -> Table:
 
 
 def cost_markdown(costs: DraftCosts) -> list[str]:
-    """The same, as lines."""
+    """The table as lines of Markdown."""
     headings, *rows = cost_cells(costs)
     rule = "|---|" + "---:|" * (len(headings) - 1)
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (headings, *rows)]
     return [f"{cost_title(costs)}.", "", lines[0], rule, *lines[1:]]
 
 
-# ----------------------------------------------------------------------------
-# A block drafter with blocks of another size than it was trained with: the same weights, more or fewer mask rows.
-#
-# What training at one size gives at another is a question of its own (DFlash, arXiv 2602.06036).
-# ----------------------------------------------------------------------------
-
-
 def with_block_size(checkpoint: Checkpoint, block_size: int) -> Checkpoint:
-    """The drafter with that many rows a block. Its calibration is left out: it was for the positions of the other one.
+    """A block drafter with another block size than it was trained with: same weights, more or fewer mask rows.
+
+    Its calibration is dropped, because it belongs to the positions of the other size (DFlash, arXiv 2602.06036).
 
     Raises:
         ValueError: not a block drafter, or a size that it cannot have.

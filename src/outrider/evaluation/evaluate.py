@@ -47,12 +47,12 @@ def evaluate(
     drafter: Drafter,
     tasks: Sequence[str],
     settings: TaskSettings,
+    drafter_info: DrafterInfo,
     *,
     policy: Policy | None = None,
     recorded: Mapping[str, object] | None = None,
     versions: dict[str, str] | None = None,
     on_progress: Callable[[str, int, int], None] = lambda task, done, total: None,
-    drafter_info: DrafterInfo | None = None,
     typical: TypicalAcceptance | None = None,
     ranks: Ranks = ALONE,
 ) -> Results:

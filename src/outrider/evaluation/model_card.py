@@ -1,8 +1,6 @@
-"""outrider.json's `calibration` -> the card's section on confidences.
+"""The model card: README.md of a drafter directory, made from outrider.json and the results of `outrider eval`.
 
-    served:  sigmoid(logit(c_k) / T_k + b_k),    c_k of the drafter's head, or of an estimator where it has none
-
-How they were fitted: calibration/collect.py.
+Every statement comes from what was recorded or given; what was not recorded is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +27,9 @@ from outrider.utils.device import dtype_name
 
 
 def confidences(stored: object) -> str:
-    """The section.
+    """The section on confidences, from outrider.json's `calibration`.
+
+    served:  sigmoid(logit(c_k) / T_k + b_k),    c_k of the drafter's head, or of an estimator where it has none
 
     Raises:
         ValueError: `stored` is no calibration; names the field.
@@ -46,7 +46,7 @@ def confidences(stored: object) -> str:
 
 
 def _estimator(estimator: Mapping[str, Sequence[float]] | None) -> list[str]:
-    """Nothing where a confidence head speaks."""
+    """[] where the drafter has a confidence head."""
     if estimator is None:
         return []
     certainty, entropy = estimator["weights"]
@@ -69,8 +69,8 @@ def _scaling(found: Calibration) -> str:
 
 
 def _offsets(found: Calibration) -> list[float] | None:
-    """None where there are none, or all are 0."""
-    return found.offsets if found.offsets and any(found.offsets) else None
+    """The offsets; None where all are 0."""
+    return found.offsets if any(found.offsets) else None
 
 
 def _table(found: Calibration) -> str:
@@ -99,7 +99,7 @@ def _measured(found: Calibration) -> str:
 
 
 # ----------------------------------------------------------------------------
-# The measured part of a model card: a row per task, the machine, and the command that gives it again.
+# The section of measured figures: a row per task, the machine, and the commands.
 # ----------------------------------------------------------------------------
 
 
@@ -107,7 +107,7 @@ WHOLE = "whole block"
 
 
 def measured(many: Sequence[Results]) -> str:
-    """Markdown: the figures of some evaluations, with temperature, machine, versions and commands."""
+    """The section of measured figures, with temperature, machine, versions and commands."""
     head = "| task | temperature | verified | turns | tokens | tau | plain tok/s | tok/s | speedup | same tokens |"
     lines = ["## Measured", "", head, "|---|---:|---|---:|---:|---:|---:|---:|---:|---|"]
     lines += [_row(task, results) for results in many for task in results.tasks]
@@ -132,7 +132,7 @@ def _row(task: TaskResult, results: Results) -> str:
 
 
 def verified(settings: Mapping[str, Any]) -> str:
-    """What of each draft the target judged, by the settings of an evaluation."""
+    """What of each draft was verified, by the settings of an evaluation."""
     threshold, length, tree = (settings.get(name) for name in ("confidence_threshold", "draft_length", "tree"))
     if threshold is not None:
         return f"while c >= {threshold}"
@@ -166,15 +166,8 @@ def target_name(metadata: Mapping[str, Any]) -> str:
 
 
 def listed(fields: Mapping[str, Any]) -> str:
-    """`name value, name value`, without what is None."""
+    """`name value, name value`, without None values."""
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in fields.items() if value is not None)
-
-
-# ----------------------------------------------------------------------------
-# outrider.json + results.json of `outrider eval` -> README.md of a drafter directory, with Hugging Face front matter.
-#
-# Every statement comes from what was recorded or given; what was not recorded is left out.
-# ----------------------------------------------------------------------------
 
 
 _NEEDED = ("target", "recipe", "step", "samples", "response_tokens")
@@ -183,9 +176,9 @@ _NOT_NUMBERS = ("optimizer", "target", "initialize_from_target")  # of a trainin
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What the files do not say.
+    """What a card says beyond outrider.json.
 
-    `sources`: one line per source of prompts. `license`: an identifier of the hub (apache-2.0, ...), None to name none.
+    `sources`: one line per source of prompts. `license`: an identifier of the hub (apache-2.0, ...), or None.
     """
 
     name: str
@@ -196,7 +189,7 @@ class CardFacts:
 
 
 def model_card(checkpoint: Checkpoint, facts: CardFacts) -> str:
-    """The text of README.md.
+    """The text of README.md, with Hugging Face front matter.
 
     Raises:
         ValueError: outrider.json lacks what training records, or results are those of another drafter.
@@ -276,7 +269,7 @@ def _settings(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
         ("parameters", f"{parameters / 1e6:.1f} million, {size}"),
         *([("draft layers", str(config.num_hidden_layers))] if hasattr(config, "num_hidden_layers") else []),
         ("drafts per block (gamma)", str(config.gamma)),
-        ("tapped target layers", ", ".join(map(str, config.target_layer_ids))),
+        ("aux layers of the target", ", ".join(map(str, config.target_layer_ids))),
         ("draft vocabulary", f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens"),
     ]
     if isinstance(config, DSparkConfig):
@@ -344,7 +337,7 @@ def _limits(checkpoint: Checkpoint, many: Sequence[Results]) -> str:
 
 
 def _licence(checkpoint: Checkpoint, license: str | None) -> str:
-    """Weights are derived from whatever any training behind them began with."""
+    """The section on licences: of the weights, and of what their trainings started from."""
     metadata = checkpoint.metadata
     text = f"## Licence\n\nWeights: {license}." if license else "## Licence"
     if metadata.get("history"):

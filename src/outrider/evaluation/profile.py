@@ -1,10 +1,17 @@
-"""Things to time, timed in turns.
+"""Measure a `Profile`: what an engine step costs here, by requests, tokens and context (scheduling/cost.py).
 
-    sweep 1:  forward(2, 9, 64)  draft(4)  forward(1, 1, 768)  extend(8) ...     every job once, in shuffled order,
-    sweep 2:  draft(32)  forward(8, 40, 256) ...                                 so that drift of the machine hits all
+    sweep 1:  forward(2, 9, 64)  draft(4)  forward(1, 1, 768)  extend(8) ...     each job once, in shuffled order,
+    sweep 2:  draft(32)  forward(8, 40, 256) ...                                 so that drift affects all alike
 
-Contexts are random keys and values: timing needs no meaning, only memory that was really written.
-Shapes: R requests, B tokens in all, S context; T tokens, L aux layers, D target hidden.
+Timed are target forwards over a grid, drafts, the drafter's reading, and the rest of an engine step:
+
+R requests     1, 2, 4, ... and the most
+B tokens       R, 2 R, ... (drafts + 1) R, of large trees not every count; for R = 1 every count up to 32, where matrix
+               kernels change, and then chunks of prefill, which have logits only at their end
+S context      cached tokens per request
+
+Contexts are random keys and values: their content does not affect time, but unwritten memory would.
+Shapes: T tokens, L aux layers, D target hidden.
 """
 
 from __future__ import annotations
@@ -36,20 +43,20 @@ from outrider.utils.measure import Clock, machine, quartiles, versions
 
 Shape = tuple[int, int, int]  # R, B, S
 Key = tuple[str, Shape]
-Jobs = dict[Key, Callable[[], float]]  # each gives its seconds
-DENSE = 32  # tokens up to which every count is measured
+Jobs = dict[Key, Callable[[], float]]  # each returns its seconds
+DENSE = 32  # tokens of one request up to which every count is measured
 _BLOCK_SIZE = 16  # of the KV pool
 READ = 2  # committed tokens of a request that its drafter reads after a step
-_FEWEST_SWEEPS = 3  # a median of fewer says nothing
+_FEWEST_SWEEPS = 3  # fewer give no median
 _WARM_UP_STEPS = 3
 
 
 def forward_jobs(
     target: Target, aux_layers: tuple[int, ...], shapes: Sequence[Shape], width: int, branching: bool = False
 ) -> Jobs:
-    """Ragged forwards; those of more than `DENSE` tokens have logits for the last `width` rows of a request only.
+    """Ragged target forwards; beyond `DENSE` tokens, with logits for the last `width` rows of a request only.
 
-    A request's blocks are neighbours, as the engine's allocator mostly has them. With `branching`, rows that may be an
+    A request's blocks are contiguous, as they mostly are in the engine. With `branching`, rows that may be an
     anchor and its drafts (up to `width`) are trees in which every node has two children.
     """
     per_request = {(r, b, s): -(-(s + -(-b // r)) // _BLOCK_SIZE) for r, b, s in shapes}
@@ -69,7 +76,7 @@ def forward_jobs(
 
 
 def draft_jobs(target: Target, drafter: Drafter, counts: Sequence[int], context: int) -> Jobs:
-    """Greedy blocks of several requests after `context` tokens; and their sessions reading what a step committed."""
+    """Greedy drafts of several requests after `context` tokens, and the drafter's reading of `READ` tokens."""
     sessions = [drafter.new_session(context) for _ in range(counts[-1])]
     for session in sessions:
         drafter.extend([session], [_tokens(target, context)], _aux_hidden_states(target, drafter, context))
@@ -95,10 +102,10 @@ def draft_jobs(target: Target, drafter: Drafter, counts: Sequence[int], context:
 def sweep(
     jobs: Jobs, repeats: int, seconds: float, on_progress: Callable[[str, int, int], None]
 ) -> dict[Key, list[float]]:
-    """Seconds of every job, `repeats` times or as often as `seconds` allow, but three times."""
+    """Seconds of each job, `repeats` times, or at least three times if more would exceed `seconds`."""
     started = time.perf_counter()
     sizes = {(what, shape[1]): job for (what, shape), job in jobs.items()}
-    for job in sizes.values():  # kernels are chosen and laid out at the first call of a size
+    for job in sizes.values():  # the first call of a size selects and prepares kernels
         job()
     timed: dict[Key, list[float]] = {key: [] for key in jobs}
     order, shuffle = list(jobs), random.Random(0).shuffle
@@ -115,9 +122,9 @@ def sweep(
 
 
 def other_seconds(target: Target, drafter: Drafter | None, requests: int, repeats: int) -> list[float]:
-    """What engine steps of so many requests, decoding greedily, spend outside target and drafter."""
+    """Seconds that greedy engine steps of so many requests spend outside target and drafter."""
     steps, slots = _WARM_UP_STEPS + repeats, draft_slots(drafter)
-    length = steps * (1 if drafter is None else drafter.gamma + 1) + 1  # nobody is done before the last step
+    length = steps * (1 if drafter is None else drafter.gamma + 1) + 1  # no request ends before the last step
     blocks = -(-(1 + length + slots) // _BLOCK_SIZE)
     config = EngineConfig(requests, requests * (slots + 1), _BLOCK_SIZE, requests * blocks)
     engine = Engine(target, drafter, config=config)
@@ -150,17 +157,6 @@ def _aux_hidden_states(target: Target, drafter: Drafter, count: int) -> torch.Te
     return torch.randn(shape, device=target.device, dtype=target.dtype) if drafter.aux_layers else None
 
 
-# ----------------------------------------------------------------------------
-# What steps cost here: target forwards over a grid, drafts, and the rest of an engine step -> a `Profile`.
-#
-# R requests     1, 2, 4, ... and the most
-# B tokens       R, 2 R, ... (drafts + 1) R, of large trees not every count; for R = 1 every count up to 32, where
-# matrix
-#                kernels have their cliffs, and then chunks of prefill, which have logits only at their end
-# S context      cached tokens per request
-# ----------------------------------------------------------------------------
-
-
 _PLAIN_WIDTH = 8  # rows per request where no drafter says how many
 _EVERY = 16  # rows per request up to which every count is measured; beyond it, every eighth
 
@@ -171,7 +167,8 @@ class ProfileConfig:
 
     Args:
         max_tokens: of one forward.
-        repeats: sweeps over everything; fewer, but three, where they would take more than `seconds`.
+        contexts: cached tokens per request.
+        repeats: sweeps over all jobs; fewer, at least three, if more would exceed `seconds`.
     """
 
     max_requests: int = 32
@@ -192,12 +189,12 @@ class ProfileConfig:
 
     @property
     def middle(self) -> int:
-        """The context that drafts are timed at."""
+        """The middle one of the contexts, at which drafts are timed."""
         return sorted(self.contexts)[len(self.contexts) // 2]
 
 
 def setting_of(target: Target, drafter: Drafter | None) -> Setting:
-    """What a profile made now is of, and what it is used with must be. Costs follow shapes, so weights do not count."""
+    """The setting that a profile is measured in and used in. Costs depend on shapes, not on weights."""
     on_cpu = target.device.type == "cpu"
     return Setting(
         target=f"{target.name.rstrip('/').split('/')[-1]} ({target.num_layers} x {target.hidden_size})",
@@ -225,7 +222,7 @@ def request_counts(most: int) -> list[int]:
 
 
 def grid(config: ProfileConfig, width: int) -> list[Shape]:
-    """Every forward to time, where a request verifies up to `width` rows."""
+    """The shapes of the forwards to time, where a request verifies up to `width` rows."""
     shapes = []
     widths = [k for k in range(1, width + 1) if k <= _EVERY or k % 8 == 0 or k == width]
     for r in request_counts(config.max_requests):
@@ -244,7 +241,7 @@ def measure_profile(
     config: ProfileConfig,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Profile:
-    """Time this target and drafter on this machine, as `torch.set_num_threads` left it.
+    """Measure target and drafter on this machine, with the present number of threads.
 
     Raises:
         ValueError: the contexts do not fit the target, or its family cannot be batched.
@@ -267,7 +264,7 @@ def measure_profile(
     for r, b, s in shapes:
         low, median, high = quartiles(timed["forward", (r, b, s)])
         cells.append(Cell(requests=r, tokens=b, context=s, low=low, median=median, high=high))
-    repeats = len(timed["forward", shapes[0]])  # as many as there was time for
+    repeats = len(timed["forward", shapes[0]])  # as many as `seconds` allowed
     others = [other_seconds(target, drafter, n, repeats) for n in counts]
     return Profile(
         setting=setting_of(target, drafter),
@@ -289,16 +286,11 @@ def _curve(name: str, timed: dict[Key, list[float]]) -> Curve | None:
     return Curve(requests=[n for n, _ in found], seconds=[q for _, q in found]) if found else None
 
 
-# ----------------------------------------------------------------------------
-# A profile as pictures: forwards by tokens, and what a step costs besides.
-# ----------------------------------------------------------------------------
-
-
 matplotlib.use("Agg")
 
 
 def plot_profile(profile: Profile, context: int, path: Path) -> None:
-    """Left: forwards at one context, quartiles shaded, the additive form dashed; right: the rest, by requests."""
+    """Plot forwards at one context (quartiles shaded, additive form dashed), and other costs by requests."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     fit = profile.fit
     for requests in profile.table.requests:

@@ -1,4 +1,4 @@
-"""Pictures: acceptance by position, drafts accepted in a round, reliability and thresholds, the objective's memory."""
+"""Report an evaluation (results.json, table, plots), and plot a calibration (reliability, threshold sweep)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ matplotlib.use("Agg")
 
 
 def plot_acceptance(results: Results, path: Path) -> None:
-    """Position-wise conditional acceptance, one line per task."""
+    """Plot conditional acceptance by draft position, one line per task."""
     figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
     for task in results.tasks:
         positions = range(1, len(task.conditional_acceptance) + 1)
@@ -35,7 +35,7 @@ def plot_acceptance(results: Results, path: Path) -> None:
 
 
 def plot_histogram(results: Results, path: Path) -> None:
-    """Share of rounds by number of accepted drafts, grouped by task."""
+    """Plot the share of rounds by number of accepted drafts, grouped by task."""
     figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
     width = 0.8 / len(results.tasks)
     for number, task in enumerate(results.tasks):
@@ -53,7 +53,7 @@ def plot_histogram(results: Results, path: Path) -> None:
 
 
 def plot_reliability(rounds: Rounds, scaling: Scaling, path: Path) -> None:
-    """Predicted against observed survival, a column per position: raw above, calibrated below."""
+    """Plot predicted against observed survival, a column per position: raw above, calibrated below."""
     gamma = len(scaling.temperatures)
     size = (1.9 * gamma + 0.6, 4.4)
     figure, grid = plt.subplots(2, gamma, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained")
@@ -76,7 +76,7 @@ def plot_reliability(rounds: Rounds, scaling: Scaling, path: Path) -> None:
 
 
 def plot_sweep(points: Sequence[SweepPoint], path: Path) -> None:
-    """Tokens per step (left) and acceptance rate (right) against the threshold, a line per task."""
+    """Plot tokens per step (left) and acceptance rate (right) against the threshold, a line per task."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for task in dict.fromkeys(point.task for point in points):
@@ -94,11 +94,6 @@ def plot_sweep(points: Sequence[SweepPoint], path: Path) -> None:
     plt.close(figure)
 
 
-# ----------------------------------------------------------------------------
-# An evaluation on disk and on the terminal.
-# ----------------------------------------------------------------------------
-
-
 def write_report(results: Results, out: Path) -> list[Path]:
     """Write results.json and the two plots to `out`; returns the paths."""
     out.mkdir(parents=True, exist_ok=True)
@@ -110,7 +105,7 @@ def write_report(results: Results, out: Path) -> list[Path]:
 
 
 def table(results: Results) -> Table:
-    """The figures people compare, one row per task."""
+    """The table for the terminal, one row per task."""
     view = Table(title=" - ".join(filter(None, ("Speculative against plain decoding, same run", results.lossy))))
     for heading in ("task", "tokens", "tau", "tok/s", "plain", "speedup", "quartiles", "identical"):
         view.add_column(heading, justify="left" if heading == "task" else "right", no_wrap=True)

@@ -1,7 +1,9 @@
-"""Who drafted in an evaluation, and what making it cost: outrider.json in a few comparable numbers.
+"""results.json: what one evaluation measured, with its drafter, settings, versions and machine.
 
-steps, anchors, seconds ...   sums over all trainings behind a drafter; None as soon as one of them did not say
-recipe_sha256                 of the recipe without its seed: equal for two seeds of one drafter
+accepted_length          mean tokens per round, bonus included (the papers' tau)
+conditional_acceptance   P(position k accepted | 1..k-1 accepted and k verified)
+acceptance_histogram     rounds by number of accepted drafts, 0..gamma
+speedup                  plain seconds / speculative seconds over the same tokens, prefill included
 """
 
 from __future__ import annotations
@@ -9,12 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
-from outrider.drafters import registry
-from outrider.drafters.registry import method_of
 from outrider.verification import lossy_note
 
 _SUMMED = {"step": "steps", "anchors": "anchors", "training_seconds": "seconds"}
@@ -22,7 +23,11 @@ _NOT_THE_METHOD = {"seed", "threads", "log_every", "eval_every", "save_every", "
 
 
 class TrainingInfo(BaseModel):
-    """What a drafter was trained with. `response_tokens` and `samples` are those of its last data."""
+    """What a drafter was trained with, from outrider.json.
+
+    `steps`, `anchors` and `seconds` are sums over all trainings behind it, None if one of them did not record it.
+    `samples` and `response_tokens` are those of the last training. `recipe_sha256` is of the recipe without its seed.
+    """
 
     steps: int | None = None
     anchors: int | None = None  # blocks that gave a loss
@@ -35,7 +40,7 @@ class TrainingInfo(BaseModel):
 
     @staticmethod
     def of(metadata: Mapping[str, Any]) -> TrainingInfo | None:
-        """From outrider.json; None where it does not tell of a training."""
+        """From the contents of outrider.json; None where it records no training."""
         if "step" not in metadata:
             return None
         fields: dict[str, Any] = {}
@@ -45,41 +50,19 @@ class TrainingInfo(BaseModel):
         fields |= {name: metadata.get(name) for name in ("samples", "response_tokens", "samples_sha256")}
         recipe = metadata.get("recipe", {})
         method = {name: value for name, value in recipe.items() if name not in _NOT_THE_METHOD}
-        method["drafter"] = _beyond_defaults(recipe.get("drafter", {}))
         digest = hashlib.sha256(json.dumps(method, sort_keys=True).encode()).hexdigest()
         return TrainingInfo(**fields, seed=recipe.get("seed"), recipe_sha256=digest)
 
 
-def _beyond_defaults(section: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe's drafter section without fields that say what saying nothing would; newer ones among them."""
-    if section.get("algorithm") not in [method.name for method in registry.METHODS]:
-        return dict(section)
-    unsaid = method_of(section["algorithm"]).defaults()
-    said = {name: value for name, value in section.items() if (value or None) != (unsaid.get(name) or None)}
-    return {"algorithm": section["algorithm"], **said}
-
-
 class DrafterInfo(BaseModel):
-    """Seeds of one drafter share a label. `parameters`: its own; embedding and LM head are the target's."""
+    """The drafter of an evaluation. Seeds of one drafter share a label."""
 
     label: str
     algorithm: str
     gamma: int
     nodes: int | None = None  # most draft tokens of one forward: more than gamma where drafts branch
-    parameters: int | None = None
-    training: TrainingInfo | None = None
-
-
-# ----------------------------------------------------------------------------
-# results.json: what one evaluation measured, with the settings, versions and machine that made it.
-#
-# accepted_length          mean tokens per round, bonus included (the papers' tau)
-# conditional_acceptance   P(position k accepted | 1..k-1 accepted and k verified)
-# acceptance_histogram     rounds by number of accepted drafts, 0..gamma
-# speedup                  plain seconds / speculative seconds over the same tokens, prefill included
-#
-# Fields with a default came later: files without them are still read.
-# ----------------------------------------------------------------------------
+    parameters: int | None = None  # its own; embedding and LM head are the target's
+    training: TrainingInfo | None = None  # None: not trained by Outrider
 
 
 class TaskResult(BaseModel):
@@ -91,33 +74,52 @@ class TaskResult(BaseModel):
     tokens: int
     rounds: int
     accepted_length: float
-    conditional_acceptance: list[float | None]  # None: no round got that far
+    conditional_acceptance: list[float | None]  # None: no round verified this position
     acceptance_histogram: list[int]
     tokens_per_second: float
     baseline_tokens_per_second: float
     speedup: float
     speedup_quartiles: list[float]
-    greedy_identical: bool | None  # ties apart, which greedy_ties counts; None: not asked at temperature > 0
+    greedy_identical: bool | None  # apart from ties, which greedy_ties counts; None at temperature > 0
     greedy_ties: int
     greedy_mismatches: int
     draft_seconds: float
     verify_seconds: float
     other_seconds: float
     baseline_seconds: float
-    verified_drafts: int | None = None  # that the target judged
-    prompts_sha256: str | None = None
+    verified_drafts: int | None  # drafts the target verified; None: not recorded
+    prompts_sha256: str | None  # None: not recorded
 
 
 class Results(BaseModel):
-    """The whole file."""
+    """The contents of results.json."""
 
     tasks: list[TaskResult]
     settings: dict[str, Any]
     versions: dict[str, str]
     machine: dict[str, Any]
-    drafter: DrafterInfo | None = None
+    drafter: DrafterInfo
 
     @property
     def lossy(self) -> str:
-        """What to say wherever its figures are shown: the rule, where output need not be the target's; else nothing."""
+        """The lossy acceptance rule, to be named wherever the figures are shown; "" where output is the target's."""
         return lossy_note(self.settings.get("lossy"))
+
+    @staticmethod
+    def load(path: Path) -> Results:
+        """Read a results.json.
+
+        Raises:
+            ValueError: it is missing, or lacks a field (the message names it).
+        """
+        if not path.is_file():
+            raise ValueError(f"no {path}; give results.json files that outrider eval wrote.")
+        try:
+            return Results.model_validate_json(path.read_text(encoding="utf-8"))
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"]) or "the file"
+            raise ValueError(
+                f"{path} is not a results.json that this version reads: {field}: {first['msg']}. "
+                "Evaluate again with outrider eval."
+            ) from error

@@ -1,4 +1,4 @@
-"""What a check says: a status, one line of figures, and for anything not well what it means and what to do."""
+"""Doctor checks: their inputs and findings, and teacher-forced acceptance of a drafter and its variants."""
 
 from __future__ import annotations
 
@@ -31,61 +31,57 @@ Need = Literal["target", "drafter", "data", "tokenizer", "eval", "working", "blo
 
 
 @dataclass(frozen=True)
-class Result:
-    """The outcome of one check; `figure` is the reason where it was skipped."""
+class Finding:
+    """The outcome of one check. `figure` is one line of figures, or the reason where the check was skipped.
+
+    `group` and `check` are filled in by `examine`.
+    """
 
     status: Status
     figure: str
     meaning: str = ""
     remedy: str = ""
+    group: str = ""
+    check: str = ""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check. `needs` must be there for it to run; "working" means a finite drafter that fits the target.
+    """One check. `needs`: what it runs on; without it the check is skipped.
 
-    "block" means a block drafter; it comes after "drafter".
+    "working" means a finite drafter that fits the target, "block" a block drafter (listed after "drafter").
     """
 
     group: str
     name: str
     needs: tuple[Need, ...]
-    run: Callable[[Case], Result]
+    run: Callable[[Inputs], Finding]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A check's outcome with its name."""
-
-    group: str
-    check: str
-    result: Result
+def ok(figure: str) -> Finding:
+    return Finding("ok", figure)
 
 
-def ok(figure: str) -> Result:
-    return Result("ok", figure)
+def warning(figure: str, meaning: str, remedy: str) -> Finding:
+    return Finding("warning", figure, meaning, remedy)
 
 
-def warning(figure: str, meaning: str, remedy: str) -> Result:
-    return Result("warning", figure, meaning, remedy)
+def fault(figure: str, meaning: str, remedy: str) -> Finding:
+    return Finding("fault", figure, meaning, remedy)
 
 
-def fault(figure: str, meaning: str, remedy: str) -> Result:
-    return Result("fault", figure, meaning, remedy)
-
-
-def skipped(reason: str) -> Result:
-    return Result("skipped", reason)
+def skipped(reason: str) -> Finding:
+    return Finding("skipped", reason)
 
 
 # ----------------------------------------------------------------------------
-# What a drafter accepts on given text, teacher-forced, as it is and with one thing changed.
+# Teacher-forced acceptance of a drafter on given text, unchanged and with one thing changed.
 #
 #     length(anchor) = 1 + sum_k prod_{i <= k} a_i          a_i = 1 - TV(p_d, p_t): exact acceptance at temperature 1
 #
-# Both variants are measured at the same anchors, so their difference is paired and its noise small: a change of aux
-# hidden states, mask token or layout that makes a drafter better by more than noise is a change that undoes a mistake.
-# Acceptance at temperature 1 is compared because it is a smooth number where agreement of argmaxes is 0 or 1.
+# Both are measured at the same anchors, so their difference is paired and its noise is small. A change of aux layers,
+# mask token or layout that improves a drafter by more than noise corrects a mistake. Acceptance at temperature 1 is
+# compared because it is smooth, where agreement of argmaxes is 0 or 1.
 #
 # Shapes: N anchors, K draft positions, L aux layers, Vd draft vocab.
 # ----------------------------------------------------------------------------
@@ -93,13 +89,13 @@ def skipped(reason: str) -> Result:
 
 _ANCHORS = 24  # per sample
 _BUDGET = 2**31  # bytes of features kept
-_SCREENED = 2  # samples on which many variants are compared before the best is measured on all
-_GAINS = ((0.02, 3.0), (0.1, 4.0))  # (tokens a round, standard errors) that make a gain clear, and large
+_SCREENED = 2  # samples on which variants are compared; the best is then measured on all
+_GAINS = ((0.02, 3.0), (0.1, 4.0))  # (tokens per round, standard errors) of a clear gain, and of a large one
 
 
 @dataclass(frozen=True)
 class Variant:
-    """The drafter with some config fields, its aux hidden states or its draft vocabulary changed. None: as it is."""
+    """A change of the drafter: config fields, aux layers or draft vocabulary. None or empty: unchanged."""
 
     label: str = "as it is"
     config: dict[str, Any] = field(default_factory=dict)
@@ -109,7 +105,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Per anchor: acceptance at each position, at temperatures 1 and 0, and where the anchor stands."""
+    """Acceptance per anchor and position at temperatures 1 and 0, and the anchors' positions in the text."""
 
     sampled_NK: Tensor
     greedy_NK: Tensor
@@ -140,7 +136,7 @@ class Probe:
         self.objective = self.bind(draft_ids_Vd)
 
     def source(self, samples: Sequence[Sample]) -> FeatureSource:
-        """Raw features of `samples` at all aux hidden states within one layer of the drafter's own."""
+        """Raw features of `samples` at all layers within one of the drafter's aux layers."""
         ones_L = torch.ones(len(self.reachable), device=self.target.device)
         return FeatureSource(self.target, samples, self.reachable, ones_L, _BUDGET, torch.float32)
 
@@ -149,27 +145,27 @@ class Probe:
         return BlockObjective(self.target, ids, ObjectiveConfig())
 
     def with_aux_layers(self, features: Features, aux_layers: Sequence[int]) -> Features:
-        """Features with the columns of `aux_layers` only, in that order."""
+        """Features of `aux_layers` only, in that order."""
         return replace(
             features, aux_SLD=features.aux_SLD[:, [self.reachable.index(aux_layer) for aux_layer in aux_layers]]
         )
 
     def batch(self, chosen: Sequence[tuple[Sample, Features, list[int]]], variant: Variant) -> BlockBatch:
-        """One training batch of (sample, its features, anchors)."""
+        """A training batch of (sample, its features, anchors)."""
         samples = [sample for sample, _, _ in chosen]
         features = [self.with_aux_layers(found, variant.aux_layers or self.aux_layers) for _, found, _ in chosen]
         places = [(i, anchors) for i, (_, _, anchors) in enumerate(chosen)]
         return build_batch(places, samples, features, self.variant_of(variant).config.gamma)
 
     def variant_of(self, variant: Variant) -> DraftModule:
-        """The drafter with other config fields and the same weights."""
+        """The drafter with the variant's config fields and the same weights."""
         drafter = copy.copy(self.drafter)
         drafter.config = replace(self.drafter.config, **variant.config)
         return drafter
 
     @torch.no_grad()
     def accept(self, chosen: Sequence[tuple[Sample, Features, list[int]]], variant: Variant) -> Acceptance:
-        """Acceptance of a variant at given anchors of given samples, one sample at a time."""
+        """Acceptance of a variant at the given anchors, one sample at a time."""
         drafter = self.variant_of(variant)
         compute = self.objective if variant.draft_ids_Vd is None else self.bind(variant.draft_ids_Vd)
         sampled, greedy, positions = [], [], []
@@ -183,19 +179,19 @@ class Probe:
 
     @cached_property
     def own(self) -> Acceptance:
-        """The drafter as it is."""
+        """Acceptance of the unchanged drafter."""
         return self.measure(Variant())
 
     def measure(self, variant: Variant, samples: int | None = None) -> Acceptance:
-        """Acceptance at the probe's own anchors, of the first `samples` samples or all of them."""
+        """Acceptance at the probe's anchors, of the first `samples` samples or of all."""
         count = len(self.samples) if samples is None else min(samples, len(self.samples))
         chosen = [(self.samples[i], self.features[i], self.anchors[i]) for i in range(count)]
         return self.accept(chosen, variant)
 
     def best(self, variants: Sequence[Variant], tie: float = 0.0) -> tuple[Variant, Acceptance]:
-        """The variant that accepts most: screened on a few samples, the winner measured on all.
+        """The variant that accepts most: chosen on a few samples, then measured on all.
 
-        Of variants within `tie` tokens a round of the best the first wins: put the likeliest first.
+        Of variants within `tie` tokens per round of the best the first wins, so list the most plausible first.
         """
         winner = variants[0]
         if len(variants) > 1:
@@ -205,7 +201,7 @@ class Probe:
 
 
 def gain(other_N: Tensor, own_N: Tensor) -> int:
-    """How much better paired lengths are: 0 not clearly, 1 a little but clearly, 2 by a tenth of a token or more."""
+    """Gain of paired lengths: 0 none that is clear, 1 clear, 2 large (at least a tenth of a token)."""
     gain_N = other_N - own_N
     if len(gain_N) < 2:
         return 0
@@ -213,17 +209,16 @@ def gain(other_N: Tensor, own_N: Tensor) -> int:
     return sum(mean > max(least, errors * error) for least, errors in _GAINS)
 
 
-# ----------------------------------------------------------------------------
-# What is examined: a target, a drafter and data, any of which may be absent, and what several checks share.
-# ----------------------------------------------------------------------------
-
-
 @dataclass
-class Case:
-    """Everything the checks look at.
+class Inputs:
+    """What is examined: a target, a drafter and data, each of which may be absent.
 
-    `stored` are the tensors of the drafter's files as they are on disk; `thinking` is the mode it is to serve in;
-    `samples` and `max_new_tokens` bound what the model-based checks read and decode.
+    Args:
+        stored: tensors of the drafter's files, as on disk.
+        settings: of the responses file.
+        thinking: the mode the drafter is to serve in.
+        samples: conversations that are run through the models.
+        max_new_tokens: length of the responses that are decoded.
     """
 
     loaded_target: Target | None = None
@@ -252,13 +247,13 @@ class Case:
 
     @property
     def block_drafter(self) -> DFlash:
-        """For checks that look at blocks, mask tokens and positions."""
+        """The drafter, for checks of blocks, mask tokens and positions."""
         assert isinstance(self.drafter, DFlash)
         return self.drafter
 
     @cached_property
     def draft_ids_Vd(self) -> Tensor:
-        """Target ids of the draft vocabulary, the whole vocabulary where it is not reduced."""
+        """Target ids of the draft vocabulary; all ids where it is not reduced."""
         ids = self.checkpoint.draft_ids_Vd
         return torch.arange(self.drafter.config.vocab_size) if ids is None else ids
 
@@ -268,7 +263,7 @@ class Case:
 
     @cached_property
     def chosen(self) -> list[Sample]:
-        """The samples that are run through the models: evenly spread over the file, the longest among them."""
+        """The samples that are run through the models: the longest, and others evenly spread over the file."""
         fits = [
             s
             for s in self.conversations
@@ -318,34 +313,36 @@ class Case:
         return None
 
 
-def read_drafter(case: Case, directory: Path, device: str = "cpu") -> Finding | None:
-    """Put a drafter into the case; a finding where it cannot be read.
+def read_drafter(inputs: Inputs, directory: Path, device: str = "cpu") -> Finding | None:
+    """Read a drafter into `inputs`; a finding where it cannot be read.
 
     Raises:
         UnknownDepth: it does not say how deep its target is, and no target was given.
     """
     try:
-        depth = None if case.loaded_target is None else case.loaded_target.num_layers
-        case.loaded_checkpoint = load_drafter(directory, device, depth)
-        case.stored = read_weights(directory)
+        depth = None if inputs.loaded_target is None else inputs.loaded_target.num_layers
+        inputs.loaded_checkpoint = load_drafter(directory, device, depth)
+        inputs.stored = read_weights(directory)
     except UnknownDepth:
         raise
     except (ValueError, KeyError, OSError) as error:
         remedy = "Save the drafter again with the tool that trained it, or correct the named field of its config.json."
-        return Finding(
-            "checkpoint", "readable", fault(str(error), "No engine that checks what it loads will serve it.", remedy)
-        )
+        return _unreadable("checkpoint", str(error), "No engine that checks what it loads will serve it.", remedy)
     return None
 
 
-def read_data(case: Case, path: Path) -> Finding | None:
-    """Put a responses file into the case; a finding where it cannot be read."""
+def read_data(inputs: Inputs, path: Path) -> Finding | None:
+    """Read a responses file into `inputs`; a finding where it cannot be read."""
     try:
-        case.settings, case.replies = read_responses(path)
+        inputs.settings, inputs.replies = read_responses(path)
     except (ValueError, OSError) as error:
         remedy = "Give the responses file that `outrider prepare` or `outrider train` wrote."
-        return Finding("data", "readable", fault(str(error), "Training would stop at the same place.", remedy))
-    if not case.replies:
+        return _unreadable("data", str(error), "Training would stop at the same place.", remedy)
+    if not inputs.replies:
         meaning = "There is nothing to train on, and nothing to check a drafter with."
-        return Finding("data", "readable", fault("no responses in the file", meaning, "Look at what prepare reported."))
+        return _unreadable("data", "no responses in the file", meaning, "Look at what prepare reported.")
     return None
+
+
+def _unreadable(group: str, figure: str, meaning: str, remedy: str) -> Finding:
+    return Finding("fault", figure, meaning, remedy, group, "readable")

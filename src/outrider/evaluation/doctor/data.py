@@ -1,10 +1,10 @@
-"""Were the prompts rendered as they will be when the drafter serves?
+"""Doctor checks of training data: chat template and thinking mode, spans, repeats, evaluation prompts, on-policy text.
 
-    prompt = prefix + the user's words + suffix        prefix and suffix: what the chat template puts around any message
+    prompt = prefix + the user's words + suffix        prefix and suffix: what the chat template puts around a message
 
-The suffix is the generation prompt, and the thinking mode is part of it. A drafter trained behind another template, or
-with thinking on, meets contexts it has never seen: fluent drafts, low acceptance. Recorded digests and flags are
-compared where there are any; otherwise the template's own shell is looked for in the data.
+The suffix is the generation prompt, and depends on the thinking mode. A drafter trained with another template or mode
+serves contexts it was not trained on: its drafts are fluent and rarely accepted. Recorded digests and flags are
+compared where there are any; otherwise the template's prefix and suffix are looked for in the data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from outrider.data.chat import Chat, render
 from outrider.data.conversations import messages_of
 from outrider.data.responses import Reply, Sample
-from outrider.evaluation.doctor.case import Case, Result, fault, ok, skipped, warning
+from outrider.evaluation.doctor.case import Finding, Inputs, fault, ok, skipped, warning
 from outrider.target.model import Target
 
 _MARKERS = ("<think>", "</think>", "<thinking>", "</thinking>", "<|channel|>analysis")
@@ -31,62 +31,63 @@ _FEW, _MOST = 0.05, 0.95
 
 
 @dataclass(frozen=True)
-class Shell:
-    """What the template puts around a first user message, as tokens."""
+class TemplateTokens:
+    """The tokens that the chat template puts before and after a first user message."""
 
     prefix: list[int]
     suffix: list[int]
 
-    def before(self, prompt: Sequence[int]) -> bool:
+    def begins(self, prompt: Sequence[int]) -> bool:
         return list(prompt[: len(self.prefix)]) == self.prefix
 
-    def after(self, prompt: Sequence[int]) -> bool:
+    def ends(self, prompt: Sequence[int]) -> bool:
         return list(prompt[len(prompt) - len(self.suffix) :]) == self.suffix
 
 
-def shell(tokenizer: PreTrainedTokenizerBase, thinking: bool) -> Shell:
-    """Found by rendering messages that share neither beginning nor end."""
+def template_tokens(tokenizer: PreTrainedTokenizerBase, thinking: bool) -> TemplateTokens:
+    """Found by rendering two messages without a common beginning or end."""
     first, second = (render(tokenizer, [text], [], thinking=thinking) for text in ("alpha 1", "Zulu ?"))
-    return Shell(_shared_beginning(first, second), _shared_beginning(first[::-1], second[::-1])[::-1])
+    return TemplateTokens(_shared_beginning(first, second), _shared_beginning(first[::-1], second[::-1])[::-1])
 
 
 def _shared_beginning(first: list[int], second: list[int]) -> list[int]:
     return [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))]
 
 
-def shells(case: Case) -> list[Shell]:
-    """The template's shells in the serving mode and the other one; none for a base model."""
-    tokenizer = case.target.tokenizer
+def both_modes(inputs: Inputs) -> list[TemplateTokens]:
+    """The template's tokens in the serving mode and in the other one; [] for a base model."""
+    tokenizer = inputs.target.tokenizer
     assert tokenizer is not None
-    return [shell(tokenizer, on) for on in (case.thinking, not case.thinking)] if tokenizer.chat_template else []
+    modes = (inputs.thinking, not inputs.thinking) if tokenizer.chat_template else ()
+    return [template_tokens(tokenizer, thinking) for thinking in modes]
 
 
-def content(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], known: Sequence[Shell]) -> str:
-    """The user's words of a first turn, as far as the template lets them be told apart."""
+def content(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], known: Sequence[TemplateTokens]) -> str:
+    """The user's words of a first turn; the whole prompt where the template is not recognised."""
     for around in known:
-        if around.before(prompt) and around.after(prompt):
+        if around.begins(prompt) and around.ends(prompt):
             return str(tokenizer.decode(list(prompt[len(around.prefix) : len(prompt) - len(around.suffix)])))
     return str(tokenizer.decode(list(prompt), skip_special_tokens=True))
 
 
-def _records(case: Case, name: str) -> dict[str, Any]:
-    """A setting as the responses file and the drafter's record have it, where they do."""
-    trained = {} if case.loaded_checkpoint is None else case.loaded_checkpoint.metadata.get("responses", {})
-    records = {"the data": case.settings.get(name), "the drafter": trained.get(name)}
+def _records(inputs: Inputs, name: str) -> dict[str, Any]:
+    """A setting as the responses file and outrider.json record it, where they do."""
+    trained = {} if inputs.loaded_checkpoint is None else inputs.loaded_checkpoint.metadata.get("responses", {})
+    records = {"the data": inputs.settings.get(name), "the drafter": trained.get(name)}
     return {where: value for where, value in records.items() if value is not None}
 
 
-def _first_turns(case: Case) -> list[Reply]:
-    first = [r for r in case.replies if r.turn == 0]
+def _first_turns(inputs: Inputs) -> list[Reply]:
+    first = [r for r in inputs.replies if r.turn == 0]
     return first[:: max(1, len(first) // _LOOKED_AT)][:_LOOKED_AT]
 
 
-def chat_template(case: Case) -> Result:
+def chat_template(inputs: Inputs) -> Finding:
     """Do the prompts in the data have the shape that today's template gives them?"""
-    tokenizer = case.target.tokenizer
+    tokenizer = inputs.target.tokenizer
     assert tokenizer is not None
-    now = Chat.of(case.target).template_sha256
-    other = {w: str(v)[:12] for w, v in _records(case, "chat_template_sha256").items() if v != now}
+    now = Chat.of(inputs.target).template_sha256
+    other = {w: str(v)[:12] for w, v in _records(inputs, "chat_template_sha256").items() if v != now}
     remedy = "Serve with the template of training, or regenerate the responses and train with today's."
     if other:
         recorded = " and ".join(f"{where} {digest}" for where, digest in other.items())
@@ -97,12 +98,12 @@ def chat_template(case: Case) -> Result:
         )
     if not tokenizer.chat_template:
         return ok("no chat template, prompts are plain text")
-    prompts = [r.prompt for r in _first_turns(case)]
+    prompts = [r.prompt for r in _first_turns(inputs)]
     if not prompts:
         return skipped("the data has no first turns")
-    known = shells(case)
-    begins = _share(prompts, lambda p: any(s.before(p) for s in known))
-    ends = _share(prompts, lambda p: any(s.after(p) for s in known))
+    known = both_modes(inputs)
+    begins = _share(prompts, lambda p: any(s.begins(p) for s in known))
+    ends = _share(prompts, lambda p: any(s.ends(p) for s in known))
     figure = f"{begins:.0%} of {len(prompts)} prompts begin and {ends:.0%} end as the template has it"
     if ends < _MOST:
         wanted = tokenizer.decode(known[0].suffix)
@@ -132,16 +133,16 @@ def chat_template(case: Case) -> Result:
     return ok(f"{figure}, {same:.0%} rendered the same again")
 
 
-def thinking_mode(case: Case) -> Result:
+def thinking_mode(inputs: Inputs) -> Finding:
     """Was the data made in the thinking mode the drafter is to serve in?"""
-    tokenizer = case.target.tokenizer
+    tokenizer = inputs.target.tokenizer
     assert tokenizer is not None
-    chosen = _first_turns(case)
+    chosen = _first_turns(inputs)
     if not chosen:
         return skipped("the data has no first turns")
     texts = [str(tokenizer.decode(r.response)) for r in chosen]
     marked = sum(any(m in text for m in _MARKERS) for text in texts) / len(texts)
-    records = _records(case, "thinking")
+    records = _records(inputs, "thinking")
     if len(set(records.values())) > 1:
         return fault(
             "; ".join(f"{where}: thinking {'on' if on else 'off'}" for where, on in records.items()),
@@ -150,12 +151,13 @@ def thinking_mode(case: Case) -> Result:
         )
     on = bool(next(iter(records.values()))) if records else _made_thinking(tokenizer, chosen)
     mode = {True: "on", False: "off", None: "not recorded"}
-    figure = f"data: thinking {mode[on]}, serving: {mode[case.thinking]}; {marked:.0%} of responses hold thinking marks"
-    if on is not None and on != case.thinking:
+    modes = f"data: thinking {mode[on]}, serving: {mode[inputs.thinking]}"
+    figure = f"{modes}; {marked:.0%} of responses hold thinking marks"
+    if on is not None and on != inputs.thinking:
         return fault(
             figure,
             "The drafter was trained on the other mode: its responses begin differently and read differently.",
-            f"Serve with thinking {mode[on]}, or regenerate the responses with it {mode[case.thinking]} "
+            f"Serve with thinking {mode[on]}, or regenerate the responses with it {mode[inputs.thinking]} "
             "(tell the doctor what will serve with --thinking or --no-thinking).",
         )
     if on is False and marked > _FEW:
@@ -174,14 +176,14 @@ def thinking_mode(case: Case) -> Result:
 
 
 def _made_thinking(tokenizer: PreTrainedTokenizerBase, chosen: Sequence[Reply]) -> bool | None:
-    """The mode the data was made in, read off its generation prompts; None where the template has one for both."""
+    """The mode the data was made in, by its generation prompts; None where both modes have the same."""
     if not tokenizer.chat_template:
         return None
-    off, on = (shell(tokenizer, thinking) for thinking in (False, True))
+    off, on = (template_tokens(tokenizer, thinking) for thinking in (False, True))
     if off.suffix == on.suffix:
         return None
     prompts = [r.prompt for r in chosen]
-    shares = {False: _share(prompts, off.after), True: _share(prompts, on.after)}
+    shares = {False: _share(prompts, off.ends), True: _share(prompts, on.ends)}
     modes = [mode for mode, share in shares.items() if share > 0.5]
     return modes[0] if len(modes) == 1 else None
 
@@ -191,7 +193,7 @@ def _share(prompts: Sequence[list[int]], test: Any) -> float:
 
 
 # ----------------------------------------------------------------------------
-# What can be said of the data without a model: spans, ends, repeats, and prompts that belong to an evaluation.
+# Checks without a model: spans, ends, repeats, and prompts that belong to an evaluation.
 # ----------------------------------------------------------------------------
 
 
@@ -201,10 +203,10 @@ _GRAM = 8  # words
 _NEAR = 0.8  # share of an evaluation prompt's word sequences found in one training prompt
 
 
-def loss_mask(case: Case) -> Result:
+def loss_mask(inputs: Inputs) -> Finding:
     """Do the spans of generated tokens lie where generation can have put them?"""
     bad = []
-    for sample in case.conversations:
+    for sample in inputs.conversations:
         ends = [0, *(end for _, end in sample.spans)]
         placed = all(0 < a < b and a >= last for (a, b), last in zip(sample.spans, ends, strict=False))
         if not placed or ends[-1] > len(sample.tokens):
@@ -215,22 +217,22 @@ def loss_mask(case: Case) -> Result:
             "The loss would be taken at positions that the target never generated.",
             "Write the responses again; prompt and response must be the generator's own tokens.",
         )
-    empty = sum(not reply.response for reply in case.replies)
+    empty = sum(not reply.response for reply in inputs.replies)
     if empty:
         return warning(
-            f"{empty} of {len(case.replies)} replies are empty",
+            f"{empty} of {len(inputs.replies)} replies are empty",
             "They supervise nothing.",
             "Look at why the generator returned nothing for them.",
         )
-    total = sum(len(s.tokens) for s in case.conversations)
-    share = sum(s.num_supervised for s in case.conversations) / total
-    return ok(f"{len(case.conversations)} conversations, {total} tokens, {share:.0%} supervised")
+    total = sum(len(s.tokens) for s in inputs.conversations)
+    share = sum(s.num_supervised for s in inputs.conversations) / total
+    return ok(f"{len(inputs.conversations)} conversations, {total} tokens, {share:.0%} supervised")
 
 
-def ends(case: Case) -> Result:
+def ends(inputs: Inputs) -> Finding:
     """Do finished responses end with a stop token of the target, and how many were cut off?"""
-    stops = case.target.eos_ids
-    finished = [r for r in case.replies if r.finished]
+    stops = inputs.target.eos_ids
+    finished = [r for r in inputs.replies if r.finished]
     wrong = [r.id for r in finished if not r.response or r.response[-1] not in stops]
     if wrong:
         return fault(
@@ -238,8 +240,8 @@ def ends(case: Case) -> Result:
             f"The drafter never learns where a response ends (the first is {wrong[0]!r}).",
             "Keep the stop token when responses are written; take token ids from the generator rather than its text.",
         )
-    cut = 1 - len(finished) / len(case.replies)
-    figure = f"{cut:.0%} of {len(case.replies)} responses were cut off before their end"
+    cut = 1 - len(finished) / len(inputs.replies)
+    figure = f"{cut:.0%} of {len(inputs.replies)} responses were cut off before their end"
     if cut > _TRUNCATED:
         return warning(
             figure,
@@ -249,23 +251,24 @@ def ends(case: Case) -> Result:
     return ok(figure)
 
 
-def token_ids(case: Case) -> Result:
+def token_ids(inputs: Inputs) -> Finding:
     """Are all ids tokens of the target?"""
-    outside = [r.id for r in case.replies if any(not 0 <= t < case.target.vocab_size for t in r.prompt + r.response)]
+    vocab_size = inputs.target.vocab_size
+    outside = [r.id for r in inputs.replies if any(not 0 <= t < vocab_size for t in r.prompt + r.response)]
     if outside:
         return fault(
             f"{len(outside)} replies hold ids outside the target's vocabulary, the first {outside[0]!r}",
             "The data was tokenized for another model.",
             "Regenerate the responses with this target.",
         )
-    return ok(f"all below {case.target.vocab_size}")
+    return ok(f"all below {vocab_size}")
 
 
-def mask_in_data(case: Case) -> Result:
+def mask_in_data(inputs: Inputs) -> Finding:
     """Does the token that means 'to be drafted' occur in the text?"""
-    mask = case.block_drafter.config.mask_token_id
-    said = sum(mask in r.response for r in case.replies)
-    read = sum(mask in r.prompt for r in case.replies)
+    mask = inputs.block_drafter.config.mask_token_id
+    said = sum(mask in r.response for r in inputs.replies)
+    read = sum(mask in r.prompt for r in inputs.replies)
     if said or read:
         return warning(
             f"mask token {mask} occurs in {said} responses and {read} prompts",
@@ -275,9 +278,9 @@ def mask_in_data(case: Case) -> Result:
     return ok(f"mask token {mask} occurs nowhere")
 
 
-def duplicates(case: Case) -> Result:
+def duplicates(inputs: Inputs) -> Finding:
     """How many conversations open with the prompt of another?"""
-    first = Counter(tuple(r.prompt) for r in case.replies if r.turn == 0)
+    first = Counter(tuple(r.prompt) for r in inputs.replies if r.turn == 0)
     repeated = sum(first.values()) - len(first)
     share = repeated / max(1, sum(first.values()))
     figure = f"{repeated} of {sum(first.values())} conversations repeat another's prompt"
@@ -290,18 +293,18 @@ def duplicates(case: Case) -> Result:
     )
 
 
-def contamination(case: Case) -> Result:
+def contamination(inputs: Inputs) -> Finding:
     """Are prompts of the evaluation set among the training prompts, word for word or nearly?"""
-    tokenizer, known = case.target.tokenizer, shells(case)
+    tokenizer, known = inputs.target.tokenizer, both_modes(inputs)
     assert tokenizer is not None
-    texts = [_words(content(tokenizer, r.prompt, known)) for r in case.replies if r.turn == 0]
+    texts = [_words(content(tokenizer, r.prompt, known)) for r in inputs.replies if r.turn == 0]
     if not texts:
         return skipped("the data has no first turns")
     exact = {tuple(words) for words in texts}
     wanted: dict[tuple[str, ...], set[int]] = defaultdict(set)
     asked = [
         _words(" ".join(str(m.get("content") or "") for m in messages_of(prompt.turns[0])))
-        for prompt in case.eval_prompts
+        for prompt in inputs.eval_prompts
     ]
     for number, words in enumerate(asked):
         for gram in _grams(words):
@@ -313,7 +316,7 @@ def contamination(case: Case) -> Result:
             most[number] = max(most[number], count)
     found = [
         prompt.id
-        for number, (prompt, words) in enumerate(zip(case.eval_prompts, asked, strict=True))
+        for number, (prompt, words) in enumerate(zip(inputs.eval_prompts, asked, strict=True))
         if tuple(words) in exact or (len(words) >= _GRAM and most[number] >= _NEAR * len(_grams(words)))
     ]
     figure = f"{len(found)} of {len(asked)} evaluation prompts are in the data"
@@ -335,14 +338,14 @@ def _grams(words: Sequence[str]) -> set[tuple[str, ...]]:
 
 
 # ----------------------------------------------------------------------------
-# Is the data the target's own? Text it did not write has a likelihood it would not give itself.
+# Is the data on-policy? Text of another origin is less likely under the target than its own samples are.
 #
 #     nll_T      = mean of -log p_T(x)            over response tokens, p_T the target's distribution at temperature T
-#     entropy_T  = mean of the entropy of p_T     what nll_T comes to on text drawn from p_T
+#     entropy_T  = mean of the entropy of p_T     the expected nll_T of text drawn from p_T
 #     agreement  = share of tokens that are the target's argmax     all of them, ties apart, at temperature 0
 #
-# Sampling with top-p or top-k only lowers nll_T, so the test is one-sided. It is made on all responses together, where
-# a small shift shows, and on each, where a few foreign ones do. A drafter trained on foreign text learns to continue
+# Sampling with top-p or top-k only lowers nll_T, so the test is one-sided. It is made on all responses together, which
+# shows a small shift, and on each, which shows a few foreign ones. A drafter trained on foreign text learns to continue
 # what the target would not say. Shapes: R response tokens, V vocab.
 # ----------------------------------------------------------------------------
 
@@ -357,7 +360,7 @@ _STANDARD_ERRORS = 4.0
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Per response token of one sample."""
+    """Likelihood of one sample under the target, per response token."""
 
     id: str
     nll_R: torch.Tensor
@@ -375,7 +378,7 @@ class Likelihood:
 
 @torch.inference_mode()
 def likelihood(target: Target, sample: Sample, temperature: float) -> Likelihood:
-    """How likely the target finds a sample's responses at a temperature above 0."""
+    """Likelihood of a sample's responses under the target, at a temperature above 0."""
     tokens = torch.tensor([sample.tokens[:-1]], device=target.device)
     output = target.forward(tokens, target.new_cache(tokens.shape[1]), logits=0)
     hidden_RD = output.hidden_BTD[0, sample.anchors]
@@ -390,11 +393,11 @@ def likelihood(target: Target, sample: Sample, temperature: float) -> Likelihood
     return Likelihood(sample.id, torch.cat(nll), torch.cat(entropy), torch.cat(agreement))
 
 
-def on_policy(case: Case) -> Result:
+def on_policy(inputs: Inputs) -> Finding:
     """Did the target write these responses?"""
-    recorded: float | None = case.settings.get("temperature")
+    recorded: float | None = inputs.settings.get("temperature")
     temperature = recorded or 1.0  # not recorded: drawn at 1 or below, where nll_1 <= entropy_1
-    found = [likelihood(case.target, sample, temperature) for sample in case.chosen]
+    found = [likelihood(inputs.target, sample, temperature) for sample in inputs.chosen]
     names = ("nll_R", "entropy_R", "agreement_R")
     whole = Likelihood("all", *(torch.cat([getattr(f, name) for f in found]) for name in names))
     figure = (

@@ -1,10 +1,9 @@
-"""Is the drafter connected as it was trained? Each part is exchanged for its likely confusions and measured again.
+"""Doctor checks of a drafter: its files, its wiring, and whether it serves as it was trained.
 
-    aux hidden states one layer off, in another order; another mask token; the other block layout; another RoPE base; a
-    sorted d2t
-
-A trained drafter is best the way it was trained, so an exchange that makes it clearly better names a mistake. An
-exchange that does not proves nothing about mistakes of another kind; the training record (serving.py) is for those.
+Wiring: each part is replaced by what it is commonly confused with (neighbouring aux layers, another order, another mask
+token, the other block layout, another RoPE base, a sorted d2t) and acceptance is measured again. A trained drafter is
+best as it was trained, so a replacement that makes it clearly better shows a mistake. One that does not proves nothing
+about other mistakes; the training record is compared for those.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from outrider.data.responses import Sample
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import check_fits, mask_token_id
-from outrider.evaluation.doctor.case import Case, Result, Variant, fault, gain, ok, skipped, warning
+from outrider.evaluation.doctor.case import Finding, Inputs, Variant, fault, gain, ok, skipped, warning
 from outrider.target.model import Target
 from outrider.training.features import Features
 from outrider.utils.device import dtype_name
@@ -34,52 +33,52 @@ _COMMON_THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
 
 
 @dataclass(frozen=True)
-class _Comparison:
-    """The drafter as it is beside the best of its variants. `level` is that of `gain`."""
+class VariantComparison:
+    """The unchanged drafter against the best of its variants. `level`: see `gain`."""
 
     figure: str
     best: Variant
     level: int
 
-    def mistake(self, meaning: str, remedy: str) -> Result:
-        """A fault, or a warning where the mistake costs little."""
+    def mistake(self, meaning: str, remedy: str) -> Finding:
+        """A fault, or a warning where the loss is small."""
         if self.level == 2:
             return fault(self.figure, meaning, remedy)
         return warning(self.figure, f"By a small but clear margin: {meaning}", remedy)
 
 
-def _compare(case: Case, variants: Sequence[Variant], tie: float = 0.0) -> _Comparison:
-    best, theirs = case.probe.best(variants, tie)
-    gamma = min(case.drafter.config.gamma, theirs.sampled_NK.shape[1])  # layouts differ in it
-    own_N, other_N = case.probe.own.lengths_N(gamma), theirs.lengths_N(gamma)
+def _compare(inputs: Inputs, variants: Sequence[Variant], tie: float = 0.0) -> VariantComparison:
+    best, theirs = inputs.probe.best(variants, tie)
+    gamma = min(inputs.drafter.config.gamma, theirs.sampled_NK.shape[1])  # layouts differ in it
+    own_N, other_N = inputs.probe.own.lengths_N(gamma), theirs.lengths_N(gamma)
     figure = f"{own_N.mean():.2f} tokens a round as it is, {other_N.mean():.2f} with {best.label}"
-    return _Comparison(figure, best, gain(other_N, own_N))
+    return VariantComparison(figure, best, gain(other_N, own_N))
 
 
-def aux_indices(case: Case) -> Result:
+def aux_indices(inputs: Inputs) -> Finding:
     """Do the aux hidden states read the layers the drafter was trained on, or their neighbours?"""
-    last = case.target.num_layers - 2
+    last = inputs.target.num_layers - 2
     variants = []
     for step in (-1, 1):
-        shifted = tuple(min(max(aux_layer + step, -1), last) for aux_layer in case.probe.aux_layers)
+        shifted = tuple(min(max(aux_layer + step, -1), last) for aux_layer in inputs.probe.aux_layers)
         if len(set(shifted)) == len(shifted):
             variants.append(Variant(f"aux_layers {list(shifted)}", aux_layers=shifted))
     if not variants:
         return skipped("the aux layers have no neighbours to compare with")
-    found = _compare(case, variants)
+    found = _compare(inputs, variants)
     if not found.level:
         return ok(found.figure)
     return found.mistake(
-        f"target_layer_ids {list(case.probe.aux_layers)} are off by one: the drafter was trained on the neighbouring "
+        f"target_layer_ids {list(inputs.probe.aux_layers)} are off by one: the drafter was trained on the neighbouring "
         "layers. Conventions differ: here aux layer i is the output of decoder layer i, which transformers reports as "
         "hidden_states[i + 1].",
         f"Write {found.best.label.replace('aux_layers', 'target_layer_ids')} into the drafter's config.json.",
     )
 
 
-def aux_order(case: Case) -> Result:
+def aux_order(inputs: Inputs) -> Finding:
     """Do the columns of fc get the aux hidden states in the order they were trained in?"""
-    aux_layers = case.probe.aux_layers
+    aux_layers = inputs.probe.aux_layers
     if len(aux_layers) < 2:
         return skipped("one aux layer has no order")
     orders = {aux_layers[::-1], *(aux_layers[i:] + aux_layers[:i] for i in range(1, len(aux_layers)))}
@@ -87,7 +86,7 @@ def aux_order(case: Case) -> Result:
         swapped = list(aux_layers)
         swapped[i], swapped[j] = swapped[j], swapped[i]
         orders.add(tuple(swapped))
-    found = _compare(case, [Variant(f"order {list(o)}", aux_layers=o) for o in sorted(orders - {aux_layers})])
+    found = _compare(inputs, [Variant(f"order {list(o)}", aux_layers=o) for o in sorted(orders - {aux_layers})])
     if found.level:
         return found.mistake(
             f"the aux hidden states arrive in another order than in training: target_layer_ids says "
@@ -97,13 +96,13 @@ def aux_order(case: Case) -> Result:
     return ok(found.figure)
 
 
-def mask_token(case: Case) -> Result:
+def mask_token(inputs: Inputs) -> Finding:
     """Is the mask token the one the drafter was trained with?"""
-    target, own = case.target, case.block_drafter.config.mask_token_id
+    target, own = inputs.target, inputs.block_drafter.config.mask_token_id
     others = _plausible_masks(target, own)
     if not others:
         return skipped("the target names no other token that could be the mask")
-    found = _compare(case, [Variant(f"mask token {i}", {"mask_token_id": i}) for i in others], _TIE)
+    found = _compare(inputs, [Variant(f"mask token {i}", {"mask_token_id": i}) for i in others], _TIE)
     if not found.level:
         return ok(f"id {own}{_spelled(target, own)}: {found.figure}")
     right = found.best.config["mask_token_id"]
@@ -133,13 +132,13 @@ def _spelled(target: Target, index: int) -> str:
     return "" if target.tokenizer is None else f" ({target.tokenizer.convert_ids_to_tokens(index)!r})"
 
 
-def block_layout(case: Case) -> Result:
+def block_layout(inputs: Inputs) -> Finding:
     """Does row k predict the token at its position or the next one, as in training?"""
-    config = case.block_drafter.config
+    config = inputs.block_drafter.config
     if config.block_size < 2:
         return skipped("a block of one row has one layout")
     flipped = not config.sample_from_anchor
-    found = _compare(case, [Variant(f"sample_from_anchor={flipped}", {"sample_from_anchor": flipped})])
+    found = _compare(inputs, [Variant(f"sample_from_anchor={flipped}", {"sample_from_anchor": flipped})])
     if not found.level:
         return ok(found.figure)
     return found.mistake(
@@ -149,12 +148,12 @@ def block_layout(case: Case) -> Result:
     )
 
 
-def rope_base(case: Case) -> Result:
+def rope_base(inputs: Inputs) -> Finding:
     """Does the drafter rotate keys and queries as it did in training?"""
-    own = case.block_drafter.config.rope_theta
-    theirs = target_rope(case.target).get("rope_theta")
+    own = inputs.block_drafter.config.rope_theta
+    theirs = target_rope(inputs.target).get("rope_theta")
     bases = [float(b) for b in dict.fromkeys([theirs, *_COMMON_THETAS]) if b is not None and float(b) != own]
-    found = _compare(case, [Variant(f"rope_theta {b:g}", {"rope_theta": b}) for b in bases])
+    found = _compare(inputs, [Variant(f"rope_theta {b:g}", {"rope_theta": b}) for b in bases])
     if not found.level:
         return ok(f"rope_theta {own:g}: {found.figure}")
     return found.mistake(
@@ -170,15 +169,15 @@ def target_rope(target: Target) -> dict[str, Any]:
     return dict(rope.get("full_attention", rope))
 
 
-def draft_vocabulary_order(case: Case) -> Result:
+def draft_vocabulary_order(inputs: Inputs) -> Finding:
     """Does row i of the draft head stand for the token that d2t says?"""
-    ids = case.checkpoint.draft_ids_Vd
+    ids = inputs.checkpoint.draft_ids_Vd
     if ids is None:
         return skipped("the draft vocabulary is the target's own")
     in_order = ids.sort().values
     if bool((in_order == ids).all()):
         return ok(f"{len(ids)} ids, ascending")
-    found = _compare(case, [Variant("d2t in ascending order", draft_ids_Vd=in_order)])
+    found = _compare(inputs, [Variant("d2t in ascending order", draft_ids_Vd=in_order)])
     if not found.level:
         return ok(f"{len(ids)} ids, not ascending: {found.figure}")
     return found.mistake(
@@ -188,53 +187,53 @@ def draft_vocabulary_order(case: Case) -> Result:
 
 
 # ----------------------------------------------------------------------------
-# What can be said of a drafter's files without running it: numbers, shapes, vocabulary, positions.
+# Checks of the files, without running the drafter: numbers, shapes, vocabulary, positions.
 # ----------------------------------------------------------------------------
 
 
-# A head that training never moved; a vocabulary that is not reduced.
+# an output head before training, and a vocabulary that is not reduced, are zero
 _MAY_BE_ZERO = ("bias", "markov_w2.weight", "d2t", "t2d")
 _COVERED = (0.9, 0.6)  # share of response tokens inside the draft vocabulary: below the first a warning, then a fault
 
 
-def tensors(case: Case) -> Result:
+def tensors(inputs: Inputs) -> Finding:
     """Are the stored weights numbers, and is any of them empty?"""
-    broken = [name for name, tensor in case.stored.items() if not tensor.isfinite().all()]
+    broken = [name for name, tensor in inputs.stored.items() if not tensor.isfinite().all()]
     if broken:
         return fault(
             f"{len(broken)} tensors with NaN or infinity: {', '.join(broken[:3])}",
             "Training diverged or the file was damaged. One such number makes every draft worthless.",
             "Go back to an earlier checkpoint; lower the learning rate if training goes on from it.",
         )
-    empty = [name for name, t in case.stored.items() if not name.endswith(_MAY_BE_ZERO) and not t.any()]
+    empty = [name for name, t in inputs.stored.items() if not name.endswith(_MAY_BE_ZERO) and not t.any()]
     if empty:
         return warning(
             f"{len(empty)} tensors of zeros: {', '.join(empty[:3])}",
             "A weight that is zero throughout was never trained or never copied.",
             "Look at how the checkpoint was made; convert or train it again.",
         )
-    kinds = Counter(dtype_name(t.dtype) for t in case.stored.values())
-    size = sum(t.nbytes for t in case.stored.values()) / 1e6
-    return ok(f"{len(case.stored)} tensors, {size:.1f} MB, {', '.join(sorted(kinds))}, all finite")
+    kinds = Counter(dtype_name(t.dtype) for t in inputs.stored.values())
+    size = sum(t.nbytes for t in inputs.stored.values()) / 1e6
+    return ok(f"{len(inputs.stored)} tensors, {size:.1f} MB, {', '.join(sorted(kinds))}, all finite")
 
 
-def fits_target(case: Case) -> Result:
+def fits_target(inputs: Inputs) -> Finding:
     """Was the drafter made for a target of these shapes, and of this name?"""
     try:
-        check_fits(case.drafter.config, case.target, case.drafter.reads_final_layer)
+        check_fits(inputs.drafter.config, inputs.target, inputs.drafter.reads_final_layer)
     except ValueError as error:
         return fault(
             str(error),
             "Every number in a drafter refers to its own target's layers and vocabulary.",
             "Name the right target with --target, or train a drafter for this one.",
         )
-    trained_on = case.checkpoint.metadata.get("target")
-    config = case.drafter.config
+    trained_on = inputs.checkpoint.metadata.get("target")
+    config = inputs.drafter.config
     layers = list(config.target_layer_ids)
     figure = f"hidden size {config.hidden_size}, {config.num_target_layers} layers, aux layers {layers}"
-    if trained_on is not None and _short(trained_on) != _short(case.target.name):
+    if trained_on is not None and _short(trained_on) != _short(inputs.target.name):
         return warning(
-            f"trained on {trained_on}, examined with {case.target.name}",
+            f"trained on {trained_on}, examined with {inputs.target.name}",
             "The shapes agree but the names do not. Another fine-tune of the same base lowers acceptance without any "
             "other sign.",
             "If the two are one model under two names, ignore this; else use the target it was trained on.",
@@ -246,9 +245,9 @@ def _short(name: object) -> str:
     return str(name).rstrip("/").rsplit("/", 1)[-1].casefold()
 
 
-def vocabulary(case: Case) -> Result:
+def vocabulary(inputs: Inputs) -> Finding:
     """Do tokenizer, target and drafter count the same tokens, and can the end be drafted?"""
-    target, config = case.target, case.drafter.config
+    target, config = inputs.target, inputs.drafter.config
     tokenizer = target.tokenizer
     if tokenizer is not None and len(tokenizer) > target.vocab_size:
         return fault(
@@ -256,9 +255,9 @@ def vocabulary(case: Case) -> Result:
             "Tokens beyond the target's embedding cannot be read: tokens were added without resizing the model.",
             "Resize the target's embeddings and train it on the new tokens, or remove them from the tokenizer.",
         )
-    ids = case.checkpoint.draft_ids_Vd
+    ids = inputs.checkpoint.draft_ids_Vd
     if ids is not None:
-        absent = sorted(case.target.eos_ids - set(ids.tolist()))
+        absent = sorted(inputs.target.eos_ids - set(ids.tolist()))
         if absent:
             return warning(
                 f"stop tokens {absent} are not in the draft vocabulary",
@@ -268,13 +267,13 @@ def vocabulary(case: Case) -> Result:
     return ok(f"target {target.vocab_size}, drafter {config.vocab_size}, drafts {config.draft_vocab_size} of them")
 
 
-def coverage(case: Case) -> Result:
+def coverage(inputs: Inputs) -> Finding:
     """How much of what the target says can be drafted at all?"""
-    if case.checkpoint.draft_ids_Vd is None:
+    if inputs.checkpoint.draft_ids_Vd is None:
         return skipped("the draft vocabulary is the target's own")
-    spoken = torch.tensor([t for sample in case.conversations for t in sample.supervised_tokens])
-    share = torch.isin(spoken, case.draft_ids_Vd.cpu()).float().mean().item()
-    figure = f"{share:.1%} of {len(spoken)} response tokens are in the draft vocabulary of {len(case.draft_ids_Vd)}"
+    spoken = torch.tensor([t for sample in inputs.conversations for t in sample.supervised_tokens])
+    share = torch.isin(spoken, inputs.draft_ids_Vd.cpu()).float().mean().item()
+    figure = f"{share:.1%} of {len(spoken)} response tokens are in the draft vocabulary of {len(inputs.draft_ids_Vd)}"
     if share >= _COVERED[0]:
         return ok(figure)
     return (warning if share >= _COVERED[1] else fault)(
@@ -284,14 +283,14 @@ def coverage(case: Case) -> Result:
     )
 
 
-def embedding_and_head(case: Case) -> Result:
+def embedding_and_head(inputs: Inputs) -> Finding:
     """Does the file bring an embedding or a head of its own, and are the target's tied as it says?"""
-    target = case.target
+    target = inputs.target
     for name, own_VD in (("embed_tokens.weight", target.embed_VD), ("lm_head.weight", target.head_VD)):
-        found = case.stored.get(name)
+        found = inputs.stored.get(name)
         if found is None:
             continue
-        expected = own_VD if len(found) == len(own_VD) else own_VD[case.draft_ids_Vd]
+        expected = own_VD if len(found) == len(own_VD) else own_VD[inputs.draft_ids_Vd]
         if found.shape != expected.shape or not torch.allclose(found.float(), expected.float().cpu(), atol=1e-2):
             return warning(
                 f"the file's {name} {list(found.shape)} is not the target's",
@@ -309,11 +308,11 @@ def embedding_and_head(case: Case) -> Result:
     return ok(f"the target's own, {'tied' if tied else 'apart'}")
 
 
-def positions(case: Case) -> Result:
+def positions(inputs: Inputs) -> Finding:
     """Do the drafter's positions reach as far as the target's, in the same measure?"""
-    config, target = case.block_drafter.config, case.target
+    config, target = inputs.block_drafter.config, inputs.target
     rope = target_rope(target)
-    longest = max((len(s.tokens) for s in case.conversations), default=0)
+    longest = max((len(s.tokens) for s in inputs.conversations), default=0)
     kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta")
     window = config.sliding_window
     figure = f"rope_theta {config.rope_theta:g}, window {window or 'none'}, longest conversation {longest or 'unknown'}"
@@ -347,11 +346,11 @@ def positions(case: Case) -> Result:
 
 
 # ----------------------------------------------------------------------------
-# Does the drafter serve as it was trained? The checks that run both ways, on the same text.
+# Does the drafter serve as it was trained? Training forward and decoding on the same text.
 #
 #     leak       what a block computes must not change when everything after its anchor does
 #     served     accepted drafts of the decoding loop = agreement of the training forward, round by round
-#     record     the accepted length now, beside the one training wrote down
+#     record     the accepted length now, against the one recorded in training
 #     length     acceptance by position in the conversation
 #
 # Shapes: N anchors, K draft positions, S context slots, H draft hidden.
@@ -370,10 +369,10 @@ _STANDARD_ERRORS = 3.0
 
 
 @torch.no_grad()
-def leak(case: Case) -> Result:
+def leak(inputs: Inputs) -> Finding:
     """Does a block see anything after its anchor?"""
-    probe = case.probe
-    sample = max(case.chosen, key=lambda s: s.num_supervised)
+    probe = inputs.probe
+    sample = max(inputs.chosen, key=lambda s: s.num_supervised)
     every = sample.anchors
     if len(every) < 2:
         return skipped("no response is long enough to have a future")
@@ -381,7 +380,7 @@ def leak(case: Case) -> Result:
     middle = (len(anchors) - 1) // 2
     cut = anchors[middle]
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randint(0, case.target.vocab_size, (len(sample.tokens),), generator=generator).tolist()
+    noise = torch.randint(0, inputs.target.vocab_size, (len(sample.tokens),), generator=generator).tolist()
     changed = Sample("changed", sample.tokens[: cut + 1] + noise[cut + 1 :], sample.spans)
     source = probe.source([sample, changed])
     own, future = source[0], source[1]
@@ -399,7 +398,7 @@ def leak(case: Case) -> Result:
         return fault(
             f"hidden states of a block move by {moved:.2g} when only its future changes",
             "The block mask lets a block see tokens or features that decoding does not have yet (visibility by index "
-            "instead of position is the usual cause): training looks splendid, serving does not.",
+            "instead of position is the usual cause): acceptance is high in training and low in serving.",
             "Restore the mask: context slots strictly before the anchor, and the block's own rows.",
         )
     used = (hidden(sample, past) - before)[middle].abs().max().item()
@@ -412,14 +411,14 @@ def leak(case: Case) -> Result:
     return ok(f"{middle + 1} blocks move by {moved:.1g} with their future, by {used:.2g} with their past")
 
 
-def trained_against_served(case: Case) -> Result:
+def trained_against_served(inputs: Inputs) -> Finding:
     """Does decoding accept what the training forward says it will, on the text decoding itself produced?"""
-    served_by = case.checkpoint.packed(case.target, calibrated=False)
-    gamma = case.drafter.config.gamma
+    served_by = inputs.checkpoint.packed(inputs.target, calibrated=False)
+    gamma = inputs.drafter.config.gamma
     trained, served = [], []
-    for sample in case.chosen:
+    for sample in inputs.chosen:
         prompt = sample.tokens[: sample.spans[0][0]]
-        generation = generate(case.target, prompt, served_by, rules=StopRules(case.max_new_tokens))
+        generation = generate(inputs.target, prompt, served_by, rules=StopRules(inputs.max_new_tokens))
         text = Sample(sample.id, prompt + generation.tokens, ((len(prompt), len(prompt) + len(generation.tokens)),))
         at, anchors = len(prompt) - 1, []
         for stats in generation.rounds:
@@ -428,8 +427,8 @@ def trained_against_served(case: Case) -> Result:
                 served.append(stats.accepted)
             at += stats.committed
         if anchors:
-            features = case.probe.source([text])[0]
-            trained.append(case.probe.accept([(text, features, anchors)], Variant()).greedy_lengths_N)
+            features = inputs.probe.source([text])[0]
+            trained.append(inputs.probe.accept([(text, features, anchors)], Variant()).greedy_lengths_N)
     if not trained:
         return skipped("every response was too short to hold a whole block; raise --max-new-tokens")
     trained_N = torch.cat(trained)
@@ -451,10 +450,10 @@ def trained_against_served(case: Case) -> Result:
     return warning(figure, meaning, remedy) if differ > _ROUNDS else ok(figure)
 
 
-def training_record(case: Case) -> Result:
+def training_record(inputs: Inputs) -> Finding:
     """Does the drafter accept what its record says it accepted?"""
-    now = case.probe.own.greedy_lengths_N.mean().item()
-    recorded = case.checkpoint.metadata.get("held_out", {}).get("expected_length_greedy")
+    now = inputs.probe.own.greedy_lengths_N.mean().item()
+    recorded = inputs.checkpoint.metadata.get("held_out", {}).get("expected_length_greedy")
     remedy = "Look at the other findings first; then at target, precision and data."
     if recorded is None:
         if now >= _NOTHING:
@@ -473,9 +472,9 @@ def training_record(case: Case) -> Result:
     )
 
 
-def context_length(case: Case) -> Result:
+def context_length(inputs: Inputs) -> Finding:
     """Does acceptance fall as the conversation grows?"""
-    found = case.probe.own
+    found = inputs.probe.own
     lengths_N, positions_N = found.lengths_N(), found.positions_N
     edges = [0, *(2**i for i in range(5, 24))]
     buckets = []
