@@ -30,7 +30,7 @@ MLX_VENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/outrider/venv-mlx
 OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0))
 
 test-mlx: $(MLX_VENV)/.ready
-	PYTHONPATH=src $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS)) $(MLX_VENV)/bin/python -m pytest tests/backends/test_mlx.py
+	PYTHONPATH=src $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS)) $(MLX_VENV)/bin/python -m pytest -m 'not soak' tests/backends/test_mlx.py
 
 $(MLX_VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(MLX_VENV)

@@ -293,6 +293,13 @@ def test_the_check_of_non_anticipation_sees_a_global_search() -> None:
 # History
 
 
+def test_goodput_counts_the_token_that_the_target_adds_itself() -> None:
+    """One request: 1 token a second without drafts, 1.5 in 1.6 seconds with one."""
+    view = replace(StepView.of([[0.9, 0.9]], [2]), expected_K=np.array([0.5, 0.5]))
+    assert GoodputPolicy(SpsTable([1.0, 1 / 1.6, 1 / 2.2])).lengths(view).tolist() == [0]
+    assert GoodputPolicy(SpsTable([1.0, 1 / 1.4, 1 / 2.2])).lengths(view).tolist() == [1]
+
+
 def test_history_weighs_confidences_by_survival() -> None:
     history = History(gamma=2, decay=0.5)
     assert history.step_view(["a"], [[]], [0], [9]).expected_K is None
@@ -321,6 +328,14 @@ def test_history_keeps_two_steps_and_counts_idle_ones() -> None:
     after = history.gate_view([0, 1], [5, 5])
     assert after.idle_R.tolist() == [2, 2]
     assert after.expected_RK[0] == before[0]
+
+
+def test_history_gives_the_past_its_decay_and_the_latest_draft_the_rest() -> None:
+    history = History(gamma=1, decay=0.9)
+    for confidence in (1.0, 0.0):
+        history.record([0], history.step_view([0], [[confidence]], [1], [5]))
+    assert history.gate_view([0], [5]).expected_RK[0] == pytest.approx([0.9])
+    assert history.step_view([0], [[]], [0], [5]).expected_K == pytest.approx([0.9])
 
 
 def test_history_forgets_a_request_but_not_its_lesson() -> None:

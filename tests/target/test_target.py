@@ -52,6 +52,22 @@ def test_left_padded_batch_equals_single_sequences(family: str) -> None:
     assert together == alone
 
 
+def test_a_padded_batch_that_loses_sequences_goes_on_as_before() -> None:
+    """Those that stay keep their own padding: their positions and what they may see."""
+    target, longest = toy_target(), 9
+    texts = [[5, 6], [7, 8, 9, 10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24]]
+    pad_B = torch.tensor([longest - len(text) for text in texts])
+    cache = target.new_cache(longest + 1, pad_B)
+    target.forward(torch.tensor([[0] * (longest - len(text)) + text for text in texts]), cache)
+    cache.keep_rows(torch.tensor([2, 0]))
+    found_BTV = target.forward(torch.tensor([[30], [31]]), cache).logits_BTV
+    assert found_BTV is not None
+    for row, (text, token) in enumerate(((texts[2], 30), (texts[0], 31))):
+        alone_BTV = target.forward(torch.tensor([[*text, token]]), target.new_cache(longest + 1)).logits_BTV
+        assert alone_BTV is not None
+        torch.testing.assert_close(found_BTV[row, -1], alone_BTV[0, -1], atol=1e-4, rtol=1e-4)
+
+
 def test_packed_linear_equals_f_linear_for_all_row_counts() -> None:
     weight, bias = torch.randn(24, 16), torch.randn(24)
     packed = PackedLinear(weight, bias)
