@@ -223,7 +223,7 @@ def test_later_turns_follow_the_baseline_answers(tmp_path: Path) -> None:
     assert turns["chats/a#3"] == ["1", "r1", "2", "r2", "3"] and turns["chats/c#2"] == ["5", "r1", "6"]
     names = [prompt.name for prompt in load.asked]
     assert names.index("chats/a#2") == names.index("chats/a") + 1, "a conversation's turns stay together"
-    assert load.chat_of(load.prompts[1]) == load.asked[1].chat and load.room(3) == (3, load.longest + 4)
+    assert load.chat_of(load.prompts[1]) == load.asked[1].chat and load.capacity(3) == (3, load.longest + 4)
 
 
 def test_the_thinking_mode_reaches_the_template(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""What exports state about a target, read from its files without loading the model: two tensors and config.json."""
+"""Writes a drafter for an engine: its checkpoint in the engine's dialect, a model card, and the commands that serve it.
+
+What an export states about the target is read from the target's files without loading it: two tensors and config.json.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from outrider.utils.files import atomic_directory, read_mapping, weight_files
 
 
 def target_facts(id_or_dir: str, dtype: torch.dtype) -> TargetFacts:
-    """Name, architecture, depth, embedding and LM head of a target; tensors in `dtype`.
+    """Read name, architecture, depth, embedding and LM head of a target; tensors in `dtype`.
 
     Raises:
         ValueError: no such model, or its files lack one of these.
@@ -48,7 +51,7 @@ def target_facts(id_or_dir: str, dtype: torch.dtype) -> TargetFacts:
 
 
 def check_target(parts: DrafterWeights, target: TargetFacts) -> None:
-    """The drafter was made for a target of these shapes.
+    """Refuse a target of other shapes than the drafter was made for.
 
     Raises:
         ValueError: it was not.
@@ -65,7 +68,7 @@ def check_target(parts: DrafterWeights, target: TargetFacts) -> None:
 
 
 def embedding_factor(id_or_dir: str) -> float:
-    """By what a target multiplies its embeddings, from its config.json alone.
+    """The factor by which a target multiplies its embeddings, from its config.json alone.
 
     Raises:
         ValueError: no such model.
@@ -75,7 +78,7 @@ def embedding_factor(id_or_dir: str) -> float:
 
 
 def _embedding_scale(config: Mapping[str, Any], dtype: torch.dtype) -> float:
-    """As `Target` has it when loaded in that type; exports do not ask for a family that can be loaded."""
+    """The factor as a `Target` loaded in that type has it; 1 for families that cannot be loaded here."""
     for family in FAMILIES:
         if family.model_type == config.get("model_type"):
             return family.embedding_scale(int(config["hidden_size"]), dtype)
@@ -112,7 +115,7 @@ def _shortest(file: Any, names: Sequence[str]) -> Tensor:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and the commands that serve it."""
+    """An exported checkpoint and the commands that serve it."""
 
     written: ExportedCheckpoint
     commands: list[str]
@@ -141,7 +144,7 @@ def export_drafter(
 
 
 def _unread(metadata: Mapping[str, Any], engine: ExternalEngine, method: str) -> list[str]:
-    """What outrider.json says of serving and the engine does not look at, a sentence each."""
+    """What outrider.json says of serving and the engine does not read, a sentence each."""
     sentences = []
     if metadata.get("calibration") is not None:
         does = engine.calibration if method == "dspark" else f"computes none for {method}"
@@ -162,7 +165,7 @@ def model_card(
     commands: list[str],
     dtype: torch.dtype,
 ) -> str:
-    """The text of README.md, with the front matter that the hub reads."""
+    """Text of the export's README.md, with the front matter that the hub reads."""
     config = parts.config
     front: dict[str, Any] = {} if Path(target.name_or_path).is_dir() else {"base_model": target.name_or_path}
     front |= {"pipeline_tag": "text-generation", "tags": ["speculative-decoding", "draft-model", parts.method.name]}

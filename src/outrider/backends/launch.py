@@ -1,4 +1,4 @@
-"""An engine started for the benchmark and stopped again, whatever happens.
+"""Starts an engine's server for a load test and stops it again, whatever happens.
 
     command -> process group -> /health answers (or: it ends, or time is up: the end of its log is shown) -> benchmark
             <- SIGTERM to the group, SIGKILL after a while                                                <- any exit
@@ -25,7 +25,7 @@ from types import FrameType
 
 import httpx
 
-_LOOK_EVERY = 0.25  # seconds
+_HEALTH_EVERY = 0.25  # seconds
 _GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 _LAST_LINES = 15
 _ERROR = re.compile(
@@ -79,7 +79,7 @@ def launched(
 
 @contextmanager
 def _kept(group: int) -> Iterator[None]:
-    """The process group ends with this process, even if that is killed."""
+    """End the process group with this process, even if that is killed."""
     keeper = subprocess.Popen(
         ["/bin/sh", "-c", _KEEPER, str(group)],
         stdin=subprocess.PIPE,
@@ -95,7 +95,7 @@ def _kept(group: int) -> Iterator[None]:
 
 
 def _without_our_packages(environment: Mapping[str, str]) -> dict[str, str]:
-    """The engine has packages of its own, often in other versions."""
+    """The environment without PYTHONPATH: the engine has packages of its own, often in other versions."""
     return {name: value for name, value in environment.items() if name != "PYTHONPATH"}
 
 
@@ -106,16 +106,16 @@ def _wait_for_health(
     with httpx.Client(timeout=2.0) as client:  # one: making a client reads certificates, a tenth of a core at this rate
         while True:
             if (code := process.poll()) is not None:
-                raise ValueError(_told(f"the engine ended with status {code} before it served", command, log))
+                raise ValueError(_failure(f"the engine ended with status {code} before it served", command, log))
             with suppress(httpx.HTTPError):
                 if client.get(url).is_success:
                     return
             if time.monotonic() > deadline:
-                raise ValueError(_told(f"the engine did not answer {url} within {timeout:g} s", command, log))
-            time.sleep(_LOOK_EVERY)
+                raise ValueError(_failure(f"the engine did not answer {url} within {timeout:g} s", command, log))
+            time.sleep(_HEALTH_EVERY)
 
 
-def _told(what: str, command: Sequence[str], log: Path) -> str:
+def _failure(what: str, command: Sequence[str], log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     shown = "\n".join(f"    {line}" for line in lines[-_LAST_LINES:]) or "    (nothing)"
     # Engines of several processes end in an error about the one that failed: the cause is the first they printed.

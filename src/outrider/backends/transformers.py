@@ -1,4 +1,4 @@
-"""transformers' own `generate`, as a user would call it: plain, with prompt lookup, or assisted by a smaller model.
+"""Decoding by transformers' own `generate`: plain, with prompt lookup, or assisted by a smaller model.
 
     generate(..., streamer=S) in a thread -> S.put(tokens of one round) -> rounds of `Decode`
 
@@ -22,7 +22,7 @@ from outrider.target.hub import resolve_model
 
 
 class _Rounds(BaseStreamer):
-    """Passes on what `generate` puts; the prompt comes first and is left out."""
+    """A streamer that queues the tokens of each round; the prompt, which comes first, is left out."""
 
     def __init__(self) -> None:
         self.queue: SimpleQueue[list[int] | BaseException | None] = SimpleQueue()
@@ -35,7 +35,7 @@ class _Rounds(BaseStreamer):
             self.queue.put(value.flatten().tolist())
 
     def end(self) -> None:
-        """`generate` returning says so too, and is what counts."""
+        """Nothing to do: the response ends when `generate` returns."""
 
 
 class _Cancelled(StoppingCriteria):
@@ -47,7 +47,7 @@ class _Cancelled(StoppingCriteria):
 
 
 class HfDecoder:
-    """Greedy decoding by `generate`, copying `lookup` tokens a round or asking an assistant. It is a `Decode`."""
+    """Greedy decoding of a prompt, round by round; drafts are `lookup` tokens copied from it, or an assistant's."""
 
     def __init__(
         self, model: Any, eos_ids: Sequence[int], lookup: int | None = None, assistant: Any | None = None
@@ -88,8 +88,8 @@ class HfDecoder:
 
 
 def load_causal_lm(id_or_dir: str, device: str | torch.device, dtype: torch.dtype) -> Any:
-    """The model as transformers loads it, without generation settings of its own: a penalty there would make other
-    text than the target's likeliest, which nobody else here decodes.
+    """Load a model by transformers, without its generation settings: a penalty there would make another text than
+    the target's likeliest.
 
     Raises:
         ValueError: it cannot be found.

@@ -561,7 +561,7 @@ def bench_command(
             base_url, baseline_url, served_model, chat, launch, engine_python, engine_command, engine_args,
             engine_target, engine_drafter, engine_dtype, startup_timeout,
         )  # fmt: skip
-        room = partial(work.room, max(users.values()))
+        room = partial(work.capacity, max(users.values()))
         wanted = Wanted(known, pick, names, work.chat_of, thinking, room, out / "logs", device)
         return choose_servers(backend, options, wanted)
 

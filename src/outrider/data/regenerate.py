@@ -1,4 +1,6 @@
-"""Batched plain decoding: how the target writes the responses a drafter is trained on.
+"""Regenerates responses: the target, here or behind servers, writes the text a drafter is trained on.
+
+Here it decodes plainly, in batches:
 
 sort a window of prompts by length -> left-pad a batch -> prefill -> one token per sequence per step
 finished sequences leave the batch when a quarter of it is done (`KVCache.keep_rows`)
@@ -45,7 +47,7 @@ _COMPACT_BELOW = 0.75  # drop finished sequences once fewer than this share of t
 
 @dataclass(frozen=True)
 class Response:
-    """Tokens of one response (the stop token included when there was one)."""
+    """Tokens of one response, its stop token included where there was one."""
 
     tokens: list[int]
     finished: bool
@@ -122,7 +124,7 @@ def _draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------
-# Who answers: the interface of a source of responses, and the local engine behind it. Servers are in servers.py.
+# Who answers: the interface of a source of responses, and the local engine behind it. Servers follow below.
 #
 # requests (all of a turn, done or not)  ->  source  ->  commits: lists of replies that are kept together or not at all
 # ----------------------------------------------------------------------------
@@ -130,7 +132,7 @@ def _draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RegenerationConfig:
-    """What decides a response, beside the target and the prompt. Lengths in tokens."""
+    """Settings that decide a response, beside the target and the prompt. Lengths in tokens."""
 
     max_new_tokens: int = 256
     max_prompt_tokens: int = 512
@@ -145,14 +147,14 @@ class RegenerationConfig:
         return SamplingParams(self.temperature, self.top_k, self.top_p, seed=self.seed)
 
     def seed_of(self, conversation: str, turn: int) -> int:
-        """A seed of its own for every response, below 2^31."""
+        """The seed of one response, below 2^31."""
         digest = hashlib.sha256(f"{self.seed}\n{turn}\n{conversation}".encode()).digest()
         return int.from_bytes(digest[:4], "big") >> 1
 
 
 @dataclass(frozen=True)
 class Request:
-    """One response that is wanted, or was (`done`): what the source may need to plan."""
+    """One response to make; one that is `done` is listed too, as batches are planned by all."""
 
     id: str
     turn: int
@@ -164,7 +166,7 @@ class Request:
 
 
 class ResponseSource(Protocol):
-    """Something that answers requests."""
+    """Where responses come from: the target itself or servers."""
 
     @property
     def description(self) -> dict[str, Any]:
@@ -185,7 +187,7 @@ class ResponseSource(Protocol):
 
 @dataclass(frozen=True)
 class LocalSource:
-    """The target itself, batch by batch. A commit is a batch, so a batch is always decoded whole."""
+    """Responses by the target itself, batch by batch. A commit is a batch, so a batch is always decoded whole."""
 
     target: Target
     batch_size: int = 64
@@ -303,7 +305,7 @@ _BACKOFF_CAP = 30.0
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Which servers to ask and how patiently. Times in seconds.
+    """Servers to ask, requests at once, and retries. Times in seconds.
 
     `model` None: the one the servers list. `chat`: /v1/chat/completions instead of /v1/completions.
     """
@@ -352,7 +354,7 @@ class _Server:
 
 
 class ServerSource:
-    """A pool of servers that serve the target.
+    """Responses by servers that serve the target.
 
     Raises:
         ValueError: no model was named and no server lists one, or they list different ones.
@@ -391,7 +393,7 @@ class ServerSource:
 
 @dataclass
 class _Pool:
-    """One turn's jobs on their way through the servers."""
+    """The jobs of one turn, shared by all servers."""
 
     source: ServerSource
     config: RegenerationConfig
@@ -438,7 +440,7 @@ class _Pool:
                 results.put_nowait(answer)
 
     async def _ask(self, server: _Server, job: _Job) -> Reply | Failure | None:
-        """A reply, or a final failure; None when the job goes back to the others."""
+        """Ask a server for a reply; a final failure; or None when the job goes back to the queue."""
         source, request, chat_api = self.source, job.request, self.source.config.chat
         started = time.monotonic()
         try:
@@ -496,7 +498,7 @@ def _delay(config: ServerConfig, attempt: int) -> float:
 
 @dataclass
 class Summary:
-    """Turns: total = done + skipped (prompt too long) + failed + waiting. Tokens are those of the done responses."""
+    """Counts of turns: total = done + skipped (prompt too long) + failed + waiting; tokens of the done responses."""
 
     total: int = 0
     done: int = 0
@@ -518,7 +520,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Regeneration:
-    """The replies to the conversations asked for, in their order; counts; what servers failed at.
+    """Replies to the conversations in their order, counts, and failures of servers.
 
     `new_tokens`: response tokens that this run made.
     """
@@ -601,7 +603,7 @@ def _request(
     config: RegenerationConfig,
     file: ResponseFile,
 ) -> tuple[Request, Reply | None]:
-    """What to ask for the turn after `replies`, and the reply that is already there."""
+    """The request for the turn after `replies`, and its reply where there is one already."""
     turn = len(replies)
     prompts = chat.prompts(conversation, replies, config.thinking)
     stored = file.replies.get((conversation.id, turn))

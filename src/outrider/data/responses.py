@@ -1,4 +1,4 @@
-"""What a drafter is trained on: the tokens of a conversation and the ranges that the target generated.
+"""Training samples and the files of responses: tokens of conversations, and the ranges that the target generated.
 
     tokens   [system, user 1, RESPONSE 1, user 2, RESPONSE 2]        spans = ranges of the responses, [start, end)
 
@@ -22,7 +22,7 @@ from outrider.utils.files import write_atomically
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence. `spans` are ascending, disjoint and not empty, each starting at 1 or later."""
+    """One training sequence. `spans` of generated tokens ascend, are disjoint, not empty, and start at 1 or later."""
 
     id: str
     tokens: list[int]

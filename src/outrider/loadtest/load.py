@@ -1,4 +1,4 @@
-"""Whose seconds count, and when the next request comes.
+"""A load on a backend: clock, arrivals, prompts, and the window in which requests are counted.
 
     closed loop   N users:   ask ---- answer, ask -- answer, ask ------ answer, ...     never more than N at once
     Poisson       a rate:    ask  ask      ask ask  ask           ask    ...            whatever happens
@@ -28,42 +28,44 @@ from outrider.sampling import SamplingParams
 
 
 class Clock(Protocol):
-    """Seconds, measured or simulated."""
+    """The time a load test goes by, in seconds: measured or simulated."""
 
     def now(self) -> float: ...
 
     def stepped(self, last: StepRecord | None) -> None:
-        """A step is over."""
+        """Called after each step of the backend."""
         ...
 
     def wait_until(self, moment: float) -> None: ...
 
 
 class WallClock:
-    """The time that passes."""
+    """Measured time."""
 
     def now(self) -> float:
         return time.perf_counter()
 
     def stepped(self, last: StepRecord | None) -> None:
-        """Steps take the time they take."""
+        """Nothing to do: measured time passes by itself."""
 
     def wait_until(self, moment: float) -> None:
         time.sleep(max(0.0, moment - self.now()))
 
 
 class Arrivals(Protocol):
+    """When requests come."""
+
     def next(self, now: float, live: int) -> float | None:
-        """When the next request comes, `live` being in; None: once one of them has left."""
+        """When the next request comes, with `live` under way; None: once one of those has finished."""
         ...
 
     def taken(self) -> None:
-        """That request has come."""
+        """Called when that request is submitted."""
         ...
 
 
 class ClosedLoop:
-    """`users` of which each asks again as soon as it is answered."""
+    """A closed loop of `users`, each of which asks again as soon as it is answered."""
 
     def __init__(self, users: int) -> None:
         self.users = users
@@ -72,11 +74,11 @@ class ClosedLoop:
         return now if live < self.users else None
 
     def taken(self) -> None:
-        """Nothing to remember."""
+        """Nothing to do: arrivals depend on `live` alone."""
 
 
 class Poisson:
-    """Independent users: exponential gaps, `rate` requests per second on average."""
+    """Poisson arrivals: exponential gaps, `rate` requests per second on average."""
 
     def __init__(self, rate: float, seed: int, start: float) -> None:
         self._rate, self._random, self._next = rate, random.Random(seed), start
@@ -100,7 +102,7 @@ class Poisson:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The tokens that ask for the next response of one conversation, `said` being the earlier ones."""
+    """Tokens of the prompt for one turn of a conversation; `said`: the responses to the turns before."""
 
     name: str
     tokens: tuple[int, ...]
@@ -108,12 +110,12 @@ class Prompt:
     said: tuple[str, ...] = ()
 
     def goes_on_after(self, turn: int) -> bool:
-        """Whether it is the turn of that number, counted from 1, and not its conversation's last."""
+        """Whether this is the prompt of that turn, counted from 1, and its conversation has more."""
         return len(self.said) == turn - 1 and len(self.conversation.turns) > turn
 
     @property
     def chat(self) -> dict[str, Any]:
-        """For a server that renders prompts itself: the fields `messages` and, where there are any, `tools`."""
+        """Fields `messages` and `tools` (where there are any) of a chat request, for servers that render prompts."""
         messages = chat_messages(self.conversation.turns[: len(self.said) + 1], self.said)
         tools = {"tools": list(self.conversation.tools)} if self.conversation.tools else {}
         return {"messages": messages, **tools}
@@ -147,7 +149,7 @@ def with_next_turn(
     answers: Mapping[Prompt, Sequence[int]],
     thinking: bool,
 ) -> list[Prompt]:
-    """Each prompt that was answered is followed by the next turn of its conversation.
+    """The prompts, each one that was answered followed by the prompt of its conversation's next turn.
 
     Raises:
         ValueError: a turn cannot be rendered.
@@ -173,11 +175,11 @@ def _prompt(
 
 
 # ----------------------------------------------------------------------------
-# Users on an engine: who asks when, and when each token came.
+# The window of a load test: which requests count, and when each token came.
 #
 #     warm-up requests         |  window: every step counts                                      |
 #     of growing lengths -----> opens                counted requests 0, 1, .. M - 1  all finished
-#     fillers: whenever somebody must ask and it is not a counted request's turn: the load never falls
+#     fillers: requests that do not count, submitted so that the load never falls
 #
 # Closed loop: N users, each asks again when answered. Fillers keep all N busy until the last counted request is done,
 # so the window has no drain tail, and no counted request is cut off for being long. Counted requests are the same
@@ -188,7 +190,7 @@ def _prompt(
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """How much is asked.
+    """Size of a load: how many requests count, how long their responses are, and the warm-up.
 
     Args:
         requests: counted ones; the window ends when all are finished. None: it ends after `seconds`, and the requests
@@ -213,7 +215,7 @@ class LoadConfig:
 
 @dataclass
 class MeasuredRequest:
-    """One request: `times[i]` is when its i-th output came and `sizes[i]` how many tokens it held."""
+    """One request with its tokens; `times[i]`: when its i-th output came; `sizes[i]`: how many tokens that held."""
 
     id: str
     index: int | None  # of its prompt, if it counts
@@ -232,7 +234,7 @@ class MeasuredRequest:
         self.finished = output.finish is not None
 
     def end(self, backend: Backend) -> None:
-        """Note what is known once it has finished. An engine whose steps are seen gives one output per round."""
+        """Take the accepted length of the finished request, and its response where the outputs were parts of a text."""
         if isinstance(backend, ReportsAcceptance):
             stats = backend.request_stats(self.id)
             self.accepted_length = stats.accepted_length
@@ -243,9 +245,10 @@ class MeasuredRequest:
 
 @dataclass(frozen=True)
 class Window:
-    """What happened in it. `finished`: all requests that ended, counted or not; `tokens` those of all requests.
+    """What happened in the window of a load test.
 
-    `told` is None where `steps` say more.
+    `tokens` and `finished` are of all requests, counted or not. `acceptance` is what the backend reports, None where
+    `steps` say more.
     """
 
     seconds: float
@@ -253,18 +256,18 @@ class Window:
     finished: int
     requests: list[MeasuredRequest]
     steps: list[StepRecord]
-    told: Acceptance | None = None
+    acceptance: Acceptance | None = None
 
 
 def run_load(
     backend: Backend, prompts: Sequence[Sequence[int]], arrivals: Arrivals, config: LoadConfig, clock: Clock
 ) -> Window:
-    """Drive a backend through one window; it is idle before and after."""
+    """Put a load on a backend for one window; it is idle before and after."""
     assert backend.idle and prompts
-    return _Run(backend, prompts, arrivals, config, clock).run()
+    return _LoadRun(backend, prompts, arrivals, config, clock).run()
 
 
-class _Run:
+class _LoadRun:
     def __init__(
         self, backend: Backend, prompts: Sequence[Sequence[int]], arrivals: Arrivals, config: LoadConfig, clock: Clock
     ) -> None:
@@ -283,11 +286,11 @@ class _Run:
             self._take(outputs)
         assert self.opened is not None
         seconds = self.clock.now() - self.opened
-        told = self.backend.acceptance() if isinstance(self.backend, ReportsAcceptance) else None
+        acceptance = self.backend.acceptance() if isinstance(self.backend, ReportsAcceptance) else None
         for id in self.live:
             self.backend.cancel(id)
         requests = [served for served in self.counted if served.finished]
-        return Window(seconds, self.tokens, self.finished, requests, self.steps, told)
+        return Window(seconds, self.tokens, self.finished, requests, self.steps, acceptance)
 
     def _over(self) -> bool:
         if self.opened is None:
@@ -297,7 +300,7 @@ class _Run:
         return len(self.counted) == self.config.requests and all(served.finished for served in self.counted)
 
     def _admit(self) -> None:
-        """Everybody who has come by now; if nobody is there, the next one is waited for."""
+        """Submit the requests that have arrived; if none is under way, wait for the next."""
         while (moment := self.arrivals.next(self.clock.now(), len(self.live))) is not None:
             if moment > self.clock.now():
                 if self.live:

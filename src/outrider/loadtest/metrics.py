@@ -1,4 +1,4 @@
-"""One window in numbers.
+"""Figures of a window, the journal of a sweep's points, and their summary over repeats.
 
 tokens/s      all tokens of the window / its seconds
 user speed    (tokens - those of the first output) / (last - first output) of a request; p95 is what 95 % at least get
@@ -32,7 +32,7 @@ from outrider.utils.measure import Quartiles, machine, quartiles, versions
 
 @dataclass(frozen=True)
 class Sla:
-    """What a user is promised: seconds to the first token, then tokens per second."""
+    """Service level: at most so many seconds to the first token, then at least so many tokens per second."""
 
     ttft: float = 2.0
     tokens_per_second: float = 5.0
@@ -43,7 +43,7 @@ class Sla:
 
 
 class Metrics(BaseModel):
-    """See the module's head; times in seconds.
+    """Figures of one window, defined above; times in seconds.
 
     None where there was nothing to take it from (one output per request, no draft), or the backend does not show it.
     """
@@ -70,7 +70,7 @@ class Metrics(BaseModel):
 
 
 class RequestFigures(BaseModel):
-    """One counted request, of the prompt `index`; `gaps`: seconds between its outputs, which hold `sizes` tokens.
+    """Figures of one counted request, of the prompt `index`; `gaps`: seconds between outputs of `sizes` tokens.
 
     `accepted_length` is None where an engine does not tell it of single requests.
     """
@@ -109,7 +109,7 @@ def user_speed(served: MeasuredRequest) -> float | None:
 
 
 def summarise(window: Window, sla: Sla) -> Metrics:
-    """Numbers of a window with at least one finished request.
+    """The figures of a window with at least one finished request.
 
     Raises:
         ValueError: no counted request finished.
@@ -124,7 +124,7 @@ def summarise(window: Window, sla: Sla) -> Metrics:
     gaps = [later - earlier for served in requests for earlier, later in pairwise(served.times)]
     decoded, admitted = sum(s.requests for s in steps), sum(s.admitted for s in steps)
     attainment = sum(sla.met(served) for served in requests) / len(requests)
-    told = window.told or Acceptance(
+    acceptance = window.acceptance or Acceptance(
         _ratio(sum(s.committed for s in steps), decoded), _ratio(sum(s.accepted for s in steps), admitted)
     )
     return Metrics(
@@ -143,8 +143,8 @@ def summarise(window: Window, sla: Sla) -> Metrics:
         attainment=attainment,
         rounds_per_request=sum(len(served.times) for served in requests) / len(requests),
         budget=_ratio(admitted + decoded, decoded),
-        acceptance=told.acceptance,
-        tau=told.accepted_length,
+        acceptance=acceptance.acceptance,
+        tau=acceptance.accepted_length,
         draft_share=_ratio(sum(s.draft_seconds for s in steps), sum(s.seconds for s in steps)),
         drafting_share=_ratio(sum(s.drafting for s in steps), decoded),
     )
@@ -160,7 +160,7 @@ def _ratio(part: float, whole: float) -> float | None:
 
 # ----------------------------------------------------------------------------
 # What a sweep has measured, on disk as it goes: OUT/settings.json, OUT/reference.json, OUT/points.jsonl;
-# of conversations also OUT/said.json: what later turns were asked after.
+# of conversations also OUT/said.json: the responses that later turns follow.
 #
 # A point is one line and counts once its newline is there, so a sweep that was stopped goes on after its last whole
 # line. Levels, variants and repeats may grow from run to run; whatever changes a single measurement may not.
@@ -171,10 +171,10 @@ _REFERENCE, _SAID = "reference.json", "said.json"
 
 
 class Point(BaseModel):
-    """One variant under one load, once. `level`: concurrent users, or requests per second.
+    """One measurement of a variant under a load. `level`: concurrent users, or requests per second.
 
     `same`, `ties`, `mismatches`: its responses against plain decoding of the same prompts (evaluation/evaluate.py).
-    `requests` came later: points without them are still read.
+    `requests` is empty where the point is simulated.
     """
 
     variant: str
@@ -192,7 +192,7 @@ class Point(BaseModel):
 
 
 class Journal:
-    """The points of one directory.
+    """The points measured so far, in one directory.
 
     Raises:
         ValueError: it holds points measured with other settings, or a line that is none.
@@ -250,7 +250,7 @@ class Journal:
         self.points.append(point)
 
     def reference(self) -> list[list[int]] | None:
-        """The plain responses of the prompts, once there."""
+        """Plain decoding's responses to the prompts; None before they are made."""
         path = self.directory / _REFERENCE
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
@@ -258,7 +258,7 @@ class Journal:
         self._write(self.directory / _REFERENCE, responses)
 
     def said(self) -> list[list[list[int]]]:
-        """The baseline's responses that later turns were asked after, turn by turn; [] before there are any."""
+        """The baseline's responses that later turns follow, turn by turn; [] before there are any."""
         path = self.directory / _SAID
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
@@ -282,7 +282,7 @@ class Journal:
 
 
 class PointSummary(BaseModel):
-    """One variant at one level. `quartiles`: of each figure of `Metrics`, (low, median, high); None: never known."""
+    """A variant at a level, over its repeats. `quartiles`: (low, median, high) of each of `Metrics`; None: unknown."""
 
     variant: str
     level: float
@@ -305,7 +305,7 @@ class PointSummary(BaseModel):
 
 
 class LevelVerdict(BaseModel):
-    """The best of both kinds at one level; `ratio` is adaptive / static."""
+    """The best static and the best adaptive variant at one level; `ratio` is adaptive / static throughput."""
 
     level: float
     static: str
@@ -314,7 +314,7 @@ class LevelVerdict(BaseModel):
 
 
 class VariantVerdict(BaseModel):
-    """One variant over all levels, in multiples of no speculation."""
+    """Throughput of one variant over all levels, in multiples of no speculation."""
 
     variant: str
     adaptive: bool
@@ -323,7 +323,7 @@ class VariantVerdict(BaseModel):
 
 
 class Frontier(BaseModel):
-    """The whole file. `levels` and `overall` are empty where there is nothing to compare."""
+    """The content of frontier.json. `levels` and `overall` are empty where there is nothing to compare."""
 
     arrivals: str
     points: list[PointSummary]
@@ -335,7 +335,7 @@ class Frontier(BaseModel):
 
     @staticmethod
     def of(arrivals: str, points: Sequence[Point], settings: dict[str, Any]) -> Frontier:
-        """Points made on this machine, summed up."""
+        """The frontier of points made on this machine."""
         found, closed = summarise_points(points), arrivals == "closed"
         return Frontier(
             arrivals=arrivals,
@@ -348,7 +348,7 @@ class Frontier(BaseModel):
         )
 
     def save(self, directory: Path) -> Path:
-        """Write frontier.json; says where it is."""
+        """Write frontier.json and return its path."""
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / "frontier.json"
         path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -370,7 +370,7 @@ class Frontier(BaseModel):
 
 
 def summarise_points(points: Sequence[Point]) -> list[PointSummary]:
-    """Repeats together, in order of level, variants as they first came."""
+    """A summary for each variant and level, in order of level, then of first appearance."""
     groups: dict[tuple[str, float], list[Point]] = {}
     for point in points:
         groups.setdefault((point.variant, point.level), []).append(point)
@@ -392,7 +392,7 @@ def summarise_points(points: Sequence[Point]) -> list[PointSummary]:
 
 
 def level_verdicts(points: Sequence[PointSummary]) -> list[LevelVerdict]:
-    """Where both kinds were measured."""
+    """A verdict for each level at which static and adaptive variants were measured."""
     verdicts = []
     for level in sorted({p.level for p in points}):
         here = sorted((p for p in points if p.level == level), key=lambda p: -p.throughput)
@@ -405,7 +405,7 @@ def level_verdicts(points: Sequence[PointSummary]) -> list[LevelVerdict]:
 
 
 def overall_verdicts(points: Sequence[PointSummary]) -> list[VariantVerdict]:
-    """Best first; only variants measured at every level that plain decoding was."""
+    """Verdicts, best first, of the variants measured at every level that plain decoding was."""
     plain = {p.level: p.throughput for p in points if p.variant == NO_SPECULATION}
     if not plain:
         return []

@@ -20,7 +20,7 @@ _UNITS = {"closed": "concurrent users", "poisson": "requests per second"}
 
 
 def plot_frontier(frontier: Frontier, path: Path) -> None:
-    """Throughput of the machine against the median user's speed; levels are written at the points of one variant."""
+    """Plot throughput against the median user's speed; levels are written at the points of one variant."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for variant, points in _by_variant(frontier).items():
         places = [(_number(p, "user_p50"), p.throughput, p.level) for p in points]
@@ -38,7 +38,7 @@ def plot_frontier(frontier: Frontier, path: Path) -> None:
 
 
 def plot_load(frontier: Frontier, path: Path) -> None:
-    """Throughput with its quartiles, and rows verified per request and step, against the load."""
+    """Plot throughput with its quartiles, and rows verified per request and step, against the load."""
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 8), sharex=True, layout="constrained")
     for variant, points in _by_variant(frontier).items():
         levels, style = [p.level for p in points], _style(frontier, variant)
@@ -68,7 +68,7 @@ def _by_variant(frontier: Frontier) -> dict[str, list[PointSummary]]:
 
 
 def _style(frontier: Frontier, variant: str) -> dict[str, Any]:
-    """Black: no speculation; dashed in shades of blue and grey: static; solid in warm colours: adaptive."""
+    """Line style: dotted black without speculation, dashed and cold for static variants, solid and warm for others."""
     if variant == NO_SPECULATION:
         return {"color": "black", "linestyle": ":", "marker": "s", "markersize": 4}
     adaptive = is_adaptive(variant)
@@ -89,7 +89,7 @@ def _finish(axes: Axes) -> None:
 
 
 def write_plots(frontier: Frontier, directory: Path) -> list[Path]:
-    """Both pictures; says where they are."""
+    """Write both pictures and return their paths."""
     paths = [directory / "frontier.png", directory / "load.png"]
     plot_frontier(frontier, paths[0])
     plot_load(frontier, paths[1])

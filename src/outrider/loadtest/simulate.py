@@ -1,7 +1,9 @@
-"""seconds of a step  =  draft(drafting requests)  +  verify(rows, requests, context)  +  other(requests), part by part
+"""A simulated load test: the engine's own scheduling over recorded drafts, on a machine that is a cost model.
 
-What the simulator charges. A measured `Profile` is a machine; so are a profile scaled part by part (another processor,
-a larger target) and a plain table somebody published.
+    seconds of a step  =  draft(drafting requests)  +  verify(rows, requests, context)  +  other(requests)
+
+A measured `Profile` is a machine; so are a profile scaled part by part (another processor, a larger target) and a
+published table of rates.
 """
 
 from __future__ import annotations
@@ -31,18 +33,18 @@ from outrider.scheduling.view import Floats, History, Ints
 
 
 class Machine(StepCost, Protocol):
-    """A step cost that says what each part takes; `seconds` is their sum."""
+    """A step cost with the seconds of each part; `seconds` is their sum."""
 
     def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
-        """A block of `depth` tokens (None: a whole one) for each of `drafting` requests; 0 for none."""
+        """Seconds of drafting `depth` tokens (None: a whole block) for each of `drafting` requests; 0 for none."""
         ...
 
     def verify_seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
-        """Target forwards of `tokens_N` rows in all, [N]."""
+        """Seconds of target forwards of `tokens_N` rows in all, [N]."""
         ...
 
     def other_seconds(self, requests: int) -> float:
-        """Sampling and bookkeeping."""
+        """Seconds of sampling and bookkeeping."""
         ...
 
     def plain(self) -> Machine:
@@ -52,7 +54,7 @@ class Machine(StepCost, Protocol):
 
 @dataclass(frozen=True)
 class Scaled:
-    """A machine whose parts take so many times as long."""
+    """A machine whose drafts and target forwards take so many times as long."""
 
     machine: Machine
     draft: float = 1.0
@@ -81,7 +83,7 @@ class Scaled:
 
 
 class Table(BaseModel):
-    """`{"sps": [...], "draft_seconds": [...], "other_seconds": s}`: rates by rows, drafts by requests, both from 1 on.
+    """A table file: target forwards per second by rows, seconds of drafting by requests, both from 1 on.
 
     Beyond its end a list goes on as it ended: the rate stays, and so do the seconds of one more drafting request.
     """
@@ -100,7 +102,7 @@ class Table(BaseModel):
 
 
 class TableMachine:
-    """The machine a `Table` describes, whatever the context."""
+    """A machine by a `Table`, whatever the context."""
 
     def __init__(self, table: Table) -> None:
         self._forward, self._other = SpsTable(table.sps), table.per_step_seconds
@@ -126,7 +128,7 @@ class TableMachine:
 
 
 def load_machine(path: Path, recorded: Mapping[str, Any], draft: float = 1.0, verify: float = 1.0) -> Machine:
-    """A profile or a table file, scaled.
+    """Read a machine from a profile or a table file, and scale it.
 
     Args:
         recorded: the setting of the traces; a profile must be of the same target and drafter.
@@ -165,14 +167,14 @@ def load_machine(path: Path, recorded: Mapping[str, Any], draft: float = 1.0, ve
 #     commit    min(A_n, l) + 1 tokens                                                    exact for greedy decoding
 #     clock  += draft(D) + verify(B, R, S) + other(R)                                     measured, or supposed
 #
-# So nothing is modelled but seconds. Step for step it is what engine/engine.py does, without tensors.
+# Only seconds are modelled. Step for step it is what engine/engine.py does, without tensors.
 # Shapes: R requests that decode, K draft positions.
 # ----------------------------------------------------------------------------
 
 
 @dataclass
 class _Live:
-    """A request on its way: `place` is its position in its response, `end` where it stops."""
+    """A request under way: `place` is its position in its response, `end` where it stops."""
 
     response: Response
     place: int
@@ -181,7 +183,7 @@ class _Live:
 
     @property
     def row(self) -> int:
-        """Of the traces' arrays."""
+        """Its row in the traces' arrays."""
         return self.response.start + self.place
 
     @property
@@ -197,7 +199,7 @@ class _Live:
 
 
 class SimulatedEngine:
-    """What `Engine` is, but for the models: the same calls, the same records, seconds from `machine`.
+    """`Engine` without models: the same calls and step records, with recorded drafts and seconds from `machine`.
 
     Args:
         gamma: most drafts of a block, as recorded by default; 0 simulates plain decoding.
@@ -228,7 +230,7 @@ class SimulatedEngine:
 
     @property
     def load(self) -> int:
-        """Requests in it."""
+        """How many requests it has."""
         return len(self._live)
 
     def submit(self, request: Request) -> None:
@@ -297,7 +299,7 @@ class SimulatedEngine:
         return counts, [Output(id, tokens, "", finish) for id, (tokens, finish) in zip(ids, parts, strict=True)]
 
     def _depths(self, deciding: Sequence[Work], contexts: Sequence[int], prefill: int) -> Ints:
-        """How many tokens are drafted for each at most, [R]: as many as it may use and the gate lets it."""
+        """Most tokens drafted for each request, [R]: as many as it can use and the gate allows."""
         able = [i for i, work in enumerate(deciding) if work.limit > 0]
         depths_R = np.zeros(len(deciding), dtype=np.int64)
         if able:
@@ -374,7 +376,7 @@ Routing = Literal["round-robin", "least-loaded"]
 
 
 class Cluster:
-    """Simulated engines behind a router: to a load generator one engine (`Backend`), and the `Clock` it goes by.
+    """Simulated engines behind a router: one `Backend`, and the `Clock` of its load.
 
     Attributes:
         last: the step whose outputs came last.
@@ -402,7 +404,7 @@ class Cluster:
         """`step` moves the time itself."""
 
     def wait_until(self, moment: float) -> None:
-        """Nothing happens for a while."""
+        """Move the time to that moment; the cluster is idle."""
         assert self.idle, "time passes by steps while there is work"
         self._now = max(self._now, moment)
 
@@ -440,7 +442,7 @@ class Cluster:
 #
 #     error = predicted / measured - 1     of aggregate tokens per second, per variant and level
 #
-# Load generator, numbers, verdicts and plots are those of real runs (load.py, metrics.py, summary.py, plots.py): only
+# Load generator, numbers, verdicts and plots are those of real runs (load.py, metrics.py, plots.py): only
 # engine and clock are simulated.
 # ----------------------------------------------------------------------------
 
@@ -467,7 +469,7 @@ def serve(
     replicas: int = 1,
     routing: Routing = "least-loaded",
 ) -> Cluster:
-    """Replicas that serve by the variant of that name (variants.py).
+    """Simulated replicas that serve by the variant of that name (backends/local.py).
 
     Raises:
         ValueError: no such variant, or it needs what is not there.
@@ -503,7 +505,7 @@ def simulate_sweep(
 
 
 def check_comparable(simulated: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
-    """Settings of a simulation and of what it is to be compared with: the load must be the same.
+    """Refuse to compare a simulation with a measurement under another load.
 
     Raises:
         ValueError: naming each field that differs.
@@ -520,7 +522,7 @@ def check_comparable(simulated: Mapping[str, Any], measured: Mapping[str, Any]) 
 
 
 def compare(predicted: Sequence[PointSummary], measured: Sequence[PointSummary]) -> list[Comparison]:
-    """The points both have, in the order of the predicted ones; medians over repeats.
+    """Simulated and measured throughput at the points both have, in the simulation's order; medians over repeats.
 
     Raises:
         ValueError: they have none in common.

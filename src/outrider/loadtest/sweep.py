@@ -1,4 +1,6 @@
-"""One load over several processes, each with an engine of its own: who takes what, and what it adds up to.
+"""A sweep: every variant at every level, repeated; over one process or several; and the table of several sweeps.
+
+Several processes, each with an engine of its own, share one load:
 
     rank 0:  users/N,  prompts 0, N, 2N, ..         seconds  the longest         tokens, requests  all together
     rank 1:  users/N,  prompts 1, N+1, ..           steps and rounds  all together: tau is that of one process
@@ -44,7 +46,7 @@ from outrider.utils.distributed import ALONE, Ranks
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's part. `prompts`: their indices, counted ones in order; None: all there are."""
+    """A rank's share of a load. `prompts`: indices of its counted prompts, in order; None: it has all."""
 
     ranks: Ranks
     prompts: list[int] | None
@@ -66,7 +68,7 @@ class Share:
         return Share(ranks, [index % prompts for index in range(counted)][ranks.rank :: ranks.world])
 
     def users(self, arrivals: str, level: float) -> float:
-        """Of this rank, or its rate.
+        """Users of this rank, or requests per second.
 
         Raises:
             ValueError: users cannot be shared evenly.
@@ -76,7 +78,7 @@ class Share:
         return level / self.ranks.world
 
     def config(self, config: LoadConfig) -> LoadConfig:
-        """With this rank's number of requests and warm-ups."""
+        """The load with this rank's number of requests and warm-ups."""
         if self.prompts is None:
             return config
         return replace(config, requests=len(self.prompts), warmup=max(1, config.warmup // self.ranks.world))
@@ -93,14 +95,14 @@ class Share:
             assert served.index is not None
             served.index = self.prompts[served.index]
         windows = self.ranks.gather(window)
-        told = [found.told for found in windows if found.told is not None]
+        reported = [found.acceptance for found in windows if found.acceptance is not None]
         return Window(
             max(found.seconds for found in windows),
             sum(found.tokens for found in windows),
             sum(found.finished for found in windows),
             _in_turn([found.requests for found in windows]),
             [step for found in windows for step in found.steps],
-            _together(told) if told else None,
+            _mean_acceptance(reported) if reported else None,
         )
 
 
@@ -109,8 +111,8 @@ def _in_turn(shares: Sequence[Sequence[MeasuredRequest]]) -> list[MeasuredReques
     return [served for turn in zip_longest(*shares) for served in turn if served is not None]
 
 
-def _together(parts: Sequence[Acceptance]) -> Acceptance:
-    """Weighted by rounds."""
+def _mean_acceptance(parts: Sequence[Acceptance]) -> Acceptance:
+    """Their accepted length, weighted by rounds."""
     known = [(p.accepted_length, p.rounds) for p in parts if p.accepted_length is not None and p.rounds]
     rounds = sum(count for _, count in known)
     length = sum(length * count for length, count in known) / rounds if rounds else None
@@ -120,8 +122,8 @@ def _together(parts: Sequence[Acceptance]) -> Acceptance:
 # ----------------------------------------------------------------------------
 # Throughput against user speed: every variant at every level, again and again, taking turns.
 #
-#     repeat 0:  level 1: A B C   level 2: B C A   ...        neighbours in time are compared, who comes first changes:
-#     repeat 1:  level 1: B C A   level 2: C A B   ...        drift of the machine falls on all alike
+#     repeat 0:  level 1: A B C   level 2: B C A   ...        the order changes, so drift of the machine falls on all
+#     repeat 1:  level 1: B C A   level 2: C A B   ...        variants alike
 #
 # Figures 7 and 8 of DSpark (arXiv 2607.05147) are made of such points. Every measurement starts with an idle backend of
 # its own. Responses are compared with plain decoding's, made before the first point (and warming the machine up).
@@ -133,7 +135,7 @@ _MAY_CHANGE = ("levels", "variants", "repeats", "grouped")  # they decide what i
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is measured.
+    """Settings of a sweep.
 
     `levels`: concurrent users (closed), or requests per second (poisson). `requests` are counted at each, and one per
     user where that is more.
@@ -157,7 +159,7 @@ class Sweep:
         if not self.levels or min(self.levels) <= 0 or len(set(self.levels)) < len(self.levels):
             raise ValueError(f"levels {list(self.levels)} must be different numbers above 0.")
         if self.arrivals == "closed" and any(level != int(level) for level in self.levels):
-            raise ValueError(f"concurrency {list(self.levels)}: users come whole.")
+            raise ValueError(f"concurrency {list(self.levels)}: the number of users must be whole.")
         if len(set(self.variants)) < len(self.variants):
             raise ValueError(f"variants {', '.join(self.variants)}: one is named twice.")
         for level in self.levels:
@@ -169,22 +171,22 @@ class Sweep:
         return NO_SPECULATION if NO_SPECULATION in self.variants else self.variants[0]
 
     def settings(self) -> dict[str, Any]:
-        """What every single measurement is made with: not levels, variants and repeats, which may grow."""
+        """The settings that each measurement depends on: not levels, variants and repeats, which may grow."""
         return {name: value for name, value in asdict(self).items() if name not in _MAY_CHANGE}
 
     def load(self, level: float) -> LoadConfig:
-        """One warm-up request per user, so that all are at work when the window opens."""
+        """The load at a level, with a warm-up request per user, so that all are served when the window opens."""
         warmup = int(level) if self.arrivals == "closed" else 4
         return LoadConfig(self.counted(level), self.seconds, self.max_new_tokens, warmup, self.warmup_tokens)
 
     def counted(self, level: float) -> int | None:
-        """Requests that count at a level."""
+        """How many requests count at a level; None: those of a time."""
         if self.requests is None or self.arrivals != "closed":
             return self.requests
         return max(self.requests, int(level))
 
     def arriving(self, level: float, repeat: int, now: float) -> Arrivals:
-        """The same moments for every variant."""
+        """Arrivals at a level, at the same moments for every variant."""
         if self.arrivals == "closed":
             return ClosedLoop(int(level))
         return Poisson(level, 1000 * self.seed + repeat, now)
@@ -218,7 +220,7 @@ def run_sweep(
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Measure whatever the journal does not hold yet; the clock is made anew for every point.
+    """Measure the points that the journal does not hold yet; each has a clock of its own.
 
     Several ranks each take a share of the users and of the counted prompts; the journal is the main rank's.
     """
@@ -262,7 +264,7 @@ def _window(
     clock: Callable[[], Clock],
     ranks: Ranks,
 ) -> Window:
-    """One point; that of all ranks together, on every rank."""
+    """The window of one point, that of all ranks together, on every rank."""
     share = Share.of(ranks, len(prompts), sweep.counted(level))
     config = share.config(sweep.load(level))
     ranks.wait()
@@ -275,7 +277,7 @@ def _window(
 def _reference(
     sweep: Sweep, serve: Serve, prompts: Sequence[Sequence[int]], known: list[list[int]] | None, ranks: Ranks
 ) -> list[list[int]]:
-    """Plain responses of every prompt that may count."""
+    """Plain decoding's responses to every prompt that may count."""
     count = len(prompts[: sweep.counted(max(sweep.levels))])
     if known is not None and len(known) >= count:
         return known
@@ -290,7 +292,7 @@ def _reference(
 
 
 def responses(backend: Backend, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-    """Greedy responses to all of them."""
+    """Greedy responses to all prompts."""
     rules = StopRules(max_new_tokens)
     found: list[list[int]] = [[] for _ in prompts]
     for index, prompt in enumerate(prompts):
@@ -316,7 +318,7 @@ def _verdicts(
 
 
 # ----------------------------------------------------------------------------
-# The prompts of a sweep: first turns that are known beforehand, later ones that the baseline's answers lead to.
+# The prompts of a sweep: first turns are known beforehand, later turns follow the baseline's responses.
 # ----------------------------------------------------------------------------
 
 
@@ -325,7 +327,7 @@ _TEMPLATE = 64  # tokens that a chat template puts around a turn, at most
 
 
 class Workload:
-    """What users ask: at most `turns` turns of each conversation, answered with at most `max_new_tokens` each."""
+    """The prompts of a sweep: at most `turns` turns of each conversation, answered with at most `max_new_tokens`."""
 
     def __init__(self, first: Sequence[Prompt], turns: int, max_new_tokens: int) -> None:
         self.asked, self.turns, self._most = list(first), turns, max_new_tokens
@@ -337,19 +339,19 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt there will be; unknown answers count as whole, a token as one byte of text."""
+        """Most tokens that a prompt can have; responses to come count as whole, and a byte of text as a token."""
         return max(len(prompt.tokens) + self._to_come(prompt) for prompt in self.asked)
 
     def _to_come(self, prompt: Prompt) -> int:
         later = prompt.conversation.turns[self._known : self.turns]
         return sum(self._most + len(str(turn).encode()) + _TEMPLATE for turn in later)
 
-    def room(self, users: int) -> tuple[int, int]:
-        """(users, tokens of the longest request)"""
+    def capacity(self, users: int) -> tuple[int, int]:
+        """(users, most tokens of a request): what a server must have room for."""
         return users, self.longest + self._most
 
     def chat_of(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """The messages and tools that a prompt of ours is made of."""
+        """The messages and tools that a prompt was rendered from."""
         wanted = tuple(tokens)
         return next(prompt.chat for prompt in self.asked if prompt.tokens == wanted)
 
@@ -374,7 +376,7 @@ def run_workload(
     ranks: Ranks,
     on_progress: Callable[[str, int, int], None],
 ) -> None:
-    """Make the later turns, then `run_sweep`. Answers once given are kept beside the points and not asked for again."""
+    """Make the prompts of later turns, then `run_sweep`; the responses they follow are kept beside the points."""
     said = ranks.from_main(journal.said)
     known = len(said)
 
@@ -398,8 +400,8 @@ def run_workload(
 # local         fixed-7       1   float32    41.2   41.9    88    51   2.31    1.62
 # transformers  none          1   float32    17.0   ...                       1.00
 #
-# Two things are told, not refused: the type of the weights, which MLX and GGUF files choose themselves, and whether a
-# server rendered the prompts from messages ("chat") with the template it has.
+# Two differences are shown, not refused: the type of the weights, which MLX and GGUF files choose themselves, and
+# whether a server rendered the prompts from messages ("chat") with the template it has.
 # ----------------------------------------------------------------------------
 
 
@@ -408,7 +410,7 @@ _SAME = ("target", "prompts_sha256", "max_new_tokens", "thinking", "turns", "arr
 
 
 def side_by_side(directories: Sequence[Path]) -> list[tuple[str, ...]]:
-    """Rows of all sweeps, by load, then in the order given; blank where an engine does not tell.
+    """Table rows of several sweeps, by load, then in the order given; blank where an engine does not tell.
 
     Raises:
         ValueError: a sweep is missing, or two were made under different conditions (each is named).

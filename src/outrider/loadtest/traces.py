@@ -1,4 +1,4 @@
-"""at every position n of a greedy response:   c_1 .. c_K,   A_n = drafts that equal the text that follows
+"""Recorded drafts at every position n of a greedy response: c_1 .. c_K, and A_n, how many equal the text that follows.
 
     position    0    1    2    3                l drafts admitted at position n  ->  min(A_n, l) + 1 tokens,
     text        The  cat  sat  .                                                     never past the end of the text
@@ -49,7 +49,7 @@ class Response:
 
 
 class Traces:
-    """Responses and what a drafter proposed along them.
+    """Recorded responses and the drafts at each of their positions.
 
     Attributes:
         confidences_NK: float32; as the drafter hands them over (calibrated), 0 behind `drafted_N`; NaN without a head.
@@ -155,7 +155,7 @@ def record(
     about: dict[str, Any],
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Traces:
-    """Decode prompts greedily, one draft at every position.
+    """Record traces: decode prompts greedily, with one draft at every position and none verified.
 
     Args:
         prompts: prompt tokens; the same prompt twice is recorded once.

@@ -2,9 +2,9 @@
 
     decoding.stream / generate  (rounds, policies, warps, acceptance: torch, the code that is proved)
           |  tokens, logits, aux hidden states         |  aux hidden states, proposals
-      MLXTarget (mlx-lm model)        MLXDrafter (DFlash, DSpark)          float32 rows cross here (arrays.py)
+      MLXTarget (mlx-lm model)        MLXDrafter (DFlash, DSpark)          float32 rows cross here (target.py)
 
-Nothing is decided here: who accepts is verification/, who draws is sampling/. MLX is an optional dependency; this
+Acceptance is verification.py's and drawing is sampling.py's. MLX is an optional dependency; this
 module imports without it.
 """
 
@@ -14,7 +14,7 @@ import importlib.util
 
 
 def require_mlx() -> None:
-    """Say what is missing before anything is loaded.
+    """Refuse to go on where MLX is not installed.
 
     Raises:
         ValueError: mlx or mlx-lm is not installed.

@@ -1,4 +1,4 @@
-"""torch <-> MLX: float32 rows by way of numpy, which both read from memory.
+"""A target on mlx-lm: its forward, cache and aux hidden states, with rows passed to torch as float32 by way of numpy.
 
 On Apple silicon both sides share that memory, so a row costs a copy and no transfer; what crosses is small (a block's
 logits, aux hidden states of committed tokens), and whoever converts waits until MLX has computed it.
@@ -47,7 +47,7 @@ def to_mlx(x: Tensor) -> mx.array:
 
 
 def older_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What to add to a config.json, also to the language model's part of a multimodal one."""
+    """Fields that mlx-lm needs added to a config.json, also to the language model's part of a multimodal one."""
     added = _rope(config)
     text = config.get("text_config")
     if isinstance(text, Mapping) and (below := _rope(text)):
@@ -86,7 +86,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of one layer."""
+    """Arguments of one call of one layer."""
 
     layer: Any
     x: mx.array
@@ -103,7 +103,7 @@ class Call:
 
 
 class LayerLog:
-    """Notes the calls of a model's layers while asked to."""
+    """Records the calls of a model's layers."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._wanted: frozenset[int] = frozenset()
@@ -125,7 +125,7 @@ class LayerLog:
 
     @contextmanager
     def noting(self, wanted: Sequence[int]) -> Iterator[dict[int, Call]]:
-        """The calls of these layers inside the block, by index."""
+        """Record the calls of these layers inside the block, by index."""
         self._wanted, self._calls = frozenset(wanted), {}
         try:
             yield self._calls
@@ -169,16 +169,16 @@ class MLXCache:
         self._calls: dict[int, Call] = {}
 
     def remember(self) -> None:
-        """Before a forward: the recurrent states as they are."""
+        """Keep the recurrent states as they are before a forward."""
         self._before = {i: list(self.layers[i].cache) for i in self.recurrent}
 
     def grown(self, count: int, calls: Mapping[int, Call]) -> None:
-        """After a forward of `count` tokens, with the calls of the recurrent layers."""
+        """Take note of a forward of `count` tokens, with the calls of the recurrent layers."""
         self.length += count
         self._calls = {i: calls[i] for i in self.recurrent}
 
-    def recover_interrupted_write(self) -> None:
-        """Compute what is pending: a long prompt must not pile up a graph."""
+    def evaluate(self) -> None:
+        """Compute what is pending, so that a long prompt does not pile up a graph."""
         mx.eval([layer.state for layer in self.layers])
         self._before, self._calls = {}, {}
 
@@ -229,7 +229,7 @@ _PROBES = 8  # tokens whose embeddings are compared with what layer 0 is given
 
 @dataclass(frozen=True)
 class MLXOutput:
-    """What one forward returns, in float32 on the CPU."""
+    """Logits and aux hidden states of one forward, in float32 on the CPU."""
 
     logits_BTV: Tensor | None
     aux_BTLD: Tensor | None
@@ -313,7 +313,7 @@ class MLXTarget:
         captured = [calls[0].x if aux_layer == -1 else calls[aux_layer].output for aux_layer in aux_layers]
         aux_BTLD = to_torch(mx.stack(captured, axis=2)) if aux_layers else None
         if logits == 0:
-            cache.recover_interrupted_write()  # never read, so the head was not computed
+            cache.evaluate()  # never read, so the head was not computed
             return MLXOutput(None, aux_BTLD)
         wanted = T if logits is None else logits
         return MLXOutput(to_torch(logits_BTV[:, T - wanted :]), aux_BTLD)
