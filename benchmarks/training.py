@@ -31,7 +31,6 @@ from outrider.cli.common import load
 from outrider.data.responses import Sample, join_turns
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dflash2 import DFlash2
-from outrider.drafters.registry import method_of
 from outrider.target.linear import native_bfloat16
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
@@ -39,7 +38,7 @@ from outrider.training.dataset import existing_responses, responses_path
 from outrider.training.features import FeatureSource
 from outrider.training.loss import BlockObjective
 from outrider.training.recipe import ObjectiveConfig, Precision, Recipe, load_recipe
-from outrider.training.setup import fresh
+from outrider.training.setup import fresh, new_drafter
 from outrider.training.trainer import build_optimizer
 from outrider.utils.device import set_up
 from outrider.utils.measure import machine, quartiles, versions
@@ -105,11 +104,11 @@ class Setup:
                 f"{config.sequences_per_step}."
             )
         torch.manual_seed(recipe.seed)
-        method = method_of(recipe.drafter.algorithm)
-        start = fresh(method, method.module(method.configure(recipe.drafter, target)), recipe, target, samples)
+        start = fresh(new_drafter(recipe, target), recipe, target, samples)
         if not isinstance(start.drafter, DFlash) or isinstance(start.drafter, DFlash2):
             raise ValueError(
-                f"drafter.algorithm={method.name}: the straightforward step knows block drafters only (dflash, dspark)."
+                f"drafter.algorithm={recipe.drafter.algorithm}: the straightforward step knows block drafters only "
+                "(dflash, dspark)."
             )
         schedule = Schedule.of(config, samples, recipe.seed, start.drafter.config.gamma)
         ids = start.draft_ids_Vd

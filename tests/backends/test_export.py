@@ -21,13 +21,13 @@ from outrider.checkpoints.dialects.base import TargetFacts
 from outrider.cli.main import app
 from outrider.drafters.base import DraftCall, Serving
 from outrider.drafters.eagle3 import Eagle3
-from outrider.drafters.registry import method_of
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.training.setup import load_start
 from tests.toys.alignment import check_alignment
 from tests.toys.dialects import FACTS, VD, L, config_of, made
 from tests.toys.targets import randomise, toy_samples, toy_target
+from tests.toys.training import going_on
 
 Change = dict[str, Any]
 PAIRS = [(engine.name, method) for engine in exporters() for method in engine.dialects]
@@ -279,9 +279,9 @@ def test_another_target_and_an_existing_directory_are_refused(tmp_path: Path) ->
 
 def test_training_does_not_go_on_from_a_head_that_is_not_the_targets(tmp_path: Path) -> None:
     save_drafter(made("eagle3", "head"), tmp_path / "d")
-    section = method_of("eagle3").section(algorithm="eagle3", start_from=str(tmp_path / "d"))
+    recipe = going_on("eagle3", tmp_path / "d", tmp_path / "out")
     with pytest.raises(ValueError, match="has an LM head or embedding of its own"):
-        load_start(section, toy_target(), tmp_path / "out")
+        load_start(recipe, toy_target())
 
 
 @pytest.fixture

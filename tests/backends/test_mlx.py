@@ -32,7 +32,7 @@ from outrider.drafters.base import DraftCall
 from outrider.drafters.dflash import FULL, SLIDING, DFlash, DFlashConfig
 from outrider.drafters.draft import Draft
 from outrider.drafters.dspark import DSpark, DSparkConfig
-from outrider.drafters.medusa import HeadsConfig, Medusa
+from outrider.drafters.medusa import Medusa, MedusaConfig
 from outrider.drafters.ngram import NgramDrafter
 from outrider.evaluation.evaluate import decode_turns
 from outrider.loadtest.metrics import Frontier
@@ -291,7 +291,9 @@ def test_calibration_reaches_the_confidences(both: tuple[Target, MLXTarget]) -> 
 
 
 def test_what_cannot_draft_here_is_refused(both: tuple[Target, MLXTarget]) -> None:
-    config = HeadsConfig(32, 97, 97, num_target_layers=5, num_heads=2, num_layers=1)
+    config = MedusaConfig(
+        hidden_size=32, vocab_size=97, draft_vocab_size=97, num_target_layers=5, num_heads=2, num_layers=1
+    )
     with pytest.raises(ValueError, match=r"drafts with dflash and dspark.*this drafter is medusa"):
         MLXDrafter(Checkpoint(Medusa(config)), both[1])
     with pytest.raises(ValueError, match="made for another target: num_target_layers is 9"):

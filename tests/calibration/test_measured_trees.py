@@ -17,12 +17,12 @@ from outrider.data.sources import TaskSettings
 from outrider.drafters.base import Serving
 from outrider.drafters.draft import TreeSize
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config
-from outrider.drafters.hydra import Hydra, HydraDrafter
+from outrider.drafters.hydra import Hydra, HydraConfig, HydraDrafter
 from outrider.drafters.medusa import (
-    HeadsConfig,
     HeadsDrafter,
     HeadsModule,
     Medusa,
+    MedusaConfig,
     MedusaDrafter,
     StaticTreeDrafter,
     static_tree,
@@ -38,8 +38,9 @@ IDS = torch.arange(0, VOCAB, 3)
 
 
 def served(name: str, target: Target) -> HeadsDrafter:
-    config = toy_heads(draft_vocab_size=len(IDS)) if name == "reduced" else toy_heads()
-    module: HeadsModule = Medusa(config) if name == "medusa" else Hydra(config)
+    size = len(IDS) if name == "reduced" else VOCAB
+    medusa = name == "medusa"
+    module: HeadsModule = Medusa(toy_heads()) if medusa else Hydra(toy_heads(HydraConfig, draft_vocab_size=size))
     randomise(module)
     if isinstance(module, Medusa):
         return MedusaDrafter(module, target, Serving())
@@ -165,7 +166,7 @@ def test_the_checkpoint_decides_before_the_target_is_loaded(
             (),
             "the drafts of eagle3 cannot be calibrated, only those of block drafters (dflash, dspark, dflash2)",
         ),
-        (Medusa(HeadsConfig(**heads, num_heads=2, num_layers=1)), ("--sweep", "s.png"), "heads without confidences"),
+        (Medusa(MedusaConfig(**heads, num_heads=2, num_layers=1)), ("--sweep", "s.png"), "heads without confidences"),
     ):
         save_drafter(Checkpoint(module), tmp_path / module.algorithm)
         command = ("calibrate", "--target", toy / "target", "--drafter", tmp_path / module.algorithm, "--tasks", "x")
@@ -175,7 +176,11 @@ def test_the_checkpoint_decides_before_the_target_is_loaded(
 def test_calibrate_stores_what_tree_uses(run: Run, toy: Path, tmp_path: Path) -> None:
     target = load_target(toy / "target")
     vocab = target.vocab_size
-    module = Medusa(HeadsConfig(32, vocab, vocab, num_target_layers=5, num_heads=3, num_layers=1))
+    module = Medusa(
+        MedusaConfig(
+            hidden_size=32, vocab_size=vocab, draft_vocab_size=vocab, num_target_layers=5, num_heads=3, num_layers=1
+        )
+    )
     randomise(module)
     directory, tasks = tmp_path / "medusa", tmp_path / "mine.jsonl"
     save_drafter(Checkpoint(module), directory)

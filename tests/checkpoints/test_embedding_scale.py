@@ -16,11 +16,11 @@ from outrider.checkpoints.checkpoint import load_drafter, save_drafter
 from outrider.checkpoints.describe import describe
 from outrider.checkpoints.dialects.base import TargetFacts
 from outrider.drafters.dflash import BlockDrafter
-from outrider.drafters.registry import method_of
 from outrider.target.model import Target
 from outrider.training.setup import load_start
 from tests.toys.dialects import FACTS, made
 from tests.toys.targets import toy_target
+from tests.toys.training import going_on
 
 THEIRS = {"dflash": DFlashDraftModel, "dflash2": DFlash2DraftModel}
 GEMMA = 32**0.5
@@ -73,10 +73,10 @@ def test_a_factor_that_is_not_the_targets_is_an_error_wherever_the_drafter_meets
     )
     with pytest.raises(ValueError, match=message):
         checkpoint.packed(other)
-    section = method_of(method).section(algorithm=method, start_from=str(tmp_path / "d"))
-    load_start(section, gemma, tmp_path / "run")
+    recipe = going_on(method, tmp_path / "d", tmp_path / "run")
+    load_start(recipe, gemma)
     with pytest.raises(ValueError, match=message):
-        load_start(section, other, tmp_path / "run")
+        load_start(recipe, other)
     with pytest.raises(ValueError, match=message):
         export_drafter(checkpoint, engine_of("zlab"), tmp_path / "e", FACTS)
 

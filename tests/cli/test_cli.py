@@ -21,8 +21,8 @@ import outrider.cli.main as main
 from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, save_drafter
 from outrider.checkpoints.published import published_for
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config
-from outrider.drafters.hydra import Hydra
-from outrider.drafters.medusa import HeadsConfig, Medusa
+from outrider.drafters.hydra import Hydra, HydraConfig
+from outrider.drafters.medusa import Medusa, MedusaConfig
 from outrider.drafters.registry import tree_methods
 from outrider.evaluation.model_card import measured
 from outrider.evaluation.results import Results
@@ -250,8 +250,8 @@ def test_drafts_that_branch(run: Run, toy: Path, tmp_path: Path) -> None:
     attention = {"intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     for module in (
         Eagle3(Eagle3Config(**sizes, **attention, target_layer_ids=(0, 1, 3), gamma=4)),
-        Medusa(HeadsConfig(**sizes, num_heads=3, num_layers=1)),
-        Hydra(HeadsConfig(**sizes, num_heads=3, num_layers=1)),
+        Medusa(MedusaConfig(**sizes, num_heads=3, num_layers=1)),
+        Hydra(HydraConfig(**sizes, num_heads=3, num_layers=1)),
     ):
         randomise(module)
         save_drafter(Checkpoint(module), tmp_path / module.algorithm)

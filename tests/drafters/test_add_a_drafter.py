@@ -11,12 +11,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 import outrider.cli.evaluate as doctor
@@ -27,18 +26,19 @@ from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_draft
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import (
+    WEIGHTS_ALONE,
     BlockInputs,
     DraftCall,
     DraftModule,
     DraftRows,
-    Method,
-    MethodSection,
     Serving,
     check_fits,
 )
 from outrider.drafters.chain import sample_chain
+from outrider.drafters.config import Count, DrafterConfig, DraftVocabulary, NotInRecipe, draft_vocabulary
 from outrider.drafters.draft import Draft
 from outrider.drafters.heads import VanillaMarkov
+from outrider.drafters.registry import Method
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
@@ -53,31 +53,31 @@ from tests.toys.targets import randomise, toy_samples, toy_target
 # ---- the drafter's module -------------------------------------------------------------------------------------------
 
 
-class BigramSection(MethodSection):
-    algorithm: Literal["bigram"] = "bigram"
-    gamma: int = Field(3, ge=1)
-    rank: int = Field(8, ge=1)
+@dataclass(frozen=True, kw_only=True)
+class BigramConfig(DrafterConfig):
+    algorithm: ClassVar[str] = "bigram"
 
+    hidden_size: NotInRecipe[int]
+    vocab_size: NotInRecipe[int]
+    draft_vocab_size: DraftVocabulary
+    target_layer_ids: NotInRecipe[tuple[int, ...]]
+    num_target_layers: NotInRecipe[int]
+    gamma: Count = 3
+    rank: Count = 8
 
-@dataclass(frozen=True)
-class BigramConfig:
-    hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    target_layer_ids: tuple[int, ...]
-    num_target_layers: int
-    gamma: int
-    rank: int
-
-
-def configure(section: BigramSection, target: Target) -> BigramConfig:
-    last = (target.num_layers - 1,)
-    sizes = target.hidden_size, target.vocab_size, section.draft_vocab(target)
-    return BigramConfig(*sizes, last, target.num_layers, section.gamma, section.rank)
+    @classmethod
+    def from_target(cls, target: Target, *, draft_vocab_size: int | None = None, **chosen: Any) -> BigramConfig:
+        return cls(
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=draft_vocabulary(target, draft_vocab_size),
+            target_layer_ids=(target.num_layers - 1,),
+            num_target_layers=target.num_layers,
+            **chosen,
+        )
 
 
 class Bigram(DraftModule):
-    algorithm: ClassVar[str] = "bigram"
     reads_final_layer: ClassVar[bool] = True
     aux_weight: ClassVar[str | None] = "read.weight"
     config: BigramConfig
@@ -99,6 +99,9 @@ class Bigram(DraftModule):
         hidden_NKH = self.hidden(aux_NH, inputs.embed(inputs.previous_NK[:, 0]))
         latent_NKr, _ = self.bigram.unroll(inputs.previous_NK, hidden_NKH)
         return DraftRows(hidden_NKH, latent_NKr, self.bigram.markov_w2.weight)
+
+    def serve(self, target: Target, serving: Serving = WEIGHTS_ALONE) -> BigramDrafter:
+        return BigramDrafter(self, target, serving)
 
 
 @dataclass
@@ -133,7 +136,7 @@ class BigramDrafter:
         return sample_chain(self.head, hidden_RKH[:, :longest], calls, self.heads, min_confidence)
 
 
-BIGRAM = Method("bigram", BigramSection, configure, BigramConfig, Bigram, BigramDrafter)
+BIGRAM = Method(BigramConfig, Bigram)
 
 # ---- its line in the catalogue, and its recipe ----------------------------------------------------------------------
 
@@ -207,17 +210,17 @@ def test_from_a_recipe_to_lossless_decoding(tmp_path: Path, run: Run) -> None:
 
     # going on from it: the same function with new scales, and a contradiction is named
     out_dir = tmp_path / "out"
-    more = ["optimizer.steps=62", f"out={tmp_path / 'more'}", f"drafter.start_from={out_dir / 'drafter'}"]
+    more = ["optimizer.steps=62", f"out={tmp_path / 'more'}", f"start_from={out_dir / 'drafter'}"]
     status, out, err = run("train", tmp_path / "recipe.yaml", *more, "drafter.gamma=3")
     assert status == 2 and "gamma is 3, there 4" in " ".join(err.split())
     more.append(f"data.responses={out_dir / 'responses.jsonl'}")
-    status, out, err = run("train", tmp_path / "recipe.yaml", *more, "drafter.initialize_from_target=false")
+    status, out, err = run("train", tmp_path / "recipe.yaml", *more, "initialize_from_target=false")
     assert status == 0, err
 
 
 def test_it_is_served_as_it_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     target, samples = toy_target(), toy_samples(4)
-    module = Bigram(configure(BigramSection(draft_vocab_size=60), target))
+    module = Bigram(BigramConfig.from_target(target, draft_vocab_size=60))
     randomise(module)
     module.aux_scale_L.fill_(3.0)
     ids = choose_draft_ids(samples, 97, 60, frozenset({1}))
@@ -244,7 +247,7 @@ def test_it_is_served_as_it_was_trained(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_a_config_of_ours_is_read_strictly(tmp_path: Path, edit: dict[str, object], message: str) -> None:
-    module = Bigram(configure(BigramSection(), toy_target()))
+    module = Bigram(BigramConfig.from_target(toy_target()))
     save_drafter(Checkpoint(module), tmp_path)
     assert load_drafter(tmp_path).drafter.config == module.config
     config = {**json.loads((tmp_path / "config.json").read_text()), **edit}
@@ -259,6 +262,6 @@ def test_recipes_know_its_fields_and_no_others(tmp_path: Path) -> None:
         "target: t\nout: o\ndata: {prompts: [{path: train_math}]}\ndrafter: {algorithm: bigram, gamma: 2}\n"
     )
     assert load_recipe(path).model_dump()["drafter"]["gamma"] == 2
-    with pytest.raises(ValueError, match=r"drafter\.markov_rank: Extra inputs"):
+    with pytest.raises(ValueError, match=r"drafter\.markov_rank: no field of bigram .*which have .*gamma, rank"):
         load_recipe(path, ["drafter.markov_rank=3"])
-    assert all(m.name == m.module.algorithm == m.section().algorithm for m in catalogue.METHODS)  # type: ignore[attr-defined]
+    assert all(m.name == m.section().algorithm for m in catalogue.METHODS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.drafters.base import Serving
-from outrider.drafters.hydra import Hydra, HydraDrafter
+from outrider.drafters.hydra import Hydra, HydraConfig, HydraDrafter
 from outrider.drafters.medusa import HeadsDrafter, HeadsModule, Medusa, MedusaDrafter
 from outrider.drafters.trees import CandidateTree, assumed_accuracy, best_tree, expected_length, measured_accuracy
 from tests.toys.heads import VOCAB, forced_call, last_row, toy_heads, toy_texts
@@ -67,11 +67,11 @@ def test_accuracy_is_counted_where_it_is_known() -> None:
 
 
 def drafters() -> list[tuple[HeadsModule, HeadsDrafter]]:
-    target, medusa, hydra = toy_target(), Medusa(toy_heads()), Hydra(toy_heads())
+    target, medusa, hydra = toy_target(), Medusa(toy_heads()), Hydra(toy_heads(HydraConfig))
     randomise(medusa)
     randomise(hydra)
     ids = torch.arange(1, VOCAB, 2)
-    reduced = Hydra(toy_heads(draft_vocab_size=len(ids)))
+    reduced = Hydra(toy_heads(HydraConfig, draft_vocab_size=len(ids)))
     randomise(reduced, 1)
     return [
         (medusa, MedusaDrafter(medusa, target, Serving())),

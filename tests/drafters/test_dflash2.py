@@ -21,12 +21,10 @@ from outrider.drafters.base import DraftCall, Serving
 from outrider.drafters.chain import sample_rows
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dflash2 import (
-    DFLASH2,
     CandidateRows,
     CandidateSelector,
     DFlash2,
     DFlash2Config,
-    DFlash2Section,
     GroupedDynamicConv,
 )
 from outrider.drafters.draft import Draft
@@ -346,7 +344,7 @@ def peaked() -> Target:
 def test_output_is_that_of_plain_decoding_alone_and_in_company(draft_vocab: int, params: SamplingParams) -> None:
     target = peaked()
     ids = torch.arange(draft_vocab) if draft_vocab < 97 else None
-    drafter = DFLASH2.serve(make(draft_vocab_size=draft_vocab, selector_top_k=4), target, Serving(ids))
+    drafter = make(draft_vocab_size=draft_vocab, selector_top_k=4).serve(target, Serving(ids))
     rules = StopRules(24, stop_ids=())
     prompts = [[5], [9, 8, 7, 30, 31], list(range(10, 23))]
     plain = [generate(target, prompt, None, params, rules) for prompt in prompts]
@@ -367,9 +365,8 @@ def test_output_is_that_of_plain_decoding_alone_and_in_company(draft_vocab: int,
 @torch.inference_mode()
 def test_an_estimators_confidences_stop_the_walk() -> None:
     target = toy_target()
-    drafter = DFLASH2.serve(
-        make(selector_top_k=4), target, Serving(estimator=CertaintyEstimator([1.0, 0.0], [0.0] * 3))
-    )
+    estimator = CertaintyEstimator([1.0, 0.0], [0.0] * 3)
+    drafter = make(selector_top_k=4).serve(target, Serving(estimator=estimator))
     session = drafter.new_session(20)
     drafter.extend([session], [[0] * 5], torch.randn(5, 3, 32))
     calls = [DraftCall(session, t, SamplingParams(temperature=1.0), SeenTokens(97), SeededSource(t)) for t in (9, 8)]
@@ -386,20 +383,17 @@ def test_an_estimators_confidences_stop_the_walk() -> None:
 
 def test_a_recipe_makes_a_drafter_that_begins_as_the_targets_layers() -> None:
     target = with_mask_token(toy_target("qwen3"))
-    section = DFlash2Section(
-        num_aux_layers=2, conv_group_size=4, selector_rank=5, selector_top_k=7, draft_vocab_size=50
-    )
-    made = DFLASH2.configure(section, target)
+    chosen = {"conv_group_size": 4, "selector_rank": 5, "selector_top_k": 7, "draft_vocab_size": 50}
+    made = DFlash2Config.from_target(target, num_aux_layers=2, **chosen)
     assert (made.block_size, made.gamma, made.conv_kernel_size) == (8, 7, 2)
     assert (made.conv_group_size, made.selector_rank, made.selector_top_k) == (4, 5, 7)
-    assert section.comparable_fields(made, target)["conv_group_size"] == (4, 4)
+    assert made.comparable_fields(chosen, target)["conv_group_size"] == (4, 4)
     drafter = DFlash2(made)
-    assert DFLASH2.initialize is not None
-    DFLASH2.initialize(drafter, target, [[5, 6, 7, 8]])
+    drafter.initialize_from(target, [[5, 6, 7, 8]])
     theirs, ours = target.model.model.layers[-1].state_dict(), drafter.layers[-1].state_dict()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     with pytest.raises(ValueError, match=r"drafter\.sample_from_anchor"):
-        DFLASH2.configure(DFlash2Section(num_aux_layers=2, conv_group_size=4, sample_from_anchor=True), target)
+        DFlash2Config.from_target(target, num_aux_layers=2, conv_group_size=4, sample_from_anchor=True)
 
 
 @pytest.mark.parametrize(

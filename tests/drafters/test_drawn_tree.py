@@ -17,7 +17,7 @@ from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, Serving
 from outrider.drafters.draft import Draft, draw_siblings
 from outrider.drafters.heads import ChainHeads
-from outrider.drafters.hydra import Hydra, HydraDrafter
+from outrider.drafters.hydra import Hydra, HydraConfig, HydraDrafter
 from outrider.drafters.medusa import Medusa, MedusaDrafter, StaticTreeDrafter
 from outrider.drafters.trees import CandidateTree, Level
 from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeededSource, SeenTokens
@@ -127,8 +127,9 @@ def test_mutation_the_penalty_forgets_the_path(monkeypatch: pytest.MonkeyPatch) 
 def test_rows_are_those_of_the_chain(name: str) -> None:
     """Of two requests at once, one with limits: each node's siblings come from p after the tokens on its way."""
     target, ids = toy_target(), torch.arange(1, VOCAB, 2) if name == "reduced" else None
-    config = toy_heads(draft_vocab_size=VOCAB if ids is None else len(ids))
-    module = Medusa(config) if name == "medusa" else Hydra(config)
+    size = VOCAB if ids is None else len(ids)
+    medusa = name == "medusa"
+    module = Medusa(toy_heads()) if medusa else Hydra(toy_heads(HydraConfig, draft_vocab_size=size))
     randomise(module)
     inner = (MedusaDrafter if name == "medusa" else HydraDrafter)(module, target, Serving(ids))  # type: ignore[arg-type]
     shape = CandidateTree(((0,), (0, 0), (1,), (0, 1), (1, 0), (0, 0, 0), (2,)))
@@ -176,7 +177,7 @@ def test_coupled_drafts_follow_the_noise_of_their_positions() -> None:
 
 def test_sampling_accepts_drawn_nodes() -> None:
     target, rules = toy_target(), StopRules(30, stop_ids=())
-    module = Hydra(toy_heads())
+    module = Hydra(toy_heads(HydraConfig))
     fit_to_decoding(module, target, [7, 8, 9])
     drafter = StaticTreeDrafter(HydraDrafter(module, target, Serving()), SHAPE)
     params = SamplingParams(0.5, seed=2)

@@ -14,7 +14,7 @@ from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import Serving
 from outrider.drafters.draft import Draft
-from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter, Eagle3Section, configure, eagle_aux_layers
+from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter, eagle_aux_layers
 from outrider.drafters.heads import CertaintyEstimator
 from outrider.sampling import SamplingParams
 from outrider.scheduling.policies import ThresholdPolicy
@@ -141,7 +141,7 @@ def test_a_row_sees_earlier_tokens_of_its_chain_and_slots_before_its_anchor_only
 def test_a_few_steps_lower_the_loss() -> None:
     target, samples = toy_target(), toy_samples(6)
     torch.manual_seed(0)
-    module = Eagle3(configure(Eagle3Section(gamma=4), target))
+    module = Eagle3(Eagle3Config.from_target(target, gamma=4))
     batch, compute = build(module, target, samples, torch.arange(97), [(i, s.anchors) for i, s in enumerate(samples)])
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
     losses = []
@@ -229,7 +229,7 @@ def test_a_saved_drafter_serves_as_the_trained_one(tmp_path: Path) -> None:
 def test_aux_layers_are_the_official_ones() -> None:
     assert eagle_aux_layers(32) == [1, 15, 28]  # what layers 2, 16 and 29 read
     assert eagle_aux_layers(30) == [1, 14, 26]
-    assert configure(Eagle3Section(), toy_target()).target_layer_ids == (1,), "a toy's three are one"
+    assert Eagle3Config.from_target(toy_target()).target_layer_ids == (1,), "a toy's three are one"
 
 
 def test_users_mistakes_are_named() -> None:
@@ -238,11 +238,11 @@ def test_users_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="97 draft ids for a draft vocabulary of 40"):
         Eagle3Drafter(module, target, Serving())
     with pytest.raises(ValueError, match="target_layer_ids"):
-        configure(Eagle3Section(target_layer_ids=[2, 9]), target)
+        Eagle3Config.from_target(target, target_layer_ids=[2, 9])
     with pytest.raises(ValueError, match="gamma 0"):
         replace(module.config, gamma=0)
 
 
 def test_the_recipe_asks_for_it() -> None:
     recipe = load_recipe(Path(__file__).parents[2] / "recipes/smollm2-135m/eagle3.yaml")
-    assert isinstance(recipe.drafter, Eagle3Section) and recipe.drafter.gamma == 7
+    assert recipe.drafter.config is Eagle3Config and recipe.drafter.gamma == 7

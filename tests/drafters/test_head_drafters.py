@@ -11,8 +11,8 @@ import torch
 
 from outrider.drafters.base import Serving
 from outrider.drafters.heads import CertaintyEstimator
-from outrider.drafters.hydra import Hydra, HydraDrafter
-from outrider.drafters.medusa import HeadsConfig, HeadsDrafter, HeadsModule, Medusa, MedusaDrafter
+from outrider.drafters.hydra import Hydra, HydraConfig, HydraDrafter
+from outrider.drafters.medusa import HeadsDrafter, HeadsModule, Medusa, MedusaConfig, MedusaDrafter
 from outrider.target.cache import KVCache
 from outrider.target.model import Target
 from tests.toys.heads import (
@@ -54,20 +54,21 @@ def hydra_reference(module: HeadsModule, feature_H: np.ndarray, embedded_kH: np.
 class Kind:
     """One of the two. `reads`: whether head k reads the anchor and the drafts before it."""
 
-    module: Callable[[HeadsConfig], HeadsModule]
+    module: Callable[[MedusaConfig], HeadsModule]
+    config: type[MedusaConfig]
     serve: Callable[[HeadsModule, Target, Serving], HeadsDrafter]
     reference: Reference
     reads: bool
 
     def make(self, **changes: int) -> HeadsModule:
-        module = self.module(toy_heads(**changes))
+        module = self.module(toy_heads(self.config, **changes))
         randomise(module)
         return module
 
 
 KINDS = {
-    "medusa": Kind(Medusa, MedusaDrafter, medusa_reference, reads=False),
-    "hydra": Kind(Hydra, HydraDrafter, hydra_reference, reads=True),
+    "medusa": Kind(Medusa, MedusaConfig, MedusaDrafter, medusa_reference, reads=False),
+    "hydra": Kind(Hydra, HydraConfig, HydraDrafter, hydra_reference, reads=True),
 }
 
 

@@ -18,7 +18,7 @@ from outrider.decoding.generate import RoundStats, generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import BlockInputs, DraftCall, Serving
 from outrider.drafters.layers import BlockLayout
-from outrider.drafters.mtp import MTP, MTP_METHOD, MTPSection
+from outrider.drafters.mtp import MTP, MTPConfig
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.training.dataset import choose_draft_ids
@@ -176,7 +176,7 @@ def test_served_rounds_are_the_definition(family: str, modules: int, gamma: int)
     """Two requests at once, over uneven rounds. One begins with its anchor alone; drafts of the other are rejected."""
     target = toy_target(family)
     drafter = make_mtp(target, modules, gamma)
-    served, reference = MTP_METHOD.serve(drafter, target, Serving()), Reference(drafter, target)
+    served, reference = drafter.serve(target, Serving()), Reference(drafter, target)
     texts = [text(60, 1), text(60, 2)]
     sessions = [served.new_session(40) for _ in texts]
     seen: list[Tensor] = []
@@ -239,11 +239,10 @@ def test_a_row_sees_its_own_past_only(modules: int, gamma: int) -> None:
 def test_loss_falls(modules: int, gamma: int) -> None:
     """A few steps on one text, whose states are the target's, from weights of the target."""
     target = toy_target()
-    section = MTPSection(num_modules=modules, gamma=gamma)
-    drafter = MTP(MTP_METHOD.configure(section, target))
+    config = MTPConfig.from_target(target, num_modules=modules, gamma=gamma)
+    drafter = MTP(config)
     tokens = text(40, 0)[0]
-    assert MTP_METHOD.initialize is not None
-    MTP_METHOD.initialize(drafter, target, [tokens])
+    drafter.initialize_from(target, [tokens])
     aux_layers, _ = target.prefill_packed([tokens], drafter.config.target_layer_ids)
     anchors = list(range(3, 30))
     inputs = block_inputs(target, [(tokens, aux_layers[0].clone(), anchors)], gamma)
@@ -264,10 +263,9 @@ def test_loss_falls(modules: int, gamma: int) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_weights_begin_as_the_targets_last_layer(family: str) -> None:
     target = toy_target(family)
-    drafter = MTP(MTP_METHOD.configure(MTPSection(num_modules=2, gamma=2), target))
-    assert MTP_METHOD.initialize is not None
+    drafter = MTP(MTPConfig.from_target(target, num_modules=2, gamma=2))
     tokens = text(20, 3)[0]
-    MTP_METHOD.initialize(drafter, target, [tokens])
+    drafter.initialize_from(target, [tokens])
     layer = target.model.model.layers[-1].state_dict()
     for depth in range(2):
         mine = drafter.module(depth).state_dict()
@@ -289,7 +287,7 @@ def test_greedy_decoding_is_plain_decoding(family: str, modules: int, gamma: int
     model.get_output_embeddings().weight.data[6:] *= 0.1  # few likely tokens: some drafts are accepted
     target = Target(model, None, "toy")
     ids = torch.arange(draft_vocab) if draft_vocab < 97 else None
-    drafter = MTP_METHOD.serve(make_mtp(target, modules, gamma, draft_vocab), target, Serving(ids))
+    drafter = make_mtp(target, modules, gamma, draft_vocab).serve(target, Serving(ids))
     rules = StopRules(20, stop_ids=())
     rounds: list[RoundStats] = []
     for prompt in ([5], text(9, 4)[0]):
@@ -306,7 +304,7 @@ def test_trained_equals_served(modules: int, gamma: int, draft_vocab: int) -> No
     target, samples = toy_target("qwen3"), toy_samples(3)
     drafter = make_mtp(target, modules, gamma, draft_vocab)
     ids = choose_draft_ids(samples, 97, draft_vocab, frozenset({1}))
-    served = MTP_METHOD.serve(drafter, target, Serving(ids if draft_vocab < 97 else None))
+    served = drafter.serve(target, Serving(ids if draft_vocab < 97 else None))
     found = [serve(served, target, sample) for sample in samples]
     batch, compute = build(drafter, target, samples, ids, [(i, sorted(visited)) for i, visited in enumerate(found)])
     with torch.no_grad():
@@ -330,7 +328,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_one_request_with_less_room_stops_earlier_than_the_other() -> None:
     target = toy_target()
-    served = MTP_METHOD.serve(make_mtp(target, 1, 4), target, Serving())
+    served = make_mtp(target, 1, 4).serve(target, Serving())
     sessions = [served.new_session(20) for _ in range(2)]
     tokens, aux_layers = text(6, 0)
     served.extend(sessions, [tokens, tokens[:2]], torch.cat((aux_layers, aux_layers[:2])))

@@ -15,7 +15,7 @@ from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_draft
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, Serving
-from outrider.drafters.peagle import PEAGLE, PEagle, PEagleConfig, PEagleSection
+from outrider.drafters.peagle import PEagle, PEagleConfig, PEagleDrafter
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.training.batches import Schedule
@@ -30,8 +30,8 @@ TOLERANCE, MASK = 1e-4, MaskTokenizer.mask_token_id
 
 
 def make(target: Target, gamma: int = 4, draft_vocab: int = 97) -> PEagle:
-    section = PEagleSection(gamma=gamma, target_layer_ids=[0, 2, 3], draft_vocab_size=draft_vocab)
-    module = PEagle(PEAGLE.configure(section, with_mask_token(target)))
+    chosen = {"gamma": gamma, "target_layer_ids": [0, 2, 3], "draft_vocab_size": draft_vocab}
+    module = PEagle(PEagleConfig.from_target(with_mask_token(target), **chosen))
     randomise(module)
     module.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
     return module
@@ -74,7 +74,7 @@ def test_the_training_forward_equals_the_reference(family: str) -> None:
 def test_served_drafts_equal_the_reference_over_rounds() -> None:
     target = toy_target()
     module = make(target)
-    reference, served = Reference(module, target), PEAGLE.serve(module, target, Serving())
+    reference, served = Reference(module, target), module.serve(target, Serving())
     generator = torch.Generator().manual_seed(1)
     texts = torch.randint(4, 97, (2, 40), generator=generator).tolist()
     aux_layers = 5 * torch.randn(2, 40, 3, 32, generator=generator)
@@ -108,8 +108,8 @@ def test_trained_equals_served(draft_vocab: int) -> None:
 
 def test_the_alignment_sees_another_spacing(monkeypatch: pytest.MonkeyPatch) -> None:
     target, samples = toy_target("qwen3"), toy_samples(2)
-    module, real = make(target), PEAGLE.serve.advance  # type: ignore[attr-defined]
-    monkeypatch.setattr(PEAGLE.serve, "advance", lambda *args, spacing: real(*args, spacing=0))
+    module, real = make(target), PEagleDrafter.advance
+    monkeypatch.setattr(PEagleDrafter, "advance", lambda *args, spacing: real(*args, spacing=0))
     with pytest.raises(AssertionError, match="Tensor-likes"):
         check_alignment(target, module, samples, torch.arange(97))
 
@@ -163,7 +163,7 @@ def test_output_is_that_of_plain_decoding(draft_vocab: int, params: SamplingPara
     model.lm_head.weight.data[3:] = 0  # few likely tokens: some drafts are accepted
     target = Target(model, None, "toy")
     ids = torch.arange(draft_vocab) if draft_vocab < 97 else None
-    drafter = PEAGLE.serve(make(target, draft_vocab=draft_vocab), target, Serving(ids))
+    drafter = make(target, draft_vocab=draft_vocab).serve(target, Serving(ids))
     rules, accepted = StopRules(24, stop_ids=()), 0
     for prompt in ([5], [9, 8, 7, 30, 31], [40, 41, 42]):
         drafted = generate(target, prompt, drafter, params, rules)
@@ -193,5 +193,5 @@ def test_what_it_cannot_be() -> None:
     for change, message in (({"gamma": 1}, "gamma 1"), ({"mask_token_id": 97}, "mask_token_id 97 is outside")):
         with pytest.raises(ValueError, match=message):
             replace(config, **change)
-    section = PEagleSection(mask_token="x", gamma=4)
-    assert section.comparable_fields(config, with_mask_token(toy_target()))["mask_token"] == (MASK, MASK)
+    chosen = {"mask_token": "x", "gamma": 4}
+    assert config.comparable_fields(chosen, with_mask_token(toy_target()))["mask_token"] == (MASK, MASK)

@@ -20,7 +20,7 @@ from outrider.decoding.request import StopRules
 from outrider.drafters.dflash import DFlashConfig
 from outrider.drafters.dspark import DSparkConfig
 from outrider.drafters.eagle3 import Eagle3Config
-from outrider.drafters.medusa import HeadsConfig
+from outrider.drafters.medusa import MedusaConfig
 from outrider.target.model import Target
 from outrider.training.dataset import choose_draft_ids
 from outrider.training.features import measure_aux_scale
@@ -61,7 +61,7 @@ def configs(draft_vocab: int) -> dict[str, Any]:
         "dflash": DFlashConfig(**blocks),
         "dspark": DSparkConfig(**blocks, markov_rank=16),
         "eagle3": Eagle3Config(**common, target_layer_ids=(0, 1, 2, 3), gamma=4),
-        "medusa": HeadsConfig(**heads, num_heads=4, num_layers=2),
+        "medusa": MedusaConfig(**heads, num_heads=4, num_layers=2),
     }
 
 
@@ -78,7 +78,7 @@ def train(config: Any, target: Target, texts: list[list[int]], new: int, out: Pa
     for i, prompt in enumerate(texts):
         response = generate(target, prompt, rules=StopRules(new, stop_ids=())).tokens
         samples.append(Sample(f"s{i}", prompt + response, ((len(prompt), len(prompt) + len(response)),)))
-    method = next(m for m in catalogue.METHODS if m.config is type(config) and m.name != "hydra")
+    method = next(m for m in catalogue.METHODS if m.config is type(config))
     drafter = method.module(config)
     randomise(drafter)
     drafter.aux_scale_L.copy_(measure_aux_scale(target, samples[:3], config.target_layer_ids))

@@ -11,7 +11,7 @@ import pytest
 from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.dspark import DSpark
-from outrider.drafters.medusa import HeadsConfig, Medusa
+from outrider.drafters.medusa import Medusa, MedusaConfig
 from outrider.evaluation.comparison import (
     HEADINGS,
     LabelledResults,
@@ -369,7 +369,7 @@ def test_from_eval_to_pictures(run: Run, toy: Path, tmp_path: Path) -> None:
     cost = tmp_path / "cost.json"
     vocab = load_target(toy / "target").vocab_size
     sizes = {"hidden_size": 32, "vocab_size": vocab, "draft_vocab_size": vocab, "num_target_layers": 5}
-    heads = Medusa(HeadsConfig(**sizes, num_heads=3, num_layers=1))
+    heads = Medusa(MedusaConfig(**sizes, num_heads=3, num_layers=1))
     randomise(heads)
     save_drafter(Checkpoint(heads), tmp_path / "medusa")
     drafters = (f"dspark={toy / 'drafter'}", f"three={toy / 'drafter'}", f"tree={tmp_path / 'medusa'}")

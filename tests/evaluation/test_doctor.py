@@ -31,7 +31,7 @@ from outrider.data.chat import Chat, render
 from outrider.data.conversations import Conversation
 from outrider.data.regenerate import Response, generate_batch
 from outrider.data.responses import Reply, join_turns, read_responses
-from outrider.drafters.base import mask_token_id
+from outrider.drafters.config import mask_token_id
 from outrider.drafters.dspark import DSpark
 from outrider.evaluation.doctor.case import Check, Finding, Inputs, read_data, read_drafter
 from outrider.evaluation.doctor.examine import CHECKS, examine

@@ -287,7 +287,7 @@ def test_results_of_another_drafter_are_refused(settings: dict[str, object], mes
 )
 def test_the_licence_of_what_training_began_with(history: list[dict[str, Any]], sources: list[str]) -> None:
     """It went on from a checkpoint: the target's layers were copied long ago, if ever."""
-    recipe = {**TRAINED["recipe"], "drafter": {"algorithm": "dspark", "initialize_from_target": False}}
+    recipe = {**TRAINED["recipe"], "initialize_from_target": False}
     metadata = {**TRAINED, "target": "x/y", "recipe": recipe, "history": history}
     card = model_card(Checkpoint(DSpark(toy_config()), None, metadata), CardFacts("d", torch.float32, license="mit"))
     licence = card[card.index("## Licence") :]

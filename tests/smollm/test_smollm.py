@@ -19,8 +19,7 @@ from outrider.data.responses import Sample
 from outrider.data.sources import TaskSettings, load_prompts
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.dflash import initialize_block
-from outrider.drafters.dspark import DSPARK, DSpark, DSparkSection
+from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.evaluation.evaluate import compare_greedy
 from outrider.sampling import SamplingParams, SeededSource
 from outrider.target.model import Target
@@ -71,10 +70,9 @@ def test_trained_equals_served(smollm: Target) -> None:
         tokens = render(smollm.tokenizer, prompt.turns, [])
         response = generate(smollm, tokens, rules=StopRules(40)).tokens
         samples.append(Sample(prompt.id, tokens + response, ((len(tokens), len(tokens) + len(response)),)))
-    section = DSparkSection(draft_vocab_size=2000, markov_head_type="rnn")
-    drafter = DSpark(DSPARK.configure(section, smollm))
+    drafter = DSpark(DSparkConfig.from_target(smollm, draft_vocab_size=2000, markov_head_type="rnn"))
     drafter.aux_scale_L.copy_(measure_aux_scale(smollm, samples, drafter.config.target_layer_ids))
-    initialize_block(drafter, smollm, [s.tokens for s in samples])
+    drafter.initialize_from(smollm, [s.tokens for s in samples])
     ids = choose_draft_ids(samples, smollm.vocab_size, 2000, smollm.eos_ids)
     assert check_alignment(smollm, drafter, samples, ids) > 200
 

@@ -54,7 +54,7 @@ def test_trained_served_and_lossless(path: Path, smollm: Target, answers: list[A
         assert check_alignment(smollm, run.drafter.eval(), run.samples[:2], run.draft_ids_Vd) > 20
 
     served = load_drafter(directory).packed(smollm)
-    trees = [] if method.branch is None else [method.branch(served, TreeSize(nodes)) for nodes in NODES]
+    trees = [served.with_trees(TreeSize(nodes)) for nodes in NODES] if method.module.drafts_trees else []
     accepted, verdicts = {}, Counter[str]()
     for name, drafter in {"chain": served, **dict(zip(map(str, NODES), trees, strict=False))}.items():
         rounds = []

@@ -17,7 +17,6 @@ from outrider.data.responses import Sample
 from outrider.decoding.request import ModelLane
 from outrider.decoding.round import RoundResult
 from outrider.drafters.base import Drafter, DraftModule, Serving
-from outrider.drafters.registry import method_of
 from outrider.sampling import PositionNoise, SamplingParams
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, build_batch
@@ -42,7 +41,7 @@ def build(
 def check_alignment(target: Target, drafter: DraftModule, samples: list[Sample], ids: Tensor) -> int:
     """Compare acceptance at every anchor the decoding loop visits; returns how many positions were compared."""
     serving = Serving(ids if len(ids) < target.vocab_size else None)
-    drafting = method_of(drafter.algorithm).serve(drafter, target, serving)
+    drafting = drafter.serve(target, serving)
     served = [serve(drafting, target, sample) for sample in samples]
     chosen = [(i, sorted(visited)) for i, visited in enumerate(served)]
     batch, compute = build(drafter, target, samples, ids, chosen)

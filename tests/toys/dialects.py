@@ -17,7 +17,8 @@ from outrider.checkpoints.dialects.medusa import MedusaDialect
 from outrider.drafters.dflash import DFlashConfig
 from outrider.drafters.dflash2 import DFlash2Config
 from outrider.drafters.eagle3 import Eagle3Config
-from outrider.drafters.medusa import HeadsConfig
+from outrider.drafters.hydra import HydraConfig
+from outrider.drafters.medusa import MedusaConfig
 from outrider.drafters.mtp import MTPConfig
 from outrider.drafters.registry import method_of
 from tests.toys.targets import randomise, toy_config
@@ -59,7 +60,8 @@ def config_of(method: str, **changes: Any) -> Any:
         return Eagle3Config(**{**SHAPES, "target_layer_ids": (0, 1, 3), "gamma": 4, **changes})
     if method == "mtp":
         return MTPConfig(**{**SHAPES, "target_layer_ids": (L - 1,), "gamma": 3, "qk_norm": True, **changes})
-    return HeadsConfig(**{"hidden_size": H, "vocab_size": V, "draft_vocab_size": V, "num_target_layers": L, **changes})
+    heads = HydraConfig if method == "hydra" else MedusaConfig
+    return heads(**{"hidden_size": H, "vocab_size": V, "draft_vocab_size": V, "num_target_layers": L, **changes})
 
 
 def made(method: str, own: str = "", **changes: Any) -> Checkpoint:
@@ -134,7 +136,7 @@ def assert_same(found: DrafterWeights, expected: DrafterWeights) -> None:
 def stored_as(parts: DrafterWeights, method: str, **fields: Any) -> DrafterWeights:
     """What a reader must find of parts that a writer changed on purpose: another method, or the target's tensors."""
     config = replace(parts.config) if method == parts.method.name else _dspark_without_heads(parts.config)
-    return replace(parts, method=method_of(method), config=config, **fields)
+    return replace(parts, config=config, **fields)
 
 
 def _dspark_without_heads(config: DFlashConfig) -> Any:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from outrider.drafters.base import DraftCall
-from outrider.drafters.mtp import MTP, MTP_METHOD, MTPSection
+from outrider.drafters.mtp import MTP, MTPConfig
 from outrider.sampling import RandomSource, SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from tests.toys.targets import TOY, randomise
@@ -43,8 +43,8 @@ def small_model(seed: int = 1, vocab: int = 97, tokenizer: object = None, **chan
 
 
 def make_mtp(target: Target, modules: int, gamma: int, draft_vocab: int = 97) -> MTP:
-    section = MTPSection(num_modules=modules, gamma=gamma, draft_vocab_size=draft_vocab)
-    drafter = MTP(MTP_METHOD.configure(section, target))
+    config = MTPConfig.from_target(target, num_modules=modules, gamma=gamma, draft_vocab_size=draft_vocab)
+    drafter = MTP(config)
     randomise(drafter)
     drafter.aux_scale_L.fill_(7.0)  # measured by training; states are normed on entry, so nothing may depend on it
     return drafter

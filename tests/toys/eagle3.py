@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import BlockInputs, DraftCall
-from outrider.drafters.eagle3 import Eagle3, Eagle3Section, Eagle3Session, configure
+from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Session
 from outrider.drafters.layers import BlockLayout
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
@@ -17,8 +17,8 @@ from tests.toys.targets import randomise
 
 def make_drafter(target: Target, gamma: int = 4, draft_vocab: int = 97, seed: int = 0) -> Eagle3:
     """Random, norms away from one, aux hidden states of very different scales."""
-    section = Eagle3Section(gamma=gamma, target_layer_ids=[0, 2, 3], draft_vocab_size=draft_vocab)
-    module = Eagle3(configure(section, target))
+    chosen = {"gamma": gamma, "target_layer_ids": [0, 2, 3], "draft_vocab_size": draft_vocab}
+    module = Eagle3(Eagle3Config.from_target(target, **chosen))
     randomise(module, seed)
     module.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
     return module

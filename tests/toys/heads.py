@@ -16,7 +16,7 @@ from outrider.decoding.request import StopRules
 from outrider.drafters.base import BlockInputs, DraftCall, Drafter
 from outrider.drafters.draft import Draft
 from outrider.drafters.layers import BlockLayout
-from outrider.drafters.medusa import HeadsConfig, HeadsDrafter, HeadsModule
+from outrider.drafters.medusa import HeadsDrafter, HeadsModule, MedusaConfig
 from outrider.sampling import SamplingParams, SeenTokens
 from outrider.target.model import Target
 from outrider.training.dataset import choose_draft_ids
@@ -27,10 +27,10 @@ from tests.toys.targets import toy_samples, toy_target
 VOCAB, HIDDEN = 97, 32
 
 
-def toy_heads(**changes: int) -> HeadsConfig:
-    """Heads for the toy targets of conftest.py."""
+def toy_heads(config: type[MedusaConfig] = MedusaConfig, **changes: int) -> MedusaConfig:
+    """The config of Medusa's or Hydra's heads for the toy targets."""
     fields = {"draft_vocab_size": VOCAB, "num_heads": 4, "num_layers": 2, **changes}
-    return HeadsConfig(hidden_size=HIDDEN, vocab_size=VOCAB, num_target_layers=5, **fields)
+    return config(hidden_size=HIDDEN, vocab_size=VOCAB, num_target_layers=5, **fields)
 
 
 @dataclass

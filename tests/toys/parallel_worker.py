@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from outrider.drafters.dflash import DFlash, initialize_block
+from outrider.drafters.dflash import DFlash
 from outrider.drafters.dspark import DSpark
 from outrider.target.model import Target
 from outrider.training.features import Features, FeatureSource
@@ -88,7 +88,7 @@ def check_sharded(out: Path, ranks: Ranks) -> None:
     save_file(tensors, out / f"features{ranks.rank}.safetensors")
     local = sum(p.to_local().nbytes for p in target.model.model.layers.parameters())
     drafter = toy_drafter()
-    initialize_block(drafter, target, [s.tokens for s in samples[:2]])
+    drafter.initialize_from(target, [s.tokens for s in samples[:2]])
     save_file(drafter.state_dict(), out / f"initial{ranks.rank}.safetensors")
     report = {"bytes": local, "collectives": collectives.seen}
     (out / f"sharded{ranks.rank}.json").write_text(json.dumps(report))

@@ -12,7 +12,8 @@ from outrider.checkpoints.checkpoint import add_metadata
 TRAINED: dict[str, Any] = {
     "recipe": {
         "data": {"max_new_tokens": 64, "max_prompt_tokens": 32, "temperature": 0.0},
-        "drafter": {"initialize_from_target": True},
+        "initialize_from_target": True,
+        "drafter": {"algorithm": "dspark"},
         "objective": {"ce": 0.1, "l1": 0.9},
         "optimizer": {"steps": 20, "learning_rate": 0.001},
     },

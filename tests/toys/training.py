@@ -32,6 +32,11 @@ def recipe(out: Path, **changes: Any) -> Recipe:
     return Recipe.model_validate({**fields, **changes})
 
 
+def going_on(method: str, directory: Path, out: Path) -> Recipe:
+    """A recipe that goes on from a drafter of this method."""
+    return recipe(out, drafter={"algorithm": method}, start_from=str(directory))
+
+
 def make_run(target: Target, head: str = "vanilla", precision: Precision = "float32") -> Run:
     samples = toy_samples(14)
     config = toy_config(draft_vocab_size=60, markov_head_type=head)

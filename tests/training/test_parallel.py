@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from outrider.checkpoints.checkpoint import load_drafter
 from outrider.cli.train import run_training
 from outrider.data.responses import Sample
-from outrider.drafters.dflash import initialize_block
 from outrider.target.model import Target, load_target
 from outrider.training.batches import Schedule, micro_batches, total_weight
 from outrider.training.features import FeatureSource
@@ -122,7 +121,7 @@ def test_a_sharded_target_gives_the_same_features(two: Path, plain: Target) -> N
             for name, tensor in features_dict(source[index]).items():
                 torch.testing.assert_close(found[f"{index}.{name}"], tensor, atol=1e-5, rtol=1e-3)
     drafter = toy_drafter()
-    initialize_block(drafter, plain, [s.tokens for s in toy_samples(8)[:2]])
+    drafter.initialize_from(plain, [s.tokens for s in toy_samples(8)[:2]])
     for rank in (0, 1):
         found = load_file(two / f"initial{rank}.safetensors")
         for name, tensor in drafter.state_dict().items():

@@ -13,9 +13,9 @@ import yaml
 from pydantic import ValidationError
 
 import outrider.cli
-from outrider.drafters.base import mask_token_id
-from outrider.drafters.dflash import DFLASH, DFlashConfig, DFlashSection
-from outrider.drafters.dspark import DSPARK, DSpark, DSparkConfig, DSparkSection
+from outrider.drafters.config import mask_token_id
+from outrider.drafters.dflash import DFlashConfig
+from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.drafters.registry import METHODS
 from outrider.target.model import Target
 from outrider.training.dataset import recipe_prompts
@@ -77,7 +77,7 @@ def test_overrides_of_top_nested_and_list_values(minimal: Path) -> None:
     recipe = load_recipe(minimal, overrides)
     assert recipe.seed == 5 and recipe.out == "runs/a=b" and recipe.optimizer.steps == 20
     assert recipe.optimizer.learning_rate == 2e-3
-    assert recipe.drafter.target_layer_ids == [3, 9] and recipe.drafter.draft_vocab_size is None
+    assert recipe.drafter.target_layer_ids == (3, 9) and recipe.drafter.draft_vocab_size is None
     assert not recipe.drafter.enable_confidence_head
     assert [(s.path, s.limit) for s in recipe.data.prompts] == [("a.jsonl", 2), ("b=c.jsonl", None)]
     assert (recipe.objective.ce, recipe.objective.l1, recipe.objective.confidence) == (1.0, 0.0, 1.0)
@@ -118,7 +118,10 @@ def test_mistakes_in_overrides_name_the_field(minimal: Path, overrides: list[str
         ("", "a recipe is a YAML mapping"),
         ("target: a\nout: b\n", "data: Field required"),
         (MINIMAL + "drafters: {}\n", "drafters: Extra inputs"),
-        (MINIMAL + "drafter:\n  markov_rnk: 3\n", r"drafter\.markov_rnk: Extra inputs"),
+        (
+            MINIMAL + "drafter:\n  markov_rnk: 3\n",
+            r"drafter\.markov_rnk: no field of dspark drafters, which have .*markov_rank",
+        ),
     ],
 )
 def test_mistakes_in_the_file_name_the_field(tmp_path: Path, text: str, message: str) -> None:
@@ -202,7 +205,7 @@ def test_the_mask_token_is_the_recipes_the_tokenizers_or_the_last_unused_special
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text"])
 def test_a_drafter_takes_its_shapes_from_the_target(family: str) -> None:
-    config = DSPARK.configure(DSparkSection(num_aux_layers=2, draft_vocab_size=1000), stubbed(family))
+    config = DSparkConfig.from_target(stubbed(family), num_aux_layers=2, draft_vocab_size=1000)
     assert isinstance(config, DSparkConfig)
     assert (config.hidden_size, config.intermediate_size, config.head_dim) == (32, 48, 8)
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
@@ -214,12 +217,12 @@ def test_a_drafter_takes_its_shapes_from_the_target(family: str) -> None:
 
 
 def test_a_drafter_follows_the_recipe() -> None:
-    section = DFlashSection(target_layer_ids=[3, -1], block_size=5, sliding_window=9, draft_vocab_size=20)
-    config = DFLASH.configure(section, stubbed())
+    chosen = {"target_layer_ids": [3, -1], "block_size": 5, "sliding_window": 9, "draft_vocab_size": 20}
+    config = DFlashConfig.from_target(stubbed(), **chosen)
     assert type(config) is DFlashConfig and config.target_layer_ids == (-1, 3) and config.gamma == 4
     assert config.sliding_window == 9 and config.draft_vocab_size == 20
     heads = {"markov_head_type": "gated", "markov_rank": 8, "enable_confidence_head": False}
-    dspark = DSPARK.configure(DSparkSection(num_aux_layers=1, sample_from_anchor=False, **heads), stubbed())
+    dspark = DSparkConfig.from_target(stubbed(), num_aux_layers=1, sample_from_anchor=False, **heads)
     assert isinstance(dspark, DSparkConfig) and dspark.gamma == 6 and dspark.target_layer_ids == (2,)
     assert {name: getattr(dspark, name) for name in heads} == heads
 

@@ -19,7 +19,7 @@ from outrider.drafters.base import Serving
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.layers import BlockLayout
-from outrider.drafters.medusa import HeadsConfig, Medusa
+from outrider.drafters.medusa import Medusa, MedusaConfig
 from outrider.target.model import Target
 from outrider.training.batches import build_batch
 from outrider.training.dataset import Dataset, choose_draft_ids
@@ -386,8 +386,10 @@ def parent(tmp_path_factory: pytest.TempPathFactory, target: Target, samples: li
 def continued(
     target: Target, samples: list[Sample], out: Path, section: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Recipe, Run]:
+    section = dict(section)
     short = {"prompts": [{"path": "unused"}], "max_prompt_tokens": 64, "max_new_tokens": 64}
-    chosen = recipe(out, drafter=section, data=short)
+    own = {name: section.pop(name) for name in ("start_from", "initialize_from_target") if name in section}
+    chosen = recipe(out, drafter=section, data=short, **own)
     monkeypatch.setattr(run_setup, "recipe_samples", lambda *_: Dataset(samples, samples[:3], {}))
     return chosen, prepare(chosen, target)
 
@@ -412,7 +414,8 @@ def test_a_run_goes_on_where_the_drafter_stood(
     trainer.train(stop_after=2)
     metadata = load_drafter(tmp_path / "drafter").metadata
     recorded, config = metadata["recipe"]["drafter"], stored.drafter.config
-    assert recorded.pop("target_layer_ids") == list(config.target_layer_ids) and not recorded["initialize_from_target"]
+    assert recorded.pop("target_layer_ids") == list(config.target_layer_ids)
+    assert not metadata["recipe"]["initialize_from_target"]
     assert recorded["markov_rank"] == 6 != chosen.drafter.markov_rank, "what was trained, not the section's default"
     assert metadata["history"][0]["initialize_from_target"] and metadata["history"][0]["target"] == "toy-llama"
     assert all(p.requires_grad for p in run.drafter.parameters())
@@ -423,13 +426,13 @@ def test_the_method_gone_on_with_is_recorded(
     tmp_path: Path, target: Target, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = {"hidden_size": 32, "vocab_size": 97, "draft_vocab_size": 97, "num_target_layers": 5}
-    heads = Medusa(HeadsConfig(**shapes, num_heads=3, num_layers=2))
+    heads = Medusa(MedusaConfig(**shapes, num_heads=3, num_layers=2))
     save_drafter(Checkpoint(heads, None, {}), tmp_path / "heads")
     chosen, run = continued(target, samples, tmp_path / "out", {"start_from": str(tmp_path / "heads")}, monkeypatch)
     assert chosen.drafter.algorithm == "dspark" and run.drafter.algorithm == "medusa"
     recorded = Trainer(chosen, run).checkpoint(0).metadata["recipe"]["drafter"]
     assert recorded == {
-        "algorithm": "medusa", "num_heads": 3, "num_layers": 2, "draft_vocab_size": 97, "initialize_from_target": False
+        "algorithm": "medusa", "num_heads": 3, "num_layers": 2, "draft_vocab_size": 97
     }  # fmt: skip
 
 
@@ -534,9 +537,9 @@ def test_the_origin_is_found_beside_the_recipe_or_from_here(
     save_drafter(load_drafter(parent / "drafter"), recipes / "kept")
     path = recipes / "r.yaml"
     path.write_text(
-        "target: t\nout: o\ndata: {prompts: [{path: train_math}]}\ndrafter: {start_from: kept, block_size: 4}\n"
+        "target: t\nout: o\ndata: {prompts: [{path: train_math}]}\nstart_from: kept\ndrafter: {block_size: 4}\n"
     )
-    found = load_recipe(path).drafter
-    assert found.start_from == str(recipes / "kept") and found.model_fields_set == {"start_from", "block_size"}
-    assert load_recipe(path, ["drafter.start_from=runs/x"]).drafter.start_from == "runs/x"
-    assert load_recipe(path, ["drafter.start_from=null"]).drafter.start_from is None
+    found = load_recipe(path)
+    assert found.start_from == str(recipes / "kept") and found.drafter.chosen() == {"block_size": 4}
+    assert load_recipe(path, ["start_from=runs/x"]).start_from == "runs/x"
+    assert load_recipe(path, ["start_from=null"]).start_from is None

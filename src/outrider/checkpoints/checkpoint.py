@@ -68,7 +68,7 @@ class Checkpoint:
             ValueError: made for another target, or a calibration that does not fit the block.
         """
         serving = self.serving(calibrated).for_target(target)
-        return method_of(self.drafter.algorithm).serve(self.drafter, target, serving)
+        return self.drafter.serve(target, serving)
 
     def serving(self, calibrated: bool = True) -> Serving:
         """What it is served with besides its weights."""
@@ -80,8 +80,8 @@ class Checkpoint:
         """The drafter as plain data, for a dialect to write; weights in `dtype`, taking raw aux hidden states."""
         tensors = {name: _cast(tensor, dtype) for name, tensor in self.drafter.folded_state_dict().items()}
         head, embedding_VH = (None if own is None else _cast(own, dtype) for own in (self.head, self.embedding_VH))
-        method, config = method_of(self.drafter.algorithm), self.drafter.config
-        return DrafterWeights(method, config, tensors, self.draft_ids_Vd, head, embedding_VH, self.embedding_scale)
+        config = self.drafter.config
+        return DrafterWeights(config, tensors, self.draft_ids_Vd, head, embedding_VH, self.embedding_scale)
 
 
 def save_drafter(

@@ -19,12 +19,12 @@ from typer.core import TyperCommand
 
 from outrider.checkpoints.checkpoint import load_drafter, read_metadata
 from outrider.checkpoints.published import Published, fetch, published_by, published_for, shipped_drafter
-from outrider.drafters.base import Drafter, draft_slots
+from outrider.drafters.base import Drafter, DraftModule, draft_slots
 from outrider.drafters.draft import TREE_FORM, TreeSize
 from outrider.drafters.heads import ChainHeads
 from outrider.drafters.language_model import StandaloneConfig, StandaloneDrafter
 from outrider.drafters.ngram import NgramConfig, NgramDrafter
-from outrider.drafters.registry import method_of, tree_methods
+from outrider.drafters.registry import tree_methods
 from outrider.evaluation.draft_cost import with_block_size
 from outrider.evaluation.results import DrafterInfo, TrainingInfo
 from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
@@ -416,7 +416,7 @@ class DrafterChoice:
             served, name = checkpoint.packed(target), self.where
             if tree is not None:
                 shape = f"tree of {tree}" + (", measured accuracies" if "candidates" in checkpoint.metadata else "")
-                served, name = _branched(module.algorithm, served, tree), f"{name} ({shape})"
+                served, name = _branched(module, served, tree), f"{name} ({shape})"
             return OpenedDrafter(served, name, module.algorithm, parameters, checkpoint.metadata, tree)
         if block_size is not None or tree is not None:
             raise ValueError(f"a drafter of kind {self.kind} has neither blocks nor trees: leave both options out.")
@@ -434,11 +434,11 @@ class DrafterChoice:
         return OpenedDrafter(small, f"lm:{self.where}@{gamma}", "lm", parameters)
 
 
-def _branched(algorithm: str, served: Drafter, size: TreeSize) -> Drafter:
-    branch = method_of(algorithm).branch
-    if branch is None:
-        raise ValueError(f"--tree {size}: {algorithm} drafts chains; trees are for {', '.join(tree_methods())}.")
-    return branch(served, size)
+def _branched(module: DraftModule, served: Any, size: TreeSize) -> Drafter:
+    if not module.drafts_trees:
+        raise ValueError(f"--tree {size}: {module.algorithm} drafts chains; trees are for {', '.join(tree_methods())}.")
+    drafter: Drafter = served.with_trees(size)
+    return drafter
 
 
 def choose_drafter(choice: str, target: str, thinking: bool = False) -> DrafterChoice | None:

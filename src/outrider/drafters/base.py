@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from outrider.drafters.draft import Draft, TreeSize
+from outrider.drafters.config import DrafterConfig
+from outrider.drafters.draft import Draft
 from outrider.drafters.heads import ChainHeads, ConfidenceHead, Estimator, VanillaMarkov
 from outrider.drafters.layers import BlockLayout
 from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeenTokens
@@ -268,13 +268,13 @@ def check_fits(config: Any, target: DecodingTarget, final: bool = False) -> None
 
 
 # ----------------------------------------------------------------------------
-# What a drafter is to the rest of the house: one `Method`, a line of drafters/registry.py.
+# The trainable module of a drafter.
 #
-#     recipe section --configure--> config --module--> DraftModule --rows--> objective        (training)
-#                                                      DraftModule --serve--> Drafter          (decoding)
+#     recipe --> config --> DraftModule --rows--> objective        (training)
+#                           DraftModule --serve--> Drafter         (decoding)
 #
-# Training knows a drafter by `DraftModule` alone, decoding by `Drafter` (drafters/base.py) alone, checkpoints by the
-# fields of `config` and the tensors of the module. Embedding and LM head are the target's, frozen, never the module's.
+# Training knows a drafter by `DraftModule` alone, decoding by `Drafter` alone, checkpoints by the fields of `config`
+# and the tensors of the module. Embedding and LM head are the target's, frozen, never the module's.
 #
 # Shapes: S context slots of all sequences, N anchors (one draft each), K = gamma draft positions, L aux layers, D
 # target hidden size, H draft hidden size (= D, because the head is the target's), V vocabulary, Vd draft vocabulary, r
@@ -340,23 +340,23 @@ class DraftModule(Packable, ABC):
     is then None.
 
     Attributes:
-        algorithm: the method's name, as in a recipe's `drafter.algorithm`.
         reads_final_layer: whether the target's last hidden state (after its final norm) may be one of the aux hidden
-        states.
+            states.
+        starts_from_target: whether `initialize_from` copies weights of the target.
+        drafts_trees: whether the drafter that `serve` gives can draft trees.
         aux_weight: name of the weight [out, L * D (+ more)] whose first columns read the flattened aux hidden states /
-        aux_scale.
-        config: a frozen dataclass with at least hidden_size, vocab_size, draft_vocab_size, target_layer_ids,
-            num_target_layers and gamma (a field or a property).
+            aux_scale.
         aux_scale_L: ones unless training set it.
     """
 
-    algorithm: ClassVar[str]
     reads_final_layer: ClassVar[bool] = False
+    starts_from_target: ClassVar[bool] = False
+    drafts_trees: ClassVar[bool] = False
     aux_weight: str | None = None
     config: Any
     aux_scale_L: Tensor
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
         self.register_buffer("aux_scale_L", torch.ones(len(config.target_layer_ids)), persistent=False)
@@ -364,6 +364,28 @@ class DraftModule(Packable, ABC):
     @abstractmethod
     def rows(self, inputs: BlockInputs) -> DraftRows:
         """The training forward: all draft positions of all anchors, given the true previous tokens."""
+
+    @abstractmethod
+    def serve(self, target: Target, serving: Serving = WEIGHTS_ALONE) -> Drafter:
+        """A drafter with a copy of these weights, ready to draft for `target`.
+
+        Raises:
+            ValueError: made for another target, or `serving` does not fit the config.
+        """
+
+    def initialize_from(self, target: Target, documents: Sequence[Sequence[int]]) -> None:
+        """Set fresh weights from the target's, in place, given a few token sequences.
+
+        By default they stay as they are.
+
+        Called only for targets with Llama-shaped layers (`target.family.lean`).
+        """
+
+    @property
+    def algorithm(self) -> str:
+        """The method's name, as in a recipe's `drafter.algorithm`."""
+        name: str = self.config.algorithm
+        return name
 
     def _aux_columns(self) -> Tensor:
         return self.aux_scale_L.repeat_interleave(self.config.hidden_size)
@@ -430,92 +452,3 @@ class ModuleDrafter(Generic[M]):
         ids = torch.as_tensor(tokens, dtype=torch.long, device=self.device)
         embedded = F.embedding(ids, self.embed_VH).float()
         return embedded if self.embed_scale == 1.0 else embedded * self.embed_scale
-
-
-class MethodSection(BaseModel):
-    """What a recipe's `drafter:` may set for every method; subclasses narrow `algorithm` to a Literal with a default.
-
-    With `start_from`, fields that are not set are those of the checkpoint, and those that are must agree with it.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    automatic: ClassVar[frozenset[str]] = frozenset({"target_layer_ids"})  # fields that null leaves to the method
-
-    algorithm: str
-    start_from: str | None = None  # a drafter directory to go on from, relative to the recipe or to where you are
-    draft_vocab_size: int | None = Field(None, ge=2)  # null: the target's
-    initialize_from_target: bool = True  # where the method knows how; noise otherwise
-
-    def draft_vocab(self, target: Target) -> int:
-        """Tokens that can be drafted."""
-        return min(self.draft_vocab_size or target.vocab_size, target.vocab_size)
-
-    def comparable_fields(self, config: Any, target: Target) -> dict[str, tuple[object, object]]:
-        """{field: (what the recipe sets it to, what a checkpoint with this config has)}, in comparable terms.
-
-        Fields that the config has under the same name need nothing more; a subclass adds those it turns into others.
-        """
-        set_here = {name: getattr(self, name) for name in self.model_fields_set - {"start_from", "algorithm"}}
-        asked = {name: value for name, value in set_here.items() if value is not None or name not in self.automatic}
-        pairs = {name: (value, getattr(config, name, None)) for name, value in asked.items()}
-        if "target_layer_ids" in pairs:
-            pairs["target_layer_ids"] = (sorted(asked["target_layer_ids"]), sorted(config.target_layer_ids))
-        if "draft_vocab_size" in pairs:
-            pairs["draft_vocab_size"] = (self.draft_vocab(target), config.draft_vocab_size)
-        if "initialize_from_target" in pairs:
-            pairs["initialize_from_target"] = (self.initialize_from_target, False)
-        return pairs
-
-
-@dataclass(frozen=True)
-class Method:
-    """One line of the catalogue.
-
-    Attributes:
-        name: in recipes (`drafter.algorithm`) and in config.json.
-        section: what a recipe may set.
-        configure: (section, target) -> config; ValueError where they do not go together.
-        config: the frozen dataclass, saved field by field.
-        module: config -> module, with fresh weights.
-        serve: the module, ready to draft for a target. It copies what it needs: training goes on with the module.
-        initialize: sets fresh weights from the target's, given a few token sequences; None: noise is all there is.
-            Called only for targets with Llama-shaped layers (`target.family.lean`).
-        branch: (what `serve` made, size) -> the same, drafting trees of that size; ValueError where it has no such
-            trees. None: it drafts chains only.
-    """
-
-    name: str
-    section: type[MethodSection]
-    configure: Callable[[Any, Target], Any]
-    config: type[Any]
-    module: Callable[[Any], DraftModule]
-    serve: Callable[[Any, Target, Serving], Drafter]
-    initialize: Callable[[Any, Target, Sequence[Sequence[int]]], None] | None = None
-    branch: Callable[[Any, TreeSize], TreeDrafter] | None = None
-
-    def defaults(self) -> dict[str, Any]:
-        """What a recipe's section says where it says nothing, as JSON."""
-        return self.section(algorithm=self.name).model_dump(mode="json")
-
-
-def mask_token_id(target: Target, wanted: str | None) -> int:
-    """The id of the mask token: the recipe's, the tokenizer's own, or the last special token chat never uses."""
-    tokenizer = target.tokenizer
-    assert tokenizer is not None
-    if wanted is not None:
-        found = tokenizer.convert_tokens_to_ids(wanted)
-        if not isinstance(found, int) or (found == tokenizer.unk_token_id and wanted != tokenizer.unk_token):
-            raise ValueError(f"drafter.mask_token {wanted!r} is not one token of {target.name}.")
-        return found
-    if tokenizer.mask_token_id is not None:
-        return int(tokenizer.mask_token_id)
-    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, *target.eos_ids}
-    template = tokenizer.chat_template or ""
-    special = {
-        token: index
-        for token, index in tokenizer.get_added_vocab().items()
-        if index not in used and token not in template and index < target.vocab_size
-    }
-    if not special:
-        raise ValueError(f"{target.name} has no spare special token; name one with drafter.mask_token.")
-    return max(special.values())

@@ -15,12 +15,11 @@ Shapes: N blocks, K rows a block, S context slots, L aux layers, T target hidden
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from outrider.drafters.base import (
@@ -29,15 +28,13 @@ from outrider.drafters.base import (
     DraftCall,
     DraftModule,
     DraftRows,
-    Method,
-    MethodSection,
     ModuleDrafter,
     Serving,
     capped,
     longest_draft,
-    mask_token_id,
 )
 from outrider.drafters.chain import sample_chain
+from outrider.drafters.config import Count, NotInRecipe, check_mask_token, draft_vocabulary, mask_token_id
 from outrider.drafters.draft import Draft
 from outrider.drafters.layers import (
     Attention,
@@ -46,9 +43,9 @@ from outrider.drafters.layers import (
     CachedKeys,
     DraftKV,
     KeySource,
+    LayerConfig,
     Rope,
     SwiGLU,
-    check_heads,
     copy_target_layers,
     flex_block_attention,
     layer_shapes,
@@ -59,10 +56,20 @@ from outrider.target.model import Target
 from outrider.utils.distributed import full_tensor
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, as transformers names them
+LayerType = Literal["full_attention", "sliding_attention"]
+Block = TypeVar("Block", bound="DFlashConfig")
 
 
-@dataclass(frozen=True)
-class DFlashConfig:
+def default_aux_layers(num_target_layers: int, count: int) -> list[int]:
+    """z-lab's choice: one aux layer in the middle, or `count` evenly spaced over [1, layers - 3], rounded."""
+    if count == 1:
+        return [num_target_layers // 2]
+    first, last = 1, num_target_layers - 3
+    return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(LayerConfig):
     """A DFlash drafter. `block_size` counts the rows of a block, the anchor included.
 
     `layer_types`, where layers differ, says of each whether it has the window ("sliding_attention") or sees all
@@ -73,35 +80,28 @@ class DFlashConfig:
     (None: m u), as z-lab's drafters may have them.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    draft_vocab_size: int
-    target_layer_ids: tuple[int, ...]
-    num_target_layers: int
-    mask_token_id: int
-    block_size: int = 7
+    algorithm: ClassVar[str] = "dflash"
+    layouts: ClassVar[tuple[bool, ...]] = (False,)  # values of sample_from_anchor that the method's checkpoints have
+
+    num_hidden_layers: Count = 2
+    mask_token_id: NotInRecipe[int]
+    block_size: Count = 7
     sample_from_anchor: bool = False
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-6
-    sliding_window: int | None = None
-    max_position_embeddings: int = 8192
+    rope_theta: NotInRecipe[float] = 10000.0
+    rms_norm_eps: NotInRecipe[float] = 1e-6
+    sliding_window: Count | None = None
+    max_position_embeddings: NotInRecipe[int] = 8192
     # Not in the repr, by which profiles know what they are of: these change no shape.
-    layer_types: tuple[str, ...] = field(default=(), repr=False)
+    layer_types: tuple[LayerType, ...] = field(default=(), repr=False)
     is_causal: bool | None = field(default=False, repr=False)
-    output_multiplier: float = field(default=1.0, repr=False)
-    final_logit_softcapping: float | None = field(default=None, repr=False)
+    output_multiplier: NotInRecipe[float] = field(default=1.0, repr=False)
+    final_logit_softcapping: NotInRecipe[float | None] = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.gamma < 1:
             raise ValueError(f"block_size {self.block_size} leaves no draft position; use at least 2.")
-        check_heads(self)
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}.")
+        check_mask_token(self.mask_token_id, self.vocab_size)
         if self.sliding_window is not None and self.sliding_window < self.block_size:
             # z-lab's model applies the window inside the block too, where our rows all see each other.
             raise ValueError(
@@ -111,9 +111,6 @@ class DFlashConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} {value} must be a finite number above 0; leave it out for plain logits.")
-        self._check_kinds()
-
-    def _check_kinds(self) -> None:
         kinds = set(self.layer_types)
         if self.layer_types and (len(self.layer_types) != self.num_hidden_layers or kinds != {FULL, SLIDING}):
             raise ValueError(
@@ -124,6 +121,47 @@ class DFlashConfig:
             raise ValueError(f"sliding_window null leaves the layers of kind {SLIDING} without a window.")
         if self.is_causal is None and not self.layer_types:
             raise ValueError("is_causal null is for layers of two kinds (layer_types): say true or false.")
+
+    @classmethod
+    def from_target(
+        cls: type[Block],
+        target: Target,
+        *,
+        target_layer_ids: Sequence[int] | None = None,
+        num_aux_layers: Count = 4,
+        draft_vocab_size: int | None = None,
+        mask_token: str | None = None,
+        **chosen: Any,
+    ) -> Block:
+        """The target's layer shapes and the recipe's choices.
+
+        Args:
+            target_layer_ids: None: `num_aux_layers` evenly spaced.
+            draft_vocab_size: None: the target's.
+            mask_token: None: a special token that no chat template uses.
+        """
+        aux_layers = target_layer_ids or default_aux_layers(target.num_layers, num_aux_layers)
+        config = cls(
+            **layer_shapes(target),
+            draft_vocab_size=draft_vocabulary(target, draft_vocab_size),
+            target_layer_ids=target.check_aux_layers(aux_layers),
+            mask_token_id=mask_token_id(target, mask_token),
+            **chosen,
+        )
+        if config.sample_from_anchor not in config.layouts:
+            raise ValueError(
+                "drafter.sample_from_anchor=true has no DFlash checkpoint dialect: leave it null, or use "
+                "drafter.algorithm=dspark with drafter.markov_rank=0 and drafter.enable_confidence_head=false."
+            )
+        return config
+
+    def comparable_fields(self, chosen: Mapping[str, Any], target: Target) -> dict[str, tuple[object, object]]:
+        pairs = super().comparable_fields(chosen, target)
+        if "num_aux_layers" in pairs:
+            pairs["num_aux_layers"] = (chosen["num_aux_layers"], len(self.target_layer_ids))
+        if "mask_token" in pairs:
+            pairs["mask_token"] = (mask_token_id(target, chosen["mask_token"]), self.mask_token_id)
+        return pairs
 
     @property
     def attention_patterns(self) -> tuple[AttentionPattern, ...]:
@@ -181,9 +219,14 @@ class DraftLayer(nn.Module):
 
 
 class DFlash(DraftModule):
-    """The backbone all block drafters share. Parameter names are those of the z-lab dialect."""
+    """The backbone all block drafters share. Parameter names are those of the z-lab dialect.
 
-    algorithm: ClassVar[str] = "dflash"
+    Weights begin as the target's: fc picks the last aux layer, hidden_norm is the input norm that the copied keys were
+    trained behind, and the draft layers are the target's last ones (drafters/layers.py). The final norm begins as ones:
+    the target's own makes untrained hidden states overconfident, and the first losses explode.
+    """
+
+    starts_from_target: ClassVar[bool] = True
     aux_weight: str | None = "fc.weight"
     groups = (("fc",),)
     layer: ClassVar[type[DraftLayer]] = DraftLayer
@@ -241,6 +284,17 @@ class DFlash(DraftModule):
             )
         embedded_NKH = inputs.embed(self.block_tokens(inputs.previous_NK[:, 0]))
         return DraftRows(self(inputs.aux_SLD, embedded_NKH, inputs.layout))
+
+    def serve(self, target: Target, serving: Serving = WEIGHTS_ALONE) -> BlockDrafter:
+        return BlockDrafter(self, target, serving)
+
+    @torch.no_grad()
+    def initialize_from(self, target: Target, documents: Sequence[Sequence[int]]) -> None:
+        source = copy_target_layers(self.layers, target, documents)
+        hidden = self.config.hidden_size
+        self.fc.weight.zero_()
+        self.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
+        self.hidden_norm.weight.copy_(full_tensor(source[0].input_layernorm.weight))
 
 
 # ----------------------------------------------------------------------------
@@ -302,101 +356,3 @@ class BlockDrafter(ModuleDrafter[DFlash]):
         return sample_chain(
             self.head, hidden_RKH[:, : longest_draft(calls, self.gamma)], calls, self.heads, min_confidence
         )
-
-
-# ----------------------------------------------------------------------------
-# DFlash and DSpark as methods: what a recipe says of a block drafter, its config, and where its weights begin.
-#
-# fc           <- picks the last aux layer;   hidden_norm <- the input norm that the copied keys were trained behind
-# final norm   <- ones: the target's own makes untrained hidden states overconfident, and the first losses explode
-# draft layers <- the target's last ones (drafters/layers.py)
-# ----------------------------------------------------------------------------
-
-
-class BlockSection(MethodSection):
-    """What recipes may set for every block drafter."""
-
-    automatic: ClassVar[frozenset[str]] = frozenset({"sample_from_anchor", "target_layer_ids", "mask_token"})
-
-    num_hidden_layers: int = Field(2, ge=1)
-    block_size: int = Field(7, ge=1)
-    sample_from_anchor: bool | None = None  # null: the algorithm's own layout
-    target_layer_ids: list[int] | None = None  # null: num_aux_layers evenly spaced
-    num_aux_layers: int = Field(4, ge=1)
-    mask_token: str | None = None  # null: a special token that no chat template uses
-    sliding_window: int | None = Field(None, ge=1)
-    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None  # null: all alike
-    is_causal: bool | None = False  # whether block rows see those before them only; null: in sliding layers
-
-    def comparable_fields(self, config: Any, target: Target) -> dict[str, tuple[object, object]]:
-        pairs = super().comparable_fields(config, target)
-        if "num_aux_layers" in pairs:
-            pairs["num_aux_layers"] = (self.num_aux_layers, len(config.target_layer_ids))
-        if "mask_token" in pairs:
-            pairs["mask_token"] = (mask_token_id(target, self.mask_token), config.mask_token_id)
-        if "layer_types" in pairs:
-            pairs["layer_types"] = (tuple(self.layer_types or ()), config.layer_types)
-        return pairs
-
-
-class DFlashSection(BlockSection):
-    algorithm: Literal["dflash"] = "dflash"
-
-
-def default_aux_layers(num_target_layers: int, count: int) -> list[int]:
-    """z-lab's choice: one aux layer in the middle, or `count` evenly spaced over [1, layers - 3], rounded."""
-    if count == 1:
-        return [num_target_layers // 2]
-    first, last = 1, num_target_layers - 3
-    return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
-
-
-def backbone_fields(section: BlockSection, target: Target) -> dict[str, Any]:
-    """The fields of every block drafter's config."""
-    aux_layers = section.target_layer_ids or default_aux_layers(target.num_layers, section.num_aux_layers)
-    backbone = {
-        **layer_shapes(target),
-        "num_hidden_layers": section.num_hidden_layers,
-        "draft_vocab_size": section.draft_vocab(target),
-        "target_layer_ids": target.check_aux_layers(aux_layers),
-        "mask_token_id": mask_token_id(target, section.mask_token),
-        "block_size": section.block_size,
-        "sliding_window": section.sliding_window,
-        "layer_types": tuple(section.layer_types or ()),
-        "is_causal": section.is_causal,
-    }
-    if section.sample_from_anchor is not None:
-        backbone["sample_from_anchor"] = section.sample_from_anchor
-    return backbone
-
-
-def _dflash_config(section: DFlashSection, target: Target) -> DFlashConfig:
-    config = DFlashConfig(**backbone_fields(section, target))
-    check_layout(config)
-    return config
-
-
-def check_layout(config: DFlashConfig) -> None:
-    """z-lab's dialects have one layout, anchor + masks.
-
-    Raises:
-        ValueError: the config has the other.
-    """
-    if config.sample_from_anchor:
-        raise ValueError(
-            "drafter.sample_from_anchor=true has no DFlash checkpoint dialect: leave it null, or use "
-            "drafter.algorithm=dspark with drafter.markov_rank=0 and drafter.enable_confidence_head=false."
-        )
-
-
-@torch.no_grad()
-def initialize_block(drafter: DFlash, target: Target, documents: Sequence[Sequence[int]]) -> None:
-    """Copy weights in place. The drafter's layer shapes must be the target's (the recipe's default)."""
-    source = copy_target_layers(drafter.layers, target, documents)
-    hidden = drafter.config.hidden_size
-    drafter.fc.weight.zero_()
-    drafter.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
-    drafter.hidden_norm.weight.copy_(full_tensor(source[0].input_layernorm.weight))
-
-
-DFLASH = Method("dflash", DFlashSection, _dflash_config, DFlashConfig, DFlash, BlockDrafter, initialize_block)

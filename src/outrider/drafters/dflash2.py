@@ -17,25 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from outrider.drafters.base import BlockInputs, DraftCall, DraftRows, Method, longest_draft
+from outrider.drafters.base import WEIGHTS_ALONE, BlockInputs, DraftCall, DraftRows, Serving, longest_draft
 from outrider.drafters.chain import BlockRows, sample_rows
-from outrider.drafters.dflash import (
-    BlockDrafter,
-    BlockSection,
-    DFlash,
-    DFlashConfig,
-    DraftLayer,
-    backbone_fields,
-    check_layout,
-    initialize_block,
-)
+from outrider.drafters.config import Count
+from outrider.drafters.dflash import BlockDrafter, DFlash, DFlashConfig, DraftLayer
 from outrider.drafters.draft import Draft
 from outrider.drafters.layers import KeySource, Rope
 from outrider.target.model import Target
@@ -166,28 +158,28 @@ class CandidateRows(BlockRows):
 # ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DFlash2Config(DFlashConfig):
-    """DFlash's fields and those of the convolution and the selector; the defaults are those of z-lab's releases."""
+    """DFlash's fields and those of the convolution and the selector; the defaults are z-lab's but for the rank."""
 
-    block_size: int = 8
-    conv_kernel_size: int = 2
-    conv_group_size: int = 16
-    selector_rank: int = 256
-    selector_top_k: int = 16
+    algorithm: ClassVar[str] = "dflash2"
+
+    block_size: Annotated[int, Field(ge=2)] = 8
+    conv_kernel_size: Count = 2
+    conv_group_size: Count = 16
+    selector_rank: Count = 64
+    selector_top_k: Count = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.conv_kernel_size <= self.block_size:
+        if self.conv_kernel_size > self.block_size:
             raise ValueError(
                 f"conv_kernel_size {self.conv_kernel_size} must be between 1 and block_size {self.block_size}: nothing "
                 "precedes a block."
             )
-        if self.conv_group_size < 1 or self.hidden_size % self.conv_group_size:
+        if self.hidden_size % self.conv_group_size:
             raise ValueError(f"conv_group_size {self.conv_group_size} must divide hidden_size {self.hidden_size}.")
-        if self.selector_rank < 1:
-            raise ValueError(f"selector_rank {self.selector_rank} must be at least 1.")
-        if not 1 <= self.selector_top_k <= self.draft_vocab_size:
+        if self.selector_top_k > self.draft_vocab_size:
             raise ValueError(
                 f"selector_top_k {self.selector_top_k} must be between 1 and draft_vocab_size {self.draft_vocab_size}."
             )
@@ -216,7 +208,6 @@ def convolved(conv: GroupedDynamicConv, x_NKH: Tensor, sublayer: Callable[[Tenso
 class DFlash2(DFlash):
     """The convolved backbone with its selector."""
 
-    algorithm: ClassVar[str] = "dflash2"
     layer: ClassVar[type[DraftLayer]] = ConvolvedLayer
     config: DFlash2Config
 
@@ -234,6 +225,9 @@ class DFlash2(DFlash):
             w2_Vr=selector.successor_codebook,
             candidates=self.config.selector_top_k,
         )
+
+    def serve(self, target: Target, serving: Serving = WEIGHTS_ALONE) -> DFlash2Drafter:
+        return DFlash2Drafter(self, target, serving)
 
 
 class DFlash2Drafter(BlockDrafter):
@@ -253,40 +247,3 @@ class DFlash2Drafter(BlockDrafter):
             self.heads.draft_ids_Vd,
         )
         return sample_rows(rows, longest, calls, self.heads, min_confidence)
-
-
-# ----------------------------------------------------------------------------
-# DFlash 2 as a method: what a recipe says of it, its config, and where its weights begin: where DFlash's do.
-# ----------------------------------------------------------------------------
-
-
-class DFlash2Section(BlockSection):
-    """What recipes may set beside a block drafter's own fields."""
-
-    algorithm: Literal["dflash2"] = "dflash2"
-    block_size: int = Field(8, ge=2)
-    conv_kernel_size: int = Field(2, ge=1)
-    conv_group_size: int = Field(16, ge=1)
-    selector_rank: int = Field(64, ge=1)
-    selector_top_k: int = Field(16, ge=1)
-
-
-OWN_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-
-
-def configure(section: DFlash2Section, target: Target) -> DFlash2Config:
-    """The target's layer shapes, the recipe's choices."""
-    config = DFlash2Config(**backbone_fields(section, target), **{name: getattr(section, name) for name in OWN_FIELDS})
-    check_layout(config)
-    return config
-
-
-DFLASH2 = Method(
-    "dflash2",
-    DFlash2Section,
-    configure,
-    DFlash2Config,
-    DFlash2,
-    DFlash2Drafter,
-    initialize_block,
-)

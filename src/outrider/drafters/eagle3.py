@@ -27,24 +27,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 from outrider.drafters.base import (
+    WEIGHTS_ALONE,
     BlockInputs,
     DraftCall,
     DraftModule,
     DraftRows,
-    Method,
-    MethodSection,
     ModuleDrafter,
+    Serving,
     longest_draft,
 )
 from outrider.drafters.chain import sample_steps
+from outrider.drafters.config import Count, NotInRecipe, draft_vocabulary
 from outrider.drafters.draft import Draft, TreeSize, rerank
 from outrider.drafters.layers import (
     EVERYTHING,
@@ -54,50 +54,70 @@ from outrider.drafters.layers import (
     ChainKeys,
     DraftKV,
     KeySource,
+    LayerConfig,
     Rope,
     SwiGLU,
-    check_heads,
     layer_shapes,
     rope_table,
 )
 from outrider.target.model import Target
 
+Eagle = TypeVar("Eagle", bound="Eagle3Config")
 
-@dataclass(frozen=True)
-class Eagle3Config:
-    """One layer in the target's shapes, unrolled over `gamma` draft tokens.
+
+def eagle_aux_layers(num_target_layers: int) -> list[int]:
+    """The official choice: what layers 2, L / 2 and L - 3 read, i.e. the outputs of those before them."""
+    return sorted({1, num_target_layers // 2 - 1, num_target_layers - 4})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(LayerConfig):
+    """One layer in the target's shapes, unrolled over `gamma` draft tokens and as many steps of the training-time test.
 
     `norm_before_residual`: the residual is norm(f), not f. `norm_before_fc`: all aux hidden states are normed together,
     `fc_norm`: each by itself. `norm_output`: h is fed back behind the final norm. `attention_bias`: in all four
     projections. `qk_norm`: queries and keys are normed head by head.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    draft_vocab_size: int
-    target_layer_ids: tuple[int, ...]
-    num_target_layers: int
-    gamma: int = 7
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 8192
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    attention_bias: bool = False
-    qk_norm: bool = False
+    algorithm: ClassVar[str] = "eagle3"
+
+    gamma: Count = 7
+    rope_theta: NotInRecipe[float] = 10000.0
+    rms_norm_eps: NotInRecipe[float] = 1e-6
+    max_position_embeddings: NotInRecipe[int] = 8192
+    norm_before_residual: NotInRecipe[bool] = False
+    norm_before_fc: NotInRecipe[bool] = False
+    fc_norm: NotInRecipe[bool] = False
+    norm_output: NotInRecipe[bool] = False
+    attention_bias: NotInRecipe[bool] = False
+    qk_norm: NotInRecipe[bool] = False
 
     def __post_init__(self) -> None:
-        if self.gamma < 1:
-            raise ValueError(f"gamma {self.gamma} leaves nothing to draft; use at least 1.")
+        super().__post_init__()
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm are two norms in one place: set one of them to false.")
-        check_heads(self)
+
+    @classmethod
+    def from_target(
+        cls: type[Eagle],
+        target: Target,
+        *,
+        target_layer_ids: Sequence[int] | None = None,
+        draft_vocab_size: int | None = None,
+        **chosen: Any,
+    ) -> Eagle:
+        """The target's layer shapes and the recipe's choices.
+
+        Args:
+            target_layer_ids: None: an early, a middle and a late layer.
+            draft_vocab_size: None: the target's.
+        """
+        return cls(
+            **layer_shapes(target),
+            draft_vocab_size=draft_vocabulary(target, draft_vocab_size),
+            target_layer_ids=target.check_aux_layers(target_layer_ids or eagle_aux_layers(target.num_layers)),
+            **chosen,
+        )
 
 
 class Eagle3Layer(nn.Module):
@@ -126,9 +146,13 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3(DraftModule):
-    """The drafter to train; see Eagle3Drafter for how it serves."""
+    """The drafter to train; see Eagle3Drafter for how it serves.
 
-    algorithm: ClassVar[str] = "eagle3"
+    Weights begin as noise, as in the paper: the layer reads pairs [embedding; feature], which no layer of the target
+    does.
+    """
+
+    drafts_trees: ClassVar[bool] = True
     aux_weight: str | None = "fc.weight"
     groups = (("fc",),)
     pattern: ClassVar[AttentionPattern] = EVERYTHING  # what the rows of one draft see of one another
@@ -190,6 +214,9 @@ class Eagle3(DraftModule):
             hidden_NH, state_NH = self.step(state_NH, embedded_NH, inputs.layout.anchors_N + k, source)
             hidden.append(hidden_NH)
         return DraftRows(torch.stack(hidden, dim=1))
+
+    def serve(self, target: Target, serving: Serving = WEIGHTS_ALONE) -> Eagle3Drafter:
+        return Eagle3Drafter(self, target, serving)
 
 
 # ----------------------------------------------------------------------------
@@ -299,6 +326,10 @@ class Eagle3Drafter(ModuleDrafter[Eagle3]):
         source = CachedKeys([[session.kv] for session in sessions], starts, [M] * len(sessions), visible)
         positions = [session.count + depth + m * spacing for session in sessions for m in range(M)]
         return self.module.step(state_XH, self.embed(tokens), torch.tensor(positions, device=self.device), source)
+
+    def with_trees(self, size: TreeSize) -> DynamicTreeDrafter:
+        """The same drafter with dynamic trees of that size."""
+        return dynamic_tree(self, size)
 
 
 # ----------------------------------------------------------------------------
@@ -458,37 +489,3 @@ def dynamic_tree(drafter: Eagle3Drafter, size: TreeSize) -> DynamicTreeDrafter:
             f"a tree of {shape.nodes} nodes: with depth {shape.depth} and top_k {shape.top_k} there are {most} at most."
         )
     return DynamicTreeDrafter(drafter, shape)
-
-
-# ----------------------------------------------------------------------------
-# EAGLE-3 as a method: what a recipe says of it, and the config that follows.
-#
-# Weights begin as noise, as in the paper: the layer reads pairs [embedding; feature], which no layer of the target
-# does.
-# ----------------------------------------------------------------------------
-
-
-class Eagle3Section(MethodSection):
-    """A recipe's choices; the defaults are the paper's."""
-
-    algorithm: Literal["eagle3"] = "eagle3"
-    gamma: int = Field(7, ge=1)  # draft tokens, and steps of the training-time test
-    target_layer_ids: list[int] | None = None  # null: an early, a middle and a late layer
-
-
-def eagle_aux_layers(num_target_layers: int) -> list[int]:
-    """The official choice: what layers 2, L / 2 and L - 3 read, i.e. the outputs of those before them."""
-    return sorted({1, num_target_layers // 2 - 1, num_target_layers - 4})
-
-
-def configure(section: Eagle3Section, target: Target) -> Eagle3Config:
-    """The target's layer shapes, the recipe's choices."""
-    return Eagle3Config(
-        **layer_shapes(target),
-        draft_vocab_size=section.draft_vocab(target),
-        target_layer_ids=target.check_aux_layers(section.target_layer_ids or eagle_aux_layers(target.num_layers)),
-        gamma=section.gamma,
-    )
-
-
-EAGLE3 = Method("eagle3", Eagle3Section, configure, Eagle3Config, Eagle3, Eagle3Drafter, branch=dynamic_tree)

@@ -16,32 +16,26 @@ Shapes: R requests, N anchors, P paths, K heads, k tokens known, H hidden, Vd dr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafters.base import BlockInputs, DraftCall, DraftRows, Method, longest_draft
+from outrider.drafters.base import WEIGHTS_ALONE, BlockInputs, DraftCall, DraftRows, Serving, longest_draft
 from outrider.drafters.chain import sample_steps
 from outrider.drafters.draft import Draft
-from outrider.drafters.medusa import (
-    HeadsConfig,
-    HeadsDrafter,
-    HeadsModule,
-    HeadsSection,
-    configure_heads,
-    static_tree,
-)
+from outrider.drafters.medusa import HeadsDrafter, HeadsModule, MedusaConfig
 from outrider.drafters.trees import Level
+from outrider.target.model import Target
 
 _EPS = 1e-6
 
 
-class HydraSection(HeadsSection):
-    """`drafter.algorithm: hydra`."""
+class HydraConfig(MedusaConfig):
+    """As many heads, layers and tokens as Medusa's config says; other inputs."""
 
-    algorithm: Literal["hydra"] = "hydra"
+    algorithm: ClassVar[str] = "hydra"
 
 
 def head_inputs(hidden_NH: Tensor, embedded_NkH: Tensor) -> Tensor:
@@ -53,9 +47,7 @@ def head_inputs(hidden_NH: Tensor, embedded_NkH: Tensor) -> Tensor:
 class Hydra(HeadsModule):
     """The trainable heads."""
 
-    algorithm: ClassVar[str] = "hydra"
-
-    def __init__(self, config: HeadsConfig) -> None:
+    def __init__(self, config: HydraConfig) -> None:
         super().__init__(config, [(k + 1) * config.hidden_size for k in range(1, config.num_heads + 1)])
 
     def rows(self, inputs: BlockInputs) -> DraftRows:
@@ -64,6 +56,9 @@ class Hydra(HeadsModule):
         H = self.config.hidden_size
         heads = [head(hidden_NH, z_NZ[:, : (k + 2) * H]) for k, head in enumerate(self.blocks)]
         return DraftRows(torch.stack(heads, dim=1))
+
+    def serve(self, target: Target, serving: Serving = WEIGHTS_ALONE) -> HydraDrafter:
+        return HydraDrafter(self, target, serving)
 
 
 class HydraDrafter(HeadsDrafter[Hydra]):
@@ -93,6 +88,3 @@ class HydraDrafter(HeadsDrafter[Hydra]):
             return self.head(hidden_NH).view(R, P, -1)
 
         return level
-
-
-HYDRA = Method("hydra", HydraSection, configure_heads, HeadsConfig, Hydra, HydraDrafter, branch=static_tree)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.drafters.config import DrafterConfig, DraftVocabulary, NotInRecipe
 from outrider.target.lean import rotate, signed_sin
 from outrider.target.linear import Packable
 from outrider.target.model import Target
@@ -38,17 +39,27 @@ class HeadShapes(Protocol):
     def head_dim(self) -> int: ...
 
 
-def check_heads(config: HeadShapes) -> None:
-    """Query heads divide evenly among key heads.
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig(DrafterConfig):
+    """Config of a drafter that has decoder layers in the target's shapes."""
 
-    Raises:
-        ValueError: they do not.
-    """
-    if config.num_key_value_heads < 1 or config.num_attention_heads % config.num_key_value_heads:
-        raise ValueError(
-            f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "
-            f"{config.num_key_value_heads}."
-        )
+    hidden_size: NotInRecipe[int]
+    intermediate_size: NotInRecipe[int]
+    num_attention_heads: NotInRecipe[int]
+    num_key_value_heads: NotInRecipe[int]
+    head_dim: NotInRecipe[int]
+    vocab_size: NotInRecipe[int]
+    draft_vocab_size: DraftVocabulary
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: NotInRecipe[int]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}."
+            )
 
 
 class DraftKV:

@@ -22,11 +22,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 from outrider.drafters.base import (
@@ -35,34 +34,43 @@ from outrider.drafters.base import (
     DraftCall,
     DraftModule,
     DraftRows,
-    Method,
-    MethodSection,
     ModuleDrafter,
     Serving,
     longest_draft,
 )
 from outrider.drafters.chain import sample_chain, sample_steps
+from outrider.drafters.config import Count, DrafterConfig, DraftVocabulary, NotInRecipe, draft_vocabulary
 from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.trees import CandidateTree, Level, assumed_accuracy, best_tree, draw_trees
 from outrider.target.linear import Packable
 from outrider.target.model import Target
 
+Heads = TypeVar("Heads", bound="MedusaConfig")
 
-@dataclass(frozen=True)
-class HeadsConfig:
-    """K = `num_heads` draft heads of `num_layers` residual layers each."""
 
-    hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    num_target_layers: int
-    num_heads: int
-    num_layers: int
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(DrafterConfig):
+    """K = `num_heads` draft heads of `num_layers` residual layers each; the paper's have one layer and 5 heads."""
 
-    def __post_init__(self) -> None:
-        for name in ("num_heads", "num_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} must be at least 1.")
+    algorithm: ClassVar[str] = "medusa"
+
+    hidden_size: NotInRecipe[int]
+    vocab_size: NotInRecipe[int]
+    draft_vocab_size: DraftVocabulary
+    num_target_layers: NotInRecipe[int]
+    num_heads: Count = 5
+    num_layers: Count = 1
+
+    @classmethod
+    def from_target(cls: type[Heads], target: Target, *, draft_vocab_size: int | None = None, **chosen: Any) -> Heads:
+        """The target's shapes and the recipe's choices."""
+        return cls(
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=draft_vocabulary(target, draft_vocab_size),
+            num_target_layers=target.num_layers,
+            **chosen,
+        )
 
     @property
     def gamma(self) -> int:
@@ -73,25 +81,6 @@ class HeadsConfig:
     def target_layer_ids(self) -> tuple[int, ...]:
         """The last hidden state, after the final norm."""
         return (self.num_target_layers - 1,)
-
-
-class HeadsSection(MethodSection):
-    """A recipe's choices; the paper's have one layer and 5 heads."""
-
-    num_heads: int = Field(5, ge=1)
-    num_layers: int = Field(1, ge=1)
-
-
-def configure_heads(section: HeadsSection, target: Target) -> HeadsConfig:
-    """The target's shapes, the recipe's choices."""
-    return HeadsConfig(
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=section.draft_vocab(target),
-        num_target_layers=target.num_layers,
-        num_heads=section.num_heads,
-        num_layers=section.num_layers,
-    )
 
 
 class DraftHead(Packable):
@@ -117,10 +106,11 @@ class DraftHead(Packable):
 class HeadsModule(DraftModule):
     """K draft heads, the trainable part. Parameter names are those of Medusa checkpoints."""
 
-    reads_final_layer = True
-    config: HeadsConfig
+    reads_final_layer: ClassVar[bool] = True
+    drafts_trees: ClassVar[bool] = True
+    config: MedusaConfig
 
-    def __init__(self, config: HeadsConfig, inputs: Sequence[int]) -> None:
+    def __init__(self, config: MedusaConfig, inputs: Sequence[int]) -> None:
         super().__init__(config)
         self.blocks = nn.ModuleList(DraftHead(size, config.hidden_size, config.num_layers) for size in inputs)
 
@@ -157,6 +147,10 @@ class HeadsDrafter(ModuleDrafter[H], ABC):
     @abstractmethod
     def levels(self, calls: Sequence[DraftCall], depth: int) -> Level:
         """Draft logits for a tree of that depth, level by level; temperatures and penalties left out."""
+
+    def with_trees(self, size: TreeSize) -> StaticTreeDrafter:
+        """The same drafter with trees of fixed shape."""
+        return static_tree(self, size)
 
     def newest(self, calls: Sequence[DraftCall]) -> Tensor:
         """The features that a block reads, [R, H]."""
@@ -256,18 +250,10 @@ def static_tree(drafter: HeadsDrafter, size: TreeSize) -> StaticTreeDrafter:
 # ----------------------------------------------------------------------------
 
 
-class MedusaSection(HeadsSection):
-    """`drafter.algorithm: medusa`."""
-
-    algorithm: Literal["medusa"] = "medusa"
-
-
 class Medusa(HeadsModule):
     """The trainable heads."""
 
-    algorithm: ClassVar[str] = "medusa"
-
-    def __init__(self, config: HeadsConfig) -> None:
+    def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config, [config.hidden_size] * config.num_heads)
 
     def hidden(self, feature_NH: Tensor, heads: int) -> Tensor:
@@ -276,6 +262,9 @@ class Medusa(HeadsModule):
 
     def rows(self, inputs: BlockInputs) -> DraftRows:
         return DraftRows(self.hidden(inputs.layout.before_anchors(inputs.aux_SLD[:, -1]), self.config.num_heads))
+
+    def serve(self, target: Target, serving: Serving = WEIGHTS_ALONE) -> MedusaDrafter:
+        return MedusaDrafter(self, target, serving)
 
 
 class MedusaDrafter(HeadsDrafter[Medusa]):
@@ -310,6 +299,3 @@ class MedusaDrafter(HeadsDrafter[Medusa]):
         else:
             logits_RKVd = self.head(hidden_RKH.flatten(0, 1)).view(*hidden_RKH.shape[:2], -1)
         return lambda k, paths_RPk: logits_RKVd[:, k : k + 1]
-
-
-MEDUSA = Method("medusa", MedusaSection, configure_heads, HeadsConfig, Medusa, MedusaDrafter, branch=static_tree)

@@ -30,24 +30,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 from outrider.drafters.base import (
+    WEIGHTS_ALONE,
     BlockInputs,
     DraftCall,
     DraftModule,
     DraftRows,
-    Method,
-    MethodSection,
     ModuleDrafter,
+    Serving,
     longest_draft,
 )
 from outrider.drafters.chain import sample_steps
+from outrider.drafters.config import Count, NotInRecipe, draft_vocabulary
 from outrider.drafters.draft import Draft
 from outrider.drafters.layers import (
     Attention,
@@ -56,9 +56,9 @@ from outrider.drafters.layers import (
     ChainKeys,
     DraftKV,
     KeySource,
+    LayerConfig,
     Rope,
     SwiGLU,
-    check_heads,
     copy_target_layers,
     layer_shapes,
     rope_table,
@@ -67,37 +67,42 @@ from outrider.target.linear import Packable
 from outrider.target.model import Target
 
 
-@dataclass(frozen=True)
-class MTPConfig:
+@dataclass(frozen=True, kw_only=True)
+class MTPConfig(LayerConfig):
     """`num_modules` modules in the target's layer shapes draft `gamma` tokens; `qk_norm` where the target has it."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    draft_vocab_size: int
-    target_layer_ids: tuple[int, ...]
-    num_target_layers: int
-    num_modules: int = 1
-    gamma: int = 1
-    qk_norm: bool = False
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 8192
+    algorithm: ClassVar[str] = "mtp"
+
+    target_layer_ids: NotInRecipe[tuple[int, ...]]
+    num_modules: Count = 1
+    gamma: Count = 1
+    qk_norm: NotInRecipe[bool] = False
+    rope_theta: NotInRecipe[float] = 10000.0
+    rms_norm_eps: NotInRecipe[float] = 1e-6
+    max_position_embeddings: NotInRecipe[int] = 8192
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_modules <= self.gamma:
+        super().__post_init__()
+        if self.num_modules > self.gamma:
             raise ValueError(
                 f"num_modules {self.num_modules} must be between 1 and gamma {self.gamma}: module k drafts token k."
             )
-        check_heads(self)
         if tuple(self.target_layer_ids) != (self.num_target_layers - 1,):
             raise ValueError(
                 f"target_layer_ids {list(self.target_layer_ids)} must be [{self.num_target_layers - 1}]: MTP reads the "
                 "target's last hidden state."
             )
+
+    @classmethod
+    def from_target(cls, target: Target, *, draft_vocab_size: int | None = None, **chosen: Any) -> MTPConfig:
+        """The target's layer shapes and the recipe's choices."""
+        return cls(
+            **layer_shapes(target),
+            draft_vocab_size=draft_vocabulary(target, draft_vocab_size),
+            target_layer_ids=target.check_aux_layers([target.num_layers - 1], final=True),
+            qk_norm=hasattr(target.decoder.layers[-1].self_attn, "q_norm"),
+            **chosen,
+        )
 
 
 class MTPModule(Packable):
@@ -152,10 +157,15 @@ class CausalKeys:
 
 
 class MTP(DraftModule):
-    """The modules of all depths. States are normed on entry, so the scale of the aux layer does not matter."""
+    """The modules of all depths. States are normed on entry, so the scale of the aux layer does not matter.
 
-    algorithm: ClassVar[str] = "mtp"
+    Weights begin as the target's: the layer of every module is the target's last one, eh_proj the sum of both normed
+    inputs, with gains that give this sum the size of the residual stream in front of that layer. The last norm begins
+    as ones: the target's own makes untrained states overconfident.
+    """
+
     reads_final_layer: ClassVar[bool] = True
+    starts_from_target: ClassVar[bool] = True
     config: MTPConfig
 
     def __init__(self, config: MTPConfig) -> None:
@@ -195,6 +205,21 @@ class MTP(DraftModule):
             state_NH = module(state_NH, inputs.embed(inputs.previous_NK[:, k]), rope_N, source)
             hidden.append(state_NH)
         return DraftRows(torch.stack(hidden, dim=1))
+
+    def serve(self, target: Target, serving: Serving = WEIGHTS_ALONE) -> MTPDrafter:
+        return MTPDrafter(self, target, serving)
+
+    @torch.no_grad()
+    def initialize_from(self, target: Target, documents: Sequence[Sequence[int]]) -> None:
+        """A layer that reads a stream of the size it was trained on adds to it in proportion."""
+        gain = (_residual_mean_square(target, documents) / 2) ** 0.5
+        for module in self.depths:
+            assert isinstance(module, MTPModule)
+            copy_target_layers([module], target, documents)
+            module.enorm.weight.fill_(gain)
+            module.hnorm.weight.fill_(gain)
+            eye_HH = torch.eye(self.config.hidden_size)
+            module.eh_proj.weight.copy_(torch.cat((eye_HH, eye_HH), dim=1))
 
 
 def _tokens_ahead(inputs: BlockInputs, more: int) -> Tensor:
@@ -327,56 +352,8 @@ class MTPDrafter(ModuleDrafter[MTP]):
         return list(module(state_TH, embedded_TH, rope, source).split(counts))
 
 
-# ----------------------------------------------------------------------------
-# MTP as a method: what a recipe says of it, its config, and where its weights begin.
-#
-#     eh_proj          <- the sum of both normed inputs
-#     enorm, hnorm     <- gains that give this sum the size of the residual stream in front of the target's last layer
-#     the layer        <- the target's last one, in every module
-#     last norm        <- ones: the target's own makes untrained states overconfident
-#
-# Shapes: T tokens of a document, H hidden.
-# ----------------------------------------------------------------------------
-
-
-class MTPSection(MethodSection):
-    """What recipes may set: `num_modules` with weights of their own, the last of which is reused up to `gamma`."""
-
-    algorithm: Literal["mtp"] = "mtp"
-    num_modules: int = Field(1, ge=1)
-    gamma: int = Field(1, ge=1)
-
-
-def configure(section: MTPSection, target: Target) -> MTPConfig:
-    """The target's layer shapes, the recipe's depths."""
-    return MTPConfig(
-        **layer_shapes(target),
-        draft_vocab_size=section.draft_vocab(target),
-        target_layer_ids=target.check_aux_layers([target.num_layers - 1], final=True),
-        num_modules=section.num_modules,
-        gamma=section.gamma,
-        qk_norm=hasattr(target.decoder.layers[-1].self_attn, "q_norm"),
-    )
-
-
-@torch.no_grad()
-def initialize(drafter: MTP, target: Target, documents: Sequence[Sequence[int]]) -> None:
-    """Copy weights in place. A layer that reads a stream of the size it was trained on adds to it in proportion."""
-    gain = (_residual_mean_square(target, documents) / 2) ** 0.5
-    for module in drafter.depths:
-        assert isinstance(module, MTPModule)
-        copy_target_layers([module], target, documents)
-        module.enorm.weight.fill_(gain)
-        module.hnorm.weight.fill_(gain)
-        eye_HH = torch.eye(drafter.config.hidden_size)
-        module.eh_proj.weight.copy_(torch.cat((eye_HH, eye_HH), dim=1))
-
-
 def _residual_mean_square(target: Target, documents: Sequence[Sequence[int]]) -> float:
     """Of what the last layer reads; position 0 is left out: its activations are outliers."""
     before = max(-1, target.num_layers - 2)
     aux_of, _ = target.prefill_packed(documents, (before,))
     return torch.cat([aux_TLD[1:].float() for aux_TLD in aux_of]).square().mean().item()
-
-
-MTP_METHOD = Method("mtp", MTPSection, configure, MTPConfig, MTP, MTPDrafter, initialize)

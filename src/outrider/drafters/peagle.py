@@ -17,42 +17,46 @@ Shapes: S context slots, N anchors, K = gamma rows, L aux layers, H hidden, Q he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from outrider.drafters.base import (
-    BlockInputs,
-    DraftCall,
-    DraftRows,
-    Method,
-    MethodSection,
-    longest_draft,
-    mask_token_id,
-)
+from outrider.drafters.base import WEIGHTS_ALONE, BlockInputs, DraftCall, DraftRows, Serving, longest_draft
 from outrider.drafters.chain import sample_chain
+from outrider.drafters.config import NotInRecipe, check_mask_token, mask_token_id
 from outrider.drafters.draft import Draft
-from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter, Eagle3Session, eagle_aux_layers
-from outrider.drafters.layers import Attention, AttentionPattern, ChainKeys, layer_shapes, split_attention
+from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter, Eagle3Session
+from outrider.drafters.layers import Attention, AttentionPattern, ChainKeys, split_attention
 from outrider.target.model import Target
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PEagleConfig(Eagle3Config):
     """EAGLE-3's layer over `gamma` rows, all but the first of which hold the mask token."""
 
-    mask_token_id: int = 0
+    algorithm: ClassVar[str] = "peagle"
+
+    gamma: Annotated[int, Field(ge=2)] = 7
+    mask_token_id: NotInRecipe[int] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.gamma < 2:
-            raise ValueError(f"gamma {self.gamma} leaves nothing to mask; use at least 2, or eagle3.")
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}.")
+        check_mask_token(self.mask_token_id, self.vocab_size)
+
+    @classmethod
+    def from_target(cls, target: Target, *, mask_token: str | None = None, **chosen: Any) -> PEagleConfig:
+        """EAGLE-3's choices and a mask token; None: a special token that no chat template uses."""
+        return super().from_target(target, mask_token_id=mask_token_id(target, mask_token), **chosen)
+
+    def comparable_fields(self, chosen: Mapping[str, Any], target: Target) -> dict[str, tuple[object, object]]:
+        pairs = super().comparable_fields(chosen, target)
+        if "mask_token" in pairs:
+            pairs["mask_token"] = (mask_token_id(target, chosen["mask_token"]), self.mask_token_id)
+        return pairs
 
 
 class RowKeys(ChainKeys):
@@ -70,7 +74,7 @@ class RowKeys(ChainKeys):
 class PEagle(Eagle3):
     """The drafter to train; see PEagleDrafter for how it serves."""
 
-    algorithm: ClassVar[str] = "peagle"
+    drafts_trees: ClassVar[bool] = False
     pattern = AttentionPattern(causal=True)
     config: PEagleConfig
 
@@ -110,6 +114,9 @@ class PEagle(Eagle3):
         source = RowKeys(context, inputs.layout)
         return DraftRows(self.step(self.states(first_NH, K), embedded_NKH, positions_NK, source)[0])
 
+    def serve(self, target: Target, serving: Serving = WEIGHTS_ALONE) -> PEagleDrafter:
+        return PEagleDrafter(self, target, serving)
+
 
 # ----------------------------------------------------------------------------
 # P-EAGLE ready to serve: EAGLE-3's cache of committed pairs, and one pass for the whole draft.
@@ -137,39 +144,3 @@ class PEagleDrafter(Eagle3Drafter):
         tokens_RK = self.module.tokens(torch.tensor([call.anchor for call in calls], device=self.device), K)
         hidden_XH, _ = self.advance(sessions, states_RKH.flatten(0, 1), tokens_RK.flatten().tolist(), spacing=1)
         return sample_chain(self.head, hidden_XH.view_as(states_RKH), calls, self.heads, min_confidence)
-
-
-# ----------------------------------------------------------------------------
-# P-EAGLE as a method: EAGLE-3's choices and a mask token. Weights begin as noise, as in EAGLE-3.
-# ----------------------------------------------------------------------------
-
-
-class PEagleSection(MethodSection):
-    """A recipe's choices."""
-
-    automatic: ClassVar[frozenset[str]] = frozenset({"target_layer_ids", "mask_token"})
-
-    algorithm: Literal["peagle"] = "peagle"
-    gamma: int = Field(7, ge=2)  # draft tokens of one pass
-    target_layer_ids: list[int] | None = None  # null: an early, a middle and a late layer
-    mask_token: str | None = None  # null: a special token that no chat template uses
-
-    def comparable_fields(self, config: Any, target: Target) -> dict[str, tuple[object, object]]:
-        pairs = super().comparable_fields(config, target)
-        if "mask_token" in pairs:
-            pairs["mask_token"] = (mask_token_id(target, self.mask_token), config.mask_token_id)
-        return pairs
-
-
-def configure(section: PEagleSection, target: Target) -> PEagleConfig:
-    """The target's layer shapes, the recipe's choices."""
-    return PEagleConfig(
-        **layer_shapes(target),
-        draft_vocab_size=section.draft_vocab(target),
-        target_layer_ids=target.check_aux_layers(section.target_layer_ids or eagle_aux_layers(target.num_layers)),
-        gamma=section.gamma,
-        mask_token_id=mask_token_id(target, section.mask_token),
-    )
-
-
-PEAGLE = Method("peagle", PEagleSection, configure, PEagleConfig, PEagle, PEagleDrafter)

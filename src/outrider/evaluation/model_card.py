@@ -18,7 +18,6 @@ from outrider.calibration.fit import Calibration
 from outrider.checkpoints.checkpoint import Checkpoint
 from outrider.data.sources import shipped_sets
 from outrider.drafters.dspark import DSparkConfig
-from outrider.drafters.registry import method_of
 from outrider.evaluation.results import Results, TaskResult
 from outrider.scheduling.policies import FixedPolicy
 from outrider.target.hub import canonical_id
@@ -342,7 +341,7 @@ def _licence(checkpoint: Checkpoint, license: str | None) -> str:
     text = f"## Licence\n\nWeights: {license}." if license else "## Licence"
     if metadata.get("history"):
         text += "\n\nTraining went on from an earlier drafter, whose licence applies to these weights too."
-    if method_of(checkpoint.drafter.algorithm).initialize is not None:
+    if checkpoint.drafter.starts_from_target:
         copied = [{**metadata, **stage} for stage in trainings(metadata) if stage.get("initialize_from_target")]
         if sources := dict.fromkeys(map(target_name, copied)):
             text += (

@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from outrider.drafters.base import MethodSection
+from outrider.drafters.config import DrafterSection
 from outrider.drafters.registry import method_of
 
 _DEFAULT_METHOD = "dspark"
@@ -76,12 +76,19 @@ def _drafter_section(value: object) -> object:
         return value
     name = value.get("algorithm", _DEFAULT_METHOD)
     try:
-        method = method_of(name)
+        section = method_of(name).section
     except ValueError as error:
-        kind = PydanticCustomError("drafter", "{reason}", {"reason": str(error)})
-        unknown = InitErrorDetails(type=kind, loc=("algorithm",), input=name)
-        raise ValidationError.from_exception_data("drafter", [unknown]) from error
-    return method.section.model_validate(value)
+        raise _refusal("algorithm", name, str(error)) from error
+    fields = section.model_fields
+    for unknown in value:
+        if unknown not in fields:
+            raise _refusal(unknown, value[unknown], f"no field of {name} drafters, which have {', '.join(fields)}")
+    return section.model_validate(value)
+
+
+def _refusal(field: str, value: object, reason: str) -> ValidationError:
+    error = PydanticCustomError("drafter", "{reason}", {"reason": reason})
+    return ValidationError.from_exception_data("drafter", [InitErrorDetails(type=error, loc=(field,), input=value)])
 
 
 class ObjectiveConfig(_Section):
@@ -167,8 +174,12 @@ class Recipe(_Section):
     feature_cache_gb: float = Field(2.0, ge=0)  # features in memory, wherever they come from
     features: FeaturesSection = FeaturesSection()
     data: DataSection
-    # What may be set is the method's own (drafters/registry.py); the default method where `algorithm` is left out.
-    drafter: Annotated[SerializeAsAny[MethodSection], BeforeValidator(_drafter_section)] = Field(
+    # A drafter directory to go on from, relative to the recipe or to where you are: its config and weights. Fields of
+    # `drafter` may then be left out, and those that are set must agree with it.
+    start_from: str | None = None
+    initialize_from_target: bool = True  # where the method knows how and there is no start_from; noise otherwise
+    # Fields of the method's config (drafters/NAME.py); the default method where `algorithm` is left out.
+    drafter: Annotated[SerializeAsAny[DrafterSection], BeforeValidator(_drafter_section)] = Field(
         default_factory=method_of(_DEFAULT_METHOD).section
     )
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -201,12 +212,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         lines = [f"  {'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
         raise ValueError(f"{path}: invalid recipe\n" + "\n".join(lines)) from error
     sources = [s.model_copy(update={"path": _beside(path, s.path)}) for s in recipe.data.prompts]
-    data, drafter = recipe.data.model_copy(update={"prompts": sources}), recipe.drafter
-    if drafter.start_from is not None:
-        comparable_fields = path.parent / drafter.start_from
-        if (comparable_fields / "config.json").is_file():
-            drafter = drafter.model_copy(update={"start_from": str(comparable_fields)})
-    return recipe.model_copy(update={"data": data, "drafter": drafter})
+    found: dict[str, Any] = {"data": recipe.data.model_copy(update={"prompts": sources})}
+    if recipe.start_from is not None and (path.parent / recipe.start_from / "config.json").is_file():
+        found["start_from"] = str(path.parent / recipe.start_from)
+    return recipe.model_copy(update=found)
 
 
 def _beside(recipe: Path, source: str) -> str:

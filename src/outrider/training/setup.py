@@ -1,6 +1,7 @@
 """Which drafter a recipe asks for: a new one in the target's shapes, or one to go on from.
 
-    start_from: null    config = Method.configure(the recipe's choices, target), weights = noise or the target's
+    start_from: null    config = the method's config.from_target(target, the recipe's fields), weights = noise or the
+                        target's
     start_from: DIR     config, weights, draft vocabulary and aux layer order = the checkpoint's; the recipe may repeat
                         what it says, not contradict it
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from outrider.checkpoints.checkpoint import load_drafter
 from outrider.data.responses import Sample
-from outrider.drafters.base import DraftModule, Method, MethodSection, check_fits
+from outrider.drafters.base import DraftModule, check_fits
 from outrider.drafters.registry import method_of
 from outrider.target.model import Target
 from outrider.training.dataset import choose_draft_ids, recipe_samples
@@ -54,55 +55,53 @@ def trainings(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
     recipe = metadata.get("recipe", {})
     last = {name: metadata[name] for name in _REMEMBERED if name in metadata}
     last |= {name: recipe[name] for name in ("precision", "optimizer") if name in recipe}
-    if recipe.get("drafter", {}).get("initialize_from_target"):
+    if recipe.get("initialize_from_target"):
         last["initialize_from_target"] = True
     return [*metadata.get("history", []), last]
 
 
-def as_trained(drafter: DraftModule) -> dict[str, Any]:
-    """The recipe section of a drafter that was gone on from, as far as its config tells: most of it was left out."""
-    section, config = method_of(drafter.algorithm).section, drafter.config
-    fields = {name: getattr(config, name) for name in section.model_fields if hasattr(config, name)}
-    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
-    return {"algorithm": drafter.algorithm, **fields, "initialize_from_target": False}
+def new_drafter(recipe: Recipe, target: Target) -> DraftModule:
+    """The recipe's drafter for this target, weights as its module makes them."""
+    config = recipe.drafter.config.from_target(target, **recipe.drafter.chosen())
+    return method_of(config.algorithm).module(config)
 
 
 @torch.no_grad()
-def fresh(method: Method, drafter: DraftModule, recipe: Recipe, target: Target, samples: Sequence[Sample]) -> Start:
+def fresh(drafter: DraftModule, recipe: Recipe, target: Target, samples: Sequence[Sample]) -> Start:
     """A new drafter: aux layer scales measured, weights from the target where the recipe and the method want that."""
     config, drafter = drafter.config, drafter.to(target.device)
     calibration = samples[:CALIBRATION_SAMPLES]
     drafter.aux_scale_L.copy_(measure_aux_scale(target, calibration, config.target_layer_ids))
-    if method.initialize is not None and recipe.drafter.initialize_from_target and target.family.lean:
-        method.initialize(drafter, target, [sample.tokens for sample in calibration])
+    if recipe.initialize_from_target and target.family.lean:
+        drafter.initialize_from(target, [sample.tokens for sample in calibration])
     ids = choose_draft_ids(samples, target.vocab_size, config.draft_vocab_size, target.eos_ids)
     return Start(drafter, ids.to(target.device))
 
 
-def load_start(section: MethodSection, target: Target, out: Path) -> Start:
-    """The drafter in `section.start_from`, ready to train; its aux hidden states are raw still (`rescale_aux`).
+def load_start(recipe: Recipe, target: Target) -> Start:
+    """The drafter in `start_from`, ready to train; its aux hidden states are raw still (`rescale_aux`).
 
     Raises:
         ValueError: not a drafter, made for another target, contradicted by the recipe, or what this run writes.
     """
-    assert section.start_from is not None
-    directory = Path(section.start_from)
+    assert recipe.start_from is not None
+    directory, out = Path(recipe.start_from), Path(recipe.out)
     if directory.resolve() in ((out / "drafter").resolve(), (out / "best").resolve()):
-        raise ValueError(f"drafter.start_from {directory} would be overwritten by this run; choose another out.")
+        raise ValueError(f"start_from {directory} would be overwritten by this run; choose another out.")
     checkpoint = load_drafter(directory, target.device, target.num_layers)
     drafter = checkpoint.drafter.requires_grad_(True).train()
     check_fits(drafter.config, target, drafter.reads_final_layer)
-    _check_agrees(section, drafter, target)
+    _check_agrees(recipe, drafter, target)
     ids = checkpoint.draft_ids_Vd
     own = checkpoint.serving(calibrated=False).for_target(target)
     if own.head_VdH is not None or own.embedding_VH is not None:
         raise ValueError(
-            f"drafter.start_from {directory} has an LM head or embedding of its own, and drafters are trained with the "
+            f"start_from {directory} has an LM head or embedding of its own, and drafters are trained with the "
             "target's: serve it as it is, or train a new one."
         )
     if not getattr(drafter.config, "plain_logits", True):
         raise ValueError(
-            f"drafter.start_from {directory}: its logits are multiplied or capped (output_multiplier, "
+            f"start_from {directory}: its logits are multiplied or capped (output_multiplier, "
             "final_logit_softcapping), and such drafters are served here, not trained."
         )
     ids = torch.arange(target.vocab_size, device=target.device) if ids is None else ids
@@ -110,16 +109,19 @@ def load_start(section: MethodSection, target: Target, out: Path) -> Start:
     return Start(drafter, ids, hashlib.sha256(b"".join(files)).hexdigest(), trainings(checkpoint.metadata))
 
 
-def _check_agrees(section: MethodSection, drafter: DraftModule, target: Target) -> None:
+def _check_agrees(recipe: Recipe, drafter: DraftModule, target: Target) -> None:
     """Fields that the recipe sets are those of the checkpoint."""
+    section = recipe.drafter
     if "algorithm" in section.model_fields_set and section.algorithm != drafter.algorithm:
         pairs: dict[str, tuple[object, object]] = {"algorithm": (section.algorithm, drafter.algorithm)}
     else:
-        pairs = section.comparable_fields(drafter.config, target)
+        pairs = drafter.config.comparable_fields(section.chosen(), target)
+    if "initialize_from_target" in recipe.model_fields_set:
+        pairs["initialize_from_target"] = (recipe.initialize_from_target, False)
     different = [f"{name} is {asked}, there {stored}" for name, (asked, stored) in pairs.items() if asked != stored]
     if different:
         raise ValueError(
-            f"the recipe's drafter section contradicts {section.start_from}: {'; '.join(sorted(different))}. "
+            f"the recipe contradicts {recipe.start_from}: {'; '.join(sorted(different))}. "
             "Leave these fields out to take the checkpoint's."
         )
 
@@ -158,9 +160,8 @@ def prepare(
     """
     torch.manual_seed(recipe.seed)
     # First: a mistake here should not cost the responses' minutes.
-    start = load_start(recipe.drafter, target, Path(recipe.out)) if recipe.drafter.start_from is not None else None
-    method = method_of(recipe.drafter.algorithm if start is None else start.drafter.algorithm)
-    drafter = method.module(method.configure(recipe.drafter, target)) if start is None else start.drafter
+    start = load_start(recipe, target) if recipe.start_from is not None else None
+    drafter = new_drafter(recipe, target) if start is None else start.drafter
     check_layers(drafter, recipe)
     longest = recipe.data.max_prompt_tokens + recipe.data.max_new_tokens
     if longest > target.max_context:
@@ -170,7 +171,7 @@ def prepare(
         )
     samples, held_out, responses = ranks.from_main(lambda: recipe_samples(recipe, target, on_progress))
     if start is None:
-        start = fresh(method, drafter, recipe, target, samples)
+        start = fresh(drafter, recipe, target, samples)
     else:
         drafter.rescale_aux(measure_aux_scale(target, samples[:CALIBRATION_SAMPLES], drafter.config.target_layer_ids))
     ids = start.draft_ids_Vd

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,17 +56,8 @@ def save_state(
     ranks.wait()
 
 
-def load_state(
-    directory: Path,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    settings: dict[str, Any],
-    defaults: Mapping[str, Mapping[str, Any]],
-) -> int:
+def load_state(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> int:
     """Restore in place and return the step to go on from; 0 where there is nothing to resume.
-
-    Args:
-        defaults: of sections of the settings; a field that a state is too old to know was at its default.
 
     Raises:
         ValueError: the state belongs to another recipe, or is damaged.
@@ -76,8 +66,7 @@ def load_state(
     if not (directory / "state.json").is_file():
         return 0
     stored = json.loads((directory / "state.json").read_text())
-    before = {k: {**defaults[k], **value} if k in defaults else value for k, value in stored["settings"].items()}
-    different = sorted(k for k in settings if before.get(k) != settings[k])
+    different = sorted(k for k in settings if stored["settings"].get(k) != settings[k])
     if different:
         raise ValueError(
             f"{directory} was written by another recipe or version ({', '.join(different)} differ). "

@@ -24,14 +24,13 @@ import torch
 from torch import nn
 
 from outrider.checkpoints.checkpoint import Checkpoint, read_metadata, save_drafter
-from outrider.drafters.registry import method_of
 from outrider.training.batches import Chosen, Schedule, build_batch, idle_batch, micro_batches, total_weight
 from outrider.training.feature_store import open_features, samples_digest
 from outrider.training.features import Features, FeatureSource, step_features
 from outrider.training.logging import Meters, MetricsLog, SilentLog, progress_bar
 from outrider.training.parallel import LockStep, ParallelStep, whole_drafter
 from outrider.training.recipe import OptimizerSection, Recipe
-from outrider.training.setup import Run, as_trained
+from outrider.training.setup import Run
 from outrider.training.state import StopSignal, load_state, load_watch, save_state
 from outrider.training.watch import Watch, held_out_batches, held_out_metrics
 from outrider.utils.distributed import Ranks, full_tensor
@@ -81,7 +80,7 @@ _NOT_RECORDED: Any = {  # places and addresses, which a published checkpoint sho
     "out": True,
     "data": {"prompts", "responses", "base_urls"},
     "features": {"directory"},
-    "drafter": {"start_from"},
+    "start_from": True,
 }
 
 
@@ -193,13 +192,7 @@ class Trainer:
 
     def _resume(self) -> int:
         state = self.out / "state"
-        first = load_state(
-            state,
-            self.run.drafter,
-            self.optimizer,
-            self.settings,
-            {"drafter": method_of(self.recipe.drafter.algorithm).defaults()},
-        )
+        first = load_state(state, self.run.drafter, self.optimizer, self.settings)
         self.watch.load_state_dict(load_watch(state))
         saved = read_metadata(self.out / "drafter")
         self.seconds_before = saved.get("training_seconds", 0.0) if saved.get("step") == first else 0.0
@@ -263,8 +256,8 @@ class Trainer:
     def checkpoint(self, step: int) -> Checkpoint:
         """The drafter as it is, gathered from all ranks, with how it was made; a collective."""
         recipe = self.recipe.model_dump(mode="json", exclude=_NOT_RECORDED)
-        if self.run.origin:
-            recipe["drafter"] = as_trained(self.run.drafter)
+        recipe["drafter"] = self.run.drafter.config.as_recipe()
+        recipe["initialize_from_target"] &= not self.run.origin
         metadata = {
             "recipe": recipe,
             "target": self.run.target.name,

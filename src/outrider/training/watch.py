@@ -20,7 +20,6 @@ from outrider.data.responses import Sample
 from outrider.decoding.generate import acceptance, generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftModule, Serving
-from outrider.drafters.registry import method_of
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
@@ -108,7 +107,7 @@ def decode_check(
     reached; `tokens_per_second` includes the prefills, `seconds` also the time to pack the weights.
     """
     started = time.perf_counter()
-    served = method_of(drafter.algorithm).serve(drafter, target, Serving(draft_ids_Vd))
+    served = drafter.serve(target, Serving(draft_ids_Vd))
     rules = StopRules(max_new_tokens)
     decoded = [
         generate(target, prompt, served, SamplingParams(temperature=temperature, seed=number), rules)

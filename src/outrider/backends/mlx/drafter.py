@@ -25,9 +25,9 @@ from outrider.decoding.generate import stream
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, capped, check_embedding_scale, check_fits, longest_draft
 from outrider.drafters.chain import sample_chain
-from outrider.drafters.dflash import DFLASH, DFlash, DFlashConfig
+from outrider.drafters.dflash import DFlash, DFlashConfig
 from outrider.drafters.draft import Draft
-from outrider.drafters.dspark import DSPARK, DSpark
+from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.drafters.heads import VanillaMarkov
 from outrider.drafters.layers import AttentionPattern, serving_mask
 
@@ -219,7 +219,7 @@ def _visible(pattern: AttentionPattern, length: int, rows: int) -> mx.array | No
 # ----------------------------------------------------------------------------
 
 
-_DRAFTED_HERE = (DFLASH.name, DSPARK.name)
+_DRAFTED_HERE = (DFlashConfig.algorithm, DSparkConfig.algorithm)
 
 
 class MLXDrafter:

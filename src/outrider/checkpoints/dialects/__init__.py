@@ -22,15 +22,15 @@ from outrider.checkpoints.dialects.own import Own
 from outrider.checkpoints.dialects.speculators import Speculators
 from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
 from outrider.drafters import registry
-from outrider.drafters.base import Method
+from outrider.drafters.registry import Method
 
 _MAKERS: tuple[Dialect, ...] = (Speculators(), ZLab(), ZLab2(), DeepSpec(), Eagle3Dialect(), MedusaDialect())
 _NATIVE: tuple[Dialect, ...] = (ZLab(), ZLab2(), DeepSpec())  # carry all there is of a method; ours does for the others
 
 
 def dialects() -> tuple[Dialect, ...]:
-    """All there are; every method of the catalogue has one of ours."""
-    return (*_MAKERS, *(Own(method) for method in registry.METHODS))
+    """All there are: the makers', and ours for each method that none of theirs carries whole."""
+    return (*_MAKERS, *(Own(method) for method in registry.METHODS if isinstance(dialect_for(method), Own)))
 
 
 class UnknownDialect(ValueError):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import Method
+from outrider.drafters.registry import Method, method_of
 
 # Far above any model, far below what overflows a shape or never ends.
 MOST_LAYERS, MOST_DRAFTS, WIDEST, LARGEST_VOCABULARY = 2**10, 2**12, 2**20, 2**24
@@ -126,7 +126,6 @@ class DrafterWeights:
     """A drafter as plain data.
 
     Attributes:
-        method: of drafters/registry.py; `config` is its dataclass.
         tensors: the module's, under our names; they take raw aux hidden states.
         draft_ids_Vd: int64, the target's id of every draft token; None: the draft vocabulary is the target's.
         head: the drafter's own LM head, [Vd, H], or [M, Vd, H] with one for each of its heads; None: the target's.
@@ -134,13 +133,17 @@ class DrafterWeights:
         embedding_scale: what embeddings are multiplied by, where the checkpoint says so; None: what the target does.
     """
 
-    method: Method
     config: Any
     tensors: Mapping[str, Tensor]
     draft_ids_Vd: Tensor | None = None
     head: Tensor | None = None
     embedding_VH: Tensor | None = None
     embedding_scale: float | None = None
+
+    @property
+    def method(self) -> Method:
+        """The config's method."""
+        return method_of(self.config.algorithm)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from outrider.checkpoints.dialects.base import (
     take_draft_ids,
     target_depth,
 )
-from outrider.drafters.base import Method
 from outrider.drafters.dflash import FULL, SLIDING, DFlashConfig
 
 
@@ -219,7 +218,7 @@ def raised(raw: Mapping[str, Any], nested: str, names: Sequence[str], where: str
     return merged
 
 
-def read_vocabulary(method: Method, config: Any, tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
+def read_vocabulary(config: Any, tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
     """Parts with the draft vocabulary, head and embedding apart from the module's tensors."""
     rest = dict(tensors)
     ids_Vd = take_draft_ids(rest, config.vocab_size, config.draft_vocab_size, source.where)
@@ -231,7 +230,7 @@ def read_vocabulary(method: Method, config: Any, tensors: Mapping[str, Tensor], 
             raise ValueError(
                 f"{source.where}: {name} has shape {list(tensor.shape)}, config.json implies {list(wanted)}."
             )
-    return DrafterWeights(method, config, rest, ids_Vd, own["lm_head.weight"], own["embed_tokens.weight"])
+    return DrafterWeights(config, rest, ids_Vd, own["lm_head.weight"], own["embed_tokens.weight"])
 
 
 def write_vocabulary(parts: DrafterWeights, mask: bool = False) -> dict[str, Tensor]:

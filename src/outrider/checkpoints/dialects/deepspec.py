@@ -26,8 +26,8 @@ from outrider.checkpoints.dialects.blocks import (
     write_backbone,
     write_vocabulary,
 )
-from outrider.drafters.dflash import DFLASH, DFlashConfig
-from outrider.drafters.dspark import DSPARK, DSparkConfig
+from outrider.drafters.dflash import DFlashConfig
+from outrider.drafters.dspark import DSparkConfig
 
 
 def read_heads(fields: Fields, confidence: bool = False) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class DeepSpec:
 
     name = "DeepSpec"
     spelling = "Qwen3DSparkModel"
-    methods: tuple[str, ...] = (DSPARK.name, DFLASH.name)
+    methods: tuple[str, ...] = (DSparkConfig.algorithm, DFlashConfig.algorithm)
 
     def reads(self, raw: Mapping[str, Any]) -> bool:
         named = raw.get("architectures") or []
@@ -89,7 +89,7 @@ class DeepSpec:
             target_layer_ids=fields.aux_layers(),
             num_target_layers=fields.depth,
         )
-        return read_vocabulary(DSPARK, config, tensors, source)
+        return read_vocabulary(config, tensors, source)
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         """With a target, embedding and head are written too: DeepSpec's own loader has them as parameters."""

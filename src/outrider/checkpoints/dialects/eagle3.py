@@ -41,7 +41,7 @@ from outrider.checkpoints.dialects.blocks import (
     with_target_tensors,
     write_vocabulary,
 )
-from outrider.drafters.eagle3 import EAGLE3, Eagle3Config, eagle_aux_layers
+from outrider.drafters.eagle3 import Eagle3Config, eagle_aux_layers
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias")
 LAYERS, PLAIN = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
@@ -54,7 +54,7 @@ class Eagle3Dialect:
 
     name = "EAGLE-3"
     spelling = "LlamaForCausalLMEagle3"
-    methods: tuple[str, ...] = (EAGLE3.name,)
+    methods: tuple[str, ...] = (Eagle3Config.algorithm,)
 
     def reads(self, raw: Mapping[str, Any]) -> bool:
         named = raw.get("architectures") or []
@@ -164,4 +164,4 @@ def read_eagle3(
         **{name: fields.flag(name, False) for name in FLAGS},
         qk_norm=_OURS + "self_attn.q_norm.weight" in renamed,
     )
-    return read_vocabulary(EAGLE3, config, renamed, source)
+    return read_vocabulary(config, renamed, source)

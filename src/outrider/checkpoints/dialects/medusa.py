@@ -30,7 +30,7 @@ from outrider.checkpoints.dialects.base import (
     write_extras,
 )
 from outrider.checkpoints.dialects.blocks import with_target_tensors
-from outrider.drafters.medusa import MEDUSA, HeadsConfig
+from outrider.drafters.medusa import MedusaConfig
 
 _RELEASED = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)")
 
@@ -40,7 +40,7 @@ class MedusaDialect:
 
     name = "Medusa"
     spelling = "model_type medusa"
-    methods: tuple[str, ...] = (MEDUSA.name,)
+    methods: tuple[str, ...] = (MedusaConfig.algorithm,)
 
     def reads(self, raw: Mapping[str, Any]) -> bool:
         return raw.get("model_type") == "medusa" or "medusa_num_heads" in raw
@@ -55,7 +55,7 @@ class MedusaDialect:
         head = _lm_heads(rest, heads, fields.flag("original_lm_head", False), source.where)
         vocab = fields.integer("vocab_size", high=LARGEST_VOCABULARY, default=head.shape[-2])
         draft_vocab = fields.integer("truncated_vocab_size", high=LARGEST_VOCABULARY, default=vocab)
-        config = HeadsConfig(
+        config = MedusaConfig(
             hidden_size=fields.integer("hidden_size", default=head.shape[-1]),
             vocab_size=vocab,
             draft_vocab_size=draft_vocab,
@@ -72,7 +72,7 @@ class MedusaDialect:
         for name in [name for name in rest if name.startswith("blocks.") and name.endswith(".weight")]:
             # vLLM's layers have no bias unless the config says so; ours always have one.
             rest.setdefault(name.removesuffix("weight") + "bias", rest[name].new_zeros(config.hidden_size))
-        return DrafterWeights(MEDUSA, config, rest, ids, head)
+        return DrafterWeights(config, rest, ids, head)
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         parts = with_target_tensors(parts, target, embedding=False)
@@ -128,7 +128,7 @@ def _lm_heads(rest: dict[str, Tensor], heads: int, shared: bool, where: str) -> 
     return present[0] if shared else torch.stack(present)
 
 
-def _token_map(token_map_k: Tensor | None, config: HeadsConfig, where: str) -> Tensor | None:
+def _token_map(token_map_k: Tensor | None, config: MedusaConfig, where: str) -> Tensor | None:
     if token_map_k is None and config.draft_vocab_size == config.vocab_size:
         return None
     if (

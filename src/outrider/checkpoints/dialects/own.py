@@ -26,7 +26,7 @@ from outrider.checkpoints.dialects.base import (
     TargetFacts,
 )
 from outrider.checkpoints.dialects.blocks import read_vocabulary, write_vocabulary
-from outrider.drafters.base import Method
+from outrider.drafters.registry import Method
 
 _TYPE = "outrider_drafter"
 _BESIDE = {"architectures", "algorithm", "model_type", "dtype"}  # the config's own fields
@@ -62,7 +62,7 @@ class Own:
         fields = Fields(raw, source.where, self.name)
         given = {name: _value(fields, name, kinds[name]) for name in wanted if name in raw or kinds[name] is not bool}
         config = self._method.config(**given)
-        return read_vocabulary(self._method, config, tensors, source)
+        return read_vocabulary(config, tensors, source)
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         own = {"architectures": [self.spelling], "algorithm": self._method.name, "model_type": _TYPE}

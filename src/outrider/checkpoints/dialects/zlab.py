@@ -27,8 +27,10 @@ from outrider.checkpoints.dialects.blocks import (
     write_backbone,
     write_vocabulary,
 )
-from outrider.drafters.dflash import DFLASH, DFlashConfig, default_aux_layers
-from outrider.drafters.dflash2 import DFLASH2, OWN_FIELDS, DFlash2Config
+from outrider.drafters.dflash import DFlashConfig, default_aux_layers
+from outrider.drafters.dflash2 import DFlash2Config
+
+OWN_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # of DFlash 2
 
 
 class ZLab:
@@ -36,7 +38,7 @@ class ZLab:
 
     name = "z-lab"
     spelling = "DFlashDraftModel"
-    methods: tuple[str, ...] = (DFLASH.name,)
+    methods: tuple[str, ...] = (DFlashConfig.algorithm,)
 
     def reads(self, raw: Mapping[str, Any]) -> bool:
         return self.spelling in (raw.get("architectures") or [])
@@ -56,7 +58,7 @@ class ZLab:
             output_multiplier=fields.number("output_multiplier", 1.0),
             final_logit_softcapping=cap,
         )
-        return replace(read_vocabulary(DFLASH, config, tensors, source), embedding_scale=scale)
+        return replace(read_vocabulary(config, tensors, source), embedding_scale=scale)
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         config = parts.config
@@ -108,7 +110,7 @@ class ZLab2:
 
     name = "z-lab"
     spelling = "DFlash2DraftModel"
-    methods: tuple[str, ...] = (DFLASH2.name,)
+    methods: tuple[str, ...] = (DFlash2Config.algorithm,)
 
     def __init__(self) -> None:
         self._zlab = ZLab()
@@ -120,7 +122,7 @@ class ZLab2:
     def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
         own = read_own(Fields(raw, source.where, self.name).section("dflash_config"))
         parts = self._zlab.read(raw, tensors, source)
-        return replace(parts, method=DFLASH2, config=DFlash2Config(**vars(parts.config), **own))
+        return replace(parts, config=DFlash2Config(**vars(parts.config), **own))
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         written = self._zlab.write(parts, target)

@@ -21,7 +21,8 @@ from torch import Tensor
 from outrider.data.responses import Sample
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import check_fits, mask_token_id
+from outrider.drafters.base import check_fits
+from outrider.drafters.config import mask_token_id
 from outrider.evaluation.doctor.case import Finding, Inputs, Variant, fault, gain, ok, skipped, warning
 from outrider.target.model import Target
 from outrider.training.features import Features
