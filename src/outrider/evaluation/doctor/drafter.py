@@ -445,7 +445,7 @@ def trained_against_served(inputs: Inputs) -> Finding:
         "The two compute the same drafter on the same text and must agree but for ties: positions, features or masks "
         "differ between training and serving."
     )
-    remedy = "Compare the two paths on one block (tests/test_alignment.py does); report it if the code is unchanged."
+    remedy = "Compare both on one block (tests/drafters/test_alignment.py does); report it if the code is unchanged."
     if abs(gap) > max(_GAP * trained_N.mean().item(), noise):
         return fault(figure, meaning, remedy)
     return warning(figure, meaning, remedy) if differ > _ROUNDS else ok(figure)
