@@ -27,7 +27,7 @@ from outrider.data.chat import render
 from outrider.data.conversations import Conversation
 from outrider.data.sources import TaskSettings
 from outrider.decoding.generate import acceptance, generate, stream
-from outrider.decoding.request import ModelLane, StopRules
+from outrider.decoding.request import SingleRequest, StopRules
 from outrider.drafters.base import DraftCall
 from outrider.drafters.dflash import FULL, SLIDING, DFlash, DFlashConfig
 from outrider.drafters.draft import Draft
@@ -391,14 +391,14 @@ class OneRound:
     """A lane of the proof tool over MLX."""
 
     def __init__(self, target: MLXTarget, drafter: Any, context: tuple[int, ...], source: RandomSource) -> None:
-        self.lane = ModelLane(target, drafter, context, SamplingParams(temperature=1.0), len(context) + 8)
-        self.lane.source = self.source = source
+        self.batch = SingleRequest(target, drafter, context, SamplingParams(temperature=1.0), StopRules(8, stop_ids=()))
+        self.batch.state.source = self.source = source
 
     def draft(self, min_confidence: float) -> Draft:
-        return self.lane.draft(min_confidence)[0]
+        return self.batch.draft(min_confidence)[0]
 
     def score(self, tokens: list[int]) -> Any:
-        return self.lane.score([Draft.chain(tokens)])[0].row
+        return self.batch.score([Draft.chain(tokens)])[0].row
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -83,8 +83,8 @@ def test_chunks_say_where_tokens_come_from_and_where_time_went() -> None:
     for chunk in chunks:
         stats = chunk.stats
         assert stats.accepted <= stats.admitted <= stats.proposed <= GAMMA
-        assert chunk.kinds[:-1] == ["draft"] * (len(chunk.tokens) - 1)
-        assert chunk.kinds[-1] == ("bonus" if stats.accepted == stats.admitted else "correction")
+        assert chunk.origins[:-1] == ["draft"] * (len(chunk.tokens) - 1)
+        assert chunk.origins[-1] == ("bonus" if stats.accepted == stats.admitted else "correction")
         assert min(stats.draft_seconds, stats.verify_seconds, stats.other_seconds) >= 0
     assert [c.finish for c in chunks[:-1]] == [None] * (len(chunks) - 1) and chunks[-1].finish == "length"
 

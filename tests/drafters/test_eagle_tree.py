@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.generate import generate
-from outrider.decoding.request import ModelLane, StopRules
+from outrider.decoding.request import SingleRequest, StopRules
 from outrider.drafters.base import Serving
 from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape, dynamic_tree
@@ -165,9 +165,9 @@ def test_sampling_through_a_tree_is_the_targets_own_distribution() -> None:
     """One real round with its acceptance enumerated: the first two tokens have the target's probabilities."""
     target = easy_target()
     drafter = DynamicTreeDrafter(Eagle3Drafter(make_drafter(target), target, Serving()), TreeShape(3, 4, 9))
-    lane = ModelLane(target, drafter, TEXT, SamplingParams(temperature=0.8, top_p=0.95), 20)
-    (proposal,) = lane.draft(0.0)
-    (rows,) = lane.score([proposal])
+    batch = SingleRequest(target, drafter, TEXT, SamplingParams(temperature=0.8, top_p=0.95), StopRules(20 - len(TEXT)))
+    (proposal,) = batch.draft(0.0)
+    (rows,) = batch.score([proposal])
     first_V, deep = torch.zeros(97, dtype=torch.float64), 0.0
     for verdict, weight in enumerate_traces(lambda source: verify(proposal, rows, source)):
         path = verdict.path

@@ -250,8 +250,8 @@ def test_the_scheduler_serves_everyone(
                 scheduler.advance(work.id, work.prefill)
                 continue
             scheduler.commit(work.id, chance.randint(1, work.limit + 1))
-            assert progress.length <= progress.last
-            if progress.length == progress.last:
+            assert progress.length <= progress.capacity
+            if progress.length == progress.capacity:
                 scheduler.remove(work.id)
                 assert work.id not in scheduler.running
     assert not scheduler.running and not scheduler.waiting and scheduler.allocator.used == 0
@@ -321,7 +321,7 @@ def test_unread_aux_layers_are_bounded(target: Target, drafter: BlockDrafter, mo
     most = 0
     while not engine.idle:
         engine.step()
-        most = max([most, *(live.unread_tokens for live in engine._live.values())])
+        most = max([most, *(live.unread_tokens for live in engine._states.values())])
     assert 24 < most <= 40
 
 

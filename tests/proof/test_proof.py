@@ -31,7 +31,7 @@ from outrider.scheduling.policies import (
     gains,
     lengths_of,
 )
-from outrider.scheduling.view import Floats, GateView, History, Ints, Past, StepView
+from outrider.scheduling.view import Floats, GateView, History, Ints, PastStep, StepView
 from outrider.verification import TargetRows, Verdict, verify
 from tests.proof.cases import HEADS, POLICIES, TOLERANCE, VISIBLE, WARPS, deviation, lanes_of, toy
 from tests.proof.enumeration import (
@@ -218,7 +218,7 @@ class ImpatientAsync(AsyncScheduler):
     """Takes its budget from the confidences of this very step."""
 
     def lengths(self, view: StepView) -> Ints:
-        return super().lengths(replace(view, past=(Past(view.confidences_RK, view.drafted_R),)))
+        return super().lengths(replace(view, past=(PastStep(view.confidences_RK, view.drafted_R),)))
 
 
 @pytest.mark.parametrize("policy", [GlobalSearch, ImpatientAsync])

@@ -26,7 +26,7 @@ from outrider.scheduling.policies import (
     PrefixScheduler,
     ThresholdPolicy,
 )
-from outrider.scheduling.view import Floats, GateView, History, Ints, Past, StepView
+from outrider.scheduling.view import Floats, GateView, History, Ints, PastStep, StepView
 
 FREE = SpsTable([1.0])
 
@@ -43,10 +43,10 @@ def with_past(
     expected: Sequence[float] | None = None,
 ) -> StepView:
     view = StepView.of(confidences, [len(row) for row in confidences])
-    past: tuple[Past, ...] = ()
+    past: tuple[PastStep, ...] = ()
     if old is not None:
         before = StepView.of(old, [len(row) for row in old])
-        past = (Past(before.confidences_RK, before.drafted_R),) * 2
+        past = (PastStep(before.confidences_RK, before.drafted_R),) * 2
     return replace(view, past=past, expected_K=None if expected is None else np.array(expected))
 
 

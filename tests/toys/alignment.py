@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.data.responses import Sample
-from outrider.decoding.request import ModelLane
+from outrider.decoding.request import SingleRequest, StopRules
 from outrider.decoding.round import RoundResult
 from outrider.drafters.base import Drafter, DraftModule, Serving
 from outrider.sampling import PositionNoise, SamplingParams
@@ -63,15 +63,16 @@ def serve(drafter: Drafter, target: Target, sample: Sample) -> dict[int, Tensor]
     """The decoding loop, teacher-forced on the sample: {anchor: acceptance per position}, rounds of uneven length."""
     tokens, gamma = sample.tokens, drafter.gamma
     params = SamplingParams(temperature=1.0)
-    lane = ModelLane(target, drafter, sample.tokens[: sample.spans[0][0]], params, len(tokens) + 16)
+    prompt = tokens[: sample.spans[0][0]]
+    batch = SingleRequest(target, drafter, prompt, params, StopRules(len(tokens) + 16 - len(prompt), stop_ids=()))
     accepting = itertools.cycle([0, 2, 1, gamma, 0, 0, 1])
     at, found = sample.spans[0][0] - 1, {}
     while at < len(tokens) - 1:
-        assert lane.anchor == tokens[at]
+        assert batch.state.anchor == tokens[at]
         following = tokens[at + 1 : at + 1 + gamma]
-        lane.noise = Forced(following, at + 1)
-        (proposal,) = lane.draft(0.0)
-        (row,) = lane.score([proposal])
+        batch.state.noise = Forced(following, at + 1)
+        (proposal,) = batch.draft(0.0)
+        (row,) = batch.score([proposal])
         matching = 0  # a token outside the draft vocabulary cannot be forced: decoding never gets past it
         found[at] = torch.full((gamma,), torch.nan)
         for k in range(len(following)):
@@ -82,7 +83,7 @@ def serve(drafter: Drafter, target: Target, sample: Sample) -> dict[int, Tensor]
         accepted = min(next(accepting), matching, len(tokens) - 2 - at)
         committed = tokens[at + 1 : at + 2 + accepted]
         verdict = Verdict(list(range(accepted)), committed[-1])
-        lane.commit(RoundResult(proposal, proposal, verdict))
+        batch.commit(RoundResult(proposal, proposal, verdict))
         at += len(committed)
     return found
 

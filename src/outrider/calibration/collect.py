@@ -29,7 +29,7 @@ from outrider.data.chat import render
 from outrider.data.conversations import Conversation
 from outrider.data.sources import TaskSettings, load_prompts
 from outrider.decoding.generate import RoundStats, generate
-from outrider.decoding.request import ModelLane, StopRules
+from outrider.decoding.request import SingleRequest, StopRules
 from outrider.drafters.base import DraftCall
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.heads import certainty
@@ -179,18 +179,18 @@ def rounds_of_text(
             verified that far.
     """
     tokens, gamma = [*prompt, *text], drafter.gamma
-    lane = ModelLane(target, drafter, tokens[:-1], params, len(tokens))
+    state = SingleRequest(target, drafter, tokens[:-1], params, StopRules(1, stop_ids=())).state
     ends = range(len(tokens) - 1, len(prompt) - 1, -1)
     confidences, accepted, admitted = list[list[float]](), list[int](), list[int]()
     # All share one draft cache, from the last position to the first: a block overwrites only later positions.
     for start in range(0, len(ends), _AT_ONCE):
         calls = []
         for end in ends[start : start + _AT_ONCE]:
-            session = copy.copy(lane.session)
+            session = copy.copy(state.session)
             assert session is not None
             session.length = end - 1
             seen = SeenTokens(target.vocab_size, params.repetition_penalty, tokens[:end], target.device)
-            calls.append(DraftCall(session, tokens[end - 1], params, seen, lane.source))
+            calls.append(DraftCall(session, tokens[end - 1], params, seen, state.source))
         for call, proposal in zip(calls, drafter.propose(calls), strict=True):
             left = tokens[call.session.length + 1 :][:gamma]
             agreed = [x == y for x, y in zip(proposal.tokens, left, strict=False)]

@@ -131,7 +131,7 @@ def coloured(chunk: Chunk, target: DecodingTarget) -> Text:
     """The tokens of one round in their colours."""
     assert target.tokenizer is not None
     text = Text()
-    for token, kind in zip(chunk.tokens, chunk.kinds, strict=True):
+    for token, kind in zip(chunk.tokens, chunk.origins, strict=True):
         text.append(str(target.tokenizer.decode([token])), style=STYLES[kind])
     return text
 

@@ -1,7 +1,6 @@
-"""`stream` and `generate`: draft -> schedule -> verify -> commit until a stop, for one request.
+"""`stream` and `generate` decode one request: draft -> schedule -> verify -> commit, until a stop.
 
-Tokens come from decoding/round.py only: lossless, unless a caller asks for what is not. `max_new_tokens` is exact; a
-stop token or stop string inside a block cuts the commit there.
+`max_new_tokens` is exact; a stop token or stop string among a round's tokens cuts the commit there.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from outrider.decoding.request import FinishReason, ModelLane, StopRules, TextStream, check_prompt
+from outrider.decoding.request import FinishReason, SingleRequest, StopRules
 from outrider.decoding.round import RoundResult, run_round
 from outrider.drafters.base import Drafter
 from outrider.sampling import SamplingParams
@@ -21,12 +20,12 @@ from outrider.scheduling.policies import FixedPolicy, Policy
 from outrider.target.model import DecodingTarget
 from outrider.verification import TypicalAcceptance
 
-Kind = Literal["draft", "correction", "bonus"]
+Origin = Literal["draft", "correction", "bonus"]
 
 
 @dataclass(frozen=True)
 class RoundStats:
-    """One round; seconds add up to its length, without the time its consumer took.
+    """Counts and times of one round; seconds add up to its length, without the time its consumer took.
 
     `proposed` drafts, `admitted` of them judged by the target (of a chain fewer where a stop ended the response
     first), `accepted` of those, `committed` tokens. `confidences` are those of the proposed drafts of a chain, ()
@@ -51,10 +50,10 @@ class RoundStats:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one round commits. `kinds` says where each token comes from; `finish` is set on the last chunk."""
+    """What one round commits. `origins` says where each token comes from; `finish` is set on the last chunk."""
 
     tokens: list[int]
-    kinds: list[Kind]
+    origins: list[Origin]
     text: str
     stats: RoundStats
     finish: FinishReason | None
@@ -80,7 +79,7 @@ def stream(
     policy: Policy | None = None,
     typical: TypicalAcceptance | None = None,
 ) -> Iterator[Chunk]:
-    """Decode one request, one chunk per round.
+    """Decode one request and yield one chunk per round.
 
     Args:
         prompt: prompt tokens.
@@ -93,27 +92,20 @@ def stream(
             whose tokens no draft may change.
     """
     params, rules, policy = params or SamplingParams(), rules or StopRules(), policy or FixedPolicy()
-    check_prompt(target, prompt)
     if typical is not None and params.coupled:
         raise ValueError("typical acceptance lets drafts change tokens, coupled sampling does not: choose one of them.")
-    stop_ids = rules.ids(target)
-    text = TextStream(target.tokenizer, rules.stop_strings)
-    capacity = min(len(prompt) + rules.max_new_tokens, target.max_context)
     started = time.perf_counter()
     with torch.inference_mode():
-        lane = ModelLane(target, drafter, prompt, params, capacity)
+        batch = SingleRequest(target, drafter, prompt, params, rules)
     finish: FinishReason | None = None
     while finish is None:
         with torch.inference_mode():
-            result = run_round(lane, policy, typical)[0]
-            lane.commit(result)
-        tokens, stopped = text.cut(result.tokens, stop_ids)
-        finish = "stop" if stopped else "length" if lane.remaining == 0 else None
-        piece = text.release(final=finish is not None)
+            (result,) = run_round(batch, policy, typical)
+            tokens, text, finish = batch.commit(result)
         whole, verified = result.draft, result.verified
         accepted = min(result.verdict.accepted, len(tokens))
         reach = min(verified.depth, len(tokens)) if accepted == len(tokens) else verified.depth
-        draft, verify = lane.draft_clock.take(), lane.verify_clock.take()
+        draft, verify = batch.draft_clock.take(), batch.verify_clock.take()
         now = time.perf_counter()
         stats = RoundStats(
             len(whole.tokens),
@@ -126,13 +118,13 @@ def stream(
             tuple(whole.confidences) if whole.is_chain else (),
             None if whole.is_chain else reach,
         )
-        yield Chunk(tokens, _kinds(result, len(tokens)), piece, stats, finish)
+        yield Chunk(tokens, _origins(result, len(tokens)), text, stats, finish)
         started = time.perf_counter()
 
 
-def _kinds(result: RoundResult, count: int) -> list[Kind]:
-    own: Kind = "correction" if result.rejected else "bonus"
-    drafts: list[Kind] = ["draft"] * result.verdict.accepted
+def _origins(result: RoundResult, count: int) -> list[Origin]:
+    own: Origin = "correction" if result.rejected else "bonus"
+    drafts: list[Origin] = ["draft"] * result.verdict.accepted
     return [*drafts, own][:count]
 
 
@@ -145,7 +137,7 @@ def generate(
     policy: Policy | None = None,
     typical: TypicalAcceptance | None = None,
 ) -> Generation:
-    """`stream`, collected."""
+    """Decode one request, see `stream`, and return the whole response."""
     started = time.perf_counter()
     tokens: list[int] = []
     rounds: list[RoundStats] = []
@@ -160,11 +152,11 @@ def generate(
 
 
 # ----------------------------------------------------------------------------
-# tau = tokens per round, bonus included;  c_k = P(position k accepted | 1..k-1 accepted and k verified).
+# Acceptance of a drafter over rounds of real decoding, in the papers' convention (DSpark, arXiv 2607.05147):
+#
+#     tau = tokens per round, bonus included;  c_k = P(position k accepted | 1..k-1 accepted and k verified)
 #
 # For a tree, k is a depth: accepted at k / rounds whose path reached k - 1 and whose tree had nodes at k.
-#
-# What rounds of real decoding say about a drafter, in the papers' convention (DSpark, arXiv 2607.05147).
 # ----------------------------------------------------------------------------
 
 

@@ -1,6 +1,6 @@
-"""Tokens to text as they come, and stop strings wherever they fall.
+"""One request: its text and stops, its state between rounds, and the batch that decodes it alone.
 
-A token may end inside a UTF-8 character, so text is released only when it no longer changes; a piece of text that may
+A token may end inside a UTF-8 character, so text is released only when it no longer changes; text that may
 be the beginning of a stop string is held back until it is not.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -99,139 +99,6 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-# ----------------------------------------------------------------------------
-# One request on real models: the state between rounds, and what a round does to it.
-#
-#     committed x_0 .. x_{n-1};  target cache and draft cache hold x_0 .. x_{n-2};  anchor = x_{n-1}
-#     draft()   one block after the anchor
-#     score()   target forward on [anchor, d_1..d_l] or [anchor, nodes of a tree], rows warped when read
-#     commit()  keep the accepted path's n - 1 + accepted + 1 slots and give the drafter the aux hidden states of what
-#     stayed
-#
-# Plain decoding is the same lane without a drafter: every proposal is empty, every token is a bonus token.
-# See docs/architecture.md, The decode round. Shapes: B = 1, T tokens, L aux layers, V vocab.
-# ----------------------------------------------------------------------------
-
-
-_PREFILL_CHUNK = 512  # tokens; bounds the attention mask of a long prompt
-
-
-def target_rows(
-    logits_KV: Tensor,
-    part: Draft,
-    params: SamplingParams,
-    seen: SeenTokens,
-    noise: PositionNoise | None,
-    position: int,
-    likeliest: Sequence[int] | None = None,
-) -> TargetRows:
-    """One request's rows after its anchor and `part`.
-
-    Args:
-        logits_KV: of rows 0 .. len(part.tokens).
-        position: of the token after the anchor.
-        likeliest: argmax of every row, where it is known already.
-    """
-
-    def row(k: int) -> Tensor:
-        return warp(logits_KV[k].float(), params, seen.with_tokens(part.tokens_before(k)))
-
-    if noise is not None:
-        return TargetRows(row, lambda k: noise.pick(row(k), position + len(part.tokens_before(k))))
-    if params.temperature == 0.0 and likeliest is not None and params.repetition_penalty == 1.0:
-        return TargetRows(row, likeliest.__getitem__)
-    return TargetRows(row)
-
-
-class ModelLane:
-    """A `Batch` (decoding/round.py) of one request over a target and, unless decoding is plain, a drafter.
-
-    Args:
-        prompt: prompt tokens, at least one.
-        capacity: most committed tokens, prompt included.
-
-    Raises:
-        ValueError: a tree drafter for a target whose rows cannot branch.
-    """
-
-    def __init__(
-        self,
-        target: DecodingTarget,
-        drafter: Drafter | None,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        capacity: int,
-    ) -> None:
-        self.target, self.drafter, self.params = target, drafter, params
-        if isinstance(drafter, TreeDrafter):
-            target.check_trees()
-        self.aux_layers = () if drafter is None else drafter.aux_layers
-        self.cache = target.new_cache(capacity + draft_slots(drafter) + 1)
-        self.session = None if drafter is None else drafter.new_session(capacity)
-        self.source: RandomSource = SeededSource(params.seed)
-        self.noise = PositionNoise(params.seed, target.vocab_size) if params.coupled else None
-        self.seen = SeenTokens(target.vocab_size, params.repetition_penalty, prompt, target.device)
-        self.committed, self.remaining = len(prompt), capacity - len(prompt)
-        self.draft_clock, self.verify_clock = Clock(target.device), Clock(target.device)
-        self._scored: tuple[list[int], Tensor | None] = [], None
-        self.anchor = prompt[-1]
-        self._prefill(prompt[:-1])
-
-    def _prefill(self, tokens: Sequence[int]) -> None:
-        for start in range(0, len(tokens), _PREFILL_CHUNK):
-            chunk = torch.tensor([tokens[start : start + _PREFILL_CHUNK]], device=self.target.device)
-            output = self.target.forward(chunk, self.cache, self.aux_layers, logits=0)
-            self._extend(tokens[start : start + _PREFILL_CHUNK], None if not self.aux_layers else output.aux_BTLD)
-
-    def _extend(self, tokens: Sequence[int], aux_BTLD: Tensor | None) -> None:
-        if self.drafter is not None:
-            self.drafter.extend([self.session], [tokens], None if aux_BTLD is None else aux_BTLD[0])
-
-    @property
-    def sources(self) -> Sequence[RandomSource]:
-        return [self.source]
-
-    def draft(self, min_confidence: float) -> Sequence[Draft]:
-        """A block or tree after the anchor, never longer than what may be committed besides the target's own token."""
-        limit = self.remaining - 1
-        if self.drafter is None or limit < 1:
-            return [Draft.empty()]
-        call = DraftCall(
-            self.session, self.anchor, self.params, self.seen, self.source, limit, self.noise, self.committed
-        )
-        with self.draft_clock:
-            return self.drafter.propose([call], min_confidence)
-
-    def view(self, proposals: Sequence[Draft]) -> StepView:
-        drafted = [len(proposal.tokens) for proposal in proposals]
-        return StepView.of([proposal.confidences for proposal in proposals], drafted, [self.committed])
-
-    def score(self, parts: Sequence[Draft]) -> list[TargetRows]:
-        """One forward on [anchor, *part.tokens]."""
-        (part,) = parts
-        tokens = [self.anchor, *part.tokens]
-        with self.verify_clock:
-            block = torch.tensor([tokens], device=self.target.device)
-            output = self.target.forward(block, self.cache, self.aux_layers, logits=None, parents=part.row_parents)
-        assert output.logits_BTV is not None
-        self._scored = tokens, output.aux_BTLD
-        return [target_rows(output.logits_BTV[0], part, self.params, self.seen, self.noise, self.committed)]
-
-    def commit(self, result: RoundResult) -> None:
-        """Keep the accepted drafts and make the target's own token the next anchor."""
-        kept = [0, *(node + 1 for node in result.verdict.path)]  # rows of the old anchor and the accepted drafts
-        with self.verify_clock:
-            self.cache.keep_path(self.cache.length - (len(result.verified.tokens) + 1), kept)
-        tokens, aux_BTLD = self._scored
-        with self.draft_clock:
-            self._extend([tokens[row] for row in kept], None if aux_BTLD is None else aux_BTLD[:, kept])
-        for token in result.tokens:
-            self.seen.add(token)
-        self.anchor = result.verdict.next_token
-        self.committed += len(result.tokens)
-        self.remaining -= len(result.tokens)
-
-
 FinishReason = Literal["stop", "length"]
 
 
@@ -270,3 +137,180 @@ def check_prompt(target: DecodingTarget, prompt: Sequence[int]) -> None:
             f"the prompt has {len(prompt)} tokens and {target.name} reads {target.max_context}, the response included: "
             "shorten the prompt."
         )
+
+
+# ----------------------------------------------------------------------------
+# The state of one request, and what a round does to it.
+#
+#     committed tokens x_0 .. x_{n-1};  target cache and draft cache hold x_0 .. x_{n-2};  anchor = x_{n-1}
+#     draft()   a draft after the anchor
+#     score()   target forward on [anchor, d_1 .. d_l] or [anchor, nodes of a tree], rows warped when read
+#     commit()  keep the cache slots of the accepted path and give the drafter the aux hidden states of what stayed
+#
+# In plain decoding every draft is empty and every token is a bonus token.
+# Shapes: B = 1, K rows of one draft, T tokens, L aux layers, V vocab.
+# ----------------------------------------------------------------------------
+
+
+class RequestState:
+    """What decoding knows of one request between two rounds, alone or in the engine.
+
+    Attributes:
+        tokens: committed tokens, the prompt first and the anchor last.
+        capacity: most committed tokens, the prompt included.
+        source, noise: where its random draws come from; `noise` for coupled sampling, else None.
+        seen: the tokens so far, as a repetition penalty reads them.
+        text: its output text, cut at stop strings.
+        session: its drafter's; None in plain decoding and while it does not run.
+        unread: tokens in the target's cache that the drafter has yet to read, with aux hidden states [T, L, D].
+
+    Raises:
+        ValueError: the prompt is empty or does not fit the target, or stop strings without a tokenizer.
+    """
+
+    def __init__(self, target: DecodingTarget, prompt: Sequence[int], params: SamplingParams, rules: StopRules) -> None:
+        check_prompt(target, prompt)
+        self.params = params
+        self.tokens = list(prompt)
+        self.capacity = min(len(prompt) + rules.max_new_tokens, target.max_context)
+        self.source: RandomSource = SeededSource(params.seed)
+        self.noise = PositionNoise(params.seed, target.vocab_size) if params.coupled else None
+        self.seen = SeenTokens(target.vocab_size, params.repetition_penalty, prompt, target.device)
+        self.text = TextStream(target.tokenizer, rules.stop_strings)
+        self.stop_ids = rules.ids(target)
+        self.session: Any = None
+        self.unread: list[tuple[list[int], Tensor | None]] = []
+
+    @property
+    def anchor(self) -> int:
+        """The last committed token, which is in no cache yet."""
+        return self.tokens[-1]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be committed."""
+        return self.capacity - len(self.tokens)
+
+    @property
+    def unread_tokens(self) -> int:
+        return sum(len(tokens) for tokens, _ in self.unread)
+
+    def draft_call(self, slots: int | None = None) -> DraftCall:
+        """A call for a draft no deeper than what may be committed besides the target's own token.
+
+        Args:
+            slots: most draft tokens in all, branches included; None: as many as the drafter has.
+        """
+        deepest = self.remaining - 1
+        return DraftCall(
+            self.session,
+            self.anchor,
+            self.params,
+            seen=self.seen,
+            source=self.source,
+            limit=deepest if slots is None else min(slots, deepest),
+            noise=self.noise,
+            position=len(self.tokens),
+            nodes=slots,
+        )
+
+    def target_rows(self, logits_KV: Tensor, draft: Draft, likeliest: Sequence[int] | None = None) -> TargetRows:
+        """The target's rows after the anchor and `draft`, from their logits; `likeliest`: their argmax, where known."""
+
+        def row(k: int) -> Tensor:
+            return warp(logits_KV[k].float(), self.params, self.seen.with_tokens(draft.tokens_before(k)))
+
+        if self.noise is not None:
+            noise, position = self.noise, len(self.tokens)
+            return TargetRows(row, lambda k: noise.pick(row(k), position + len(draft.tokens_before(k))))
+        if self.params.temperature == 0.0 and likeliest is not None and self.params.repetition_penalty == 1.0:
+            return TargetRows(row, likeliest.__getitem__)
+        return TargetRows(row)
+
+    def commit(self, tokens: Sequence[int]) -> tuple[list[int], str, FinishReason | None]:
+        """Take a round's tokens up to the first that ends the response: (tokens kept, text released, why it ended)."""
+        kept, stopped = self.text.cut(tokens, self.stop_ids)
+        self.tokens += kept
+        for token in kept:
+            self.seen.add(token)
+        finish: FinishReason | None = "stop" if stopped else "length" if self.remaining == 0 else None
+        return kept, self.text.release(final=finish is not None), finish
+
+    def leave(self) -> None:
+        """Forget what its KV blocks and its session held: it is prefilled anew when it runs again."""
+        self.session = None
+        self.unread.clear()
+
+
+_PREFILL_CHUNK = 512  # tokens; bounds the attention mask of a long prompt
+
+
+class SingleRequest:
+    """A `Batch` (decoding/round.py) of one request over a target and, unless decoding is plain, a drafter.
+
+    Raises:
+        ValueError: as `RequestState`; or a tree drafter for a target whose rows cannot branch.
+    """
+
+    def __init__(
+        self,
+        target: DecodingTarget,
+        drafter: Drafter | None,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        rules: StopRules,
+    ) -> None:
+        self.target, self.drafter = target, drafter
+        self.state = RequestState(target, prompt, params, rules)
+        if isinstance(drafter, TreeDrafter):
+            target.check_trees()
+        self.aux_layers = () if drafter is None else drafter.aux_layers
+        self.cache = target.new_cache(self.state.capacity + draft_slots(drafter) + 1)
+        self.state.session = None if drafter is None else drafter.new_session(self.state.capacity)
+        self.draft_clock, self.verify_clock = Clock(target.device), Clock(target.device)
+        self._scored: tuple[list[int], Tensor | None] = [], None
+        self._prefill(prompt[:-1])
+
+    def _prefill(self, tokens: Sequence[int]) -> None:
+        for start in range(0, len(tokens), _PREFILL_CHUNK):
+            chunk = torch.tensor([tokens[start : start + _PREFILL_CHUNK]], device=self.target.device)
+            output = self.target.forward(chunk, self.cache, self.aux_layers, logits=0)
+            self._extend(tokens[start : start + _PREFILL_CHUNK], None if not self.aux_layers else output.aux_BTLD)
+
+    def _extend(self, tokens: Sequence[int], aux_BTLD: Tensor | None) -> None:
+        if self.drafter is not None:
+            self.drafter.extend([self.state.session], [tokens], None if aux_BTLD is None else aux_BTLD[0])
+
+    @property
+    def sources(self) -> Sequence[RandomSource]:
+        return [self.state.source]
+
+    def draft(self, min_confidence: float) -> Sequence[Draft]:
+        if self.drafter is None or self.state.remaining < 2:
+            return [Draft.empty()]
+        with self.draft_clock:
+            return self.drafter.propose([self.state.draft_call()], min_confidence)
+
+    def view(self, drafts: Sequence[Draft]) -> StepView:
+        drafted = [len(draft.tokens) for draft in drafts]
+        return StepView.of([draft.confidences for draft in drafts], drafted, [len(self.state.tokens)])
+
+    def score(self, drafts: Sequence[Draft]) -> list[TargetRows]:
+        (draft,) = drafts
+        tokens = [self.state.anchor, *draft.tokens]
+        with self.verify_clock:
+            block = torch.tensor([tokens], device=self.target.device)
+            output = self.target.forward(block, self.cache, self.aux_layers, logits=None, parents=draft.row_parents)
+        assert output.logits_BTV is not None
+        self._scored = tokens, output.aux_BTLD
+        return [self.state.target_rows(output.logits_BTV[0], draft)]
+
+    def commit(self, result: RoundResult) -> tuple[list[int], str, FinishReason | None]:
+        """Keep the accepted path in the caches and take the round's tokens, see `RequestState.commit`."""
+        kept = [0, *(node + 1 for node in result.verdict.path)]  # rows of the old anchor and the accepted drafts
+        with self.verify_clock:
+            self.cache.keep_path(self.cache.length - (len(result.verified.tokens) + 1), kept)
+        tokens, aux_BTLD = self._scored
+        with self.draft_clock:
+            self._extend([tokens[row] for row in kept], None if aux_BTLD is None else aux_BTLD[:, kept])
+        return self.state.commit(result.tokens)

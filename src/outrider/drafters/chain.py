@@ -1,9 +1,11 @@
-"""anchor -> x_1 -> x_2 -> ... -> x_K,   x_k ~ p_k = warp(U_k + W2 l_k),   c_k = sigmoid(s_k / T_k + b_k)
+"""The sampling chain: draw draft tokens left to right, for any number of requests at once.
 
-Draws a chain for any number of requests at once. `sample_chain`: h_1..h_K come from one parallel pass, only this walk
-is serial (DSpark, arXiv 2607.05147). `sample_steps`: h_k itself depends on x_{k-1}, and is asked for position by
-position (EAGLE, arXiv 2401.15077). Each p_k is a plain, exact distribution; that keeps verification lossless.
-s_k = w^T [h_k; W1[x_{k-1}]], or what an estimator reads off p_k.
+    anchor -> x_1 -> x_2 -> ... -> x_K,   x_k ~ p_k = warp(U_k + W2 l_k),   c_k = sigmoid(s_k / T_k + b_k)
+
+`sample_chain`: h_1..h_K come from one parallel pass, only the sampling is serial (DSpark, arXiv 2607.05147).
+`sample_steps`: h_k itself depends on x_{k-1}, and is computed position by position (EAGLE, arXiv 2401.15077).
+s_k = w^T [h_k; W1[x_{k-1}]], or what an estimator computes from p_k. Each p_k is the exact distribution that x_k was
+drawn from; that keeps verification lossless.
 Shapes: R requests, A those still drawing, K block positions, V target vocab, Vd draft vocab, C tokens that logits are
 about, H draft hidden, r rank.
 """
@@ -27,8 +29,8 @@ Step = Callable[[int, list[int]], Tensor]  # (k from 0, x_{k-1} of every request
 
 
 @dataclass
-class _Walk:
-    """One request on its way through the block."""
+class _Chain:
+    """The chain of one request while it is drawn."""
 
     call: DraftCall
     previous: int
@@ -39,7 +41,7 @@ class _Walk:
 
 
 class Rows(Protocol):
-    """Where hidden states and logits of position k, counted from 0, come from; asked for in order."""
+    """Hidden states and logits of each position k, counted from 0; asked for in order."""
 
     def hidden(self, k: int, previous: list[int]) -> Tensor:
         """h_k [R, H] of all requests, whose last tokens are `previous`."""
@@ -55,7 +57,7 @@ class Rows(Protocol):
 
 
 class BlockRows:
-    """All hidden states at once: their logits are one product, at the first position that asks."""
+    """Rows of a block whose hidden states are known at once: their logits are one product, when first asked for."""
 
     def __init__(self, base_logits: Callable[[Tensor], Tensor], hidden_RKH: Tensor) -> None:
         self.base_logits, self.hidden_RKH = base_logits, hidden_RKH
@@ -77,7 +79,7 @@ class BlockRows:
 
 
 class _Steps:
-    """One hidden state after the other."""
+    """Rows whose hidden states are computed one position after the other."""
 
     def __init__(self, base_logits: Callable[[Tensor], Tensor], step: Step) -> None:
         self.base_logits, self.step = base_logits, step
@@ -123,7 +125,7 @@ def sample_steps(
 
     Args:
         base_logits: rows of hidden states [A, H] -> U [A, Vd]; called at every position.
-        step: called with k = 0, 1, .. while a request draws; requests that have stopped walk along.
+        step: called with k = 0, 1, .. while a request draws; requests that have stopped are computed too.
         steps: most positions of any request.
     """
     return sample_rows(_Steps(base_logits, step), steps, calls, heads, min_confidence)
@@ -132,26 +134,26 @@ def sample_steps(
 def sample_rows(
     rows: Rows, steps: int, calls: Sequence[DraftCall], heads: ChainHeads, min_confidence: float = 0.0
 ) -> list[Draft]:
-    """As `sample_chain` and `sample_steps`, with hidden states and logits from anywhere."""
+    """As `sample_chain` and `sample_steps`, with hidden states and logits from `rows`."""
     head = heads.sequential
-    walks = [_Walk(call, call.anchor, call.seen.with_tokens()) for call in calls]
+    chains = [_Chain(call, call.anchor, call.seen.with_tokens()) for call in calls]
     state = head.initial_state(len(calls)) if head is not None else None
     active = list(range(len(calls)))
     for k in range(steps):
-        active = [r for r in active if walks[r].call.limit is None or k < (walks[r].call.limit or 0)]
+        active = [r for r in active if chains[r].call.limit is None or k < (chains[r].call.limit or 0)]
         if not active:
             break
-        previous = [walk.previous for walk in walks]
+        previous = [chain.previous for chain in chains]
         hidden_RH = rows.hidden(k, previous)
         latent_Rr = embedding_Rr = None
-        if head is not None:  # requests that have stopped walk along: fewer rows cost the same
+        if head is not None:  # requests that have stopped are computed too: fewer rows cost the same
             previous_R = torch.tensor(previous, device=hidden_RH.device)
             latent_Rr, embedding_Rr, state = head.step(previous_R, hidden_RH, state)
         if heads.confidence is not None:  # before x_k is drawn: c_k must not know it
             certain_R = heads.calibrated(heads.confidence(hidden_RH, embedding_Rr), k).tolist()
             active = [r for r in active if certain_R[r] >= min_confidence]
             for r in active:
-                walks[r].confidences.append(certain_R[r])
+                chains[r].confidences.append(certain_R[r])
         if not active:
             break
         logits_AC = rows.logits(k, active)
@@ -161,37 +163,37 @@ def sample_rows(
             certain_A = heads.calibrated(heads.estimator(logits_AC, k), k).tolist()
             kept = [a for a, certain in enumerate(certain_A) if certain >= min_confidence]
             for a in kept:
-                walks[active[a]].confidences.append(certain_A[a])
+                chains[active[a]].confidences.append(certain_A[a])
             active, logits_AC = [active[a] for a in kept], logits_AC[kept]
             if not active:
                 break
         ids_AC = rows.ids(k, active)
         ids = [heads.draft_ids_Vd] * len(active) if ids_AC is None else ids_AC
-        _draw([walks[r] for r in active], logits_AC, ids, heads.vocab_size)
-    return [Draft.chain(walk.tokens, walk.siblings, walk.confidences) for walk in walks]
+        _draw([chains[r] for r in active], logits_AC, ids, heads.vocab_size)
+    return [Draft.chain(chain.tokens, chain.siblings, chain.confidences) for chain in chains]
 
 
-def _draw(walks: Sequence[_Walk], logits_AC: Tensor, ids: Sequence[Tensor | None] | Tensor, vocab_size: int) -> None:
-    """The next token of each walk, among its `ids` [C]; None: among all tokens."""
-    greedy = [walk.call.params.temperature == 0.0 and walk.seen_V is None for walk in walks]
-    likeliest = logits_AC.argmax(-1).tolist() if any(greedy) else [0] * len(walks)
-    for walk, logits_C, ids_C, top, is_greedy in zip(walks, logits_AC, ids, likeliest, greedy, strict=True):
+def _draw(chains: Sequence[_Chain], logits_AC: Tensor, ids: Sequence[Tensor | None] | Tensor, vocab_size: int) -> None:
+    """Draw the next token of each chain, among its `ids` [C]; None: among all tokens."""
+    greedy = [chain.call.params.temperature == 0.0 and chain.seen_V is None for chain in chains]
+    likeliest = logits_AC.argmax(-1).tolist() if any(greedy) else [0] * len(chains)
+    for chain, logits_C, ids_C, top, is_greedy in zip(chains, logits_AC, ids, likeliest, greedy, strict=True):
         if is_greedy:  # one-hot: nothing is drawn
             index = top
         else:
-            seen_C = walk.seen_V if walk.seen_V is None or ids_C is None else walk.seen_V[ids_C]
-            probs_C = warp(logits_C, walk.call.params, seen_C)
-            index = _choose(walk, probs_C, ids_C)
+            seen_C = chain.seen_V if chain.seen_V is None or ids_C is None else chain.seen_V[ids_C]
+            probs_C = warp(logits_C, chain.call.params, seen_C)
+            index = _choose(chain, probs_C, ids_C)
             row = partial(over_vocabulary, probs_C, ids_C, vocab_size)
-            walk.siblings[len(walk.tokens) - 1] = Siblings(row, first=probs_C[index].item())
-        walk.previous = index if ids_C is None else int(ids_C[index])
-        if walk.seen_V is not None:
-            walk.seen_V[walk.previous] = True
-        walk.tokens.append(walk.previous)
+            chain.siblings[len(chain.tokens) - 1] = Siblings(row, first=probs_C[index].item())
+        chain.previous = index if ids_C is None else int(ids_C[index])
+        if chain.seen_V is not None:
+            chain.seen_V[chain.previous] = True
+        chain.tokens.append(chain.previous)
 
 
-def _choose(walk: _Walk, probs_C: Tensor, ids_C: Tensor | None) -> int:
-    call = walk.call
+def _choose(chain: _Chain, probs_C: Tensor, ids_C: Tensor | None) -> int:
+    call = chain.call
     if call.noise is None:
         return call.source.choose(probs_C)
-    return call.noise.pick(probs_C, call.position + len(walk.tokens), ids_C)
+    return call.noise.pick(probs_C, call.position + len(chain.tokens), ids_C)

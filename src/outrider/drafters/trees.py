@@ -1,4 +1,4 @@
-"""Static candidate trees: which ranks of which head are tried, fixed before anything is drafted.
+"""Candidate trees of fixed shape (Medusa): which ranks of which head are tried, fixed before anything is drafted.
 
     anchor -+- (0) -+- (0,0)         a node is a path of ranks, counted from 0: (1,0) is head 2's likeliest token
             |       +- (0,1)         after head 1's second likeliest
@@ -32,7 +32,7 @@ Level = Callable[[int, Tensor], Tensor]  # (k, tokens of paths [R, P, k + 1], an
 
 @dataclass(frozen=True)
 class CandidateTree:
-    """Paths of ranks, each after its parent; what comes first is tried first and is the last to be left out.
+    """The shape of a tree as paths of ranks, each after its parent; the first are tried first and left out last.
 
     Raises:
         ValueError: no path, a path before its parent, twice the same, or a negative rank.
@@ -133,12 +133,12 @@ def expected_length(tree: CandidateTree, accuracy: Sequence[Sequence[float]]) ->
 
 
 def assumed_accuracy(heads: int, ranks: int = 10, first: float = 0.5, depth: float = 0.8) -> list[list[float]]:
-    """A guess where nobody has measured (outrider calibrate does): a_k(i) = first depth^(k-1) / (i + 1)^2, i from 0."""
+    """Assumed accuracies, for want of measured ones (outrider calibrate): a_k(i) = first depth^(k-1) / (i + 1)^2."""
     return [[first * depth**k / (i + 1) ** 2 for i in range(ranks)] for k in range(heads)]
 
 
 def measured_accuracy(ranks_NK: Tensor, known_NK: Tensor, ranks: int = 10) -> list[list[float]]:
-    """a_k(i) from where the target's tokens stood among a head's candidates.
+    """Accuracies a_k(i) from the ranks of the target's tokens among each head's candidates.
 
     Args:
         ranks_NK: rank of the true x_k in head k's distribution, from 0.
@@ -155,7 +155,7 @@ def measured_accuracy(ranks_NK: Tensor, known_NK: Tensor, ranks: int = 10) -> li
 
 
 # ----------------------------------------------------------------------------
-# A tree of fixed shape whose siblings are drawn without replacement, for sampling.
+# Trees of fixed shape for sampling, whose siblings are drawn without replacement.
 #
 #     shape  (0) (1) (0,0) (0,1) (1,0)         x_a, x_b ~ p_1 without replacement         one pass of heads per depth,
 #     tree    a   b    c     d     e           x_c, x_d ~ p_2(. | x_a),  x_e ~ p_2(. | x_b)    all requests together
@@ -174,7 +174,7 @@ def measured_accuracy(ranks_NK: Tensor, known_NK: Tensor, ranks: int = 10) -> li
 def draw_trees(
     shape: CandidateTree, calls: Sequence[DraftCall], level: Level, heads: ChainHeads, device: torch.device
 ) -> list[Draft]:
-    """A tree per call, of the nodes of `shape` that the call has use for, as far as there is something to draw."""
+    """Draw a tree per call: the nodes of `shape` within the call's limits, as far as the support reaches."""
     drawings = [_Drawing(shape, call, heads) for call in calls]
     inner = [-1]
     for k in range(shape.depth):
@@ -189,7 +189,9 @@ def draw_trees(
 
 
 class _Drawing:
-    """One request's tree. `tokens`: of the nodes drawn so far; `rows`: what the children of a node were drawn from."""
+    """One request's tree while it is drawn: tokens of its nodes, and rows that the children of a node were drawn
+    from.
+    """
 
     def __init__(self, shape: CandidateTree, call: DraftCall, heads: ChainHeads) -> None:
         self.shape, self.call, self.vocab_size, self.ids_Vd = shape, call, heads.vocab_size, heads.draft_ids_Vd
@@ -199,7 +201,7 @@ class _Drawing:
         self.rows: dict[int, Tensor] = {}
 
     def path(self, node: int) -> list[int]:
-        """The anchor and the tokens down to `node`; 0 where there are none: such a node walks along."""
+        """The anchor and the tokens down to `node`; 0 for a node that was not drawn, whose row nobody reads."""
         found: list[int] = []
         while node >= 0:
             found.append(self.tokens.get(node, 0))

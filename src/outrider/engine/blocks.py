@@ -1,4 +1,4 @@
-"""Blocks of the KV pool: who has which, and a preference for neighbours.
+"""The allocator of KV blocks, which prefers neighbours.
 
 | A A A . . . . | B B . . . . . . |       a new request starts in the middle of the largest gap, a growing one takes
                                           the block behind its last: most requests stay one run of blocks, which
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class BlockAllocator:
-    """Hands out block ids 0 .. total - 1."""
+    """Allocates block ids 0 .. total - 1."""
 
     def __init__(self, total: int) -> None:
         if total < 1:
@@ -62,5 +62,5 @@ class BlockAllocator:
         start, length = int(starts[largest]), int((ends - starts)[largest])
         if length <= wanted:
             return start, length
-        neighbour = start > 0  # somebody's last block is right before: leave it room to grow
+        neighbour = start > 0  # a request's last block is right before: leave it room to grow
         return start + ((length - wanted) // 2 if neighbour else 0), wanted

@@ -1,6 +1,6 @@
-"""Continuous batching: requests in and out at any time, one flattened target forward per step.
+"""The engine: continuous batching with one flattened target forward per step.
 
-    plan      Scheduler: who decodes, who prefills, in which blocks            (engine/scheduler.py)
+    plan      Scheduler: which requests decode or prefill, in which blocks     (engine/scheduler.py)
     round     draft all -> policy -> one forward -> verify                     (decoding/round.py, engine/batch.py)
     commit    outputs, stops, draft sessions
 
@@ -14,9 +14,10 @@ import time
 
 import torch
 
+from outrider.decoding.request import RequestState
 from outrider.decoding.round import RoundResult, run_round
 from outrider.drafters.base import Drafter, TreeDrafter, draft_slots
-from outrider.engine.batch import LiveRequest, Output, Request, StepBatch, StepRecord
+from outrider.engine.batch import Output, Request, StepBatch, StepRecord
 from outrider.engine.scheduler import EngineConfig, Scheduler
 from outrider.scheduling.gate import AlwaysDraft, DraftGate
 from outrider.scheduling.policies import FixedPolicy, Policy
@@ -56,11 +57,11 @@ class Engine:
         self.history = History(slots)
         self.kv = PagedKV(target, self.config.num_blocks, self.config.block_size)
         self.last: StepRecord | None = None
-        self._live: dict[str, LiveRequest] = {}
+        self._states: dict[str, RequestState] = {}
 
     @property
     def idle(self) -> bool:
-        return not self._live
+        return not self._states
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -68,40 +69,40 @@ class Engine:
         Raises:
             ValueError: its id is in use, its prompt is empty or too long, or it could never fit into the KV pool.
         """
-        if request.id in self._live:
+        if request.id in self._states:
             raise ValueError(f"request id {request.id!r} is in use; give every request its own.")
-        live = LiveRequest(request, self.target)
-        self.scheduler.add(request.id, len(live.tokens), live.last - len(live.tokens))
-        self._live[request.id] = live
+        state = RequestState(self.target, request.prompt, request.params, request.rules)
+        self.scheduler.add(request.id, len(state.tokens), state.remaining)
+        self._states[request.id] = state
 
     def cancel(self, id: str) -> bool:
-        """Forget a request between two steps and free all it holds; False where there is none of that id."""
-        if self._live.pop(id, None) is None:
+        """Drop a request between two steps and free all it holds; False where there is none of that id."""
+        if self._states.pop(id, None) is None:
             return False
         self._forget(id)
         return True
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """One step; an output for every request that got tokens."""
+        """Run one step and return an output for every request that got tokens."""
         started = time.perf_counter()
         plan = self.scheduler.plan()
         for id in plan.preempted:
-            self._live[id].leave()
+            self._states[id].leave()
         if self.drafter is not None:
             for id in plan.admitted:
-                self._live[id].session = self.drafter.new_session(self._live[id].last)
+                self._states[id].session = self.drafter.new_session(self._states[id].capacity)
         if not plan.work:
             return []
         batch = StepBatch(
             self.target,
             self.kv,
             self.drafter,
-            self.gate,
-            self.history,
-            plan,
-            self._live,
-            self.scheduler.running,
+            gate=self.gate,
+            history=self.history,
+            plan=plan,
+            states=self._states,
+            progress=self.scheduler.running,
         )
         results: list[RoundResult] = []
         if batch.deciding:
@@ -121,7 +122,7 @@ class Engine:
                 self.scheduler.advance(work.id, work.prefill)
                 kept[work.id] = list(range(work.prefill))
                 continue
-            output = self._live[work.id].commit(by_id[work.id].tokens)
+            output = Output(work.id, *self._states[work.id].commit(by_id[work.id].tokens))
             outputs.append(output)
             if output.finish is None:
                 self.scheduler.commit(work.id, len(output.tokens))
@@ -130,7 +131,7 @@ class Engine:
         batch.close(kept)
         for output in outputs:
             if output.finish is not None:
-                del self._live[output.id]
+                del self._states[output.id]
                 self._forget(output.id)
         return outputs
 

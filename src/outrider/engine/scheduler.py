@@ -1,11 +1,11 @@
-"""Which requests are in the next step, with how many rows, and which blocks their keys live in.
+"""The scheduler of continuous batching: which requests are in the next step, with how many rows, in which KV blocks.
 
     waiting --admit--> prefilling --all but the anchor cached--> decoding --commit--> ... --finish / cancel--> gone
        ^                                                            |
        +------------- preempted: blocks freed, recomputed later ----+
 
-Counts only: no tokens, no tensors, no clock, so the simulator drives this very object. Verification comes first and
-prefill fills what is left of the token budget, in order of arrival. A step's forward holds, per request, a chunk of
+It holds counts only, no tokens, tensors or clock, so that the simulator uses this very object. Verification comes first
+and prefill fills what is left of the token budget, in order of arrival. A step's forward holds, per request, a chunk of
 prefill, or the anchor and its drafts, or the end of its prefill and the anchor.
 """
 
@@ -47,20 +47,20 @@ class EngineConfig:
 
 @dataclass
 class Progress:
-    """One request in counts: `length` committed tokens, of which `cached` are in the KV pool."""
+    """Progress of one request: `length` committed tokens, of which `cached` are in the KV pool, in `blocks`."""
 
     length: int
-    last: int  # the length at which it ends at the latest
+    capacity: int  # most committed tokens
     cached: int = 0
     blocks: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Work:
-    """A request's part of a step.
+    """A request's part of a step: its rows in the target forward.
 
-    `prefill` rows of known tokens come first; with `decodes` the anchor follows and at most `limit` drafts, a slot each
-    also where they branch.
+    `prefill` rows of known tokens come first; with `decodes` the anchor follows and at most `limit` draft tokens, a
+    slot each also where they branch.
     """
 
     id: str
@@ -71,7 +71,7 @@ class Work:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step's work, and who lost its place or got one (drafters keep a session per running request)."""
+    """A step's work, and the ids of requests that were admitted or preempted before it."""
 
     work: list[Work]
     admitted: list[str]
@@ -79,15 +79,15 @@ class StepPlan:
 
 
 class Scheduler:
-    """Queues and blocks.
+    """Plans steps: queues of waiting and running requests, and the KV blocks they hold.
 
     Args:
-        reach: most draft tokens per request and step; 0 without a drafter.
-        branches: drafts are trees, which may have more nodes than the request has tokens left.
+        draft_slots: most draft tokens per request and step; 0 without a drafter.
+        trees: drafts are trees, which may have more nodes than the request has tokens left.
     """
 
-    def __init__(self, config: EngineConfig, reach: int, branches: bool = False) -> None:
-        self.config, self.reach, self.branches = config, reach, branches
+    def __init__(self, config: EngineConfig, draft_slots: int, trees: bool = False) -> None:
+        self.config, self.draft_slots, self.trees = config, draft_slots, trees
         self.allocator = BlockAllocator(config.num_blocks)
         self.running: dict[str, Progress] = {}  # in order of arrival
         self.waiting: deque[tuple[str, Progress]] = deque()
@@ -98,17 +98,19 @@ class Scheduler:
         Raises:
             ValueError: it could never fit into the pool.
         """
-        last = length + max_new_tokens
-        if self._blocks_for(last) > self.config.num_blocks:
+        capacity = length + max_new_tokens
+        if self._blocks_for(capacity) > self.config.num_blocks:
             raise ValueError(
-                f"request {id!r}: {length} prompt and {max_new_tokens} new tokens need {self._blocks_for(last)} KV "
+                f"request {id!r}: {length} prompt and {max_new_tokens} new tokens need {self._blocks_for(capacity)} KV "
                 f"blocks of {self.config.block_size}, the pool has {self.config.num_blocks}; shorten it or raise "
                 "num_blocks."
             )
-        self.waiting.append((id, Progress(length, last)))
+        self.waiting.append((id, Progress(length, capacity)))
 
     def remove(self, id: str) -> None:
-        """Forget a request, finished or cancelled; frees its blocks. Nothing happens where there is none of that id."""
+        """Drop a request, finished or cancelled, and free its blocks; nothing happens where there is none of that
+        id.
+        """
         progress = self.running.pop(id, None)
         if progress is not None:
             self.allocator.release(progress.blocks)
@@ -156,35 +158,35 @@ class Scheduler:
         return Work(id, budget, False, 0)
 
     def _decoding_limits(self, preempted: list[str]) -> dict[str, int]:
-        """Most drafts of every decoding request, blocks allocated.
+        """Most draft tokens of every decoding request, with blocks allocated for them.
 
-        Every request gets a slot for its anchor first, the youngest giving way where there are too few blocks; what is
-        left then goes to drafts.
+        Every request gets a slot for its anchor first; where there are too few blocks, unused draft slots are taken
+        back and then the youngest requests preempted. What is left goes to drafts.
         """
         decoding = [id for id, p in self.running.items() if p.cached == p.length - 1]
-        self._take_back([self.running[id] for id in decoding])
+        self._release_draft_slots([self.running[id] for id in decoding])
         for id in decoding:
             while id in self.running and not self._grow(self.running[id], 0):
                 self._preempt(next(reversed(self.running)), preempted)
         decoding = [id for id in decoding if id in self.running]
         budget = self.config.token_budget
-        if self.waiting or len(decoding) < len(self.running):  # a quarter for prompts: drafts wait sooner than people
+        if self.waiting or len(decoding) < len(self.running):  # keep a quarter of the rows for prefill
             budget = max(len(decoding), budget - budget // 4)
         share = budget // max(len(decoding), 1) - 1
         limits: dict[str, int] = {}
         for id in decoding:
             progress = self.running[id]
-            left = progress.last - progress.length - 1
-            if self.branches and left > 0:
-                left = self.reach
-            limit = max(0, min(self.reach, share, left))
+            left = progress.capacity - progress.length - 1
+            if self.trees and left > 0:
+                left = self.draft_slots
+            limit = max(0, min(self.draft_slots, share, left))
             while not self._grow(progress, limit):
                 limit -= 1
             limits[id] = limit
         return limits
 
-    def _take_back(self, decoding: Sequence[Progress]) -> None:
-        """Where anchors lack slots, those that earlier drafts left unused: drafts are the first to go."""
+    def _release_draft_slots(self, decoding: Sequence[Progress]) -> None:
+        """When KV blocks run out, drop drafts before preempting a request: free the blocks that drafts left unused."""
         missing = sum(max(0, self._blocks_for(p.length) - len(p.blocks)) for p in decoding)
         if missing > self.allocator.available:
             for progress in decoding:
@@ -193,7 +195,7 @@ class Scheduler:
                 del progress.blocks[needed:]
 
     def _grow(self, progress: Progress, drafts: int) -> bool:
-        """Room for the anchor and some drafts; False where the pool has too little left."""
+        """Allocate blocks for the anchor and `drafts` draft tokens; False where the pool has too few left."""
         missing = self._blocks_for(progress.length + drafts) - len(progress.blocks)
         if missing > self.allocator.available:
             return False

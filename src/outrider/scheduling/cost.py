@@ -1,7 +1,9 @@
-"""seconds of one step  =  drafting for D requests  +  one target forward of B tokens  +  the rest;   SPS = 1 / seconds
+"""The cost of a step: what policies weigh expected tokens against.
 
-A policy weighs tokens against seconds, so what is spent whatever it decides (drafting, bookkeeping) is part of the
-step too: tau / (fixed + forward(B)) peaks at a larger B than tau / forward(B).
+    seconds of one step  =  drafting for D requests  +  one target forward of B tokens  +  the rest;   SPS = 1 / seconds
+
+What is spent whatever a policy decides (drafting, bookkeeping) counts too: tau / (fixed + forward(B)) peaks at a larger
+B than tau / forward(B). `Profile` holds these costs as measured on one machine (evaluation/profile.py measures them).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from outrider.utils.files import write_atomically
 
 
 class StepCost(Protocol):
-    """What steps cost on some machine."""
+    """Seconds of engine steps on some machine."""
 
     def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
         """Seconds [N] of steps with forwards of `tokens_N` tokens.
@@ -58,12 +60,11 @@ class SpsTable:
 
 
 # ----------------------------------------------------------------------------
-# seconds of a forward  ~  bias + alpha R + theta B + sigma R S
+# The additive form:   seconds of a forward  ~  bias + alpha R + theta B + sigma R S
 #
-# What a machine costs in four numbers: per forward, per request, per token, per cached token read. Least squares on
-# *relative* errors, so that the short forwards, where policies decide, count as much as the long ones. Real curves are
-# staircases and this is a line, so its residuals are kept: they say how far it may be trusted. A profile
-# (scheduling/cost.py) interpolates between what it measured and asks this only beyond.
+# Four numbers: per forward, per request, per token, per cached token read. Least squares on *relative* errors, so that
+# the short forwards, where policies decide, count as much as the long ones. Real curves are staircases and this is a
+# line, so its residuals are kept. A profile interpolates between what it measured and uses the form only beyond.
 # Shapes: N cells, R requests, B tokens in all, S mean cached tokens per request.
 # ----------------------------------------------------------------------------
 
@@ -82,7 +83,7 @@ class Cell(BaseModel):
 
 
 class Additive(BaseModel):
-    """The four numbers, in seconds, and (fitted - measured) / measured per cell."""
+    """The additive form's four numbers, in seconds, and (fitted - measured) / measured per cell."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -94,7 +95,7 @@ class Additive(BaseModel):
 
     @staticmethod
     def fit(cells: Sequence[Cell]) -> Additive:
-        """Of at least one cell; where all cells agree on an axis, its cost is shared out (smallest coefficients)."""
+        """Fit at least one cell; where all cells agree on an axis, the smallest coefficients are taken."""
         shape_N4 = np.array([(1, c.requests, c.tokens, c.requests * c.context) for c in cells], dtype=np.float64)
         seconds_N = np.array([c.median for c in cells])
         # Columns of one size: lstsq drops directions by singular value, and R S is thousands of times larger than 1.
@@ -112,7 +113,7 @@ class Additive(BaseModel):
 
 
 # ----------------------------------------------------------------------------
-# seconds of a target forward by (R requests, B tokens, S mean context), from measured cells
+# Seconds of a target forward by (R requests, B tokens, S mean context), interpolated between measured cells:
 #
 #        B = 1 2 3 4 5 6 7 8 ...      16        32        64        128
 #     R = 1  o o o o o o o o o o o o o o o o o o o         o          o . . theta      o cells
@@ -120,18 +121,21 @@ class Additive(BaseModel):
 #     R = 4        o       o          o         o . as R = 2 . . . . . . .
 #
 # Cells of one row rise with the tokens: where measurements fall, the nearest rising line in squares takes their place
-# (isotonic regression). More tokens are not cheaper by more than noise, and a policy that searches the table would find
-# just those cells that noise made cheap, and pay what they really cost. Cliffs upward stay as they are.
+# (isotonic regression), because a policy that searches the table would choose just those cells that noise made cheap.
 #
 # A row is the row of fewer requests plus their difference, which is linear between cells and constant outside of them:
-# steps of the staircase come from matrix products over all B rows, whoever they belong to, and need to be measured one
-# by one only once. Below the first row lies the additive form's theta B (scheduling/cost.py). Requests and contexts in
+# steps of the staircase come from matrix products over all B rows, whichever request they belong to, and need to be
+# measured one by one only once. Below the first row lies the additive form's theta B. Requests and contexts in
 # between are linear; beyond the last cells the additive form goes on. Shapes: N token counts asked for; B = 0..edge.
 # ----------------------------------------------------------------------------
 
 
 class ForwardTable:
-    """Raises ValueError where cells are no grid: twice the same, or requests not measured at some context."""
+    """Seconds of target forwards, interpolated between cells.
+
+    Raises:
+        ValueError: cells are no grid: twice the same, or requests not measured at some context.
+    """
 
     def __init__(self, cells: Sequence[Cell], fit: Additive) -> None:
         # Slopes below zero are noise: they must not run on.
@@ -211,20 +215,19 @@ def _between(grid: Sequence[int], value: float) -> tuple[int, int, float]:
 
 
 # ----------------------------------------------------------------------------
-# seconds of one step  =  draft(D)  +  verify(R, B, S)  +  other(R)          measured on the machine that serves
+# A measured machine:   seconds of one step  =  draft(D)  +  verify(R, B, S)  +  other(R)
 #
-#     verify     a table over requests R, tokens B >= R and mean context S (scheduling/cost.py)
-#     draft      for each of D requests: the drafter reads its new tokens, then a block of some depth (linear between
-#     one
-#                token and gamma); 0 for none
-#     other      what else a step does for R requests: rows are warped and judged, text
+#     verify     `ForwardTable` over requests R, tokens B >= R and mean context S
+#     draft      for each of D requests the drafter reads its new tokens, then drafts a block of some depth (linear
+#                between one token and gamma); 0 for none
+#     other      what else a step does for R requests: rows are warped and verified, text is written
 #
 # SPS(B) = 1 / seconds is the curve of DSpark, arXiv 2607.05147. Shapes: N token counts asked for.
 # ----------------------------------------------------------------------------
 
 
 class Setting(BaseModel):
-    """What costs depend on. `threads` is None off the CPU; `drafter` None where nothing is drafted."""
+    """What was measured: costs depend on it. `threads` is None off the CPU; `drafter` None without one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -264,7 +267,7 @@ class Curve(BaseModel):
 
 
 class Profile(BaseModel):
-    """A measured machine; a `StepCost`.
+    """Measured costs of steps on one machine, a `StepCost`.
 
     `draft` are whole blocks of `gamma` tokens, `draft_one` blocks kept to one; `extend` is the drafter's reading of new
     tokens, which comes with each block.
@@ -290,7 +293,7 @@ class Profile(BaseModel):
 
     @cached_property
     def table(self) -> ForwardTable:
-        """The cells, ready to be asked."""
+        """Target forwards, interpolated between the cells."""
         return ForwardTable(self.cells, self.fit)
 
     @model_validator(mode="after")
@@ -334,7 +337,7 @@ class Profile(BaseModel):
         )
 
     def check(self, used: Setting) -> None:
-        """The profile is of what it is used with. Without a drafter in use, the profiled one does not matter.
+        """Check that the profile was measured with what it is used with; without a drafter in use, any drafter fits.
 
         Raises:
             ValueError: naming each field that differs.

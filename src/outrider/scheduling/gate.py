@@ -1,17 +1,18 @@
-"""D*, k* = argmax_{D, k}  max_m (R + the m largest a_{r,j} with r in D, j <= k) / seconds(R + m, |D|, k)
+"""Draft gates: which requests draft at all in a step, and how many tokens.
 
-Which requests draft at all, and how many tokens: a_{r,j} is what earlier steps let one expect of each.
+    D*, k* = argmax_{D, k}  max_m (R + the m largest a_{r,j} with r in D, j <= k) / seconds(R + m, |D|, k)
 
-A draft is paid for whatever is verified of it, and under load that is more than a request of poor survival returns: the
-open limitation of DSpark (arXiv 2607.05147). Such a request skips its draft and rides along as plain decoding, which is
-also how a block of length 0 enters the adaptive lengths. Requests are ranked by expected accepted drafts, and D is the
-best of 0, R, R/2, R/4, ..., 1 of them: neighbouring sizes cost nearly the same. All that draft draft equally deep: a
-step of the drafter is paid for once. The best of many estimates is the luckiest as well, so drafting has to promise
-`margin` more than plain decoding.
+a_{r,j} is the survival that earlier steps let one expect of each request.
 
-A request that skips learns nothing, so it probes. It saves `probe_share` of its share of every step it skips, and some
-of those that have waited longest draft once their savings pay for it: all probing together costs `probe_share` of the
-time at most, and at most a quarter of the requests probe in one step.
+A draft costs its seconds whatever is verified of it. Under load that is more than a request of low survival returns:
+the open limitation of DSpark (arXiv 2607.05147). Such a request skips its draft and decodes plainly in the same step.
+Requests are ranked by expected accepted drafts, and D is the best of 0, R, R/2, R/4, ..., 1 of them: neighbouring sizes
+cost nearly the same. All that draft draft equally deep, because a step of the drafter is paid for once. The best of
+many estimates is too high on average, so drafting has to promise `margin` more than plain decoding.
+
+Nothing new is known of a request that skips, so it probes. It saves `probe_share` of its share of every step it skips,
+and some of those that have waited longest draft once their savings pay for it: all probing together costs `probe_share`
+of the time at most, and at most a quarter of the requests probe in one step.
 
 Everything read comes from earlier steps, so the output stays exact. Shapes: R requests, K draft positions, N, M counts.
 """
@@ -29,6 +30,8 @@ from outrider.scheduling.view import Flags, Floats, GateView, Ints
 
 
 class DraftGate(Protocol):
+    """Decides which requests draft."""
+
     def depths(self, view: GateView) -> Ints:
         """How many tokens each request drafts at most, [R]; 0 where it skips."""
         ...
@@ -44,7 +47,7 @@ class AlwaysDraft:
 
 @dataclass(frozen=True)
 class SkipDrafting:
-    """Draft where it pays, judged by what the step costs as a whole; for policies that choose lengths by `cost` too.
+    """Draft only where it raises throughput by the step's whole cost; for policies that choose lengths by `cost` too.
 
     Args:
         probe_share: of the time, spent at most on finding out whether drafting pays again.
@@ -88,7 +91,7 @@ class SkipDrafting:
         return depths_R
 
     def _tried(self, view: GateView, survival_RK: Floats, drafting: int, depth: int) -> _Plan:
-        """The best a step can make of these drafts, [drafting, K] by expected survival."""
+        """The best plan with these drafts, given their expected survival [drafting, K]."""
         curve = gains(survival_RK[:, :depth])
         seconds_M = self._seconds(view, np.arange(len(curve)), drafting, depth)
         tokens_M = len(view.idle_R) + view.other_requests + curve
@@ -100,13 +103,13 @@ class SkipDrafting:
         unknown_R: Flags = np.asarray(np.isnan(view.expected_RK).any(axis=1))
         if not unknown_R.any():
             return _carried(view.expected_RK)
-        if not unknown_R.all():  # each once, drafting or not: those that draft are better than the rest
-            stranger_K = view.expected_RK[~unknown_R].mean(axis=0)
+        if not unknown_R.all():  # a mean over all, drafting now or not: those that draft are better than the rest
+            unknown_K = view.expected_RK[~unknown_R].mean(axis=0)
         elif view.typical_K is not None:
-            stranger_K = view.typical_K
+            unknown_K = view.typical_K
         else:
-            stranger_K = np.full(view.expected_RK.shape[1], self.prior)
-        return _carried(np.where(unknown_R[:, None], stranger_K, view.expected_RK))
+            unknown_K = np.full(view.expected_RK.shape[1], self.prior)
+        return _carried(np.where(unknown_R[:, None], unknown_K, view.expected_RK))
 
     def _probing(self, view: GateView, skipping_R: Flags, plan: _Plan) -> Ints:
         """Those of the skipping requests that draft all the same."""
@@ -128,7 +131,7 @@ class SkipDrafting:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Requests that draft, how deep, how many of their tokens are verified; what the step gives and takes."""
+    """One way to run a step: requests that draft, how deep, tokens verified; expected tokens and seconds."""
 
     drafting: int
     depth: int
@@ -141,7 +144,7 @@ class _Plan:
 
 
 def _carried(beliefs_RK: Floats) -> Floats:
-    """A position no draft got to is believed to be like the last that one did: 0 would keep drafts short for ever."""
+    """Give a position that no draft reached the value of the last that one did: 0 would keep drafts short for ever."""
     reached_RK = np.where(beliefs_RK > 0, np.arange(beliefs_RK.shape[1]), 0)
     carried_RK: Floats = np.take_along_axis(beliefs_RK, np.maximum.accumulate(reached_RK, axis=1), axis=1)
     return carried_RK

@@ -1,10 +1,23 @@
-"""candidates (r, k) by survival, falling:   a_{1,1}  a_{2,1}  a_{1,2}  a_{1,3}  a_{2,2}  ...   -> causal order
+"""Verification policies: how many of its draft tokens each request has verified in a step.
 
-Survival never rises along a block, so sorting all candidates gives the very order in which a heap of frontiers
-(r, l_r + 1) would pop them: what stands before a candidate is either its own prefix or another request's, and nothing
-behind it can move it. Survivals are compared in steps of 1 / 65534: that is a radix sort, some five times as fast as a
-sort of floats, and steps keep the order of one block. Ties resolve by (position, request), never by token values.
-Shapes: R requests, K draft positions, N candidates.
+    FixedPolicy       l_r = min(length, drafted_r)
+    ThresholdPolicy   l_r = the longest prefix with every c_k >= threshold
+    PrefixScheduler   tokens in order of survival while throughput improves                    (DSpark, algorithm 1)
+    AsyncScheduler    the number of tokens from two steps ago, spent in order of survival      (DSpark, production form)
+    GoodputPolicy     one length for all requests, from what earlier steps promise             (TurboSpec)
+    LookAhead         PrefixScheduler that plans with expected survival behind each frontier   (ours)
+
+Losslessness demands that admitting x_k never depends on x_k: a policy sees c_1 .. c_k of a request and what is already
+admitted. c_{k+1} depends on x_k, so a search over all confidences of a step biases the output.
+
+The last four verify candidates (r, k) in causal order, which is that of falling survival a_{r,k} = c_1 ... c_k.
+Survival never rises along a draft, so sorting all candidates gives the order in which a heap of frontiers (r, l_r + 1)
+would pop them: what stands before a candidate is its own prefix or another request's, and nothing behind it can move
+it. Survivals are compared in steps of 1 / 65534: that is a radix sort, some five times as fast as a sort of floats, and
+steps keep the order of one draft. Ties resolve by (position, request), never by token values.
+
+Sources: DSpark, arXiv 2607.05147; TurboSpec, 2406.14066.
+Shapes: R requests, K draft positions, N candidates, B tokens per forward.
 """
 
 from __future__ import annotations
@@ -23,7 +36,7 @@ _LAST = STEPS + 1  # behind everything drafted
 
 
 def falling(survival: Floats) -> NDArray[np.uint16]:
-    """Sort keys, any shape: the larger the survival, the smaller the key."""
+    """Sort keys of survivals, any shape: the larger the survival, the smaller the key."""
     keys: NDArray[np.uint16] = (STEPS + 0.5 - survival * STEPS).astype(np.uint16)
     return keys
 
@@ -50,19 +63,9 @@ def lengths_of(admitted_N: Ints, requests: int) -> Ints:
     return lengths_R
 
 
-# ----------------------------------------------------------------------------
-# admit (r, k) or stop, seeing only c_1..c_k of r and what is already admitted:
-#
-#     fixed       l_r = min(length, drafted_r)
-#     threshold   l_r = the longest prefix with every c_k >= threshold
-#     prefix      the largest survival a_{r,k} = c_1 ... c_k on the frontier (r, l_r + 1), while tau * SPS(B) improves
-#
-# Source: DSpark, arXiv 2607.05147, algorithm 1. Losslessness demands that admitting x_k never depends on x_k, and
-# c_{k+1} does: a search over all confidences, however tempting, biases the output. R requests, B tokens per forward.
-# ----------------------------------------------------------------------------
-
-
 class Policy(Protocol):
+    """Decides how many draft tokens of each request are verified."""
+
     @property
     def min_confidence(self) -> float:
         """No token whose confidence is below this is ever admitted, so a drafter need not draw it."""
@@ -75,7 +78,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class FixedPolicy:
-    """Verify a fixed number of draft tokens; None verifies all of them."""
+    """Fixed length: verify that many draft tokens of each request; None verifies all of them."""
 
     length: int | None = None
     min_confidence: ClassVar[float] = 0.0
@@ -90,7 +93,7 @@ class FixedPolicy:
 
 @dataclass(frozen=True)
 class ThresholdPolicy:
-    """Verify until the drafter doubts itself."""
+    """Confidence threshold: verify the longest prefix whose confidences are all >= threshold."""
 
     threshold: float
 
@@ -111,11 +114,15 @@ class ThresholdPolicy:
 
 
 @dataclass(frozen=True)
-class PrefixScheduler:
-    """Spend verification where survival is highest, while expected tokens per second improve (Algorithm 1)."""
+class CostPolicy:
+    """A policy that weighs expected tokens against what a step costs, and admits tokens of any confidence."""
 
     cost: StepCost
     min_confidence: ClassVar[float] = 0.0
+
+
+class PrefixScheduler(CostPolicy):
+    """DSpark's prefix scheduler (algorithm 1): admit tokens in causal order while expected throughput improves."""
 
     def lengths(self, view: StepView) -> Ints:
         if not view.drafted_R.any():
@@ -131,27 +138,23 @@ class PrefixScheduler:
 
 
 # ----------------------------------------------------------------------------
-# step t - 2:  confidences --- global search over the cost curve ---> budget m*
-# step t:      confidences -------------------------------- causal order, the first m* -> lengths
+# The production form of the prefix scheduler (DSpark, arXiv 2607.05147):
 #
-# The production form of the prefix scheduler (DSpark, arXiv 2607.05147): a machine that prepares its next forward while
-# the draft still runs needs the number of tokens before the confidences. Two steps back, every confidence may be read,
-# whatever it tells about its own token: the tokens of *this* step do not exist yet. So the search may cross cliffs of a
-# jagged curve. Only the allocation reads this draft, in causal order and to a length fixed before it.
+#     step t - 2:  confidences --- global search over the cost curve ---> budget m*
+#     step t:      confidences -------------------------------- causal order, the first m* -> lengths
+#
+# A machine that prepares its next forward while the draft still runs needs the number of tokens before the confidences.
+# Every confidence of two steps back may be read, because the tokens of *this* step do not exist yet. So the search may
+# cross cliffs of a jagged curve. Only the allocation reads this draft, in causal order and to a length fixed before it.
 # ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class AsyncScheduler:
-    """A budget from two steps ago, spent by current survival.
+class AsyncScheduler(CostPolicy):
+    """DSpark's asynchronous scheduler: a number of tokens from two steps ago, spent by current survival.
 
-    The old step is scaled to the requests that draft now. In the second step of all the one before is the oldest there
-    is; where the old step drafted nothing, `expected_K` speaks for it. In the first step each draft gets one token:
-    first positions are the likeliest, and the next step knows more.
+    The old step is scaled to the requests that draft now. The second step of all reads the one before it; where the old
+    step drafted nothing, `expected_K` takes its place. In the first step each draft gets one token.
     """
-
-    cost: StepCost
-    min_confidence: ClassVar[float] = 0.0
 
     def lengths(self, view: StepView) -> Ints:
         survival_RK = view.survival_RK()
@@ -183,19 +186,16 @@ def _earlier_survival(view: StepView) -> Floats | None:
 
 
 # ----------------------------------------------------------------------------
-# one length for all:   k* = argmax_k  (R + sum_r sum_{j <= k} E[a_j]) / seconds(R + sum_r min(k, drafted_r))
+# The speculation length of TurboSpec (arXiv 2406.14066):
 #
-# The speculation length of TurboSpec (arXiv 2406.14066): what a step returns is predicted from earlier steps alone, so
-# no request is told from another and nothing of this draft is read. E[a_j] are products of `expected_K`.
+#     k* = argmax_k  (R + sum_r sum_{j <= k} E[a_j]) / seconds(R + sum_r min(k, drafted_r))
+#
+# E[a_j] are products of `expected_K`, which earlier steps give: requests count alike and nothing of this draft is read.
 # ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class GoodputPolicy:
-    """The common length with most expected tokens per second; one token before anything is known."""
-
-    cost: StepCost
-    min_confidence: ClassVar[float] = 0.0
+class GoodputPolicy(CostPolicy):
+    """TurboSpec's goodput: the common length with most expected tokens per second; 1 before anything is known."""
 
     def lengths(self, view: StepView) -> Ints:
         view.survival_RK()  # refuses drafts without confidences: nothing would ever be known of them
@@ -210,19 +210,18 @@ class GoodputPolicy:
 
 
 # ----------------------------------------------------------------------------
-# causal look-ahead: plan with expectations, pay with what is revealed, plan again
+# Causal look-ahead: plan with expectations, admit by what is revealed, plan again.
 #
 #     revealed   c_1 .. c_l of the admitted and c_{l+1} at each frontier:  a_{r,l+1} is known
 #     expected   a_{r,j} = a_{r,l+1} * e_{l+2} ... e_j  for the rest, e_k the mean of earlier steps (`expected_K`)
 #     plan       m* = argmax_m (tau + the m largest) / seconds(B + m), over the whole curve;   m* = 0 ends it
 #     admit      in causal order while survival holds the plan's price (its smallest value), m* tokens at most
 #
-# An early stop is blind on real cost curves, which are staircases: the first token over a cliff never pays for itself,
-# though seven more on the same step would be free. Looking at *realised* confidences behind the frontier would
-# see them and bias the output: c_{k+1} tells x_k. Expectations do not. Whether x_k is admitted is a function of earlier
-# steps, of c_1 .. c_k, and of tokens admitted before it: the plan was made from those, and stopping at the price looks
-# at a survival that is on the frontier by then. So the output stays exact, by construction (checked by enumeration).
-# Shapes: R requests, K draft positions, N candidates.
+# Real cost curves are staircases, where stopping at the first non-improvement stops too early: the first token over a
+# cliff never pays for itself, though seven more on the same step are free. *Realised* confidences behind the frontier
+# must not be read, because c_{k+1} depends on x_k; expectations may. Whether x_k is admitted is a function of earlier
+# steps, of c_1 .. c_k, and of tokens admitted before it: the plan is made from those, and stopping at the price reads
+# a survival that is on the frontier by then. So the output stays exact (checked by enumeration).
 # ----------------------------------------------------------------------------
 
 
@@ -230,12 +229,10 @@ _LEAST = 1e-6  # of an expected confidence: products of 16 of them are divided b
 _SORTED = 8_192  # candidates in all plans of a step together, which bounds its time; 2 plans for 256 requests of 16
 
 
-@dataclass(frozen=True)
-class LookAhead:
-    """Admit what earlier steps promise and this one keeps. Before there are any, only frontiers are seen."""
-
-    cost: StepCost
-    min_confidence: ClassVar[float] = 0.0
+class LookAhead(CostPolicy):
+    """Causal look-ahead: admit planned tokens while their survival holds the plan's price; before any step has been
+    recorded, plans reach no further than the frontiers.
+    """
 
     def lengths(self, view: StepView) -> Ints:
         survival_RK = view.survival_RK()
@@ -263,7 +260,7 @@ class LookAhead:
 
 
 def expected_survival(survival_RK: Floats, lengths_R: Ints, drafted_R: Ints, promise_K: Floats) -> Floats:
-    """What the tokens from each frontier on are expected to survive, 0 elsewhere; reads a_{r,l+1} and nothing behind.
+    """Expected survival of the tokens from each frontier on, 0 elsewhere; reads a_{r,l+1} and nothing behind it.
 
     Args:
         promise_K: expected survival by position of a request of which nothing is revealed.

@@ -1,6 +1,6 @@
-"""What a policy may know of a step: confidences drawn before the tokens they judge, and counts. Never a token.
+"""What policies and gates know of a step: confidences computed before the tokens they judge, and counts; no tokens.
 
-Row r holds c_1 .. c_drafted of request r, 0 behind them; NaN where its drafter has no confidences.
+Row r of a `confidences_RK` holds c_1 .. c_drafted of request r, 0 behind them; NaN where its drafter has none.
 Shapes: R requests, K draft positions.
 """
 
@@ -18,8 +18,8 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Past:
-    """What an earlier step drafted."""
+class PastStep:
+    """Confidences and draft lengths of an earlier step."""
 
     confidences_RK: Floats
     drafted_R: Ints
@@ -27,7 +27,7 @@ class Past:
 
 @dataclass(frozen=True)
 class StepView:
-    """One step before its verification.
+    """What a policy is shown: one step before its verification.
 
     `contexts_R` counts committed tokens; `other_tokens` are rows of the same target forward that verify nothing
     (chunks of prefill); `past` holds earlier steps, the latest last; `expected_K` is the mean calibrated confidence per
@@ -38,7 +38,7 @@ class StepView:
     drafted_R: Ints
     contexts_R: Ints
     other_tokens: int = 0
-    past: tuple[Past, ...] = ()
+    past: tuple[PastStep, ...] = ()
     expected_K: Floats | None = None
 
     @staticmethod
@@ -75,7 +75,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class GateView:
-    """What is known before a step drafts.
+    """What a gate is shown: what is known before a step drafts.
 
     `expected_RK`: a request's own mean calibrated confidence per position, NaN where it has never drafted; `idle_R`:
     steps since it last drafted, or since it came; `other_requests` decode in the same step and cannot draft in it;
@@ -92,7 +92,7 @@ class GateView:
 
 
 # ----------------------------------------------------------------------------
-# what earlier steps tell about the next one:   e_k = mean(a_k) / mean(a_{k-1}),   means that forget older drafts
+# Expected confidences from earlier steps:   e_k = mean(a_k) / mean(a_{k-1}),   exponentially weighted means
 #
 # e_k is the mean calibrated confidence at position k, each draft weighted by its survival up to there. That makes
 # e_1 ... e_k the mean survival itself; a plain mean of c_k would count drafts that were lost before k, and its products
@@ -103,7 +103,7 @@ class GateView:
 
 
 class History:
-    """Memory of past steps, by request and over all requests.
+    """Confidences of past steps: the last two, and running means by request and over all requests.
 
     Args:
         gamma: most draft tokens of a block.
@@ -114,7 +114,7 @@ class History:
         if not 0 <= decay < 1:
             raise ValueError(f"decay={decay} must be in [0, 1); 0 remembers the last draft only")
         self.gamma, self.decay = gamma, decay
-        self._past: deque[Past] = deque(maxlen=2)
+        self._past: deque[PastStep] = deque(maxlen=2)
         self._all_2K: Floats | None = None  # mean a_{k-1} and mean a_k over all requests
         self._slots: dict[Hashable, int] = {}
         self._free: list[int] = []
@@ -146,14 +146,14 @@ class History:
     def record(self, ids: Sequence[Hashable], view: StepView) -> None:
         """Remember a step once it is over; a request that did not draft keeps its means."""
         slots_R = self._slots_of(ids)
-        self._past.append(Past(view.confidences_RK, view.drafted_R))
+        self._past.append(PastStep(view.confidences_RK, view.drafted_R))
         self._idle_S[slots_R] = np.where(view.drafted_R > 0, 0, self._idle_S[slots_R] + 1)
         known_R = (view.drafted_R > 0) & ~np.isnan(view.confidences_RK).any(axis=1)
         if not known_R.any():
             return
         survival_R2K = self._survival(view.confidences_RK[known_R])
         seen_RK = np.arange(self.gamma) < view.drafted_R[known_R, None]
-        # A newcomer starts from what is typical, so that one unlucky block does not decide about it.
+        # A new request starts from the mean over all, so that one rejected draft does not decide about it.
         known_slots_R = slots_R[known_R]
         old_R2K = self._means_S2K[known_slots_R]
         if self._all_2K is not None:
@@ -165,7 +165,7 @@ class History:
         self._all_2K = self._mixed(old_2K[None], mean_2K[None], (count_K > 0)[None])[0]
 
     def forget(self, id: Hashable) -> None:
-        """A request has left. What it taught about all of them stays."""
+        """Drop the means of a request that has left; its drafts stay in the means over all."""
         slot = self._slots.pop(id, None)
         if slot is not None:
             self._means_S2K[slot], self._idle_S[slot] = np.nan, 0
