@@ -27,7 +27,7 @@ from outrider.training.loss import BlockObjective
 from outrider.training.recipe import load_recipe
 from outrider.training.setup import prepare
 from outrider.training.watch import held_out_batches, held_out_metrics
-from outrider.utils.device import set_up
+from outrider.utils.measure import set_up
 
 _ANCHORS_PER_SAMPLE = 24
 

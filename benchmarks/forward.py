@@ -27,8 +27,7 @@ from outrider.drafters.draft import Draft
 from outrider.target.hub import EMBEDDED_ID
 from outrider.target.linear import packing_disabled
 from outrider.target.model import Target, load_target
-from outrider.utils.device import set_up
-from outrider.utils.measure import machine, quartiles, versions
+from outrider.utils.measure import machine, quartiles, set_up, versions
 
 TREE_NODES = (7, 16, 60)
 TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, 32)

@@ -34,8 +34,7 @@ from torch import Tensor
 from benchmarks.straightforward import full_logit_objective
 from outrider.training.loss import HeadProducts, TargetView, objective
 from outrider.training.recipe import ObjectiveConfig
-from outrider.utils.device import set_up
-from outrider.utils.measure import machine, versions
+from outrider.utils.measure import machine, set_up, versions
 
 _DTYPES = ("float32", "bfloat16", "float64")
 _CHECK_ROWS = 64  # of the head's log-sum-exp, while the inputs are made

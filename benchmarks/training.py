@@ -40,8 +40,7 @@ from outrider.training.loss import BlockObjective
 from outrider.training.recipe import ObjectiveConfig, Precision, Recipe, load_recipe
 from outrider.training.setup import fresh, new_drafter
 from outrider.training.trainer import build_optimizer
-from outrider.utils.device import set_up
-from outrider.utils.measure import machine, quartiles, versions
+from outrider.utils.measure import machine, quartiles, set_up, versions
 
 _WARM_UP = 1
 

@@ -1,4 +1,6 @@
-"""penalty -> temperature -> top-k -> top-p -> min-p: the knobs of one request, in the order they are applied.
+"""Sampling parameters, warping, random sources and coupled noise.
+
+    logits -> repetition penalty -> temperature -> top-k -> top-p -> min-p -> the distribution to draw from
 
 The defaults are greedy decoding. Speculative decoding is lossless with respect to the *warped* target distribution
 (Leviathan et al., arXiv 2211.17192, section 2.2), so target and drafter share one `SamplingParams`.
@@ -57,7 +59,7 @@ _NUCLEUS_GUESS = 512
 
 
 def warp(logits_KV: Tensor, params: SamplingParams, seen_KV: BoolTensor | Tensor | None = None) -> Tensor:
-    """The distribution(s) that tokens are drawn from; float32 or float64, as the logits."""
+    """Warp logits into the distribution(s) that tokens are drawn from; float32 or float64, as the logits."""
     assert logits_KV.dtype in (torch.float32, torch.float64), f"warp needs float32 or float64, not {logits_KV.dtype}"
     if params.repetition_penalty != 1.0:
         assert seen_KV is not None, "a repetition penalty needs the mask of the tokens so far"
@@ -82,7 +84,7 @@ def warp(logits_KV: Tensor, params: SamplingParams, seen_KV: BoolTensor | Tensor
 
 
 def _nucleus_floor(probs_KV: Tensor, top_p: float) -> Tensor:
-    """The smallest probability kept: a token stays while the mass of the likelier ones is < top_p."""
+    """The smallest probability top-p keeps: a token stays while the mass of the likelier ones is < top_p."""
     vocab = probs_KV.shape[-1]
     for size in (min(_NUCLEUS_GUESS, vocab), vocab):
         sorted_KS = probs_KV.topk(size, dim=-1).values
@@ -94,7 +96,7 @@ def _nucleus_floor(probs_KV: Tensor, top_p: float) -> Tensor:
 
 
 class SeenTokens:
-    """The mask of the tokens so far that a repetition penalty reads; costs nothing while the penalty is 1."""
+    """The tokens of a request so far, as the mask that a repetition penalty reads; empty while the penalty is 1."""
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class SeenTokens:
             self._mask_V[token] = True
 
     def with_tokens(self, tokens: Sequence[int] = ()) -> Tensor | None:
-        """A fresh mask of everything seen and `tokens`, or None when no penalty reads it."""
+        """A new mask of the tokens so far and `tokens`, or None without a penalty."""
         if self._mask_V is None:
             return None
         mask_V = self._mask_V.clone()
@@ -132,7 +134,7 @@ class SeenTokens:
 
 
 def residual(target_V: Tensor, draft_V: Tensor) -> Tensor:
-    """The distribution of the token that replaces a rejected draft."""
+    """The residual distribution (p_t - p_d)_+ / sum, from which the token that replaces a rejected draft is drawn."""
     excess_V = (target_V - draft_V).clamp_(min=0)
     mass = excess_V.sum()
     # No excess means p_t = p_d, where nothing is ever rejected but by rounding: then p_t itself is the right answer.
@@ -201,7 +203,7 @@ _KEPT = 32  # positions whose noise is remembered: drafter and target ask for th
 
 
 class PositionNoise:
-    """The noise of one request."""
+    """Coupled noise of one request: a function of seed and position."""
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self.seed, self.vocab_size = seed, vocab_size
@@ -223,7 +225,7 @@ class PositionNoise:
         return int(self._race(probs, position, ids).argmax())
 
     def ranking(self, probs: Tensor, position: int, count: int, ids: Tensor | None = None) -> list[int]:
-        """The first `count` of the race, the `pick` first; impossible ones are left out."""
+        """The first `count` indices in the order of the race, `pick` first; those of probability 0 are left out."""
         race = self._race(probs, position, ids)
         found: list[int] = race.topk(min(count, int((probs > 0).sum()))).indices.tolist()
         return found

@@ -51,7 +51,7 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role[0] }}{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>a{% if not enable_thinking %}-{% endif %}{% endif %}"
 )
-TAPS = (0, 1, 3)
+AUX_LAYERS = (0, 1, 3)
 STEPS = 150
 Findings = dict[str, Finding]
 
@@ -129,10 +129,10 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     samples = join_turns(replies)
     vocab = target.vocab_size
-    shapes = {"vocab_size": vocab, "mask_token_id": mask_token_id(target, None), "target_layer_ids": TAPS}
+    shapes = {"vocab_size": vocab, "mask_token_id": mask_token_id(target, None), "target_layer_ids": AUX_LAYERS}
     torch.manual_seed(0)
     drafter = DSpark(toy_config(**shapes, draft_vocab_size=40, rope_theta=5000.0, markov_rank=4))
-    drafter.aux_scale_L.copy_(measure_aux_scale(target, samples[:3], TAPS))
+    drafter.aux_scale_L.copy_(measure_aux_scale(target, samples[:3], AUX_LAYERS))
     ids = choose_draft_ids(samples, vocab, 40, target.eos_ids)
     objective = BlockObjective(target, ids, ObjectiveConfig(ce=1.0))
     fields: dict[str, Any] = {"target": str(home / "target"), "out": str(home), "data": {"prompts": [{"path": "x"}]}}
@@ -205,7 +205,7 @@ def test_weights_in_other_files_and_a_depth_that_only_the_target_knows(tmp_path:
 
 
 def test_aux_layers_off_by_one(home: Path, target: Target) -> None:
-    edit_config(home, target_layer_ids=[aux_layer - 1 for aux_layer in TAPS])
+    edit_config(home, target_layer_ids=[aux_layer - 1 for aux_layer in AUX_LAYERS])
     found = diagnose(home, target, "wiring")["aux layer indices"]
     assert found.status == "fault" and "off by one" in found.meaning and "target_layer_ids [0, 1, 3]" in found.remedy
 
@@ -217,7 +217,7 @@ def test_aux_layers_permuted(home: Path, target: Target) -> None:
 
     edit_tensors(home, swap)
     findings = diagnose(home, target, "wiring")
-    swapped = [TAPS[0], TAPS[2], TAPS[1]]
+    swapped = [AUX_LAYERS[0], AUX_LAYERS[2], AUX_LAYERS[1]]
     assert findings["aux layer order"].status == "fault" and str(swapped) in findings["aux layer order"].remedy
 
 

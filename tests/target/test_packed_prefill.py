@@ -11,17 +11,17 @@ from transformers import AutoModelForCausalLM
 import outrider.training.features as features_module
 from outrider.target.model import Target
 from outrider.training.features import FeatureSource
-from tests.toys.documents import DOCUMENT_TAPS, LENGTHS, documents, largest_difference
+from tests.toys.documents import DOCUMENT_AUX_LAYERS, LENGTHS, documents, largest_difference
 from tests.toys.targets import TOY_CONFIGS, toy_samples, toy_target
 
 
 @pytest.mark.parametrize("family", TOY_CONFIGS)
 def test_packed_equals_separate_prefills_and_a_leak_would_show(family: str) -> None:
     target = toy_target(family)
-    assert largest_difference(target, target.prefill_packed(documents(), DOCUMENT_TAPS)) < 2e-5
+    assert largest_difference(target, target.prefill_packed(documents(), DOCUMENT_AUX_LAYERS)) < 2e-5
     # One document of all tokens is what a packed forward without its mask computes: far beyond the tolerance.
     whole = [token for document in documents() for token in document]
-    aux_layers, hidden = target.prefill_packed([whole], DOCUMENT_TAPS)
+    aux_layers, hidden = target.prefill_packed([whole], DOCUMENT_AUX_LAYERS)
     leaked = aux_layers[0].split(LENGTHS), hidden[0].split(LENGTHS)
     assert largest_difference(target, leaked) > 0.05
 
@@ -35,9 +35,9 @@ def test_the_lean_path_packs_to_the_last_bit(family: str, dtype: torch.dtype) ->
     if not target.packs_exactly:
         assert dtype == torch.bfloat16, "float32 weights must be packed on this machine"
         return
-    together = target.prefill_packed(documents(), DOCUMENT_TAPS)
+    together = target.prefill_packed(documents(), DOCUMENT_AUX_LAYERS)
     for index, document in enumerate(documents()):
-        aux_layers, hidden = target.prefill_packed([document], DOCUMENT_TAPS)
+        aux_layers, hidden = target.prefill_packed([document], DOCUMENT_AUX_LAYERS)
         assert torch.equal(aux_layers[0], together[0][index]) and torch.equal(hidden[0], together[1][index])
 
 
@@ -50,11 +50,11 @@ def test_a_gap_in_the_packing_is_seen_by_the_comparison(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         target._lean, "forward_packed", lambda tokens, lengths, aux_layers: true_forward(tokens, shifted, aux_layers)
     )
-    assert largest_difference(target, target.prefill_packed(documents(), DOCUMENT_TAPS)) > 0.05
+    assert largest_difference(target, target.prefill_packed(documents(), DOCUMENT_AUX_LAYERS)) > 0.05
     monkeypatch.undo()
     arange = torch.arange
     monkeypatch.setattr(torch, "arange", lambda n: arange(n) + 1 if n == 17 else arange(n))
-    moved = target.prefill_packed(documents(), DOCUMENT_TAPS)
+    moved = target.prefill_packed(documents(), DOCUMENT_AUX_LAYERS)
     monkeypatch.undo()
     # Rotary attention sees only differences of positions: a shift of a whole document must change nothing.
     assert largest_difference(target, moved) < 2e-5
@@ -64,8 +64,8 @@ def test_a_gap_in_the_packing_is_seen_by_the_comparison(monkeypatch: pytest.Monk
 def test_features_do_not_depend_on_what_was_computed_beside_them(family: str) -> None:
     target, samples = toy_target(family), toy_samples(9)
     scale = torch.ones(4)
-    alone = FeatureSource(target, samples, DOCUMENT_TAPS, scale, 0)
-    together = FeatureSource(target, samples, DOCUMENT_TAPS, scale, 2**30)
+    alone = FeatureSource(target, samples, DOCUMENT_AUX_LAYERS, scale, 0)
+    together = FeatureSource(target, samples, DOCUMENT_AUX_LAYERS, scale, 2**30)
     for index, features in zip((4, 1, 7), together.gather([4, 1, 7], [0, 2, 4, 3]), strict=True):
         expected = alone[index]
         for name in ("aux_SLD", "hidden_RD", "lse_R", "argmax_R"):
@@ -82,24 +82,24 @@ def test_a_step_and_the_next_ones_share_a_forward_within_the_memory(monkeypatch:
         return prefill(self, documents, aux_layers)
 
     monkeypatch.setattr(Target, "prefill_packed", counted)
-    roomy = FeatureSource(target, samples, DOCUMENT_TAPS, torch.ones(4), 2**30)
+    roomy = FeatureSource(target, samples, DOCUMENT_AUX_LAYERS, torch.ones(4), 2**30)
     roomy.gather([0, 1], [1, 2, 3])
     roomy.gather([2, 3])
     assert calls == [4], "the second step was computed with the first"
     calls.clear()
-    tight = FeatureSource(target, samples, DOCUMENT_TAPS, torch.ones(4), 1)
+    tight = FeatureSource(target, samples, DOCUMENT_AUX_LAYERS, torch.ones(4), 1)
     tight.gather([0, 1], [2, 3])
     assert calls == [2], "nothing is computed that memory would drop again"
     calls.clear()
     monkeypatch.setattr(features_module, "PACK_TOKENS", 40)
-    FeatureSource(target, samples, DOCUMENT_TAPS, torch.ones(4), 2**30).gather(range(9))
+    FeatureSource(target, samples, DOCUMENT_AUX_LAYERS, torch.ones(4), 2**30).gather(range(9))
     assert sum(calls) == 9 and len(calls) > 2, "a group is bounded in tokens"
 
 
 def test_a_bfloat16_target_gives_log_sum_exps_of_float32_logits() -> None:
     model = AutoModelForCausalLM.from_config(TOY_CONFIGS["llama"], dtype=torch.bfloat16)
     target, samples = Target(model, None, "toy"), toy_samples(2)
-    features = FeatureSource(target, samples, DOCUMENT_TAPS, torch.ones(4), 2**30)[0]
+    features = FeatureSource(target, samples, DOCUMENT_AUX_LAYERS, torch.ones(4), 2**30)[0]
     assert features.aux_SLD.dtype == features.hidden_RD.dtype == torch.float16
     expected = (features.hidden_RD.float() @ target.head_VD.float().T).logsumexp(-1)
     torch.testing.assert_close(features.lse_R, expected, atol=1e-5, rtol=1e-6)

@@ -15,7 +15,7 @@ import outrider.target.paged as ragged
 from outrider.target.hf import ragged_attention
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, RaggedStep, Span
-from tests.toys.ragged import BLOCK, BLOCKS, RAGGED_TAPS, ragged_difference, run_alone, run_ragged
+from tests.toys.ragged import BLOCK, BLOCKS, RAGGED_AUX_LAYERS, ragged_difference, run_alone, run_ragged
 from tests.toys.targets import TOY_CONFIGS, toy_target
 
 LEAN = ("llama", "qwen3")
@@ -139,11 +139,11 @@ def test_sinks_take_probability_as_in_gpt_oss() -> None:
 def test_the_ordinary_forward_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     target, tokens = toy_target(family), torch.tensor([[5, 6, 7, 8]])
     implementation = target.config._attn_implementation
-    before = target.forward(tokens, target.new_cache(4), RAGGED_TAPS).hidden_BTD
+    before = target.forward(tokens, target.new_cache(4), RAGGED_AUX_LAYERS).hidden_BTD
     kv = PagedKV(target, 2, BLOCK)
     output = target.forward_ragged([Span([5, 6, 7, 8], 0, [1], 0)], kv)
     assert output.logits_NV is None and output.aux_TLD is None
-    assert torch.equal(target.forward(tokens, target.new_cache(4), RAGGED_TAPS).hidden_BTD, before)
+    assert torch.equal(target.forward(tokens, target.new_cache(4), RAGGED_AUX_LAYERS).hidden_BTD, before)
 
     def fail(*_: Any) -> Tensor:
         raise RuntimeError("out of memory")
@@ -152,7 +152,7 @@ def test_the_ordinary_forward_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(RuntimeError, match="out of memory"):
         target.forward_ragged([Span([5], 0, [1], 1)], kv)
     assert target.config._attn_implementation == implementation
-    assert torch.equal(target.forward(tokens, target.new_cache(4), RAGGED_TAPS).hidden_BTD, before)
+    assert torch.equal(target.forward(tokens, target.new_cache(4), RAGGED_AUX_LAYERS).hidden_BTD, before)
 
 
 @pytest.mark.parametrize(

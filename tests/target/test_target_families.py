@@ -25,7 +25,7 @@ from outrider.evaluation.evaluate import compare_greedy
 from outrider.sampling import SamplingParams
 from outrider.target.cache import RecurrentLayer
 from outrider.target.model import Target, load_target
-from tests.toys.documents import DOCUMENT_TAPS, documents, largest_difference
+from tests.toys.documents import DOCUMENT_AUX_LAYERS, documents, largest_difference
 from tests.toys.eagle3 import make_drafter
 from tests.toys.engine import assert_solo, finish, toy_drafter
 from tests.toys.oracle import Oracle
@@ -40,7 +40,7 @@ BRANCHING = [name for name in PUBLISHED if name not in HYBRID]
 UNPAGED = [*HYBRID, "deepseek_v3"]
 PAGED = [name for name in PUBLISHED if name not in UNPAGED]
 NESTED = [name for name in PUBLISHED if "nested" in name]
-TAPS = (-1, 0, 2, 3, 4)
+AUX_LAYERS = (-1, 0, 2, 3, 4)
 TREES = ["gpt_oss", "gemma4 (nested)", "deepseek_v3"]  # drafted by the target itself, which takes its time
 RULES = StopRules(16, stop_ids=())
 PENALTY = 3.0
@@ -54,15 +54,15 @@ def test_forward_equals_transformers_with_cache_aux_layers_and_rollback(name: st
     with torch.no_grad():
         reference = target.model(tokens, output_hidden_states=True)
     cache = target.new_cache(64)
-    target.forward(tokens[:, :17], cache, TAPS)
-    target.forward(torch.randint(4, 97, (1, 5)), cache, TAPS)  # a rejected block ...
+    target.forward(tokens[:, :17], cache, AUX_LAYERS)
+    target.forward(torch.randint(4, 97, (1, 5)), cache, AUX_LAYERS)  # a rejected block ...
     cache.rollback(17)  # ... leaves no trace
     for start, end, kept in ((17, 18, 18), (18, 26, 22), (22, 40, 40)):  # the second in part
-        output = target.forward(tokens[:, start:end], cache, TAPS, logits=None)
+        output = target.forward(tokens[:, start:end], cache, AUX_LAYERS, logits=None)
         cache.rollback(kept)
         assert output.logits_BTV is not None and output.aux_BTLD is not None
         torch.testing.assert_close(output.logits_BTV, reference.logits[:, start:end], atol=1e-4, rtol=1e-4)
-        for place, aux_layer in enumerate(TAPS):
+        for place, aux_layer in enumerate(AUX_LAYERS):
             expected = reference.hidden_states[aux_layer + 1][:, start:end]
             torch.testing.assert_close(output.aux_BTLD[:, :, place], expected, atol=1e-4, rtol=1e-4)
 
@@ -138,7 +138,7 @@ def test_the_engine_refuses_what_it_cannot_page(name: str) -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_features_are_those_of_decoding(name: str) -> None:
     target, texts = published_target(name), documents()
-    packed = target.prefill_packed(texts, DOCUMENT_TAPS)
+    packed = target.prefill_packed(texts, DOCUMENT_AUX_LAYERS)
     assert largest_difference(target, packed) < 1e-4
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.target.model import Target
 
-DOCUMENT_TAPS = (-1, 0, 2, 3)
+DOCUMENT_AUX_LAYERS = (-1, 0, 2, 3)
 LENGTHS = (5, 31, 1, 17)  # beyond the toys' sliding window of 16, and a single token
 
 
@@ -20,7 +20,7 @@ def documents() -> list[list[int]]:
 
 def apart(target: Target, tokens: list[int]) -> tuple[Tensor, Tensor]:
     """The same through the cached forward, one document at a time."""
-    output = target.forward(torch.tensor([tokens]), target.new_cache(len(tokens)), DOCUMENT_TAPS, logits=0)
+    output = target.forward(torch.tensor([tokens]), target.new_cache(len(tokens)), DOCUMENT_AUX_LAYERS, logits=0)
     assert output.aux_BTLD is not None
     return output.aux_BTLD[0], output.hidden_BTD[0]
 

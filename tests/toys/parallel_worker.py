@@ -39,7 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "anchored": {"optimizer": {**OPTIMIZER, "anchors_per_sequence": 30, "anchors_per_step": 40}},
     "bfloat16": {"optimizer": OPTIMIZER, "precision": "bfloat16"},
 }
-TAPS, SCALE = (0, 2, 3), torch.tensor([1.0, 2.0, 3.0])
+AUX_LAYERS, SCALE = (0, 2, 3), torch.tensor([1.0, 2.0, 3.0])
 
 
 def train(out: Path, name: str, ranks: Ranks = ALONE, target: Target | None = None, **changes: Any) -> Trainer:
@@ -80,7 +80,7 @@ def check_sharded(out: Path, ranks: Ranks) -> None:
     """Features from a sharded target, three on one rank and one on the other, and what crossed between them."""
     target = sharded_target(ranks)
     samples = toy_samples(8)
-    source = FeatureSource(target, samples, TAPS, SCALE, 2**30)
+    source = FeatureSource(target, samples, AUX_LAYERS, SCALE, 2**30)
     mine = [0, 1, 2] if ranks.main else [3]
     with Collectives() as collectives, LockStep(target, ranks):
         found = {index: source[index] for index in mine}

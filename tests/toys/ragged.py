@@ -10,7 +10,7 @@ from torch import Tensor
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, Span
 
-RAGGED_TAPS = (-1, 0, 2, 3, 4)
+RAGGED_AUX_LAYERS = (-1, 0, 2, 3, 4)
 BLOCK = 4
 # a's blocks are consecutive, b's shuffled; c's are consecutive but for the last ones, among those of the others.
 BLOCKS = {
@@ -39,7 +39,7 @@ def run_alone(target: Target) -> tuple[list[Tensor], list[list[int]]]:
         for name, (past, new, logits) in step.items():
             drawn = torch.randint(4, target.vocab_size, (1, new), generator=generator)
             caches[name].rollback(past)
-            output = target.forward(drawn, caches[name], RAGGED_TAPS, logits)
+            output = target.forward(drawn, caches[name], RAGGED_AUX_LAYERS, logits)
             assert output.aux_BTLD is not None
             rows += [output.hidden_BTD[0], output.aux_BTLD[0]]
             rows += [] if output.logits_BTV is None else [output.logits_BTV[0]]
@@ -55,7 +55,7 @@ def run_ragged(target: Target, tokens: list[list[int]], blocks: dict[str, list[i
     rows, left = [], iter(tokens)
     for step in STEPS:
         spans = [Span(next(left), past, blocks[name], logits) for name, (past, _, logits) in step.items()]
-        output = target.forward_ragged(spans, kv, RAGGED_TAPS)
+        output = target.forward_ragged(spans, kv, RAGGED_AUX_LAYERS)
         assert output.aux_TLD is not None
         at, wanted = 0, 0
         for span in spans:

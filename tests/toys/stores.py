@@ -10,9 +10,9 @@ from outrider.data.responses import Sample
 from outrider.target.model import Target
 from outrider.training.feature_store import StoreDtype, StorePlan, plan_store
 
-TAPS = (0, 2, 3)
+AUX_LAYERS = (0, 2, 3)
 SCALE = torch.tensor([1.0, 2.0, 3.0])
 
 
 def plan_of(target: Target, samples: Sequence[Sample], dtype: StoreDtype = "int8", shard_tokens: int = 60) -> StorePlan:
-    return plan_store(target, samples, TAPS, SCALE, dtype, shard_tokens)
+    return plan_store(target, samples, AUX_LAYERS, SCALE, dtype, shard_tokens)

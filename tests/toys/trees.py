@@ -16,7 +16,7 @@ from outrider.sampling import SamplingParams, warp
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, Span
 
-TAPS = (-1, 1, 3)
+AUX_LAYERS = (-1, 1, 3)
 TOLERANCE = 1e-5
 
 
@@ -45,7 +45,7 @@ def off(found: Tensor, expected: Tensor) -> float:
 
 def alone(target: Target, tokens: Sequence[int], rows: int) -> tuple[Tensor, Tensor]:
     """Logits and aux hidden states of the last rows of a chain, from an empty cache."""
-    output = target.forward(torch.tensor([tokens]), target.new_cache(len(tokens)), TAPS, logits=rows)
+    output = target.forward(torch.tensor([tokens]), target.new_cache(len(tokens)), AUX_LAYERS, logits=rows)
     assert output.logits_BTV is not None and output.aux_BTLD is not None
     return output.logits_BTV[0], output.aux_BTLD[0, -rows:]
 
@@ -56,7 +56,7 @@ def check_nodes(target: Target, past: int) -> None:
     cache = target.new_cache(past + 40)
     target.forward(torch.tensor([prompt[:-1]]), cache, logits=0) if past > 1 else None
     rows = torch.tensor([[prompt[-1], *tree.tokens]])
-    output = target.forward(rows, cache, TAPS, logits=None, parents=tree.row_parents)
+    output = target.forward(rows, cache, AUX_LAYERS, logits=None, parents=tree.row_parents)
     assert output.logits_BTV is not None and output.aux_BTLD is not None and tree.row_parents is not None
     for row in range(21):
         logits, aux_layers = alone(target, [*prompt, *tree.tokens_before(row)], 1)
@@ -87,7 +87,7 @@ def check_ragged_trees(target: Target) -> None:
         Span([p[-1], *t.tokens], len(p) - 1, b, len(t.tokens) + 1, t.row_parents)
         for p, b, t in zip(prompts, blocks, drafts, strict=True)
     ]
-    output = target.forward_ragged(spans, kv, TAPS)
+    output = target.forward_ragged(spans, kv, AUX_LAYERS)
     assert output.logits_NV is not None and output.aux_TLD is not None
     row, paths = 0, []
     for prompt, draft in zip(prompts, drafts, strict=True):
@@ -114,7 +114,7 @@ class SelfTrees:
     its own.
     """
 
-    nodes, gamma, aux_layers = 9, 4, TAPS
+    nodes, gamma, aux_layers = 9, 4, AUX_LAYERS
     parents = (-1, -1, 0, 0, 1, 2, -1, 2, 5)
 
     def __init__(self, target: Target, replaced: bool = False) -> None:

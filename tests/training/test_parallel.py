@@ -23,7 +23,7 @@ from outrider.training.features import FeatureSource
 from outrider.training.recipe import ObjectiveConfig, load_recipe
 from outrider.training.trainer import Trainer
 from outrider.utils.distributed import join
-from tests.toys.parallel_worker import OPTIMIZER, SCALE, SETTINGS, TAPS, features_dict, toy_drafter, train
+from tests.toys.parallel_worker import AUX_LAYERS, OPTIMIZER, SCALE, SETTINGS, features_dict, toy_drafter, train
 from tests.toys.processes import torchrun
 from tests.toys.targets import TOY, toy_samples, toy_target
 from tests.toys.training import make_run, recipe
@@ -113,7 +113,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Target:
 
 
 def test_a_sharded_target_gives_the_same_features(two: Path, plain: Target) -> None:
-    source = FeatureSource(plain, toy_samples(8), TAPS, SCALE, 2**30)
+    source = FeatureSource(plain, toy_samples(8), AUX_LAYERS, SCALE, 2**30)
     for rank, indices in enumerate([[0, 1, 2], [3]]):
         found = load_file(two / f"features{rank}.safetensors")
         assert len(found) == 4 * len(indices)

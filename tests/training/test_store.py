@@ -42,7 +42,7 @@ from outrider.training.feature_store import (
 )
 from outrider.training.features import FeatureCache, Features, FeatureSource, measure_aux_scale, step_features
 from outrider.training.recipe import Recipe
-from tests.toys.stores import SCALE, TAPS, plan_of
+from tests.toys.stores import AUX_LAYERS, SCALE, plan_of
 from tests.toys.targets import toy_samples, toy_target
 
 DTYPES: tuple[StoreDtype, ...] = ("bf16", "int8", "fp8")
@@ -91,7 +91,7 @@ def test_stored_features_are_the_online_ones_up_to_the_dtype(tmp_path: Path, tar
     samples = toy_samples(9)
     plan = write_all(tmp_path, target, samples, dtype)
     store = FeatureStore(tmp_path, plan, samples, target.device, 2**30)
-    online = FeatureSource(target, samples, TAPS, SCALE, 2**30)
+    online = FeatureSource(target, samples, AUX_LAYERS, SCALE, 2**30)
     for index in (8, 0, 4, 3):
         stored, exact = store[index], online[index]
         for name in ("aux_SLD", "hidden_RD"):
@@ -297,12 +297,12 @@ def test_a_store_of_another_run_is_refused(tmp_path: Path, target: Target) -> No
         "samples_sha256": plan_of(target, toy_samples(9, seed=1)),
         "dtype": plan_of(target, samples, "fp8"),
         "aux_layers": plan_store(target, samples, (0, 1, 3), SCALE, "int8", 60),
-        "aux_scale": plan_store(target, samples, TAPS, SCALE * 1.01, "int8", 60),
+        "aux_scale": plan_store(target, samples, AUX_LAYERS, SCALE * 1.01, "int8", 60),
     }
     for name, other in others.items():
         with pytest.raises(ValueError, match=rf"made for another run \(.*{name}"):
             FeatureStore(tmp_path, other, samples, target.device, 0)
-    rounded = plan_store(target, samples, TAPS, SCALE * (1 + 1e-7), "int8", 60)
+    rounded = plan_store(target, samples, AUX_LAYERS, SCALE * (1 + 1e-7), "int8", 60)
     assert FeatureStore(tmp_path, rounded, samples, target.device, 0).plan == plan
 
 
@@ -395,8 +395,8 @@ STEPS = [[0, 3], [1, 2], [4, 0], [5, 1], [2, 4], [3, 5], [0, 1]]
 @pytest.mark.parametrize("background", [True, False])
 def test_prefetching_changes_no_number(target: Target, background: bool) -> None:
     samples = toy_samples(6)
-    direct = FeatureSource(target, samples, TAPS, SCALE, 2**30)
-    source = Recorded(FeatureSource(target, samples, TAPS, SCALE, 2**30), background)
+    direct = FeatureSource(target, samples, AUX_LAYERS, SCALE, 2**30)
+    source = Recorded(FeatureSource(target, samples, AUX_LAYERS, SCALE, 2**30), background)
     with step_features(source, iter(STEPS)) as steps:
         for indices, features in zip(STEPS, steps, strict=True):
             assert all(same(found, direct[i]) for i, found in zip(indices, features, strict=True))
@@ -406,7 +406,7 @@ def test_prefetching_changes_no_number(target: Target, background: bool) -> None
 @pytest.mark.parametrize("background", [True, False])
 def test_an_error_surfaces_in_the_step_it_belongs_to(target: Target, background: bool) -> None:
     samples = toy_samples(6)
-    source = Recorded(FeatureSource(target, samples, TAPS, SCALE, 2**30), background, fail_at=4)
+    source = Recorded(FeatureSource(target, samples, AUX_LAYERS, SCALE, 2**30), background, fail_at=4)
     done = 0
     with pytest.raises(ValueError, match="no features of 4"), step_features(source, STEPS) as steps:
         for _ in steps:
@@ -417,7 +417,7 @@ def test_an_error_surfaces_in_the_step_it_belongs_to(target: Target, background:
 
 def test_the_queue_is_bounded_and_leaving_early_ends_the_thread(target: Target) -> None:
     samples = toy_samples(6)
-    source = Recorded(FeatureSource(target, samples, TAPS, SCALE, 2**30), background=True)
+    source = Recorded(FeatureSource(target, samples, AUX_LAYERS, SCALE, 2**30), background=True)
     endless = ([i % 6] for i in range(10**9))
     with step_features(source, endless, ahead=2) as steps:
         next(steps)
@@ -431,12 +431,12 @@ def test_the_recipe_chooses_the_source(tmp_path: Path, target: Target) -> None:
 
     def opened(**features: object) -> FeatureCache:
         fields = {"target": "toy", "out": str(tmp_path), "data": {"prompts": [{"path": "x"}]}, "features": features}
-        return open_features(Recipe.model_validate(fields), target, samples, TAPS, SCALE)
+        return open_features(Recipe.model_validate(fields), target, samples, AUX_LAYERS, SCALE)
 
     assert isinstance(opened(), FeatureSource)
     with pytest.raises(ValueError, match="holds no feature store"):
         opened(mode="store")
-    plan = plan_store(target, samples, TAPS, SCALE, "fp8", 60)
+    plan = plan_store(target, samples, AUX_LAYERS, SCALE, "fp8", 60)
     begin_store(tmp_path / "features", plan)
     write_store(tmp_path / "features", plan, target, samples, range(len(plan.shards)))
     store = opened(mode="store", dtype="fp8", shard_tokens=60)

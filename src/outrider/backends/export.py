@@ -22,8 +22,8 @@ from outrider.checkpoints.dialects.base import MOST_LAYERS, DrafterWeights, Expo
 from outrider.drafters.base import check_embedding_scale
 from outrider.target.hub import canonical_id, resolve_model
 from outrider.target.model import FAMILIES
-from outrider.utils.device import dtype_name
 from outrider.utils.files import atomic_directory, read_mapping, weight_files
+from outrider.utils.measure import dtype_name
 
 
 def target_facts(id_or_dir: str, dtype: torch.dtype) -> TargetFacts:

@@ -30,7 +30,6 @@ from outrider.drafters.base import Drafter, DraftModule, Serving
 from outrider.drafters.heads import CertaintyEstimator
 from outrider.drafters.registry import method_of
 from outrider.target.model import Target
-from outrider.utils.device import dtype_name
 from outrider.utils.files import (
     atomic_directory,
     check_tensors,
@@ -39,6 +38,7 @@ from outrider.utils.files import (
     refuse_archive,
     write_atomically,
 )
+from outrider.utils.measure import dtype_name
 
 METADATA = "outrider.json"
 

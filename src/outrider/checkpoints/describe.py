@@ -15,8 +15,8 @@ from torch import Tensor
 from outrider.checkpoints.checkpoint import METADATA, empty_module, read_config, read_metadata, read_parts
 from outrider.checkpoints.dialects.base import MOST_LAYERS, DrafterWeights, UnknownDepth
 from outrider.drafters.dflash import DFlashConfig
-from outrider.utils.device import dtype_name
 from outrider.utils.files import read_weights, weight_files
+from outrider.utils.measure import dtype_name
 
 Facts = list[tuple[str, str]]
 

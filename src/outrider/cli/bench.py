@@ -112,9 +112,8 @@ from outrider.scheduling.cost import Profile
 from outrider.target.hub import EMBEDDED_ID, resolve_model
 from outrider.target.linear import warm_up
 from outrider.target.model import Target, count_layers
-from outrider.utils.device import default_dtype, dtype_name, set_up
 from outrider.utils.distributed import join
-from outrider.utils.measure import machine, versions
+from outrider.utils.measure import default_dtype, dtype_name, machine, set_up, versions
 
 LOAD, SERVER, RECORD, PREDICT, MACHINE = "Load", "Servers", "Record", "Predict", "Machine"
 _CONCURRENCY = "1,2,4,8,16,32"

@@ -56,9 +56,8 @@ from outrider.sampling import SamplingParams
 from outrider.scheduling.cost import Cell, Curve, Profile
 from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import count_layers
-from outrider.utils.device import set_up
 from outrider.utils.files import weight_files
-from outrider.utils.measure import versions
+from outrider.utils.measure import set_up, versions
 
 
 def calibrate_command(

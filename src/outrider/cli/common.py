@@ -29,7 +29,7 @@ from outrider.evaluation.draft_cost import with_block_size
 from outrider.evaluation.results import DrafterInfo, TrainingInfo
 from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.target.model import Target, load_target
-from outrider.utils.device import default_dtype
+from outrider.utils.measure import default_dtype
 from outrider.verification import TypicalAcceptance
 
 # ----------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from outrider.target.hub import resolve_model
 from outrider.target.model import count_layers
 from outrider.training.dataset import make_responses, responses_path
 from outrider.training.recipe import DataSection, PromptSource, load_recipe
-from outrider.utils.device import set_up
+from outrider.utils.measure import set_up
 
 
 def prepare_command(

@@ -73,9 +73,8 @@ from outrider.sampling import SamplingParams
 from outrider.scheduling.policies import Policy
 from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import Target
-from outrider.utils.device import set_up
 from outrider.utils.distributed import ALONE, Ranks, join
-from outrider.utils.measure import versions
+from outrider.utils.measure import set_up, versions
 from outrider.verification import TypicalAcceptance
 
 

@@ -44,7 +44,7 @@ from outrider.evaluation.results import DrafterInfo, TrainingInfo
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from outrider.training.recipe import load_recipe
-from outrider.utils.device import set_up
+from outrider.utils.measure import set_up
 
 _VERBS: dict[str, Callable[..., None]] = {
     "eval": evaluate_command,

@@ -48,7 +48,7 @@ from outrider.decoding.request import StopRules
 from outrider.sampling import SamplingParams
 from outrider.target.hub import EMBEDDED_ID, canonical_id
 from outrider.target.model import DecodingTarget
-from outrider.utils.device import set_up
+from outrider.utils.measure import set_up
 from outrider.verification import lossy_note
 
 STYLES = {"draft": "green", "correction": "bold red", "bonus": "bold blue"}

@@ -35,8 +35,8 @@ from outrider.training.parallel import shard_layers
 from outrider.training.recipe import Recipe, load_recipe
 from outrider.training.setup import Run, prepare
 from outrider.training.trainer import Trainer
-from outrider.utils.device import set_up
 from outrider.utils.distributed import ALONE, Ranks, join
+from outrider.utils.measure import set_up
 
 
 def train(recipe: RecipePath, overrides: Overrides = None) -> None:

@@ -1,4 +1,4 @@
-"""From a conversation to tokens, through the target's own chat template.
+"""Tokenise conversations with the target's chat template.
 
     [turn 1, response 1, ..., turn n] + generation prompt  ->  prompt tokens;  everything after them is the response
 
@@ -91,7 +91,7 @@ def response_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> 
 
 @dataclass(frozen=True)
 class Chat:
-    """What is known of a target without its weights: enough to ask a server for its responses."""
+    """Name, tokenizer and limits of a target without its weights: enough to ask a server for its responses."""
 
     name: str
     tokenizer: PreTrainedTokenizerBase

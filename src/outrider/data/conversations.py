@@ -1,4 +1,4 @@
-"""A conversation as the target has to answer it: what is said before each response, and nothing of the old responses.
+"""Conversations without their responses: the messages before each response that the target has to write.
 
     messages   [system, user, ASSISTANT, tool, ASSISTANT, user]   ->   turns   (system, user) | (tool) | (user)
 
@@ -34,7 +34,7 @@ _KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is said before each response of one conversation, and the tools (JSON schemas) it may call."""
+    """The turns of one conversation, each the messages before a response, and its tools (JSON schemas)."""
 
     id: str
     turns: tuple[Turn, ...]
@@ -46,7 +46,7 @@ class Conversation:
 
     @property
     def opening_characters(self) -> int:
-        """Length of everything said before the first response."""
+        """Number of characters before the first response."""
         return sum(len(str(message.get("content") or "")) for message in messages_of(self.turns[0]))
 
 
@@ -142,7 +142,7 @@ def parse_row(row: str | Mapping[str, Any], fallback_id: str) -> Conversation:
 
 
 def split_turns(messages: Sequence[Message]) -> tuple[Turn, ...]:
-    """What is said before each response. Assistant messages with nothing before them to answer are dropped."""
+    """Split messages into turns. Assistant messages with nothing before them to answer are dropped."""
     turns: list[Turn] = []
     said: list[Message] = []
 

@@ -1,4 +1,4 @@
-"""What a drafter is trained on, made visible: every token of a sample with the role it plays.
+"""Show training samples token by token, with the tokens that the loss supervises.
 
     tokens  ->  pieces: text, token ids, supervised or not, special or not     (a character may need several tokens)
     pieces  ->  terminal text, or one HTML file without outside parts

@@ -39,7 +39,7 @@ from outrider.data.conversations import Conversation, Message, chat_messages
 from outrider.data.responses import Failure, Reply, ResponseFile
 from outrider.sampling import SamplingParams, warp
 from outrider.target.model import Target
-from outrider.utils.device import dtype_name
+from outrider.utils.measure import dtype_name
 
 _WINDOW = 8  # batches whose prompts are sorted together: less padding, still a fair sample of the whole
 _COMPACT_BELOW = 0.75  # drop finished sequences once fewer than this share of the batch is alive

@@ -1,4 +1,6 @@
-"""Conversations from Hugging Face data sets: `hf:owner/name[:split]`, or a directory with a data set in it.
+"""Sources of conversations: JSON Lines files, shipped sets, the standard library, Hugging Face data sets and tasks.
+
+Hugging Face data sets are `hf:owner/name[:split]` or a directory with a data set in it.
 
 Rows are streamed, so a limit costs no more than the rows it takes. The column is found by its name: messages,
 conversations (from/value or role/content), turns or prompt.
@@ -214,7 +216,7 @@ TASKS = (
 
 
 def task_names() -> list[str]:
-    """All of them."""
+    """Names of all tasks."""
     return [task.name for task in TASKS]
 
 

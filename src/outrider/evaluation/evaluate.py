@@ -24,9 +24,8 @@ from outrider.drafters.base import Drafter
 from outrider.evaluation.results import DrafterInfo, Results, TaskResult
 from outrider.scheduling.policies import FixedPolicy, Policy
 from outrider.target.model import Target
-from outrider.utils.device import dtype_name
 from outrider.utils.distributed import ALONE, Ranks
-from outrider.utils.measure import machine, quartiles
+from outrider.utils.measure import dtype_name, machine, quartiles
 from outrider.verification import TypicalAcceptance
 
 TIE_GAP = 1e-3  # logits

@@ -22,7 +22,7 @@ from outrider.evaluation.results import Results, TaskResult
 from outrider.scheduling.policies import FixedPolicy
 from outrider.target.hub import canonical_id
 from outrider.training.setup import trainings
-from outrider.utils.device import dtype_name
+from outrider.utils.measure import dtype_name
 
 
 def confidences(stored: object) -> str:

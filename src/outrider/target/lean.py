@@ -1,9 +1,9 @@
-"""A lean forward for Llama-shaped decoders on a CPU.
+"""Forward of Llama-shaped decoders on a CPU, from packed weights.
 
     h <- h + W_o attn(rope(qknorm(W_qkv norm(h))));   h <- h + W_down (silu(g) * u),  [g; u] = W_gu norm(h)
 
-The same arithmetic as `transformers`' Llama and Qwen3 (parity: tests/test_target.py), with q/k/v and gate/up fused
-into one packed matrix each and no framework between the operations. Grouped-query attention folds the query group
+The same arithmetic as `transformers`' Llama and Qwen3 (parity: tests/target/test_target.py), with q/k/v and gate/up
+fused into one packed matrix each and no framework between the operations. Grouped-query attention folds the query group
 into the rows of its key head ([kv_heads, group * T, head_dim]), so keys are never repeated.
 
 Shapes: B sequences, T new tokens, S slots, D hidden, K kv heads, G queries per kv head, E head dim.

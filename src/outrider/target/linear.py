@@ -1,4 +1,4 @@
-"""Linear layers whose weights are laid out once for the CPU's matrix kernels (inference only).
+"""Linear layers with weights packed once for the CPU's matrix kernels (inference only).
 
 `F.linear` re-reads a row-major weight and is slow for the 2-32 rows a verify pass has. oneDNN's reordered weight runs
 any number of rows from one copy: on the machine of docs/results.md, 8 rows of SmolLM2 cost about what 1 row costs
@@ -26,7 +26,7 @@ _packed: WeakValueDictionary[tuple[int, int, torch.dtype, bool], PackedLinear] =
 
 @contextmanager
 def packing_disabled() -> Iterator[None]:
-    """Layers built inside keep `F.linear`: the other side of a comparison."""
+    """Layers built inside are not packed and use `F.linear`, for comparisons."""
     global _enabled
     _enabled = False
     try:

@@ -1,4 +1,4 @@
-"""What decoding and drafters ask of a target, wherever it runs; `Target` (target/model.py) is the torch one."""
+"""The target model: the interface that decoding and drafters use, its families, and `Target`, which runs in PyTorch."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from outrider.target.hub import resolve_model
 from outrider.target.lean import LeanDecoder
 from outrider.target.linear import PackedLinear
 from outrider.target.paged import PagedKV, RaggedOutput, RaggedStep, Span
-from outrider.utils.device import usable_device
+from outrider.utils.measure import usable_device
 
 
 class DecodingCache(Protocol):
-    """What a target has read of one request."""
+    """The cache of one request: the tokens that the target has read."""
 
     @property
     def length(self) -> int:
-        """Tokens in it."""
+        """Number of tokens in the cache."""
         ...
 
     def keep_path(self, start: int, rows: Sequence[int]) -> None:
-        """Of the tokens from `start` on keep these (rising, counted from `start`), one after another."""
+        """Keep only the tokens `rows` (ascending, counted from `start`) after `start`."""
         ...
 
 
@@ -48,7 +48,7 @@ class DecodingOutput(Protocol):
 
 
 class DecodingTarget(Protocol):
-    """A frozen LLM. `device` is where its logits and aux hidden states are."""
+    """The interface of a frozen target. `device` is where its logits and aux hidden states are."""
 
     @property
     def name(self) -> str: ...
@@ -73,7 +73,7 @@ class DecodingTarget(Protocol):
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a response."""
+        """Ids of the tokens that end a response."""
         ...
 
     def check_aux_layers(self, aux_layers: Sequence[int], final: bool = False) -> tuple[int, ...]:
@@ -101,7 +101,7 @@ class DecodingTarget(Protocol):
 
 
 def check_aux_layers(num_layers: int, aux_layers: Sequence[int], final: bool = False) -> tuple[int, ...]:
-    """The aux hidden states, ascending.
+    """Check aux layers and return them in ascending order.
 
     Args:
         final: whether the last hidden state may be one of them.
@@ -124,15 +124,15 @@ def check_aux_layers(num_layers: int, aux_layers: Sequence[int], final: bool = F
 # ----------------------------------------------------------------------------
 # Which causal-LM families a target may come from, and which of them have the lean CPU forward.
 #
-# A family is listed once its cached, tapped forward and its decoding have been compared with `transformers`
-# (tests/test_target.py, tests/test_target_families.py; docs/targets.md has the table). Of a multimodal model its
-# `text_config` counts.
+# A family is listed once its cached forward, its aux hidden states and its decoding have been compared with
+# `transformers` (tests/target/test_target.py, tests/target/test_target_families.py; docs/targets.md has the table). Of
+# a multimodal model its `text_config` counts.
 # ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Family:
-    """What Outrider must know about a `model_type`."""
+    """What is known of a model family (`model_type`): whether it has the lean forward, how it scales and caps."""
 
     model_type: str
     lean: bool = False  # RMSNorm -> (QK-norm) -> RoPE -> GQA -> SwiGLU: target/lean.py can run it
@@ -174,7 +174,7 @@ def family_of(config: PretrainedConfig) -> Family:
 
 
 # ----------------------------------------------------------------------------
-# The frozen target: one forward gives logits where asked and the tapped hidden states.
+# The frozen target: one forward gives logits where asked and the aux hidden states.
 #
 #     tokens_BT, cache  ->  logits at the last `logits` tokens [B, n, V], aux hidden states [B, T, L, D], last hidden
 #     [B, T, D]
@@ -186,7 +186,7 @@ def family_of(config: PretrainedConfig) -> Family:
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What one forward returns. `logits_BTV` covers only the tokens asked for; `aux_BTLD` is ascending in layer."""
+    """The result of one forward. `logits_BTV` covers only the tokens asked for; `aux_BTLD` is ascending in layer."""
 
     logits_BTV: torch.Tensor | None
     aux_BTLD: torch.Tensor | None
@@ -229,14 +229,14 @@ class Target:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a response, from the generation config."""
+        """Ids of the tokens that end a response, from the generation config."""
         eos = self.model.generation_config.eos_token_id
         if eos is None:
             eos = self.config.eos_token_id
         return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
 
     def check_aux_layers(self, aux_layers: Sequence[int], final: bool = False) -> tuple[int, ...]:
-        """The aux hidden states, ascending; ValueError where they do not fit (target/model.py)."""
+        """See the function `check_aux_layers`."""
         return check_aux_layers(self.num_layers, aux_layers, final)
 
     def check_trees(self) -> None:

@@ -1,10 +1,10 @@
-"""Keys and values of many requests in blocks of one pool.
+"""Paged KV cache: keys and values of many requests in blocks of one pool.
 
     pool       | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 |     blocks of block_size slots, the same in every layer
     requests     .   .   c   c   a   a   .   c   .   b       a: 4 5      b: 9      c: 7 2 3
 
-Block i of a request holds its positions i * block_size and on. Who owns which block is the caller's business; a `Span`
-carries what one forward needs to know. Going back to an earlier token is a smaller `past`: later slots keep stale
+Block i of a request holds its positions i * block_size and on. The engine decides who owns which block; a `Span`
+lists the blocks that one forward reads. Going back to an earlier token is a smaller `past`: later slots keep stale
 values that are overwritten before they are read. Source: Kwon et al., arXiv 2309.06180.
 
 Where layers differ in their heads (Gemma 4), every run of like layers has a pool of its own with the same slots.
@@ -33,7 +33,7 @@ _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 @dataclass(frozen=True)
 class Span:
-    """New tokens of one request.
+    """The new tokens of one request in a ragged forward.
 
     Attributes:
         tokens: at positions `past`, `past + 1`, ...; at least one.
@@ -105,7 +105,7 @@ class PagedKV:
         return slots[start - first * size : end - first * size]
 
     def keep_paths(self, kept: Sequence[tuple[list[int], int, Sequence[int]]]) -> None:
-        """After a forward, move together what stays of it.
+        """Keep only the accepted paths of the last forward and move their slots together.
 
         Args:
             kept: (blocks of a request, its `past`, rows of its span that stay, rising) each.
@@ -137,7 +137,7 @@ class PagedKV:
 
 
 def check_pageable(config: PretrainedConfig) -> None:
-    """Refuse what a pool of keys and values cannot serve (see `PagedKV`)."""
+    """Raise ValueError for targets that a pool of keys and values cannot serve (see `PagedKV`)."""
     hint = f"model_type {config.model_type!r} cannot be batched here; use `outrider generate` for it:"
     if others := set(getattr(config, "layer_types", None) or ()) - _PAGEABLE:
         raise ValueError(f"{hint} layers of type {', '.join(sorted(others))} keep a state, not keys in slots.")
@@ -167,7 +167,7 @@ def check_pageable(config: PretrainedConfig) -> None:
 
 @dataclass(frozen=True)
 class _Context:
-    """What one span attends to."""
+    """Keys, values and mask that one span attends to."""
 
     # Keys and values of every layer, [1, K, N, E], as views of the pool; or the slots to gather, [N].
     source: list[tuple[torch.Tensor, torch.Tensor]] | torch.Tensor
@@ -175,7 +175,7 @@ class _Context:
 
 
 class RaggedStep:
-    """What the layers of one forward share.
+    """The state that all layers of one ragged forward share.
 
     Attributes:
         tokens_1T, positions_1T: the input of the model.
@@ -236,7 +236,7 @@ class RaggedStep:
         return unfold(torch.cat(outputs, dim=2), G)
 
     def _seen(self, window: int | None, groups: int) -> list[_Context]:
-        """The contexts under a window, made for its first layer."""
+        """The contexts of all spans under a sliding window, cached by window."""
         key = window, groups
         if key not in self._contexts:
             self._contexts[key] = [_context(span, self._kv, window, groups) for span in self._spans]
@@ -260,7 +260,7 @@ def _context(span: Span, kv: PagedKV, window: int | None, groups: int) -> _Conte
 
 
 def _mask(span: Span, kv: PagedKV, low: int, window: int | None, groups: int) -> torch.Tensor:
-    """[1, 1, Q, N]; additive, because attention would convert a bool mask in every layer."""
+    """Additive mask [1, 1, Q, N], because attention would convert a bool mask in every layer."""
     if span.parents is not None:
         visible = Branches.of(span.parents).visible(span.past, low, window)
     else:

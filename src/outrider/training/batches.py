@@ -1,4 +1,6 @@
-"""Which samples and anchors a training step sees: a pure function of (seed, step), so that resuming is exact.
+"""The schedule of samples and anchors, and the batches of a training step.
+
+Both are pure functions of (seed, step), so that resuming is exact:
 
     epoch permutation(seed, epoch) -> samples of a step;  anchors(seed, epoch, sample)
     step -> shares of the ranks -> micro-batches of bounded size;  loss denominator = weights of the whole step
@@ -46,7 +48,7 @@ Chosen = tuple[int, list[int]]  # a sample's index and its anchor positions, asc
 
 
 class Schedule:
-    """Deals samples to steps without replacement, epoch after epoch.
+    """The samples and anchors of every step: samples are dealt without replacement, epoch after epoch.
 
     A step has `sequences_per_step` samples or, where `anchors_per_step` is given, as many as bring that many anchors:
     its cost then follows the anchors, however many a sample has. What is left at an epoch's end is not dealt.
@@ -68,7 +70,7 @@ class Schedule:
         self.anchors_per_sequence = anchors_per_sequence
         self.anchors_per_step = anchors_per_step
         self.seed = seed
-        # Two threads ask (prefetch.py): what they store for an epoch must not depend on who came first.
+        # Two threads ask (features.step_features): what they store for an epoch must not depend on who came first.
         self._epochs: dict[int, int] = {}  # steps in each epoch seen so far
         self._dealt: tuple[int, list[list[int]]] = (-1, [])  # the latest epoch, dealt
 
@@ -191,7 +193,7 @@ def total_weight(chosen: Sequence[Chosen], samples: Sequence[Sample], weights_K:
 def build_batch(
     chosen: Sequence[Chosen], samples: Sequence[Sample], features: Sequence[Features], gamma: int
 ) -> BlockBatch:
-    """Assemble the blocks of one forward; context slots beyond a sample's last anchor are left out."""
+    """The batch of one forward; context slots beyond a sample's last anchor are left out."""
     aux_layers, following, lengths, anchors, sequence = [], [], [], [], []
     previous, labels, supervised, hidden, lse, argmax = [], [], [], [], [], []
     steps_K = torch.arange(gamma)
@@ -227,7 +229,7 @@ def build_batch(
 
 
 def idle_batch(drafter: DraftModule) -> BlockBatch:
-    """One block of nothing, for a rank without work: its forward and backward take part in the others' collectives."""
+    """A batch of one empty block, for a rank without work that must take part in the others' collectives."""
     config, device = drafter.config, drafter.aux_scale_L.device
     nothing_N = torch.zeros(1, dtype=torch.long, device=device)
     nothing_NK = nothing_N[:, None].expand(1, config.gamma)

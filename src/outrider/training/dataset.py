@@ -1,4 +1,4 @@
-"""From a recipe's data section to training and held-out samples.
+"""Training and held-out samples of a recipe's data section, and the reduced draft vocabulary.
 
     sources -> conversations, interleaved -> responses (regenerated, or a file as it is) -> samples -> split
 
@@ -42,7 +42,7 @@ Progress = Callable[[int, int, int], None]
 
 
 def no_progress(done: int, total: int, tokens: int) -> None:
-    """For callers who do not want to know."""
+    """Reports nothing."""
 
 
 def recipe_prompts(data: DataSection) -> list[Conversation]:
@@ -152,7 +152,7 @@ class Dataset(NamedTuple):
 
 
 def responses_path(recipe: Recipe) -> Path:
-    """Where the recipe's responses are, or will be."""
+    """Path of the recipe's responses file, which may not exist yet."""
     return Path(recipe.data.responses) if recipe.data.responses else Path(recipe.out) / "responses.jsonl"
 
 

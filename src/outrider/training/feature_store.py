@@ -1,12 +1,14 @@
-"""How features lie in a shard, and how many bytes that takes.
+"""The feature store: features of the target on disk, in shards of exactly known size.
+
+The tensors of a shard:
 
     aux     [S, L, D]  bf16, or int8 / fp8 (e4m3) with aux_scale [S, L]     value = stored * scale
     hidden  [R, D]     likewise, with hidden_scale [R]                       scale = max |row| / 127 or / 448
     lse     [R]        float32: of the logits of the *stored* hidden rows, so that exp(W h - lse) sums to one
     argmax  [R]        int32: of the exact rows, the token the target itself would take
 
-O(d) numbers a token; never logits over the vocabulary (DSpark, arXiv 2607.05147, section 5.1). The samples of a shard
-are concatenated along S and R. Shapes: S context slots, R generated tokens, L aux layers, D target hidden.
+O(hidden) numbers a token; never logits over the vocabulary (DSpark, arXiv 2607.05147, section 5.1). The samples of a
+shard are concatenated along S and R. Shapes: S context slots, R generated tokens, L aux layers, D target hidden.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ from outrider.training.features import (
 )
 from outrider.training.recipe import Recipe
 from outrider.training.setup import CALIBRATION_SAMPLES
-from outrider.utils.device import dtype_name
 from outrider.utils.files import file_sha256, write_atomically
+from outrider.utils.measure import dtype_name
 
 StoreDtype = Literal["bf16", "int8", "fp8"]
 STORED = {"bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -59,7 +61,7 @@ _HEADER_NAMES = {
 
 @dataclass(frozen=True)
 class Extent:
-    """Rows of one sample, or of all samples of a shard."""
+    """Number of context slots and generated rows of one sample or of several."""
 
     slots: int
     rows: int
@@ -77,7 +79,7 @@ def encode(target: Target, features: Features, dtype: StoreDtype) -> dict[str, T
 
 
 def decode(stored: Mapping[str, Tensor]) -> Features:
-    """Features as the trainer wants them, in float16."""
+    """Features in float16, from the stored tensors of one sample."""
     aux_SLD, hidden_RD = _decode_rows("aux", stored), _decode_rows("hidden", stored)
     return Features(aux_SLD, hidden_RD, stored["lse"], stored["argmax"].long())
 
@@ -131,12 +133,13 @@ def shard_bytes(size: Extent, aux_layers: int, hidden: int, dtype: StoreDtype) -
 
 
 # ----------------------------------------------------------------------------
-# What a feature store will hold, decided and sized before a byte is written.
+# The plan of a store: samples, shards and their exact sizes, before anything is written.
 #
 #     samples, shard_tokens  ->  shard i = samples [a_i, b_i)  ->  exact file sizes
 #
-# Ranges are a pure function of the samples, so several processes agree on them without talking: process i of N writes
-# the shards i, i + N, ... `plan.json` is what they agree on; `manifest.json` is the plan with every shard's SHA-256.
+# Ranges are a pure function of the samples, so several processes agree on them without communication: process i of N
+# writes the shards i, i + N, ... `plan.json` is what they agree on; `manifest.json` is the plan with every shard's
+# SHA-256.
 # ----------------------------------------------------------------------------
 
 
@@ -148,7 +151,7 @@ _FINGERPRINT_ELEMENTS = 64
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One file: samples [first, end) and its exact size."""
+    """One shard: samples [first, end) and the exact size of the file."""
 
     file: str
     first: int
@@ -158,7 +161,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class StorePlan:
-    """Everything the numbers in a store depend on, and how they are cut into files."""
+    """The plan of a store: everything its numbers depend on, and its shards."""
 
     format: int
     target: str
@@ -260,7 +263,7 @@ def read_plan(path: Path) -> StorePlan:
 
 
 def agree(found: StorePlan, wanted: StorePlan, directory: Path) -> StorePlan:
-    """`found`, when it says what `wanted` says (aux layer scales up to rounding).
+    """Check that the plan found on disk equals the wanted one (aux scales up to rounding) and return it.
 
     Raises:
         ValueError: naming what differs.
@@ -529,7 +532,7 @@ def open_store(directory: Path, wanted: StorePlan) -> tuple[StorePlan, list[str]
 
 
 def check_store(directory: Path, wanted: StorePlan) -> list[str]:
-    """Everything wrong with the shards of a store, file by file; empty when all is well."""
+    """Errors of the shards of a store, file by file; empty when there are none."""
     plan, digests = open_store(directory, wanted)
     wrong = []
     for number, (shard, digest) in enumerate(zip(plan.shards, digests, strict=True)):
@@ -547,7 +550,7 @@ def check_store(directory: Path, wanted: StorePlan) -> list[str]:
 class FeatureStore(FeatureCache):
     """Reads a complete store; each shard is checked against its SHA-256 when it is first opened.
 
-    `columns`: which of the store's aux hidden states to give, by place; all of them when None.
+    `columns`: which of the store's aux layers to return, by place; None: all.
     """
 
     background = True
@@ -767,9 +770,7 @@ def recipe_plan(
         wide = target.check_aux_layers(section.aux_layers, final=True)
         missing = sorted(set(aux_layers) - set(wide))
         if missing:
-            raise ValueError(
-                f"features.aux hidden states {section.aux_layers} lacks {missing}, which the drafter reads."
-            )
+            raise ValueError(f"features.aux_layers {section.aux_layers} lacks {missing}, which the drafter reads.")
         wide_L = measure_aux_scale(target, samples[:CALIBRATION_SAMPLES], wide).clone()
         wide_L[[wide.index(aux_layer) for aux_layer in aux_layers]] = (
             aux_scale_L  # the drafter's own, which it divides by

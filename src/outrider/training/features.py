@@ -1,4 +1,4 @@
-"""Target features: what a drafter learns from, by sample, kept in a bounded memory.
+"""Features of the target that a drafter is trained on, computed by packed prefill and cached in bounded memory.
 
 A prefill gives, for tokens t_0 .. t_{n-2} with R generated ones among t_1 .. t_{n-1}:
     aux hidden states    [n - 1, L, D]   divided by aux_scale, float16
@@ -34,7 +34,7 @@ LARGEST_FLOAT16 = 65504.0
 
 @dataclass(frozen=True)
 class Features:
-    """The target's view of one sample; see the module docstring for rows."""
+    """Features of one sample; the module docstring describes the rows."""
 
     aux_SLD: Tensor
     hidden_RD: Tensor
@@ -47,9 +47,9 @@ class Features:
 
 
 class FeatureCache(ABC):
-    """Features of samples by index, remembered up to `budget_bytes`; subclasses say where they come from."""
+    """Least-recently-used cache of features by sample, up to `budget_bytes`; subclasses compute or read them."""
 
-    background = False  # whether fetching in another thread helps (training/features.py)
+    background = False  # whether to fetch in another thread
 
     def __init__(self, samples: Sequence[Sample], budget_bytes: int) -> None:
         self.samples = samples
@@ -78,7 +78,7 @@ class FeatureCache(ABC):
         return [found[i] for i in now]
 
     def _along(self, missing: Sequence[int], soon: Sequence[int]) -> list[int]:
-        """Which of `soon` to fetch as well; none by default."""
+        """The samples of `soon` to fetch as well; none by default."""
         return []
 
     def _remember(self, index: int, features: Features) -> None:
@@ -88,13 +88,13 @@ class FeatureCache(ABC):
             self._bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def close(self) -> None:
-        """Forget everything; subclasses write what is pending."""
+        """Empty the cache; subclasses write what is pending."""
         self._kept.clear()
         self._bytes = 0
 
 
 class FeatureSource(FeatureCache):
-    """Features computed online."""
+    """Features computed by the target when they are needed."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Where the time of training goes, what it buys, and the memory it takes, over one log window.
+"""Time, throughput and memory of training, metrics.jsonl, TensorBoard, the progress bar and the plot.
 
     step = features + forward_backward + optimizer + the rest;      evaluation (checks and saving) is kept apart
     supervised tokens/s, anchors/s = counted / (window - evaluation)
@@ -114,7 +114,7 @@ class MetricsLog:
 
 
 class SilentLog(MetricsLog):
-    """The log of the other ranks: nothing."""
+    """The log of the other ranks, which writes nothing."""
 
     def __init__(self) -> None:
         pass

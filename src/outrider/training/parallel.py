@@ -47,12 +47,12 @@ class _Forward(nn.Module):
 
 
 def draft_layers(drafter: DraftModule) -> list[nn.Module]:
-    """What is recomputed, compiled and sharded one by one; a drafter without `layers` is sharded as a whole."""
+    """The layers that are recomputed, compiled and sharded one by one; without any, the drafter is sharded whole."""
     return list(getattr(drafter, "layers", ()))
 
 
 def check_layers(drafter: DraftModule, recipe: Recipe) -> None:
-    """Refuse what is done layer by layer where there are none.
+    """Refuse checkpointing and compiling by layer for drafters without layers.
 
     Raises:
         ValueError: the recipe asks for it.
@@ -122,7 +122,7 @@ def _shard(forward: _Forward, param_dtype: torch.dtype | None) -> nn.Module:
 
 
 def whole_drafter(drafter: DraftModule) -> DraftModule:
-    """The drafter with whole tensors: itself, or a copy gathered from all ranks (a collective)."""
+    """The drafter with full tensors: itself, or a copy gathered from all ranks (a collective)."""
     if not any(isinstance(parameter, DTensor) for parameter in drafter.parameters()):
         return drafter
     state = {name: full_tensor(tensor) for name, tensor in drafter.state_dict().items()}

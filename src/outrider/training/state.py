@@ -1,8 +1,8 @@
-"""Training state on disk: raw weights, optimizer moments and the step, as safetensors; no pickle.
+"""Training state on disk: weights, optimizer moments and step, as safetensors.
 
     ranks' shards --gather--> whole tensors --main rank--> OUT/state --every rank--> its own shards
 
-Whole tensors know nothing of how many ranks there were, so a run may go on with another number of them, or under
+Full tensors do not depend on the number of ranks, so a run may go on with another number of them, or under
 another kind of parallelism. Data order and anchors are functions of (seed, step) (training/batches.py) and nothing else
 is drawn during training, so these tensors and one integer are all that an exact resume needs.
 """
@@ -112,7 +112,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignal:
-    """Inside the `with` block `received` is the first signal's number, or 0. A second one acts as it always did."""
+    """Catches the first SIGINT or SIGTERM in a `with` block; `received` is its number, or 0."""
 
     def __init__(self) -> None:
         self.received = 0

@@ -1,4 +1,4 @@
-"""What a drafter is worth on held-out, on-policy text.
+"""Held-out metrics, decoding of held-out prompts during training, the best drafter and early stopping.
 
     expected accepted length = 1 + sum_k prod_{i <= k} a_i      bonus included, averaged over anchors
     a_i: agreement of the argmaxes (temperature 0), or 1 - TV (temperature 1)
@@ -30,7 +30,7 @@ from outrider.training.setup import Run
 
 
 def survival(acceptance_NK: Tensor) -> Tensor:
-    """Chance that position k is reached and accepted: the running product."""
+    """Probability that positions 1..k are all accepted: the running product."""
     return acceptance_NK.cumprod(-1)
 
 
@@ -150,7 +150,7 @@ class Look:
 
 
 class Watch:
-    """Follows one run. The trainer asks `due`, calls `look`, saves what was `best`, and ends when `stopped`."""
+    """Picks the best drafter of a run and stops early. The trainer asks `due`, calls `look` and ends when `stopped`."""
 
     def __init__(self, recipe: Recipe, run: Run) -> None:
         self.config, self.run = recipe.watch, run

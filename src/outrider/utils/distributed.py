@@ -1,4 +1,4 @@
-"""This process among its peers: what `torchrun` started, or one process alone.
+"""The ranks of a distributed run: the processes that `torchrun` started, or one process alone.
 
     torchrun --nproc-per-node N -m outrider.cli.main train RECIPE      WORLD_SIZE, RANK, LOCAL_RANK from torchrun
     outrider train RECIPE                                              one rank, no process group, no collective
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from outrider.utils.device import usable_device
+from outrider.utils.measure import usable_device
 
 _Found = TypeVar("_Found")
 # Ranks wait for the main one while it regenerates responses; a collective that is merely late must not end the run.
@@ -37,7 +37,7 @@ class Ranks:
 
     @property
     def main(self) -> bool:
-        """The rank that writes files and talks."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Ranks:
         return outcome[0]
 
     def gather(self, mine: _Found) -> list[_Found]:
-        """What every rank has, in their order, on every rank. It must be picklable."""
+        """All-gather of picklable objects, in the order of ranks."""
         if self.world == 1:
             return [mine]
         found: list[Any] = [None] * self.world
@@ -74,13 +74,13 @@ class Ranks:
         return found
 
     def copy_from_main(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors by the main rank's."""
+        """Broadcast tensors from the main rank, in place."""
         if self.world > 1:
             for tensor in tensors:
                 dist.broadcast(tensor.detach(), src=0)
 
     def wait(self) -> None:
-        """Return when every rank has come here."""
+        """Barrier."""
         self.sum(torch.zeros((), device=self.device))
 
 
@@ -118,5 +118,5 @@ def join(device: str) -> Iterator[Ranks]:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded over ranks (then a collective)."""
+    """The full tensor of one that may be sharded over ranks (then a collective)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

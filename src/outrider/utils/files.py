@@ -1,4 +1,4 @@
-"""Files and directories that are either complete or absent, and tensors that are either all there or an error."""
+"""Atomic writes of files and directories, reading of weight files, hashes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_atomically(
     unique: bool = True,
     keep_first: bool = False,
 ) -> None:
-    """Write a file beside `path` and give it its name: a reader finds the old file or the new one, never half of one.
+    """Write a file atomically: a temporary file beside `path` is renamed to it.
 
     Args:
         content: text (written as UTF-8), bytes, or what writes into the open file.
@@ -121,7 +121,7 @@ def atomic_directory(destination: Path) -> Iterator[Path]:
 
 
 def recover_interrupted_write(destination: Path) -> None:
-    """Finish what a writer killed inside `atomic_directory` began: its predecessor comes back, its leavings go.
+    """Recover from a writer killed inside `atomic_directory`: restore the former directory, remove temporary ones.
 
     For the process that writes `destination`, and only one does.
     """
@@ -141,7 +141,7 @@ _ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".xz", ".7z", ".bz2", ".zst", ".nemo
 
 
 def refuse_archive(path: Path) -> None:
-    """A file where a directory is wanted: say what to do with this one.
+    """Refuse a file that is given in place of a directory, and say what to do with it.
 
     Raises:
         ValueError: it is a file.
@@ -224,7 +224,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def check_tensors(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Every wanted tensor is there in its shape, and nothing else is.
+    """Check names and shapes of the tensors of a file.
 
     Raises:
         ValueError: naming what is missing, unknown, or of another shape.

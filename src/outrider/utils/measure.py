@@ -1,7 +1,8 @@
-"""(lower quartile, median, upper quartile): the spread that every measured figure is given with."""
+"""Clocks, quartiles, and what a process runs on: device, threads, machine, versions."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 
 class Clock:
@@ -41,7 +43,7 @@ Quartiles = tuple[float, float, float]
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
-    """Of at least one value, ends included: quartiles of few values lie between them. Of one, that value thrice."""
+    """(lower quartile, median, upper quartile) of at least one value, interpolated between values, ends included."""
     if len(values) == 1:
         return (values[0],) * 3
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -49,7 +51,7 @@ def quartiles(values: Sequence[float]) -> Quartiles:
 
 
 def machine() -> dict[str, Any]:
-    """What ran: processor, cores, threads, memory; no host names."""
+    """Description of the machine: processor, cores, threads, memory; no host names."""
     cpu = platform.processor()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -67,3 +69,52 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Versions of the packages results depend on."""
     return {name: importlib.metadata.version(name) for name in ("outrider", "torch", "transformers")}
+
+
+def usable_device(name: str | torch.device) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ValueError: PyTorch knows none of that name, or CUDA is not there.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r} is none that PyTorch knows; use cpu, cuda or cuda:1.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {str(name)!r}: PyTorch sees no CUDA device; use cpu.")
+    return device
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A type as results, config.json and engines call it: bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+# glibc's mallopt parameters (malloc.h)
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+
+
+def default_dtype(device: str | torch.device) -> torch.dtype:
+    """float32 on a CPU (most emulate bf16), bfloat16 elsewhere."""
+    return torch.float32 if usable_device(device).type == "cpu" else torch.bfloat16
+
+
+def set_up(threads: int | None) -> None:
+    """Set the number of threads, quiet transformers, and tune oneDNN and malloc.
+
+    `threads` None: every core this process may use, shared with the machine's other ranks.
+    """
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if threads is None:
+        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = max(1, threads // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    torch.set_num_threads(threads)
+    # One kernel per matrix shape and row count: a busy engine meets more than the 1,024 that oneDNN keeps.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")
+    if platform.libc_ver()[0] == "glibc":
+        # Keep large temporaries in the heap: fresh pages from mmap would fault again on every step.
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

@@ -47,7 +47,7 @@ from outrider.drafters.dflash2 import DFlash2Config
 from outrider.drafters.dspark import DSparkConfig
 from outrider.drafters.eagle3 import Eagle3Config, eagle_aux_layers
 from outrider.drafters.mtp import MTPConfig
-from outrider.utils.device import dtype_name
+from outrider.utils.measure import dtype_name
 
 Fragments = tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]
 

@@ -26,7 +26,7 @@ from outrider.drafters.config import mask_token_id
 from outrider.evaluation.doctor.case import Finding, Inputs, Variant, fault, gain, ok, skipped, warning
 from outrider.target.model import Target
 from outrider.training.features import Features
-from outrider.utils.device import dtype_name
+from outrider.utils.measure import dtype_name
 
 _MOST_MASKS = 24
 _TIE = 0.05  # tokens a round; special tokens that were never trained are embedded alike
