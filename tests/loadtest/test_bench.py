@@ -387,7 +387,7 @@ def test_mixed_prompts(tmp_path: Path) -> None:
 def test_impossible_sweeps() -> None:
     for changes, message in (
         ({"levels": (1, 1)}, "different numbers above 0"),
-        ({"levels": (1.5,)}, "users come whole"),
+        ({"levels": (1.5,)}, "number of users must be whole"),
         ({"variants": ("none", "none")}, "named twice"),
         ({"repeats": 0}, "at least 1"),
         ({"requests": None}, "give one of the two"),

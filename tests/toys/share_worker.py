@@ -52,7 +52,9 @@ def measure(source: BackendSource, variants: tuple[str, ...], load: Workload, ou
     """Five requests of every variant, one user per rank."""
     sweep = Sweep("closed", (ranks.world,), variants, 1, 5, None, NEW, Sla(600.0, 0.0))
     journal = ranks.from_main(lambda: Journal(out, {}))
-    run_workload(sweep, source, load, byte_tokenizer(), False, journal, ranks, lambda *_: None)
+    run_workload(
+        sweep, source, load, byte_tokenizer(), journal, thinking=False, ranks=ranks, on_progress=lambda *_: None
+    )
     (out / f"prompts{ranks.rank}.json").write_text(json.dumps(load.prompts))
 
 

@@ -579,7 +579,10 @@ def bench_command(
         settings |= {"prompts_sha256": hashlib.sha256(repr(work.prompts).encode()).hexdigest()}
         journal = ranks.from_main(lambda: Journal(out, settings | {"machine": machine(), "versions": versions()}))
         with counting(console, "bench") as on_progress:
-            run_workload(sweep, chosen.source, work, known.tokenizer, thinking, journal, ranks, on_progress)
+            run_workload(
+                sweep, chosen.source, work, known.tokenizer, journal,
+                thinking=thinking, ranks=ranks, on_progress=on_progress,
+            )  # fmt: skip
         if ranks.main:
             report(Frontier.of(arrivals, journal.points, settings), out, console, chosen.source.exact)
 

@@ -217,6 +217,7 @@ def run_sweep(
     compare: Compare,
     journal: Journal,
     clock: Callable[[], Clock],
+    *,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     ranks: Ranks = ALONE,
 ) -> None:
@@ -371,8 +372,9 @@ def run_workload(
     source: BackendSource,
     work: Workload,
     tokenizer: PreTrainedTokenizerBase,
-    thinking: bool,
     journal: Journal,
+    *,
+    thinking: bool,
     ranks: Ranks,
     on_progress: Callable[[str, int, int], None],
 ) -> None:
@@ -390,7 +392,9 @@ def run_workload(
     work.grow(tokenizer, thinking, respond)
     if ranks.main and len(said) > known:
         journal.keep_said(said)
-    run_sweep(sweep, source.serve, work.prompts, source.compare, journal, WallClock, on_progress, ranks)
+    run_sweep(
+        sweep, source.serve, work.prompts, source.compare, journal, WallClock, on_progress=on_progress, ranks=ranks
+    )
 
 
 # ----------------------------------------------------------------------------
