@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.checkpoints.checkpoint import load_drafter
+from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.cli.common import load
 from outrider.data.responses import Sample
 from outrider.drafters.base import DraftModule
@@ -62,7 +62,7 @@ def main(
     chosen = load_recipe(recipe, overrides or [])
     set_up(chosen.threads)
     run = prepare(chosen, load(chosen.target, chosen.device, getattr(torch, chosen.precision)))
-    checkpoint = load_drafter(drafter or Path(chosen.out) / "drafter", run.target.device, run.target.num_layers)
+    checkpoint = load_checkpoint(drafter or Path(chosen.out) / "drafter", run.target.device, run.target.num_layers)
     ids = checkpoint.draft_ids_Vd
     if ids is None:
         ids = torch.arange(run.target.vocab_size, device=run.target.device)

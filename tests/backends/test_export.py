@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from outrider.backends.export import export_drafter, target_facts
 from outrider.backends.registry import engine_of, exporters
-from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.checkpoints.dialects.base import TargetFacts
 from outrider.cli.main import app
 from outrider.drafters.base import DraftCall, Serving
@@ -62,7 +62,7 @@ def test_an_export_drafts_as_its_source(tmp_path: Path, engine: str, method: str
     changes: Change = {} if whole else {"draft_vocab_size": VD}
     before = made(method, **changes)
     exported = export_drafter(before, engine_of(engine), tmp_path / "out", facts_of(target))
-    after = load_drafter(tmp_path / "out")
+    after = load_checkpoint(tmp_path / "out")
     assert drafts(after, target) == drafts(before, target)
     assert not exported.written.fallbacks or method == "medusa"
     card = (tmp_path / "out" / "README.md").read_text()

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import outrider.backends.mlx.target as mlx_cache
 from outrider.backends.mlx.drafter import MLXDrafter, OutputRows, decoder
 from outrider.backends.mlx.target import Call, MLXCache, MLXTarget, load_mlx_target, older_fields, to_torch
-from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.checkpoints.published import shipped_drafter
 from outrider.cli.main import app
 from outrider.data.chat import render
@@ -509,7 +509,7 @@ def test_bench_on_mlx(on_disk: tuple[Path, Path], tmp_path: Path) -> None:
 
 def test_multi_turn_evaluation_and_the_bench_entry(on_disk: tuple[Path, Path]) -> None:
     """Both turns of a conversation, plain and speculative; and rounds as the benchmark wants them."""
-    target, drafter = load_mlx_target(str(on_disk[0])), load_drafter(on_disk[1])
+    target, drafter = load_mlx_target(str(on_disk[0])), load_checkpoint(on_disk[1])
     config = TaskSettings(max_new_tokens=10)
     turns = Conversation("c", ["Hi there.", "And then?"])
     pairs = decode_turns(target, MLXDrafter(drafter, target), turns, config, policy=FixedPolicy(), flip=False)
@@ -544,7 +544,7 @@ def test_smollm_with_the_shipped_drafter() -> None:
     """The tokens of plain MLX decoding, and the rounds of the torch path."""
     where = shipped_drafter(EMBEDDED_ID)
     assert where is not None
-    made, rules = load_drafter(where), StopRules(16)
+    made, rules = load_checkpoint(where), StopRules(16)
     ours, target = load_mlx_target(EMBEDDED_ID), load_target(EMBEDDED_ID)
     drafter, packed = MLXDrafter(made, ours), made.packed(target)
     rounds: dict[str, list[Any]] = {"mlx": [], "torch": []}

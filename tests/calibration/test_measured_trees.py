@@ -11,7 +11,7 @@ import torch
 import outrider.calibration.candidates as candidates
 import outrider.cli.calibrate as calibrate
 from outrider.calibration.candidates import expected_lengths, true_ranks
-from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, read_metadata, save_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, read_metadata, save_drafter
 from outrider.cli.common import DrafterChoice
 from outrider.data.sources import TaskSettings
 from outrider.drafters.base import Serving
@@ -200,6 +200,6 @@ def test_calibrate_stores_what_tree_uses(run: Run, toy: Path, tmp_path: Path) ->
     metadata = directory / "outrider.json"
     metadata.write_text('{"candidates": {"accuracy": "high"}}')
     with pytest.raises(ValueError, match="candidates has no table of accuracies"):
-        load_drafter(directory).packed(target)
+        load_checkpoint(directory).packed(target)
     assert run(*command, "--max-new-tokens", 60)[0] == 0, "which is mended by measuring again"
-    load_drafter(directory).packed(target)
+    load_checkpoint(directory).packed(target)

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from outrider.checkpoints.checkpoint import load_drafter, save_drafter
+from outrider.checkpoints.checkpoint import load_checkpoint, save_drafter
 from outrider.checkpoints.dialects import dialect_for, dialects
 from outrider.checkpoints.dialects.base import Dialect
 from outrider.checkpoints.dialects.deepspec import DeepSpec
@@ -102,7 +102,7 @@ def test_a_round_trip_keeps_every_field_and_every_bit(tmp_path: Path, case: tupl
     assert again.config == written.config and again.fallbacks == written.fallbacks
     assert again.tensors.keys() == written.tensors.keys()
     assert all(torch.equal(again.tensors[name], tensor) for name, tensor in written.tensors.items())
-    loaded = load_drafter(directory, num_target_layers=L)
+    loaded = load_checkpoint(directory, num_target_layers=L)
     assert loaded.drafter.config == expected.config
     owners = [one for one in dialects() if one.reads(written.config)]
     assert [type(one) for one in owners] == [type(dialect)], "one dialect claims it"
@@ -112,7 +112,7 @@ def test_a_round_trip_keeps_every_field_and_every_bit(tmp_path: Path, case: tupl
 def test_our_own_writing_keeps_heads_of_other_makers(tmp_path: Path, method: str) -> None:
     checkpoint = made(method, "embedding" if method in ("medusa", "hydra") else "head embedding")
     save_drafter(checkpoint, tmp_path / "d")
-    assert_same(load_drafter(tmp_path / "d").parts(), checkpoint.parts())
+    assert_same(load_checkpoint(tmp_path / "d").parts(), checkpoint.parts())
 
 
 def eagle(directory: Path, **changes: Any) -> Path:
@@ -140,7 +140,7 @@ def test_eagle3_layers_by_another_name_and_the_default_aux_layers(tmp_path: Path
     assert found.config.target_layer_ids == (1,), "layers 2, 5 // 2 and 5 - 3 read the output of layer 1"
     assert found.draft_ids_Vd is None and set(found.tensors) == set(expected.tensors)
     with pytest.raises(ValueError, match=r"does not state num_target_layers.*--target"):
-        load_drafter(directory)
+        load_checkpoint(directory)
 
 
 def test_eagle3_aux_layers_in_two_conventions_of_one_field(tmp_path: Path) -> None:
@@ -171,18 +171,21 @@ def test_eagle3_as_deepspec_writes_it(tmp_path: Path) -> None:
     renamed: dict[str, Any] = {key.replace("midlayer.", "layers.0."): tensor for key, tensor in layers.items()}
     changed(directory, fields, {**dict.fromkeys(layers), **renamed, "embed_tokens.weight": FACTS.embedding_VH})
     assert not {name, "outrider"} & json.loads((directory / "config.json").read_text()).keys()
-    found, expected = load_drafter(directory), made("eagle3", "head", qk_norm=True, target_layer_ids=(0, 1, 3), gamma=6)
+    found, expected = (
+        load_checkpoint(directory),
+        made("eagle3", "head", qk_norm=True, target_layer_ids=(0, 1, 3), gamma=6),
+    )
     assert found.drafter.config == expected.drafter.config, "aux hidden states are layer outputs, ttt_length the drafts"
     assert_same(found.parts(), stored_as(expected.parts(), "eagle3", embedding_VH=FACTS.embedding_VH))
     changed(directory, {name: raw[name]})
-    assert load_drafter(directory).drafter.config.target_layer_ids == (0, 1, 3)
+    assert load_checkpoint(directory).drafter.config.target_layer_ids == (0, 1, 3)
     changed(directory, {name: [0, 1, 3]})
     with pytest.raises(ValueError, match=r"target_layer_ids is \[0, 1, 3\]; it must be \[-1, 0, 2\]"):
-        load_drafter(directory)
+        load_checkpoint(directory)
     for other in ("Gemma4Eagle3Model", "Ministral3Eagle3Model"):
         changed(directory, {"architectures": [other]})
         with pytest.raises(ValueError, match=f"{other}.*is not a drafter dialect"):
-            load_drafter(directory)
+            load_checkpoint(directory)
 
 
 def test_speculators_counts_hidden_states(tmp_path: Path) -> None:
@@ -210,7 +213,7 @@ def test_medusa_without_biases_has_zero_ones(tmp_path: Path) -> None:
     written = MedusaDialect().write(made("medusa", "head").parts(), FACTS)
     put(written, tmp_path)
     changed(tmp_path, {"medusa_fc_bias": False}, {name: None for name in written.tensors if name.endswith("bias")})
-    assert not load_drafter(tmp_path).drafter.state_dict()["blocks.1.layers.1.bias"].any()
+    assert not load_checkpoint(tmp_path).drafter.state_dict()["blocks.1.layers.1.bias"].any()
 
 
 def test_vllm_renames_no_field_of_our_medusa() -> None:
@@ -273,7 +276,7 @@ def test_what_no_drafter_here_can_be_is_refused_by_name(
     own = "head" if method in ("eagle3", "medusa") else ""
     changed(put(dialect.write(made(method, own).parts(), FACTS), tmp_path), change)
     with pytest.raises(ValueError, match=message):
-        load_drafter(tmp_path, num_target_layers=L)
+        load_checkpoint(tmp_path, num_target_layers=L)
 
 
 UNWRITABLE: list[tuple[Dialect, str, str, Change, str]] = [
@@ -322,15 +325,15 @@ def test_pickles_and_archives_are_refused_by_name(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(b"x")
         with pytest.raises(ValueError, match=message):
-            load_drafter(tmp_path / name)
+            load_checkpoint(tmp_path / name)
     directory = eagle(tmp_path / "d")
     (directory / "mask_embedding.pt").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"mask_embedding.pt"):
-        load_drafter(directory)
+        load_checkpoint(directory)
     (directory / "mask_embedding.pt").unlink()
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"pytorch_model.bin is a pickle or an archive"):
-        load_drafter(directory)
+        load_checkpoint(directory)
 
 
 def test_weights_in_parts(tmp_path: Path) -> None:
@@ -369,7 +372,7 @@ def test_a_damaged_draft_vocabulary(tmp_path: Path) -> None:
     ):
         changed(tmp_path, tensors=tensors)
         with pytest.raises(ValueError, match=message):
-            load_drafter(tmp_path)
+            load_checkpoint(tmp_path)
 
 
 REDUCED = [
@@ -387,7 +390,7 @@ def test_a_draft_vocabulary_names_no_token_twice(tmp_path: Path, dialect: Dialec
     ids[17] = ids[5]
     changed(tmp_path, tensors={"d2t": ids - torch.arange(VD), "t2d": None})
     with pytest.raises(ValueError, match=rf"config.json: d2t names target id {int(ids[5])} 2 times"):
-        load_drafter(tmp_path, num_target_layers=L)
+        load_checkpoint(tmp_path, num_target_layers=L)
 
 
 FUZZED: list[tuple[Dialect, str, str, Change]] = [
@@ -435,7 +438,7 @@ A_TENSOR = re.compile(r"(missing|unknown) \w[\w.]+|\w has shape \[|\b(d2t|t2d|to
 def refused_well(directory: Path, *names: str) -> None:
     """Loading works or is refused in words that have one of the names in them or a tensor's: no other exception."""
     try:
-        load_drafter(directory, num_target_layers=L)
+        load_checkpoint(directory, num_target_layers=L)
     except ValueError as error:
         said = str(error).replace(str(directory), "")
         assert A_TENSOR.search(said) or any(re.search(rf"\b{re.escape(name)}\b", said) for name in names), error
@@ -445,7 +448,7 @@ def test_naming_the_file_alone_is_not_refusing_well(tmp_path: Path, monkeypatch:
     def load(directory: Path, num_target_layers: int) -> None:
         raise ValueError(f"{directory}/config.json: something is wrong.")
 
-    monkeypatch.setitem(globals(), "load_drafter", load)
+    monkeypatch.setitem(globals(), "load_checkpoint", load)
     refused_well(tmp_path / "block_size", "config.json")
     with pytest.raises(AssertionError, match="something is wrong"):
         refused_well(tmp_path / "block_size", "block_size")
@@ -505,7 +508,7 @@ def test_a_config_that_is_no_text_or_too_deep(tmp_path: Path) -> None:
     for content in (b"\xff\xfe", b"[" * 100000, b'{"a": ' * 50000, b"1" * 10000):
         (directory / "config.json").write_bytes(content)
         with pytest.raises(ValueError, match=r"config\.json: not"):
-            load_drafter(directory)
+            load_checkpoint(directory)
     shutil.rmtree(directory)
     with pytest.raises(ValueError, match=r"there is no directory .*d: give a drafter directory"):
-        load_drafter(directory)
+        load_checkpoint(directory)

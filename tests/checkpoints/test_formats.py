@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import outrider.checkpoints.checkpoint as checkpoint
-from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.drafters.base import Serving
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.dspark import DSpark, DSparkConfig
@@ -79,7 +79,7 @@ def test_round_trip_in_both_dialects(tmp_path: Path, case: str) -> None:
     save_drafter(before, tmp_path / "d")
     tensors = load_file(tmp_path / "d" / "model.safetensors")
     assert {name: list(t.shape) for name, t in tensors.items()} == BACKBONE | extra
-    after = load_drafter(tmp_path / "d")
+    after = load_checkpoint(tmp_path / "d")
     assert type(after.drafter) is type(before.drafter) and after.drafter.config == before.drafter.config
     assert after.metadata == before.metadata
     assert torch.equal(after.drafter.aux_scale_L, torch.ones(3)), "aux layer scales are folded into fc"
@@ -119,7 +119,7 @@ def test_shared_tensors_of_other_writers_are_passed_over(tmp_path: Path) -> None
     path = tmp_path / "model.safetensors"
     shared = {"embed_tokens.weight": torch.zeros(97, 32), "lm_head.weight": torch.zeros(97, 32)}
     save_file({**load_file(path), **shared, "t2d": torch.ones(97, dtype=torch.bool)}, path)
-    assert load_drafter(tmp_path).drafter.config == toy_config()
+    assert load_checkpoint(tmp_path).drafter.config == toy_config()
 
 
 FULL_DISK = [
@@ -165,7 +165,7 @@ def test_an_earlier_checkpoint_comes_back_when_the_new_one_cannot_be_moved_in(
     monkeypatch.setattr(Path, "rename", second_fails)
     with pytest.raises(PermissionError):
         save_drafter(made(markov_head_type="gated"), destination)
-    assert load_drafter(destination).drafter.config == toy_config()
+    assert load_checkpoint(destination).drafter.config == toy_config()
     assert [p.name for p in tmp_path.iterdir()] == ["drafter"]
 
 
@@ -173,7 +173,7 @@ def test_saving_again_replaces_the_whole_directory(tmp_path: Path) -> None:
     save_drafter(made(), tmp_path / "a" / "d")
     (tmp_path / "a" / "d" / "stale.txt").write_text("old")
     save_drafter(made(dspark=False), tmp_path / "a" / "d")
-    assert load_drafter(tmp_path / "a" / "d").drafter.config == toy_config(dspark=False)
+    assert load_checkpoint(tmp_path / "a" / "d").drafter.config == toy_config(dspark=False)
     names = sorted(p.name for p in (tmp_path / "a").rglob("*"))
     assert names == ["config.json", "d", "model.safetensors", "outrider.json"]
 
@@ -268,7 +268,7 @@ def test_damaged_checkpoints_are_refused_with_the_reason(tmp_path: Path, damage:
     change, message = DAMAGE[damage]
     change(tmp_path)
     with pytest.raises(ValueError, match=message):
-        load_drafter(tmp_path)
+        load_checkpoint(tmp_path)
 
 
 def test_a_z_lab_checkpoint_without_its_section_is_refused_and_without_aux_layers_gets_the_defaults(
@@ -279,12 +279,12 @@ def test_a_z_lab_checkpoint_without_its_section_is_refused_and_without_aux_layer
     with pytest.raises(
         ValueError, match=r"fc\.weight"
     ):  # two aux hidden states by default (one a draft layer), three in fc
-        load_drafter(tmp_path)
+        load_checkpoint(tmp_path)
     set_tensors(fc__weight=torch.zeros(32, 64))(tmp_path)
-    assert load_drafter(tmp_path).drafter.config.target_layer_ids == (1, 6)
+    assert load_checkpoint(tmp_path).drafter.config.target_layer_ids == (1, 6)
     set_config(dflash_config=None)(tmp_path)
     with pytest.raises(ValueError, match=r"z-lab dialect needs .*'mask_token_id'"):
-        load_drafter(tmp_path)
+        load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -300,4 +300,4 @@ def test_a_z_lab_checkpoint_without_its_section_is_refused_and_without_aux_layer
 def test_a_drafter_made_for_another_target_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     save_drafter(Checkpoint(DSpark(toy_config(**changes))), tmp_path)
     with pytest.raises(ValueError, match=message):
-        BlockDrafter(load_drafter(tmp_path).drafter, toy_target())
+        BlockDrafter(load_checkpoint(tmp_path).drafter, toy_target())

@@ -22,7 +22,7 @@ import outrider.cli.evaluate as doctor
 import outrider.cli.evaluate as evaluate
 import outrider.cli.train as train
 import outrider.drafters.registry as catalogue
-from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import (
@@ -181,7 +181,7 @@ def test_from_a_recipe_to_lossless_decoding(tmp_path: Path, run: Run) -> None:
 
     config = json.loads((tmp_path / "out" / "drafter" / "config.json").read_text())
     assert config["architectures"] == ["OutriderBigramModel"] and config["algorithm"] == "bigram"
-    checkpoint = load_drafter(tmp_path / "out" / "drafter")
+    checkpoint = load_checkpoint(tmp_path / "out" / "drafter")
     target = load_target(tmp_path / "target")
     drafter = checkpoint.packed(target)
     accepted = 0
@@ -249,11 +249,11 @@ def test_it_is_served_as_it_was_trained(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_config_of_ours_is_read_strictly(tmp_path: Path, edit: dict[str, object], message: str) -> None:
     module = Bigram(BigramConfig.from_target(toy_target()))
     save_drafter(Checkpoint(module), tmp_path)
-    assert load_drafter(tmp_path).drafter.config == module.config
+    assert load_checkpoint(tmp_path).drafter.config == module.config
     config = {**json.loads((tmp_path / "config.json").read_text()), **edit}
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     with pytest.raises(ValueError, match=message):
-        load_drafter(tmp_path)
+        load_checkpoint(tmp_path)
 
 
 def test_recipes_know_its_fields_and_no_others(tmp_path: Path) -> None:

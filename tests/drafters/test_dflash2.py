@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.training import Setup
-from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, Serving
@@ -238,7 +238,7 @@ def test_training_learns_and_every_part_takes_part(tmp_path: Path) -> None:
     assert after["expected_length_sampled"] > before["expected_length_sampled"]
     for name, tensor in training.drafter.state_dict().items():
         assert (tensor - first[name]).abs().max() > 1e-3, f"{name} has not moved"
-    checkpoint = load_drafter(tmp_path / "drafter")
+    checkpoint = load_checkpoint(tmp_path / "drafter")
     assert isinstance(checkpoint.drafter, DFlash2) and checkpoint.drafter.config == training.drafter.config
 
 
@@ -420,7 +420,7 @@ def test_saved_and_loaded_with_a_reduced_draft_vocabulary(tmp_path: Path) -> Non
     raw = json.loads((tmp_path / "d" / "config.json").read_text())
     assert raw["architectures"] == ["DFlash2DraftModel"] and raw["block_size"] == 4
     assert raw["dflash_config"] == {"mask_token_id": 3, "target_layer_ids": [0, 2, 3], **PLAIN, **OWN}
-    loaded = load_drafter(tmp_path / "d")
+    loaded = load_checkpoint(tmp_path / "d")
     assert loaded.drafter.config == drafter.config and type(loaded.drafter) is DFlash2
     assert loaded.draft_ids_Vd is not None and torch.equal(loaded.draft_ids_Vd, ids)
     for name, tensor in drafter.folded_state_dict().items():
@@ -433,10 +433,10 @@ def test_a_config_of_z_lab_keeps_the_block_in_its_section_and_may_ask_for_too_mu
     raw = json.loads(path.read_text())
     raw["dflash_config"]["block_size"] = raw.pop("block_size")
     path.write_text(json.dumps(raw))
-    assert load_drafter(tmp_path).drafter.config == config()
+    assert load_checkpoint(tmp_path).drafter.config == config()
     raw["dflash_config"]["output_multiplier"] = 0.5
     path.write_text(json.dumps(raw))
-    assert load_drafter(tmp_path).drafter.config == config(output_multiplier=0.5)
+    assert load_checkpoint(tmp_path).drafter.config == config(output_multiplier=0.5)
 
 
 def test_the_straightforward_step_does_not_know_it() -> None:

@@ -16,7 +16,7 @@ from dflash.model import DFlash2DraftModel, _make_cache, dflash_generate
 from safetensors.torch import load_file
 from torch import Tensor
 
-from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, Serving
@@ -74,7 +74,7 @@ def test_the_reference_loader_consumes_every_tensor_unchanged(tmp_path: Path) ->
 def test_served_blocks_and_paths_equal_the_reference_over_rounds(tmp_path: Path, shape: str) -> None:
     target = toy_target("qwen3")
     before, model = saved(tmp_path, shape), reference(tmp_path)
-    served = [drafter.serve(target, Serving()) for drafter in (before, load_drafter(tmp_path).drafter)]
+    served = [drafter.serve(target, Serving()) for drafter in (before, load_checkpoint(tmp_path).drafter)]
     sessions = [drafter.new_session(64) for drafter in served]
     generator = torch.Generator().manual_seed(5)
     aux_TLD = 5 * torch.randn(sum(ROUNDS), 3, 32, generator=generator)
@@ -145,7 +145,7 @@ def test_whole_decoding_equals_the_references(tmp_path: Path) -> None:
         with_kwargs=True,
     )
     output = dflash_generate(draft, target.model, prompt, 60, stop_token_ids=None)
-    served = load_drafter(tmp_path).drafter.serve(target, Serving())
+    served = load_checkpoint(tmp_path).drafter.serve(target, Serving())
     # The reference samples its first token from the prefill; ours drafts for it too. Give it the same anchor.
     first = output[0, :11].tolist()
     generation = generate(target, first, served, rules=StopRules(59, stop_ids=()))

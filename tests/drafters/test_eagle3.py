@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import Serving
@@ -215,7 +215,7 @@ def test_a_saved_drafter_serves_as_the_trained_one(tmp_path: Path) -> None:
     module = make_drafter(target, draft_vocab=40)
     ids_Vd = torch.arange(20, 60)
     save_drafter(Checkpoint(module, ids_Vd), tmp_path / "drafter")
-    loaded = load_drafter(tmp_path / "drafter")
+    loaded = load_checkpoint(tmp_path / "drafter")
     assert isinstance(loaded.drafter.config, Eagle3Config) and loaded.drafter.config == module.config
     aux_TLD = 5 * torch.randn(5, 3, 32)
     proposals = []

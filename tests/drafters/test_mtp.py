@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.decoding.generate import RoundStats, generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import BlockInputs, DraftCall, Serving
@@ -319,7 +319,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     target = toy_target()
     drafter = make_mtp(target, 2, 3)
     save_drafter(Checkpoint(drafter), tmp_path / "drafter")
-    loaded = load_drafter(tmp_path / "drafter").drafter
+    loaded = load_checkpoint(tmp_path / "drafter").drafter
     assert isinstance(loaded, MTP) and loaded.config == drafter.config
     inputs = block_inputs(target, [(*text(30, 0), [2, 9])], 3)
     assert torch.equal(loaded.rows(inputs).hidden_NKH, drafter.rows(inputs).hidden_NKH)

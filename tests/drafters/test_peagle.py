@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, Serving
@@ -179,7 +179,7 @@ def test_scales_fold_into_the_checkpoint_and_come_back(tmp_path: Path) -> None:
     inputs = inputs_for(target, [9], [3, 9], [0, 0], 4)
     before = module.rows(inputs).hidden_NKH
     save_drafter(Checkpoint(module), tmp_path / "drafter")
-    loaded = load_drafter(tmp_path / "drafter").drafter
+    loaded = load_checkpoint(tmp_path / "drafter").drafter
     assert isinstance(loaded, PEagle) and loaded.config == module.config
     torch.testing.assert_close(loaded.rows(inputs).hidden_NKH, before, atol=1e-5, rtol=1e-5)
     loaded.rescale_aux(module.aux_scale_L)

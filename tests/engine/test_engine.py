@@ -329,12 +329,12 @@ def test_unread_aux_layers_are_bounded(target: Target, drafter: BlockDrafter, mo
 @torch.inference_mode()
 def test_the_real_model_in_company(smollm: Target) -> None:
     """Chunked prefill, ragged verification and the shipped drafter: 12 requests of SmolLM2 as alone."""
-    from outrider.checkpoints.checkpoint import load_drafter
+    from outrider.checkpoints.checkpoint import load_checkpoint
     from outrider.checkpoints.published import shipped_drafter
 
     path = shipped_drafter("SmolLM2-135M-Instruct")
     assert path is not None and smollm.tokenizer is not None
-    engine = Engine(smollm, load_drafter(path).packed(smollm), config=EngineConfig(5, 64, 16, 200))
+    engine = Engine(smollm, load_checkpoint(path).packed(smollm), config=EngineConfig(5, 64, 16, 200))
     texts = ["Count to twelve.", "What is 17 + 25?", "Write a haiku about rain.", "def add(a, b):"] * 3
     requests = [
         Request(str(i), smollm.tokenizer(f"{i}. {text}")["input_ids"], rules=StopRules(24))

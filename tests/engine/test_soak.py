@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.checkpoints.checkpoint import load_drafter
+from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.checkpoints.published import shipped_drafter
 from outrider.data.chat import render
 from outrider.data.sources import load_prompts
@@ -168,7 +168,7 @@ def test_soak_of_the_real_model(smollm: Target) -> None:
     assert path is not None and smollm.tokenizer is not None
     prompts = [p for name in ("train_math", "train_chat", "train_code") for p in load_prompts(name, 34)][:100]
     pool = [render(smollm.tokenizer, prompt.turns[:1], [], prompt.tools) for prompt in prompts]
-    drafter = load_drafter(path).packed(smollm)
+    drafter = load_checkpoint(path).packed(smollm)
     config = EngineConfig(max_requests=12, token_budget=96, block_size=16, num_blocks=40)
     warm_up(config.token_budget)  # kernels that are kept are no leak
     tally = soak(smollm, drafter, LookAhead(COSTS), pool, 300, config)

@@ -25,7 +25,7 @@ from outrider.backends.export import export_drafter, target_facts
 from outrider.backends.launch import free_port, launched
 from outrider.backends.llama_cpp import LlamaCpp
 from outrider.backends.openai import read_metrics
-from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.drafters.dflash import DFlash
 from outrider.target.hub import EMBEDDED_ID, resolve_model
 from outrider.target.model import Target
@@ -121,7 +121,7 @@ def served(smollm: Target, tmp_path_factory: pytest.TempPathFactory) -> Served:
         found[method] = small_training.train_until(
             KNOWN_LENGTH, str(method), smollm, known, root / method, sections=sections
         )
-    checkpoints = {place: load_drafter(directory) for place, directory in found.items()}
+    checkpoints = {place: load_checkpoint(directory) for place, directory in found.items()}
 
     source, executable = resolve_model(EMBEDDED_ID), TREE / "build" / "bin" / "llama-server"
     target, facts = gguf(source, root / "target.gguf"), target_facts(EMBEDDED_ID, torch.float32)

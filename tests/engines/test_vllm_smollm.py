@@ -13,7 +13,7 @@ from statistics import mean
 
 import pytest
 
-from outrider.checkpoints.checkpoint import Checkpoint, load_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from outrider.target.hub import EMBEDDED_ID, resolve_model
 from outrider.target.model import Target
 from tests.engines.engine import (
@@ -60,11 +60,11 @@ class Served:
 def served(smollm: Target, tmp_path_factory: pytest.TempPathFactory) -> Served:
     root = tmp_path_factory.mktemp("engine")
     prompts = smollm_prompts(smollm, PROMPTS)
-    found = {directory: load_drafter(directory) for directory in DIRECTORIES}
+    found = {directory: load_checkpoint(directory) for directory in DIRECTORIES}
     known = small_training.answer(smollm, prompts[:KNOWN]) if TRAINED else []
     for method in TRAINED:
         folder = root / "training" / method
-        found[method] = load_drafter(small_training.train_until(KNOWN_LENGTH, str(method), smollm, known, folder))
+        found[method] = load_checkpoint(small_training.train_until(KNOWN_LENGTH, str(method), smollm, known, folder))
     checkpoints = {
         place: checkpoint for place, checkpoint in found.items() if checkpoint.drafter.algorithm in TOLERANCE
     }

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import outrider.checkpoints.published as shipped_module
 import outrider.cli.experiment as demo
 import outrider.cli.generate as generate
-from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_drafter, read_metadata, save_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_checkpoint, read_metadata, save_drafter
 from outrider.checkpoints.published import shipped_drafter
 from outrider.cli.common import choose_policy
 from outrider.drafters.dspark import DSpark
@@ -186,7 +186,7 @@ def test_bfloat16_weights_are_half_the_size_and_served_in_float32(tmp_path: Path
     assert stored.pop("d2t").dtype == torch.int64 and {t.dtype for t in stored.values()} == {torch.bfloat16}
     assert json.loads((small / "config.json").read_text())["dtype"] == "bfloat16"
     assert json.loads((large / "config.json").read_text())["dtype"] == "float32"
-    half, full = load_drafter(small), load_drafter(large)
+    half, full = load_checkpoint(small), load_checkpoint(large)
     assert {p.dtype for p in half.drafter.parameters()} == {torch.float32}
     for name, tensor in full.drafter.state_dict().items():
         torch.testing.assert_close(half.drafter.state_dict()[name], tensor, rtol=2**-8, atol=0)

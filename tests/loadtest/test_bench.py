@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import outrider.cli.bench as bench
 from outrider.backends.local import PrunedDrafter, ShortenedDrafter, build_variant, default_variants, limited
-from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.cli.common import load
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
@@ -411,7 +411,7 @@ def test_the_verb_on_a_toy_model(
 ) -> None:
     monkeypatch.setattr(bench, "set_up", lambda threads: None)
     loaded = load(str(toy / "target"), "cpu")
-    packed = load_drafter(toy / "drafter").packed(loaded)
+    packed = load_checkpoint(toy / "drafter").packed(loaded)
     config = ProfileConfig(max_requests=2, max_tokens=16, contexts=(16,), repeats=1, seconds=0.1)
     measure_profile(loaded, packed, config).save(tmp_path / "profile.json")
     run, out = CliRunner(), tmp_path / "out"

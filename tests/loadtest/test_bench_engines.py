@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import outrider.cli.bench as bench
 from outrider.backends.export import export_drafter, target_facts
 from outrider.backends.registry import engine_of
-from outrider.checkpoints.checkpoint import load_drafter, save_drafter
+from outrider.checkpoints.checkpoint import load_checkpoint, save_drafter
 from outrider.data.conversations import Conversation
 from outrider.loadtest.load import Prompt, mixed_prompts
 from outrider.loadtest.metrics import Frontier, Journal, RequestFigures
@@ -97,7 +97,7 @@ def test_a_launched_engines_drafter_need_not_say_how_deep_its_target_is(
     export_drafter(drafter, engine_of("vllm"), tmp_path / "eagle", facts)
     changed(tmp_path / "eagle", {"outrider": None})
     with pytest.raises(ValueError, match="does not state num_target_layers"):
-        load_drafter(tmp_path / "eagle")
+        load_checkpoint(tmp_path / "eagle")
     monkeypatch.setenv("FAKE_ENGINE", "dies")
     engine = ["--backend", "vllm", "--launch", "--engine-command", executable(tmp_path / "engine")]
     dead = run(toy, tmp_path / "out", *engine, "--drafter", tmp_path / "eagle")

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import outrider.cli.calibrate as profile_verb
 import outrider.cli.main as main
 import outrider.evaluation.profile as profile_module
-from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.drafters.base import Drafter, Serving
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape
@@ -183,7 +183,7 @@ def test_a_committed_profile_is_still_of_the_shipped_drafter() -> None:
     """Fields that change no shape come and go without making profiles useless."""
     root = Path(__file__).parents[2]
     stored = json.loads((root / "docs" / "results" / "load" / "profile.json").read_text())["setting"]["drafter"]
-    config = load_drafter(root / "models" / "smollm2-135m-dspark").drafter.config
+    config = load_checkpoint(root / "models" / "smollm2-135m-dspark").drafter.config
     assert stored.endswith(sha256(repr(config).encode()).hexdigest()[:8])
 
 
@@ -262,7 +262,7 @@ def test_the_verb_measures_what_fits_its_own_setting(run: Run, toy: Path, tmp_pa
 
     assert (profile.setting.threads, profile.setting.processor) == (1, machine()["cpu"])
     target = load_target(str(toy / "target"))
-    checkpoint = load_drafter(toy / "drafter")
+    checkpoint = load_checkpoint(toy / "drafter")
     profile.check(setting_of(target, checkpoint.packed(target)))
     profile.check(setting_of(target, checkpoint.packed(target, calibrated=False)))  # costs the same
     other = DSpark(replace(checkpoint.drafter.config, num_hidden_layers=1)).eval()

@@ -13,7 +13,7 @@ import torch
 
 from outrider.backends.local import build_variant, engine_config, local_engines
 from outrider.backends.transformers import load_causal_lm
-from outrider.checkpoints.checkpoint import load_drafter
+from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.data.sources import TaskSettings
 from outrider.evaluation.evaluate import evaluate
 from outrider.evaluation.results import DrafterInfo
@@ -31,7 +31,7 @@ NEW = 6  # tokens of a response
 def work(toy: Path, out: Path, ranks: Ranks) -> None:
     """An evaluation, and benchmarks of transformers and of our engine, their conversations shared by the ranks."""
     target = load_target(toy / "target")
-    drafter = load_drafter(toy / "drafter").packed(target)
+    drafter = load_checkpoint(toy / "drafter").packed(target)
     config = TaskSettings(max_new_tokens=NEW)
     info = DrafterInfo(label="d", algorithm="dspark", gamma=drafter.gamma)
     results = evaluate(target, drafter, [str(toy / "tasks.jsonl")], config, info, ranks=ranks)

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
-from outrider.checkpoints.checkpoint import load_drafter
+from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.target.model import Target
@@ -72,7 +72,7 @@ def train_until(
     run = prepare(recipe, target)
     for steps in range(CHUNK, MOST_STEPS + 1, CHUNK):
         Trainer(recipe, run).train(stop_after=steps)
-        drafter = load_drafter(directory).packed(target)
+        drafter = load_checkpoint(directory).packed(target)
         runs = [generate(target, prompt, drafter, rules=StopRules(TOKENS)) for prompt, _ in answers]
         found = 1 + mean(stats.accepted for run in runs for stats in run.rounds)
         if found >= accepted_length:

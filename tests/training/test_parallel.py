@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from outrider.checkpoints.checkpoint import load_drafter
+from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.cli.train import run_training
 from outrider.data.responses import Sample
 from outrider.target.model import Target, load_target
@@ -185,7 +185,7 @@ optimizer: {{steps: 3, sequences_per_step: 3, anchors_per_sequence: 4}}
     assert done.stdout.count("held-out expected accepted length") == 1, "one rank talks"
     assert (tmp_path / "responses.jsonl").read_bytes() == responses
     for out, ranks in (("out", 1), ("two", 2)):
-        metadata = load_drafter(tmp_path / out / "drafter").metadata
+        metadata = load_checkpoint(tmp_path / out / "drafter").metadata
         assert metadata["step"] == 3 and metadata["ranks"] == ranks
     assert logged(tmp_path / "two", "loss") == pytest.approx(logged(tmp_path / "out", "loss"), abs=1e-3)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import outrider.checkpoints.checkpoint as checkpoint_module
-from outrider.checkpoints.checkpoint import load_drafter
+from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.drafters.base import Serving
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.dspark import DSpark
@@ -51,7 +51,7 @@ def test_training_learns_and_the_checkpoint_serves(tmp_path: Path) -> None:
     before = trainer.evaluate()["loss"]
     after = trainer.train()
     assert after["loss"] < before - 0.1
-    checkpoint = load_drafter(tmp_path / "drafter")
+    checkpoint = load_checkpoint(tmp_path / "drafter")
     assert checkpoint.metadata["step"] == 80 and checkpoint.metadata["held_out"] == after
     assert checkpoint.draft_ids_Vd is not None and torch.equal(checkpoint.draft_ids_Vd, run.draft_ids_Vd)
     served = BlockDrafter(checkpoint.drafter, target, Serving(checkpoint.draft_ids_Vd))
@@ -70,7 +70,7 @@ def test_training_learns_and_the_checkpoint_serves(tmp_path: Path) -> None:
 def test_other_families_train_from_noise(tmp_path: Path, family: str) -> None:
     run = make_run(toy_target(family))
     metrics = Trainer(recipe(tmp_path), run).train(stop_after=3)
-    assert metrics["loss"] > 0 and load_drafter(tmp_path / "drafter").metadata["step"] == 3
+    assert metrics["loss"] > 0 and load_checkpoint(tmp_path / "drafter").metadata["step"] == 3
 
 
 def test_other_responses_may_not_resume(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match=r"the disk is full: nothing was saved to .*drafter"):
         Trainer(recipe(tmp_path), make_run(toy_target())).train()
     assert sorted(p.name for p in tmp_path.iterdir()) == before
-    assert load_drafter(tmp_path / "drafter").metadata["step"] == 4
+    assert load_checkpoint(tmp_path / "drafter").metadata["step"] == 4
 
 
 def test_another_recipe_may_not_resume(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import outrider.training.setup as run_setup
-from outrider.checkpoints.checkpoint import Checkpoint, load_drafter, save_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.data.responses import Sample
 from outrider.decoding.generate import acceptance, generate
 from outrider.decoding.request import StopRules
@@ -135,7 +135,7 @@ def test_a_decode_check_is_the_decoding_of_the_saved_drafter(
     Trainer(recipe(out, optimizer=LEARNING, watch={**WATCH, "decode_every": 40}), run).train()
     prompts = first_prompts(run.held_out, 3)
     figures = decode_check(run.drafter, target, run.draft_ids_Vd, prompts, 16)
-    checkpoint = load_drafter(out / "drafter")
+    checkpoint = load_checkpoint(out / "drafter")
     packed = BlockDrafter(checkpoint.drafter, target, Serving(checkpoint.draft_ids_Vd))
     decoded = [generate(target, prompt, packed, rules=StopRules(16)) for prompt in prompts]
     for generation, prompt in zip(decoded, prompts, strict=True):
@@ -268,21 +268,21 @@ def test_training_stops_when_nothing_improves_and_stays_stopped(
     assert second.watch.stopped and second.watch.best_step == 2
     stored = json.loads((tmp_path / "state" / "state.json").read_text())
     assert stored["step"] == 6 and stored["watch"]["failed"] == 2
-    assert load_drafter(tmp_path / "best").metadata["step"] == 2
-    assert load_drafter(tmp_path / "drafter").metadata["step"] == 6
+    assert load_checkpoint(tmp_path / "best").metadata["step"] == 2
+    assert load_checkpoint(tmp_path / "drafter").metadata["step"] == 6
     third = Trainer(patient, make_run(target, samples))
     assert third.train() and third.watch.stopped
     assert json.loads((tmp_path / "state" / "state.json").read_text()) == stored
     # more patience may be given afterwards
     Trainer(recipe(tmp_path, optimizer=still), make_run(target, samples)).train()
-    assert load_drafter(tmp_path / "drafter").metadata["step"] == 12
+    assert load_checkpoint(tmp_path / "drafter").metadata["step"] == 12
 
 
 def test_the_best_checkpoint_has_its_own_figures(tmp_path: Path, target: Target, samples: list[Sample]) -> None:
     run = make_run(target, samples)
     trainer = Trainer(recipe(tmp_path, optimizer=LEARNING, watch={**WATCH, "decode_every": 8}), run)
     trainer.train()
-    best = load_drafter(tmp_path / "best")
+    best = load_checkpoint(tmp_path / "best")
     taus = {e["step"]: e["tau"] for e in entries(tmp_path, "decode")}
     step = max(taus, key=lambda s: (taus[s], -s))
     assert best.metadata["step"] == step == trainer.watch.best_step
@@ -399,7 +399,7 @@ def test_a_run_goes_on_where_the_drafter_stood(
 ) -> None:
     section = {"start_from": str(parent / "drafter"), "block_size": 4, "num_aux_layers": 3, "sample_from_anchor": None}
     chosen, run = continued(target, samples, tmp_path, section, monkeypatch)
-    stored = load_drafter(parent / "drafter")
+    stored = load_checkpoint(parent / "drafter")
     assert run.drafter.config == stored.drafter.config and run.reduced
     assert stored.draft_ids_Vd is not None and torch.equal(run.draft_ids_Vd, stored.draft_ids_Vd)
     assert not torch.equal(run.drafter.aux_scale_L, torch.ones(3))
@@ -412,7 +412,7 @@ def test_a_run_goes_on_where_the_drafter_stood(
     assert after["expected_length_greedy"] > 1.2, "a trained drafter, not a new one"
     start = weights(run)
     trainer.train(stop_after=2)
-    metadata = load_drafter(tmp_path / "drafter").metadata
+    metadata = load_checkpoint(tmp_path / "drafter").metadata
     recorded, config = metadata["recipe"]["drafter"], stored.drafter.config
     assert recorded.pop("target_layer_ids") == list(config.target_layer_ids)
     assert not metadata["recipe"]["initialize_from_target"]
@@ -439,7 +439,7 @@ def test_the_method_gone_on_with_is_recorded(
 def test_a_resumed_run_refuses_another_origin(
     tmp_path: Path, target: Target, samples: list[Sample], parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored = load_drafter(parent / "drafter")
+    stored = load_checkpoint(parent / "drafter")
     save_drafter(stored, tmp_path / "origin")
     section = {"start_from": str(tmp_path / "origin")}
     chosen, run = continued(target, samples, tmp_path / "out", section, monkeypatch)
@@ -534,7 +534,7 @@ def test_the_origin_is_found_beside_the_recipe_or_from_here(
     tmp_path: Path, parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipes = tmp_path / "recipes"
-    save_drafter(load_drafter(parent / "drafter"), recipes / "kept")
+    save_drafter(load_checkpoint(parent / "drafter"), recipes / "kept")
     path = recipes / "r.yaml"
     path.write_text(
         "target: t\nout: o\ndata: {prompts: [{path: train_math}]}\nstart_from: kept\ndrafter: {block_size: 4}\n"

@@ -1,6 +1,6 @@
 """A drafter on disk: config.json and model.safetensors in its dialect, outrider.json with how it was made.
 
-    DIR/config.json         the dialect (formats/dialects/)
+    DIR/config.json         in one of the dialects of checkpoints/dialects/
     DIR/model.safetensors   the drafter's weights; `d2t` [Vd] (target id = i + d2t[i]) when the vocabulary is reduced
     DIR/outrider.json       our training metadata: recipe, target, steps, versions, held-out metrics; later
                             `calibration` (calibration/collect.py), `candidates` (calibration/candidates.py) and
@@ -8,8 +8,8 @@
     DIR/README.md           a model card, where one was given
 
 Embedding and LM head are the target's and are not stored twice; drafters of other makers may bring their own. Any
-dialect is read (`load_drafter`), our own choice of dialect is written (`save_drafter`, atomically); other dialects are
-written by `backends/export.py`.
+dialect is read (`load_checkpoint`), the method's own one is written (`save_drafter`, atomically); `outrider export`
+writes the others (backends/export.py).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def add_metadata(directory: Path, **fields: object) -> None:
     write_atomically(directory / METADATA, text)
 
 
-def load_drafter(
+def load_checkpoint(
     directory: str | Path, device: str | torch.device = "cpu", num_target_layers: int | None = None
 ) -> Checkpoint:
     """Read a drafter in any dialect we know.
@@ -155,11 +155,20 @@ def load_drafter(
     return Checkpoint(drafter, ids, read_metadata(directory), head, embedding, parts.embedding_scale)
 
 
+def load_drafter(directory: str | Path, target: Target) -> Drafter:
+    """A drafter from its directory, ready to draft for `target`; its calibration is used if it has one.
+
+    Raises:
+        ValueError: see `load_checkpoint`, or it was made for another target.
+    """
+    return load_checkpoint(directory, target.device, target.num_layers).packed(target)
+
+
 def read_parts(directory: Path, num_target_layers: int | None = None) -> DrafterWeights:
     """What config.json and the weights say, in our terms.
 
     Raises:
-        ValueError: as `load_drafter`, but for the module's own tensors, which are not compared yet.
+        ValueError: as `load_checkpoint`, but for the module's own tensors, which are not compared yet.
     """
     raw, dialect = read_config(directory)
     found = read_weights(directory)

@@ -17,7 +17,7 @@ from outrider.calibration.candidates import Candidates, expected_lengths, measur
 from outrider.calibration.collect import collect_tasks, load_rounds, save_rounds
 from outrider.calibration.fit import Calibration, CalibrationResult, SweepPoint, calibrate, fit_sts, quality
 from outrider.calibration.fit import sweep as sweep_thresholds
-from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_checkpoint
 from outrider.cli.common import (
     AUTO,
     FILES,
@@ -92,7 +92,7 @@ def calibrate_command(
     )
     config = TaskSettings(max_samples, max_new_tokens, params, thinking=thinking)
     directory = require_directory(drafter, target)
-    checkpoint = load_drafter(directory, num_target_layers=count_layers(target))
+    checkpoint = load_checkpoint(directory, num_target_layers=count_layers(target))
     _check(checkpoint, directory, about_confidences=any((fit_tasks, plot, rounds, sweep, export_sglang)))
     measured, fitted = split_names(tasks), split_names(fit_tasks) if fit_tasks else []
     if both := sorted(set(measured) & set(fitted)):

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from outrider.backends.export import export_drafter, target_facts
 from outrider.backends.registry import engine_of, exporters
-from outrider.checkpoints.checkpoint import METADATA, load_drafter, read_config, read_metadata, save_drafter
+from outrider.checkpoints.checkpoint import METADATA, load_checkpoint, read_config, read_metadata, save_drafter
 from outrider.checkpoints.describe import named_target
 from outrider.checkpoints.dialects.base import UnknownDepth
 from outrider.cli.common import DRAFTS, FILES, MODELS, option
@@ -42,7 +42,7 @@ def export_command(
     if named is None:
         raise ValueError(f"{drafter} does not say which target it is for: name it with --target.")
     facts = target_facts(named, _DTYPES[dtype])
-    checkpoint = load_drafter(drafter, num_target_layers=facts.num_layers)
+    checkpoint = load_checkpoint(drafter, num_target_layers=facts.num_layers)
     exported = export_drafter(checkpoint, engine, out, facts, _DTYPES[dtype])
     console = Console(highlight=False, soft_wrap=True)
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
@@ -78,7 +78,7 @@ def package_command(
             "place."
         )
     try:
-        checkpoint = load_drafter(drafter)
+        checkpoint = load_checkpoint(drafter)
     except UnknownDepth as error:
         raise ValueError(
             f"{drafter} was made elsewhere; package a drafter that outrider train wrote. To write it for an engine: "

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperCommand
 
-from outrider.checkpoints.checkpoint import load_drafter, read_metadata
+from outrider.checkpoints.checkpoint import load_checkpoint, read_metadata
 from outrider.checkpoints.published import Published, fetch, published_by, published_for, shipped_drafter
 from outrider.drafters.base import Drafter, DraftModule, draft_slots
 from outrider.drafters.draft import TREE_FORM, TreeSize
@@ -408,7 +408,7 @@ class DrafterChoice:
             ValueError: no drafter or model there, it does not fit the target, or it has no such blocks or trees.
         """
         if self.kind == "directory":
-            checkpoint = load_drafter(self.where, num_target_layers=target.num_layers)
+            checkpoint = load_checkpoint(self.where, num_target_layers=target.num_layers)
             if block_size is not None:
                 checkpoint = with_block_size(checkpoint, block_size)
             module = checkpoint.drafter

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from outrider.checkpoints.checkpoint import load_drafter, read_metadata
+from outrider.checkpoints.checkpoint import load_checkpoint, read_metadata
 from outrider.checkpoints.published import shipped_drafter
 from outrider.cli.calibrate import calibrate_command
 from outrider.cli.common import (
@@ -210,7 +210,7 @@ def demo(
 def _measure(
     directory: Path, target: Target, config: TaskSettings, threshold: float | None, out: Path, console: Console
 ) -> None:
-    checkpoint, policy = load_drafter(directory), choose_policy(None, threshold)
+    checkpoint, policy = load_checkpoint(directory), choose_policy(None, threshold)
     packed, training = checkpoint.packed(target), TrainingInfo.of(checkpoint.metadata)
     algorithm = checkpoint.drafter.algorithm
     info = DrafterInfo(label=algorithm, algorithm=algorithm, gamma=packed.gamma, training=training)

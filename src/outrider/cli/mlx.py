@@ -6,7 +6,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING
 
 from outrider.backends.mlx import require_mlx
-from outrider.checkpoints.checkpoint import load_drafter
+from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.cli.common import DrafterChoice, OpenedDrafter
 from outrider.drafters.draft import TreeSize
 from outrider.drafters.ngram import NgramConfig, NgramDrafter
@@ -40,7 +40,7 @@ def open_for_mlx(
     if block_size is not None or tree is not None:
         raise ValueError("--backend mlx drafts chains of the trained block size: leave --block-size and --tree out.")
     if choice.kind == "directory":
-        checkpoint = load_drafter(choice.where, num_target_layers=target.num_layers)
+        checkpoint = load_checkpoint(choice.where, num_target_layers=target.num_layers)
         module = checkpoint.drafter
         parameters = sum(parameter.numel() for parameter in module.parameters())
         drafter = MLXDrafter(checkpoint, target)

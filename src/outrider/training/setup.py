@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.checkpoints.checkpoint import load_drafter
+from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.data.responses import Sample
 from outrider.drafters.base import DraftModule, check_fits
 from outrider.drafters.registry import method_of
@@ -88,7 +88,7 @@ def load_start(recipe: Recipe, target: Target) -> Start:
     directory, out = Path(recipe.start_from), Path(recipe.out)
     if directory.resolve() in ((out / "drafter").resolve(), (out / "best").resolve()):
         raise ValueError(f"start_from {directory} would be overwritten by this run; choose another out.")
-    checkpoint = load_drafter(directory, target.device, target.num_layers)
+    checkpoint = load_checkpoint(directory, target.device, target.num_layers)
     drafter = checkpoint.drafter.requires_grad_(True).train()
     check_fits(drafter.config, target, drafter.reads_final_layer)
     _check_agrees(recipe, drafter, target)

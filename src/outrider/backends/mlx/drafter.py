@@ -20,7 +20,7 @@ from mlx_lm.models.cache import KVCache
 from torch import Tensor
 
 from outrider.backends.mlx.target import MLXTarget, load_mlx_target, to_mlx, to_torch
-from outrider.checkpoints.checkpoint import Checkpoint, load_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from outrider.decoding.generate import stream
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, capped, check_embedding_scale, check_fits, longest_draft
@@ -326,7 +326,9 @@ def decoder(target: str, drafter: Path | None) -> Callable[[Sequence[int], int],
         ValueError: no such model or drafter, or they do not fit.
     """
     loaded: MLXTarget = _load(target)
-    served = None if drafter is None else MLXDrafter(load_drafter(drafter, num_target_layers=loaded.num_layers), loaded)
+    served = (
+        None if drafter is None else MLXDrafter(load_checkpoint(drafter, num_target_layers=loaded.num_layers), loaded)
+    )
 
     def decode(prompt: Sequence[int], most: int) -> Iterator[list[int]]:
         for chunk in stream(loaded, prompt, served, rules=StopRules(most)):

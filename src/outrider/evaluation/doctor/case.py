@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from outrider.checkpoints.checkpoint import Checkpoint, load_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from outrider.checkpoints.dialects.base import UnknownDepth
 from outrider.data.conversations import Conversation
 from outrider.data.responses import Reply, Sample, join_turns, read_responses
@@ -321,7 +321,7 @@ def read_drafter(inputs: Inputs, directory: Path, device: str = "cpu") -> Findin
     """
     try:
         depth = None if inputs.loaded_target is None else inputs.loaded_target.num_layers
-        inputs.loaded_checkpoint = load_drafter(directory, device, depth)
+        inputs.loaded_checkpoint = load_checkpoint(directory, device, depth)
         inputs.stored = read_weights(directory)
     except UnknownDepth:
         raise
