@@ -259,7 +259,7 @@ def test_the_scheduler_serves_everyone(
 
 def test_slots_of_unused_drafts_come_back_before_anybody_is_preempted() -> None:
     """Two requests and five blocks: the first drafted over three of them and kept one token."""
-    scheduler = Scheduler(EngineConfig(max_requests=2, token_budget=16, block_size=4, num_blocks=5), reach=7)
+    scheduler = Scheduler(EngineConfig(max_requests=2, token_budget=16, block_size=4, num_blocks=5), draft_slots=7)
     scheduler.add("a", 1, 12)
     assert scheduler.plan().work[0].decodes
     scheduler.commit("a", 1)

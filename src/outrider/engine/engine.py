@@ -49,8 +49,8 @@ class Engine:
         self.config = config or EngineConfig()
         if self.policy.min_confidence > 0 and not isinstance(self.gate, AlwaysDraft):
             raise ValueError(
-                f"{self.policy} ends drafts at min_confidence, so a gate would learn from the better ones only: use a "
-                "policy that decides by cost, or no gate."
+                f"{self.policy} ends drafts at its min_confidence, so a gate would learn from the better ones only: "
+                "use a policy that decides by cost, or no gate."
             )
         slots = draft_slots(drafter)
         self.scheduler = Scheduler(self.config, slots, isinstance(drafter, TreeDrafter))

@@ -128,7 +128,14 @@ class History:
         slots_R = self._slots_of(ids)
         contexts_R = np.asarray(contexts, dtype=np.int64)
         means_RK, idle_R = _ratio(self._means_S2K[slots_R]), self._idle_S[slots_R]
-        return GateView(means_RK, idle_R, contexts_R, other_tokens, other_requests, self._expected_K())
+        return GateView(
+            means_RK,
+            idle_R,
+            contexts_R,
+            other_tokens=other_tokens,
+            other_requests=other_requests,
+            typical_K=self._expected_K(),
+        )
 
     def step_view(
         self,
