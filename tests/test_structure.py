@@ -32,6 +32,9 @@ ROOMS = [  # a room imports itself and the rooms before it (docs/architecture.md
     "cli",
 ]
 
+MOST_PARAMETERS = 7
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -76,6 +79,30 @@ def rooms_imported(path: Path) -> set[str]:
 
 def test_every_module_is_in_a_room() -> None:
     assert {room for path in MODULES if (room := room_of(name_of(path)))} <= set(ROOMS)
+
+
+def test_imports_run_one_way() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {room}"
+        for path in MODULES
+        if (own := room_of(name_of(path)))
+        for room in sorted(rooms_imported(path))
+        if ROOMS.index(room) > ROOMS.index(own)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_functions_take_few_positional_parameters() -> None:
+    """Seven, `self` not counted; more go behind `*`. Triton compiles its kernels' parameters, which have no names."""
+    wrong = []
+    for path in MODULES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, FUNCTION) and not any(ast.unparse(d) == "triton.jit" for d in node.decorator_list):
+                names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+                names = names[names[:1] in (["self"], ["cls"]) :]
+                if len(names) > MOST_PARAMETERS:
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name} has {len(names)}")
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))

@@ -332,10 +332,10 @@ def test_the_demo_measures_the_shipped_drafter_too(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(demo, "load", lambda target, device: demo_target)
     monkeypatch.setattr(demo, "report", lambda results, out, console: None)
     monkeypatch.setattr(
-        demo, "run_evaluation", lambda target, packed, tasks, config, policy, settings, console, info: measured.append(
-            (settings["drafter"], policy)
-        )
-    )  # fmt: skip
+        demo,
+        "run_evaluation",
+        lambda *_, settings, policy, **__: measured.append((settings["drafter"], policy)),
+    )
     demo.demo(tmp_path / "out", [f"target={toy / 'target'}"], 2, 8, None)
     assert measured == [(str(fresh), ThresholdPolicy(0.25))]
     shipped = trained(toy, tmp_path / "models" / "toy")

@@ -190,6 +190,7 @@ def choose_local(
     choice: DrafterChoice,
     target: Target,
     names: list[str] | None,
+    *,
     threshold: float | None,
     profile: Path | None,
     config_at: Callable[[float], EngineConfig],
@@ -548,9 +549,9 @@ def bench_command(
         if backend == "local":
             choice, most = pick(), max(users.values())
             return choose_local(
-                choice, load(target, place), names, confidence_threshold, profile,
-                lambda level: engine_config(work.longest + max_new_tokens, users[level], token_budget), most, size,
-                token_budget,
+                choice, load(target, place), names, threshold=confidence_threshold, profile=profile,
+                config_at=lambda level: engine_config(work.longest + max_new_tokens, users[level], token_budget),
+                users=most, tree=size, token_budget=token_budget,
             )  # fmt: skip
         if backend == "transformers":
             return choose_transformers(target, known, assistant, prompt_lookup, names, place)
@@ -651,7 +652,15 @@ def simulate_command(
             raise ValueError("--record needs --tasks: prompts to decode.")
         set_up(threads)
         found = record_traces(
-            target, drafter, split_names(tasks), max_samples, max_new_tokens, seed, thinking, device, console
+            target,
+            drafter,
+            split_names(tasks),
+            count=max_samples,
+            tokens=max_new_tokens,
+            seed=seed,
+            thinking=thinking,
+            device=device,
+            console=console,
         )
         found.save(recording)
         show_paths(console, recording)
@@ -698,6 +707,7 @@ def record_traces(
     target: str,
     drafter: str,
     tasks: list[str],
+    *,
     count: int,
     tokens: int,
     seed: int,

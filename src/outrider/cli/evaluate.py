@@ -126,9 +126,9 @@ def evaluate_command(
             loaded,
             opened.drafter,
             split_names(tasks),
-            config,
-            policy,
-            {
+            config=config,
+            policy=policy,
+            settings={
                 "drafter": opened.name,
                 "drafter_step": opened.metadata.get("step"),
                 "draft_length": draft_length,
@@ -137,10 +137,10 @@ def evaluate_command(
                 "tree": None if size is None else size.setting,
                 **({"backend": mlx_versions()} if on_mlx else {}),
             },
-            console,
-            opened.info(label),
-            lossy,
-            ranks,
+            console=console,
+            drafter_info=opened.info(label),
+            lossy=lossy,
+            ranks=ranks,
         )
         if ranks.main:
             report(results, out, console)
@@ -150,6 +150,7 @@ def run_evaluation(
     target: Target,
     drafter: Drafter,
     tasks: list[str],
+    *,
     config: TaskSettings,
     policy: Policy,
     settings: dict[str, object],

@@ -214,5 +214,14 @@ def _measure(
     packed, training = checkpoint.packed(target), TrainingInfo.of(checkpoint.metadata)
     algorithm = checkpoint.drafter.algorithm
     info = DrafterInfo(label=algorithm, algorithm=algorithm, gamma=packed.gamma, training=training)
-    results = run_evaluation(target, packed, _TASKS, config, policy, {"drafter": str(directory)}, console, info)
+    results = run_evaluation(
+        target,
+        packed,
+        _TASKS,
+        config=config,
+        policy=policy,
+        settings={"drafter": str(directory)},
+        console=console,
+        drafter_info=info,
+    )
     report(results, out, console)

@@ -27,18 +27,20 @@ def ragged_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    *,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    *,
     ragged_step: RaggedStep,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: q [1, H, T, E], k and v [1, K, T, E] -> ([1, T, H, E], no weights)."""
     assert attention_mask is None, "transformers made a mask of its own"
     layer: Any = module.layer_idx
-    out = ragged_step.attend(layer, query, key, value, scaling, sliding_window, softcap, s_aux)
+    out = ragged_step.attend(
+        layer, q=query, k=key, v=value, scale=scaling, window=sliding_window, softcap=softcap, sinks_H=s_aux
+    )
     return out.transpose(1, 2), None
 
 

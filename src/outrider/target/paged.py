@@ -207,6 +207,7 @@ class RaggedStep:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        *,
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
@@ -232,7 +233,9 @@ class RaggedStep:
                 keys, values = source[layer]
             else:
                 keys, values = keys_KSE.index_select(1, source)[None], values_KSE.index_select(1, source)[None]
-            outputs.append(attend_folded(q_span, keys, values, mask, scale, softcap, sinks_H))
+            outputs.append(
+                attend_folded(q_span, keys, values, mask_11QN=mask, scale=scale, softcap=softcap, sinks_H=sinks_H)
+            )
         return unfold(torch.cat(outputs, dim=2), G)
 
     def _seen(self, window: int | None, groups: int) -> list[_Context]:
