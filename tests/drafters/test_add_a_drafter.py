@@ -29,6 +29,7 @@ from outrider.drafters.base import (
     WEIGHTS_ALONE,
     BlockInputs,
     DraftCall,
+    Drafter,
     DraftModule,
     DraftRows,
     Serving,
@@ -109,7 +110,7 @@ class BigramSession:
     aux_H: Tensor
 
 
-class BigramDrafter:
+class BigramDrafter(Drafter):
     def __init__(self, module: Bigram, target: Target, serving: Serving) -> None:
         check_fits(module.config, target, module.reads_final_layer)
         serving.check(module.config)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.drafters.base import Serving, TreeDrafter, draft_slots
+from outrider.drafters.base import Serving, draft_slots
 from outrider.drafters.hydra import Hydra, HydraDrafter
 from outrider.drafters.medusa import HeadsDrafter, HeadsModule, Medusa, MedusaDrafter, StaticTreeDrafter
 from outrider.drafters.trees import CandidateTree, assumed_accuracy, best_tree
@@ -33,7 +33,7 @@ def test_the_output_is_that_of_plain_decoding(heads: tuple[Target, HeadsModule, 
     target, module, served = heads
     fit_to_decoding(module, target, [7, 8, 9])
     drafter = StaticTreeDrafter(served(module, target, Serving()), best_tree(assumed_accuracy(4), 16))
-    assert isinstance(drafter, TreeDrafter) and draft_slots(drafter) == 16
+    assert drafter.trees and draft_slots(drafter) == 16
     check_identity(target, drafter, [7, 8, 9], least=10)
 
 

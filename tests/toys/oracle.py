@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall
+from outrider.drafters.base import DraftCall, Drafter
 from outrider.drafters.draft import Draft, Siblings
 from outrider.sampling import SamplingParams, warp
 from outrider.target.model import Target
@@ -55,7 +55,7 @@ class _State:
         self.capacity, self.length = capacity, 0
 
 
-class Oracle:
+class Oracle(Drafter):
     """Knows the whole text (prompt and response) and proposes it, spoiling a token now and then.
 
     It checks the alignment of every round by itself: the anchor must be the token after the committed features.
@@ -91,7 +91,7 @@ class Oracle:
         return [(t + 1) % self.target.vocab_size if self.random.random() < self.spoil else t for t in ahead]
 
 
-class SelfDrafter:
+class SelfDrafter(Drafter):
     """The target drafting for itself at another temperature: exact p_d, and both acceptance and rejection happen."""
 
     def __init__(self, target: Target, prompt: Sequence[int], temperature: float, gamma: int) -> None:

@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall
+from outrider.drafters.base import DraftCall, Drafter
 from outrider.drafters.draft import Draft, Siblings, draw_siblings
 from outrider.sampling import SamplingParams, warp
 from outrider.target.model import Target
@@ -109,7 +109,7 @@ def check_ragged_trees(target: Target) -> None:
         assert off(after[2 * at : 2 * at + 2], expected) <= TOLERANCE
 
 
-class SelfTrees:
+class SelfTrees(Drafter):
     """The target drafting trees for itself at another temperature; it checks the aux hidden states it is given against
     its own.
     """

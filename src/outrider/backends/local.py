@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall, Drafter, TreeDrafter, draft_slots
+from outrider.drafters.base import DraftCall, Drafter
 from outrider.drafters.draft import Draft
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
@@ -123,7 +123,7 @@ def build_variant(name: str, gamma: int, threshold: float | None, cost: StepCost
 # ----------------------------------------------------------------------------
 
 
-class WrappedDrafter:
+class WrappedDrafter(Drafter):
     """A drafter that does as another one, but for what a subclass changes."""
 
     def __init__(self, drafter: Drafter) -> None:
@@ -138,6 +138,9 @@ class WrappedDrafter:
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> Sequence[Draft]:
         return self.drafter.propose(calls, min_confidence)
+
+    def end(self, session: Any) -> None:
+        self.drafter.end(session)
 
 
 class ShortenedDrafter(WrappedDrafter):
@@ -156,10 +159,11 @@ class ShortenedDrafter(WrappedDrafter):
 class PrunedDrafter(WrappedDrafter):
     """A drafter of trees that is asked for at most `nodes` nodes."""
 
-    def __init__(self, drafter: TreeDrafter, nodes: int) -> None:
+    def __init__(self, drafter: Drafter, nodes: int) -> None:
         super().__init__(drafter)
-        assert 1 <= nodes <= drafter.nodes
-        self.nodes, self.gamma = nodes, min(nodes, drafter.gamma)
+        assert 1 <= nodes <= drafter.slots
+        self.nodes: int = nodes
+        self.gamma = min(nodes, drafter.gamma)
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> Sequence[Draft]:
         assert all(call.nodes is not None and call.nodes <= self.nodes for call in calls), "engines plan with our nodes"
@@ -170,9 +174,9 @@ def limited(drafter: Drafter, drafts: int) -> Drafter | None:
     """The drafter, asked for at most so many draft tokens (of a tree: nodes); None for 0."""
     if drafts == 0:
         return None
-    if drafts == draft_slots(drafter):
+    if drafts == drafter.slots:
         return drafter
-    return PrunedDrafter(drafter, drafts) if isinstance(drafter, TreeDrafter) else ShortenedDrafter(drafter, drafts)
+    return PrunedDrafter(drafter, drafts) if drafter.trees else ShortenedDrafter(drafter, drafts)
 
 
 # ----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -48,8 +48,8 @@ from outrider.cli.common import (
 )
 from outrider.data.sources import TaskSettings
 from outrider.drafters import registry
-from outrider.drafters.dflash import BlockDrafter, DFlash
-from outrider.drafters.medusa import HeadsDrafter, HeadsModule
+from outrider.drafters.dflash import BlockDrafter
+from outrider.drafters.medusa import HeadsDrafter
 from outrider.evaluation.profile import ProfileConfig, measure_profile, plot_profile
 from outrider.evaluation.report import plot_reliability, plot_sweep
 from outrider.sampling import SamplingParams
@@ -104,16 +104,17 @@ def calibrate_command(
     else:
         loaded = load(target, device)
         packed = checkpoint.packed(loaded, calibrated=False)
-        if isinstance(packed, HeadsDrafter):
+        if packed.calibratable == "candidates":
             with counting(console, "calibrate") as on_progress:
-                candidates = measure_candidates(loaded, packed, names, config, versions(), on_progress)
+                candidates = measure_candidates(
+                    loaded, cast(HeadsDrafter, packed), names, config, versions(), on_progress
+                )
             add_metadata(directory, candidates=candidates.model_dump(mode="json"))
             console.print(candidates_table(candidates))
             console.print(f"accuracies stored in {directory}", highlight=False, markup=False, soft_wrap=True)
             return
-        assert isinstance(packed, BlockDrafter)
         with counting(console, "calibrate") as on_progress:
-            collected = collect_tasks(loaded, packed, names, config, on_progress)
+            collected = collect_tasks(loaded, cast(BlockDrafter, packed), names, config, on_progress)
         if rounds is not None:
             save_rounds(rounds, collected, about)
     found = calibrate(collected, measured, fitted, config, versions())
@@ -140,25 +141,23 @@ def calibrate_command(
 
 def _check(checkpoint: Checkpoint, directory: Path, about_confidences: bool) -> None:
     """Whether there is anything to measure of this drafter, and options that ask for nothing else."""
-    heads = isinstance(checkpoint.drafter, HeadsModule)
-    if heads and about_confidences:
+    measured = checkpoint.drafter.calibratable
+    if measured == "candidates" and about_confidences:
         raise ValueError(
             f"{directory} has heads without confidences: --fit-tasks, --plot, --rounds, --sweep and "
             "--export-sglang have nothing to fit or show. Leave them out."
         )
-    if not heads and not isinstance(checkpoint.drafter, DFlash):
+    if measured is None:
         raise ValueError(
             f"{directory}: the drafts of {checkpoint.drafter.algorithm} cannot be calibrated, only those of block "
-            f"drafters ({_methods(DFlash)}) and of heads ({_methods(HeadsModule)}). Serve it with a fixed draft length."
+            f"drafters ({_methods('confidences')}) and of heads ({_methods('candidates')}). "
+            "Serve it with a fixed draft length."
         )
 
 
-def _methods(kind: type) -> str:
-    return ", ".join(
-        method.name
-        for method in registry.METHODS
-        if isinstance(method.module, type) and issubclass(method.module, kind)
-    )
+def _methods(measured: str) -> str:
+    methods = registry.METHODS
+    return ", ".join(method.name for method in methods if getattr(method.module, "calibratable", None) == measured)
 
 
 def _digest(directory: Path) -> str:

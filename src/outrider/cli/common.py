@@ -21,7 +21,6 @@ from outrider.checkpoints.checkpoint import load_checkpoint, read_metadata
 from outrider.checkpoints.published import Published, fetch, published_by, published_for, shipped_drafter
 from outrider.drafters.base import Drafter, DraftModule, draft_slots
 from outrider.drafters.draft import TREE_FORM, TreeSize
-from outrider.drafters.heads import ChainHeads
 from outrider.drafters.language_model import StandaloneConfig, StandaloneDrafter
 from outrider.drafters.ngram import NgramConfig, NgramDrafter
 from outrider.drafters.registry import tree_methods
@@ -366,8 +365,7 @@ class OpenedDrafter:
     @property
     def confident(self) -> bool:
         """Whether its drafts come with confidences."""
-        heads = getattr(self.drafter, "heads", None)
-        return isinstance(heads, ChainHeads) and heads.confident
+        return self.drafter.heads is not None and self.drafter.heads.confident
 
 
 @dataclass(frozen=True)

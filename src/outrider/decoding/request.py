@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from outrider.decoding.round import RoundResult
-from outrider.drafters.base import DraftCall, Drafter, TreeDrafter, draft_slots
+from outrider.drafters.base import DraftCall, Drafter, draft_slots
 from outrider.drafters.draft import Draft
 from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeededSource, SeenTokens, warp
 from outrider.scheduling.view import StepView
@@ -262,7 +262,7 @@ class SingleRequest:
     ) -> None:
         self.target, self.drafter = target, drafter
         self.state = RequestState(target, prompt, params, rules)
-        if isinstance(drafter, TreeDrafter):
+        if drafter is not None and drafter.trees:
             target.check_trees()
         self.aux_layers = () if drafter is None else drafter.aux_layers
         self.cache = target.new_cache(self.state.capacity + draft_slots(drafter) + 1)

@@ -11,19 +11,21 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.drafters.config import DrafterConfig
-from outrider.drafters.draft import Draft
+from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.heads import ChainHeads, ConfidenceHead, Estimator, VanillaMarkov
 from outrider.drafters.layers import BlockLayout
 from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeenTokens
 from outrider.target.linear import Packable, PackedLinear, pack
 from outrider.target.model import DecodingTarget, Target
+
+Calibratable: TypeAlias = Literal["confidences", "candidates"] | None
 
 
 @dataclass(frozen=True)
@@ -46,23 +48,40 @@ class DraftCall:
     nodes: int | None = None
 
 
-class Drafter(Protocol):
-    """What decoding needs of any drafter. A session is its memory of one request's committed tokens, and no others."""
+class Drafter(ABC):
+    """What decoding needs of any drafter. A session is its memory of one request's committed tokens, and no others.
+
+    Attributes:
+        aux_layers: target layers whose outputs `extend` takes; () if it reads none.
+        gamma: most tokens that one draft can have accepted.
+        nodes: most draft tokens of one tree, all branches together; None where drafts do not branch.
+        config: what the cost of a draft follows from, a dataclass; None: nothing but the drafter's class.
+        heads: what its chains are sampled with; None where it samples none.
+        calibratable: what `outrider calibrate` measures of it: its confidences, or the accuracy of its candidates.
+    """
+
+    aux_layers: tuple[int, ...] = ()
+    gamma: int
+    nodes: int | None = None
+    config: Any = None
+    heads: ChainHeads | None = None
+    calibratable: Calibratable = None
 
     @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Target layers whose outputs `extend` takes; () if it reads none."""
-        ...
+    def trees(self) -> bool:
+        """Whether its drafts branch."""
+        return self.nodes is not None
 
     @property
-    def gamma(self) -> int:
-        """Most tokens that one draft can have accepted."""
-        ...
+    def slots(self) -> int:
+        """Most draft tokens that one request brings to a target forward."""
+        return self.gamma if self.nodes is None else self.nodes
 
+    @abstractmethod
     def new_session(self, capacity: int) -> Any:
         """An empty session for at most `capacity` committed tokens."""
-        ...
 
+    @abstractmethod
     def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         """Take newly committed tokens of several requests.
 
@@ -70,21 +89,21 @@ class Drafter(Protocol):
             tokens: per session, those the target has just read (old anchor, accepted drafts), not the new anchor.
             aux_TLD: their raw aux hidden states [T, L, D], sessions one after the other; None where `aux_layers` is ().
         """
-        ...
 
+    @abstractmethod
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> Sequence[Draft]:
-        """One block or tree per call; a block may stop at the first confidence below `min_confidence`."""
-        ...
+        """One chain or tree per call; a chain may stop at the first confidence below `min_confidence`."""
 
+    def end(self, session: Any) -> None:  # noqa: B027
+        """Free what a session holds; it is not used again. A session that holds tensors of its own needs nothing."""
 
-@runtime_checkable
-class TreeDrafter(Drafter, Protocol):
-    """A drafter whose drafts branch."""
+    def with_trees(self, size: TreeSize) -> Drafter:
+        """The same drafter, drafting trees of that size.
 
-    @property
-    def nodes(self) -> int:
-        """Most draft tokens of one tree, all branches together."""
-        ...
+        Raises:
+            ValueError: it drafts chains only, or has no such trees.
+        """
+        raise ValueError(f"tree {size}: this drafter drafts chains only.")
 
 
 def longest_draft(calls: Sequence[DraftCall], gamma: int) -> int:
@@ -94,9 +113,7 @@ def longest_draft(calls: Sequence[DraftCall], gamma: int) -> int:
 
 def draft_slots(drafter: Drafter | None) -> int:
     """How many draft tokens one request brings to a target forward at most."""
-    if drafter is None:
-        return 0
-    return drafter.nodes if isinstance(drafter, TreeDrafter) else drafter.gamma
+    return 0 if drafter is None else drafter.slots
 
 
 # ----------------------------------------------------------------------------
@@ -344,6 +361,8 @@ class DraftModule(Packable, ABC):
             states.
         starts_from_target: whether `initialize_from` copies weights of the target.
         drafts_trees: whether the drafter that `serve` gives can draft trees.
+        drafts_blocks: whether it drafts blocks of mask tokens, as DFlash does.
+        calibratable: as `Drafter.calibratable`.
         aux_weight: name of the weight [out, L * D (+ more)] whose first columns read the flattened aux hidden states /
             aux_scale.
         aux_scale_L: ones unless training set it.
@@ -352,6 +371,8 @@ class DraftModule(Packable, ABC):
     reads_final_layer: ClassVar[bool] = False
     starts_from_target: ClassVar[bool] = False
     drafts_trees: ClassVar[bool] = False
+    drafts_blocks: ClassVar[bool] = False
+    calibratable: ClassVar[Calibratable] = None
     aux_weight: str | None = None
     config: Any
     aux_scale_L: Tensor
@@ -430,7 +451,7 @@ class DraftModule(Packable, ABC):
             self.get_parameter(self.aux_weight)[:, : len(before)].mul_(self._aux_columns() / before)
 
 
-class ModuleDrafter(Generic[M]):
+class ModuleDrafter(Drafter, Generic[M]):
     """What drafters that serve a `DraftModule` share: a packed copy of it, embedding, LM head and chain heads.
 
     Raises:
@@ -445,7 +466,8 @@ class ModuleDrafter(Generic[M]):
         self.aux_layers, self.gamma, self.accuracy = tuple(config.target_layer_ids), config.gamma, serving.accuracy
         self.embed_VH, self.embed_scale = serving.embedding(target), target.embed_scale
         self.head: Head = serving.head(target)
-        self.heads = serving.chain_heads(target, *self.module.chain_heads())
+        self.heads: ChainHeads = serving.chain_heads(target, *self.module.chain_heads())
+        self.calibratable = module.calibratable
 
     def embed(self, tokens: Tensor | Sequence[int]) -> Tensor:
         """Token ids [...] -> what the drafter reads of them, float32 [..., H]."""

@@ -229,6 +229,8 @@ class DFlash(DraftModule):
     starts_from_target: ClassVar[bool] = True
     aux_weight: str | None = "fc.weight"
     groups = (("fc",),)
+    drafts_blocks = True
+    calibratable = "confidences"
     layer: ClassVar[type[DraftLayer]] = DraftLayer
     config: DFlashConfig
 

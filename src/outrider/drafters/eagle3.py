@@ -37,6 +37,7 @@ from outrider.drafters.base import (
     WEIGHTS_ALONE,
     BlockInputs,
     DraftCall,
+    Drafter,
     DraftModule,
     DraftRows,
     ModuleDrafter,
@@ -385,12 +386,13 @@ class _Pool:
         return rerank(Draft(self.tokens, self.parents), survivals, nodes)
 
 
-class DynamicTreeDrafter:
+class DynamicTreeDrafter(Drafter):
     """Serves a trained EAGLE-3 drafter with trees instead of chains."""
 
     def __init__(self, drafter: Eagle3Drafter, shape: TreeShape) -> None:
         self.drafter, self.config, self.shape = drafter, drafter.config, shape
-        self.aux_layers, self.gamma, self.nodes = drafter.aux_layers, shape.depth, shape.nodes
+        self.aux_layers, self.gamma = drafter.aux_layers, shape.depth
+        self.nodes: int = shape.nodes
 
     def new_session(self, capacity: int) -> Eagle3Session:
         return self.drafter.new_session(capacity, self.shape.rows)

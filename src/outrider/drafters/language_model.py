@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall
+from outrider.drafters.base import DraftCall, Drafter
 from outrider.drafters.chain import sample_steps
 from outrider.drafters.draft import Draft
 from outrider.drafters.heads import CertaintyEstimator, ChainHeads
@@ -146,7 +146,7 @@ class StandaloneSession:
         return Span([min(token, self.vocab_size - 1) for token in tokens], len(self.keys), self.room.blocks, 0)
 
 
-class StandaloneDrafter:
+class StandaloneDrafter(Drafter):
     """A `Drafter` over a whole small model.
 
     Args:
@@ -167,7 +167,7 @@ class StandaloneDrafter:
         ids_Vd = None if self.shared == target.vocab_size else torch.arange(self.shared, device=target.device)
         # The logit of the largest probability as it is; `CertaintyEstimator` can learn more (drafters/medusa.py).
         estimator = CertaintyEstimator((1.0, 0.0), (0.0,) * gamma)
-        self.heads = ChainHeads(target.vocab_size, draft_ids_Vd=ids_Vd, estimator=estimator)
+        self.heads: ChainHeads = ChainHeads(target.vocab_size, draft_ids_Vd=ids_Vd, estimator=estimator)
         try:
             self.memory = GrowingKV(model)
         except ValueError as error:

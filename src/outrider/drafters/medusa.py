@@ -31,7 +31,9 @@ from torch import Tensor, nn
 from outrider.drafters.base import (
     WEIGHTS_ALONE,
     BlockInputs,
+    Calibratable,
     DraftCall,
+    Drafter,
     DraftModule,
     DraftRows,
     ModuleDrafter,
@@ -108,6 +110,7 @@ class HeadsModule(DraftModule):
 
     reads_final_layer: ClassVar[bool] = True
     drafts_trees: ClassVar[bool] = True
+    calibratable: ClassVar[Calibratable] = "candidates"
     config: MedusaConfig
 
     def __init__(self, config: MedusaConfig, inputs: Sequence[int]) -> None:
@@ -173,8 +176,8 @@ class HeadsDrafter(ModuleDrafter[H], ABC):
 # ----------------------------------------------------------------------------
 
 
-class StaticTreeDrafter:
-    """A `TreeDrafter` (drafters/base.py) over Medusa's or Hydra's heads.
+class StaticTreeDrafter(Drafter):
+    """Trees of fixed shape over Medusa's or Hydra's heads.
 
     Raises:
         ValueError: the tree is deeper than there are heads, or wider than the draft vocabulary.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall
+from outrider.drafters.base import DraftCall, Drafter
 from outrider.drafters.draft import Draft
 
 
@@ -75,7 +75,7 @@ class NgramSession:
         return found
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """A `Drafter` that copies; reads no features of the target."""
 
     def __init__(self, config: NgramConfig | None = None) -> None:

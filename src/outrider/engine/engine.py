@@ -16,7 +16,7 @@ import torch
 
 from outrider.decoding.request import RequestState
 from outrider.decoding.round import RoundResult, run_round
-from outrider.drafters.base import Drafter, TreeDrafter, draft_slots
+from outrider.drafters.base import Drafter, draft_slots
 from outrider.engine.batch import Output, Request, StepBatch, StepRecord
 from outrider.engine.scheduler import EngineConfig, Scheduler
 from outrider.scheduling.gate import AlwaysDraft, DraftGate
@@ -53,7 +53,7 @@ class Engine:
                 "use a policy that decides by cost, or no gate."
             )
         slots = draft_slots(drafter)
-        self.scheduler = Scheduler(self.config, slots, isinstance(drafter, TreeDrafter))
+        self.scheduler = Scheduler(self.config, slots, drafter is not None and drafter.trees)
         self.history = History(slots)
         self.kv = PagedKV(target, self.config.num_blocks, self.config.block_size)
         self.last: StepRecord | None = None

@@ -30,7 +30,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import DraftCall, Drafter, TreeDrafter, draft_slots
+from outrider.drafters.base import DraftCall, Drafter, draft_slots
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
@@ -205,10 +205,10 @@ def setting_of(target: Target, drafter: Drafter | None) -> Setting:
 
 
 def _shape_name(drafter: Drafter) -> str:
-    config, tree = getattr(drafter, "config", None), getattr(drafter, "shape", None)  # how its trees grow, if they do
+    config, tree = drafter.config, getattr(drafter, "shape", None)  # how its trees grow, if they do
     length = f"gamma {drafter.gamma}"
-    if isinstance(drafter, TreeDrafter):
-        length = f"tree of {drafter.nodes}, depth {drafter.gamma}"
+    if drafter.trees:
+        length = f"tree of {drafter.slots}, depth {drafter.gamma}"
     if not is_dataclass(config):
         return f"{type(drafter).__name__}, {length}"
     digest = sha256(repr(config if tree is None else (config, tree)).encode()).hexdigest()[:8]
@@ -254,7 +254,7 @@ def measure_profile(
             f"{target.name} has {target.max_context}; lower --contexts or --max-tokens."
         )
     counts = request_counts(config.max_requests)
-    branching = isinstance(drafter, TreeDrafter)
+    branching = drafter is not None and drafter.trees
     jobs = forward_jobs(target, () if drafter is None else drafter.aux_layers, shapes, width, branching)
     if drafter is not None:
         jobs |= draft_jobs(target, drafter, counts, config.middle)

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,12 +23,12 @@ from outrider.backends.mlx.target import MLXTarget, load_mlx_target, to_mlx, to_
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from outrider.decoding.generate import stream
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import DraftCall, capped, check_embedding_scale, check_fits, longest_draft
+from outrider.drafters.base import DraftCall, Drafter, capped, check_embedding_scale, check_fits, longest_draft
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.dflash import DFlash, DFlashConfig
 from outrider.drafters.draft import Draft
-from outrider.drafters.dspark import DSpark, DSparkConfig
-from outrider.drafters.heads import VanillaMarkov
+from outrider.drafters.dspark import DSparkConfig
+from outrider.drafters.heads import ChainHeads, VanillaMarkov
 from outrider.drafters.layers import AttentionPattern, serving_mask
 
 
@@ -222,7 +222,7 @@ def _visible(pattern: AttentionPattern, length: int, rows: int) -> mx.array | No
 _DRAFTED_HERE = (DFlashConfig.algorithm, DSparkConfig.algorithm)
 
 
-class MLXDrafter:
+class MLXDrafter(Drafter):
     """A `Drafter` (drafters/base.py) for a target of mlx-lm, in the target's own type.
 
     Raises:
@@ -231,7 +231,7 @@ class MLXDrafter:
 
     def __init__(self, checkpoint: Checkpoint, target: MLXTarget) -> None:
         module = checkpoint.drafter
-        if not isinstance(module, DFlash) or module.algorithm not in _DRAFTED_HERE:
+        if module.algorithm not in _DRAFTED_HERE:
             raise ValueError(
                 f"the MLX backend drafts with {' and '.join(_DRAFTED_HERE)} checkpoints and n-grams; this drafter is "
                 f"{module.algorithm}: serve it with the local backend."
@@ -248,12 +248,11 @@ class MLXDrafter:
         head, rows_Vd = shared_or_own(serving.head_VdH, target.head, target.dtype, ids_Vd)
         rows = OutputRows(head, target.dtype, rows_Vd)
         self.head = capped(rows, config.output_multiplier, config.final_logit_softcapping)
-        self.backbone = _backbone(module, target.dtype)
-        sequential = module.markov_head if isinstance(module, DSpark) else None
+        self.backbone = _backbone(cast(DFlash, module), target.dtype)
+        sequential, confidence = module.chain_heads()
         if sequential is not None:
             sequential = _with_output_in_mlx(sequential, target.dtype)
-        confidence = module.confidence_head if isinstance(module, DSpark) else None
-        self.heads = serving.chain_heads(target, sequential, confidence)
+        self.heads: ChainHeads = serving.chain_heads(target, sequential, confidence)
 
     def new_session(self, capacity: int) -> list[KVCache]:
         """An empty draft cache; it grows by itself."""

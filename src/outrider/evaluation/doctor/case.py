@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -248,8 +248,8 @@ class Inputs:
     @property
     def block_drafter(self) -> DFlash:
         """The drafter, for checks of blocks, mask tokens and positions."""
-        assert isinstance(self.drafter, DFlash)
-        return self.drafter
+        assert self.drafter.drafts_blocks
+        return cast(DFlash, self.drafter)
 
     @cached_property
     def draft_ids_Vd(self) -> Tensor:
@@ -288,9 +288,7 @@ class Inputs:
         if need == "working":
             return self._unusable
         if need == "block":
-            return (
-                None if isinstance(self.drafter, DFlash) else f"nothing to check in {self.drafter.algorithm} drafters"
-            )
+            return None if self.drafter.drafts_blocks else f"nothing to check in {self.drafter.algorithm} drafters"
         options: dict[str, tuple[object, str]] = {
             "target": (self.loaded_target, "no target was given (--target)"),
             "drafter": (self.loaded_checkpoint, "no drafter was given (--drafter), or it could not be read"),
