@@ -445,7 +445,7 @@ def test_the_recipe_chooses_the_source(tmp_path: Path, target: Target) -> None:
     assert all(map(same, store.gather(range(9)), window.gather(range(9))))
     window.close()
     with safe_open(next((tmp_path / "elsewhere" / "window-0-of-1").glob("*.safetensors")), "pt") as file:
-        assert file.get_slice("aux_layers").get_dtype() == "F8_E4M3"
+        assert file.get_slice("aux").get_dtype() == "F8_E4M3"
 
 
 def test_drafters_with_different_aux_layers_share_a_store(tmp_path: Path, target: Target) -> None:
@@ -467,9 +467,7 @@ def test_drafters_with_different_aux_layers_share_a_store(tmp_path: Path, target
         online = FeatureSource(target, samples, aux_layers, scale(aux_layers), 0, torch.bfloat16)
         for stored, computed in zip(source.gather(range(9)), online.gather(range(9)), strict=True):
             torch.testing.assert_close(stored.aux_SLD.float(), computed.aux_SLD.float(), rtol=0.02, atol=0.02)
-    with pytest.raises(
-        ValueError, match=r"features\.aux hidden states \[3, 1, 0\] lacks \[2\], which the drafter reads"
-    ):
+    with pytest.raises(ValueError, match=r"features\.aux_layers \[3, 1, 0\] lacks \[2\], which the drafter reads"):
         open_features(recipe(), target, samples, (1, 2), scale((1, 2)))
     with pytest.raises(ValueError, match="aux_scale differ"):
         open_features(recipe(), target, samples, (3,), 2 * scale((3,)))
