@@ -191,7 +191,9 @@ def test_bfloat16_weights_are_half_the_size_and_served_in_float32(tmp_path: Path
     for name, tensor in full.drafter.state_dict().items():
         torch.testing.assert_close(half.drafter.state_dict()[name], tensor, rtol=2**-8, atol=0)
     served = half.packed(toy_target())
-    assert served.fc(torch.zeros(1, 96)).dtype == torch.float32 and served.norm.dtype == torch.float32
+    assert (
+        served.module.fc(torch.zeros(1, 96)).dtype == torch.float32 and served.module.norm.weight.dtype == torch.float32
+    )
     save_drafter(half, tmp_path / "again", torch.bfloat16)
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (small / "model.safetensors").read_bytes()
 
@@ -336,9 +338,9 @@ def test_the_demo_measures_the_shipped_drafter_too(monkeypatch: pytest.MonkeyPat
         "run_evaluation",
         lambda *_, settings, policy, **__: measured.append((settings["drafter"], policy)),
     )
-    demo.demo(tmp_path / "out", [f"target={toy / 'target'}"], 2, 8, None)
+    demo.demo([f"target={toy / 'target'}"], out=tmp_path / "out", eval_samples=2, eval_tokens=8)
     assert measured == [(str(fresh), ThresholdPolicy(0.25))]
     shipped = trained(toy, tmp_path / "models" / "toy")
     measured.clear()
-    demo.demo(tmp_path / "out", [f"target={toy / 'target'}"], 2, 8, None)
+    demo.demo([f"target={toy / 'target'}"], out=tmp_path / "out", eval_samples=2, eval_tokens=8)
     assert measured == [(str(fresh), ThresholdPolicy(0.25)), (str(shipped.relative_to(tmp_path)), FixedPolicy(None))]

@@ -19,11 +19,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -211,8 +212,13 @@ def _shape_name(drafter: Drafter) -> str:
         length = f"tree of {drafter.slots}, depth {drafter.gamma}"
     if not is_dataclass(config):
         return f"{type(drafter).__name__}, {length}"
-    digest = sha256(repr(config if tree is None else (config, tree)).encode()).hexdigest()[:8]
-    return f"{type(config).__name__.removesuffix('Config')}, {length}, shape {digest}"
+    return f"{type(config).__name__.removesuffix('Config')}, {length}, shape {shape_digest(config, tree)}"
+
+
+def shape_digest(config: Any, tree: object = None) -> str:
+    """Digest of a drafter's config and tree shape, without fields at their defaults and whatever their order."""
+    values = {f.name: getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != f.default}
+    return sha256(repr((sorted(values.items()), tree)).encode()).hexdigest()[:8]
 
 
 def request_counts(most: int) -> list[int]:
