@@ -471,7 +471,7 @@ def test_drafters_with_different_aux_layers_share_a_store(tmp_path: Path, target
         open_features(recipe(), target, samples, (1, 2), scale((1, 2)))
     with pytest.raises(ValueError, match="aux_scale differ"):
         open_features(recipe(), target, samples, (3,), 2 * scale((3,)))
-    with pytest.raises(ValueError, match="aux hidden states is for a complete store"):
+    with pytest.raises(ValueError, match="aux_layers is for a complete store"):
         recipe(max_gb=1.0)
 
 

@@ -269,7 +269,7 @@ class Target:
         Args:
             tokens_BT: [B, T] int64.
             cache: extended by T slots; roll it back to drop tokens.
-            aux hidden states: ascending layer ids to capture (see `check_aux_layers`).
+            aux_layers: ascending layer ids to capture (see `check_aux_layers`).
             logits: how many of the last tokens get logits; None for all T, 0 for none.
             parents: where the tokens of one sequence branch (target/attention.py): the parent of each, -1 for the
             first.
@@ -294,7 +294,7 @@ class Target:
 
         Args:
             spans: one per request, at least one; no two may write the same slot.
-            aux hidden states: ascending layer ids to capture (see `check_aux_layers`).
+            aux_layers: ascending layer ids to capture (see `check_aux_layers`).
         """
         step = RaggedStep(spans, kv)
         hidden_1TD, captured = self._decoder.forward_ragged(step, aux_layers)
