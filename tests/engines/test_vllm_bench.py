@@ -43,7 +43,7 @@ def exported(smollm: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     conversations = load_prompts("eval_math", KNOWN)
     prompts = [render(smollm.tokenizer, conversation.turns, []) for conversation in conversations]
     _, directory = train("dflash", smollm, answer(smollm, prompts), root / "training", STEPS)
-    export_command(directory, "vllm", root / "vllm")
+    export_command(directory, to="vllm", out=root / "vllm")
     rows = [{"id": conversation.id, "turns": conversation.turns} for conversation in conversations]
     (root / "known.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return root

@@ -126,8 +126,8 @@ def kinds() -> list[str]:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A source and the variants it is measured under; `grouped` where changing the variant is expensive.
+class MeasuredEngine:
+    """An engine and the variants it is measured under; `grouped` where changing the variant is expensive.
 
     `settings` name what else decides, and the type of the weights (`dtype`) where it is known.
     """
@@ -140,7 +140,7 @@ class Chosen:
 
 def choose_transformers(
     target: str, chat: Chat, assistant: str | None, drafts: int, names: list[str] | None, device: str
-) -> Chosen:
+) -> MeasuredEngine:
     """transformers' generate.
 
     Raises:
@@ -152,10 +152,10 @@ def choose_transformers(
     there = [NO_SPECULATION, PROMPT_LOOKUP, *([] if helper is None else [ASSISTED])]
     source = transformers_backends(model, sorted(chat.eos_ids), drafts, helper)
     settings = {"assistant": assistant, "prompt_lookup": drafts, "dtype": dtype_name(dtype)}
-    return Chosen(source, among(names, there), settings=settings)
+    return MeasuredEngine(source, among(names, there), settings=settings)
 
 
-def choose_mlx(target: str, choice: DrafterChoice, names: list[str] | None) -> Chosen:
+def choose_mlx(target: str, choice: DrafterChoice, names: list[str] | None) -> MeasuredEngine:
     """Apple's MLX.
 
     Raises:
@@ -166,7 +166,7 @@ def choose_mlx(target: str, choice: DrafterChoice, names: list[str] | None) -> C
     source = mlx_backends(target, choice.directory)
     stored = AutoConfig.from_pretrained(resolve_model(target)).get_text_config().dtype  # what mlx-lm computes in
     settings = {"dtype": None if stored is None else dtype_name(stored)}
-    return Chosen(source, among(names, [NO_SPECULATION, SPECULATIVE]), settings=settings)
+    return MeasuredEngine(source, among(names, [NO_SPECULATION, SPECULATIVE]), settings=settings)
 
 
 def among(names: list[str] | None, there: list[str]) -> list[str]:
@@ -189,15 +189,15 @@ _OF_A_DRAFTER = {".json", ".safetensors"}
 def choose_local(
     choice: DrafterChoice,
     target: Target,
-    names: list[str] | None,
     *,
+    names: list[str] | None,
     threshold: float | None,
     profile: Path | None,
     config_at: Callable[[float], EngineConfig],
     users: int,
     tree: TreeSize | None,
     token_budget: int,
-) -> Chosen:
+) -> MeasuredEngine:
     """Our engine, with its kernels built for so many users.
 
     Args:
@@ -223,7 +223,7 @@ def choose_local(
     settings |= {"drafter_sha256": _digest(*(path for path in files if path.suffix in _OF_A_DRAFTER))}
     warm_up(min(users * (draft_slots(opened.drafter) + 1), max(token_budget, users)))
     engines = local_engines(target, opened.drafter, built, config_at)
-    return Chosen(LocalBackends(target, engines), [variant.name for variant in built], settings=settings)
+    return MeasuredEngine(LocalBackends(target, engines), [variant.name for variant in built], settings=settings)
 
 
 def _variants(
@@ -276,7 +276,7 @@ class ServerOptions:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ServerWorkload:
     """What is to be measured on servers.
 
     Args:
@@ -284,7 +284,7 @@ class Wanted:
         choice: the drafter, asked for only where an engine is started with it.
         names: of variants; None: all there are.
         chat_of: what a prompt is asked with where servers render prompts themselves.
-        room: (users, tokens of the longest request), asked for when an engine starts.
+        capacity: (users, tokens of the longest request), asked for when an engine starts.
         logs: directory for what started engines print.
         device: of our own process, which decides a started engine's type where nothing else does.
     """
@@ -294,12 +294,12 @@ class Wanted:
     names: list[str] | None
     chat_of: Callable[[Sequence[int]], dict[str, Any]]
     thinking: bool
-    room: Callable[[], tuple[int, int]]
+    capacity: Callable[[], tuple[int, int]]
     logs: Path
     device: str
 
 
-def choose_servers(kind: str, options: ServerOptions, wanted: Wanted) -> Chosen:
+def choose_servers(kind: str, options: ServerOptions, workload: ServerWorkload) -> MeasuredEngine:
     """Engines over HTTP.
 
     Raises:
@@ -313,13 +313,13 @@ def choose_servers(kind: str, options: ServerOptions, wanted: Wanted) -> Chosen:
         options.served_model,
         os.environ.get(API_KEY),
         engine,
-        chat_of=wanted.chat_of if options.chat else None,
-        thinking=wanted.thinking if wanted.thinking or engine.takes_thinking else None,
+        chat_of=workload.chat_of if options.chat else None,
+        thinking=workload.thinking if workload.thinking or engine.takes_thinking else None,
     )
     if options.launch:
         if options.base_url or options.baseline_url:
             raise ValueError("--launch starts the servers itself: leave out --base-url and --baseline-url.")
-        return _launched(engine, options, wanted, endpoint)
+        return _launched(engine, options, workload, endpoint)
     if options.base_url is None:
         raise ValueError(
             f"--backend {kind}: name a running server (--base-url, and --baseline-url for one without speculation), or "
@@ -329,22 +329,24 @@ def choose_servers(kind: str, options: ServerOptions, wanted: Wanted) -> Chosen:
     if options.baseline_url is not None:
         endpoints[NO_SPECULATION] = replace(endpoint, url=options.baseline_url)
     servers = {"base_url": options.base_url, "baseline_url": options.baseline_url, "chat": options.chat}
-    source = ServerBackends(running_servers(endpoints), wanted.chat.tokenizer)
-    return Chosen(source, among(wanted.names, sorted(endpoints)), settings=servers)
+    source = ServerBackends(running_servers(endpoints), workload.chat.tokenizer)
+    return MeasuredEngine(source, among(workload.names, sorted(endpoints)), settings=servers)
 
 
-def _launched(engine: ExternalEngine, options: ServerOptions, wanted: Wanted, endpoint: Endpoint) -> Chosen:
-    target = wanted.chat.name
+def _launched(
+    engine: ExternalEngine, options: ServerOptions, workload: ServerWorkload, endpoint: Endpoint
+) -> MeasuredEngine:
+    target = workload.chat.name
     launch = Launch(
         target=options.engine_target or (target if engine.gguf else str(resolve_model(target))),
-        dtype=options.engine_dtype or dtype_name(default_dtype(wanted.device)),
+        dtype=options.engine_dtype or dtype_name(default_dtype(workload.device)),
         python=options.engine_python,
         executable=options.engine_command,
         extra=tuple(shlex.split(options.engine_args)),
     )
     engine.command(launch)  # what cannot be started needs no drafter either
-    whole = _speculation(engine, wanted.choice(), target, options.engine_drafter)
-    variants = list(dict.fromkeys([NO_SPECULATION, *(wanted.names or [f"fixed-{whole.drafts}"])]))
+    whole = _speculation(engine, workload.choice(), target, options.engine_drafter)
+    variants = list(dict.fromkeys([NO_SPECULATION, *(workload.names or [f"fixed-{whole.drafts}"])]))
     speculations = {
         name: None if name == NO_SPECULATION else replace(whole, drafts=fixed_length(name, whole.drafts))
         for name in variants
@@ -353,13 +355,13 @@ def _launched(engine: ExternalEngine, options: ServerOptions, wanted: Wanted, en
         engine.command(replace(launch, speculation=speculation))
 
     def plan() -> Launch:
-        users, context = wanted.room()
+        users, context = workload.capacity()
         return replace(launch, users=users, context=context)
 
-    started = launching(engine, plan, speculations, endpoint, wanted.logs, options.startup_timeout)
+    started = launching(engine, plan, speculations, endpoint, workload.logs, options.startup_timeout)
     settings: dict[str, Any] = {"engine_args": options.engine_args, "chat": options.chat}
     settings |= {"engine_drafter": options.engine_drafter, "dtype": None if engine.gguf else launch.dtype}
-    return Chosen(ServerBackends(started, wanted.chat.tokenizer), variants, grouped=True, settings=settings)
+    return MeasuredEngine(ServerBackends(started, workload.chat.tokenizer), variants, grouped=True, settings=settings)
 
 
 def _speculation(engine: ExternalEngine, choice: DrafterChoice, target: str, file: str | None) -> Speculation:
@@ -545,34 +547,69 @@ def bench_command(
         warn_of_thinking(found, thinking)
         return found
 
-    def choose(place: str) -> Chosen:
+    def choose(place: str) -> MeasuredEngine:
         if backend == "local":
             choice, most = pick(), max(users.values())
             return choose_local(
-                choice, load(target, place), names, threshold=confidence_threshold, profile=profile,
+                choice,
+                load(target, place),
+                names=names,
+                threshold=confidence_threshold,
+                profile=profile,
                 config_at=lambda level: engine_config(work.longest + max_new_tokens, users[level], token_budget),
-                users=most, tree=size, token_budget=token_budget,
-            )  # fmt: skip
+                users=most,
+                tree=size,
+                token_budget=token_budget,
+            )
         if backend == "transformers":
-            return choose_transformers(target, known, assistant, prompt_lookup, names, place)
+            return choose_transformers(
+                target, known, assistant=assistant, drafts=prompt_lookup, names=names, device=place
+            )
         if backend == "mlx":
             return choose_mlx(target, pick(), names)
         options = ServerOptions(
-            base_url, baseline_url, served_model, chat, launch, engine_python, engine_command, engine_args,
-            engine_target, engine_drafter, engine_dtype, startup_timeout,
-        )  # fmt: skip
-        room = partial(work.capacity, max(users.values()))
-        wanted = Wanted(known, pick, names, work.chat_of, thinking, room, out / "logs", device)
-        return choose_servers(backend, options, wanted)
+            base_url=base_url,
+            baseline_url=baseline_url,
+            served_model=served_model,
+            chat=chat,
+            launch=launch,
+            engine_python=engine_python,
+            engine_command=engine_command,
+            engine_args=engine_args,
+            engine_target=engine_target,
+            engine_drafter=engine_drafter,
+            engine_dtype=engine_dtype,
+            startup_timeout=startup_timeout,
+        )
+        capacity = partial(work.capacity, max(users.values()))
+        workload = ServerWorkload(
+            chat=known,
+            choice=pick,
+            names=names,
+            chat_of=work.chat_of,
+            thinking=thinking,
+            capacity=capacity,
+            logs=out / "logs",
+            device=device,
+        )
+        return choose_servers(backend, options, workload)
 
     with join(device) as ranks, ExitStack() as stack:
         console = Console(quiet=not ranks.main)
         chosen = choose(str(ranks.device))
         stack.callback(chosen.source.close)
         sweep = Sweep(
-            arrivals, levels, tuple(chosen.variants), repeats, requests_per_point, seconds_per_point, max_new_tokens,
-            Sla(sla_ttft, sla_tokens_per_second), seed, grouped=chosen.grouped,
-        )  # fmt: skip
+            arrivals=arrivals,
+            levels=levels,
+            variants=tuple(chosen.variants),
+            repeats=repeats,
+            requests=requests_per_point,
+            seconds=seconds_per_point,
+            max_new_tokens=max_new_tokens,
+            sla=Sla(sla_ttft, sla_tokens_per_second),
+            seed=seed,
+            grouped=chosen.grouped,
+        )
         settings = sweep.settings() | chosen.settings | {"backend": backend, "target": target, "drafter": drafter}
         settings |= {"tasks": tasks, "prompts": len(work.prompts), "thinking": thinking, "turns": turns}
         settings |= {"max_requests": None if arrivals == "closed" else max_requests, "device": device}
@@ -652,16 +689,9 @@ def simulate_command(
             raise ValueError("--record needs --tasks: prompts to decode.")
         set_up(threads)
         found = record_traces(
-            target,
-            drafter,
-            split_names(tasks),
-            count=max_samples,
-            tokens=max_new_tokens,
-            seed=seed,
-            thinking=thinking,
-            device=device,
-            console=console,
-        )
+            target, drafter, split_names(tasks), count=max_samples, tokens=max_new_tokens, seed=seed,
+            thinking=thinking, device=device, console=console,
+        )  # fmt: skip
         found.save(recording)
         show_paths(console, recording)
         return
@@ -675,7 +705,10 @@ def simulate_command(
     kind: Literal["closed", "poisson"] = "closed" if rates is None else "poisson"
     levels = split_numbers("--concurrency", concurrency) if rates is None else split_numbers("--rates", rates)
     sla = Sla(sla_ttft, sla_tokens_per_second)
-    sweep = Sweep(kind, levels, tuple(names), repeats, requests, None, max_new_tokens, sla, seed)
+    sweep = Sweep(
+        arrivals=kind, levels=levels, variants=tuple(names), repeats=repeats, requests=requests, seconds=None,
+        max_new_tokens=max_new_tokens, sla=sla, seed=seed,
+    )  # fmt: skip
     settings = sweep.settings() | {"token_budget": token_budget, "max_requests": max_requests}
     settings |= {"replicas": replicas, "routing": routing}
     settings |= {"simulated": {"scale_verify": scale_verify, "scale_draft": scale_draft, "traces": recorded.about}}

@@ -256,7 +256,9 @@ def profile_command(
     """Measure the cost of a step on this machine, for load-aware policies."""
     set_up(threads)
     console = Console()
-    config = ProfileConfig(max_requests, max_tokens, _contexts(contexts), repeats, seconds)
+    config = ProfileConfig(
+        max_requests=max_requests, max_tokens=max_tokens, contexts=_contexts(contexts), repeats=repeats, seconds=seconds
+    )
     size, choice = choose_tree(tree), choose_drafter(drafter, target)
     if choice is None and size is not None:
         raise ValueError(f"--drafter {drafter}: nothing is drafted, so --tree has no meaning.")

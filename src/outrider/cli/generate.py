@@ -116,7 +116,8 @@ def generate_command(
     ready = None if opened is None else opened.drafter
     if lossy is not None:
         used += f"; {lossy_note(lossy.settings)}"
-    for chunk in stream(loaded, tokens, ready, params, rules, choose_policy(None, confidence_threshold), lossy):
+    policy = choose_policy(None, confidence_threshold)
+    for chunk in stream(loaded, tokens, ready, params=params, rules=rules, policy=policy, typical=lossy):
         chunks.append(chunk)
         if show_rounds:
             console.print(coloured(chunk, loaded), end="")

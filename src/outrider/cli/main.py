@@ -41,7 +41,7 @@ _VERBS = (
      "outrider profile --max-requests 2 --max-tokens 16 --out runs/profile.json"),
     ("Measure", "bench-drafters", bench_drafters, f"outrider bench-drafters {_SHIPPED} ngram --repeats 5"),
     ("Serve", "bench", bench_command,
-     "outrider bench --tasks eval_math --concurrency 1,2 --repeats 1 --out runs/bench"),
+     "outrider bench --tasks eval_math --concurrency 1,2 --variants fixed-4 --repeats 1 --out runs/bench"),
     ("Serve", "bench-table", bench_table, "outrider bench-table runs/bench"),
     ("Serve", "simulate", simulate_command,
      "outrider simulate --record runs/traces.npz --tasks eval_math --max-samples 4",
