@@ -25,10 +25,10 @@ _VERBS = (
     ("Decode", "models", models, "outrider models SmolLM2"),
     ("Train", "demo", demo, "outrider demo"),
     ("Train", "prepare", prepare_command,
-     "outrider prepare --recipe recipes/smollm2-135m/dspark.yaml --max-minutes 1 --out runs/mine.jsonl"),
+     "outrider prepare --recipe src/outrider/cli/demo.yaml --out runs/mine.jsonl"),
     ("Train", "inspect", inspect_command, f"outrider inspect {_SHIPPED}"),
     ("Train", "train", train,
-     "outrider train recipes/smollm2-135m/dspark.yaml out=runs/mine optimizer.steps=200"),
+     "outrider train src/outrider/cli/demo.yaml out=runs/mine optimizer.steps=200"),
     ("Train", "experiment", experiment, "outrider experiment experiments/smollm2-135m.yaml --dry-run"),
     ("Measure", "eval", evaluate_command,
      f"outrider eval --target {_SMOLLM2} --tasks eval_math --out runs/eval"),
@@ -62,7 +62,7 @@ for _panel, _name, _verb, *_example in _VERBS:
     _epilog = "\n".join(["Example:", *_example])
     app.command(_name, cls=Verb, rich_help_panel=_panel, epilog=_epilog)(_verb)
 for _name, _verb in _FEATURES:
-    _epilog = f"Example:\noutrider features {_name} recipes/smollm2-135m/dspark.yaml out=runs/mine"
+    _epilog = f"Example:\noutrider features {_name} src/outrider/cli/demo.yaml out=runs/mine"
     features.command(_name, cls=Verb, epilog=_epilog)(_verb)
 app.add_typer(features, name="features", rich_help_panel="Train")
 
