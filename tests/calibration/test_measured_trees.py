@@ -31,6 +31,7 @@ from outrider.drafters.trees import assumed_accuracy, best_tree, expected_length
 from outrider.target.model import Target, load_target
 from tests.toys.command_line import Run, check_error
 from tests.toys.heads import VOCAB, Text, forced_call, toy_heads
+from tests.toys.oracle import row_of
 from tests.toys.targets import randomise, toy_target
 from tests.toys.tokenizer import byte_tokenizer
 
@@ -73,7 +74,7 @@ def test_ranks_are_those_in_the_distributions_of_a_chain(name: str) -> None:
             text = Text(torch.tensor(tokens), hidden_TH)
             call = forced_call(drafter, text, at, session, k + 1)
             call.source.indices[:] = [*indices, 0]  # type: ignore[attr-defined]
-            row_V = drafter.propose([call])[0].row(k)
+            row_V = row_of(drafter.propose([call])[0], k, VOCAB)
             can = token in ids
             missing += not can
             expected = int((row_V[ids] > row_V[token]).sum()) if can else len(ids)

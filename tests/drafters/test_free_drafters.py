@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +17,11 @@ from torch import Tensor
 from outrider.cli.common import DrafterChoice, choose_drafter, require_directory, require_drafter
 from outrider.data.chat import render
 from outrider.data.sources import load_prompts
-from outrider.decoding.generate import generate
+from outrider.decoding.generate import generate, stream
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, Drafter
 from outrider.drafters.draft import Draft
-from outrider.drafters.language_model import GrowingKV, Room, StandaloneDrafter
+from outrider.drafters.language_model import GrowingKV, StandaloneDrafter
 from outrider.drafters.ngram import NgramConfig, NgramDrafter
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
@@ -346,25 +345,45 @@ def test_a_small_model_that_reads_less_than_the_target() -> None:
     assert not any(r.proposed for r in long.rounds)
 
 
-def test_rooms_are_their_own_and_come_back() -> None:
-    """Sessions that come and go at random: nobody's keys are touched by others, gaps are used again."""
+def test_blocks_are_one_sessions_own_until_they_are_freed() -> None:
+    """Blocks are allocated and freed at random: no two holders share one, and gaps are used again."""
     chooser, memory = random.Random(0), GrowingKV(small_model())
-    held: dict[int, Room] = {}
+    held: dict[int, tuple[range, int]] = {}
     peak = 0
     for number in range(1, 200):
         if len(held) > 6 or (held and chooser.random() < 0.4):
-            del held[chooser.choice(list(held))]
-            gc.collect(0)
-        room = memory.room(chooser.randint(1, 90))
-        assert len(room.blocks) * memory.kv.block_size >= room.slots
-        held[number] = room
-        for name, other in held.items():
+            memory.free(held.pop(chooser.choice(list(held)))[0])
+        slots = chooser.randint(1, 90)
+        held[number] = memory.allocate(slots), slots
+        assert len(held[number][0]) * memory.kv.block_size >= slots
+        for name, (blocks, slots) in held.items():
             if name == number:
-                memory.kv.pools[0][0][:, :, memory.kv.slots(other.blocks, 0, other.slots)] = float(number)
-        for name, other in held.items():
-            assert (memory.kv.pools[0][0][:, :, memory.kv.slots(other.blocks, 0, other.slots)] == name).all()
-        peak = max(peak, sum(len(other.blocks) for other in held.values()))
+                memory.kv.pools[0][0][:, :, memory.kv.slots(list(blocks), 0, slots)] = float(number)
+        for name, (blocks, slots) in held.items():
+            assert (memory.kv.pools[0][0][:, :, memory.kv.slots(list(blocks), 0, slots)] == name).all()
+        peak = max(peak, sum(len(blocks) for blocks, _ in held.values()))
     assert memory.kv.num_blocks <= 4 * peak
+
+
+def test_decoding_ends_the_sessions_it_began() -> None:
+    """A whole response, one whose reader stops early, and the engine's finished and cancelled requests free blocks."""
+    target, model = toy_target(), small_model()
+    drafter = StandaloneDrafter(model, target)
+    generate(target, PROMPT, drafter, rules=NO_STOPS)
+    chunks = stream(target, PROMPT, drafter, rules=NO_STOPS)
+    next(chunks)
+    assert len(drafter.memory._held) == 1
+    chunks.close()
+    assert drafter.memory._held == []
+    engine = Engine(target, drafter, config=EngineConfig(num_blocks=12, block_size=8, max_requests=3))
+    for name in "abc":
+        engine.submit(Request(name, PROMPT, rules=StopRules(30, stop_ids=())))
+    engine.step()
+    assert len(drafter.memory._held) == 3
+    engine.cancel("b")
+    while not engine.idle:
+        engine.step()
+    assert drafter.memory._held == []
 
 
 # Losslessness: enumerated, greedy, in company.
@@ -519,8 +538,7 @@ def test_in_company(kind: str) -> None:
         assert len(found[request.id]) == request.rules.max_new_tokens
         assert_solo(target, request, found[request.id])
     if isinstance(drafter, StandaloneDrafter):
-        gc.collect()
-        assert not drafter.memory._held, "finished and preempted requests have given their rooms back"
+        assert not drafter.memory._held, "finished and preempted requests have freed their blocks"
 
 
 def test_coupled_tokens_are_plain_decodings() -> None:

@@ -190,7 +190,7 @@ def test_refusals(target: Target) -> None:
         engine.submit(Request("c", []))
     with pytest.raises(ValueError, match="prompt token 4000 is outside toy's vocabulary of 97"):
         engine.submit(Request("d", [5, 4000]))
-    with pytest.raises(ValueError, match="ends drafts at min_confidence"):
+    with pytest.raises(ValueError, match="ends drafts at its min_confidence"):
         Engine(target, policy=ThresholdPolicy(0.5), gate=SkipDrafting(SpsTable([1.0])))
     with pytest.raises(ValueError, match=r"token_budget=8 is below max_requests=9"):
         EngineConfig(max_requests=9, token_budget=8)

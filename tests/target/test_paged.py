@@ -101,11 +101,9 @@ def test_a_window_or_soft_cap_that_is_ignored_is_seen(
     monkeypatch: pytest.MonkeyPatch, family: str, dropped: str
 ) -> None:
     true_attend: Callable[..., Tensor] = RaggedStep.attend
-    place = {"window": 1, "softcap": 2}[dropped]
 
-    def attend(self: RaggedStep, layer: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-        changed = [None if i == place else value for i, value in enumerate(rest)]
-        return true_attend(self, layer, q, k, v, *changed)
+    def attend(self: RaggedStep, layer: int, **arguments: Any) -> Tensor:
+        return true_attend(self, layer, **{**arguments, dropped: None})
 
     target = toy_target(family)
     target.config.attn_logit_softcapping = 1.0
@@ -145,7 +143,7 @@ def test_the_ordinary_forward_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch,
     assert output.logits_NV is None and output.aux_TLD is None
     assert torch.equal(target.forward(tokens, target.new_cache(4), RAGGED_AUX_LAYERS).hidden_BTD, before)
 
-    def fail(*_: Any) -> Tensor:
+    def fail(*_: Any, **__: Any) -> Tensor:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(RaggedStep, "attend", fail)

@@ -98,28 +98,31 @@ def stream(
     with torch.inference_mode():
         batch = SingleRequest(target, drafter, prompt, params, rules)
     finish: FinishReason | None = None
-    while finish is None:
-        with torch.inference_mode():
-            (result,) = run_round(batch, policy, typical)
-            tokens, text, finish = batch.commit(result)
-        whole, verified = result.draft, result.verified
-        accepted = min(result.verdict.accepted, len(tokens))
-        reach = min(verified.depth, len(tokens)) if accepted == len(tokens) else verified.depth
-        draft, verify = batch.draft_clock.take(), batch.verify_clock.take()
-        now = time.perf_counter()
-        stats = RoundStats(
-            len(whole.tokens),
-            reach if whole.is_chain else len(verified.tokens),
-            accepted,
-            len(tokens),
-            draft,
-            verify,
-            now - started - draft - verify,
-            tuple(whole.confidences) if whole.is_chain else (),
-            None if whole.is_chain else reach,
-        )
-        yield Chunk(tokens, _origins(result, len(tokens)), text, stats, finish)
-        started = time.perf_counter()
+    try:
+        while finish is None:
+            with torch.inference_mode():
+                (result,) = run_round(batch, policy, typical)
+                tokens, text, finish = batch.commit(result)
+            whole, verified = result.draft, result.verified
+            accepted = min(result.verdict.accepted, len(tokens))
+            reach = min(verified.depth, len(tokens)) if accepted == len(tokens) else verified.depth
+            draft, verify = batch.draft_clock.take(), batch.verify_clock.take()
+            now = time.perf_counter()
+            stats = RoundStats(
+                len(whole.tokens),
+                reach if whole.is_chain else len(verified.tokens),
+                accepted,
+                len(tokens),
+                draft,
+                verify,
+                now - started - draft - verify,
+                tuple(whole.confidences) if whole.is_chain else (),
+                None if whole.is_chain else reach,
+            )
+            yield Chunk(tokens, _origins(result, len(tokens)), text, stats, finish)
+            started = time.perf_counter()
+    finally:
+        batch.end()
 
 
 def _origins(result: RoundResult, count: int) -> list[Origin]:

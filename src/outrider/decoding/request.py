@@ -269,7 +269,11 @@ class SingleRequest:
         self.state.session = None if drafter is None else drafter.new_session(self.state.capacity)
         self.draft_clock, self.verify_clock = Clock(target.device), Clock(target.device)
         self._scored: tuple[list[int], Tensor | None] = [], None
-        self._prefill(prompt[:-1])
+        try:
+            self._prefill(prompt[:-1])
+        except BaseException:
+            self.end()
+            raise
 
     def _prefill(self, tokens: Sequence[int]) -> None:
         for start in range(0, len(tokens), _PREFILL_CHUNK):
@@ -314,3 +318,8 @@ class SingleRequest:
         with self.draft_clock:
             self._extend([tokens[row] for row in kept], None if aux_BTLD is None else aux_BTLD[:, kept])
         return self.state.commit(result.tokens)
+
+    def end(self) -> None:
+        """Free what the drafter holds for the request."""
+        if self.drafter is not None:
+            self.drafter.end(self.state.session)

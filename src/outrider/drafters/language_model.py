@@ -1,10 +1,16 @@
-"""Room for the keys of sessions that come and go without saying goodbye.
+"""Vanilla speculative decoding: a smaller language model of the target's tokenizer drafts, token by token.
 
-    blocks    | a a a | b b | . . | d d d d |        one run each; a run is free again when nobody holds it any more
+    x_k ~ p_k = warp(LM(x_0 .. x_{k-1}))
 
-The drafter protocol begins sessions and never ends them, so a `Room` is watched by a weak reference: what is still held
-is all there is to know. A new one takes the first gap that is wide enough, or the pool grows. Runs are
-never split, so attention always reads a view of the pool (target/paged.py).
+    tokens   x_0 .. x_{n-2}                 committed, as `extend` gave them
+    keys     x_0 .. x_{m-1} | d_1 d_2 ..    what the model has read: at the next `extend`, accepted drafts stay read,
+                                            and the others are forgotten by setting the length back
+    pass 1   [unread tokens, anchor] -> p_1        pass k   [x_{k-1}] -> p_k        all requests in one forward each
+
+It reads no features of the target, so any checkpoint of the same tokenizer will do, and each draft token costs a whole
+pass of the small model. c_k is the largest probability of p_k before the warp, known before x_k is drawn; it is
+uncalibrated. Source: Leviathan et al., arXiv 2211.17192.
+Shapes: R requests, T tokens, N rows, D hidden of the small model, V vocab, Vd rows both models have.
 """
 
 from __future__ import annotations
@@ -12,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -27,16 +32,13 @@ from outrider.target.paged import PagedKV, Span
 _BLOCK = 16  # slots
 
 
-@dataclass(frozen=True, eq=False)
-class Room:
-    """A run of blocks, `slots` of them wide or a little more; its own for as long as it is referenced."""
-
-    blocks: list[int]
-    slots: int
-
-
 class GrowingKV:
-    """Keys and values of a model for any number of rooms.
+    """Keys and values of a model for sessions that come and go, each in consecutive blocks of one pool.
+
+        blocks    | a a a | b b | . . | d d d d |
+
+    New blocks take the first gap that is wide enough, or the pool grows; attention reads a view of the pool
+    (target/paged.py) because a session's blocks are consecutive.
 
     Raises:
         ValueError: the model keeps more than keys and values (see `PagedKV`).
@@ -44,43 +46,32 @@ class GrowingKV:
 
     def __init__(self, model: Target) -> None:
         self._model = model
-        self._held: WeakSet[Room] = WeakSet()
+        self._held: list[range] = []  # ascending
         self.kv = PagedKV(model, 1, _BLOCK)
 
-    def room(self, slots: int) -> Room:
-        """A new room. May replace `kv`, whose content moves along."""
+    def allocate(self, slots: int) -> range:
+        """Consecutive blocks for `slots` tokens. May replace `kv`, whose content moves along."""
         count, start = -(-slots // _BLOCK), 0
-        for held in sorted(self._held, key=lambda room: room.blocks[0]):
-            if held.blocks[0] - start >= count:
+        for held in self._held:
+            if held.start - start >= count:
                 break
-            start = held.blocks[-1] + 1
+            start = held.stop
         if start + count > self.kv.num_blocks:
             self._grow(max(start + count, 2 * self.kv.num_blocks))
-        room = Room(list(range(start, start + count)), slots)
-        self._held.add(room)
-        return room
+        blocks = range(start, start + count)
+        self._held = sorted([*self._held, blocks], key=lambda held: held.start)
+        return blocks
+
+    def free(self, blocks: range) -> None:
+        """Give blocks back."""
+        self._held.remove(blocks)
 
     def _grow(self, num_blocks: int) -> None:
-        used = _BLOCK * max((room.blocks[-1] + 1 for room in self._held), default=0)
+        used = _BLOCK * (self._held[-1].stop if self._held else 0)
         grown = PagedKV(self._model, num_blocks, _BLOCK)
         for new, old in zip(chain.from_iterable(grown.pools), chain.from_iterable(self.kv.pools), strict=True):
             new[:, :, :used] = old[:, :, :used]
         self.kv = grown
-
-
-# ----------------------------------------------------------------------------
-# x_k ~ p_k = warp(LM(x_0 .. x_{k-1})): a smaller language model of the target's tokenizer drafts, token by token
-#
-#     tokens   x_0 .. x_{n-2}                 committed, as `extend` gave them
-#     keys     x_0 .. x_{m-1} | d_1 d_2 ..    what the model has read: at the next `extend`, accepted drafts stay read,
-#                                             and the others are forgotten by setting the length back
-#     pass 1   [unread tokens, anchor] -> p_1        pass k   [x_{k-1}] -> p_k        all requests in one forward each
-#
-# Vanilla speculative decoding, Leviathan et al., arXiv 2211.17192. It reads no features of the target, so any
-# checkpoint of the same tokenizer will do, and each draft token costs a whole pass of the small model. c_k is the
-# largest probability of p_k before the warp, known before x_k is drawn; it is uncalibrated.
-# Shapes: R requests, T tokens, N rows, D hidden of the small model, V vocab, Vd rows both models have.
-# ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -126,10 +117,10 @@ def _difference(model: Target, target: Target) -> str | None:
 class StandaloneSession:
     """One request as the small model knows it. Ids it has no embedding for read as its last, `vocab_size` - 1."""
 
-    def __init__(self, room: Room, vocab_size: int) -> None:
-        self.room, self.vocab_size = room, vocab_size
+    def __init__(self, blocks: range, slots: int, vocab_size: int) -> None:
+        self.blocks, self.slots, self.vocab_size = blocks, slots, vocab_size
         self.tokens: list[int] = []  # committed
-        self.keys: list[int] = []  # the tokens whose keys are in the room, position by position
+        self.keys: list[int] = []  # the tokens whose keys are in the blocks, position by position
 
     def forget(self, part: Sequence[int]) -> None:
         """Forget the keys of drafts that turn out otherwise when `part` is committed."""
@@ -143,7 +134,7 @@ class StandaloneSession:
 
     def span(self, tokens: Sequence[int]) -> Span:
         """The forward of `tokens` after all that was read before."""
-        return Span([min(token, self.vocab_size - 1) for token in tokens], len(self.keys), self.room.blocks, 0)
+        return Span([min(token, self.vocab_size - 1) for token in tokens], len(self.keys), list(self.blocks), 0)
 
 
 class StandaloneDrafter(Drafter):
@@ -179,8 +170,12 @@ class StandaloneDrafter(Drafter):
 
     def new_session(self, capacity: int) -> StandaloneSession:
         """An empty KV cache for one request of at most `capacity` committed tokens."""
-        room = self.memory.room(min(capacity + self.gamma, self.model.max_context))
-        return StandaloneSession(room, self.model.vocab_size)
+        slots = min(capacity + self.gamma, self.model.max_context)
+        return StandaloneSession(self.memory.allocate(slots), slots, self.model.vocab_size)
+
+    def end(self, session: StandaloneSession) -> None:
+        """Free the session's KV blocks."""
+        self.memory.free(session.blocks)
 
     def extend(
         self, sessions: Sequence[StandaloneSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None
@@ -190,7 +185,7 @@ class StandaloneDrafter(Drafter):
         for session, part in zip(sessions, tokens, strict=True):
             session.forget(part)
             unread = session.unread(part)
-            if len(unread) > self.gamma + 1 and len(session.tokens) + len(part) <= session.room.slots:
+            if len(unread) > self.gamma + 1 and len(session.tokens) + len(part) <= session.slots:
                 reading.append((session, unread))
         if reading:
             self._read(reading)

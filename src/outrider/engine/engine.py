@@ -77,7 +77,7 @@ class Engine:
 
     def cancel(self, id: str) -> bool:
         """Drop a request between two steps and free all it holds; False where there is none of that id."""
-        if self._states.pop(id, None) is None:
+        if id not in self._states:
             return False
         self._forget(id)
         return True
@@ -88,6 +88,7 @@ class Engine:
         started = time.perf_counter()
         plan = self.scheduler.plan()
         for id in plan.preempted:
+            self._end_session(id)
             self._states[id].leave()
         if self.drafter is not None:
             for id in plan.admitted:
@@ -131,13 +132,19 @@ class Engine:
         batch.close(kept)
         for output in outputs:
             if output.finish is not None:
-                del self._states[output.id]
                 self._forget(output.id)
         return outputs
 
     def _forget(self, id: str) -> None:
+        self._end_session(id)
+        del self._states[id]
         self.scheduler.remove(id)
         self.history.forget(id)
+
+    def _end_session(self, id: str) -> None:
+        session = self._states[id].session
+        if self.drafter is not None and session is not None:
+            self.drafter.end(session)
 
     def _record(
         self, batch: StepBatch, results: list[RoundResult], outputs: list[Output], seconds: float

@@ -110,6 +110,8 @@ def measure_costs(
                 i = (turn + repeat) % len(drafters)
                 if gamma in rounds_each[i]:
                     spent.setdefault((i, gamma), []).append(sessions[i].round(gamma))
+        for timed in sessions:
+            timed.drafter.end(timed.session)
         on_progress("bench-drafters", repeat + 1, _WARM_UP + repeats)
     costs = [
         DrafterCost(info=info, points=[_point(gamma, spent[i, gamma][_WARM_UP:]) for gamma in rounds_each[i]])

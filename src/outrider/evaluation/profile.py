@@ -86,7 +86,10 @@ def draft_jobs(target: Target, drafter: Drafter, counts: Sequence[int], context:
     def extend(count: int) -> float:
         fresh = [drafter.new_session(READ) for _ in range(count)]
         tokens, aux_TLD = [_tokens(target, READ) for _ in fresh], _aux_hidden_states(target, drafter, count * READ)
-        return _timed(target.device, lambda: drafter.extend(fresh, tokens, aux_TLD))()
+        seconds = _timed(target.device, lambda: drafter.extend(fresh, tokens, aux_TLD))()
+        for session in fresh:
+            drafter.end(session)
+        return seconds
 
     jobs: Jobs = {}
     for n in counts:
