@@ -315,7 +315,7 @@ def test_the_commands_line(tmp_path: Path, toy: Path) -> None:
     for words in (
         "dialect                    speculators",
         "method                     eagle3",
-        "tapped layer outputs       0, 1, 3",
+        "aux layers (outputs)       0, 1, 3",
         "  as hidden states         1, 2, 4",
         "drafts per round           4",
         "stored beside the drafter  LM head",

@@ -391,14 +391,19 @@ class OneRound:
     """A lane of the proof tool over MLX."""
 
     def __init__(self, target: MLXTarget, drafter: Any, context: tuple[int, ...], source: RandomSource) -> None:
-        self.batch = SingleRequest(target, drafter, context, SamplingParams(temperature=1.0), StopRules(8, stop_ids=()))
+        def request(drafter: Any) -> SingleRequest:
+            return SingleRequest(target, drafter, context, SamplingParams(temperature=1.0), StopRules(8, stop_ids=()))
+
+        self.request = request
+        self.batch = request(drafter)
         self.batch.state.source = self.source = source
 
     def draft(self, min_confidence: float) -> Draft:
         return self.batch.draft(min_confidence)[0]
 
     def score(self, tokens: list[int]) -> Any:
-        return self.batch.score([Draft.chain(tokens)])[0].row
+        """Rows after each of the tokens, from a cache of their own: the proof tool scores every path of a draft."""
+        return self.request(None).score([Draft.chain(tokens)])[0].row
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -11,7 +11,7 @@ from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig
+from outrider.engine.scheduler import EngineConfig, Scheduler
 from outrider.sampling import SamplingParams
 from outrider.scheduling.policies import FixedPolicy
 from outrider.scheduling.view import History, Ints, StepView
@@ -85,3 +85,44 @@ def test_the_history_is_what_the_policy_was_shown(target: Target, monkeypatch: p
     finish(Engine(target, toy_drafter(target), Watching(1)), requests)
     assert len(shown) > 5 and recorded == shown
     assert any(view.drafted_R.max(initial=0) > 1 for view in recorded), "drafts beyond the one that was verified"
+
+
+def test_a_greedy_penalty_reads_warped_rows(target: Target) -> None:
+    """Greedy picks of a batch are the argmax of raw logits only for requests without a repetition penalty."""
+    drafter = toy_drafter(target)
+    rules = StopRules(30, stop_ids=())
+    requests = [Request(str(i), [5, 7 + i], SamplingParams(repetition_penalty=1.0 + 0.5 * i), rules) for i in range(4)]
+    found = finish(Engine(target, drafter), requests)
+    for request in requests:
+        assert found[request.id] == generate(target, request.prompt, None, request.params, rules).tokens
+    assert len({tuple(tokens) for tokens in found.values()}) > 1
+
+
+def test_a_quarter_of_the_rows_is_kept_for_waiting_prompts() -> None:
+    """Drafts of the requests that decode take three quarters of the token budget while another request waits."""
+    config = EngineConfig(max_requests=3, token_budget=16, block_size=4, num_blocks=64)
+    scheduler = Scheduler(config, draft_slots=15)
+    for id in "ab":
+        scheduler.add(id, 2, 40)
+    for work in scheduler.plan().work:
+        scheduler.advance(work.id, work.prefill)
+        scheduler.commit(work.id, 1)
+    alone = scheduler.plan()
+    assert sum(1 + work.limit for work in alone.work) == 16
+    scheduler.add("c", 30, 8)
+    shared = scheduler.plan()
+    assert [work.limit for work in shared.work[:2]] == [5, 5], "12 rows for two anchors and their drafts"
+    assert (shared.work[2].id, shared.work[2].prefill) == ("c", 4), "and 4 for the prompt"
+
+
+def test_the_youngest_request_gives_way() -> None:
+    """When KV blocks run out, the request that arrived last is preempted; the others go on."""
+    scheduler = Scheduler(EngineConfig(max_requests=3, token_budget=16, block_size=4, num_blocks=4), draft_slots=0)
+    for id in "abc":
+        scheduler.add(id, 4, 8)
+    assert [work.id for work in scheduler.plan().work] == ["a", "b", "c"]
+    for id in "abc":
+        scheduler.advance(id, 3)
+        scheduler.commit(id, 1)
+    step = scheduler.plan()
+    assert step.preempted == ["c"] and [work.id for work in step.work] == ["a", "b"]

@@ -119,7 +119,7 @@ def test_two_samples_at_temperature_one(smollm: Target, monkeypatch: pytest.Monk
     assert min(chi_square(a, b) for a, b in zip(plain[:2], broken[:2], strict=True)) < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.timed
 def test_eight_tokens_cost_little_more_than_one(smollm: Target) -> None:
     """The curve itself is in docs/results.md; shared CI machines only get a loose bound."""
     points = {p.tokens: p for p in forward_curve(smollm, context=256, repeats=7)}
@@ -127,7 +127,7 @@ def test_eight_tokens_cost_little_more_than_one(smollm: Target) -> None:
     assert points[8].packed[1] < points[8].linear[1]
 
 
-@pytest.mark.slow
+@pytest.mark.timed
 def test_plain_decoding_keeps_up_with_transformers(smollm: Target) -> None:
     figures = plain_against_transformers(smollm, repeats=3, new_tokens=48)
     assert figures["identical"]

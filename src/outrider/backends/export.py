@@ -175,7 +175,7 @@ def model_card(
         ("dialect", engine.dialects[parts.method.name].name),
         ("parameters in the file", f"{parameters / 1e6:.1f} million, {dtype_name(dtype)}"),
         ("drafts per round", str(config.gamma)),
-        ("tapped layers (outputs, from 0)", ", ".join(map(str, config.target_layer_ids))),
+        ("aux layers (outputs, from 0)", ", ".join(map(str, config.target_layer_ids))),
         ("the same as hidden states", ", ".join(str(aux_layer + 1) for aux_layer in config.target_layer_ids)),
         ("draft vocabulary", f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens"),
     ]

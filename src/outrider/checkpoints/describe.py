@@ -1,6 +1,6 @@
 """What a checkpoint is, in words: (label, value) pairs for people.
 
-Tapped layers are given in both conventions: as layer outputs counted from 0 (ours, z-lab, DeepSpec, SGLang), and as
+Aux layers are given in both conventions: as layer outputs counted from 0 (ours, z-lab, DeepSpec, SGLang), and as
 hidden states, one more (speculators, vLLM's EAGLE-3), where 0 is the embedding's.
 """
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from outrider.checkpoints.checkpoint import METADATA, empty_module, read_config, read_metadata, read_parts
 from outrider.checkpoints.dialects.base import MOST_LAYERS, DrafterWeights, UnknownDepth
-from outrider.drafters.dflash import DFlashConfig
 from outrider.utils.files import read_weights, weight_files
 from outrider.utils.measure import dtype_name
 
@@ -42,9 +41,9 @@ def describe(directory: Path, num_target_layers: int | None = None) -> Facts:
         ("dialect", dialect.name),
         ("method", parts.method.name),
         ("target", named_target(raw, metadata) or "not named"),
-        *_shape(parts, depth_known),
+        *_fits(parts.config, depth_known),
         *_aux_hidden_states(raw, parts, depth_known),
-        *_block(parts.config),
+        *parts.config.describe(),
         *_vocabulary(parts),
         *_size(directory, parts),
         ("calibration", _calibration(metadata)),
@@ -95,53 +94,19 @@ def named_target(raw: Mapping[str, Any], metadata: Mapping[str, Any]) -> str | N
     return next((name for name in found if isinstance(name, str) and name), None)
 
 
-def _shape(parts: DrafterWeights, depth_known: bool) -> Facts:
-    config = parts.config
+def _fits(config: Any, depth_known: bool) -> Facts:
     layers = str(config.num_target_layers) if depth_known else "an unstated number of"
-    rows = [("fits targets with", f"{layers} layers, hidden size {config.hidden_size}, {config.vocab_size:,} tokens")]
-    for name, label in (
-        ("num_hidden_layers", "draft layers"),
-        ("num_heads", "draft heads"),
-        ("num_modules", "modules"),
-    ):
-        if hasattr(config, name):
-            rows.append((label, str(getattr(config, name))))
-    if hasattr(config, "rope_theta"):
-        rows.append(("rope_theta", f"{config.rope_theta:g}"))
-    if getattr(config, "sliding_window", None) is not None:
-        rows.append(("sliding window", f"{config.sliding_window}, in {_windowed(config)} layers"))
-    if getattr(config, "is_causal", False) is not False:
-        rows.append(("rows see those before them", "in all layers" if config.is_causal else "in sliding layers"))
-    if not getattr(config, "plain_logits", True):
-        cap = config.final_logit_softcapping
-        rows.append(("logits", f"times {config.output_multiplier:g}" + ("" if cap is None else f", capped at {cap:g}")))
-    return rows
-
-
-def _windowed(config: DFlashConfig) -> str:
-    count = sum(pattern.window is not None for pattern in config.attention_patterns)
-    return "all" if count == config.num_hidden_layers else f"{count} of {config.num_hidden_layers}"
+    return [("fits targets with", f"{layers} layers, hidden size {config.hidden_size}, {config.vocab_size:,} tokens")]
 
 
 def _aux_hidden_states(raw: Mapping[str, Any], parts: DrafterWeights, depth_known: bool) -> Facts:
     aux_layers = parts.config.target_layer_ids
     if not depth_known and max(aux_layers) >= MOST_LAYERS - 4:  # counted from the end of a depth that we do not know
-        return [("tapped layers", "the default of its method; name the target to see them (--target)")]
+        return [("aux layers", "the default of its method; name the target to see them (--target)")]
     return [
-        ("tapped layer outputs", ", ".join(map(str, aux_layers))),
+        ("aux layers (outputs)", ", ".join(map(str, aux_layers))),
         ("  as hidden states", ", ".join(str(aux_layer + 1) for aux_layer in aux_layers)),
     ]
-
-
-def _block(config: Any) -> Facts:
-    rows = [("drafts per round", str(config.gamma))]
-    if hasattr(config, "sample_from_anchor"):
-        layout = "anchor drafts too" if config.sample_from_anchor else "anchor, then masks that draft"
-        rows.append(("block", f"{config.block_size} rows: {layout}; mask token {config.mask_token_id}"))
-    if hasattr(config, "markov_rank"):
-        kind = f"{config.markov_head_type}, rank {config.markov_rank}" if config.markov_rank else "none"
-        rows += [("sequential head", kind), ("confidence head", "yes" if config.enable_confidence_head else "no")]
-    return rows
 
 
 def _vocabulary(parts: DrafterWeights) -> Facts:

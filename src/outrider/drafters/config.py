@@ -119,8 +119,12 @@ class DrafterConfig:
         return pairs
 
     def describe(self) -> list[tuple[str, str]]:
-        """What is special to the method, as (label, value) pairs for people."""
-        return [("drafts per round", str(self.gamma))]
+        """The drafter's shape and what is special to its method, as (label, value) pairs for people."""
+        return [("drafts per round", str(self.gamma)), *self.describe_heads()]
+
+    def describe_heads(self) -> list[tuple[str, str]]:
+        """The sequential and the confidence head, of methods that may have them."""
+        return []
 
 
 def draft_vocabulary(target: Target, wanted: int | None) -> int:

@@ -163,6 +163,22 @@ class DFlashConfig(LayerConfig):
             pairs["mask_token"] = (mask_token_id(target, chosen["mask_token"]), self.mask_token_id)
         return pairs
 
+    def describe(self) -> list[tuple[str, str]]:
+        rows = [("draft layers", str(self.num_hidden_layers)), ("rope_theta", f"{self.rope_theta:g}")]
+        if self.sliding_window is not None:
+            count = sum(pattern.window is not None for pattern in self.attention_patterns)
+            windowed = "all" if count == self.num_hidden_layers else f"{count} of {self.num_hidden_layers}"
+            rows.append(("sliding window", f"{self.sliding_window}, in {windowed} layers"))
+        if self.is_causal is not False:
+            rows.append(("rows see those before them", "in all layers" if self.is_causal else "in sliding layers"))
+        if not self.plain_logits:
+            cap = self.final_logit_softcapping
+            scaled = f"times {self.output_multiplier:g}"
+            rows.append(("logits", scaled if cap is None else f"{scaled}, capped at {cap:g}"))
+        layout = "anchor drafts too" if self.sample_from_anchor else "anchor, then masks that draft"
+        rows.append(("block", f"{self.block_size} rows: {layout}; mask token {self.mask_token_id}"))
+        return [*rows, *super().describe()]
+
     @property
     def attention_patterns(self) -> tuple[AttentionPattern, ...]:
         """What block rows see, layer by layer."""

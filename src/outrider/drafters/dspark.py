@@ -39,6 +39,10 @@ class DSparkConfig(DFlashConfig):
                 "confidence_head_with_markov needs a sequential head: set markov_rank above 0, or it to false."
             )
 
+    def describe_heads(self) -> list[tuple[str, str]]:
+        kind = f"{self.markov_head_type}, rank {self.markov_rank}" if self.markov_rank else "none"
+        return [("sequential head", kind), ("confidence head", "yes" if self.enable_confidence_head else "no")]
+
 
 class DSpark(DFlash):
     """The backbone with its two heads."""

@@ -98,6 +98,9 @@ class Eagle3Config(LayerConfig):
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm are two norms in one place: set one of them to false.")
 
+    def describe(self) -> list[tuple[str, str]]:
+        return [("rope_theta", f"{self.rope_theta:g}"), *super().describe()]
+
     @classmethod
     def from_target(
         cls: type[Eagle],

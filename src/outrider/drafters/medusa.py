@@ -79,6 +79,9 @@ class MedusaConfig(DrafterConfig):
         """Draft tokens per block."""
         return self.num_heads
 
+    def describe(self) -> list[tuple[str, str]]:
+        return [("draft heads", str(self.num_heads)), *super().describe()]
+
     @property
     def target_layer_ids(self) -> tuple[int, ...]:
         """The last hidden state, after the final norm."""

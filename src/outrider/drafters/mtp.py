@@ -93,6 +93,9 @@ class MTPConfig(LayerConfig):
                 "target's last hidden state."
             )
 
+    def describe(self) -> list[tuple[str, str]]:
+        return [("modules", str(self.num_modules)), ("rope_theta", f"{self.rope_theta:g}"), *super().describe()]
+
     @classmethod
     def from_target(cls, target: Target, *, draft_vocab_size: int | None = None, **chosen: Any) -> MTPConfig:
         """The target's layer shapes and the recipe's choices."""

@@ -17,7 +17,6 @@ from pydantic import ValidationError
 from outrider.calibration.fit import Calibration
 from outrider.checkpoints.checkpoint import Checkpoint
 from outrider.data.sources import shipped_sets
-from outrider.drafters.dspark import DSparkConfig
 from outrider.evaluation.results import Results, TaskResult
 from outrider.scheduling.policies import FixedPolicy
 from outrider.target.hub import canonical_id
@@ -271,9 +270,7 @@ def _settings(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
         ("aux layers of the target", ", ".join(map(str, config.target_layer_ids))),
         ("draft vocabulary", f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens"),
     ]
-    if isinstance(config, DSparkConfig):
-        head = f"{config.markov_head_type}, rank {config.markov_rank}" if config.markov_rank else "none"
-        rows += [("sequential head", head), ("confidence head", "yes" if config.enable_confidence_head else "no")]
+    rows += config.describe_heads()
     lines = [f"| {name} | {value} |" for name, value in rows]
     return "\n".join(
         ["## Model", "", "| | |", "|---|---|", *lines, "", "Embedding and LM head are the target's, not stored here."]
