@@ -81,16 +81,14 @@ class Fields:
         return value
 
     def integers(self, name: str, low: int, high: int, default: Any = _REQUIRED) -> tuple[int, ...]:
-        """A list of integers, ascending and distinct: engines aux layer layers in this order whatever the list's."""
+        """A list of integers, ascending and distinct: engines read layers in this order whatever the list's."""
         value = self._value(name, default)
         if not isinstance(value, Sequence) or isinstance(value, str) or not value:
             raise self.refuse(name, "a list of integers")
         if any(isinstance(one, bool) or not isinstance(one, int) or not low <= one <= high for one in value):
             raise self.refuse(name, f"a list of integers from {low} to {high}")
         if list(value) != sorted(set(value)):
-            raise self.refuse(
-                name, "ascending, each id once: engines aux layer layers in this order whatever the list says"
-            )
+            raise self.refuse(name, "ascending, each id once: engines read layers in this order whatever the list says")
         return tuple(value)
 
     def texts(self, name: str, default: Any = _REQUIRED) -> tuple[str, ...]:
