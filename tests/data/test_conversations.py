@@ -13,10 +13,10 @@ import pytest
 
 from outrider.data.chat import Chat, render, render_text
 from outrider.data.conversations import Conversation, Turn, parse_row
+from outrider.data.regenerate import DataSection, PromptSource
 from outrider.data.responses import Reply, Sample, join_turns
 from outrider.data.sources import load_prompts
 from outrider.training.dataset import recipe_prompts, split_samples
-from outrider.training.recipe import DataSection, PromptSource
 from tests.toys.tokenizer import CHAT_TEMPLATE, byte_tokenizer
 
 SYSTEM = {"role": "system", "content": "be brief"}

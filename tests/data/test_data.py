@@ -6,7 +6,7 @@ import json
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,9 @@ import outrider.data.regenerate as sources
 from outrider.data.chat import Chat, render
 from outrider.data.conversations import Conversation
 from outrider.data.regenerate import (
+    DataSection,
     LocalSource,
     Regeneration,
-    RegenerationConfig,
     generate_batch,
     plan_batches,
     regenerate,
@@ -109,8 +109,8 @@ def test_render_for_a_base_model_and_an_empty_prompt() -> None:
 
 
 PROMPTS = [Conversation(f"p{i}", tuple("abcdefg"[i : i + 1 + i % 3])) for i in range(5)]  # 1, 2, 3, 1 and 2 turns
-CONFIG = RegenerationConfig(max_new_tokens=6)
-SAMPLED = replace(CONFIG, temperature=1.3, top_p=0.95, top_k=40, seed=4)
+DATA = DataSection(responses="r.jsonl", max_new_tokens=6, batch_size=2)
+SAMPLED = DATA.model_copy(update={"temperature": 1.3, "top_p": 0.95, "top_k": 40})
 
 
 @pytest.fixture(scope="module")
@@ -127,13 +127,18 @@ def target() -> Target:
 def make(
     target: Target,
     path: Path,
-    config: RegenerationConfig = CONFIG,
+    data: DataSection = DATA,
     prompts: list[Conversation] = PROMPTS,
-    batch_size: int = 2,
+    *,
+    seed: int = 4,
     on_progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Regeneration:
-    return regenerate(Chat.of(target), LocalSource(target, batch_size), prompts, config, path, on_progress, stop)
+    return regenerate(LocalSource(target, data), prompts, path, seed=seed, on_progress=on_progress, stop=stop)
+
+
+def changed(data: DataSection, **fields: object) -> DataSection:
+    return data.model_copy(update=fields)
 
 
 def key(reply: Reply) -> tuple[str, int]:
@@ -148,8 +153,19 @@ def test_regeneration_keeps_prompts_responses_and_turns_apart(target: Target, tm
     assert list(map(key, samples)) == [(p.id, t) for p in PROMPTS for t in range(len(p.turns))]
     settings, read = read_responses(path)
     assert read == samples and not companion_file(path, "journal").exists()
-    wanted = {"target": "toy", "generator": "outrider", "dtype": "float32", **asdict(CONFIG)}
-    assert settings == {**wanted, "chat_template_sha256": Chat.of(target).template_sha256}
+    assert list(settings.items()) == [
+        ("target", "toy"),
+        ("max_new_tokens", 6),
+        ("max_prompt_tokens", 512),
+        ("temperature", 0.0),
+        ("top_p", 1.0),
+        ("top_k", 0),
+        ("seed", 4),
+        ("thinking", False),
+        ("chat_template_sha256", Chat.of(target).template_sha256),
+        ("generator", "outrider"),
+        ("dtype", "float32"),
+    ]
     summary = json.loads(path.read_text().splitlines()[0])["summary"]
     assert summary == asdict(made.summary) and summary["total"] == summary["done"] == 9
     found = {key(s): s for s in samples}
@@ -175,11 +191,11 @@ class Killed(BaseException):
     """Stands for kill -9 between two system calls."""
 
 
-@pytest.mark.parametrize("config", [CONFIG, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("data", [DATA, SAMPLED], ids=["greedy", "sampled"])
 def test_a_run_killed_anywhere_ends_with_the_bytes_of_an_uninterrupted_one(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RegenerationConfig
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: DataSection
 ) -> None:
-    make(target, tmp_path / "whole.jsonl", config)
+    make(target, tmp_path / "whole.jsonl", data)
     whole = (tmp_path / "whole.jsonl").read_bytes()
     chance = random.Random(1)
     path = tmp_path / "killed.jsonl"
@@ -196,7 +212,7 @@ def test_a_run_killed_anywhere_ends_with_the_bytes_of_an_uninterrupted_one(
     kills = torn = 0
     while not path.exists():
         try:
-            make(target, path, config)
+            make(target, path, data)
         except Killed:
             kills += 1
             if journal.exists() and chance.random() < 0.5:  # it died inside a write
@@ -224,9 +240,9 @@ def test_what_is_said_does_not_depend_on_the_batch_but_on_the_seed(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(target.model.generation_config, "eos_token_id", list(range(40)))  # many leave their batch early
-    alone = make(target, tmp_path / "1.jsonl", SAMPLED, batch_size=1).replies
-    assert make(target, tmp_path / "2.jsonl", SAMPLED, batch_size=5).replies == alone
-    assert make(target, tmp_path / "3.jsonl", replace(SAMPLED, seed=5)).replies != alone
+    alone = make(target, tmp_path / "1.jsonl", changed(SAMPLED, batch_size=1)).replies
+    assert make(target, tmp_path / "2.jsonl", changed(SAMPLED, batch_size=5)).replies == alone
+    assert make(target, tmp_path / "3.jsonl", SAMPLED, seed=5).replies != alone
     assert len({tuple(r.response) for r in alone}) > 5
 
 
@@ -271,7 +287,7 @@ def test_an_early_stop_keeps_what_there_is_and_the_counts_add_up(target: Target,
 
 def test_prompts_that_are_too_long_are_passed_over(target: Target, tmp_path: Path) -> None:
     length = len(render(byte_tokenizer(), ["a"], []))
-    made = make(target, tmp_path / "r.jsonl", replace(CONFIG, max_prompt_tokens=length))
+    made = make(target, tmp_path / "r.jsonl", changed(DATA, max_prompt_tokens=length))
     assert sorted(map(key, made.replies)) == [(p.id, 0) for p in PROMPTS]
     assert (made.summary.done, made.summary.skipped, made.summary.waiting) == (5, 4, 0)
 
@@ -284,14 +300,16 @@ def test_responses_made_with_other_settings_are_refused(
     target: Target, tmp_path: Path, change: dict[str, float]
 ) -> None:
     path = tmp_path / "r.jsonl"
+    seed = int(change.get("seed", 4))
+    fields = {name: value for name, value in change.items() if name != "seed"}
     make(target, path, prompts=PROMPTS[:1])
     before = path.read_bytes()
     with pytest.raises(ValueError, match="other settings"):
-        make(target, path, replace(CONFIG, **change))
+        make(target, path, changed(DATA, **fields), seed=seed)
     assert path.read_bytes() == before
     path.rename(companion_file(path, "journal"))  # and so is a journal
     with pytest.raises(ValueError, match="other settings"):
-        make(target, path, replace(CONFIG, **change))
+        make(target, path, changed(DATA, **fields), seed=seed)
 
 
 def test_another_conversation_under_the_same_id_is_refused(target: Target, tmp_path: Path) -> None:
@@ -300,19 +318,31 @@ def test_another_conversation_under_the_same_id_is_refused(target: Target, tmp_p
         make(target, tmp_path / "r.jsonl", prompts=[Conversation("p1", ("other", "c"))])
 
 
-def test_files_of_the_first_format_are_read_and_gone_on_with(target: Target, tmp_path: Path) -> None:
+def test_a_file_in_any_order_that_was_cut_short_is_gone_on_with(target: Target, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     whole = make(target, path)
-    old = {"target": "toy", "max_new_tokens": 6, "max_prompt_tokens": 512, "temperature": 0.0, "seed": 0}
-    entries = [asdict(r) for r in whole.replies]
-    lines = [json.dumps({"settings": old})]
-    lines += [json.dumps({k: v for k, v in entry.items() if k != "exact"}) for entry in reversed(entries)]
+    settings, _ = read_responses(path)
+    lines = [json.dumps({"settings": settings})]
+    lines += [json.dumps(asdict(reply)) for reply in reversed(whole.replies)]
     write(path, "\n".join(lines[:6]) + "\n" + lines[6][:20])  # died inside a line
-    assert read_responses(path) == (old, list(reversed(whole.replies))[:5])
+    assert read_responses(path) == (settings, list(reversed(whole.replies))[:5])
     again = make(target, path)
     assert again.replies == whole.replies and again.new_tokens < whole.new_tokens
     with pytest.raises(ValueError, match="other settings"):
-        make(target, write(path, "\n".join(lines) + "\n"), replace(CONFIG, thinking=True))
+        make(target, write(path, "\n".join(lines) + "\n"), changed(DATA, thinking=True))
+
+
+def test_a_file_of_an_older_version_is_refused_by_name(target: Target, tmp_path: Path) -> None:
+    old = {"target": "toy", "max_new_tokens": 6, "max_prompt_tokens": 512, "temperature": 0.0, "seed": 4}
+    text = json.dumps({"settings": old}) + "\n"
+    path = write(tmp_path / "r.jsonl", text)
+    missing = "top_p, top_k, thinking, chat_template_sha256, generator, dtype"
+    with pytest.raises(ValueError, match=rf"r\.jsonl does not say with which {missing} .*older version.*Delete"):
+        make(target, path)
+    assert path.read_text() == text
+    path.rename(companion_file(path, "journal"))  # and so is a journal
+    with pytest.raises(ValueError, match=r"r\.journal\.jsonl does not say .*older version"):
+        make(target, path)
 
 
 def test_a_malformed_line_that_is_not_the_last_is_named(target: Target, tmp_path: Path) -> None:

@@ -19,11 +19,10 @@ from outrider.backends.registry import server_of
 from outrider.data.chat import Chat
 from outrider.data.conversations import Conversation
 from outrider.data.regenerate import (
+    DataSection,
     LocalSource,
     Regeneration,
-    RegenerationConfig,
     Request,
-    ServerConfig,
     ServerSource,
     Unusable,
     regenerate,
@@ -36,7 +35,12 @@ from tests.toys.targets import TOY
 from tests.toys.tokenizer import byte_tokenizer
 
 PROMPTS = [Conversation(f"p{i}", tuple("abcdefghi"[i : i + 1 + i % 2])) for i in range(8)]  # 1 or 2 turns, 12 in all
-CONFIG = RegenerationConfig(max_new_tokens=6, temperature=1.2, top_k=30, top_p=0.9, seed=3)
+SEED = 3
+
+
+def section(**fields: Any) -> DataSection:
+    sampled = {"max_new_tokens": 6, "temperature": 1.2, "top_k": 30, "top_p": 0.9}
+    return DataSection.model_validate({"responses": "r.jsonl", **sampled, **fields})
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +57,20 @@ def target() -> Target:
 def local(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[Reply]:
     """What the local engine says, and a faithful server too, since every response has its own seed."""
     path = tmp_path_factory.mktemp("local") / "r.jsonl"
-    return regenerate(Chat.of(target), LocalSource(target, 1), PROMPTS, CONFIG, path).replies
+    return regenerate(LocalSource(target, section(batch_size=1)), PROMPTS, path, seed=SEED).replies
 
 
 def ask(
-    target: Target, path: Path, urls: list[str], stop: Callable[[], bool] = lambda: False, **options: Any
+    target: Target,
+    path: Path,
+    urls: list[str],
+    stop: Callable[[], bool] = lambda: False,
+    api_key: str | None = None,
+    **options: Any,
 ) -> tuple[Regeneration, ServerSource]:
-    config = ServerConfig(tuple(urls), **{"concurrency": 3, "backoff": 0.01, "retries": 4, "timeout": 5.0, **options})
-    source = ServerSource(Chat.of(target), config)
-    return regenerate(Chat.of(target), source, PROMPTS, CONFIG, path, stop=stop), source
+    data = section(base_urls=urls, **{"concurrency": 3, "retries": 4, "timeout": 5.0, **options})
+    source = ServerSource(Chat.of(target), data, api_key=api_key, backoff=0.01)
+    return regenerate(source, PROMPTS, path, seed=SEED, stop=stop), source
 
 
 @pytest.mark.parametrize("ids", ["token_ids", "output_ids"])
@@ -113,7 +122,7 @@ def test_without_any_server_what_is_done_stays_and_the_rest_waits(
     counts = made.summary
     assert (counts.total, counts.done, counts.failed, counts.waiting) == (12, 5, 0, 7)
     assert read_responses(path)[1] == made.replies and not companion_file(path, "failed").exists()
-    made, source = ask(target, path, [dead_url()], model="toy", retries=2)
+    made, source = ask(target, path, [dead_url()], served_model="toy", retries=2)
     assert source.trouble is not None and "cannot be reached" in source.trouble and made.summary.done == 5
     with serving(ToyServer(target)) as toy:
         made, _ = ask(target, path, [toy.url])
@@ -197,9 +206,9 @@ def test_the_chat_api_gives_messages_tools_and_thinking_to_the_server(
 ) -> None:
     path = tmp_path / "r.jsonl"
     with serving(ToyServer(target)) as toy:
-        made, _ = ask(target, path, [toy.url], chat=True)
+        made, _ = ask(target, path, [toy.url], chat_api=True)
         assert [r for r in made.replies if r.turn == 0] == [r for r in local if r.turn == 0]
-        again, _ = ask(target, path, [toy.url], chat=True)
+        again, _ = ask(target, path, [toy.url], chat_api=True)
         assert again.replies == made.replies and len(toy.bodies) == 12
     assert all("prompt" not in body for body in toy.bodies)
     assert toy.bodies[0]["chat_template_kwargs"] == {"enable_thinking": False}
@@ -210,13 +219,13 @@ def test_the_chat_api_gives_messages_tools_and_thinking_to_the_server(
 def test_models_are_found_and_must_agree(target: Target) -> None:
     with serving(ToyServer(target, model="one")) as a, serving(ToyServer(target, model="two")) as b:
         with pytest.raises(ValueError, match="different models"):
-            ServerSource(Chat.of(target), ServerConfig((a.url, b.url)))
-        assert ServerSource(Chat.of(target), ServerConfig((dead_url(), b.url))).model == "two"
+            ServerSource(Chat.of(target), section(base_urls=[a.url, b.url]))
+        assert ServerSource(Chat.of(target), section(base_urls=[dead_url(), b.url])).model == "two"
     dead = dead_url()
     with pytest.raises(ValueError, match=f"no model is listed at {dead}/v1 .ConnectError"):
-        ServerSource(Chat.of(target), ServerConfig((dead,)))
+        ServerSource(Chat.of(target), section(base_urls=[dead]))
     with pytest.raises(ValueError, match="must start with http"):
-        ServerConfig(("localhost:8000",))
+        ServerSource(Chat.of(target), section(base_urls=["localhost:8000"]))
 
 
 def answer(**choice: Any) -> Part:

@@ -13,13 +13,14 @@ import yaml
 from pydantic import ValidationError
 
 import outrider.cli
+from outrider.data.regenerate import DataSection, PromptSource
 from outrider.drafters.config import mask_token_id
 from outrider.drafters.dflash import DFlashConfig
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.drafters.registry import METHODS
 from outrider.target.model import Target
 from outrider.training.dataset import recipe_prompts
-from outrider.training.recipe import DataSection, PromptSource, Recipe, apply_override, load_recipe
+from outrider.training.recipe import Recipe, apply_override, load_recipe
 from outrider.training.setup import prepare
 from tests.toys.targets import toy_target
 

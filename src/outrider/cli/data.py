@@ -21,12 +21,12 @@ from outrider.checkpoints.dialects import UnknownDialect
 from outrider.cli.common import FILES, GENERAL, MODELS, SAMPLING, Threads, load, option, rare, responding
 from outrider.data.chat import Chat
 from outrider.data.inspection import Row, html_page, rows_of, terminal_text
-from outrider.data.regenerate import Regeneration
+from outrider.data.regenerate import DataSection, PromptSource, Regeneration
 from outrider.data.responses import companion_file, read_responses, sole_writer
 from outrider.target.hub import resolve_model
 from outrider.target.model import count_layers
 from outrider.training.dataset import make_responses, responses_path
-from outrider.training.recipe import DataSection, PromptSource, load_recipe
+from outrider.training.recipe import load_recipe
 from outrider.utils.measure import set_up
 
 

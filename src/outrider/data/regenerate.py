@@ -15,14 +15,16 @@ import asyncio
 import hashlib
 import random
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from outrider.backends.openai import (
@@ -43,6 +45,54 @@ from outrider.utils.measure import dtype_name
 
 _WINDOW = 8  # batches whose prompts are sorted together: less padding, still a fair sample of the whole
 _COMPACT_BELOW = 0.75  # drop finished sequences once fewer than this share of the batch is alive
+
+
+class Section(BaseModel):
+    """A section of a recipe: unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PromptSource(Section):
+    """A prompt file, shipped set or `hf:owner/name[:split]`; relative paths start at the recipe's directory."""
+
+    path: str
+    limit: int | None = Field(None, ge=1)
+    max_turns: int | None = Field(None, ge=1)
+    max_characters: int | None = Field(None, ge=1)  # before the first response; longer ones are passed over
+
+
+class DataSection(Section):
+    """A recipe's `data`: the prompts, how they are answered, and by whom."""
+
+    prompts: list[PromptSource] = []  # none: `responses` exists and is used as it is
+    responses: str | None = None  # where regenerated responses live; OUT/responses.jsonl when null
+    max_new_tokens: int = Field(256, ge=2)
+    max_prompt_tokens: int = Field(512, ge=1)
+    temperature: float = Field(0.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    thinking: bool = False  # ask the chat template for it
+    batch_size: int = Field(64, ge=1)
+    max_minutes: float | None = Field(None, gt=0)  # stop regenerating after this long, train on what there is
+    held_out: int = Field(32, ge=1)  # conversations kept for the held-out metrics
+    base_urls: list[str] = []  # OpenAI-compatible servers that serve the target; none: decode here
+    served_model: str | None = None  # its name there; null: the one the servers list
+    chat_api: bool = False  # /v1/chat/completions, for servers without /v1/completions
+    concurrency: int = Field(16, ge=1)  # requests in flight per server
+    timeout: float = Field(600.0, gt=0)  # seconds per request
+    retries: int = Field(8, ge=0)
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> DataSection:
+        if not self.prompts and self.responses is None:
+            raise ValueError("give prompts (at least 1 source), or responses that exist already")
+        return self
+
+    def deciding(self, seed: int) -> dict[str, Any]:
+        """The settings that decide a response beside the target and the prompt, as a responses file records them."""
+        names = ("max_new_tokens", "max_prompt_tokens", "temperature", "top_p", "top_k")
+        return {**{name: getattr(self, name) for name in names}, "seed": seed, "thinking": self.thinking}
 
 
 @dataclass(frozen=True)
@@ -131,28 +181,6 @@ def _draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RegenerationConfig:
-    """Settings that decide a response, beside the target and the prompt. Lengths in tokens."""
-
-    max_new_tokens: int = 256
-    max_prompt_tokens: int = 512
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    thinking: bool = False
-
-    @property
-    def params(self) -> SamplingParams:
-        return SamplingParams(self.temperature, self.top_k, self.top_p, seed=self.seed)
-
-    def seed_of(self, conversation: str, turn: int) -> int:
-        """The seed of one response, below 2^31."""
-        digest = hashlib.sha256(f"{self.seed}\n{turn}\n{conversation}".encode()).digest()
-        return int.from_bytes(digest[:4], "big") >> 1
-
-
-@dataclass(frozen=True)
 class Request:
     """One response to make; one that is `done` is listed too, as batches are planned by all."""
 
@@ -165,49 +193,47 @@ class Request:
     tools: tuple[dict[str, Any], ...]
 
 
-class ResponseSource(Protocol):
-    """Where responses come from: the target itself or servers."""
+class ResponseSource(ABC):
+    """Where responses come from: the target itself or servers, with the settings of `data`."""
+
+    renders_prompts = False  # whether prompts are tokenised by the source, by a template that need not be ours
+    trouble: str | None = None  # why it ended before everything was answered
+
+    def __init__(self, chat: Chat, data: DataSection) -> None:
+        self.chat, self.data = chat, data
 
     @property
+    @abstractmethod
     def description(self) -> dict[str, Any]:
         """Settings that decide what it answers: `generator`, and `dtype` where it is known."""
-        ...
 
-    @property
-    def renders_prompts(self) -> bool:
-        """Whether prompts are tokenised by the source itself, by a template that need not be ours."""
-        ...
-
-    def answer(
-        self, requests: Sequence[Request], config: RegenerationConfig, stop: Callable[[], bool]
-    ) -> Iterator[list[Reply | Failure]]:
+    @abstractmethod
+    def answer(self, requests: Sequence[Request], stop: Callable[[], bool]) -> Iterator[list[Reply | Failure]]:
         """Answers to the requests that are not done, in commits; ends early when `stop` says so."""
-        ...
 
 
-@dataclass(frozen=True)
-class LocalSource:
+class LocalSource(ResponseSource):
     """Responses by the target itself, batch by batch. A commit is a batch, so a batch is always decoded whole."""
 
-    target: Target
-    batch_size: int = 64
-    renders_prompts: bool = False
+    def __init__(self, target: Target, data: DataSection) -> None:
+        super().__init__(Chat.of(target), data)
+        self.target = target
 
     @property
     def description(self) -> dict[str, Any]:
         return {"generator": "outrider", "dtype": dtype_name(self.target.dtype)}
 
-    def answer(
-        self, requests: Sequence[Request], config: RegenerationConfig, stop: Callable[[], bool]
-    ) -> Iterator[list[Reply | Failure]]:
-        for batch in plan_batches([len(r.prompt) for r in requests], self.batch_size):
+    def answer(self, requests: Sequence[Request], stop: Callable[[], bool]) -> Iterator[list[Reply | Failure]]:
+        data = self.data
+        params = SamplingParams(data.temperature, data.top_k, data.top_p)
+        for batch in plan_batches([len(r.prompt) for r in requests], data.batch_size):
             wanted = [requests[i] for i in batch if not requests[i].done]
             if not wanted:
                 continue
             if stop():
                 return
             prompts, seeds = [r.prompt for r in wanted], [r.seed for r in wanted]
-            said = generate_batch(self.target, prompts, config.max_new_tokens, config.params, seeds)
+            said = generate_batch(self.target, prompts, data.max_new_tokens, params, seeds)
             yield [Reply(r.id, r.turn, r.prompt, s.tokens, s.finished) for r, s in zip(wanted, said, strict=True)]
 
 
@@ -225,21 +251,21 @@ class Unusable(Exception):
     """An answer that asking again will not improve."""
 
 
-def payload(request: Request, config: RegenerationConfig, model: str, chat_api: bool) -> dict[str, Any]:
+def payload(request: Request, data: DataSection, model: str) -> dict[str, Any]:
     """The JSON body for one request. Its seed is its own, so that the order of the requests does not matter."""
     body: dict[str, Any] = {
         "model": model,
-        "max_tokens": config.max_new_tokens,
-        "temperature": config.temperature,
-        "top_p": config.top_p,
+        "max_tokens": data.max_new_tokens,
+        "temperature": data.temperature,
+        "top_p": data.top_p,
         "seed": request.seed,
         "return_token_ids": True,
     }
-    if config.top_k:
-        body["top_k"] = config.top_k
-    if not chat_api:
+    if data.top_k:
+        body["top_k"] = data.top_k
+    if not data.chat_api:
         return {**body, "prompt": request.prompt}
-    body |= {"messages": request.messages, "chat_template_kwargs": {"enable_thinking": config.thinking}}
+    body |= {"messages": request.messages, "chat_template_kwargs": {"enable_thinking": data.thinking}}
     if request.tools:
         body["tools"] = list(request.tools)
     return body
@@ -303,31 +329,6 @@ _IDLE_SECONDS = 0.02
 _BACKOFF_CAP = 30.0
 
 
-@dataclass(frozen=True)
-class ServerConfig:
-    """Servers to ask, requests at once, and retries. Times in seconds.
-
-    `model` None: the one the servers list. `chat`: /v1/chat/completions instead of /v1/completions.
-    """
-
-    base_urls: tuple[str, ...]
-    model: str | None = None
-    chat: bool = False
-    concurrency: int = 16  # requests in flight per server
-    timeout: float = 600.0
-    retries: int = 8
-    backoff: float = 0.5
-    api_key: str | None = None
-
-    def __post_init__(self) -> None:
-        self.endpoints()  # a URL that is none is found now
-
-    def endpoints(self) -> list[Endpoint]:
-        """The servers, each once."""
-        each = [Endpoint(url, self.model, self.api_key) for url in self.base_urls]
-        return list({endpoint.base: endpoint for endpoint in each}.values())
-
-
 @dataclass
 class _Job:
     request: Request
@@ -342,44 +343,34 @@ class _Server:
     rest_until: float = 0.0
     given_up: str | None = None  # why
 
-    def strike(self, config: ServerConfig, started: float, reason: str) -> None:
-        """Count a failed connection, once for all requests that were under way together."""
-        if started < self.struck_at:
-            return
-        self.strikes += 1
-        self.struck_at = time.monotonic()
-        self.rest_until = self.struck_at + _delay(config, self.strikes)
-        if self.strikes > config.retries:
-            self.given_up = f"cannot be reached ({reason})"
 
+class ServerSource(ResponseSource):
+    """Responses by the servers of `data.base_urls`, which serve the target.
 
-class ServerSource:
-    """Responses by servers that serve the target.
+    Args:
+        backoff: seconds before the first retry; they double with each one.
 
     Raises:
-        ValueError: no model was named and no server lists one, or they list different ones.
+        ValueError: a URL is none; no model was named and no server lists one, or they list different ones.
     """
 
-    def __init__(self, chat: Chat, config: ServerConfig) -> None:
-        self.chat, self.config = chat, config
-        self.renders_prompts = config.chat
-        self.trouble: str | None = None
-        self.endpoints = config.endpoints()
+    def __init__(self, chat: Chat, data: DataSection, *, api_key: str | None = None, backoff: float = 0.5) -> None:
+        super().__init__(chat, data)
+        self.renders_prompts, self.backoff = data.chat_api, backoff
+        endpoints = [Endpoint(url, data.served_model, api_key) for url in data.base_urls]
+        self.endpoints = list({endpoint.base: endpoint for endpoint in endpoints}.values())  # each once
         self.model = served_model(self.endpoints)
 
     @property
     def description(self) -> dict[str, Any]:
-        return {"generator": f"{'chat' if self.config.chat else 'completions'}:{self.model}"}
+        return {"generator": f"{'chat' if self.data.chat_api else 'completions'}:{self.model}"}
 
-    def answer(
-        self, requests: Sequence[Request], config: RegenerationConfig, stop: Callable[[], bool]
-    ) -> Iterator[list[Reply | Failure]]:
+    def answer(self, requests: Sequence[Request], stop: Callable[[], bool]) -> Iterator[list[Reply | Failure]]:
         """Answers in the order in which they come, each a commit of its own; none once all servers are given up."""
         if self.trouble:
             return  # a later turn would wait for them all over again
-        jobs = [_Job(request) for request in requests if not request.done]
         loop = asyncio.new_event_loop()
-        answers = _Pool(self, config, jobs, stop).run()
+        answers = self._answers(deque(_Job(request) for request in requests if not request.done), stop)
         try:
             while True:
                 try:
@@ -390,30 +381,23 @@ class ServerSource:
             loop.run_until_complete(answers.aclose())
             loop.close()
 
-
-@dataclass
-class _Pool:
-    """The jobs of one turn, shared by all servers."""
-
-    source: ServerSource
-    config: RegenerationConfig
-    jobs: list[_Job]
-    stop: Callable[[], bool]
-    waiting: deque[_Job] = field(default_factory=deque)
-
-    async def run(self) -> AsyncGenerator[Reply | Failure, None]:
-        self.waiting.extend(self.jobs)
-        servers = [_Server(endpoint.client(self.source.config.timeout)) for endpoint in self.source.endpoints]
+    async def _answers(self, jobs: deque[_Job], stop: Callable[[], bool]) -> AsyncGenerator[Reply | Failure, None]:
+        servers = [_Server(endpoint.client(self.data.timeout)) for endpoint in self.endpoints]
         results: asyncio.Queue[Reply | Failure | None] = asyncio.Queue()
-        workers = [
-            asyncio.create_task(self._work(server, results))
-            for server in servers
-            for _ in range(self.source.config.concurrency)
-        ]
+
+        async def work(server: _Server) -> None:
+            while not server.given_up and not stop():
+                if not jobs or server.rest_until > time.monotonic():
+                    await asyncio.sleep(_IDLE_SECONDS)
+                elif (answer := await self._ask(server, jobs.popleft(), jobs)) is not None:
+                    results.put_nowait(answer)
+
+        count = len(jobs)
+        workers = [asyncio.create_task(work(server)) for server in servers for _ in range(self.data.concurrency)]
         ended = asyncio.gather(*workers, return_exceptions=True)
         ended.add_done_callback(lambda _: results.put_nowait(None))
         try:
-            for _ in self.jobs:
+            for _ in range(count):
                 answer = await results.get()
                 if answer is None:  # every worker left: stopped, or no server is there any more
                     for error in filter(None, await ended):
@@ -427,63 +411,56 @@ class _Pool:
             for server in servers:
                 await server.client.aclose()
         if all(server.given_up for server in servers):
-            self.source.trouble = "; ".join(f"{server.client.endpoint.base} {server.given_up}" for server in servers)
+            self.trouble = "; ".join(f"{server.client.endpoint.base} {server.given_up}" for server in servers)
 
-    async def _work(self, server: _Server, results: asyncio.Queue[Reply | Failure | None]) -> None:
-        while not server.given_up and not self.stop():
-            if not self.waiting or server.rest_until > time.monotonic():
-                await asyncio.sleep(_IDLE_SECONDS)
-                continue
-            job = self.waiting.popleft()
-            answer = await self._ask(server, job)
-            if answer is not None:
-                results.put_nowait(answer)
-
-    async def _ask(self, server: _Server, job: _Job) -> Reply | Failure | None:
+    async def _ask(self, server: _Server, job: _Job, jobs: deque[_Job]) -> Reply | Failure | None:
         """Ask a server for a reply; a final failure; or None when the job goes back to the queue."""
-        source, request, chat_api = self.source, job.request, self.source.config.chat
+        request, chat_api = job.request, self.data.chat_api
         started = time.monotonic()
+        delay = self._delay(job.attempts + 1)
         try:
-            got = await server.client.post(payload(request, self.config, source.model, chat_api), chat_api)
+            got = await server.client.post(payload(request, self.data, self.model), chat_api)
             server.strikes = 0
             if got.status_code == httpx.codes.OK:
-                return reply_of(read_answer(got.json(), server.client.endpoint.engine), request, source.chat, chat_api)
+                return reply_of(read_answer(got.json(), server.client.endpoint.engine), request, self.chat, chat_api)
             reason = f"{got.status_code}: {got.text}"[:LONGEST_REASON]
             if got.status_code in (401, 403, 404):
                 server.given_up = f"refuses the request ({reason})"
-                self.waiting.appendleft(job)
+                jobs.appendleft(job)
                 return None
             if got.status_code not in (408, 425, 429) and got.status_code < 500:
-                return self._failure(job, reason)
+                return Failure(request.id, request.turn, reason)
             wait = retry_after(got.headers.get("Retry-After"))
-            if wait is not None or got.status_code == 429:
-                pause = _delay(source.config, job.attempts + 1) if wait is None else wait
-                server.rest_until = max(server.rest_until, time.monotonic() + pause)
-                return self._again(job, reason, 0.0)
+            if wait is not None or got.status_code == 429:  # the server rests; another one may take the job now
+                server.rest_until = max(server.rest_until, time.monotonic() + (delay if wait is None else wait))
+                delay = 0.0
         except Unusable as error:
-            return self._failure(job, str(error))
+            return Failure(request.id, request.turn, str(error))
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             # It never saw the request: the server's fault, not this job's.
-            server.strike(source.config, started, f"{type(error).__name__}: {error}")
-            self.waiting.appendleft(job)
+            self._strike(server, started, f"{type(error).__name__}: {error}")
+            jobs.appendleft(job)
             return None
         except (httpx.HTTPError, ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
             reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
-        return self._again(job, reason, _delay(source.config, job.attempts + 1))
-
-    def _again(self, job: _Job, reason: str, delay: float) -> Failure | None:
         job.attempts += 1
-        if job.attempts > self.source.config.retries:
-            return self._failure(job, reason)
-        asyncio.get_running_loop().call_later(delay, self.waiting.append, job)
+        if job.attempts > self.data.retries:
+            return Failure(request.id, request.turn, reason)
+        asyncio.get_running_loop().call_later(delay, jobs.append, job)
         return None
 
-    def _failure(self, job: _Job, reason: str) -> Failure:
-        return Failure(job.request.id, job.request.turn, reason)
+    def _strike(self, server: _Server, started: float, reason: str) -> None:
+        """Count a failed connection, once for all requests that were under way together."""
+        if started < server.struck_at:
+            return
+        server.strikes += 1
+        server.struck_at = time.monotonic()
+        server.rest_until = server.struck_at + self._delay(server.strikes)
+        if server.strikes > self.data.retries:
+            server.given_up = f"cannot be reached ({reason})"
 
-
-def _delay(config: ServerConfig, attempt: int) -> float:
-    return min(_BACKOFF_CAP, config.backoff * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+    def _delay(self, attempt: int) -> float:
+        return min(_BACKOFF_CAP, self.backoff * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
 
 
 # ----------------------------------------------------------------------------
@@ -532,11 +509,11 @@ class Regeneration:
 
 
 def regenerate(
-    chat: Chat,
     source: ResponseSource,
     conversations: Sequence[Conversation],
-    config: RegenerationConfig,
     path: Path,
+    *,
+    seed: int = 0,
     on_progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Regeneration:
@@ -551,7 +528,8 @@ def regenerate(
         ValueError: `path` holds responses made with other settings, or to another conversation of the same id; the
             template cannot express a conversation.
     """
-    settings = {"target": chat.name, **asdict(config), "chat_template_sha256": chat.template_sha256}
+    chat, data = source.chat, source.data
+    settings = {"target": chat.name, **data.deciding(seed), "chat_template_sha256": chat.template_sha256}
     file = ResponseFile(path, {**settings, **source.description})
     summary = Summary(total=sum(len(c.turns) for c in conversations))
     lost: set[str] = set()  # conversations with a turn that is skipped or failed: later turns cannot be asked
@@ -566,17 +544,17 @@ def regenerate(
             if turn >= len(conversation.turns) or conversation.id in lost or len(replies) < turn:
                 continue
             turns_left[conversation.id] = len(conversation.turns) - turn
-            request, stored = _request(chat, source, conversation, replies, config, file)
+            request, stored = _request(source, conversation, replies, seed, file)
             if stored is not None:
                 summary.add([stored])
-            elif len(request.prompt) > config.max_prompt_tokens:
+            elif len(request.prompt) > data.max_prompt_tokens:
                 lost.add(conversation.id)
                 summary.skipped += turns_left[conversation.id]
                 continue
             requests.append(request)
         if summary.done and not new_tokens:
             on_progress(summary.done, summary.total, summary.tokens)  # what an earlier run did
-        for answers in source.answer(requests, config, stop):
+        for answers in source.answer(requests, stop):
             new = [answer for answer in answers if isinstance(answer, Reply)]
             if new:
                 file.commit(new)
@@ -596,16 +574,11 @@ def regenerate(
 
 
 def _request(
-    chat: Chat,
-    source: ResponseSource,
-    conversation: Conversation,
-    replies: list[Reply],
-    config: RegenerationConfig,
-    file: ResponseFile,
+    source: ResponseSource, conversation: Conversation, replies: list[Reply], seed: int, file: ResponseFile
 ) -> tuple[Request, Reply | None]:
     """The request for the turn after `replies`, and its reply where there is one already."""
-    turn = len(replies)
-    prompts = chat.prompts(conversation, replies, config.thinking)
+    chat, turn = source.chat, len(replies)
+    prompts = chat.prompts(conversation, replies, source.data.thinking)
     stored = file.replies.get((conversation.id, turn))
     if stored is not None and stored.prompt not in prompts and not source.renders_prompts:
         raise ValueError(
@@ -614,6 +587,7 @@ def _request(
         )
     said = [response_text(chat.tokenizer, reply.response) for reply in replies]
     messages = chat_messages(conversation.turns[: turn + 1], said)
-    seed = config.seed_of(conversation.id, turn)
+    digest = hashlib.sha256(f"{seed}\n{turn}\n{conversation.id}".encode()).digest()
+    own_seed = int.from_bytes(digest[:4], "big") >> 1  # below 2^31
     prompt = stored.prompt if stored is not None else prompts[0]
-    return Request(conversation.id, turn, prompt, seed, stored is not None, messages, conversation.tools), stored
+    return Request(conversation.id, turn, prompt, own_seed, stored is not None, messages, conversation.tools), stored

@@ -102,10 +102,6 @@ def join_turns(replies: Iterable[Reply]) -> list[Sample]:
 # ----------------------------------------------------------------------------
 
 
-# What files without these settings were made with.
-_UNWRITTEN = {"thinking": False, "top_p": 1.0, "top_k": 0, "generator": "outrider"}
-
-
 @dataclass(frozen=True)
 class Failure:
     """A turn a server could not answer."""
@@ -162,17 +158,6 @@ def _reply(entry: Mapping[str, Any]) -> Reply:
     if not isinstance(reply.prompt, list) or not isinstance(reply.response, list):
         raise TypeError("prompt and response must be lists of token ids")
     return reply
-
-
-def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """What speaks against using a file with the settings `found`; what an older file did not note is not compared."""
-    known = {**_UNWRITTEN, **found}
-    return [
-        f"{key} {known[key]!r}, not {wanted[key]!r}"
-        for key in wanted
-        if key in known and known[key] != wanted[key]
-        if key != "target" or canonical_id(str(known[key])) != canonical_id(wanted[key])
-    ]
 
 
 def companion_file(path: Path, kind: str) -> Path:
@@ -251,10 +236,22 @@ class ResponseFile:
         self.replies.update(((reply.id, reply.turn), reply) for reply in replies)
 
     def _check(self, path: Path, found: Mapping[str, Any]) -> None:
-        if different := differences(found, self.settings):
+        wanted = self.settings
+        different = [
+            f"{name} {found[name]!r}, not {wanted[name]!r}"
+            for name in wanted
+            if name in found and found[name] != wanted[name]
+            if name != "target" or canonical_id(str(found[name])) != canonical_id(wanted[name])
+        ]
+        if different:
             raise ValueError(
                 f"{path} was made with other settings: {'; '.join(different)}. Set them as they were, or write to "
                 "another file (data.responses, --out)."
+            )
+        if missing := [name for name in wanted if name not in found]:
+            raise ValueError(
+                f"{path} does not say with which {', '.join(missing)} it was made: an older version wrote it. Delete "
+                "it to regenerate, or write to another file (data.responses, --out)."
             )
 
 

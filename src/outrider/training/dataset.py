@@ -23,19 +23,12 @@ from torch import Tensor
 
 from outrider.data.chat import Chat
 from outrider.data.conversations import Conversation
-from outrider.data.regenerate import (
-    LocalSource,
-    Regeneration,
-    RegenerationConfig,
-    ServerConfig,
-    ServerSource,
-    regenerate,
-)
+from outrider.data.regenerate import DataSection, LocalSource, Regeneration, ServerSource, regenerate
 from outrider.data.responses import Reply, Sample, join_turns, read_responses, sole_writer
 from outrider.data.sources import iterate_prompts
 from outrider.target.hub import canonical_id
 from outrider.target.model import Target
-from outrider.training.recipe import DataSection, Recipe
+from outrider.training.recipe import Recipe
 from outrider.utils.files import recover_interrupted_write
 
 Progress = Callable[[int, int, int], None]
@@ -81,48 +74,32 @@ def make_responses(
     """Complete the responses at `path`: by the servers the section names, else by the target itself.
 
     Args:
-        target: needed without servers.
+        target: needed without servers. A server's key, where it wants one, is in $OPENAI_API_KEY.
 
     Raises:
         ValueError: see `regenerate`; or servers ended the run before everything was done.
     """
-    config = RegenerationConfig(
-        max_new_tokens=data.max_new_tokens,
-        max_prompt_tokens=data.max_prompt_tokens,
-        temperature=data.temperature,
-        top_p=data.top_p,
-        top_k=data.top_k,
-        seed=seed,
-        thinking=data.thinking,
-    )
-    conversations = recipe_prompts(data)
     deadline = time.monotonic() + data.max_minutes * 60 if data.max_minutes else float("inf")
     source: LocalSource | ServerSource
     if data.base_urls:
-        source = ServerSource(chat, server_config(data))
+        source = ServerSource(chat, data, api_key=os.environ.get("OPENAI_API_KEY"))
     else:
         assert target is not None
-        source = LocalSource(target, data.batch_size)
-    made = regenerate(chat, source, conversations, config, path, on_progress, stop=lambda: time.monotonic() > deadline)
-    if isinstance(source, ServerSource) and source.trouble:
+        source = LocalSource(target, data)
+    made = regenerate(
+        source,
+        recipe_prompts(data),
+        path,
+        seed=seed,
+        on_progress=on_progress,
+        stop=lambda: time.monotonic() > deadline,
+    )
+    if source.trouble:
         raise ValueError(
             f"{source.trouble}. {made.summary.waiting} of {made.summary.total} turns are waiting; what is done is in "
             f"{path}, and the same command goes on from there."
         )
     return made
-
-
-def server_config(data: DataSection) -> ServerConfig:
-    """The servers of a data section; the key, where one is needed, comes from $OPENAI_API_KEY."""
-    return ServerConfig(
-        base_urls=tuple(data.base_urls),
-        model=data.served_model,
-        chat=data.chat_api,
-        concurrency=data.concurrency,
-        timeout=data.timeout,
-        retries=data.retries,
-        api_key=os.environ.get("OPENAI_API_KEY"),
-    )
 
 
 def existing_responses(path: Path, target: Target) -> tuple[dict[str, Any], list[Reply]]:

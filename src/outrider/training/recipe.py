@@ -12,9 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 import yaml
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     SerializeAsAny,
     SerializerFunctionWrapHandler,
@@ -24,50 +22,12 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from outrider.data.regenerate import DataSection, Section
 from outrider.drafters.config import DrafterSection
 from outrider.drafters.registry import method_of
 
 _DEFAULT_METHOD = "dspark"
 Precision = Literal["float32", "bfloat16"]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class PromptSource(_Section):
-    """A prompt file, shipped set or `hf:owner/name[:split]`; relative paths start at the recipe's directory."""
-
-    path: str
-    limit: int | None = Field(None, ge=1)
-    max_turns: int | None = Field(None, ge=1)
-    max_characters: int | None = Field(None, ge=1)  # before the first response; longer ones are passed over
-
-
-class DataSection(_Section):
-    prompts: list[PromptSource] = []  # none: `responses` exists and is used as it is
-    responses: str | None = None  # where regenerated responses live; OUT/responses.jsonl when null
-    max_new_tokens: int = Field(256, ge=2)
-    max_prompt_tokens: int = Field(512, ge=1)
-    temperature: float = Field(0.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    thinking: bool = False  # ask the chat template for it
-    batch_size: int = Field(64, ge=1)
-    max_minutes: float | None = Field(None, gt=0)  # stop regenerating after this long, train on what there is
-    held_out: int = Field(32, ge=1)  # conversations kept for the held-out metrics
-    base_urls: list[str] = []  # OpenAI-compatible servers that serve the target; none: decode here
-    served_model: str | None = None  # its name there; null: the one the servers list
-    chat_api: bool = False  # /v1/chat/completions, for servers without /v1/completions
-    concurrency: int = Field(16, ge=1)  # requests in flight per server
-    timeout: float = Field(600.0, gt=0)  # seconds per request
-    retries: int = Field(8, ge=0)
-
-    @model_validator(mode="after")
-    def _has_a_source(self) -> DataSection:
-        if not self.prompts and self.responses is None:
-            raise ValueError("give prompts (at least 1 source), or responses that exist already")
-        return self
 
 
 def _drafter_section(value: object) -> object:
@@ -91,7 +51,7 @@ def _refusal(field: str, value: object, reason: str) -> ValidationError:
     return ValidationError.from_exception_data("drafter", [InitErrorDetails(type=error, loc=(field,), input=value)])
 
 
-class ObjectiveConfig(_Section):
+class ObjectiveConfig(Section):
     """Weights of the three terms of the loss and the decay length in positions (training/loss.py)."""
 
     ce: float = Field(0.1, ge=0)
@@ -104,7 +64,7 @@ class ObjectiveConfig(_Section):
         return torch.exp(-torch.arange(gamma, device=device, dtype=torch.float32) / self.decay)
 
 
-class OptimizerSection(_Section):
+class OptimizerSection(Section):
     steps: int = Field(1000, ge=1)
     sequences_per_step: int = Field(4, ge=1)
     anchors_per_step: int | None = Field(None, ge=1)  # as many sequences as bring that many, instead
@@ -129,7 +89,7 @@ class OptimizerSection(_Section):
         return fields
 
 
-class FeaturesSection(_Section):
+class FeaturesSection(Section):
     mode: Literal["online", "store"] = "online"
     directory: str | None = None  # OUT/features when null
     dtype: Literal["bf16", "int8", "fp8"] = "bf16"  # on disk; int8 and fp8 with a scale per row
@@ -150,7 +110,7 @@ class FeaturesSection(_Section):
         return self
 
 
-class WatchSection(_Section):
+class WatchSection(Section):
     """Real decoding of held-out prompts during training, the best drafter, early stopping (training/watch.py)."""
 
     decode_every: int | None = Field(500, ge=1)  # steps; null: never, and held-out metrics choose the best drafter
@@ -161,7 +121,7 @@ class WatchSection(_Section):
     min_delta: float = Field(0.0, ge=0)  # the least that counts as an improvement there, in tokens per round
 
 
-class Recipe(_Section):
+class Recipe(Section):
     target: str
     out: str
     seed: int = 0
