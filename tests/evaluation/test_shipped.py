@@ -18,7 +18,7 @@ from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_check
 from outrider.checkpoints.published import shipped_drafter
 from outrider.cli.common import choose_policy
 from outrider.drafters.dspark import DSpark
-from outrider.evaluation.model_card import CardFacts, model_card
+from outrider.evaluation.model_card import model_card
 from outrider.evaluation.results import DrafterInfo, Results
 from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.target.hub import EMBEDDED_ID, canonical_id
@@ -268,7 +268,7 @@ def test_results_of_another_drafter_are_refused(settings: dict[str, object], mes
     def card(settings: dict[str, object]) -> str:
         info = DrafterInfo(label="d", algorithm="dspark", gamma=4)
         results = Results(tasks=[], settings=settings, versions={}, machine={}, drafter=info)
-        return model_card(checkpoint, CardFacts("d", torch.bfloat16, [results]))
+        return model_card(checkpoint, name="d", dtype=torch.bfloat16, results=[results])
 
     assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in card(right)
     with pytest.raises(ValueError, match=message):
@@ -291,7 +291,7 @@ def test_the_licence_of_what_training_began_with(history: list[dict[str, Any]], 
     """It went on from a checkpoint: the target's layers were copied long ago, if ever."""
     recipe = {**TRAINED["recipe"], "initialize_from_target": False}
     metadata = {**TRAINED, "target": "x/y", "recipe": recipe, "history": history}
-    card = model_card(Checkpoint(DSpark(toy_config()), None, metadata), CardFacts("d", torch.float32, license="mit"))
+    card = model_card(Checkpoint(DSpark(toy_config()), None, metadata), name="d", dtype=torch.float32, license="mit")
     licence = card[card.index("## Licence") :]
     assert "Weights: mit." in licence and ("earlier drafter, whose licence applies" in licence) == bool(history)
     derived = f"are derived from {' and '.join(sources)}, whose licence" in licence
@@ -308,21 +308,21 @@ def test_the_card_shows_the_calibration() -> None:
         "sampling": {"temperature": 0.7}, "max_new_tokens": 9, "versions": {}, "machine": {},
     }  # fmt: skip
     metadata = {**TRAINED, "target": "x/y", "calibration": calibration}
-    card = model_card(Checkpoint(DSpark(toy_config()), None, metadata), CardFacts("d", torch.float32))
+    card = model_card(Checkpoint(DSpark(toy_config()), None, metadata), name="d", dtype=torch.float32)
     assert "| 1 | 1.50 | 0.200 -> 0.030 | 0.010 | 0.250 -> 0.250 | 0.750 |" in card
     assert "| 2 | 0.75 | 0.100 -> 0.040 | 0.020 | 0.125 -> 0.125 | - |" in card
     assert "1,000 rounds of a; measured on 2,000 other rounds of b" in card and "temperature 0.7" in card
     assert "offset" not in card and "no confidence head" not in card
     more = {"offsets": [0.25, -1.5], "estimator": {"weights": [0.8, -0.4], "biases": [0.1, -0.2]}}
     metadata["calibration"] = calibration | more
-    card = model_card(Checkpoint(DSpark(toy_config()), None, metadata), CardFacts("d", torch.float32))
+    card = model_card(Checkpoint(DSpark(toy_config()), None, metadata), name="d", dtype=torch.float32)
     assert "| k | temperature | offset | ECE |" in card and "sigmoid(logit(c) / temperature + offset)" in card
     assert "| 1 | 1.50 | +0.25 | 0.200 -> 0.030 |" in card and "| 2 | 0.75 | -1.50 | 0.100 -> 0.040 |" in card
     assert "sigmoid(0.80 logit(max p_k) -0.40 entropy(p_k) + bias_k), biases +0.10, -0.20." in card
     metadata["calibration"] = calibration
     del calibration["before"]
     with pytest.raises(ValueError, match=r"calibration\.before: Field required; run outrider calibrate again"):
-        model_card(Checkpoint(DSpark(toy_config()), None, metadata), CardFacts("d", torch.float32))
+        model_card(Checkpoint(DSpark(toy_config()), None, metadata), name="d", dtype=torch.float32)
     assert "## Measured" not in card and "license" not in card.split("---")[1]
 
 

@@ -44,8 +44,6 @@ from outrider.utils.files import write_atomically
 _AT_ONCE = 16  # positions drafted together; more only take memory
 _TOGETHER = 16  # texts decoded together
 
-Progress = Callable[[str, int, int], None]  # task, conversations done, of how many
-
 
 class FeatureRecorder:
     """Takes the place of a `CertaintyEstimator`: records its input features and returns logits of 0."""
@@ -63,7 +61,7 @@ def collect(
     drafter: BlockDrafter,
     conversations: Sequence[Conversation],
     settings: TaskSettings,
-    on_progress: Callable[[int], None] = lambda done: None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[list[Rounds]]:
     """Decode conversations; returns the rounds of each turn, with features where the drafter has no confidence head."""
     assert target.tokenizer is not None
@@ -97,7 +95,8 @@ def collect(
                 found[i].append(rounds_of_decoding(generation.rounds, drafter.gamma, recorder))
                 history[i].append(generation.text)
             recorder.seen.clear()
-            on_progress(sum(len(turns) == len(c.turns) for turns, c in zip(found, conversations, strict=True)))
+            done = sum(len(turns) == len(c.turns) for turns, c in zip(found, conversations, strict=True))
+            on_progress(done, len(conversations))
     return found
 
 
@@ -106,7 +105,7 @@ def collect_tasks(
     drafter: BlockDrafter,
     tasks: Sequence[str],
     settings: TaskSettings,
-    on_progress: Progress = lambda task, done, total: None,
+    on_progress: Callable[[str, int, int], None] = lambda task, done, total: None,
 ) -> dict[str, list[list[Rounds]]]:
     """`collect` the rounds of each task.
 
@@ -118,14 +117,10 @@ def collect_tasks(
     prompts = {task: load_prompts(task, settings.max_samples) for task in tasks}
     found: dict[str, list[list[Rounds]]] = {}
     for task, conversations in prompts.items():
-        report = partial(_report, on_progress, Path(task).stem, len(conversations))
-        report(0)
+        report = partial(on_progress, Path(task).stem)
+        report(0, len(conversations))
         found[task] = collect(target, drafter, conversations, settings, report)
     return found
-
-
-def _report(on_progress: Progress, task: str, total: int, done: int) -> None:
-    on_progress(task, done, total)
 
 
 def target_texts(target: Target, prompts: Sequence[list[int]], settings: TaskSettings) -> list[list[int]]:

@@ -184,12 +184,12 @@ def sigmoid(x: Floats) -> Floats:
 # ----------------------------------------------------------------------------
 
 
-_GRID = np.geomspace(0.1, 10.0, 401)  # steps of 1.2 %
-_GRID_FROM_ONE = _GRID[
-    np.argsort(np.abs(np.log(_GRID)), kind="stable")
-]  # among equal errors the temperature nearest 1 wins
-_COARSE = _GRID[::5]  # steps of 6 %: finding the offset of each is slow
-_COARSE_FROM_ONE = _COARSE[np.argsort(np.abs(np.log(_COARSE)), kind="stable")]
+# Among equal errors the temperature nearest 1 wins, so grids begin at 1. The coarse one is for fits with an offset,
+# because finding the offset of each temperature is slow.
+_ASCENDING = np.geomspace(0.1, 10.0, 401)
+_FINE, _COARSE = (  # steps of 1.2 % and of 6 %
+    grid[np.argsort(np.abs(np.log(grid)), kind="stable")] for grid in (_ASCENDING, _ASCENDING[::5])
+)
 _FOLDS = 5
 _FURTHEST_OFFSET, _HALVINGS = 10.0, 26
 
@@ -228,7 +228,7 @@ class _Position:
         return self.before_N * sigmoid(self.logits_N / temperature + offset)
 
     def fit(self, with_offset: bool) -> tuple[float, float]:
-        grid_G = _COARSE_FROM_ONE if with_offset else _GRID_FROM_ONE
+        grid_G = _COARSE if with_offset else _FINE
         offsets_G = self._offsets(grid_G) if with_offset else np.zeros(len(grid_G))
         errors = [ece(self.predicted(*pair), self.outcome_N) for pair in zip(grid_G, offsets_G, strict=True)]
         best = int(np.argmin(errors))

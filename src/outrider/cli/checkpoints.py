@@ -16,7 +16,7 @@ from outrider.checkpoints.checkpoint import METADATA, load_checkpoint, read_conf
 from outrider.checkpoints.describe import named_target
 from outrider.checkpoints.dialects.base import UnknownDepth
 from outrider.cli.common import DRAFTS, FILES, MODELS, option
-from outrider.evaluation.model_card import CardFacts, model_card
+from outrider.evaluation.model_card import model_card
 from outrider.evaluation.results import Results
 from outrider.scheduling.policies import ThresholdPolicy
 
@@ -88,8 +88,15 @@ def package_command(
         recommended = {"confidence_threshold": ThresholdPolicy(confidence_threshold).threshold}
         checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, "recommended": recommended})
     measured = [Results.load(path) for path in results or []]
-    facts = CardFacts(out.resolve().name, _PACKAGE_DTYPES[dtype], measured, source or [], license)
-    save_drafter(checkpoint, out, _PACKAGE_DTYPES[dtype], model_card(checkpoint, facts))
+    card = model_card(
+        checkpoint,
+        name=out.resolve().name,
+        dtype=_PACKAGE_DTYPES[dtype],
+        results=measured,
+        sources=source or [],
+        license=license,
+    )
+    save_drafter(checkpoint, out, _PACKAGE_DTYPES[dtype], card)
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     Console().print(f"{out}: {size:.1f} MB, model card in README.md", highlight=False, markup=False, soft_wrap=True)
 

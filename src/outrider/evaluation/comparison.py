@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from pydantic import BaseModel
@@ -23,7 +22,9 @@ from rich.table import Table
 
 from outrider.evaluation.draft_cost import DraftCosts, cost_markdown
 from outrider.evaluation.model_card import WHOLE, listed, verified
+from outrider.evaluation.report import save_figure
 from outrider.evaluation.results import DrafterInfo, Results, TaskResult
+from outrider.utils.tables import markdown_table, terminal_table
 
 _DATA = {"anchors", "samples", "response_tokens", "samples_sha256"}
 
@@ -302,8 +303,6 @@ def _spread(values: Sequence[float | None]) -> Spread | None:
 # ----------------------------------------------------------------------------
 
 
-matplotlib.use("Agg")
-
 _COLOURS = 10  # of matplotlib's cycle
 _MARKERS = "osD^vP*Xd<>h"
 _NAME_INCHES = 0.26  # height of a legend's line
@@ -345,8 +344,7 @@ def plot_conditional(comparison: Comparison, path: Path) -> None:
     grid[0][0].set_ylabel("P(accept k | 1..k-1 accepted)")
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside right center")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def _conditional_line(axes: Axes, group: Group, task: int, number: int) -> None:
@@ -391,8 +389,7 @@ def plot_tau_and_speedup(comparison: Comparison, path: Path) -> None:
         axes.margins(x=0.02)
         axes.grid(alpha=0.3, axis="y")
     figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside right center")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def plot_draft_cost(costs: DraftCosts, path: Path) -> None:
@@ -410,8 +407,7 @@ def plot_draft_cost(costs: DraftCosts, path: Path) -> None:
     axes.set_title(f"Cost of drafting after {costs.context} tokens ({costs.machine.get('cpu', 'unknown processor')})")
     axes.grid(alpha=0.3)
     figure.legend(frameon=False, loc="outside right center")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 # ----------------------------------------------------------------------------
@@ -441,19 +437,20 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 def rows(comparison: Comparison) -> list[list[str]]:
     """Cells under `HEADINGS`: for each task and the mean, each group followed by its results."""
     found = []
-    for i, task in enumerate(comparison.groups[0].spreads):
+    for i in range(len(comparison.groups[0].spreads)):
         for group in comparison.groups:
-            found.append(_group_row(group, task, [entry.figures[i] for entry in group.entries]))
-            if len(group.entries) > 1:
-                found += [_entry_row(group, entry, entry.figures[i]) for entry in group.entries]
+            many = len(group.entries) > 1
+            name = group.name + (f", {len(group.entries)} results" if many else "")
+            found.append(_row(group, name, group.entries, i))
+            if many:
+                found += [_row(group, _entry_name(entry), [entry], i) for entry in group.entries]
     return found
 
 
 def terminal(comparison: Comparison) -> Table:
     """The table for the terminal; wider than 80 characters."""
-    view = Table(title="Drafters side by side", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in HEADINGS:
-        view.add_column(heading, justify="left" if heading in ("task", "drafter") else "right", no_wrap=True)
+    title, text = "Drafters side by side", HEADINGS[:2]
+    view = terminal_table(HEADINGS, text=text, title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     last = None
     for row in rows(comparison):
         if last not in (None, row[0]):
@@ -485,9 +482,8 @@ def notes(comparison: Comparison) -> list[str]:
 
 def markdown(comparison: Comparison) -> str:
     """The table and its notes as Markdown."""
-    lines = ["| " + " | ".join(HEADINGS) + " |", "|---|---|" + "---:|" * (len(HEADINGS) - 2)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows(comparison)]
-    lines += [
+    lines = [
+        *markdown_table(HEADINGS, rows(comparison), text=HEADINGS[:2]),
         "",
         "tau: tokens per target pass, the target's own included. per verified: accepted drafts per verified draft, "
         "which in trees are nodes. speedup: over "
@@ -517,18 +513,17 @@ def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
     return paths
 
 
-def _group_row(group: Group, task: str, figures: Sequence[Figures]) -> list[str]:
-    name = group.name + ("" if len(group.entries) == 1 else f", {len(group.entries)} results")
-    cells = [_spread_cell(group.spreads[task][figure], _FORMATS[figure]) for figure in FIGURES]
-    return [task, name, _gamma(group.entries[0]), *cells, _identical(figures, group), *_made(group.entries, task)]
+def _row(group: Group, name: str, entries: Sequence[GroupMember], task: int) -> list[str]:
+    """The cells of some results of a group on one task: a figure, or their mean (lowest-highest)."""
+    figures = [entry.figures[task] for entry in entries]
+    cells = [_spread_cell(_spread([getattr(one, key) for one in figures]), _FORMATS[key]) for key in FIGURES]
+    title = figures[0].task
+    return [title, name, _gamma(entries[0]), *cells, _identical(figures, group), *_made(entries, title)]
 
 
-def _entry_row(group: Group, entry: GroupMember, figures: Figures) -> list[str]:
+def _entry_name(entry: GroupMember) -> str:
     training = entry.drafter.training
-    name = f"  seed {training.seed}" if training is not None else f"  {Path(entry.path).name}"
-    values = [getattr(figures, figure) for figure in FIGURES]
-    cells = [_UNKNOWN if v is None else _FORMATS[f](v) for f, v in zip(FIGURES, values, strict=True)]
-    return [figures.task, name, _gamma(entry), *cells, _identical([figures], group), *_made([entry], figures.task)]
+    return f"  seed {training.seed}" if training is not None else f"  {Path(entry.path).name}"
 
 
 def _gamma(entry: GroupMember) -> str:
@@ -559,6 +554,8 @@ def _made(entries: Sequence[GroupMember], task: str) -> list[str]:
         return ["", ""]
     parameters = entries[0].drafter.parameters
     seconds = [entry.drafter.training.seconds if entry.drafter.training else None for entry in entries]
-    known = [second / 60 for second in seconds if second is not None]
-    minutes = f"{sum(known) / len(known):.1f}" if known and len(known) == len(seconds) else _UNKNOWN
-    return [_UNKNOWN if parameters is None else f"{parameters / 1e6:.1f} M", minutes]
+    minutes = _mean([None if second is None else second / 60 for second in seconds])
+    return [
+        _UNKNOWN if parameters is None else f"{parameters / 1e6:.1f} M",
+        _UNKNOWN if minutes is None else f"{minutes:.1f}",
+    ]

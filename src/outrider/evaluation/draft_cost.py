@@ -31,6 +31,7 @@ from outrider.evaluation.results import DrafterInfo
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.utils.measure import Clock, Quartiles, machine, quartiles
+from outrider.utils.tables import markdown_table, terminal_table
 
 _WARM_UP = 2  # repeats that are not counted
 
@@ -210,20 +211,13 @@ def cost_title(costs: DraftCosts) -> str:
 def cost_table(costs: DraftCosts) -> Table:
     """The table for the terminal; may be wider than 80 characters."""
     headings, *rows = cost_cells(costs)
-    view = Table(title=cost_title(costs))
-    for heading in headings:
-        view.add_column(heading, justify="left" if heading == headings[0] else "right", no_wrap=True)
-    for row in rows:
-        view.add_row(*row)
-    return view
+    return terminal_table(headings, rows, text=("drafter",), title=cost_title(costs))
 
 
 def cost_markdown(costs: DraftCosts) -> list[str]:
     """The table as lines of Markdown."""
     headings, *rows = cost_cells(costs)
-    rule = "|---|" + "---:|" * (len(headings) - 1)
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (headings, *rows)]
-    return [f"{cost_title(costs)}.", "", lines[0], rule, *lines[1:]]
+    return [f"{cost_title(costs)}.", "", *markdown_table(headings, rows, text=("drafter",))]
 
 
 def with_block_size(checkpoint: Checkpoint, block_size: int) -> Checkpoint:

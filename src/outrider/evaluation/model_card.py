@@ -6,7 +6,6 @@ Every statement comes from what was recorded or given; what was not recorded is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from outrider.scheduling.policies import FixedPolicy
 from outrider.target.hub import canonical_id
 from outrider.training.setup import trainings
 from outrider.utils.measure import dtype_name
+from outrider.utils.tables import markdown_table
 
 
 def confidences(stored: object) -> str:
@@ -72,19 +72,15 @@ def _offsets(found: Calibration) -> list[float] | None:
 
 
 def _table(found: Calibration) -> str:
-    offsets = _offsets(found)
-    lines = [
-        f"| k | temperature |{' offset |' if offsets else ''} ECE | ECE by chance | Brier | ROC-AUC after |",
-        f"|---:|---:|{'---:|' if offsets else ''}---:|---:|---:|---:|",
-    ]
-    for i, t in enumerate(found.temperatures):
-        auc = found.after.roc_auc[i]
-        offset = f" {offsets[i]:+.2f} |" if offsets else ""
-        errors = f"{found.before.ece[i]:.3f} -> {found.after.ece[i]:.3f}"
-        squares = f"{found.before.brier[i]:.3f} -> {found.after.brier[i]:.3f}"
-        noise, area = f"{found.after.ece_noise[i]:.3f}", "-" if auc is None else f"{auc:.3f}"
-        lines.append(f"| {i + 1} | {t:.2f} |{offset} {errors} | {noise} | {squares} | {area} |")
-    return "\n".join(lines)
+    offsets, before, after = _offsets(found), found.before, found.after
+    headings = ["k", "temperature", *(["offset"] if offsets else []), "ECE", "ECE by chance", "Brier", "ROC-AUC after"]
+    rows = []
+    for i, (t, area) in enumerate(zip(found.temperatures, after.roc_auc, strict=True)):
+        cells = [str(i + 1), f"{t:.2f}", *([f"{offsets[i]:+.2f}"] if offsets else [])]
+        cells += [f"{before.ece[i]:.3f} -> {after.ece[i]:.3f}", f"{after.ece_noise[i]:.3f}"]
+        cells += [f"{before.brier[i]:.3f} -> {after.brier[i]:.3f}", "-" if area is None else f"{area:.3f}"]
+        rows.append(cells)
+    return "\n".join(markdown_table(headings, rows))
 
 
 def _measured(found: Calibration) -> str:
@@ -106,9 +102,21 @@ WHOLE = "whole block"
 
 def measured(many: Sequence[Results]) -> str:
     """The section of measured figures, with temperature, machine, versions and commands."""
-    head = "| task | temperature | verified | turns | tokens | tau | plain tok/s | tok/s | speedup | same tokens |"
-    lines = ["## Measured", "", head, "|---|---:|---|---:|---:|---:|---:|---:|---:|---|"]
-    lines += [_row(task, results) for results in many for task in results.tasks]
+    text = ("task", "verified", "same tokens")
+    headings = [
+        "task",
+        "temperature",
+        "verified",
+        "turns",
+        "tokens",
+        "tau",
+        "plain tok/s",
+        "tok/s",
+        "speedup",
+        text[-1],
+    ]
+    rows = [_row(task, results) for results in many for task in results.tasks]
+    lines = ["## Measured", "", *markdown_table(headings, rows, text=text)]
     lines += [
         "",
         "tau: tokens per target pass, the target's own included. Plain and speculative decoding take turns in one\n"
@@ -119,14 +127,14 @@ def measured(many: Sequence[Results]) -> str:
     return "\n".join([*lines, *machines, "", "```", *(_command(r) for r in many), "```"])
 
 
-def _row(task: TaskResult, results: Results) -> str:
+def _row(task: TaskResult, results: Results) -> list[str]:
     settings, (low, _, high) = results.settings, task.speedup_quartiles
     same = {None: "sampled", True: "yes", False: "no"}[task.greedy_identical]
     same = f"{same}; {results.lossy}" if results.lossy else same
-    cells = [task.task, settings["temperature"], verified(settings), task.turns, f"{task.tokens:,}"]
+    cells = [task.task, str(settings["temperature"]), verified(settings), str(task.turns), f"{task.tokens:,}"]
     cells += [f"{task.accepted_length:.2f}", f"{task.baseline_tokens_per_second:.1f}", f"{task.tokens_per_second:.1f}"]
     cells += [f"{task.speedup:.2f}x ({low:.2f}-{high:.2f})", same]
-    return f"| {' | '.join(map(str, cells))} |"
+    return cells
 
 
 def verified(settings: Mapping[str, Any]) -> str:
@@ -172,22 +180,20 @@ _NEEDED = ("target", "recipe", "step", "samples", "response_tokens")
 _NOT_NUMBERS = ("optimizer", "target", "initialize_from_target")  # of a training
 
 
-@dataclass(frozen=True)
-class CardFacts:
-    """What a card says beyond outrider.json.
-
-    `sources`: one line per source of prompts. `license`: an identifier of the hub (apache-2.0, ...), or None.
-    """
-
-    name: str
-    dtype: torch.dtype
-    results: Sequence[Results] = ()
-    sources: Sequence[str] = ()
-    license: str | None = None
-
-
-def model_card(checkpoint: Checkpoint, facts: CardFacts) -> str:
+def model_card(
+    checkpoint: Checkpoint,
+    *,
+    name: str,
+    dtype: torch.dtype,
+    results: Sequence[Results] = (),
+    sources: Sequence[str] = (),
+    license: str | None = None,
+) -> str:
     """The text of README.md, with Hugging Face front matter.
+
+    Args:
+        sources: one line per source of prompts.
+        license: an identifier of the hub (apache-2.0, ...).
 
     Raises:
         ValueError: outrider.json lacks what training records, or results are those of another drafter.
@@ -196,21 +202,21 @@ def model_card(checkpoint: Checkpoint, facts: CardFacts) -> str:
     missing = [name for name in _NEEDED if name not in metadata]
     if missing:
         raise ValueError(f"outrider.json has no {', '.join(missing)}: package a drafter that outrider train wrote.")
-    for results in facts.results:
-        _check_same(results, checkpoint)
+    for one in results:
+        _check_same(one, checkpoint)
     parts = [
-        _front_matter(metadata, facts, checkpoint.drafter.algorithm),
-        _introduction(checkpoint, facts),
-        _use(metadata, facts.name),
-        _settings(checkpoint, facts.dtype),
-        _data(metadata, facts.sources),
+        _front_matter(metadata, license, checkpoint.drafter.algorithm),
+        _introduction(checkpoint, name),
+        _use(metadata, name),
+        _settings(checkpoint, dtype),
+        _data(metadata, sources),
         _training(metadata),
     ]
-    if facts.results:
-        parts.append(measured(facts.results))
+    if results:
+        parts.append(measured(results))
     if "calibration" in metadata:
         parts.append(confidences(metadata["calibration"]))
-    parts += [_limits(checkpoint, facts.results), _licence(checkpoint, facts.license)]
+    parts += [_limits(checkpoint, results), _licence(checkpoint, license)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -229,8 +235,8 @@ def _check_same(results: Results, checkpoint: Checkpoint) -> None:
             )
 
 
-def _front_matter(metadata: Mapping[str, Any], facts: CardFacts, algorithm: str) -> str:
-    fields: dict[str, Any] = {} if facts.license is None else {"license": facts.license}
+def _front_matter(metadata: Mapping[str, Any], license: str | None, algorithm: str) -> str:
+    fields: dict[str, Any] = {} if license is None else {"license": license}
     if not Path(metadata["target"]).expanduser().is_dir():  # a model of the hub
         fields["base_model"] = target_name(metadata)
     fields |= {"library_name": "outrider", "pipeline_tag": "text-generation"}
@@ -238,9 +244,9 @@ def _front_matter(metadata: Mapping[str, Any], facts: CardFacts, algorithm: str)
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
 
 
-def _introduction(checkpoint: Checkpoint, facts: CardFacts) -> str:
+def _introduction(checkpoint: Checkpoint, name: str) -> str:
     return (
-        f"# {facts.name}\n\n"
+        f"# {name}\n\n"
         f"A {type(checkpoint.drafter).__name__} draft model for speculative decoding of "
         f"**{target_name(checkpoint.metadata)}**, trained with\n"
         "Outrider. It proposes blocks of tokens, the target checks a block in one pass and keeps what fits its own\n"

@@ -26,7 +26,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import matplotlib.pyplot as plt
 import torch
 
@@ -35,6 +34,7 @@ from outrider.drafters.base import DraftCall, Drafter, draft_slots
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
+from outrider.evaluation.report import save_figure
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.scheduling.cost import Additive, Cell, Curve, Profile, Setting
 from outrider.target.model import Target
@@ -294,9 +294,6 @@ def _curve(name: str, timed: dict[Key, list[float]]) -> Curve | None:
     return Curve(requests=[n for n, _ in found], seconds=[q for _, q in found]) if found else None
 
 
-matplotlib.use("Agg")
-
-
 def plot_profile(profile: Profile, context: int, path: Path) -> None:
     """Plot forwards at one context (quartiles shaded, additive form dashed), and other costs by requests."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
@@ -320,5 +317,4 @@ def plot_profile(profile: Profile, context: int, path: Path) -> None:
     right.legend(frameon=False)
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_figure(figure, path)

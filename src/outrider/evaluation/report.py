@@ -8,13 +8,21 @@ from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from rich.table import Table
 
 from outrider.calibration.fit import Rounds, Scaling, SweepPoint, at_position, ece, reliability
-from outrider.evaluation.results import Results
+from outrider.evaluation.results import Results, TaskResult
 from outrider.utils.files import write_atomically
+from outrider.utils.tables import terminal_table
 
 matplotlib.use("Agg")
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG and close it."""
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 def plot_acceptance(results: Results, path: Path) -> None:
@@ -30,8 +38,7 @@ def plot_acceptance(results: Results, path: Path) -> None:
     axes.set_title("\n".join(filter(None, ("Conditional acceptance by position", results.lossy))))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def plot_histogram(results: Results, path: Path) -> None:
@@ -48,8 +55,7 @@ def plot_histogram(results: Results, path: Path) -> None:
     axes.set_title("\n".join(filter(None, ("Accepted length, without the bonus token", results.lossy))))
     axes.grid(alpha=0.3, axis="y")
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def plot_reliability(rounds: Rounds, scaling: Scaling, path: Path) -> None:
@@ -71,8 +77,7 @@ def plot_reliability(rounds: Rounds, scaling: Scaling, path: Path) -> None:
             axes.grid(alpha=0.3)
     figure.supxlabel("predicted survival (area: share of rounds)", fontsize=9)
     figure.supylabel("rounds with positions 1..k accepted", fontsize=9)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def plot_sweep(points: Sequence[SweepPoint], path: Path) -> None:
@@ -90,8 +95,7 @@ def plot_sweep(points: Sequence[SweepPoint], path: Path) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3)
     left.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def write_report(results: Results, out: Path) -> list[Path]:
@@ -106,27 +110,21 @@ def write_report(results: Results, out: Path) -> list[Path]:
 
 def table(results: Results) -> Table:
     """The table for the terminal, one row per task."""
-    view = Table(title=" - ".join(filter(None, ("Speculative against plain decoding, same run", results.lossy))))
-    for heading in ("task", "tokens", "tau", "tok/s", "plain", "speedup", "quartiles", "identical"):
-        view.add_column(heading, justify="left" if heading == "task" else "right", no_wrap=True)
-    for task in results.tasks:
-        low, _, high = task.speedup_quartiles
-        if task.greedy_identical is None:
-            same = "sampled"
-        elif results.lossy:
-            same = f"{task.turns - task.greedy_mismatches}/{task.turns} turns"
-        elif task.greedy_mismatches:
-            same = f"[red]{task.greedy_mismatches} differ[/red]"
-        else:
-            same = f"yes ({task.greedy_ties} ties)" if task.greedy_ties else "yes"
-        view.add_row(
-            task.task,
-            str(task.tokens),
-            f"{task.accepted_length:.2f}",
-            f"{task.tokens_per_second:.1f}",
-            f"{task.baseline_tokens_per_second:.1f}",
-            f"{task.speedup:.2f}x",
-            f"{low:.2f}-{high:.2f}",
-            same,
-        )
-    return view
+    title = " - ".join(filter(None, ("Speculative against plain decoding, same run", results.lossy)))
+    headings = ("task", "tokens", "tau", "tok/s", "plain", "speedup", "quartiles", "identical")
+    return terminal_table(headings, [_row(task, results) for task in results.tasks], text=("task",), title=title)
+
+
+def _row(task: TaskResult, results: Results) -> list[str]:
+    low, _, high = task.speedup_quartiles
+    if task.greedy_identical is None:
+        same = "sampled"
+    elif results.lossy:
+        same = f"{task.turns - task.greedy_mismatches}/{task.turns} turns"
+    elif task.greedy_mismatches:
+        same = f"[red]{task.greedy_mismatches} differ[/red]"
+    else:
+        same = f"yes ({task.greedy_ties} ties)" if task.greedy_ties else "yes"
+    cells = [task.task, str(task.tokens), f"{task.accepted_length:.2f}", f"{task.tokens_per_second:.1f}"]
+    cells += [f"{task.baseline_tokens_per_second:.1f}", f"{task.speedup:.2f}x", f"{low:.2f}-{high:.2f}", same]
+    return cells

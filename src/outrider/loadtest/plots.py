@@ -12,9 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Colormap
 
 from outrider.backends.local import NO_SPECULATION, is_adaptive
+from outrider.evaluation.report import save_figure
 from outrider.loadtest.metrics import Frontier, PointSummary
-
-matplotlib.use("Agg")
 
 _UNITS = {"closed": "concurrent users", "poisson": "requests per second"}
 
@@ -33,8 +32,7 @@ def plot_frontier(frontier: Frontier, path: Path) -> None:
     axes.set(xlabel="tokens/s of the median user", ylabel="tokens/s of all users", xlim=(0, None), ylim=(0, None))
     axes.set_title(f"Throughput against user speed (numbers: {_UNITS[frontier.arrivals]})")
     _finish(axes)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def plot_load(frontier: Frontier, path: Path) -> None:
@@ -56,8 +54,7 @@ def plot_load(frontier: Frontier, path: Path) -> None:
     above.set_title("Throughput and verification budget under load (band: quartiles over repeats)")
     below.grid(alpha=0.3)
     _finish(above)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def _by_variant(frontier: Frontier) -> dict[str, list[PointSummary]]:

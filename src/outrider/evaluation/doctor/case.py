@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from outrider.checkpoints.dialects.base import UnknownDepth
@@ -72,6 +73,11 @@ def fault(figure: str, meaning: str, remedy: str) -> Finding:
 
 def skipped(reason: str) -> Finding:
     return Finding("skipped", reason)
+
+
+def graded(level: int, figure: str, meaning: str, remedy: str) -> Finding:
+    """ok at level 0, a warning at level 1, a fault at level 2."""
+    return Finding(("warning", "fault")[level - 1], figure, meaning, remedy) if level else ok(figure)
 
 
 # ----------------------------------------------------------------------------
@@ -250,6 +256,11 @@ class Inputs:
         """The drafter, for checks of blocks, mask tokens and positions."""
         assert self.drafter.drafts_blocks
         return cast(DFlash, self.drafter)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        assert self.target.tokenizer is not None
+        return self.target.tokenizer
 
     @cached_property
     def draft_ids_Vd(self) -> Tensor:

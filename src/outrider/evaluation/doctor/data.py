@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from outrider.data.chat import Chat, render
 from outrider.data.conversations import messages_of
 from outrider.data.responses import Reply, Sample
-from outrider.evaluation.doctor.case import Finding, Inputs, fault, ok, skipped, warning
+from outrider.evaluation.doctor.case import Finding, Inputs, fault, graded, ok, skipped, warning
 from outrider.target.model import Target
 
 _MARKERS = ("<think>", "</think>", "<thinking>", "</thinking>", "<|channel|>analysis")
@@ -56,8 +56,7 @@ def _shared_beginning(first: list[int], second: list[int]) -> list[int]:
 
 def both_modes(inputs: Inputs) -> list[TemplateTokens]:
     """The template's tokens in the serving mode and in the other one; [] for a base model."""
-    tokenizer = inputs.target.tokenizer
-    assert tokenizer is not None
+    tokenizer = inputs.tokenizer
     modes = (inputs.thinking, not inputs.thinking) if tokenizer.chat_template else ()
     return [template_tokens(tokenizer, thinking) for thinking in modes]
 
@@ -84,8 +83,7 @@ def _first_turns(inputs: Inputs) -> list[Reply]:
 
 def chat_template(inputs: Inputs) -> Finding:
     """Do the prompts in the data have the shape that today's template gives them?"""
-    tokenizer = inputs.target.tokenizer
-    assert tokenizer is not None
+    tokenizer = inputs.tokenizer
     now = Chat.of(inputs.target).template_sha256
     other = {w: str(v)[:12] for w, v in _records(inputs, "chat_template_sha256").items() if v != now}
     remedy = "Serve with the template of training, or regenerate the responses and train with today's."
@@ -135,8 +133,7 @@ def chat_template(inputs: Inputs) -> Finding:
 
 def thinking_mode(inputs: Inputs) -> Finding:
     """Was the data made in the thinking mode the drafter is to serve in?"""
-    tokenizer = inputs.target.tokenizer
-    assert tokenizer is not None
+    tokenizer = inputs.tokenizer
     chosen = _first_turns(inputs)
     if not chosen:
         return skipped("the data has no first turns")
@@ -295,8 +292,7 @@ def duplicates(inputs: Inputs) -> Finding:
 
 def contamination(inputs: Inputs) -> Finding:
     """Are prompts of the evaluation set among the training prompts, word for word or nearly?"""
-    tokenizer, known = inputs.target.tokenizer, both_modes(inputs)
-    assert tokenizer is not None
+    tokenizer, known = inputs.tokenizer, both_modes(inputs)
     texts = [_words(content(tokenizer, r.prompt, known)) for r in inputs.replies if r.turn == 0]
     if not texts:
         return skipped("the data has no first turns")
@@ -406,13 +402,12 @@ def on_policy(inputs: Inputs) -> Finding:
     )
     foreign = sum(f.level(recorded) == 2 for f in found)
     level = max(whole.level(recorded), (foreign > 0) + (foreign > _FOREIGN * len(found)))
-    if level == 0:
-        return ok(figure)
     worst = sorted(found, key=lambda f: (f.nll_R - f.entropy_R).mean().item(), reverse=True)[:_WORST]
     listed = "; ".join(f"{f.id}: {f.agreement_R.mean():.0%}, {f.nll_R.mean():.2f} nats" for f in worst)
-    figure += f"; {foreign} of {len(found)} responses are foreign"
+    figure += f"; {foreign} of {len(found)} responses are foreign" if level else ""
     drawn = f"temperature {recorded:g}" if recorded is not None else "any temperature up to 1"
-    return (fault if level == 2 else warning)(
+    return graded(
+        level,
         figure,
         f"The responses are not what this target says at {drawn}: another model, a person, another template or another "
         f"precision wrote them. Worst: {listed}.",

@@ -23,7 +23,7 @@ from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import check_fits
 from outrider.drafters.config import mask_token_id
-from outrider.evaluation.doctor.case import Finding, Inputs, Variant, fault, gain, ok, skipped, warning
+from outrider.evaluation.doctor.case import Finding, Inputs, Variant, fault, gain, graded, ok, skipped, warning
 from outrider.target.model import Target
 from outrider.training.features import Features
 from outrider.utils.measure import dtype_name
@@ -41,11 +41,15 @@ class VariantComparison:
     best: Variant
     level: int
 
-    def mistake(self, meaning: str, remedy: str) -> Finding:
-        """A fault, or a warning where the loss is small."""
-        if self.level == 2:
-            return fault(self.figure, meaning, remedy)
-        return warning(self.figure, f"By a small but clear margin: {meaning}", remedy)
+    def finding(self, meaning: str, remedy: str, shown: str = "") -> Finding:
+        """A fault where the variant is much better, a warning where it is clearly better, else ok.
+
+        `shown`: what stands before the figures where all is well.
+        """
+        if self.level == 0:
+            return ok(shown + self.figure)
+        margin = "By a small but clear margin: " if self.level == 1 else ""
+        return graded(self.level, self.figure, margin + meaning, remedy)
 
 
 def _compare(inputs: Inputs, variants: Sequence[Variant], tie: float = 0.0) -> VariantComparison:
@@ -67,9 +71,7 @@ def aux_indices(inputs: Inputs) -> Finding:
     if not variants:
         return skipped("the aux layers have no neighbours to compare with")
     found = _compare(inputs, variants)
-    if not found.level:
-        return ok(found.figure)
-    return found.mistake(
+    return found.finding(
         f"target_layer_ids {list(inputs.probe.aux_layers)} are off by one: the drafter was trained on the neighbouring "
         "layers. Conventions differ: here aux layer i is the output of decoder layer i, which transformers reports as "
         "hidden_states[i + 1].",
@@ -88,13 +90,11 @@ def aux_order(inputs: Inputs) -> Finding:
         swapped[i], swapped[j] = swapped[j], swapped[i]
         orders.add(tuple(swapped))
     found = _compare(inputs, [Variant(f"order {list(o)}", aux_layers=o) for o in sorted(orders - {aux_layers})])
-    if found.level:
-        return found.mistake(
-            f"the aux hidden states arrive in another order than in training: target_layer_ids says "
-            f"{list(aux_layers)}, and each slice of fc belongs to one aux layer.",
-            f"The columns of fc.weight stand in the {found.best.label}: sort them by layer, ascending, as engines do.",
-        )
-    return ok(found.figure)
+    return found.finding(
+        f"the aux hidden states arrive in another order than in training: target_layer_ids says "
+        f"{list(aux_layers)}, and each slice of fc belongs to one aux layer.",
+        f"The columns of fc.weight stand in the {found.best.label}: sort them by layer, ascending, as engines do.",
+    )
 
 
 def mask_token(inputs: Inputs) -> Finding:
@@ -104,14 +104,13 @@ def mask_token(inputs: Inputs) -> Finding:
     if not others:
         return skipped("the target names no other token that could be the mask")
     found = _compare(inputs, [Variant(f"mask token {i}", {"mask_token_id": i}) for i in others], _TIE)
-    if not found.level:
-        return ok(f"id {own}{_spelled(target, own)}: {found.figure}")
     right = found.best.config["mask_token_id"]
-    return found.mistake(
+    return found.finding(
         f"mask_token_id {own}{_spelled(target, own)} is not the token the drafter was trained with; "
         f"{right}{_spelled(target, right)}, or one embedded like it, is. Every draft position but the "
         "anchor starts from the wrong embedding.",
         f"Set mask_token_id to {right} in the drafter's config.json.",
+        shown=f"id {own}{_spelled(target, own)}: ",
     )
 
 
@@ -140,9 +139,7 @@ def block_layout(inputs: Inputs) -> Finding:
         return skipped("a block of one row has one layout")
     flipped = not config.sample_from_anchor
     found = _compare(inputs, [Variant(f"sample_from_anchor={flipped}", {"sample_from_anchor": flipped})])
-    if not found.level:
-        return ok(found.figure)
-    return found.mistake(
+    return found.finding(
         f"the block layout is wrong: sample_from_anchor={config.sample_from_anchor} reads every draft from the "
         "neighbouring row, so all positions are shifted by one.",
         f"Set sample_from_anchor to {str(flipped).lower()} in the drafter's config.json.",
@@ -155,12 +152,11 @@ def rope_base(inputs: Inputs) -> Finding:
     theirs = target_rope(inputs.target).get("rope_theta")
     bases = [float(b) for b in dict.fromkeys([theirs, *_COMMON_THETAS]) if b is not None and float(b) != own]
     found = _compare(inputs, [Variant(f"rope_theta {b:g}", {"rope_theta": b}) for b in bases])
-    if not found.level:
-        return ok(f"rope_theta {own:g}: {found.figure}")
-    return found.mistake(
+    return found.finding(
         f"rope_theta {own:g} is not what the drafter was trained with: it looks at the wrong distances, and the more "
         "so the longer the context.",
         f"Set {found.best.label.replace(' ', ' to ')} in the drafter's config.json.",
+        shown=f"rope_theta {own:g}: ",
     )
 
 
@@ -179,11 +175,10 @@ def draft_vocabulary_order(inputs: Inputs) -> Finding:
     if bool((in_order == ids).all()):
         return ok(f"{len(ids)} ids, ascending")
     found = _compare(inputs, [Variant("d2t in ascending order", draft_ids_Vd=in_order)])
-    if not found.level:
-        return ok(f"{len(ids)} ids, not ascending: {found.figure}")
-    return found.mistake(
+    return found.finding(
         "d2t is shuffled: the rows of the draft head (markov_w2) stand for other tokens than d2t says.",
         "Store the ids in the order of the draft head's rows; Outrider writes them ascending.",
+        shown=f"{len(ids)} ids, not ascending: ",
     )
 
 
@@ -275,9 +270,8 @@ def coverage(inputs: Inputs) -> Finding:
     spoken = torch.tensor([t for sample in inputs.conversations for t in sample.supervised_tokens])
     share = torch.isin(spoken, inputs.draft_ids_Vd.cpu()).float().mean().item()
     figure = f"{share:.1%} of {len(spoken)} response tokens are in the draft vocabulary of {len(inputs.draft_ids_Vd)}"
-    if share >= _COVERED[0]:
-        return ok(figure)
-    return (warning if share >= _COVERED[1] else fault)(
+    return graded(
+        2 - sum(share >= limit for limit in _COVERED),
         figure,
         "A token outside the draft vocabulary ends every block it stands in: acceptance cannot exceed this share.",
         "Raise drafter.draft_vocab_size, or choose the ids from text like this.",
@@ -462,10 +456,8 @@ def training_record(inputs: Inputs) -> Finding:
         meaning = "The drafter's proposals are next to never accepted: it is untrained, or not connected as trained."
         return warning(f"{now:.2f} tokens a round at temperature 0; no record to compare with", meaning, remedy)
     figure = f"{now:.2f} tokens a round at temperature 0 on this data, {recorded:.2f} recorded on held-out data"
-    level = sum(now - 1 < limit * (recorded - 1) for limit in _RECORD)
-    if level == 0:
-        return ok(figure)
-    return (fault if level == 2 else warning)(
+    return graded(
+        sum(now - 1 < limit * (recorded - 1) for limit in _RECORD),
         figure,
         "The drafter is worth much less here than in training. Data of another kind (code beside chat, say) explains "
         "some of it; a drafter that is wired differently, or another target, the rest.",
