@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.scheduling.cost import SpsTable
-from outrider.scheduling.gate import DraftGate, SkipDrafting
+from outrider.scheduling.gate import DraftGate, GateView, History, SkipDrafting
 from outrider.scheduling.policies import (
     AsyncScheduler,
     FixedPolicy,
@@ -29,9 +29,9 @@ from outrider.scheduling.policies import (
     LookAhead,
     Policy,
     PrefixScheduler,
+    StepView,
     ThresholdPolicy,
 )
-from outrider.scheduling.view import GateView, History, StepView
 from outrider.utils.measure import machine, versions
 
 # Cliffs every 32 tokens: the search has something to search.

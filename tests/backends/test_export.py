@@ -232,7 +232,7 @@ def test_engines_run_dflash_2_under_dflashs_name() -> None:
     }
     for engine in ("vllm", "speculators"):
         words = shlex.split(commands[engine])
-        assert words[0] == "VLLM_USE_V2_MODEL_RUNNER=1", "V1 has no walk through candidates"
+        assert words[0] == "VLLM_USE_V2_MODEL_RUNNER=1", "V1 cannot draw from candidates"
         assert json.loads(words[-1]) == {"method": "dflash", "model": "d", "num_speculative_tokens": 3}
     assert "--speculative-algorithm DFLASH --speculative-dflash-block-size 4" in commands["sglang"]
     assert "--spec-type draft-dflash --spec-draft-n-max 3" in commands["llama.cpp"]

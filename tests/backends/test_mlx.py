@@ -41,6 +41,7 @@ from outrider.scheduling.policies import FixedPolicy, ThresholdPolicy
 from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import Target, load_target
 from tests.proof.enumeration import exact_output_distribution, exact_target_distribution, max_deviation
+from tests.toys.example_drafter import Bigram, BigramConfig
 from tests.toys.mlx_models import MLX_TOYS, mlx_model, mlx_toy, plain_mlx
 from tests.toys.oracle import Oracle, chain_of, row_of
 from tests.toys.targets import TOY, randomise, toy_config, toy_target
@@ -296,6 +297,9 @@ def test_what_cannot_draft_here_is_refused(both: tuple[Target, MLXTarget]) -> No
     )
     with pytest.raises(ValueError, match=r"drafts with dflash and dspark.*this drafter is medusa"):
         MLXDrafter(Checkpoint(Medusa(config)), both[1])
+    example = Bigram(BigramConfig.from_target(both[0]))  # the drafter of docs/add-a-drafter.md
+    with pytest.raises(ValueError, match=r"drafts with dflash and dspark.*this drafter is bigram"):
+        MLXDrafter(Checkpoint(example), both[1])
     with pytest.raises(ValueError, match="made for another target: num_target_layers is 9"):
         MLXDrafter(checkpoint(toy_config(num_target_layers=9)), both[1])
     with pytest.raises(ValueError, match="chains, not trees"):
@@ -388,7 +392,7 @@ def test_sampled_text_and_rounds_are_those_of_torch(
 
 
 class OneRound:
-    """A lane of the proof tool over MLX."""
+    """A request of the proof tool over MLX."""
 
     def __init__(self, target: MLXTarget, drafter: Any, context: tuple[int, ...], source: RandomSource) -> None:
         def request(drafter: Any) -> SingleRequest:

@@ -50,10 +50,10 @@ from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.drafters.heads import CertaintyEstimator, ChainHeads, certainty
 from outrider.engine.engine import Engine
 from outrider.sampling import SamplingParams
+from outrider.scheduling.cost import Floats
 from outrider.scheduling.policies import ThresholdPolicy
-from outrider.scheduling.view import Floats
 from outrider.target.model import load_target
-from tests.proof.cases import TOLERANCE, VISIBLE, deviation, lanes_of, toy
+from tests.proof.cases import TOLERANCE, VISIBLE, deviation, requests_of, toy
 from tests.toys.oracle import drafted_with
 from tests.toys.target_directory import save_toy_target
 from tests.toys.targets import randomise, toy_config, toy_target
@@ -219,7 +219,7 @@ def test_calibrated_confidences_are_lossless(monkeypatch: pytest.MonkeyPatch, te
     offsets = [1.0, -2.0, 0.5]
     monkeypatch.setattr(proof_toys, "ChainHeads", partial(ChainHeads, temperatures=temperatures, offsets=offsets))
     drafter = toy(SamplingParams(temperature=1.0), 3, "rnn")
-    assert deviation(lanes_of(drafter), drafter.target, [(0,)], ThresholdPolicy(0.5), 3) <= TOLERANCE
+    assert deviation(requests_of(drafter), drafter.target, [(0,)], ThresholdPolicy(0.5), 3) <= TOLERANCE
 
 
 def test_a_head_that_reads_only_hidden_states_is_tempered_too() -> None:
@@ -343,7 +343,7 @@ def test_an_estimator_that_knew_the_drawn_token_would_show(monkeypatch: pytest.M
             return [dataclasses.replace(found, confidences=drafted_with(found))]
 
         monkeypatch.setattr(proof_toys, "sample_chain", peeking)
-    error = deviation(lanes_of(drafter), drafter.target, [(0,)], ThresholdPolicy(0.4), 3)
+    error = deviation(requests_of(drafter), drafter.target, [(0,)], ThresholdPolicy(0.4), 3)
     assert error > VISIBLE if peeks else error <= TOLERANCE
 
 

@@ -44,7 +44,7 @@ from outrider.training.recipe import ObjectiveConfig, Precision, Recipe
 from outrider.training.setup import Run
 from outrider.training.trainer import Trainer
 from tests.proof.enumeration import exact_output_distribution, exact_target_distribution, max_deviation
-from tests.proof.toys import ToyLane, ToySelector, ToyTarget
+from tests.proof.toys import ToyRequest, ToySelector, ToyTarget
 from tests.toys.alignment import build, check_alignment
 from tests.toys.oracle import chain_of, drafted_with, row_of
 from tests.toys.targets import randomise, toy_config, toy_samples, toy_target, with_mask_token
@@ -293,7 +293,7 @@ def lossless(
 ) -> float:
     drafter = kind(ToyTarget(4 if ids else 3, params), gamma, count, ids)
     actual = exact_output_distribution(
-        lambda context, source: ToyLane(drafter.target, drafter, context, source), [(0,)], policy, 3
+        lambda context, source: ToyRequest(drafter.target, drafter, context, source), [(0,)], policy, 3
     )
     assert abs(sum(actual.values()) - 1) < 1e-12
     return max_deviation(actual, exact_target_distribution(drafter.target.row, [(0,)], 3))

@@ -24,7 +24,7 @@ from outrider.sampling import PositionNoise, RandomSource, SamplingParams, Seede
 from outrider.scheduling.policies import FixedPolicy
 from tests.proof.cases import TOLERANCE, VISIBLE, WARPS, deviation
 from tests.proof.enumeration import DraftTree, Tokens
-from tests.proof.toys import ToyTarget, ToyTreeLane
+from tests.proof.toys import ToyTarget, ToyTreeRequest
 from tests.toys.heads import VOCAB, fit_to_decoding, forced_call, last_row, toy_heads, toy_texts
 from tests.toys.targets import randomise, toy_target
 
@@ -56,7 +56,7 @@ class TableHeads:
 
 
 class Drafts:
-    """What a `ToyTreeLane` asks: every tree that may be drawn after a context, drawn once."""
+    """What a `ToyTreeRequest` asks: every tree that may be drawn after a context, drawn once."""
 
     def __init__(self, heads: TableHeads, target: ToyTarget, shape: CandidateTree = SHAPE) -> None:
         self.drafter = StaticTreeDrafter(heads, shape)  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ class Drafts:
 def off(name: str, sees_tokens: bool = True, ids: list[int] | None = None, tokens: int = 2) -> float:
     target = ToyTarget(3, WARPS[name])
     drafts: Any = Drafts(TableHeads(3, sees_tokens, ids), target)
-    return deviation(lambda c, source: ToyTreeLane(target, drafts, c, source), target, [(0,)], FixedPolicy(), tokens)
+    return deviation(lambda c, source: ToyTreeRequest(target, drafts, c, source), target, [(0,)], FixedPolicy(), tokens)
 
 
 @pytest.mark.parametrize("name", SAMPLED)

@@ -32,7 +32,7 @@ from outrider.scheduling.policies import FixedPolicy, ThresholdPolicy
 from outrider.target.model import Target
 from outrider.target.paged import Span
 from tests.proof.cases import TOLERANCE, VISIBLE, WARPS, deviation
-from tests.proof.enumeration import LaneFactory, Tokens
+from tests.proof.enumeration import RequestFactory, Tokens
 from tests.proof.toys import ToyTarget
 from tests.toys.drafters import call_for, small_model
 from tests.toys.engine import assert_solo, finish, prompts
@@ -390,7 +390,7 @@ def test_decoding_ends_the_sessions_it_began() -> None:
 
 
 @dataclass
-class ServedLane:
+class ServedRequest:
     """One round of a toy target with a drafter as it is served."""
 
     target: ToyTarget
@@ -408,8 +408,8 @@ class ServedLane:
         return lambda k: self.target.row(self.context + tuple(tokens[:k]))
 
 
-def served(target: ToyTarget, drafter: Drafter) -> LaneFactory:
-    return lambda context, source: ServedLane(target, drafter, context, source)
+def served(target: ToyTarget, drafter: Drafter) -> RequestFactory:
+    return lambda context, source: ServedRequest(target, drafter, context, source)
 
 
 def exact_model(vocab: int) -> Target:

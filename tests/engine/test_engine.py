@@ -26,9 +26,8 @@ from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig, Scheduler
 from outrider.sampling import SamplingParams
 from outrider.scheduling.cost import SpsTable
-from outrider.scheduling.gate import SkipDrafting
+from outrider.scheduling.gate import GateView, SkipDrafting
 from outrider.scheduling.policies import FixedPolicy, Policy, PrefixScheduler, ThresholdPolicy
-from outrider.scheduling.view import GateView
 from outrider.target.model import Target
 from tests.toys.engine import assert_solo, finish, prompts, toy_drafter
 from tests.toys.targets import toy_target

@@ -13,8 +13,9 @@ from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig, Scheduler
 from outrider.sampling import SamplingParams
-from outrider.scheduling.policies import FixedPolicy
-from outrider.scheduling.view import History, Ints, StepView
+from outrider.scheduling.cost import Ints
+from outrider.scheduling.gate import History
+from outrider.scheduling.policies import FixedPolicy, StepView
 from outrider.target.model import Target
 from tests.toys.engine import finish, prompts, toy_drafter
 from tests.toys.targets import toy_target

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 import outrider.cli.bench as bench
-from outrider.backends.local import PrunedDrafter, ShortenedDrafter, build_variant, default_variants, limited
+from outrider.backends.local import LimitedDrafter, build_variant, default_variants, limited
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.cli.common import load
 from outrider.decoding.generate import generate
@@ -309,7 +309,7 @@ def test_a_variant_gets_as_much_of_the_drafter_as_it_wants() -> None:
     found = {name: limited(drafter, build_variant(name, 4, 0.2, None).drafts) for name in names}
     shortened = found["fixed-3"]
     assert found["none"] is None and found["threshold"] is drafter
-    assert isinstance(shortened, ShortenedDrafter)
+    assert isinstance(shortened, LimitedDrafter)
     assert (shortened.gamma, shortened.aux_layers) == (3, drafter.aux_layers)
     engine = Engine(target, shortened)
     engine.submit(Request("a", [5, 6, 7], rules=StopRules(12, stop_ids=())))
@@ -326,7 +326,7 @@ def test_a_tree_is_pruned_not_cut() -> None:
     whole = DynamicTreeDrafter(Eagle3Drafter(make_drafter(target), target, Serving()), TreeShape(3, 4, 20))
     assert limited(whole, build_variant("fixed-20", 20, None, None).drafts) is whole
     pruned = limited(whole, build_variant("fixed-5", 20, None, None).drafts)
-    assert isinstance(pruned, PrunedDrafter) and pruned.trees and (pruned.nodes, pruned.gamma) == (5, 3)
+    assert isinstance(pruned, LimitedDrafter) and pruned.trees and (pruned.nodes, pruned.gamma) == (5, 3)
     asked: list[int | None] = []
     real = whole.propose
 

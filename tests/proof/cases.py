@@ -8,13 +8,13 @@ from outrider.sampling import SamplingParams
 from outrider.scheduling.cost import SpsTable
 from outrider.scheduling.policies import FixedPolicy, Policy, PrefixScheduler, ThresholdPolicy
 from tests.proof.enumeration import (
-    LaneFactory,
+    RequestFactory,
     Tokens,
     exact_output_distribution,
     exact_target_distribution,
     max_deviation,
 )
-from tests.proof.toys import ToyDrafter, ToyLane, ToyTarget
+from tests.proof.toys import ToyDrafter, ToyRequest, ToyTarget
 
 TOLERANCE, VISIBLE = 1e-12, 1e-3
 WARPS = {
@@ -35,8 +35,10 @@ POLICIES: list[Policy] = [
 ]
 
 
-def deviation(lane: LaneFactory, target: ToyTarget, prompts: Sequence[Tokens], policy: Policy, tokens: int) -> float:
-    actual = exact_output_distribution(lane, prompts, policy, tokens)
+def deviation(
+    new_request: RequestFactory, target: ToyTarget, prompts: Sequence[Tokens], policy: Policy, tokens: int
+) -> float:
+    actual = exact_output_distribution(new_request, prompts, policy, tokens)
     assert abs(sum(actual.values()) - 1) < TOLERANCE
     return max_deviation(actual, exact_target_distribution(target.row, prompts, tokens))
 
@@ -47,5 +49,5 @@ def toy(
     return ToyDrafter(ToyTarget(vocab, params), gamma, head, ids)
 
 
-def lanes_of(drafter: ToyDrafter, lane: type[ToyLane] = ToyLane) -> LaneFactory:
-    return lambda context, source: lane(drafter.target, drafter, context, source)
+def requests_of(drafter: ToyDrafter, request_type: type[ToyRequest] = ToyRequest) -> RequestFactory:
+    return lambda context, source: request_type(drafter.target, drafter, context, source)

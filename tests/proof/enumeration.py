@@ -20,9 +20,8 @@ from torch import Tensor
 from outrider.decoding.round import run_round
 from outrider.drafters.draft import Draft
 from outrider.sampling import RandomSource
-from outrider.scheduling.gate import DraftGate
-from outrider.scheduling.policies import Policy
-from outrider.scheduling.view import History, StepView
+from outrider.scheduling.gate import DraftGate, History
+from outrider.scheduling.policies import Policy, StepView
 from outrider.verification import TargetRows, TypicalAcceptance
 
 T = TypeVar("T")
@@ -132,8 +131,8 @@ class _Recorder:
 Distribution = dict[tuple[Tokens, ...], float]  # joint, over one continuation per request
 
 
-class Lane(Protocol):
-    """One request of a `Lanes` batch."""
+class EnumeratedRequest(Protocol):
+    """One request of an `EnumeratedBatch`."""
 
     @property
     def source(self) -> RandomSource: ...
@@ -143,7 +142,7 @@ class Lane(Protocol):
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]: ...
 
 
-class Lanes:
+class EnumeratedBatch:
     """A `Batch` (decoding/round.py) of requests that draft and score one by one.
 
     Without a history a policy sees this step alone, and every request drafts.
@@ -151,14 +150,14 @@ class Lanes:
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
+        requests: Sequence[EnumeratedRequest],
         ids: Sequence[int] = (),
         contexts: Sequence[int] = (),
         history: History | None = None,
         gate: DraftGate | None = None,
     ) -> None:
-        self.lanes, self.ids, self.contexts, self.history = lanes, ids, contexts, history
-        self.depths: list[int | None] = [None] * len(lanes)
+        self.requests, self.ids, self.contexts, self.history = requests, ids, contexts, history
+        self.depths: list[int | None] = [None] * len(requests)
         if gate is not None:
             assert history is not None, "a gate decides by history"
             self.depths = gate.depths(history.gate_view(ids, contexts)).tolist()
@@ -166,11 +165,13 @@ class Lanes:
 
     @property
     def sources(self) -> Sequence[RandomSource]:
-        return [lane.source for lane in self.lanes]
+        return [request.source for request in self.requests]
 
     def draft(self, min_confidence: float) -> list[Draft]:
-        pairs = zip(self.lanes, self.depths, strict=True)
-        return [Draft.empty() if depth == 0 else lane.draft(min_confidence).truncated(depth) for lane, depth in pairs]
+        pairs = zip(self.requests, self.depths, strict=True)
+        return [
+            Draft.empty() if depth == 0 else request.draft(min_confidence).truncated(depth) for request, depth in pairs
+        ]
 
     def view(self, proposals: Sequence[Draft]) -> StepView:
         confidences, drafted = [p.confidences for p in proposals], [len(p.tokens) for p in proposals]
@@ -181,26 +182,26 @@ class Lanes:
         return self.shown
 
     def score(self, parts: Sequence[Draft]) -> list[TargetRows]:
-        return [TargetRows(_rows(lane, part)) for lane, part in zip(self.lanes, parts, strict=True)]
+        return [TargetRows(_rows(request, part)) for request, part in zip(self.requests, parts, strict=True)]
 
 
-def _rows(lane: Lane, part: Draft) -> Callable[[int], Tensor]:
-    """A lane scores chains; row k of a draft is the last row of the chain that leads there."""
+def _rows(request: EnumeratedRequest, part: Draft) -> Callable[[int], Tensor]:
+    """A request scores chains; row k of a draft is the last row of the chain that leads there."""
 
     def row(k: int) -> Tensor:
         way = part.tokens_before(k)
-        return lane.score(way)(len(way))
+        return request.score(way)(len(way))
 
     return row
 
 
-LaneFactory = Callable[[Tokens, RandomSource], Lane]
+RequestFactory = Callable[[Tokens, RandomSource], EnumeratedRequest]
 Trail = tuple[bytes, ...]  # all that was drafted so far: what a history is a function of
 
 
 @torch.inference_mode()
 def exact_output_distribution(
-    lane: LaneFactory,
+    new_request: RequestFactory,
     prompts: Sequence[Tokens],
     policy: Policy,
     new_tokens: int,
@@ -210,7 +211,7 @@ def exact_output_distribution(
 ) -> Distribution:
     """The joint distribution of what speculative decoding makes of the prompts, cut at `new_tokens` each.
 
-    `lane(context, source)` makes a request's lane for one round. A request that has its tokens leaves the batch. With a
+    `new_request(context, source)` makes a request for one round. A request that has its tokens leaves the batch. With a
     `history` (still empty), what policy and `gate` remember is part of the state, and only states alike in it merge.
     A `typical` rule must show.
     """
@@ -231,8 +232,8 @@ def exact_output_distribution(
                 contexts: list[Tokens] = contexts,
                 remembered: History | None = remembered,
             ) -> tuple[tuple[Tokens, ...], StepView]:
-                lanes = [lane(context, source) for context in contexts]
-                batch = Lanes(lanes, live, [len(context) for context in contexts], remembered, gate)
+                requests = [new_request(context, source) for context in contexts]
+                batch = EnumeratedBatch(requests, live, [len(context) for context in contexts], remembered, gate)
                 extended = list(outputs)
                 for r, result in zip(live, run_round(batch, policy, typical), strict=True):
                     extended[r] = (outputs[r] + tuple(result.tokens))[:new_tokens]

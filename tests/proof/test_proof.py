@@ -17,33 +17,35 @@ import outrider.verification as chain_module
 from outrider.decoding.round import RoundResult
 from outrider.drafters.draft import Draft
 from outrider.sampling import RandomSource, SamplingParams, SeenTokens, residual, warp
-from outrider.scheduling.cost import SpsTable, StepCost, step_seconds
-from outrider.scheduling.gate import DraftGate, SkipDrafting
+from outrider.scheduling.cost import Floats, Ints, SpsTable, StepCost
+from outrider.scheduling.gate import DraftGate, GateView, History, SkipDrafting
 from outrider.scheduling.policies import (
     AsyncScheduler,
     FixedPolicy,
     GoodputPolicy,
     LookAhead,
+    PastStep,
     Policy,
     PrefixScheduler,
+    StepView,
     ThresholdPolicy,
     causal_order,
     gains,
     lengths_of,
+    step_seconds,
 )
-from outrider.scheduling.view import Floats, GateView, History, Ints, PastStep, StepView
 from outrider.verification import TargetRows, Verdict, verify
-from tests.proof.cases import HEADS, POLICIES, TOLERANCE, VISIBLE, WARPS, deviation, lanes_of, toy
+from tests.proof.cases import HEADS, POLICIES, TOLERANCE, VISIBLE, WARPS, deviation, requests_of, toy
 from tests.proof.enumeration import (
+    EnumeratedBatch,
     EnumeratingSource,
-    Lanes,
     Tokens,
     enumerate_traces,
     exact_output_distribution,
     exact_target_distribution,
     max_deviation,
 )
-from tests.proof.toys import ToyDrafter, ToyLane, ToyTarget
+from tests.proof.toys import ToyDrafter, ToyRequest, ToyTarget
 from tests.toys.oracle import chain_of, drafted_with, row_of
 
 
@@ -53,7 +55,7 @@ from tests.toys.oracle import chain_of, drafted_with, row_of
 def test_one_request(gamma: int, head: str | None, name: str) -> None:
     drafter = toy(WARPS[name], gamma, head)
     for policy in POLICIES:
-        assert deviation(lanes_of(drafter), drafter.target, [(0,)], policy, 4) <= TOLERANCE
+        assert deviation(requests_of(drafter), drafter.target, [(0,)], policy, 4) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", WARPS)
@@ -61,13 +63,13 @@ def test_one_request(gamma: int, head: str | None, name: str) -> None:
 def test_reduced_draft_vocabulary(head: str | None, name: str) -> None:
     drafter = toy(WARPS[name], 2, head, vocab=4, ids=[1, 3])
     for policy in POLICIES:
-        assert deviation(lanes_of(drafter), drafter.target, [(0,)], policy, 3) <= TOLERANCE
+        assert deviation(requests_of(drafter), drafter.target, [(0,)], policy, 3) <= TOLERANCE
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_four_tokens_in_the_vocabulary(policy: Policy) -> None:
     drafter = toy(WARPS["all"], 2, "rnn", vocab=4)
-    assert deviation(lanes_of(drafter), drafter.target, [(3,)], policy, 4) <= TOLERANCE
+    assert deviation(requests_of(drafter), drafter.target, [(3,)], policy, 4) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["plain", "penalty", "all"])
@@ -75,8 +77,8 @@ def test_four_tokens_in_the_vocabulary(policy: Policy) -> None:
 def test_two_requests_stay_independent(policy: Policy, name: str) -> None:
     short, long = toy(WARPS[name], 1, "vanilla", vocab=2), toy(WARPS[name], 2, "rnn", vocab=2)
     prompts = [(0,), (1, 1)]
-    assert deviation(lanes_of(short), short.target, prompts, policy, 3) <= TOLERANCE
-    assert deviation(lanes_of(long), long.target, prompts, policy, 2) <= TOLERANCE
+    assert deviation(requests_of(short), short.target, prompts, policy, 3) <= TOLERANCE
+    assert deviation(requests_of(long), long.target, prompts, policy, 2) <= TOLERANCE
 
 
 @pytest.mark.parametrize("policy", POLICIES[1:])
@@ -87,7 +89,7 @@ def test_the_policies_of_these_tests_follow_the_draft(policy: Policy) -> None:
 
     def lengths(context: Tokens) -> set[int]:
         def admitted(source: RandomSource) -> int:
-            (result,) = round_module.run_round(Lanes([lanes_of(drafter)(context, source)]), policy)
+            (result,) = round_module.run_round(EnumeratedBatch([requests_of(drafter)(context, source)]), policy)
             return len(result.verified.tokens)
 
         return {length for length, _ in enumerate_traces(admitted)}
@@ -181,7 +183,7 @@ def two_requests(policy: Policy, gamma: int, gate: DraftGate | None = None, reme
     drafter = ToyDrafter(ToyTarget(2, WARPS["plain"]), gamma, "vanilla", seed=2)
     prompts: list[Tokens] = [(0,), (1, 1)]
     history = History(gamma, decay=0.5) if remember else None
-    actual = exact_output_distribution(lanes_of(drafter), prompts, policy, SHAPES[gamma], history, gate)
+    actual = exact_output_distribution(requests_of(drafter), prompts, policy, SHAPES[gamma], history, gate)
     assert abs(sum(actual.values()) - 1) < TOLERANCE
     return max_deviation(actual, exact_target_distribution(drafter.target.row, prompts, SHAPES[gamma]))
 
@@ -234,7 +236,7 @@ def test_look_ahead_at_realised_confidences_is_caught(monkeypatch: pytest.Monkey
     assert two_requests(LookAhead(TABLES["jagged"]), 2) > VISIBLE
 
 
-class PeekingEstimatorLane(ToyLane):
+class PeekingEstimatorRequest(ToyRequest):
     """Confidence = the probability of the token that was drawn."""
 
     def draft(self, min_confidence: float) -> Draft:
@@ -245,11 +247,11 @@ class PeekingEstimatorLane(ToyLane):
 @pytest.mark.parametrize("name", ["threshold", "prefix", "async", "look-ahead"])
 def test_an_estimator_that_peeks_at_the_drawn_token_is_caught(name: str) -> None:
     drafter = toy(WARPS["plain"], 2, "vanilla", vocab=2)
-    lane, policy = lanes_of(drafter, PeekingEstimatorLane), BY_NAME[name](TABLES["smooth"])
-    assert deviation(lane, drafter.target, [(0,), (1, 1)], policy, 2) > VISIBLE
+    new_request, policy = requests_of(drafter, PeekingEstimatorRequest), BY_NAME[name](TABLES["smooth"])
+    assert deviation(new_request, drafter.target, [(0,), (1, 1)], policy, 2) > VISIBLE
 
 
-class TiedConfidences(ToyLane):
+class TiedConfidences(ToyRequest):
     """Drafts one token with the same confidence for all, and shows it to `TiesByToken`."""
 
     drawn: ClassVar[list[int]] = []
@@ -272,7 +274,7 @@ class TiesByToken(PrefixScheduler):
 def test_ties_broken_by_token_values_are_caught(policy: type[PrefixScheduler], lossless: bool) -> None:
     one_token = policy(SpsTable([1.0, 1.0, 1.0, 1e-9]))  # two requests may verify one draft token between them
     drafter = toy(WARPS["plain"], 1, "vanilla", vocab=2)
-    found = deviation(lanes_of(drafter, TiedConfidences), drafter.target, [(0,), (1, 1)], one_token, 2)
+    found = deviation(requests_of(drafter, TiedConfidences), drafter.target, [(0,), (1, 1)], one_token, 2)
     assert found <= TOLERANCE if lossless else found > VISIBLE
 
 
@@ -289,7 +291,7 @@ def test_two_requests_that_may_skip_their_drafts(table: str, gamma: int) -> None
 # The counterexample: c_2 tells x_1: a search that reads it verifies exactly the lucky drafts.
 
 
-class CounterexampleLane:
+class CounterexampleRequest:
     def __init__(self, source: RandomSource) -> None:
         self.source = source
 
@@ -307,7 +309,7 @@ PAPER_SPS = SpsTable([1.0, 0.5, 0.45])
 
 def test_global_search_is_caught() -> None:
     def output(policy: Policy) -> list[float]:
-        outputs = exact_output_distribution(lambda context, source: CounterexampleLane(source), [(0,)], policy, 1)
+        outputs = exact_output_distribution(lambda context, source: CounterexampleRequest(source), [(0,)], policy, 1)
         return [outputs[((token,),)] for token in range(2)]
 
     assert output(GlobalSearch(PAPER_SPS)) == pytest.approx([0.85, 0.15], abs=TOLERANCE)
@@ -340,10 +342,10 @@ def fair_bonus(proposal: Draft, row: Callable[[int], Tensor], source: RandomSour
 
 
 def broken_deviation(
-    params: SamplingParams = WARPS["plain"], policy: Policy = POLICIES[0], lane: type[ToyLane] = ToyLane
+    params: SamplingParams = WARPS["plain"], policy: Policy = POLICIES[0], request_type: type[ToyRequest] = ToyRequest
 ) -> float:
     drafter = toy(params, 2, "vanilla")
-    return deviation(lanes_of(drafter, lane), drafter.target, [(0,)], policy, 3)
+    return deviation(requests_of(drafter, request_type), drafter.target, [(0,)], policy, 3)
 
 
 def test_the_unbroken_rule_passes_the_same_harness(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,7 +394,7 @@ def test_mutation_bonus_left_to_the_drafter(monkeypatch: pytest.MonkeyPatch) -> 
     assert broken_deviation() > VISIBLE
 
 
-class TiedLane:
+class TiedRequest:
     """Greedy decoding of two tokens whose logits tie: the answer is token 0, the draft is token 1."""
 
     def __init__(self, source: RandomSource) -> None:
@@ -408,7 +410,7 @@ class TiedLane:
 def test_mutation_accepting_on_ties(monkeypatch: pytest.MonkeyPatch) -> None:
     def deviation() -> float:
         policy = FixedPolicy()
-        output = exact_output_distribution(lambda context, source: TiedLane(source), [(0,)], policy, 1)
+        output = exact_output_distribution(lambda context, source: TiedRequest(source), [(0,)], policy, 1)
         return max_deviation(output, {((0,),): 1.0})
 
     assert deviation() <= 1e-12
@@ -432,7 +434,7 @@ def test_mutation_policy_peeks() -> None:
     assert broken_deviation(policy=PeekingPolicy()) > VISIBLE
 
 
-class UnwarpedDraftLane(ToyLane):
+class UnwarpedDraftRequest(ToyRequest):
     """Samples at the temperature, reports the distribution without it."""
 
     def draft(self, min_confidence: float) -> Draft:
@@ -444,10 +446,10 @@ class UnwarpedDraftLane(ToyLane):
 
 
 def test_mutation_draft_reports_unwarped_probabilities() -> None:
-    assert broken_deviation(WARPS["temperature"], lane=UnwarpedDraftLane) > VISIBLE
+    assert broken_deviation(WARPS["temperature"], request_type=UnwarpedDraftRequest) > VISIBLE
 
 
-class ForgetfulLane(ToyLane):
+class ForgetfulRequest(ToyRequest):
     """Repetition penalty over the committed tokens only: draft tokens before row k are forgotten."""
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
@@ -458,17 +460,17 @@ class ForgetfulLane(ToyLane):
 
 
 def test_mutation_penalty_forgets_the_block() -> None:
-    assert broken_deviation(WARPS["penalty"], lane=ForgetfulLane) > VISIBLE
+    assert broken_deviation(WARPS["penalty"], request_type=ForgetfulRequest) > VISIBLE
 
 
 def test_mutation_two_requests_share_their_luck(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request alone is right; only the joint distribution shows it."""
     real = round_module.run_round
 
-    def shared(batch: Lanes, policy: Policy, typical: None) -> list[RoundResult]:
-        return real(Lanes(batch.lanes[:1]), policy, typical) * len(batch.lanes)
+    def shared(batch: EnumeratedBatch, policy: Policy, typical: None) -> list[RoundResult]:
+        return real(EnumeratedBatch(batch.requests[:1]), policy, typical) * len(batch.requests)
 
     monkeypatch.setattr("tests.proof.enumeration.run_round", shared)
     drafter = toy(WARPS["plain"], 1, "vanilla", vocab=2)
-    assert deviation(lanes_of(drafter), drafter.target, [(0,)], POLICIES[0], 2) <= TOLERANCE
-    assert deviation(lanes_of(drafter), drafter.target, [(0,), (0,)], POLICIES[0], 1) > VISIBLE
+    assert deviation(requests_of(drafter), drafter.target, [(0,)], POLICIES[0], 2) <= TOLERANCE
+    assert deviation(requests_of(drafter), drafter.target, [(0,), (0,)], POLICIES[0], 1) > VISIBLE

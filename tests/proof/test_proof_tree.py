@@ -19,9 +19,9 @@ from outrider.scheduling.cost import SpsTable
 from outrider.scheduling.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler
 from outrider.verification import TargetRows, Verdict, verify
 from tests.proof.cases import POLICIES, TOLERANCE, VISIBLE, WARPS
-from tests.proof.enumeration import EnumeratingSource, Lanes, enumerate_traces
-from tests.proof.toys import ToyTarget, ToyTreeLane
-from tests.proof.tree_cases import ALL, KINDS, lanes_of, off, toy
+from tests.proof.enumeration import EnumeratedBatch, EnumeratingSource, enumerate_traces
+from tests.proof.toys import ToyTarget, ToyTreeRequest
+from tests.proof.tree_cases import ALL, KINDS, off, requests_of, toy
 from tests.toys.oracle import chain_of
 
 SHAPES = {
@@ -66,7 +66,7 @@ def test_grown_trees_differ_in_shape_and_policies_cut_them() -> None:
     policy = PrefixScheduler(SPS)
 
     def one(source: RandomSource) -> tuple[tuple[int, ...], int]:
-        result = round_module.run_round(Lanes([lanes_of(drafter)((0,), source)]), policy)[0]
+        result = round_module.run_round(EnumeratedBatch([requests_of(drafter)((0,), source)]), policy)[0]
         return tuple(result.draft.parents), len(result.verified.tokens)
 
     found = {outcome for outcome, _ in enumerate_traces(one)}
@@ -129,7 +129,7 @@ def test_siblings_without_replacement_have_the_distribution_of_successive_draws(
 
 
 def test_reranking_chosen_nodes_is_lossless() -> None:
-    class Reranked(ToyTreeLane):
+    class Reranked(ToyTreeRequest):
         def draft(self, min_confidence: float) -> Draft:
             proposal = super().draft(min_confidence)
             survivals: list[float] = []
@@ -140,9 +140,9 @@ def test_reranking_chosen_nodes_is_lossless() -> None:
                 survivals.append(probability * (1.0 if above < 0 else survivals[above]))
             return rerank(proposal, survivals, 3)
 
-    assert off(toy(WARPS["plain"], (-1, -1, 0, 0, 1), KINDS["chosen"]), lane=Reranked) <= TOLERANCE
+    assert off(toy(WARPS["plain"], (-1, -1, 0, 0, 1), KINDS["chosen"]), request_type=Reranked) <= TOLERANCE
     with pytest.raises(AssertionError, match="reranking drawn nodes"):
-        off(toy(WARPS["plain"], (-1, -1), KINDS["without"]), lane=Reranked)
+        off(toy(WARPS["plain"], (-1, -1), KINDS["without"]), request_type=Reranked)
 
 
 # Deliberately broken rules. Each must show.
@@ -163,7 +163,7 @@ def test_mutation_the_target_forgets_the_first_sibling(monkeypatch: pytest.Monke
     assert off(toy(WARPS["plain"], (-1, -1))) > VISIBLE
 
 
-class Mistaken(ToyTreeLane):
+class Mistaken(ToyTreeRequest):
     """Drawn with replacement, reported as without."""
 
     def draft(self, min_confidence: float) -> Draft:
@@ -178,10 +178,10 @@ def test_mutation_duplicates_reported_as_drawn_without_replacement(monkeypatch: 
         return rest_V / rest_V.sum()
 
     monkeypatch.setattr(tree_module, "without", nearly_without)
-    assert off(toy(WARPS["plain"], (-1, -1), KINDS["replaced"]), lane=Mistaken) > VISIBLE
+    assert off(toy(WARPS["plain"], (-1, -1), KINDS["replaced"]), request_type=Mistaken) > VISIBLE
 
 
-class Undrawn(ToyTreeLane):
+class Undrawn(ToyTreeRequest):
     """Drawn, reported as chosen."""
 
     def draft(self, min_confidence: float) -> Draft:
@@ -190,7 +190,7 @@ class Undrawn(ToyTreeLane):
 
 def test_drawn_nodes_judged_as_chosen_are_lossless_but_worse() -> None:
     """Given the draw, accepting with p_t(x) is exact for any x: the price is acceptance, not the distribution."""
-    assert off(toy(WARPS["plain"], (-1, -1, 0)), lane=Undrawn) <= TOLERANCE
+    assert off(toy(WARPS["plain"], (-1, -1, 0)), request_type=Undrawn) <= TOLERANCE
 
 
 def with_order(monkeypatch: pytest.MonkeyPatch, key: Callable[[Tensor, int], float]) -> None:
@@ -241,7 +241,7 @@ def test_mutation_a_sibling_is_accepted_under_its_brother(monkeypatch: pytest.Mo
     assert off(toy(WARPS["plain"], (-1, -1, 1))) > VISIBLE
 
 
-class ForgetfulLane(ToyTreeLane):
+class ForgetfulRequest(ToyTreeRequest):
     """A repetition penalty that forgets the draft tokens on the way to a node."""
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
@@ -252,10 +252,10 @@ class ForgetfulLane(ToyTreeLane):
 
 
 def test_mutation_penalty_forgets_the_path() -> None:
-    assert off(toy(WARPS["penalty"], (-1, -1, 0)), lane=ForgetfulLane) > VISIBLE
+    assert off(toy(WARPS["penalty"], (-1, -1, 0)), request_type=ForgetfulRequest) > VISIBLE
 
 
-class LuckyFirst(ToyTreeLane):
+class LuckyFirst(ToyTreeRequest):
     """Keeps of two drawn nodes the one that turned out likelier."""
 
     def draft(self, min_confidence: float) -> Draft:
@@ -267,10 +267,10 @@ class LuckyFirst(ToyTreeLane):
 
 @pytest.mark.parametrize("kinds", ["without", "replaced"])
 def test_mutation_drawn_nodes_reranked_by_what_was_drawn(kinds: str) -> None:
-    assert off(toy(WARPS["plain"], (-1, -1), KINDS[kinds]), lane=LuckyFirst) > VISIBLE
+    assert off(toy(WARPS["plain"], (-1, -1), KINDS[kinds]), request_type=LuckyFirst) > VISIBLE
 
 
-class YoungerDecides(ToyTreeLane):
+class YoungerDecides(ToyTreeRequest):
     """Admits the first sibling by the value of the second."""
 
     def draft(self, min_confidence: float) -> Draft:
@@ -278,7 +278,7 @@ class YoungerDecides(ToyTreeLane):
         return proposal.truncated(2 if proposal.tokens[1] == 0 else 0)
 
 
-class OlderDecides(ToyTreeLane):
+class OlderDecides(ToyTreeRequest):
     """Admits the second sibling by the value of the first."""
 
     def draft(self, min_confidence: float) -> Draft:
@@ -286,16 +286,16 @@ class OlderDecides(ToyTreeLane):
         return proposal.truncated(2 if proposal.tokens[0] == 0 else 1)
 
 
-@pytest.mark.parametrize(("lane", "lossless"), [(OlderDecides, True), (YoungerDecides, False)])
+@pytest.mark.parametrize(("request_type", "lossless"), [(OlderDecides, True), (YoungerDecides, False)])
 @pytest.mark.parametrize("kinds", ["without", "replaced"])
 def test_an_older_sibling_may_decide_about_a_younger_and_not_the_other_way(
-    kinds: str, lane: type[ToyTreeLane], lossless: bool
+    kinds: str, request_type: type[ToyTreeRequest], lossless: bool
 ) -> None:
-    found = off(toy(WARPS["plain"], (-1, -1), KINDS[kinds]), lane=lane)
+    found = off(toy(WARPS["plain"], (-1, -1), KINDS[kinds]), request_type=request_type)
     assert found <= TOLERANCE if lossless else found > VISIBLE
 
 
-class PeekingLane(ToyTreeLane):
+class PeekingRequest(ToyTreeRequest):
     """A node's survival is the probability of the token that was drawn for it."""
 
     def draft(self, min_confidence: float) -> Draft:
@@ -305,13 +305,15 @@ class PeekingLane(ToyTreeLane):
 
 
 def test_mutation_survival_peeks_at_the_token() -> None:
-    assert off(toy(WARPS["plain"], (-1, -1)), PrefixScheduler(SpsTable([1.0, 0.7])), lane=PeekingLane) > VISIBLE
+    assert (
+        off(toy(WARPS["plain"], (-1, -1)), PrefixScheduler(SpsTable([1.0, 0.7])), request_type=PeekingRequest) > VISIBLE
+    )
 
 
 def test_policies_for_chains_know_trees_by_survival() -> None:
     proposal = Draft([5, 6, 7], [-1, -1, 0], confidences=conditional_confidences([0.8, 0.4, 0.2]))
     assert proposal.confidences == pytest.approx([0.8, 0.5, 0.5])
-    assert [len(policy.lengths(Lanes([]).view([proposal]))) for policy in POLICIES] == [1, 1, 1]
+    assert [len(policy.lengths(EnumeratedBatch([]).view([proposal]))) for policy in POLICIES] == [1, 1, 1]
 
 
 def test_a_verdict_counts_its_path() -> None:

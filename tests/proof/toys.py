@@ -69,11 +69,11 @@ class ToyDrafter:
     def draft(self, context: Tokens, source: RandomSource, min_confidence: float = 0.0) -> Draft:
         if (context, min_confidence) not in self._trees:
             self._trees[context, min_confidence] = DraftTree(
-                lambda recorder: self._walk(context, recorder, min_confidence)
+                lambda recorder: self._draw(context, recorder, min_confidence)
             )
         return self._trees[context, min_confidence].draw(source)
 
-    def _walk(self, context: Tokens, source: RandomSource, min_confidence: float) -> Draft:
+    def _draw(self, context: Tokens, source: RandomSource, min_confidence: float) -> Draft:
         columns = self.draft_vocab_size + self.hidden_size
         block = torch.randn(self.gamma, columns, generator=_generator(self.seed, context), dtype=torch.float64)
         base_logits_KVd, hidden_KH = block.split([self.draft_vocab_size, self.hidden_size], dim=1)
@@ -111,7 +111,7 @@ class ToySelector(ToyDrafter):
 
 
 @dataclass
-class ToyLane:
+class ToyRequest:
     """One toy request in a round; its context ends with the anchor."""
 
     target: ToyTarget
@@ -235,7 +235,7 @@ class ToyTreeDrafter:
 
 
 @dataclass
-class ToyTreeLane:
+class ToyTreeRequest:
     """One toy request whose drafts are trees; its context ends with the anchor."""
 
     target: ToyTarget

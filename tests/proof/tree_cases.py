@@ -8,8 +8,8 @@ from typing import Any
 from outrider.sampling import SamplingParams
 from outrider.scheduling.policies import FixedPolicy, Policy
 from tests.proof.cases import deviation
-from tests.proof.enumeration import LaneFactory, Tokens
-from tests.proof.toys import Kind, ToyTarget, ToyTreeDrafter, ToyTreeLane
+from tests.proof.enumeration import RequestFactory, Tokens
+from tests.proof.toys import Kind, ToyTarget, ToyTreeDrafter, ToyTreeRequest
 
 ALL = FixedPolicy()
 
@@ -27,15 +27,15 @@ def toy(
     return ToyTreeDrafter(ToyTarget(vocab, params), parents, kinds, **more)
 
 
-def lanes_of(drafter: ToyTreeDrafter, lane: type[ToyTreeLane] = ToyTreeLane) -> LaneFactory:
-    return lambda context, source: lane(drafter.target, drafter, context, source)
+def requests_of(drafter: ToyTreeDrafter, request_type: type[ToyTreeRequest] = ToyTreeRequest) -> RequestFactory:
+    return lambda context, source: request_type(drafter.target, drafter, context, source)
 
 
 def off(
     drafter: ToyTreeDrafter,
     policy: Policy = ALL,
     tokens: int = 3,
-    lane: type[ToyTreeLane] = ToyTreeLane,
+    request_type: type[ToyTreeRequest] = ToyTreeRequest,
     prompts: Sequence[Tokens] = ((0,),),
 ) -> float:
-    return deviation(lanes_of(drafter, lane), drafter.target, prompts, policy, tokens)
+    return deviation(requests_of(drafter, request_type), drafter.target, prompts, policy, tokens)

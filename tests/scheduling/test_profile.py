@@ -25,8 +25,7 @@ from outrider.drafters.dspark import DSpark
 from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape
 from outrider.evaluation.profile import ProfileConfig, forward_jobs, measure_profile, setting_of, shape_digest, sweep
 from outrider.scheduling.cost import Additive, Profile
-from outrider.scheduling.policies import PrefixScheduler
-from outrider.scheduling.view import StepView
+from outrider.scheduling.policies import PrefixScheduler, StepView
 from outrider.target.model import Target, load_target
 from outrider.target.paged import PagedKV, Span
 from outrider.utils.measure import machine

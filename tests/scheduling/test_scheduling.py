@@ -15,18 +15,19 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 
 from benchmarks.planning import CLIFFS, POLICIES, busy_step, gate_microseconds, planning_microseconds
-from outrider.scheduling.cost import SpsTable
-from outrider.scheduling.gate import AlwaysDraft, DraftGate, SkipDrafting
+from outrider.scheduling.cost import Floats, Ints, SpsTable
+from outrider.scheduling.gate import AlwaysDraft, DraftGate, GateView, History, SkipDrafting
 from outrider.scheduling.policies import (
     AsyncScheduler,
     FixedPolicy,
     GoodputPolicy,
     LookAhead,
+    PastStep,
     Policy,
     PrefixScheduler,
+    StepView,
     ThresholdPolicy,
 )
-from outrider.scheduling.view import Floats, GateView, History, Ints, PastStep, StepView
 
 FREE = SpsTable([1.0])
 

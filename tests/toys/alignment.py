@@ -89,7 +89,7 @@ def serve(drafter: Drafter, target: Target, sample: Sample) -> dict[int, Tensor]
 
 
 class Forced(PositionNoise):
-    """Noise that draws the given tokens, from `start` on: teacher forcing through the production walk."""
+    """Noise that draws the given tokens, from `start` on: teacher forcing through the production sampling chain."""
 
     def __init__(self, tokens: list[int], start: int) -> None:
         self.tokens = dict(enumerate(tokens, start))

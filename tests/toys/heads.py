@@ -62,7 +62,7 @@ def training_inputs(target: Target, texts: list[Text], anchors: list[list[int]],
 
 
 class Forced:
-    """Draws the given tokens: teacher forcing through the production walk."""
+    """Draws the given tokens: teacher forcing through the production sampling chain."""
 
     def __init__(self, indices: list[int]) -> None:
         self.indices = list(indices)

@@ -1,4 +1,4 @@
-"""Drafters made for tests: they propose what a test wants, through the production walk's own data type."""
+"""Drafters made for tests: they propose what a test wants, as the production code's own `Draft`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from outrider.verification import TargetRows, TypicalAcceptance, lossy_note, ver
 from tests.proof import cases as chains
 from tests.proof import tree_cases as trees
 from tests.proof.cases import TOLERANCE, VISIBLE, WARPS
-from tests.proof.enumeration import LaneFactory, exact_output_distribution, exact_target_distribution, max_deviation
+from tests.proof.enumeration import RequestFactory, exact_output_distribution, exact_target_distribution, max_deviation
 from tests.proof.toys import ToyTarget
 from tests.proof.tree_cases import KINDS
 from tests.toys.evaluations import results
@@ -100,8 +100,8 @@ def test_constants_without_a_meaning_are_refused(wrong: dict[str, float]) -> Non
         TypicalAcceptance(**wrong)
 
 
-def off(lane: LaneFactory, target: ToyTarget, tokens: int = 2) -> float:
-    found = exact_output_distribution(lane, [(0,)], FixedPolicy(), tokens, typical=TypicalAcceptance())
+def off(new_request: RequestFactory, target: ToyTarget, tokens: int = 2) -> float:
+    found = exact_output_distribution(new_request, [(0,)], FixedPolicy(), tokens, typical=TypicalAcceptance())
     assert abs(sum(found.values()) - 1) < TOLERANCE
     return max_deviation(found, exact_target_distribution(target.row, [(0,)], tokens))
 
@@ -111,20 +111,20 @@ def off(lane: LaneFactory, target: ToyTarget, tokens: int = 2) -> float:
 def test_the_proof_flags_it(kinds: str | None, name: str) -> None:
     if kinds is None:
         chain = chains.toy(WARPS[name], 2, "vanilla")
-        assert off(chains.lanes_of(chain), chain.target) > VISIBLE
+        assert off(chains.requests_of(chain), chain.target) > VISIBLE
     else:
         tree = trees.toy(WARPS[name], (-1, -1, 0), KINDS[kinds])
-        assert off(trees.lanes_of(tree), tree.target) > VISIBLE
+        assert off(trees.requests_of(tree), tree.target) > VISIBLE
 
 
 def test_the_proof_passes_it_at_temperature_zero() -> None:
-    """Through the rule itself: the proof's lanes never hand over the target's picks."""
+    """Through the rule itself: the proof's requests never hand over the target's picks."""
     chain, tree = (
         chains.toy(WARPS["greedy"], 3, "vanilla"),
         trees.toy(WARPS["greedy"], (-1, -1, 0, 0, 1), KINDS["chosen"]),
     )
-    assert off(chains.lanes_of(chain), chain.target, 4) <= TOLERANCE
-    assert off(trees.lanes_of(tree), tree.target, 4) <= TOLERANCE
+    assert off(chains.requests_of(chain), chain.target, 4) <= TOLERANCE
+    assert off(trees.requests_of(tree), tree.target, 4) <= TOLERANCE
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])

@@ -143,30 +143,18 @@ class WrappedDrafter(Drafter):
         self.drafter.end(session)
 
 
-class ShortenedDrafter(WrappedDrafter):
-    """A drafter of chains that is asked for at most `gamma` tokens."""
+class LimitedDrafter(WrappedDrafter):
+    """A drafter that is asked for at most `drafts` tokens: of a chain its length, of a tree its nodes."""
 
-    def __init__(self, drafter: Drafter, gamma: int) -> None:
+    def __init__(self, drafter: Drafter, drafts: int) -> None:
         super().__init__(drafter)
-        assert 1 <= gamma <= drafter.gamma
-        self.gamma = gamma
+        assert 1 <= drafts <= drafter.slots
+        self.gamma = min(drafts, drafter.gamma)
+        self.nodes = drafts if drafter.trees else None
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> Sequence[Draft]:
-        assert all(call.limit is not None and call.limit <= self.gamma for call in calls), "engines plan with our gamma"
-        return super().propose(calls, min_confidence)
-
-
-class PrunedDrafter(WrappedDrafter):
-    """A drafter of trees that is asked for at most `nodes` nodes."""
-
-    def __init__(self, drafter: Drafter, nodes: int) -> None:
-        super().__init__(drafter)
-        assert 1 <= nodes <= drafter.slots
-        self.nodes: int = nodes
-        self.gamma = min(nodes, drafter.gamma)
-
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> Sequence[Draft]:
-        assert all(call.nodes is not None and call.nodes <= self.nodes for call in calls), "engines plan with our nodes"
+        asked = [call.nodes if self.trees else call.limit for call in calls]
+        assert all(most is not None and most <= self.slots for most in asked), "engines plan with our slots"
         return super().propose(calls, min_confidence)
 
 
@@ -174,9 +162,7 @@ def limited(drafter: Drafter, drafts: int) -> Drafter | None:
     """The drafter, asked for at most so many draft tokens (of a tree: nodes); None for 0."""
     if drafts == 0:
         return None
-    if drafts == drafter.slots:
-        return drafter
-    return PrunedDrafter(drafter, drafts) if drafter.trees else ShortenedDrafter(drafter, drafts)
+    return drafter if drafts == drafter.slots else LimitedDrafter(drafter, drafts)
 
 
 # ----------------------------------------------------------------------------

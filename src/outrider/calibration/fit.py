@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 from outrider.data.sources import TaskSettings
 from outrider.drafters.heads import CertaintyEstimator
-from outrider.scheduling.view import Floats, Ints
+from outrider.scheduling.cost import Floats, Ints
 from outrider.utils.measure import machine
 
 BINS = 20

@@ -18,7 +18,7 @@ from outrider.decoding.round import RoundResult
 from outrider.drafters.base import DraftCall, Drafter, draft_slots
 from outrider.drafters.draft import Draft
 from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeededSource, SeenTokens, warp
-from outrider.scheduling.view import StepView
+from outrider.scheduling.policies import StepView
 from outrider.target.model import DecodingTarget
 from outrider.utils.measure import Clock
 from outrider.verification import TargetRows

@@ -17,8 +17,7 @@ from typing import Protocol
 
 from outrider.drafters.draft import Draft
 from outrider.sampling import RandomSource
-from outrider.scheduling.policies import Policy
-from outrider.scheduling.view import StepView
+from outrider.scheduling.policies import Policy, StepView
 from outrider.verification import TargetRows, TypicalAcceptance, Verdict, verify
 
 

@@ -13,8 +13,8 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.draft import Draft
 from outrider.engine.scheduler import Progress, StepPlan
 from outrider.sampling import RandomSource, SamplingParams
-from outrider.scheduling.gate import DraftGate
-from outrider.scheduling.view import History, StepView
+from outrider.scheduling.gate import DraftGate, History
+from outrider.scheduling.policies import StepView
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, Span
 from outrider.utils.measure import Clock

@@ -19,9 +19,8 @@ from outrider.decoding.round import RoundResult, run_round
 from outrider.drafters.base import Drafter, draft_slots
 from outrider.engine.batch import Output, Request, StepBatch, StepRecord
 from outrider.engine.scheduler import EngineConfig, Scheduler
-from outrider.scheduling.gate import AlwaysDraft, DraftGate
+from outrider.scheduling.gate import AlwaysDraft, DraftGate, History
 from outrider.scheduling.policies import FixedPolicy, Policy
-from outrider.scheduling.view import History
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV
 

@@ -26,10 +26,9 @@ from outrider.loadtest.load import run_load
 from outrider.loadtest.metrics import Point, PointSummary, summarise
 from outrider.loadtest.sweep import Sweep
 from outrider.loadtest.traces import Response, Traces
-from outrider.scheduling.cost import Profile, SpsTable, StepCost
-from outrider.scheduling.gate import AlwaysDraft, DraftGate
+from outrider.scheduling.cost import Floats, Ints, Profile, SpsTable, StepCost
+from outrider.scheduling.gate import AlwaysDraft, DraftGate, History
 from outrider.scheduling.policies import FixedPolicy, Policy
-from outrider.scheduling.view import Floats, History, Ints
 
 
 class Machine(StepCost, Protocol):

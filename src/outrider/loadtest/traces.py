@@ -27,8 +27,8 @@ from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, Drafter
 from outrider.drafters.draft import Draft
+from outrider.scheduling.cost import Ints
 from outrider.scheduling.policies import FixedPolicy
-from outrider.scheduling.view import Ints
 from outrider.target.model import Target
 from outrider.utils.files import write_atomically
 

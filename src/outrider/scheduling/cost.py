@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from outrider.scheduling.view import Floats, Ints, StepView
 from outrider.utils.files import write_atomically
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 class StepCost(Protocol):
@@ -35,14 +38,6 @@ class StepCost(Protocol):
             depth: tokens of the longest draft, where drafts were kept short; None: a whole block.
         """
         ...
-
-
-def step_seconds(cost: StepCost, view: StepView, admitted_N: Ints) -> Floats:
-    """Seconds [N] of the step of `view` if it verifies so many draft tokens in all; it has at least one request."""
-    requests = len(view.drafted_R)
-    drafting = int(np.count_nonzero(view.drafted_R))
-    tokens_N, context = requests + view.other_tokens + admitted_N, float(view.contexts_R.mean())
-    return cost.seconds(tokens_N, requests, drafting, context, view.confidences_RK.shape[1])
 
 
 class SpsTable:
@@ -327,14 +322,8 @@ class Profile(BaseModel):
 
     def plain(self) -> Profile:
         """The same machine serving without a drafter."""
-        return self.model_copy(
-            update={
-                "setting": self.setting.model_copy(update={"drafter": None}),
-                "draft": None,
-                "draft_one": None,
-                "extend": None,
-            }
-        )
+        setting = self.setting.model_copy(update={"drafter": None})
+        return self.model_copy(update={"setting": setting, "draft": None, "draft_one": None, "extend": None})
 
     def check(self, used: Setting) -> None:
         """Check that the profile was measured with what it is used with; without a drafter in use, any drafter fits.

@@ -2,7 +2,7 @@
 
     D*, k* = argmax_{D, k}  max_m (R + the m largest a_{r,j} with r in D, j <= k) / seconds(R + m, |D|, k)
 
-a_{r,j} is the survival that earlier steps let one expect of each request.
+a_{r,j} is the survival that earlier steps let one expect of each request (`History`, below).
 
 A draft costs its seconds whatever is verified of it. Under load that is more than a request of low survival returns:
 the open limitation of DSpark (arXiv 2607.05147). Such a request skips its draft and decodes plainly in the same step.
@@ -19,14 +19,36 @@ Everything read comes from earlier steps, so the output stays exact. Shapes: R r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from outrider.scheduling.cost import StepCost
-from outrider.scheduling.policies import gains
-from outrider.scheduling.view import Flags, Floats, GateView, Ints
+from outrider.scheduling.cost import Floats, Ints, StepCost
+from outrider.scheduling.policies import PastStep, StepView, gains
+
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class GateView:
+    """What a gate is shown: what is known before a step drafts.
+
+    `expected_RK`: a request's own mean calibrated confidence per position, NaN where it has never drafted; `idle_R`:
+    steps since it last drafted, or since it came; `other_requests` decode in the same step and cannot draft in it;
+    `typical_K`: the same mean over all requests there ever were, None before there were any. `contexts_R` and
+    `other_tokens` as in `StepView`.
+    """
+
+    expected_RK: Floats
+    idle_R: Ints
+    contexts_R: Ints
+    other_tokens: int = 0
+    other_requests: int = 0
+    typical_K: Floats | None = None
 
 
 class DraftGate(Protocol):
@@ -153,3 +175,128 @@ def _carried(beliefs_RK: Floats) -> Floats:
 def _halves(count: int) -> list[int]:
     """count, count / 2, ..., 1; [] for 0."""
     return [count >> shift for shift in range(count.bit_length())]
+
+
+# ----------------------------------------------------------------------------
+# Expected confidences from earlier steps:   e_k = mean(a_k) / mean(a_{k-1}),   exponentially weighted means
+#
+# e_k is the mean calibrated confidence at position k, each draft weighted by its survival up to there. That makes
+# e_1 ... e_k the mean survival itself; a plain mean of c_k would count drafts that were lost before k, and its products
+# would come out too low, since easy positions come together.
+#
+# One `History` serves an engine and its simulation alike. Shapes: R requests, K = gamma draft positions, S slots.
+# ----------------------------------------------------------------------------
+
+
+class History:
+    """Confidences of past steps: the last two, and running means by request and over all requests.
+
+    Args:
+        gamma: most draft tokens of a block.
+        decay: what one more draft leaves of the weight of those before (over all requests: one more step), in [0, 1).
+    """
+
+    def __init__(self, gamma: int, decay: float = 0.9) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay={decay} must be in [0, 1); 0 remembers the last draft only")
+        self.gamma, self.decay = gamma, decay
+        self._past: deque[PastStep] = deque(maxlen=2)
+        self._all_2K: Floats | None = None  # mean a_{k-1} and mean a_k over all requests
+        self._slots: dict[Hashable, int] = {}
+        self._free: list[int] = []
+        self._means_S2K = np.empty((0, 2, gamma))  # the same by request, NaN before its first draft
+        self._idle_S = np.empty(0, dtype=np.int64)
+
+    def gate_view(
+        self, ids: Sequence[Hashable], contexts: Sequence[int], other_tokens: int = 0, other_requests: int = 0
+    ) -> GateView:
+        """What a `DraftGate` is shown of these requests before they draft."""
+        slots_R = self._slots_of(ids)
+        return GateView(
+            _ratio(self._means_S2K[slots_R]),
+            self._idle_S[slots_R],
+            np.asarray(contexts, dtype=np.int64),
+            other_tokens=other_tokens,
+            other_requests=other_requests,
+            typical_K=self._expected_K(),
+        )
+
+    def step_view(
+        self,
+        ids: Sequence[Hashable],
+        confidences: Sequence[Sequence[float]],
+        drafted: Sequence[int],
+        contexts: Sequence[int],
+        other_tokens: int = 0,
+    ) -> StepView:
+        """What a `Policy` is shown: this step's drafts, one list per request, with what came before."""
+        assert len(ids) == len(drafted) and max(drafted, default=0) <= self.gamma
+        view = StepView.of(confidences, drafted, contexts)
+        return replace(view, other_tokens=other_tokens, past=tuple(self._past), expected_K=self._expected_K())
+
+    def record(self, ids: Sequence[Hashable], view: StepView) -> None:
+        """Remember a step once it is over; a request that did not draft keeps its means."""
+        slots_R = self._slots_of(ids)
+        self._past.append(PastStep(view.confidences_RK, view.drafted_R))
+        self._idle_S[slots_R] = np.where(view.drafted_R > 0, 0, self._idle_S[slots_R] + 1)
+        known_R = (view.drafted_R > 0) & ~np.isnan(view.confidences_RK).any(axis=1)
+        if not known_R.any():
+            return
+        survival_R2K = self._survival(view.confidences_RK[known_R])
+        seen_RK = np.arange(self.gamma) < view.drafted_R[known_R, None]
+        # A new request starts from the mean over all, so that one rejected draft does not decide about it.
+        known_slots_R = slots_R[known_R]
+        old_R2K = self._means_S2K[known_slots_R]
+        if self._all_2K is not None:
+            old_R2K = np.where(np.isnan(old_R2K), self._all_2K, old_R2K)
+        self._means_S2K[known_slots_R] = self._mixed(old_R2K, survival_R2K, seen_RK)
+        count_K = seen_RK.sum(axis=0)
+        mean_2K = (survival_R2K * seen_RK[:, None]).sum(axis=0) / np.maximum(count_K, 1)
+        old_2K = np.full_like(mean_2K, np.nan) if self._all_2K is None else self._all_2K
+        self._all_2K = self._mixed(old_2K[None], mean_2K[None], (count_K > 0)[None])[0]
+
+    def forget(self, id: Hashable) -> None:
+        """Drop the means of a request that has left; its drafts stay in the means over all."""
+        slot = self._slots.pop(id, None)
+        if slot is not None:
+            self._means_S2K[slot], self._idle_S[slot] = np.nan, 0
+            self._free.append(slot)
+
+    def _expected_K(self) -> Floats | None:
+        return None if self._all_2K is None else _ratio(self._all_2K[None])[0]
+
+    def _survival(self, confidences_RK: Floats) -> Floats:
+        """a_{k-1} and a_k, [R, 2, gamma]; 0 behind the block."""
+        survival_R2K = np.zeros((len(confidences_RK), 2, self.gamma))
+        drafted = confidences_RK.shape[1]
+        survival_R2K[:, 1, :drafted] = np.cumprod(confidences_RK, axis=1)
+        survival_R2K[:, 0, 0] = 1.0
+        survival_R2K[:, 0, 1:] = survival_R2K[:, 1, :-1]
+        return survival_R2K
+
+    def _mixed(self, old_R2K: Floats, new_R2K: Floats, seen_RK: Flags) -> Floats:
+        """Means with one more draft in them, where it reached; a first draft stands alone, 0 where it did not reach."""
+        start_R2K = np.where(np.isnan(old_R2K), np.where(seen_RK[:, None], new_R2K, 0.0), old_R2K)
+        return np.where(seen_RK[:, None], self.decay * start_R2K + (1 - self.decay) * new_R2K, start_R2K)
+
+    def _slots_of(self, ids: Sequence[Hashable]) -> Ints:
+        for id in ids:
+            if id not in self._slots:
+                if not self._free:
+                    self._grow()
+                self._slots[id] = self._free.pop()
+        return np.array([self._slots[id] for id in ids], dtype=np.int64)
+
+    def _grow(self) -> None:
+        size = len(self._idle_S)
+        added = max(size, 16)
+        self._means_S2K = np.concatenate((self._means_S2K, np.full((added, 2, self.gamma), np.nan)))
+        self._idle_S = np.concatenate((self._idle_S, np.zeros(added, dtype=np.int64)))
+        self._free.extend(range(size + added - 1, size - 1, -1))
+
+
+def _ratio(means_R2K: Floats) -> Floats:
+    """mean(a_k) / mean(a_{k-1}), 0 where nothing got so far; NaN where nothing is known."""
+    before_RK, after_RK = means_R2K[:, 0], means_R2K[:, 1]
+    ratio_RK: Floats = np.divide(after_RK, before_RK, out=np.zeros_like(after_RK), where=before_RK != 0)
+    return ratio_RK

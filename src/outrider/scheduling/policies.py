@@ -22,14 +22,77 @@ Shapes: R requests, K draft positions, N candidates, B tokens per forward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.scheduling.cost import StepCost, step_seconds
-from outrider.scheduling.view import Floats, Ints, StepView
+from outrider.scheduling.cost import Floats, Ints, StepCost
+
+
+@dataclass(frozen=True)
+class PastStep:
+    """Confidences and draft lengths of an earlier step."""
+
+    confidences_RK: Floats
+    drafted_R: Ints
+
+
+@dataclass(frozen=True)
+class StepView:
+    """What a policy is shown: one step before its verification, without its tokens.
+
+    Row r of `confidences_RK` holds c_1 .. c_drafted of request r, computed before the tokens they judge, and 0 behind
+    them; NaN where its drafter has none. `contexts_R` counts committed tokens; `other_tokens` are rows of the same
+    target forward that verify nothing (chunks of prefill); `past` holds earlier steps, the latest last; `expected_K`
+    is the mean calibrated confidence per position over earlier steps, None before there were any.
+    """
+
+    confidences_RK: Floats
+    drafted_R: Ints
+    contexts_R: Ints
+    other_tokens: int = 0
+    past: tuple[PastStep, ...] = ()
+    expected_K: Floats | None = None
+
+    @staticmethod
+    def of(
+        confidences: Sequence[Sequence[float]], drafted: Sequence[int], contexts: Sequence[int] | None = None
+    ) -> StepView:
+        """A view from one list of confidences per request, [] where a drafter has none."""
+        drafted_R = np.asarray(drafted, dtype=np.int64)
+        confidences_RK = np.zeros((len(drafted), int(drafted_R.max(initial=0))))
+        for row_K, known, count in zip(confidences_RK, confidences, drafted, strict=True):
+            row_K[:count] = np.nan
+            known = known[:count]
+            row_K[: len(known)] = known
+        contexts_R = np.zeros_like(drafted_R) if contexts is None else np.asarray(contexts, dtype=np.int64)
+        return StepView(confidences_RK, drafted_R, contexts_R)
+
+    def survival_RK(self) -> Floats:
+        """a_{r,k} = c_{r,1} ... c_{r,k}, not increasing in k.
+
+        Raises:
+            ValueError: a drafted token has no confidence.
+        """
+        missing_R = np.isnan(self.confidences_RK).any(axis=1)
+        if missing_R.any():
+            raise ValueError(
+                f"request {int(missing_R.argmax())} has draft tokens without confidences: verify a fixed length; or "
+                "take a block drafter: DSpark has a head for them, and outrider calibrate fits them for the others."
+            )
+        return np.cumprod(self.confidences_RK, axis=1, dtype=np.float64)
+
+
+def step_seconds(cost: StepCost, view: StepView, admitted_N: Ints) -> Floats:
+    """Seconds [N] of the step of `view` if it verifies so many draft tokens in all; it has at least one request."""
+    requests = len(view.drafted_R)
+    drafting = int(np.count_nonzero(view.drafted_R))
+    tokens_N, context = requests + view.other_tokens + admitted_N, float(view.contexts_R.mean())
+    return cost.seconds(tokens_N, requests, drafting, context, view.confidences_RK.shape[1])
+
 
 STEPS = 65534
 _LAST = STEPS + 1  # behind everything drafted

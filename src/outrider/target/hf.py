@@ -62,9 +62,9 @@ def ragged_attention_in(config: PretrainedConfig) -> Iterator[None]:
 # A family's own decoder from transformers, with hooks that read the aux hidden states. It runs families without the
 # lean forward (target/lean.py).
 #
-#     ForCausalLM.model                  the decoder                  hooks: embedding -> aux layer -1, layer i -> aux
-#     layer i ForConditionalGeneration.model.language_model    the same inside a multimodal model; images are never
-#     given
+#     ForCausalLM.model                                the decoder
+#     ForConditionalGeneration.model.language_model    the same inside a multimodal model; images are never given
+#     hooks                                            embedding -> aux layer -1, layer i -> aux layer i
 #
 # Rows that branch (target/attention.py) go through it with a mask of ours for every kind of layer; requests of a ragged
 # pass bring their own attention (target/hf.py). Shapes: B sequences, T new tokens, S slots, D hidden.

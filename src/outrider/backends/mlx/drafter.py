@@ -208,14 +208,14 @@ def _visible(pattern: AttentionPattern, length: int, rows: int) -> mx.array | No
 
 
 # ----------------------------------------------------------------------------
-# DFlash and DSpark over an MLX target: the backbone and the matrices over the vocabulary in MLX, the walk as ever.
+# DFlash and DSpark over an MLX target: the backbone and the matrices over the vocabulary in MLX, the sampling in torch.
 #
 #     aux hidden states -> extend -> draft cache          anchor -> block in MLX -> h_1..h_K -> sample_chain -> Draft
-#                                                       U_k = head h_k and W2 l_k in MLX, asked for by the walk
+#                                                       U_k = head h_k and W2 l_k in MLX, where sample_chain asks
 #
-# The walk through the block (drafters/chain.py) draws, warps and stops at low confidence; it is the code that every
-# other drafter uses, so what is proved of it holds here. Its heads' small parts stay in torch. Embedding and LM head
-# are the target's, or the drafter's own where it brings others (backends/mlx/drafter.py). Shapes: as in backbone.py.
+# The sampling chain (drafters/chain.py) draws, warps and stops at low confidence; it is the code that every other
+# drafter uses, so what is proved of it holds here. Its heads' small parts stay in torch. Embedding and LM head are the
+# target's, or the drafter's own where it brings others (`shared_or_own`). Shapes: as for the backbone above.
 # ----------------------------------------------------------------------------
 
 

@@ -38,8 +38,8 @@ def to_mlx(x: Tensor) -> mx.array:
 # config.json as mlx-lm reads it.
 #
 #     transformers 5   rope_parameters: {rope_theta, rope_type, ..}, or one such mapping per kind of layer
-#     mlx-lm           rope_theta, rope_scaling, partial_rotary_factor; Gemma: rope_global_base_freq,
-#     rope_local_base_freq
+#     mlx-lm           rope_theta, rope_scaling, partial_rotary_factor;
+#                      Gemma: rope_global_base_freq, rope_local_base_freq
 #
 # Many models of mlx-lm know the older fields only, and take a default where one is absent: a model that transformers 5
 # saved would then decode with another rotation and without a word. What is missing is filled in; what is there stays.
@@ -75,12 +75,10 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 # ----------------------------------------------------------------------------
 # What goes into the layers of an mlx-lm model and what comes out: aux hidden states, and calls that can be made again.
 #
-#     layer(x, mask, cache)  ->  h          aux layer i = h of layer i, aux layer -1 = x of layer 0 (the scaled
-#     embedding)
+#     layer(x, mask, cache) -> h      aux layer i = h of layer i, aux layer -1 = x of layer 0 (the scaled embedding)
 #
 # mlx-lm's modules have no hooks, so each layer's class is replaced by a subclass that notes the call and is otherwise
-# the
-# same: attributes, parameters and the model's own forward stay as they are.
+# the same: attributes, parameters and the model's own forward stay as they are.
 # ----------------------------------------------------------------------------
 
 
@@ -216,10 +214,10 @@ def _cut(layer: Any, count: int) -> None:
 # An mlx-lm model as a target: tokens in, logits and aux hidden states out, a cache that rolls back.
 #
 #     tokens_BT, cache -> mlx-lm's own forward -> logits at the last tokens [B, n, V], aux hidden states [B, T, L, D]
-#        B = 1
 #
-# The model is used as it is, quantised or not; its layers are only listened to (layers.py). How a family scales its
-# embeddings is read off the input of layer 0, not kept in a table: mlx-lm does it inside each model's own forward.
+# B is 1. The model is used as it is, quantised or not; `LayerLog` only records the calls of its layers. How a family
+# scales its embeddings is read off the input of layer 0, not kept in a table: mlx-lm does it inside each model's own
+# forward.
 # ----------------------------------------------------------------------------
 
 
