@@ -179,11 +179,11 @@ def _process(shard: int | None, of: int | None) -> tuple[int, int]:
 
 
 def _describe(recipe: Recipe, run: Run, plan: StorePlan, console: Console) -> None:
-    size = extent(run.samples)
+    slots, rows = extent(run.samples)
     console.print(
         f"{store_directory(recipe)}: {plan.bytes} bytes ({plan.bytes / 2**30:.2f} GB) in {len(plan.shards)} shards, "
-        f"{plan.dtype}: {len(run.samples)} samples, {size.slots} tokens x {len(plan.aux_layers)} aux layers and "
-        f"{size.rows} generated tokens x 1 hidden state, {plan.hidden_size} numbers each",
+        f"{plan.dtype}: {len(run.samples)} samples, {slots} tokens x {len(plan.aux_layers)} aux layers and "
+        f"{rows} generated tokens x 1 hidden state, {plan.hidden_size} numbers each",
         highlight=False,
         soft_wrap=True,
     )

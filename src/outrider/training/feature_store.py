@@ -17,13 +17,15 @@ import bisect
 import contextlib
 import hashlib
 import json
+import math
 import shutil
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -59,16 +61,9 @@ _HEADER_NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class Extent:
-    """Number of context slots and generated rows of one sample or of several."""
-
-    slots: int
-    rows: int
-
-
-def extent(samples: Sequence[Sample]) -> Extent:
-    return Extent(sum(len(s.tokens) - 1 for s in samples), sum(s.num_supervised for s in samples))
+def extent(samples: Sequence[Sample]) -> tuple[int, int]:
+    """Number of context slots S and of generated rows R of some samples."""
+    return sum(len(s.tokens) - 1 for s in samples), sum(s.num_supervised for s in samples)
 
 
 def encode(target: Target, features: Features, dtype: StoreDtype) -> dict[str, Tensor]:
@@ -102,30 +97,21 @@ def _decode_rows(name: str, stored: Mapping[str, Tensor]) -> Tensor:
     return x_XD.clamp_(-LARGEST_FLOAT16, LARGEST_FLOAT16).half()  # bf16 rounds 65504 up to 65536
 
 
-def shapes(
-    size: Extent, aux_layers: int, hidden: int, dtype: StoreDtype
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Every tensor of a shard: its type and shape."""
+def shard_bytes(samples: Sequence[Sample], aux_layers: int, hidden: int, dtype: StoreDtype) -> int:
+    """Bytes of the safetensors file: 8, a JSON header padded to a multiple of 8, and the tensors."""
+    slots, rows = extent(samples)
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        "aux": (STORED[dtype], (size.slots, aux_layers, hidden)),
-        "hidden": (STORED[dtype], (size.rows, hidden)),
-        "lse": (torch.float32, (size.rows,)),
-        "argmax": (torch.int32, (size.rows,)),
+        "aux": (STORED[dtype], (slots, aux_layers, hidden)),
+        "hidden": (STORED[dtype], (rows, hidden)),
+        "lse": (torch.float32, (rows,)),
+        "argmax": (torch.int32, (rows,)),
     }
     if dtype != "bf16":
-        tensors["aux_scale"] = (torch.float32, (size.slots, aux_layers))
-        tensors["hidden_scale"] = (torch.float32, (size.rows,))
-    return tensors
-
-
-def shard_bytes(size: Extent, aux_layers: int, hidden: int, dtype: StoreDtype) -> int:
-    """Bytes of the safetensors file: 8, a JSON header padded to a multiple of 8, and the tensors."""
-    tensors = shapes(size, aux_layers, hidden, dtype)
-    order = sorted(tensors, key=lambda name: (list(_HEADER_NAMES).index(tensors[name][0]), name))
+        tensors |= {"aux_scale": (torch.float32, (slots, aux_layers)), "hidden_scale": (torch.float32, (rows,))}
     header, offset = {}, 0
-    for name in order:
+    for name in sorted(tensors, key=lambda name: (list(_HEADER_NAMES).index(tensors[name][0]), name)):
         kind, shape = tensors[name]
-        end = offset + kind.itemsize * torch.Size(shape).numel()
+        end = offset + kind.itemsize * math.prod(shape)
         header[name] = {"dtype": _HEADER_NAMES[kind], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":"))
@@ -202,7 +188,7 @@ def plan_store(
     for end, sample in enumerate(samples, start=1):
         tokens += len(sample.tokens)
         if tokens >= shard_tokens or end == len(samples):
-            size = shard_bytes(extent(samples[first:end]), len(aux_layers), target.hidden_size, dtype)
+            size = shard_bytes(samples[first:end], len(aux_layers), target.hidden_size, dtype)
             shards.append(ShardPlan(f"shard-{len(shards):05d}.safetensors", first, end, size))
             first, tokens = end, 0
     return StorePlan(
@@ -237,49 +223,36 @@ def target_fingerprint(target: Target) -> str:
     return digest.hexdigest()
 
 
-def read_plan(path: Path) -> StorePlan:
-    """A plan from plan.json or manifest.json.
+def read_plan(directory: Path, wanted: StorePlan) -> StorePlan:
+    """The plan on disk, which must be the wanted one up to the target's name and the rounding of its aux scales.
 
     Raises:
-        ValueError: not readable, or of another format version.
+        ValueError: not readable, of another format version, or another run's; what differs is named.
     """
+    path = directory / "plan.json"
     try:
-        raw: dict[str, Any] = json.loads(path.read_text())
-        if raw["format"] != FORMAT_VERSION:
-            raise ValueError(f"format version {raw['format']!r}, this version reads {FORMAT_VERSION}")
-        names = set(ShardPlan.__dataclass_fields__)
-        shards = tuple(ShardPlan(**{k: v for k, v in shard.items() if k in names}) for shard in raw["shards"])
-        plan = StorePlan(
-            **{**raw, "aux_layers": tuple(raw["aux_layers"]), "aux_scale": tuple(raw["aux_scale"]), "shards": shards}
-        )
-        if plan.dtype not in get_args(StoreDtype):
-            raise ValueError(f"unknown dtype {plan.dtype!r}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        found: dict[str, Any] = json.loads(path.read_text())
+        if found["format"] != FORMAT_VERSION:
+            raise ValueError(f"format version {found['format']!r}, this version reads {FORMAT_VERSION}")
+        # The name is for people: the same weights in another directory are the same target.
+        wanted, scale = replace(wanted, target=str(found["target"])), tuple(map(float, found["aux_scale"]))
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is damaged or foreign ({error}). Delete it; `outrider features write RECIPE` makes it again and "
             "keeps every shard that fits."
         ) from error
-    return plan
-
-
-def agree(found: StorePlan, wanted: StorePlan, directory: Path) -> StorePlan:
-    """Check that the plan found on disk equals the wanted one (aux scales up to rounding) and return it.
-
-    Raises:
-        ValueError: naming what differs.
-    """
-    close = len(found.aux_scale) == len(wanted.aux_scale) and torch.allclose(
-        torch.tensor(found.aux_scale), torch.tensor(wanted.aux_scale), rtol=_SCALE_TOLERANCE, atol=0
-    )
-    wanted = replace(wanted, aux_scale=found.aux_scale) if close else wanted
-    # The name is for people: the same weights in another directory are the same target.
-    different = [k for k in StorePlan.__dataclass_fields__ if k != "target" and getattr(found, k) != getattr(wanted, k)]
+    if len(scale) == len(wanted.aux_scale) and torch.allclose(
+        torch.tensor(scale), torch.tensor(wanted.aux_scale), rtol=_SCALE_TOLERANCE, atol=0
+    ):
+        wanted = replace(wanted, aux_scale=scale)
+    fields = json.loads(wanted.json())
+    different = [name for name in {**fields, **found} if fields.get(name) != found.get(name)]
     if different:
         raise ValueError(
             f"the feature store in {directory} was made for another run ({', '.join(different)} differ). Choose "
             "another features.directory, or delete this one."
         )
-    return found
+    return wanted
 
 
 # ----------------------------------------------------------------------------
@@ -297,90 +270,86 @@ class DamagedShard(ValueError):
     """A shard that cannot be used; the message names the file and what is wrong with it."""
 
 
-def clear_leftovers(directory: Path, pattern: str) -> None:
-    """Remove temporary files of processes that were killed inside `write_atomically`."""
-    for path in directory.glob(pattern):
-        path.unlink(missing_ok=True)
+class Shard:
+    """A shard on disk: the indices of its samples, the size and the SHA-256 that its file must have.
+
+    `remedy` ends the messages of its errors.
+    """
+
+    def __init__(self, path: Path, indices: Sequence[int], bytes: int, sha256: str, *, remedy: str = "") -> None:
+        self.path, self.indices, self.bytes, self.sha256, self.remedy = path, indices, bytes, sha256, remedy
+        self._file: Any = None  # memory-mapped
+        self._ends: list[tuple[int, int]] = []  # slots and rows before each sample, and in all
+
+    def check(self) -> None:
+        """Raises DamagedShard when the file is missing, truncated or altered."""
+        if not self.path.is_file():
+            raise DamagedShard(f"{self.path} is missing{self.remedy}")
+        found = self.path.stat().st_size
+        if found != self.bytes:
+            how = "truncated" if found < self.bytes else "altered"
+            raise DamagedShard(f"{self.path} is {how}: {found} bytes instead of {self.bytes}{self.remedy}")
+        if file_sha256(self.path) != self.sha256:
+            raise DamagedShard(f"{self.path} is altered, or foreign: its SHA-256 is not the recorded one{self.remedy}")
+
+    def read(self, index: int, samples: Sequence[Sample], device: torch.device) -> Features:
+        """Features of `samples[index]`; the file is checked when it is first read (raises DamagedShard)."""
+        if self._file is None:
+            self.check()
+            self._file = safe_open(self.path, "pt")
+            sizes = [extent([samples[i]]) for i in self.indices]
+            self._ends = list(accumulate(sizes, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0)))
+        place = self.indices.index(index)
+        slots, rows = map(slice, self._ends[place], self._ends[place + 1])
+        stored = {}
+        for name in self._file.keys():  # noqa: SIM118  (not a dict)
+            part = slots if name.startswith("aux") else rows
+            stored[name] = self._file.get_slice(name)[part].to(device)
+        return decode(stored)
 
 
 def sidecar(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
-def encode_samples(
-    target: Target, samples: Sequence[Sample], aux_layers: tuple[int, ...], aux_scale_L: Tensor, dtype: StoreDtype
-) -> list[dict[str, Tensor]]:
+def encode_samples(target: Target, samples: Sequence[Sample], plan: StorePlan) -> list[dict[str, Tensor]]:
     """Stored tensors of each sample, computed by the target."""
-    return [encode(target, features, dtype) for features in compute_features(target, samples, aux_layers, aux_scale_L)]
+    scale_L = torch.tensor(plan.aux_scale, device=target.device)
+    return [encode(target, found, plan.dtype) for found in compute_features(target, samples, plan.aux_layers, scale_L)]
 
 
-def write_shard(path: Path, key: str, indices: Sequence[int], encoded: Sequence[Mapping[str, Tensor]]) -> str:
-    """Write samples into one shard with its sidecar, and return its SHA-256."""
+def write_shard(path: Path, key: str, indices: Sequence[int], encoded: Sequence[Mapping[str, Tensor]]) -> Shard:
+    """Write encoded samples into one shard with its sidecar."""
     tensors = {name: torch.cat([e[name] for e in encoded]).cpu().contiguous() for name in encoded[0]}
     # Not `save_file`: it writes to a temporary file of its own naming, which a killed process would leave for ever.
     data = save(tensors)
+    shard = Shard(path, indices, len(data), hashlib.sha256(data).hexdigest())
     sidecar(path).unlink(missing_ok=True)  # while the file changes there is no shard
     # Not unique: what a killed process left is as large as a shard, and whoever makes this one again writes over it.
     write_atomically(path, data, durable=True, unique=False)
-    entry = {"key": key, "samples": list(indices), "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    entry = {"key": key, "samples": list(indices), "bytes": shard.bytes, "sha256": shard.sha256}
     write_atomically(sidecar(path), json.dumps(entry) + "\n", durable=True, unique=False)
-    return str(entry["sha256"])
+    return shard
 
 
-def read_sidecar(path: Path, key: str, samples: Sequence[int] | None = None) -> dict[str, Any]:
-    """The sidecar of the shard at `path`, which holds `samples` (None: whichever it says).
+def find_shard(path: Path, key: str, indices: Sequence[int] | None = None, remedy: str = "") -> Shard:
+    """The shard at `path` by its sidecar, which must hold the samples `indices` (None: any). Its file is not checked.
 
     Raises:
-        DamagedShard: missing, unreadable, or of another store.
+        DamagedShard: the sidecar is missing, unreadable, or of another store.
     """
     try:
         entry: dict[str, Any] = json.loads(sidecar(path).read_text())
+        shard = Shard(path, entry["samples"], entry["bytes"], entry["sha256"], remedy=remedy)
         foreign = entry["key"] != key
-        entry["sha256"], entry["bytes"], entry["samples"]
     except FileNotFoundError as error:
-        raise DamagedShard(f"{path} has not been written (no {sidecar(path).name})") from error
+        raise DamagedShard(f"{path} has not been written (no {sidecar(path).name}){remedy}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedShard(f"{sidecar(path)} is altered: not a shard's sidecar") from error
-    if foreign:
-        raise DamagedShard(f"{path} is foreign: {sidecar(path).name} belongs to another store")
-    if samples is not None and entry["samples"] != list(samples):
-        raise DamagedShard(f"{path} is foreign: {sidecar(path).name} belongs to another shard")
-    return entry
-
-
-def check_shard(path: Path, expected_bytes: int, expected_sha256: str) -> None:
-    """Raises DamagedShard when the file is missing, truncated or altered."""
-    if not path.is_file():
-        raise DamagedShard(f"{path} is missing")
-    found = path.stat().st_size
-    if found != expected_bytes:
-        raise DamagedShard(
-            f"{path} is {'truncated' if found < expected_bytes else 'altered'}: {found} bytes instead of "
-            f"{expected_bytes}"
-        )
-    if file_sha256(path) != expected_sha256:
-        raise DamagedShard(f"{path} is altered, or foreign: its SHA-256 is not the recorded one")
-
-
-class ShardReader:
-    """Features of single samples out of one memory-mapped shard."""
-
-    def __init__(self, path: Path, samples: Sequence[Sample], device: torch.device) -> None:
-        self.file = safe_open(path, "pt")
-        self.device = device
-        self.ends = [Extent(0, 0)]
-        for sample in samples:
-            size, last = extent([sample]), self.ends[-1]
-            self.ends.append(Extent(last.slots + size.slots, last.rows + size.rows))
-
-    def __getitem__(self, place: int) -> Features:
-        """Features of the shard's sample number `place`."""
-        start, end = self.ends[place], self.ends[place + 1]
-        stored = {}
-        for name in self.file.keys():  # noqa: SIM118  (not a dict)
-            rows = slice(start.slots, end.slots) if name.startswith("aux") else slice(start.rows, end.rows)
-            stored[name] = self.file.get_slice(name)[rows].to(self.device)
-        return decode(stored)
+        raise DamagedShard(f"{sidecar(path)} is altered: not a shard's sidecar{remedy}") from error
+    if foreign or (indices is not None and shard.indices != list(indices)):
+        other = "store" if foreign else "shard"
+        raise DamagedShard(f"{path} is foreign: {sidecar(path).name} belongs to another {other}{remedy}")
+    return shard
 
 
 # ----------------------------------------------------------------------------
@@ -405,7 +374,7 @@ def begin_store(directory: Path, wanted: StorePlan) -> StorePlan:
     path = directory / "plan.json"
     if not path.is_file():
         write_atomically(path, wanted.json(), durable=True, keep_first=True)
-    return agree(read_plan(path), wanted, directory)
+    return read_plan(directory, wanted)
 
 
 def missing_bytes(directory: Path, plan: StorePlan) -> int:
@@ -441,75 +410,67 @@ def write_store(
 ) -> list[int]:
     """Write those of the shards `numbers` that are not there and valid; return their numbers.
 
-    Finishes the store when this completes it.
+    Writes the manifest when this completes the store.
     """
     written = []
-    scale_L = torch.tensor(plan.aux_scale, device=target.device)
     for number in numbers:
-        shard = plan.shards[number]
-        path = directory / shard.file
-        if not _valid(path, plan, number):
-            encoded = encode_samples(target, samples[shard.first : shard.end], plan.aux_layers, scale_L, plan.dtype)
-            write_shard(path, plan.key, range(shard.first, shard.end), encoded)
-            assert path.stat().st_size == shard.bytes, (path.stat().st_size, shard.bytes)
+        planned = plan.shards[number]
+        try:
+            _written_shard(directory, plan, number).check()
+        except DamagedShard:
+            encoded = encode_samples(target, samples[planned.first : planned.end], plan)
+            shard = write_shard(directory / planned.file, plan.key, range(planned.first, planned.end), encoded)
+            assert shard.bytes == planned.bytes, (shard.bytes, planned.bytes)
             written.append(number)
         on_progress(number)
     with contextlib.suppress(DamagedShard):  # other processes are still at work
-        finish_store(directory, plan)
+        _complete_shards(directory, plan)
     return written
-
-
-def _valid(path: Path, plan: StorePlan, number: int) -> bool:
-    try:
-        check_shard(path, plan.shards[number].bytes, _entry(path.parent, plan, number)["sha256"])
-    except DamagedShard:
-        return False
-    return True
-
-
-def _entry(directory: Path, plan: StorePlan, number: int) -> dict[str, Any]:
-    shard = plan.shards[number]
-    return read_sidecar(directory / shard.file, plan.key, range(shard.first, shard.end))
-
-
-def finish_store(directory: Path, plan: StorePlan) -> list[str]:
-    """Write manifest.json from the sidecars and return the SHA-256 of every shard. May be repeated.
-
-    Raises:
-        DamagedShard: a shard has no valid sidecar; all of them are named (the first few, when there are many).
-    """
-    digests, wrong = [], []
-    for number in range(len(plan.shards)):
-        try:
-            digests.append(str(_entry(directory, plan, number)["sha256"]))
-        except DamagedShard as error:
-            wrong.append(f"{error}{_remedy(number)}")
-    if wrong:
-        more = f"; and {len(wrong) - 3} more: `outrider features write RECIPE` goes on" if len(wrong) > 3 else ""
-        raise DamagedShard(f"the feature store in {directory} is not complete: {'; '.join(wrong[:3])}{more}.")
-    text = _manifest(plan, digests)
-    path = directory / "manifest.json"
-    for name in ("plan.json", "manifest.json"):
-        clear_leftovers(directory, f".{name}.*.tmp")
-    if not path.is_file() or path.read_text() != text:
-        path.unlink(missing_ok=True)
-        write_atomically(path, text, durable=True, keep_first=True)
-    return digests
-
-
-def _manifest(plan: StorePlan, digests: Sequence[str]) -> str:
-    fields = asdict(plan)
-    for shard, digest in zip(fields["shards"], digests, strict=True):
-        shard["samples"], shard["sha256"] = shard["end"] - shard["first"], digest
-    return json.dumps(fields, indent=1) + "\n"
 
 
 def _remedy(number: int) -> str:
     return f" (`outrider features write RECIPE --only {number}` makes it)"
 
 
-def open_store(directory: Path, wanted: StorePlan) -> tuple[StorePlan, list[str]]:
-    """The plan and the shards' SHA-256s of a complete store; a store that lacks only its manifest gets one.
+def _written_shard(directory: Path, plan: StorePlan, number: int) -> Shard:
+    planned = plan.shards[number]
+    return find_shard(directory / planned.file, plan.key, range(planned.first, planned.end), _remedy(number))
+
+
+def _complete_shards(directory: Path, plan: StorePlan) -> list[Shard]:
+    """All shards of a complete store; manifest.json is written from their sidecars where it is not there or differs.
+
+    Raises:
+        DamagedShard: a shard has no valid sidecar; all of them are named (the first few, when there are many).
+    """
+    shards, wrong = [], []
+    for number in range(len(plan.shards)):
+        try:
+            shards.append(_written_shard(directory, plan, number))
+        except DamagedShard as error:
+            wrong.append(str(error))
+    if wrong:
+        more = f"; and {len(wrong) - 3} more: `outrider features write RECIPE` goes on" if len(wrong) > 3 else ""
+        raise DamagedShard(f"the feature store in {directory} is not complete: {'; '.join(wrong[:3])}{more}.")
+    text = json.dumps(_manifest(plan, [shard.sha256 for shard in shards]), indent=1) + "\n"
+    path = directory / "manifest.json"
+    for leftover in (*directory.glob(".plan.json.*.tmp"), *directory.glob(".manifest.json.*.tmp")):
+        leftover.unlink(missing_ok=True)  # of processes that were killed inside `write_atomically`
+    if not path.is_file() or path.read_text() != text:
+        path.unlink(missing_ok=True)
+        write_atomically(path, text, durable=True, keep_first=True)
+    return shards
+
+
+def _manifest(plan: StorePlan, digests: Sequence[str]) -> dict[str, Any]:
+    fields = asdict(plan)
+    for shard, digest in zip(fields["shards"], digests, strict=True):
+        shard["samples"], shard["sha256"] = shard["end"] - shard["first"], digest
+    return fields
+
+
+def open_store(directory: Path, wanted: StorePlan) -> tuple[StorePlan, list[Shard]]:
+    """The plan and the shards of a complete store; a store that lacks only its manifest gets one.
 
     Raises:
         ValueError: there is no store, it is incomplete, another run's, or its manifest is damaged.
@@ -519,32 +480,36 @@ def open_store(directory: Path, wanted: StorePlan) -> tuple[StorePlan, list[str]
             f"{directory} holds no feature store: `outrider features write RECIPE` writes one, features.mode=online "
             "does without."
         )
-    plan = agree(read_plan(directory / "plan.json"), wanted, directory)
+    plan = read_plan(directory, wanted)
     path = directory / "manifest.json"
     if not path.is_file():
-        return plan, finish_store(directory, plan)
-    if read_plan(path) != plan:
-        raise ValueError(f"{path} does not fit plan.json beside it: altered or foreign. Delete it; it is made again.")
+        return plan, _complete_shards(directory, plan)
     try:
-        return plan, [str(shard["sha256"]) for shard in json.loads(path.read_text())["shards"]]
-    except KeyError as error:
-        raise ValueError(f"{path} is altered ({error} is missing). Delete it; it is made again.") from error
+        found = json.loads(path.read_text())
+        digests = [str(shard["sha256"]) for shard in found["shards"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}). Delete it; it is made again.") from error
+    if len(digests) != len(plan.shards) or found != json.loads(json.dumps(_manifest(plan, digests))):
+        raise ValueError(f"{path} does not fit plan.json beside it: altered or foreign. Delete it; it is made again.")
+    shards = [
+        Shard(directory / s.file, range(s.first, s.end), s.bytes, digest, remedy=_remedy(number))
+        for number, (s, digest) in enumerate(zip(plan.shards, digests, strict=True))
+    ]
+    return plan, shards
 
 
 def check_store(directory: Path, wanted: StorePlan) -> list[str]:
     """Errors of the shards of a store, file by file; empty when there are none."""
-    plan, digests = open_store(directory, wanted)
+    _, shards = open_store(directory, wanted)
     wrong = []
-    for number, (shard, digest) in enumerate(zip(plan.shards, digests, strict=True)):
+    for shard in shards:
         try:
-            check_shard(directory / shard.file, shard.bytes, digest)
+            shard.check()
         except DamagedShard as error:
-            wrong.append(f"{error}{_remedy(number)}")
-    known = {name for shard in plan.shards for name in (shard.file, sidecar(Path(shard.file)).name)}
-    for path in sorted(directory.glob("shard-*")):
-        if path.name not in known:
-            wrong.append(f"{path} is foreign: not part of this store (delete it)")
-    return wrong
+            wrong.append(str(error))
+    known = {name for shard in shards for name in (shard.path, sidecar(shard.path))}
+    foreign = [path for path in sorted(directory.glob("shard-*")) if path not in known]
+    return wrong + [f"{path} is foreign: not part of this store (delete it)" for path in foreign]
 
 
 class FeatureStore(FeatureCache):
@@ -565,31 +530,19 @@ class FeatureStore(FeatureCache):
         columns: Sequence[int] | None = None,
     ) -> None:
         super().__init__(samples, budget_bytes)
-        self.directory, self.device = directory, device
-        self.plan, self.digests = open_store(directory, wanted)
-        self._columns = (
-            None if columns is None or list(columns) == list(range(len(self.plan.aux_layers))) else list(columns)
-        )
+        self.device = device
+        self.plan, self._shards = open_store(directory, wanted)
+        everything = list(range(len(self.plan.aux_layers)))
+        self._columns = None if columns is None or list(columns) == everything else list(columns)
         self._firsts = [shard.first for shard in self.plan.shards]
-        self._readers: dict[int, ShardReader] = {}
 
     def _fetch(self, indices: Sequence[int]) -> list[Features]:
         return [self._read(index) for index in indices]
 
     def _read(self, index: int) -> Features:
-        number = bisect.bisect_right(self._firsts, index) - 1
-        shard = self.plan.shards[number]
-        if number not in self._readers:
-            path = self.directory / shard.file
-            try:
-                check_shard(path, shard.bytes, self.digests[number])
-            except DamagedShard as error:
-                raise DamagedShard(f"{error}{_remedy(number)}") from error
-            self._readers[number] = ShardReader(path, self.samples[shard.first : shard.end], self.device)
-        features = self._readers[number][index - shard.first]
-        if self._columns is None:
-            return features
-        return replace(features, aux_SLD=features.aux_SLD[:, self._columns])
+        shard = self._shards[bisect.bisect_right(self._firsts, index) - 1]
+        features = shard.read(index, self.samples, self.device)
+        return features if self._columns is None else replace(features, aux_SLD=features.aux_SLD[:, self._columns])
 
 
 # ----------------------------------------------------------------------------
@@ -605,15 +558,6 @@ class FeatureStore(FeatureCache):
 
 
 _FEWEST_SHARDS = 8  # a budget is cut into at least so many, or one shard would displace everything
-
-
-@dataclass
-class _Shard:
-    path: Path
-    indices: list[int]
-    bytes: int
-    sha256: str
-    reader: ShardReader | None = None  # opened, and checked, at the first need
 
 
 class FeatureWindow(FeatureCache):
@@ -634,8 +578,8 @@ class FeatureWindow(FeatureCache):
         self.plan = begin_store(directory, replace(wanted, shards=()))
         self.computed = 0
         self._pending: dict[int, Mapping[str, Tensor]] = {}
-        self._where: dict[int, _Shard] = {}
-        self._shards: OrderedDict[str, _Shard] = OrderedDict()  # least recently needed first
+        self._where: dict[int, Shard] = {}
+        self._shards: OrderedDict[Path, Shard] = OrderedDict()  # least recently needed first
         self._next = 0
         self._scan()
 
@@ -658,31 +602,26 @@ class FeatureWindow(FeatureCache):
 
     def _scan(self) -> None:
         """Take over the shards of an earlier process."""
-        clear_leftovers(self.directory, ".*.tmp")
+        for leftover in self.directory.glob(".*.tmp"):  # of a killed process
+            leftover.unlink(missing_ok=True)
         for path in sorted(self.directory.glob("window-*.safetensors")):
             self._next = max(self._next, int(path.stem.rpartition("-")[2]) + 1)
             try:
-                entry = read_sidecar(path, self.plan.key)
+                self._add(find_shard(path, self.plan.key))
             except DamagedShard as error:
-                self._remove(path, error)
-                continue
-            shard = _Shard(path, entry["samples"], entry["bytes"], entry["sha256"])
-            self._shards[path.name] = shard
-            self._where |= dict.fromkeys(shard.indices, shard)
+                self._drop(path, error)
         self._make_room(0)  # the budget may be smaller than last time
 
     def _fetch(self, indices: Sequence[int]) -> list[Features]:
         found = {index: self._recall(index) for index in indices}
         missing = [index for index, features in found.items() if features is None]
-        scale_L = torch.tensor(self.plan.aux_scale, device=self.target.device)
-        samples = [self.samples[i] for i in missing]
-        encoded = encode_samples(self.target, samples, self.plan.aux_layers, scale_L, self.plan.dtype)
+        encoded = encode_samples(self.target, [self.samples[i] for i in missing], self.plan)
         self.computed += len(missing)
         for index, stored in zip(missing, encoded, strict=True):
             self._pending[index] = stored
             found[index] = decode(stored)
             if sum(len(self.samples[i].tokens) for i in self._pending) >= self.shard_tokens or (
-                self._size(list(self._pending)) > self.max_bytes // _FEWEST_SHARDS
+                self._size(self._pending) > self.max_bytes // _FEWEST_SHARDS
             ):
                 self._flush()
         return [features for features in found.values() if features is not None]
@@ -694,50 +633,42 @@ class FeatureWindow(FeatureCache):
         if shard is None:
             return None
         try:
-            if shard.reader is None:
-                check_shard(shard.path, shard.bytes, shard.sha256)
-                samples = [self.samples[i] for i in shard.indices]
-                shard.reader = ShardReader(shard.path, samples, self.target.device)
+            features = shard.read(index, self.samples, self.target.device)
         except DamagedShard as error:
-            self._drop(shard)
-            self._remove(shard.path, error)
+            self._drop(shard.path, error)
             return None
-        self._shards.move_to_end(shard.path.name)
-        return shard.reader[shard.indices.index(index)]
+        self._shards.move_to_end(shard.path)
+        return features
 
-    def _size(self, indices: Sequence[int]) -> int:
-        size = extent([self.samples[i] for i in indices])
-        return shard_bytes(size, len(self.plan.aux_layers), self.plan.hidden_size, self.plan.dtype)
+    def _size(self, indices: Iterable[int]) -> int:
+        samples = [self.samples[i] for i in indices]
+        return shard_bytes(samples, len(self.plan.aux_layers), self.plan.hidden_size, self.plan.dtype)
 
     def _flush(self) -> None:
         """Write what is pending as one shard; nothing is written where it alone would exceed the budget."""
-        indices, size = list(self._pending), self._size(list(self._pending))
+        indices, size = list(self._pending), self._size(self._pending)
         if indices and size <= self.max_bytes:
             self._make_room(size)
             path = self.directory / f"window-{self._next:06d}.safetensors"
             self._next += 1
-            digest = write_shard(path, self.plan.key, indices, list(self._pending.values()))
-            shard = _Shard(path, indices, size, digest)
-            self._shards[path.name] = shard
-            self._where |= dict.fromkeys(indices, shard)
+            self._add(write_shard(path, self.plan.key, indices, list(self._pending.values())))
         self._pending.clear()
 
     def _make_room(self, size: int) -> None:
         while self._shards and self.bytes + size > self.max_bytes:
-            shard = next(iter(self._shards.values()))
-            self._drop(shard)
-            self._remove(shard.path)
+            self._drop(next(iter(self._shards)))
 
-    def _drop(self, shard: _Shard) -> None:
-        del self._shards[shard.path.name]
-        for index in shard.indices:
-            if self._where.get(index) is shard:
-                del self._where[index]
+    def _add(self, shard: Shard) -> None:
+        self._shards[shard.path] = shard
+        self._where |= dict.fromkeys(shard.indices, shard)
 
-    @staticmethod
-    def _remove(path: Path, why: DamagedShard | None = None) -> None:
+    def _drop(self, path: Path, why: DamagedShard | None = None) -> None:
         if why is not None:
             warnings.warn(f"{why}: dropped from the window and computed again when needed", stacklevel=2)
+        shard = self._shards.pop(path, None)
+        for index in shard.indices if shard is not None else ():
+            if self._where.get(index) is shard:
+                del self._where[index]
         sidecar(path).unlink(missing_ok=True)
         path.unlink(missing_ok=True)
 
