@@ -87,6 +87,13 @@ class Scaling:
         """The scaling that changes nothing."""
         return Scaling([1.0] * gamma, [0.0] * gamma)
 
+    def apply(self, confidences_NJ: Floats) -> Floats:
+        """Calibrated confidences of the first J positions."""
+        temperatures_J, offsets_J = (
+            np.array(found[: confidences_NJ.shape[1]]) for found in (self.temperatures, self.offsets)
+        )
+        return sigmoid(logit(confidences_NJ) / temperatures_J + offsets_J)
+
 
 @dataclass(frozen=True)
 class Reliability:
@@ -99,9 +106,7 @@ class Reliability:
 
 def survival(rounds: Rounds, scaling: Scaling, width: int) -> Floats:
     """Survival a_1..a_j [N, j] for j = `width`; values at positions from `admitted_N` on mean nothing."""
-    temperatures_J, offsets_J = np.asarray(scaling.temperatures[:width]), np.asarray(scaling.offsets[:width])
-    logits_NJ = logit(rounds.confidences_NK[:, :width]) / temperatures_J + offsets_J
-    survival_NJ: Floats = np.cumprod(sigmoid(logits_NJ), axis=1, dtype=np.float64)
+    survival_NJ: Floats = np.cumprod(scaling.apply(rounds.confidences_NK[:, :width]), axis=1, dtype=np.float64)
     return survival_NJ
 
 
@@ -342,13 +347,16 @@ class Calibration(BaseModel):
     versions: dict[str, str]
     machine: dict[str, Any]
 
+    @property
+    def scaling(self) -> Scaling:
+        return Scaling(self.temperatures, self.offsets)
+
 
 @dataclass(frozen=True)
 class CalibrationResult:
     """A fitted calibration and its rounds: `fit` and `held_out` as decoding plays them, `measured` all, by task."""
 
     calibration: Calibration
-    scaling: Scaling
     fit: Rounds
     held_out: Rounds
     measured: TaskRounds
@@ -400,7 +408,7 @@ def calibrate(
         versions=versions,
         machine=machine(),
     )
-    return CalibrationResult(calibration, scaling, fit_rounds, held_out, measured)
+    return CalibrationResult(calibration, fit_rounds, held_out, measured)
 
 
 def quality(rounds: Rounds, scaling: Scaling) -> Quality:
@@ -473,7 +481,7 @@ def sweep(
         turns = [rounds for turns in conversations for rounds in turns if len(rounds.accepted_N)]
         if not turns:  # the task's only conversation was fitted on
             continue
-        calibrated = [_calibrated(rounds, scaling) for rounds in turns]
+        calibrated = [scaling.apply(rounds.confidences_NK) for rounds in turns]
         for threshold in thresholds:
             played = [
                 pair
@@ -492,10 +500,6 @@ def sweep(
                 )
             )
     return points
-
-
-def _calibrated(rounds: Rounds, scaling: Scaling) -> Floats:
-    return sigmoid(logit(rounds.confidences_NK) / np.array(scaling.temperatures) + np.array(scaling.offsets))
 
 
 def _lengths(confidences_NK: Floats, admitted_N: Ints, threshold: float) -> Ints:

@@ -124,17 +124,17 @@ def calibrate_command(
     written = []
     if plot is not None:
         plot.parent.mkdir(parents=True, exist_ok=True)
-        plot_reliability(found.held_out, found.scaling, plot)
+        plot_reliability(found.held_out, found.calibration.scaling, plot)
         written.append(plot)
     if sweep is not None:
-        points = sweep_thresholds(found.measured, found.scaling, replay=temperature == 0.0)
+        points = sweep_thresholds(found.measured, found.calibration.scaling, replay=temperature == 0.0)
         plot_sweep(points, sweep)
         sweep.with_suffix(".json").write_text(json.dumps([point.model_dump() for point in points], indent=2) + "\n")
         console.print(sweep_table(points))
         written += [sweep, sweep.with_suffix(".json")]
     if export_sglang is not None:
         written.append(_export(found, export_sglang))
-        if any(found.scaling.offsets):
+        if any(found.calibration.scaling.offsets):
             console.print("SGLang has no offsets: temperatures were fitted alone for its file", soft_wrap=True)
     show_paths(console, *written)
 

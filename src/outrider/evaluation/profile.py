@@ -45,10 +45,44 @@ Shape = tuple[int, int, int]  # R, B, S
 Key = tuple[str, Shape]
 Jobs = dict[Key, Callable[[], float]]  # each returns its seconds
 DENSE = 32  # tokens of one request up to which every count is measured
+_PLAIN_WIDTH = 8  # rows per request where no drafter says how many
+_EVERY = 16  # rows per request up to which every count is measured; beyond it, every eighth
 _BLOCK_SIZE = 16  # of the KV pool
 READ = 2  # committed tokens of a request that its drafter reads after a step
 _FEWEST_SWEEPS = 3  # fewer give no median
 _WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """What is measured, and for how long.
+
+    Args:
+        max_tokens: of one forward.
+        contexts: cached tokens per request.
+        repeats: sweeps over all jobs; fewer, at least three, if more would exceed `seconds`.
+    """
+
+    max_requests: int = 32
+    max_tokens: int = 256
+    contexts: tuple[int, ...] = (64, 256, 768)
+    repeats: int = 7
+    seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.max_requests < 1 or self.repeats < 1:
+            raise ValueError(f"max_requests={self.max_requests} and repeats={self.repeats} must be at least 1.")
+        if self.max_tokens < self.max_requests:
+            raise ValueError(
+                f"max_tokens={self.max_tokens} is below max_requests={self.max_requests}: each takes a token of a step."
+            )
+        if not self.contexts or min(self.contexts) < 1 or len(set(self.contexts)) < len(self.contexts):
+            raise ValueError(f"contexts {list(self.contexts)} must be different numbers of tokens, at least 1.")
+
+    @property
+    def middle(self) -> int:
+        """The middle one of the contexts, at which drafts are timed."""
+        return sorted(self.contexts)[len(self.contexts) // 2]
 
 
 def forward_jobs(
@@ -158,42 +192,6 @@ def _tokens(target: Target, count: int) -> list[int]:
 def _aux_hidden_states(target: Target, drafter: Drafter, count: int) -> torch.Tensor | None:
     shape = (count, len(drafter.aux_layers), target.hidden_size)
     return torch.randn(shape, device=target.device, dtype=target.dtype) if drafter.aux_layers else None
-
-
-_PLAIN_WIDTH = 8  # rows per request where no drafter says how many
-_EVERY = 16  # rows per request up to which every count is measured; beyond it, every eighth
-
-
-@dataclass(frozen=True)
-class ProfileConfig:
-    """What is measured, and for how long.
-
-    Args:
-        max_tokens: of one forward.
-        contexts: cached tokens per request.
-        repeats: sweeps over all jobs; fewer, at least three, if more would exceed `seconds`.
-    """
-
-    max_requests: int = 32
-    max_tokens: int = 256
-    contexts: tuple[int, ...] = (64, 256, 768)
-    repeats: int = 7
-    seconds: float = 120.0
-
-    def __post_init__(self) -> None:
-        if self.max_requests < 1 or self.repeats < 1:
-            raise ValueError(f"max_requests={self.max_requests} and repeats={self.repeats} must be at least 1.")
-        if self.max_tokens < self.max_requests:
-            raise ValueError(
-                f"max_tokens={self.max_tokens} is below max_requests={self.max_requests}: each takes a token of a step."
-            )
-        if not self.contexts or min(self.contexts) < 1 or len(set(self.contexts)) < len(self.contexts):
-            raise ValueError(f"contexts {list(self.contexts)} must be different numbers of tokens, at least 1.")
-
-    @property
-    def middle(self) -> int:
-        """The middle one of the contexts, at which drafts are timed."""
-        return sorted(self.contexts)[len(self.contexts) // 2]
 
 
 def setting_of(target: Target, drafter: Drafter | None) -> Setting:

@@ -147,19 +147,14 @@ class Probe:
         return FeatureSource(self.target, samples, self.reachable, ones_L, _BUDGET, torch.float32)
 
     def bind(self, draft_ids_Vd: Tensor) -> BlockObjective:
-        ids = draft_ids_Vd.to(self.target.device)
-        return BlockObjective(self.target, ids, ObjectiveConfig())
-
-    def with_aux_layers(self, features: Features, aux_layers: Sequence[int]) -> Features:
-        """Features of `aux_layers` only, in that order."""
-        return replace(
-            features, aux_SLD=features.aux_SLD[:, [self.reachable.index(aux_layer) for aux_layer in aux_layers]]
-        )
+        """The training objective over a draft vocabulary."""
+        return BlockObjective(self.target, draft_ids_Vd.to(self.target.device), ObjectiveConfig())
 
     def batch(self, chosen: Sequence[tuple[Sample, Features, list[int]]], variant: Variant) -> BlockBatch:
-        """A training batch of (sample, its features, anchors)."""
+        """A training batch of (sample, its features, anchors), with the variant's aux layers in its order."""
+        columns = [self.reachable.index(aux_layer) for aux_layer in variant.aux_layers or self.aux_layers]
         samples = [sample for sample, _, _ in chosen]
-        features = [self.with_aux_layers(found, variant.aux_layers or self.aux_layers) for _, found, _ in chosen]
+        features = [replace(found, aux_SLD=found.aux_SLD[:, columns]) for _, found, _ in chosen]
         places = [(i, anchors) for i, (_, _, anchors) in enumerate(chosen)]
         return build_batch(places, samples, features, self.variant_of(variant).config.gamma)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -54,16 +54,16 @@ def _shared_beginning(first: list[int], second: list[int]) -> list[int]:
     return [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))]
 
 
-def both_modes(inputs: Inputs) -> list[TemplateTokens]:
-    """The template's tokens in the serving mode and in the other one; [] for a base model."""
+def both_modes(inputs: Inputs) -> dict[bool, TemplateTokens]:
+    """The template's tokens by thinking mode, the serving mode first; empty for a base model."""
     tokenizer = inputs.tokenizer
     modes = (inputs.thinking, not inputs.thinking) if tokenizer.chat_template else ()
-    return [template_tokens(tokenizer, thinking) for thinking in modes]
+    return {thinking: template_tokens(tokenizer, thinking) for thinking in modes}
 
 
-def content(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], known: Sequence[TemplateTokens]) -> str:
+def content(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], known: Mapping[bool, TemplateTokens]) -> str:
     """The user's words of a first turn; the whole prompt where the template is not recognised."""
-    for around in known:
+    for around in known.values():
         if around.begins(prompt) and around.ends(prompt):
             return str(tokenizer.decode(list(prompt[len(around.prefix) : len(prompt) - len(around.suffix)])))
     return str(tokenizer.decode(list(prompt), skip_special_tokens=True))
@@ -100,11 +100,11 @@ def chat_template(inputs: Inputs) -> Finding:
     if not prompts:
         return skipped("the data has no first turns")
     known = both_modes(inputs)
-    begins = _share(prompts, lambda p: any(s.begins(p) for s in known))
-    ends = _share(prompts, lambda p: any(s.ends(p) for s in known))
+    begins = _share(prompts, lambda p: any(s.begins(p) for s in known.values()))
+    ends = _share(prompts, lambda p: any(s.ends(p) for s in known.values()))
     figure = f"{begins:.0%} of {len(prompts)} prompts begin and {ends:.0%} end as the template has it"
     if ends < _MOST:
-        wanted = tokenizer.decode(known[0].suffix)
+        wanted = tokenizer.decode(known[inputs.thinking].suffix)
         return fault(
             figure,
             f"Prompts should end with {wanted!r} before the response begins; these were made with another template, or "
@@ -146,7 +146,7 @@ def thinking_mode(inputs: Inputs) -> Finding:
             "The drafter was trained on responses of the other mode than these.",
             "Examine it with the data it was trained on, or train it on these.",
         )
-    on = bool(next(iter(records.values()))) if records else _made_thinking(tokenizer, chosen)
+    on = bool(next(iter(records.values()))) if records else _made_thinking(inputs, chosen)
     mode = {True: "on", False: "off", None: "not recorded"}
     modes = f"data: thinking {mode[on]}, serving: {mode[inputs.thinking]}"
     figure = f"{modes}; {marked:.0%} of responses hold thinking marks"
@@ -172,16 +172,13 @@ def thinking_mode(inputs: Inputs) -> Finding:
     return ok(figure)
 
 
-def _made_thinking(tokenizer: PreTrainedTokenizerBase, chosen: Sequence[Reply]) -> bool | None:
+def _made_thinking(inputs: Inputs, chosen: Sequence[Reply]) -> bool | None:
     """The mode the data was made in, by its generation prompts; None where both modes have the same."""
-    if not tokenizer.chat_template:
-        return None
-    off, on = (template_tokens(tokenizer, thinking) for thinking in (False, True))
-    if off.suffix == on.suffix:
+    known = both_modes(inputs)
+    if not known or known[False].suffix == known[True].suffix:
         return None
     prompts = [r.prompt for r in chosen]
-    shares = {False: _share(prompts, off.ends), True: _share(prompts, on.ends)}
-    modes = [mode for mode, share in shares.items() if share > 0.5]
+    modes = [mode for mode, around in known.items() if _share(prompts, around.ends) > 0.5]
     return modes[0] if len(modes) == 1 else None
 
 
