@@ -22,18 +22,17 @@ from outrider.backends.base import Launch, MetricNames, Speculation
 from outrider.backends.launch import free_port, launched
 from outrider.backends.openai import Endpoint, Part, ServerBackend, acceptance_between, parse_event, read_metrics
 from outrider.backends.registry import engine_of, server_of, servers
-from outrider.backends.transformers import load_causal_lm
+from outrider.backends.transformers import HfDecoder, load_causal_lm
 from outrider.decoding.request import StopRules
 from outrider.engine.batch import Request
+from outrider.loadtest.engines import (
+    SequentialBackend,
+    mlx_engine,
+    running_servers,
+    transformers_engine,
+)
 from outrider.loadtest.load import ClosedLoop, LoadConfig, WallClock, Window, run_load
 from outrider.loadtest.metrics import Journal, Sla, summarise
-from outrider.loadtest.sources import (
-    SequentialBackend,
-    ServerBackends,
-    mlx_backends,
-    running_servers,
-    transformers_backends,
-)
 from outrider.loadtest.sweep import Sweep, run_sweep
 from tests.toys import fake_engine
 from tests.toys.dialects import made
@@ -207,11 +206,11 @@ def test_a_sweep_over_two_servers(tmp_path: Path) -> None:
         serving(FakeEngine(3, other=True)) as odd,
     ):
         endpoints = {"none": endpoint(plain), "speculative": endpoint(fast)}
-        source = ServerBackends(running_servers(endpoints), byte_tokenizer())
+        source = running_servers(endpoints, byte_tokenizer())
         journal = Journal(tmp_path / "a", {})
         run_sweep(plan, source.serve, PROMPTS, source.compare, journal, WallClock)
         source.close()
-        wrong = ServerBackends(running_servers({**endpoints, "speculative": endpoint(odd)}), byte_tokenizer())
+        wrong = running_servers({**endpoints, "speculative": endpoint(odd)}, byte_tokenizer())
         broken = Journal(tmp_path / "b", {})
         run_sweep(plan, wrong.serve, PROMPTS, wrong.compare, broken, WallClock)
         wrong.close()
@@ -400,7 +399,7 @@ def models() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
 
 def test_transformers_own_generate(models: tuple[LlamaForCausalLM, LlamaForCausalLM]) -> None:
     model, assistant = models
-    source = transformers_backends(model, [1], 3, assistant)
+    source = transformers_engine(model, [1], 3, assistant)
     said, lengths = {}, {}
     for variant in ("none", "prompt-lookup", "assisted"):
         backend = source.serve(variant, 1)
@@ -421,18 +420,18 @@ def test_transformers_decodes_without_the_penalties_of_a_models_files(
     models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path
 ) -> None:
     model = models[0]
-    plain = list(transformers_backends(model, [1], 3, None).decoders["none"](PROMPTS[0], 12))
+    plain = list(HfDecoder(model, [1])(PROMPTS[0], 12))
     model.save_pretrained(tmp_path)
     GenerationConfig(repetition_penalty=9.0).save_pretrained(tmp_path)
     found = load_causal_lm(str(tmp_path), "cpu", torch.float32)
     penalised = LlamaForCausalLM.from_pretrained(tmp_path)
     for decoded, same in ((found, True), (penalised, False)):
-        said = list(transformers_backends(decoded, [1], 3, None).decoders["none"](PROMPTS[0], 12))
+        said = list(HfDecoder(decoded, [1])(PROMPTS[0], 12))
         assert (said == plain) == same
 
 
 def test_cancelling_transformers(models: tuple[LlamaForCausalLM, LlamaForCausalLM]) -> None:
-    backend = transformers_backends(models[0], [1], 3, None).serve("none", 1)
+    backend = transformers_engine(models[0], [1], 3, None).serve("none", 1)
     backend.submit(Request("a", PROMPTS[0], rules=StopRules(1000)))
     backend.step()
     started = time.monotonic()
@@ -446,12 +445,12 @@ def test_cancelling_transformers(models: tuple[LlamaForCausalLM, LlamaForCausalL
 def test_mlx_is_asked_for_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"needs MLX.*outrider\[mlx\]"):
         monkeypatch.setitem(sys.modules, "outrider.backends.mlx.drafter", None)
-        mlx_backends("T", Path("D"))
+        mlx_engine("T", Path("D"))
     asked: list[tuple[str, Path | None]] = []
     module = ModuleType("outrider.backends.mlx.drafter")
     module.decoder = lambda target, drafter: asked.append((target, drafter)) or by_threes  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "outrider.backends.mlx", ModuleType("outrider.backends.mlx"))
     monkeypatch.setitem(sys.modules, "outrider.backends.mlx.drafter", module)
-    source = mlx_backends("T", Path("D"))
+    source = mlx_engine("T", Path("D"))
     assert asked == [("T", None), ("T", Path("D"))] and isinstance(source.serve("speculative", 1), SequentialBackend)
     assert source.compare([1], [2], [3]) == "mismatch"

@@ -12,7 +12,7 @@ import outrider.calibration.candidates as candidates
 import outrider.cli.calibrate as calibrate
 from outrider.calibration.candidates import expected_lengths, true_ranks
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, read_metadata, save_drafter
-from outrider.cli.common import DrafterChoice
+from outrider.cli.drafter import DrafterChoice
 from outrider.data.sources import TaskSettings
 from outrider.drafters.base import Serving
 from outrider.drafters.draft import TreeSize

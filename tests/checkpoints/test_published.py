@@ -14,7 +14,7 @@ import outrider.checkpoints.published as published
 import outrider.checkpoints.published as shipped
 from outrider.checkpoints.dialects import dialects
 from outrider.checkpoints.published import PUBLISHED, fetch, published_by, published_for
-from outrider.cli.common import DrafterChoice, choose_drafter, require_drafter, warn_of_thinking
+from outrider.cli.drafter import DrafterChoice, choose_drafter, require_drafter, warn_of_thinking
 from outrider.cli.main import app
 
 DSPARK = "deepseek-ai/dspark_qwen3_4b_block7"

@@ -18,9 +18,9 @@ from outrider.backends.export import export_drafter, target_facts
 from outrider.backends.registry import engine_of
 from outrider.checkpoints.checkpoint import load_checkpoint, save_drafter
 from outrider.data.conversations import Conversation
+from outrider.loadtest.engines import SequentialBackend
 from outrider.loadtest.load import Prompt, mixed_prompts
 from outrider.loadtest.metrics import Frontier, Journal, RequestFigures
-from outrider.loadtest.sources import SequentialBackend
 from outrider.loadtest.sweep import Share, Workload, responses, side_by_side
 from outrider.utils.distributed import ALONE, Ranks
 from tests.toys.dialects import FACTS, VD, changed, made

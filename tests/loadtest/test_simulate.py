@@ -31,7 +31,6 @@ from outrider.loadtest.simulate import (
     Machine,
     Scaled,
     SimulatedEngine,
-    Table,
     TableMachine,
     check_comparable,
     compare,
@@ -51,9 +50,7 @@ from tests.toys.target_directory import save_toy_target
 from tests.toys.targets import randomise, toy_config, toy_target
 
 GAMMA, STOP = 4, 0
-LINEAR = TableMachine(
-    Table(sps=[1 / (0.1 + 0.01 * b) for b in range(1, 400)], draft_seconds=[0.05], other_seconds=0.002)
-)
+LINEAR = TableMachine(sps=[1 / (0.1 + 0.01 * b) for b in range(1, 400)], draft_seconds=[0.05], other_seconds=0.002)
 POLICIES: list[Policy] = [
     FixedPolicy(),
     FixedPolicy(0),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,11 +16,11 @@ from outrider.backends.local import build_variant, engine_config, local_engines
 from outrider.backends.transformers import load_causal_lm
 from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.data.sources import TaskSettings
-from outrider.evaluation.evaluate import evaluate
+from outrider.evaluation.evaluate import compare_greedy, evaluate
 from outrider.evaluation.results import DrafterInfo
+from outrider.loadtest.engines import MeasuredEngine, transformers_engine
 from outrider.loadtest.load import mixed_prompts
 from outrider.loadtest.metrics import Journal, Sla
-from outrider.loadtest.sources import BackendSource, LocalBackends, transformers_backends
 from outrider.loadtest.sweep import Sweep, Workload, run_workload
 from outrider.target.model import load_target
 from outrider.utils.distributed import Ranks, join
@@ -39,21 +40,22 @@ def work(toy: Path, out: Path, ranks: Ranks) -> None:
 
     prompts = mixed_prompts(byte_tokenizer(), [str(toy / "tasks.jsonl")], 4, seed=0)
     model = load_causal_lm(str(toy / "target"), "cpu", torch.float32)
-    theirs = transformers_backends(model, sorted(target.eos_ids), 3, None)
-    measure(theirs, ("none", "prompt-lookup"), Workload(prompts, 2, NEW), out / "transformers", ranks)
+    theirs = transformers_engine(model, sorted(target.eos_ids), 3, None)
+    measure(theirs, Workload(prompts, 2, NEW), out / "transformers", ranks)
 
     load, names = Workload(prompts, 2, NEW), ("none", "fixed-2")
     variants = [build_variant(name, drafter.gamma, None, None) for name in names]
     engines = local_engines(target, drafter, variants, lambda users: engine_config(load.longest + NEW, int(users), 64))
-    measure(LocalBackends(target, engines), names, load, out / "local", ranks)
+    ours = MeasuredEngine(engines, names, partial(compare_greedy, target), exact=True)
+    measure(ours, load, out / "local", ranks)
 
 
-def measure(source: BackendSource, variants: tuple[str, ...], load: Workload, out: Path, ranks: Ranks) -> None:
+def measure(engine: MeasuredEngine, load: Workload, out: Path, ranks: Ranks) -> None:
     """Five requests of every variant, one user per rank."""
-    sweep = Sweep("closed", (ranks.world,), variants, 1, 5, None, NEW, Sla(600.0, 0.0))
+    sweep = Sweep("closed", (ranks.world,), tuple(engine.variants), 1, 5, None, NEW, Sla(600.0, 0.0))
     journal = ranks.from_main(lambda: Journal(out, {}))
     run_workload(
-        sweep, source, load, byte_tokenizer(), journal, thinking=False, ranks=ranks, on_progress=lambda *_: None
+        sweep, engine, load, byte_tokenizer(), journal, thinking=False, ranks=ranks, on_progress=lambda *_: None
     )
     (out / f"prompts{ranks.rank}.json").write_text(json.dumps(load.prompts))
 

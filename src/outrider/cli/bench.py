@@ -1,9 +1,11 @@
-"""`--backend KIND`: which engine is measured, under which variants.
+"""`outrider bench` (load on an engine), `bench-table` (several engines in one table) and `simulate` (a predicted load).
+
+`bench --backend` names the engine, and with it the variants (loadtest/engines.py):
 
 local                          our engine; variants as in backends/local.py
 transformers                   none, prompt-lookup; assisted where --assistant names a model
 openai, vllm, sglang, ...      none (--baseline-url) and speculative (--base-url): servers that run already;
-                               with --launch none and fixed-K: started here, one at a time (bench_servers.py)
+                               with --launch none and fixed-K: started here, one at a time
 mlx                            none, speculative
 """
 
@@ -15,12 +17,11 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 import typer
@@ -28,59 +29,33 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from outrider.backends.base import ExternalEngine, Launch, Speculation
-from outrider.backends.export import embedding_factor
+from outrider.backends.base import ExternalEngine, Launch
 from outrider.backends.local import (
     KNOWN,
     NO_SPECULATION,
-    Variant,
-    build_variant,
     default_variants,
     engine_config,
-    fixed_length,
-    local_engines,
 )
 from outrider.backends.openai import Endpoint
 from outrider.backends.registry import server_of, servers
 from outrider.backends.transformers import load_causal_lm
-from outrider.checkpoints.checkpoint import empty_module, read_config, read_parts
-from outrider.cli.common import (
-    AUTO,
-    CHOICES,
-    DRAFTS,
-    FILES,
-    GENERAL,
-    MODELS,
-    PROMPTS,
-    Device,
-    DrafterChoice,
-    DrafterName,
-    SlaTokensPerSecond,
-    SlaTtft,
-    TargetName,
-    Tasks,
-    Threads,
-    Tree,
-    Variants,
-    choose_tree,
-    counting,
-    load,
-    option,
-    rare,
-    require_drafter,
-    show_paths,
-    split_names,
-    split_numbers,
-    warn_of_thinking,
-)
+from outrider.cli import options as opt
+from outrider.cli.common import choose_tree, counting, load, show_paths, split_names, split_numbers
+from outrider.cli.drafter import AUTO, DrafterChoice, require_drafter, warn_of_thinking
+from outrider.cli.options import CHOICES, DRAFTS, FILES, GENERAL, MODELS, PROMPTS, option, rare
 from outrider.data.chat import Chat
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import Drafter, draft_slots
-from outrider.drafters.draft import TreeSize
-from outrider.drafters.language_model import StandaloneConfig
-from outrider.drafters.ngram import NgramConfig
 from outrider.engine.scheduler import EngineConfig
 from outrider.evaluation.profile import setting_of
+from outrider.loadtest.engines import (
+    SPECULATIVE,
+    MeasuredEngine,
+    launched_engine,
+    local_engine,
+    mlx_engine,
+    running_servers,
+    transformers_engine,
+)
 from outrider.loadtest.load import mixed_prompts
 from outrider.loadtest.metrics import Frontier, Journal, PointSummary, Sla
 from outrider.loadtest.plots import write_plots
@@ -94,24 +69,9 @@ from outrider.loadtest.simulate import (
     serve,
     simulate_sweep,
 )
-from outrider.loadtest.sources import (
-    ASSISTED,
-    PROMPT_LOOKUP,
-    SPECULATIVE,
-    BackendSource,
-    LocalBackends,
-    ServerBackends,
-    launching,
-    mlx_backends,
-    running_servers,
-    transformers_backends,
-)
 from outrider.loadtest.sweep import HEADINGS, Sweep, Workload, run_workload, side_by_side
 from outrider.loadtest.traces import Traces, record
-from outrider.scheduling.cost import Profile
 from outrider.target.hub import EMBEDDED_ID, resolve_model
-from outrider.target.linear import warm_up
-from outrider.target.model import Target, count_layers
 from outrider.utils.distributed import join
 from outrider.utils.measure import default_dtype, dtype_name, machine, set_up, versions
 
@@ -125,271 +85,8 @@ def kinds() -> list[str]:
     return ["local", "transformers", *(engine.name for engine in servers()), "mlx"]
 
 
-@dataclass(frozen=True)
-class MeasuredEngine:
-    """An engine and the variants it is measured under; `grouped` where changing the variant is expensive.
-
-    `settings` name what else decides, and the type of the weights (`dtype`) where it is known.
-    """
-
-    source: BackendSource
-    variants: list[str]
-    grouped: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-def choose_transformers(
-    target: str, chat: Chat, assistant: str | None, drafts: int, names: list[str] | None, device: str
-) -> MeasuredEngine:
-    """transformers' generate.
-
-    Raises:
-        ValueError: no such model or variant.
-    """
-    dtype = default_dtype(device)
-    model = load_causal_lm(target, device, dtype)
-    helper = None if assistant is None else load_causal_lm(assistant, device, dtype)
-    there = [NO_SPECULATION, PROMPT_LOOKUP, *([] if helper is None else [ASSISTED])]
-    source = transformers_backends(model, sorted(chat.eos_ids), drafts, helper)
-    settings = {"assistant": assistant, "prompt_lookup": drafts, "dtype": dtype_name(dtype)}
-    return MeasuredEngine(source, among(names, there), settings=settings)
-
-
-def choose_mlx(target: str, choice: DrafterChoice, names: list[str] | None) -> MeasuredEngine:
-    """Apple's MLX.
-
-    Raises:
-        ValueError: it is not installed, or there is no trained drafter.
-    """
-    if choice.directory is None:
-        raise ValueError(f"--backend mlx decodes with a trained drafter, not with {choice.kind}: give its directory.")
-    source = mlx_backends(target, choice.directory)
-    stored = AutoConfig.from_pretrained(resolve_model(target)).get_text_config().dtype  # what mlx-lm computes in
-    settings = {"dtype": None if stored is None else dtype_name(stored)}
-    return MeasuredEngine(source, among(names, [NO_SPECULATION, SPECULATIVE]), settings=settings)
-
-
-def among(names: list[str] | None, there: list[str]) -> list[str]:
-    """The variants asked for, all that there are by default."""
-    if names is None:
-        return there
-    if unknown := [name for name in names if name not in there]:
-        raise ValueError(f"no variant {unknown[0]!r} here; there are {', '.join(there)}.")
-    return list(dict.fromkeys([*there[:1], *names])) if there[0] == NO_SPECULATION else names
-
-
-# ----------------------------------------------------------------------------
-# Our own engine as `outrider bench` measures it: drafter, variants and the files that decide.
-# ----------------------------------------------------------------------------
-
-
-_OF_A_DRAFTER = {".json", ".safetensors"}
-
-
-def choose_local(
-    choice: DrafterChoice,
-    target: Target,
-    *,
-    names: list[str] | None,
-    threshold: float | None,
-    profile: Path | None,
-    config_at: Callable[[float], EngineConfig],
-    users: int,
-    tree: TreeSize | None,
-    token_budget: int,
-) -> MeasuredEngine:
-    """Our engine, with its kernels built for so many users.
-
-    Args:
-        names: variants; all that the drafter allows by default.
-        threshold: of variant threshold; the drafter's recommended one by default.
-        profile: what adaptive variants decide by.
-        tree: draft trees of that size.
-        token_budget: most rows of one forward.
-
-    Raises:
-        ValueError: no such drafter or variant, or a variant needs what is not there.
-    """
-    opened = choice.open(target, tree=tree)
-    threshold = opened.recommended_threshold if threshold is None else threshold
-    allowed = default_variants(opened.drafter.gamma, threshold, opened.confident)
-    if tree is not None:  # its nodes have survivals, if anything; no threshold was recommended for those
-        threshold, allowed = None, [NO_SPECULATION, f"fixed-{tree.nodes}"]
-    names = names or allowed
-    built = _variants(names, target, opened.drafter, threshold, profile)
-    files = [] if choice.directory is None else sorted(choice.directory.iterdir())
-    settings: dict[str, Any] = {"threshold": threshold, "profile_sha256": _digest(profile)}
-    settings |= {"dtype": dtype_name(target.dtype)}
-    settings |= {"drafter_sha256": _digest(*(path for path in files if path.suffix in _OF_A_DRAFTER))}
-    warm_up(min(users * (draft_slots(opened.drafter) + 1), max(token_budget, users)))
-    engines = local_engines(target, opened.drafter, built, config_at)
-    return MeasuredEngine(LocalBackends(target, engines), [variant.name for variant in built], settings=settings)
-
-
-def _variants(
-    names: list[str], target: Target, drafter: Drafter, threshold: float | None, profile: Path | None
-) -> list[Variant]:
-    """All of them, the one without speculation in any case; a profile of something else is refused."""
-    cost = None
-    if profile is not None:
-        cost = Profile.load(profile)
-        cost.check(setting_of(target, drafter))
-    slots = draft_slots(drafter)
-    return [build_variant(name, slots, threshold, cost) for name in dict.fromkeys([NO_SPECULATION, *names])]
-
-
-def _digest(*paths: Path | None) -> str | None:
-    """Of files that decide: a profile measured anew, a drafter trained or calibrated again."""
-    content = [path.read_bytes() for path in paths if path is not None]
-    return hashlib.sha256(b"".join(content)).hexdigest() if content else None
-
-
-# ----------------------------------------------------------------------------
-# `--backend openai|vllm|sglang|llama.cpp`: servers that run already, or engines that are started here.
-#
-# --launch   drafter -> read, and held to what the engine loads -> a command for every variant -> only then measured
-#
-# Whatever is wrong with a drafter is found before the baseline is measured, which can take an hour.
-# ----------------------------------------------------------------------------
-
-
 API_KEY = "OUTRIDER_API_KEY"
 EngineType = Literal["float32", "bfloat16", "float16"]
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """Which servers, and how they are started where they are. See the options of `outrider bench`."""
-
-    base_url: str | None = None
-    baseline_url: str | None = None
-    served_model: str | None = None
-    chat: bool = False
-    launch: bool = False
-    engine_python: str = sys.executable
-    engine_command: str | None = None
-    engine_args: str = ""
-    engine_target: str | None = None
-    engine_drafter: str | None = None
-    engine_dtype: EngineType | None = None
-    startup_timeout: float = 600.0
-
-
-@dataclass(frozen=True)
-class ServerWorkload:
-    """What is to be measured on servers.
-
-    Args:
-        chat: of the target.
-        choice: the drafter, asked for only where an engine is started with it.
-        names: of variants; None: all there are.
-        chat_of: what a prompt is asked with where servers render prompts themselves.
-        capacity: (users, tokens of the longest request), asked for when an engine starts.
-        logs: directory for what started engines print.
-        device: of our own process, which decides a started engine's type where nothing else does.
-    """
-
-    chat: Chat
-    choice: Callable[[], DrafterChoice]
-    names: list[str] | None
-    chat_of: Callable[[Sequence[int]], dict[str, Any]]
-    thinking: bool
-    capacity: Callable[[], tuple[int, int]]
-    logs: Path
-    device: str
-
-
-def choose_servers(kind: str, options: ServerOptions, workload: ServerWorkload) -> MeasuredEngine:
-    """Engines over HTTP.
-
-    Raises:
-        ValueError: no server is named and none is to be started, or the engine does not load this drafter.
-    """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError(f"--backend {kind}: one process asks a server; torchrun is for local, transformers and mlx.")
-    engine = server_of(kind)
-    endpoint = Endpoint(
-        options.base_url or "http://127.0.0.1",
-        options.served_model,
-        os.environ.get(API_KEY),
-        engine,
-        chat_of=workload.chat_of if options.chat else None,
-        thinking=workload.thinking if workload.thinking or engine.takes_thinking else None,
-    )
-    if options.launch:
-        if options.base_url or options.baseline_url:
-            raise ValueError("--launch starts the servers itself: leave out --base-url and --baseline-url.")
-        return _launched(engine, options, workload, endpoint)
-    if options.base_url is None:
-        raise ValueError(
-            f"--backend {kind}: name a running server (--base-url, and --baseline-url for one without speculation), or "
-            "let it be started (--launch)."
-        )
-    endpoints = {SPECULATIVE: endpoint}
-    if options.baseline_url is not None:
-        endpoints[NO_SPECULATION] = replace(endpoint, url=options.baseline_url)
-    servers = {"base_url": options.base_url, "baseline_url": options.baseline_url, "chat": options.chat}
-    source = ServerBackends(running_servers(endpoints), workload.chat.tokenizer)
-    return MeasuredEngine(source, among(workload.names, sorted(endpoints)), settings=servers)
-
-
-def _launched(
-    engine: ExternalEngine, options: ServerOptions, workload: ServerWorkload, endpoint: Endpoint
-) -> MeasuredEngine:
-    target = workload.chat.name
-    launch = Launch(
-        target=options.engine_target or (target if engine.gguf else str(resolve_model(target))),
-        dtype=options.engine_dtype or dtype_name(default_dtype(workload.device)),
-        python=options.engine_python,
-        executable=options.engine_command,
-        extra=tuple(shlex.split(options.engine_args)),
-    )
-    engine.command(launch)  # what cannot be started needs no drafter either
-    whole = _speculation(engine, workload.choice(), target, options.engine_drafter)
-    variants = list(dict.fromkeys([NO_SPECULATION, *(workload.names or [f"fixed-{whole.drafts}"])]))
-    speculations = {
-        name: None if name == NO_SPECULATION else replace(whole, drafts=fixed_length(name, whole.drafts))
-        for name in variants
-    }
-    for speculation in speculations.values():  # what a command refuses, it refuses now
-        engine.command(replace(launch, speculation=speculation))
-
-    def plan() -> Launch:
-        users, context = workload.capacity()
-        return replace(launch, users=users, context=context)
-
-    started = launching(engine, plan, speculations, endpoint, workload.logs, options.startup_timeout)
-    settings: dict[str, Any] = {"engine_args": options.engine_args, "chat": options.chat}
-    settings |= {"engine_drafter": options.engine_drafter, "dtype": None if engine.gguf else launch.dtype}
-    return MeasuredEngine(ServerBackends(started, workload.chat.tokenizer), variants, grouped=True, settings=settings)
-
-
-def _speculation(engine: ExternalEngine, choice: DrafterChoice, target: str, file: str | None) -> Speculation:
-    """With the drafter, and with as many drafts as it makes.
-
-    Args:
-        target: says how deep it is where the drafter's config.json does not.
-        file: given to the engine instead of the drafter's directory.
-
-    Raises:
-        ValueError: not a drafter, or not one that the engine loads as it is.
-    """
-    if choice.kind == "ngram":
-        return Speculation("ngram", choice.gamma or NgramConfig.gamma)
-    if choice.directory is None:
-        file = file or (choice.where if engine.gguf else str(resolve_model(choice.where)))
-        return Speculation(choice.kind, choice.gamma or StandaloneConfig.gamma, file)
-    directory = choice.directory
-    parts = read_parts(directory, count_layers(target))
-    empty_module(parts, directory)
-    try:
-        if file is None and not engine.gguf:
-            engine.check_loads(parts, read_config(directory)[1], embedding_factor(target))
-        elif parts.method.name in engine.dialects:  # what --engine-drafter names was made of it
-            engine.limits(parts, embedding_factor(target))
-    except ValueError as error:
-        raise ValueError(f"--launch with the drafter {directory}: {error}") from error
-    return Speculation.of(parts, file or str(directory))
 
 
 # ----------------------------------------------------------------------------
@@ -449,10 +146,7 @@ def _print(frontier: Frontier, console: Console) -> None:
     for heading in ("load", "variant", *(title for title, _, _ in columns.values()), "other"):
         table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=True)
     for point in frontier.points:
-        cells = []
-        for figure, (_, scale, shape) in columns.items():
-            found = point.median(figure)
-            cells.append("" if found is None else format(scale * found, shape))
+        cells = [point.shown(figure, scale, form) for figure, (_, scale, form) in columns.items()]
         table.add_row(f"{point.level:g}", point.variant, *cells, str(point.mismatches))
     console.print(table)
     for level in frontier.levels:
@@ -477,10 +171,10 @@ def _print(frontier: Frontier, console: Console) -> None:
 
 def bench_command(
     *,
-    target: TargetName = EMBEDDED_ID,
-    drafter: DrafterName = AUTO,
+    target: opt.TargetName = EMBEDDED_ID,
+    drafter: opt.DrafterName = AUTO,
     backend: Annotated[str, option(MODELS, ", ".join(kinds()), metavar="ENGINE", show_default=False)] = "local",
-    tasks: Tasks,
+    tasks: opt.Tasks,
     prompts: Annotated[int, rare(PROMPTS, "how many conversations there are in all", min=1)] = 100,
     turns: Annotated[int, rare(PROMPTS, "of each; the baseline answers the earlier ones", min=1)] = 1,
     thinking: Annotated[bool, rare(PROMPTS, "ask the chat template for it", "--thinking/--no-thinking")] = False,
@@ -496,12 +190,12 @@ def bench_command(
     seconds_per_point: Annotated[float | None, rare(LOAD, "a window of that length instead")] = None,
     max_requests: Annotated[int, rare(LOAD, "served at once (poisson)", min=1)] = 32,
     token_budget: Annotated[int, rare(LOAD, "most rows of one forward (local)", min=1)] = 512,
-    sla_ttft: SlaTtft = Sla.ttft,
-    sla_tokens_per_second: SlaTokensPerSecond = Sla.tokens_per_second,
-    variants: Variants = None,
+    sla_ttft: opt.SlaTtft = Sla.ttft,
+    sla_tokens_per_second: opt.SlaTokensPerSecond = Sla.tokens_per_second,
+    variants: opt.Variants = None,
     profile: Annotated[Path | None, option(DRAFTS, "from outrider profile; adaptive variants need it")] = None,
     confidence_threshold: Annotated[float | None, rare(DRAFTS, "of variant threshold")] = None,
-    tree: Tree = None,
+    tree: opt.Tree = None,
     assistant: Annotated[str | None, rare(DRAFTS, "smaller model of variant assisted (transformers)")] = None,
     prompt_lookup: Annotated[int, rare(DRAFTS, "tokens copied per round (transformers)", min=1)] = 10,
     base_url: Annotated[str | None, option(SERVER, f"server that speculates; its key, if any, in {API_KEY}")] = None,
@@ -521,8 +215,8 @@ def bench_command(
     engine_drafter: Annotated[str | None, rare(SERVER, "... and instead of --drafter, as D.gguf")] = None,
     startup_timeout: Annotated[float, rare(SERVER, "seconds until a started engine must serve")] = 600.0,
     out: Annotated[Path, option(GENERAL, "directory for points and plots; run again to go on")],
-    device: Device = "cpu",
-    threads: Threads = None,
+    device: opt.Device = "cpu",
+    threads: opt.Threads = None,
 ) -> None:
     """Put load on an engine, ours or another: throughput against user speed."""
     if backend not in kinds():
@@ -542,75 +236,117 @@ def bench_command(
         requests_per_point = 12
     work = Workload(mixed_prompts(known.tokenizer, split_names(tasks), prompts, seed, thinking), turns, max_new_tokens)
 
+    most_users = max(users.values())
+
     def pick() -> DrafterChoice:
         found = require_drafter(drafter, target, thinking)
         warn_of_thinking(found, thinking)
         return found
 
-    def choose(place: str) -> MeasuredEngine:
+    def measured_engine(place: str) -> MeasuredEngine:
         if backend == "local":
-            choice, most = pick(), max(users.values())
-            return choose_local(
-                choice,
-                load(target, place),
+            choice, loaded = pick(), load(target, place)
+            opened = choice.open(loaded, tree=size)
+            return local_engine(
+                loaded,
+                opened.drafter,
+                choice.directory,
                 names=names,
-                threshold=confidence_threshold,
+                threshold=opened.recommended_threshold if confidence_threshold is None else confidence_threshold,
                 profile=profile,
                 config_at=lambda level: engine_config(work.longest + max_new_tokens, users[level], token_budget),
-                users=most,
-                tree=size,
+                users=most_users,
                 token_budget=token_budget,
             )
         if backend == "transformers":
-            return choose_transformers(
-                target, known, assistant=assistant, drafts=prompt_lookup, names=names, device=place
-            )
+            dtype = default_dtype(place)
+            model = load_causal_lm(target, place, dtype)
+            helper = None if assistant is None else load_causal_lm(assistant, place, dtype)
+            about = {"assistant": assistant, "prompt_lookup": prompt_lookup, "dtype": dtype_name(dtype)}
+            return transformers_engine(model, sorted(known.eos_ids), prompt_lookup, helper, names=names, settings=about)
         if backend == "mlx":
-            return choose_mlx(target, pick(), names)
-        options = ServerOptions(
-            base_url=base_url,
-            baseline_url=baseline_url,
-            served_model=served_model,
-            chat=chat,
-            launch=launch,
-            engine_python=engine_python,
-            engine_command=engine_command,
-            engine_args=engine_args,
-            engine_target=engine_target,
-            engine_drafter=engine_drafter,
-            engine_dtype=engine_dtype,
-            startup_timeout=startup_timeout,
+            choice = pick()
+            if choice.directory is None:
+                raise ValueError(
+                    f"--backend mlx decodes with a trained drafter, not with {choice.kind}: give its directory."
+                )
+            # mlx-lm computes in the type that the model is stored in.
+            stored = AutoConfig.from_pretrained(resolve_model(target)).get_text_config().dtype
+            about = {"dtype": None if stored is None else dtype_name(stored)}
+            return mlx_engine(target, choice.directory, names=names, settings=about)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ValueError(
+                f"--backend {backend}: one process asks a server; torchrun is for local, transformers and mlx."
+            )
+        engine = server_of(backend)
+        endpoint = Endpoint(
+            base_url or "http://127.0.0.1",
+            served_model,
+            os.environ.get(API_KEY),
+            engine,
+            chat_of=work.chat_of if chat else None,
+            thinking=thinking if thinking or engine.takes_thinking else None,
         )
-        capacity = partial(work.capacity, max(users.values()))
-        workload = ServerWorkload(
-            chat=known,
-            choice=pick,
+        return launch_engine(engine, endpoint) if launch else reach_servers(endpoint)
+
+    def reach_servers(endpoint: Endpoint) -> MeasuredEngine:
+        if base_url is None:
+            raise ValueError(
+                f"--backend {backend}: name a running server (--base-url, and --baseline-url for one without "
+                "speculation), or let it be started (--launch)."
+            )
+        endpoints = {SPECULATIVE: endpoint}
+        if baseline_url is not None:
+            endpoints[NO_SPECULATION] = replace(endpoint, url=baseline_url)
+        about = {"base_url": base_url, "baseline_url": baseline_url, "chat": chat}
+        return running_servers(endpoints, known.tokenizer, names=names, settings=about)
+
+    def launch_engine(engine: ExternalEngine, endpoint: Endpoint) -> MeasuredEngine:
+        if base_url or baseline_url:
+            raise ValueError("--launch starts the servers itself: leave out --base-url and --baseline-url.")
+        plan = Launch(
+            target=engine_target or (known.name if engine.gguf else str(resolve_model(known.name))),
+            dtype=engine_dtype or dtype_name(default_dtype(device)),
+            python=engine_python,
+            executable=engine_command,
+            extra=tuple(shlex.split(engine_args)),
+        )
+        engine.command(plan)  # what cannot be started needs no drafter either
+        return launched_engine(
+            engine,
+            plan,
+            pick().speculation(engine, known.name, engine_drafter),
+            endpoint,
+            known.tokenizer,
             names=names,
-            chat_of=work.chat_of,
-            thinking=thinking,
-            capacity=capacity,
+            capacity=partial(work.capacity, most_users),
             logs=out / "logs",
-            device=device,
+            timeout=startup_timeout,
+            settings={
+                "engine_args": engine_args,
+                "chat": chat,
+                "engine_drafter": engine_drafter,
+                "dtype": None if engine.gguf else plan.dtype,
+            },
         )
-        return choose_servers(backend, options, workload)
 
     with join(device) as ranks, ExitStack() as stack:
         console = Console(quiet=not ranks.main)
-        chosen = choose(str(ranks.device))
-        stack.callback(chosen.source.close)
+        engine = measured_engine(str(ranks.device))
+        stack.callback(engine.close)
         sweep = Sweep(
             arrivals=arrivals,
             levels=levels,
-            variants=tuple(chosen.variants),
+            variants=tuple(engine.variants),
             repeats=repeats,
             requests=requests_per_point,
             seconds=seconds_per_point,
             max_new_tokens=max_new_tokens,
             sla=Sla(sla_ttft, sla_tokens_per_second),
             seed=seed,
-            grouped=chosen.grouped,
+            grouped=engine.grouped,
         )
-        settings = sweep.settings() | chosen.settings | {"backend": backend, "target": target, "drafter": drafter}
+        settings = sweep.settings() | engine.settings | {"backend": backend, "target": target, "drafter": drafter}
         settings |= {"tasks": tasks, "prompts": len(work.prompts), "thinking": thinking, "turns": turns}
         settings |= {"max_requests": None if arrivals == "closed" else max_requests, "device": device}
         settings |= {"token_budget": token_budget, "tree": None if size is None else size.setting, "world": ranks.world}
@@ -618,11 +354,11 @@ def bench_command(
         journal = ranks.from_main(lambda: Journal(out, settings | {"machine": machine(), "versions": versions()}))
         with counting(console, "bench") as on_progress:
             run_workload(
-                sweep, chosen.source, work, known.tokenizer, journal,
+                sweep, engine, work, known.tokenizer, journal,
                 thinking=thinking, ranks=ranks, on_progress=on_progress,
             )  # fmt: skip
         if ranks.main:
-            report(Frontier.of(arrivals, journal.points, settings), out, console, chosen.source.exact)
+            report(Frontier.of(arrivals, journal.points, settings), out, console, engine.exact)
 
 
 def bench_table(
@@ -667,9 +403,9 @@ def simulate_command(
     max_new_tokens: Annotated[int, option(LOAD, "per response; no more than was recorded", min=1)] = 64,
     repeats: Annotated[int, rare(LOAD, "other arrivals each; a closed loop needs one", min=1)] = 1,
     seed: Annotated[int, rare(LOAD, "of the mix of prompts, and of arrivals")] = 0,
-    sla_ttft: SlaTtft = Sla.ttft,
-    sla_tokens_per_second: SlaTokensPerSecond = Sla.tokens_per_second,
-    variants: Variants = None,
+    sla_ttft: opt.SlaTtft = Sla.ttft,
+    sla_tokens_per_second: opt.SlaTokensPerSecond = Sla.tokens_per_second,
+    variants: opt.Variants = None,
     confidence_threshold: Annotated[
         float | None, rare(DRAFTS, "of variant threshold; as recommended if not given")
     ] = None,

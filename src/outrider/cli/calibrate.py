@@ -18,34 +18,10 @@ from outrider.calibration.collect import collect_tasks, load_rounds, save_rounds
 from outrider.calibration.fit import Calibration, CalibrationResult, SweepPoint, calibrate, fit_sts, quality
 from outrider.calibration.fit import sweep as sweep_thresholds
 from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_checkpoint
-from outrider.cli.common import (
-    AUTO,
-    FILES,
-    MODELS,
-    PROMPTS,
-    SAMPLING,
-    Device,
-    DrafterOrNone,
-    MaxNewTokens,
-    MaxSamples,
-    MinP,
-    RepetitionPenalty,
-    Seed,
-    TargetName,
-    Thinking,
-    Threads,
-    TopK,
-    TopP,
-    Tree,
-    choose_drafter,
-    choose_tree,
-    counting,
-    load,
-    option,
-    require_directory,
-    show_paths,
-    split_names,
-)
+from outrider.cli import options as opt
+from outrider.cli.common import choose_tree, counting, load, show_paths, split_names
+from outrider.cli.drafter import AUTO, choose_drafter, require_directory
+from outrider.cli.options import FILES, MODELS, PROMPTS, SAMPLING, option
 from outrider.data.sources import TaskSettings
 from outrider.drafters import registry
 from outrider.drafters.dflash import BlockDrafter
@@ -62,27 +38,27 @@ from outrider.utils.measure import set_up, versions
 
 def calibrate_command(
     *,
-    target: TargetName,
+    target: opt.TargetName,
     drafter: Annotated[str, option(MODELS, "drafter directory; what is found is stored in it")],
     tasks: Annotated[str, option(PROMPTS, "JSONL files or shipped sets it never saw")],
     fit_tasks: Annotated[str | None, option(PROMPTS, "fit on these; else on half of --tasks")] = None,
-    max_samples: MaxSamples = None,
-    thinking: Thinking = False,
-    max_new_tokens: MaxNewTokens = 256,
+    max_samples: opt.MaxSamples = None,
+    thinking: opt.Thinking = False,
+    max_new_tokens: opt.MaxNewTokens = 256,
     temperature: Annotated[float, option(SAMPLING, "as you will serve; 0: the likeliest token", min=0.0)] = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = 0,
+    top_k: opt.TopK = 0,
+    top_p: opt.TopP = 1.0,
+    min_p: opt.MinP = 0.0,
+    repetition_penalty: opt.RepetitionPenalty = 1.0,
+    seed: opt.Seed = 0,
     plot: Annotated[Path | None, option(FILES, "PNG file for reliability diagrams")] = None,
     sweep: Annotated[Path | None, option(FILES, "PNG file of figures by threshold; JSON beside it")] = None,
     rounds: Annotated[
         Path | None, option(FILES, "NPZ file of collected rounds: used if it exists, else written")
     ] = None,
     export_sglang: Annotated[Path | None, option(FILES, "directory for SGLang's calibration file")] = None,
-    device: Device = "cpu",
-    threads: Threads = None,
+    device: opt.Device = "cpu",
+    threads: opt.Threads = None,
 ) -> None:
     """Fit confidences to acceptance; of medusa and hydra, measure accuracies."""
     set_up(threads)
@@ -242,16 +218,16 @@ def profile_command(
     out: Annotated[Path, option(FILES, "JSON file for the profile")],
     plot: Annotated[bool, option(FILES, "a PNG beside the profile")] = False,
     export_sglang: Annotated[Path | None, option(FILES, "directory for SGLang's table of steps per second")] = None,
-    target: TargetName = EMBEDDED_ID,
-    drafter: DrafterOrNone = AUTO,
-    tree: Tree = None,
+    target: opt.TargetName = EMBEDDED_ID,
+    drafter: opt.DrafterOrNone = AUTO,
+    tree: opt.Tree = None,
     max_requests: Annotated[int, option("Steps", "in one step", min=1)] = ProfileConfig.max_requests,
     max_tokens: Annotated[int, option("Steps", "of one forward", min=1)] = ProfileConfig.max_tokens,
     contexts: Annotated[str, option("Steps", "cached tokens per request")] = "64,256,768",
     repeats: Annotated[int, option("Steps", "of every measurement", min=1)] = ProfileConfig.repeats,
     seconds: Annotated[float, option("Steps", "fewer repeats, but three, rather than longer", min=0)] = 120.0,
-    device: Device = "cpu",
-    threads: Threads = None,
+    device: opt.Device = "cpu",
+    threads: opt.Threads = None,
 ) -> None:
     """Measure the cost of a step on this machine, for load-aware policies."""
     set_up(threads)

@@ -15,7 +15,7 @@ from outrider.backends.registry import engine_of, exporters
 from outrider.checkpoints.checkpoint import METADATA, load_checkpoint, read_config, read_metadata, save_drafter
 from outrider.checkpoints.describe import named_target
 from outrider.checkpoints.dialects.base import UnknownDepth
-from outrider.cli.common import DRAFTS, FILES, MODELS, option
+from outrider.cli.options import DRAFTS, FILES, MODELS, option
 from outrider.evaluation.model_card import model_card
 from outrider.evaluation.results import Results
 from outrider.scheduling.policies import ThresholdPolicy

@@ -18,7 +18,9 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.checkpoints.describe import describe, describe_unknown, tensor_rows
 from outrider.checkpoints.dialects import UnknownDialect
-from outrider.cli.common import FILES, GENERAL, MODELS, SAMPLING, Threads, load, option, rare, responding
+from outrider.cli import options as opt
+from outrider.cli.common import load, responding
+from outrider.cli.options import FILES, GENERAL, MODELS, SAMPLING, option, rare
 from outrider.data.chat import Chat
 from outrider.data.inspection import Row, html_page, rows_of, terminal_text
 from outrider.data.regenerate import DataSection, PromptSource, Regeneration
@@ -60,7 +62,7 @@ def prepare_command(
     batch_size: Annotated[int | None, rare(GENERAL, "responses decoded at once here", min=1)] = None,
     max_minutes: Annotated[float | None, option(GENERAL, "stop after this long; run again to go on")] = None,
     device: Annotated[str | None, option(GENERAL, "cpu, cuda, ...; the recipe's, else cpu")] = None,
-    threads: Threads = None,
+    threads: opt.Threads = None,
 ) -> None:
     """Generate the target's responses for training; run again to go on."""
     base = load_recipe(recipe) if recipe else None

@@ -12,45 +12,10 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from outrider.cli.common import (
-    AUTO,
-    CHOICES,
-    DRAFTS,
-    FILES,
-    GENERAL,
-    MODELS,
-    PROMPTS,
-    Backend,
-    ConfidenceThreshold,
-    Device,
-    DrafterName,
-    MaxNewTokens,
-    MaxSamples,
-    MinP,
-    RepetitionPenalty,
-    Seed,
-    TargetName,
-    Tasks,
-    Temperature,
-    Thinking,
-    Threads,
-    TopK,
-    TopP,
-    Tree,
-    Typical,
-    choose_policy,
-    choose_tree,
-    choose_typical,
-    counting,
-    load,
-    option,
-    rare,
-    require_drafter,
-    show_paths,
-    split_names,
-    warn_of_thinking,
-)
-from outrider.cli.mlx import load_for_mlx, mlx_versions, open_for_mlx
+from outrider.cli import options as opt
+from outrider.cli.common import choose_policy, choose_tree, choose_typical, counting, load, show_paths, split_names
+from outrider.cli.drafter import AUTO, load_for_mlx, mlx_versions, open_for_mlx, require_drafter, warn_of_thinking
+from outrider.cli.options import CHOICES, DRAFTS, FILES, GENERAL, MODELS, PROMPTS, option, rare
 from outrider.data.sources import TaskSettings, load_prompts
 from outrider.drafters.base import Drafter
 from outrider.drafters.draft import TREE_FORM, TreeSize
@@ -80,32 +45,32 @@ from outrider.verification import TypicalAcceptance
 
 def evaluate_command(
     *,
-    target: TargetName,
-    drafter: DrafterName = AUTO,
-    backend: Backend = "local",
+    target: opt.TargetName,
+    drafter: opt.DrafterName = AUTO,
+    backend: opt.Backend = "local",
     label: Annotated[
         str | None, rare(MODELS, "its name in comparisons; by default the algorithm, with the shape of its trees")
     ] = None,
-    tasks: Tasks,
-    max_samples: MaxSamples = None,
-    thinking: Thinking = False,
-    max_new_tokens: MaxNewTokens = 256,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = 0,
+    tasks: opt.Tasks,
+    max_samples: opt.MaxSamples = None,
+    thinking: opt.Thinking = False,
+    max_new_tokens: opt.MaxNewTokens = 256,
+    temperature: opt.Temperature = 0.0,
+    top_k: opt.TopK = 0,
+    top_p: opt.TopP = 1.0,
+    min_p: opt.MinP = 0.0,
+    repetition_penalty: opt.RepetitionPenalty = 1.0,
+    seed: opt.Seed = 0,
     draft_length: Annotated[
         int | None, option(DRAFTS, "drafts to verify (of a tree: nodes); all by default", min=0)
     ] = None,
-    confidence_threshold: ConfidenceThreshold = None,
+    confidence_threshold: opt.ConfidenceThreshold = None,
     block_size: Annotated[int | None, rare(DRAFTS, "rows of a block, if not as trained", min=1)] = None,
-    tree: Tree = None,
-    typical: Typical = None,
+    tree: opt.Tree = None,
+    typical: opt.Typical = None,
     out: Annotated[Path, option(GENERAL, "directory for results.json and plots")],
-    device: Device = "cpu",
-    threads: Threads = None,
+    device: opt.Device = "cpu",
+    threads: opt.Threads = None,
 ) -> None:
     """Decode tasks with and without a drafter: speedup, accepted length, same output."""
     set_up(threads)
@@ -226,7 +191,7 @@ Size = TypeVar("Size")
 def bench_drafters(
     drafters: Annotated[list[str], typer.Argument(help=f"each as CHOICE or NAME=CHOICE. CHOICE: {CHOICES}")],
     *,
-    target: TargetName = EMBEDDED_ID,
+    target: opt.TargetName = EMBEDDED_ID,
     tree: Annotated[
         list[str] | None,
         option(DRAFTS, f"that drafter drafts trees: {TREE_FORM}; repeatable", metavar="NAME=SIZE"),
@@ -238,8 +203,8 @@ def bench_drafters(
     context: Annotated[int, option(DRAFTS, "committed tokens before the draft", min=3)] = 256,
     repeats: Annotated[int, option(DRAFTS, "rounds at every length, after two that are not counted", min=3)] = 20,
     out: Annotated[Path | None, option(FILES, "JSON file for the figures, and a PNG beside it")] = None,
-    device: Device = "cpu",
-    threads: Threads = None,
+    device: opt.Device = "cpu",
+    threads: opt.Threads = None,
 ) -> None:
     """Time drafts by their length, drafters taking turns."""
     named = name_drafters(drafters)
@@ -311,8 +276,8 @@ def doctor(
     max_new_tokens: Annotated[int, option(PROMPTS, "tokens decoded per conversation", min=1)] = 48,
     thinking: Annotated[bool, option(PROMPTS, "the mode the drafter is to serve in")] = False,
     json_out: Annotated[Path | None, option(FILES, "file for the findings", "--json")] = None,
-    device: Device = "cpu",
-    threads: Threads = None,
+    device: opt.Device = "cpu",
+    threads: opt.Threads = None,
 ) -> None:
     """Check target, drafter and data against each other; status 1 if a fault is found."""
     if target is None and drafter is None and data is None:

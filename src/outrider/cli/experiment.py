@@ -18,23 +18,12 @@ from rich.console import Console
 
 from outrider.checkpoints.checkpoint import load_checkpoint, read_metadata
 from outrider.checkpoints.published import shipped_drafter
+from outrider.cli import options as opt
 from outrider.cli.calibrate import calibrate_command
-from outrider.cli.common import (
-    FILES,
-    GENERAL,
-    PROMPTS,
-    Threads,
-    choose_policy,
-    choose_tree,
-    choose_typical,
-    load,
-    option,
-    recommended_threshold,
-    require_drafter,
-    split_names,
-    verb_options,
-)
+from outrider.cli.common import choose_policy, choose_tree, choose_typical, load, split_names
+from outrider.cli.drafter import recommended_threshold, require_drafter
 from outrider.cli.evaluate import bench_drafters, evaluate_command, report, run_evaluation
+from outrider.cli.options import FILES, GENERAL, PROMPTS, option, verb_options
 from outrider.cli.train import run_training
 from outrider.data.sources import TaskSettings, load_prompts, load_tasks
 from outrider.drafters.registry import method_of
@@ -186,7 +175,7 @@ def demo(
     out: Annotated[Path, option(FILES, "where the run goes")] = Path("runs/demo"),
     eval_samples: Annotated[int, option(PROMPTS, "held-out prompts per task and drafter", min=1)] = 3,
     eval_tokens: Annotated[int, option(PROMPTS, "new tokens per response", min=1)] = 96,
-    threads: Threads = None,
+    threads: opt.Threads = None,
 ) -> None:
     """Generate responses, train and evaluate a small drafter, in under ten minutes."""
     console = Console()

@@ -12,36 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.checkpoints.published import PUBLISHED, Published, shipped_drafters
-from outrider.cli.common import (
-    AUTO,
-    DRAFTS,
-    HOW_TO_TRAIN,
-    PROMPTS,
-    SAMPLING,
-    Backend,
-    Device,
-    DrafterOrNone,
-    MaxNewTokens,
-    MinP,
-    RepetitionPenalty,
-    Seed,
-    TargetName,
-    Temperature,
-    Thinking,
-    Threads,
-    TopK,
-    TopP,
-    Tree,
-    Typical,
-    choose_drafter,
-    choose_policy,
-    choose_tree,
-    choose_typical,
-    load,
-    option,
-    warn_of_thinking,
-)
-from outrider.cli.mlx import load_for_mlx, open_for_mlx
+from outrider.cli import options as opt
+from outrider.cli.common import choose_policy, choose_tree, choose_typical, load
+from outrider.cli.drafter import AUTO, HOW_TO_TRAIN, choose_drafter, load_for_mlx, open_for_mlx, warn_of_thinking
+from outrider.cli.options import DRAFTS, PROMPTS, SAMPLING, option
 from outrider.data.chat import render
 from outrider.decoding.generate import Chunk, stream
 from outrider.decoding.request import StopRules
@@ -57,27 +31,27 @@ STYLES = {"draft": "green", "correction": "bold red", "bonus": "bold blue"}
 def generate_command(
     prompt: Annotated[str, typer.Argument(help="what to answer")],
     *,
-    target: TargetName = EMBEDDED_ID,
-    drafter: DrafterOrNone = AUTO,
-    backend: Backend = "local",
+    target: opt.TargetName = EMBEDDED_ID,
+    drafter: opt.DrafterOrNone = AUTO,
+    backend: opt.Backend = "local",
     raw: Annotated[bool, option(PROMPTS, "no chat template: continue the text")] = False,
-    thinking: Thinking = False,
-    max_new_tokens: MaxNewTokens = 256,
+    thinking: opt.Thinking = False,
+    max_new_tokens: opt.MaxNewTokens = 256,
     stop: Annotated[list[str] | None, option(SAMPLING, "text that ends the response; repeatable")] = None,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = 0,
+    temperature: opt.Temperature = 0.0,
+    top_k: opt.TopK = 0,
+    top_p: opt.TopP = 1.0,
+    min_p: opt.MinP = 0.0,
+    repetition_penalty: opt.RepetitionPenalty = 1.0,
+    seed: opt.Seed = 0,
     confidence_threshold: Annotated[
         float | None, option(DRAFTS, "verify while so confident; else the drafter's own")
     ] = None,
-    tree: Tree = None,
-    typical: Typical = None,
+    tree: opt.Tree = None,
+    typical: opt.Typical = None,
     show_rounds: Annotated[bool, option(DRAFTS, "colour drafts, corrections and bonus tokens")] = False,
-    device: Device = "cpu",
-    threads: Threads = None,
+    device: opt.Device = "cpu",
+    threads: opt.Threads = None,
 ) -> None:
     """Answer a prompt, streamed."""
     set_up(threads)

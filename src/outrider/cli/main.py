@@ -11,11 +11,11 @@ from rich.markup import escape
 from outrider.cli.bench import bench_command, bench_table, simulate_command
 from outrider.cli.calibrate import calibrate_command, profile_command
 from outrider.cli.checkpoints import export_command, package_command
-from outrider.cli.common import UsageError, Verb
 from outrider.cli.data import inspect_command, prepare_command
 from outrider.cli.evaluate import bench_drafters, compare_command, doctor, evaluate_command
 from outrider.cli.experiment import demo, experiment
 from outrider.cli.generate import generate_command, models
+from outrider.cli.options import UsageError, Verb
 from outrider.cli.train import check_features, plan_features, train, write_features
 
 _SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"

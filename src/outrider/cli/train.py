@@ -13,7 +13,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from outrider.cli.common import Overrides, RecipePath, load, option, responding
+from outrider.cli import options as opt
+from outrider.cli.common import load, responding
+from outrider.cli.options import option
 from outrider.target.linear import native_bfloat16
 from outrider.target.model import Target
 from outrider.training.feature_store import (
@@ -39,7 +41,7 @@ from outrider.utils.distributed import ALONE, Ranks, join
 from outrider.utils.measure import set_up
 
 
-def train(recipe: RecipePath, overrides: Overrides = None) -> None:
+def train(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> None:
     """Train a drafter on the target's responses; run again to go on."""
     chosen = load_recipe(recipe, overrides or [])
     with join(chosen.device) as ranks:
@@ -98,7 +100,7 @@ _LIMIT_GB = 20.0
 _FREE_SHARE = 0.1
 
 
-def plan_features(recipe: RecipePath, overrides: Overrides = None) -> None:
+def plan_features(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> None:
     """Say exactly how large the recipe's store will be. Writes no features; makes responses that are missing."""
     console = Console()
     chosen, run = _prepare(recipe, overrides, None, console)
@@ -106,8 +108,8 @@ def plan_features(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 
 def write_features(
-    recipe: RecipePath,
-    overrides: Overrides = None,
+    recipe: opt.RecipePath,
+    overrides: opt.Overrides = None,
     *,
     shard: Annotated[int | None, option("Processes", "this process's number, from 0; else RANK")] = None,
     of: Annotated[int | None, option("Processes", "how many processes write; else WORLD_SIZE")] = None,
@@ -145,7 +147,7 @@ def write_features(
     )
 
 
-def check_features(recipe: RecipePath, overrides: Overrides = None) -> None:
+def check_features(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> None:
     """Compare every shard with its SHA-256 and name what is damaged, missing or foreign."""
     console = Console()
     chosen, run = _prepare(recipe, overrides, None, console)

@@ -296,6 +296,11 @@ class PointSummary(BaseModel):
         found = self.quartiles[figure]
         return None if found is None else found[1]
 
+    def shown(self, figure: str, scale: float = 1.0, form: str = ".1f") -> str:
+        """The scaled median as text; blank where it is unknown."""
+        found = self.median(figure)
+        return "" if found is None else format(scale * found, form)
+
     @property
     def throughput(self) -> float:
         """Median tokens per second."""

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -61,7 +64,7 @@ class Scaled:
 
     def __post_init__(self) -> None:
         for name in ("draft", "verify"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--scale-{name} {getattr(self, name)} must be above 0: it multiplies seconds.")
 
     def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
@@ -81,17 +84,18 @@ class Scaled:
         return replace(self, machine=self.machine.plain())
 
 
-class Table(BaseModel):
-    """A table file: target forwards per second by rows, seconds of drafting by requests, both from 1 on.
+class TableMachine(BaseModel):
+    """A machine read from a table file: target forwards per second by rows, seconds of drafting by requests, from 1 on.
 
-    Beyond its end a list goes on as it ended: the rate stays, and so do the seconds of one more drafting request.
+    Beyond its end a list goes on as it ended: the rate stays, and so do the seconds of one more drafting request. The
+    context costs nothing.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     sps: list[float] = Field(min_length=1)
-    draft_seconds: list[float] = Field(default=[0.0], min_length=1)
-    per_step_seconds: float = Field(default=0.0, ge=0, alias="other_seconds")
+    draft: list[Annotated[float, Field(ge=0)]] = Field(default=[0.0], min_length=1, alias="draft_seconds")
+    other: float = Field(default=0.0, ge=0, alias="other_seconds")
 
     @field_validator("sps")
     @classmethod
@@ -99,28 +103,26 @@ class Table(BaseModel):
         SpsTable(sps)
         return sps
 
-
-class TableMachine:
-    """A machine by a `Table`, whatever the context."""
-
-    def __init__(self, table: Table) -> None:
-        self._forward, self._other = SpsTable(table.sps), table.per_step_seconds
-        self._draft = np.concatenate(([0.0], table.draft_seconds))
+    @cached_property
+    def forward(self) -> SpsTable:
+        """The target's forwards."""
+        return SpsTable(self.sps)
 
     def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
-        return self.draft_seconds(drafting, depth) + self._other + self.verify_seconds(tokens_N, requests, context)
+        return self.draft_seconds(drafting, depth) + self.other + self.verify_seconds(tokens_N, requests, context)
 
     def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
-        last = len(self._draft) - 1
+        seconds = [0.0, *self.draft]
+        last = len(self.draft)
         if drafting <= last:
-            return float(self._draft[drafting])
-        return float(self._draft[last] + (drafting - last) * (self._draft[last] - self._draft[last - 1]))
+            return seconds[drafting]
+        return seconds[last] + (drafting - last) * (seconds[last] - seconds[last - 1])
 
     def verify_seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
-        return self._forward.seconds(tokens_N, requests, 0, context)
+        return self.forward.seconds(tokens_N, requests, 0, context)
 
     def other_seconds(self, requests: int) -> float:
-        return self._other
+        return self.other
 
     def plain(self) -> TableMachine:
         return self
@@ -144,7 +146,7 @@ def load_machine(path: Path, recorded: Mapping[str, Any], draft: float = 1.0, ve
     found: Machine
     if isinstance(content, dict) and "sps" in content:
         try:
-            found = TableMachine(Table.model_validate(content))
+            found = TableMachine.model_validate(content)
         except ValidationError as error:
             first = error.errors()[0]
             raise ValueError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}.") from None
@@ -266,29 +268,29 @@ class SimulatedEngine:
             return []
         deciding = [work for work in plan.work if work.decodes]
         context = sum(self._live[work.id].length for work in plan.work) / len(plan.work)
-        counts, outputs = _Counts(), list[Output]()
+        counts, outputs = Counter[str](), list[Output]()
         if deciding:
             counts, outputs = self._round(deciding, sum(work.prefill for work in plan.work))
         self._settle(plan, outputs)
         self.last = self._record(plan, counts, outputs, context)
         return outputs
 
-    def _round(self, deciding: Sequence[Work], prefill: int) -> tuple[_Counts, list[Output]]:
+    def _round(self, deciding: Sequence[Work], prefill: int) -> tuple[Counter[str], list[Output]]:
+        """Draft, decide and commit; the outputs, and how many requests drafted (`drafting`), how many draft tokens were
+        `proposed`, `admitted` and `accepted`, and the length of the longest draft (`depth`)."""
         ids, live = [work.id for work in deciding], [self._live[work.id] for work in deciding]
         contexts, rows_R = [one.length for one in live], np.array([one.row for one in live])
         depths_R = self._depths(deciding, contexts, prefill)
         confidences_RK = self.traces.confidences_NK[rows_R].astype(np.float64)
         drafted_R = np.minimum(self.traces.drafted_N[rows_R], depths_R)
-        doubted_RK = (
-            confidences_RK < self.policy.min_confidence
-        )  # False for NaN: without confidences nothing is left out
+        doubted_RK = confidences_RK < self.policy.min_confidence  # False for NaN: without confidences all are kept
         drafted_R = np.where(doubted_RK.any(axis=1), np.minimum(drafted_R, doubted_RK.argmax(axis=1)), drafted_R)
         view = self.history.step_view(ids, confidences_RK.tolist(), drafted_R.tolist(), contexts, prefill)
         admitted_R = self.policy.lengths(view)
         accepted_R = np.minimum(self.traces.accepted_N[rows_R], admitted_R)
         parts = [one.commit(count + 1) for one, count in zip(live, accepted_R.tolist(), strict=True)]
         self.history.record(ids, view)
-        counts = _Counts(
+        counts = Counter(
             drafting=int((depths_R > 0).sum()),
             proposed=int(drafted_R.sum()),
             admitted=int(admitted_R.sum()),
@@ -322,10 +324,10 @@ class SimulatedEngine:
         self.scheduler.remove(id)
         self.history.forget(id)
 
-    def _record(self, plan: StepPlan, counts: _Counts, outputs: Sequence[Output], context: float) -> StepRecord:
+    def _record(self, plan: StepPlan, counts: Counter[str], outputs: Sequence[Output], context: float) -> StepRecord:
         requests, prefill = len(plan.work), sum(work.prefill for work in plan.work)
-        tokens = prefill + len(outputs) + counts.admitted
-        draft = self.machine.draft_seconds(counts.drafting, max(counts.depth, 1))
+        tokens = prefill + len(outputs) + counts["admitted"]
+        draft = self.machine.draft_seconds(counts["drafting"], max(counts["depth"], 1))
         verify = float(self.machine.verify_seconds(np.array([tokens]), requests, context)[0])
         other = self.machine.other_seconds(requests)
         return StepRecord(
@@ -334,12 +336,12 @@ class SimulatedEngine:
             verify_seconds=verify,
             other_seconds=other,
             requests=len(outputs),
-            drafting=counts.drafting,
+            drafting=counts["drafting"],
             tokens=tokens,
             prefill_tokens=prefill,
-            proposed=counts.proposed,
-            admitted=counts.admitted,
-            accepted=counts.accepted,
+            proposed=counts["proposed"],
+            admitted=counts["admitted"],
+            accepted=counts["accepted"],
             committed=sum(len(output.tokens) for output in outputs),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -347,24 +349,12 @@ class SimulatedEngine:
         )
 
 
-@dataclass(frozen=True)
-class _Counts:
-    """Of one step's round: drafting requests; draft tokens proposed, admitted, accepted; the longest draft."""
-
-    drafting: int = 0
-    proposed: int = 0
-    admitted: int = 0
-    accepted: int = 0
-    depth: int = 0
-
-
 # ----------------------------------------------------------------------------
 # Replicas side by side on one clock: each starts its next step when its last one ended and it has work.
 #
 #     replica 0   |--step--|----step----|      |-step-|
 #     replica 1   |------step------|--step--|
-#     step()               ^       ^    ^   ^      ^     gives the outputs of the step that ends next, at the time it
-#     ends
+#     step()               ^       ^    ^   ^      ^     gives the outputs of the step that ends next, at its end
 #
 # One replica is the simulation of one engine. A submission is seen between two of these events, as by an engine between
 # two of its steps.
@@ -437,7 +427,7 @@ class Cluster:
 
 
 # ----------------------------------------------------------------------------
-# the sweep of a load test on simulated machines, and how far it is from the real one
+# The sweep of a load test on simulated machines, and how far it is from the real one.
 #
 #     error = predicted / measured - 1     of aggregate tokens per second, per variant and level
 #

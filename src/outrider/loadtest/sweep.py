@@ -24,6 +24,7 @@ from outrider.backends.base import Acceptance, Backend, ReportsAcceptance
 from outrider.backends.local import NO_SPECULATION
 from outrider.decoding.request import StopRules
 from outrider.engine.batch import Request
+from outrider.loadtest.engines import MeasuredEngine
 from outrider.loadtest.load import (
     Arrivals,
     Clock,
@@ -40,7 +41,6 @@ from outrider.loadtest.load import (
     with_next_turn,
 )
 from outrider.loadtest.metrics import Frontier, Journal, Point, PointSummary, RequestFigures, Sla, summarise
-from outrider.loadtest.sources import BackendSource
 from outrider.utils.distributed import ALONE, Ranks
 
 
@@ -369,7 +369,7 @@ class Workload:
 
 def run_workload(
     sweep: Sweep,
-    source: BackendSource,
+    engine: MeasuredEngine,
     work: Workload,
     tokenizer: PreTrainedTokenizerBase,
     journal: Journal,
@@ -385,7 +385,7 @@ def run_workload(
     def respond(turn: int, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         if turn > len(said):
             on_progress(f"answers to turn {turn}", turn - 1, work.turns - 1)
-            plain = source.serve(sweep.baseline, max(sweep.levels))
+            plain = engine.serve(sweep.baseline, max(sweep.levels))
             said.append(ranks.from_main(lambda: responses(plain, prompts, sweep.max_new_tokens)))
         return said[turn - 1]
 
@@ -393,7 +393,7 @@ def run_workload(
     if ranks.main and len(said) > known:
         journal.keep_said(said)
     run_sweep(
-        sweep, source.serve, work.prompts, source.compare, journal, WallClock, on_progress=on_progress, ranks=ranks
+        sweep, engine.serve, work.prompts, engine.compare, journal, WallClock, on_progress=on_progress, ranks=ranks
     )
 
 
@@ -440,12 +440,8 @@ def _baseline(sweep: Frontier, level: float) -> float | None:
 
 
 def _row(sweep: Frontier, point: PointSummary, plain: float | None) -> tuple[str, ...]:
-    def shown(figure: str, scale: float, form: str) -> str:
-        found = point.median(figure)
-        return "" if found is None else format(scale * found, form)
-
     ratio = "" if plain is None else f"{point.throughput / plain:.2f}"
-    figures = shown("user_p50", 1, ".1f"), shown("ttft_p50", 1e3, ".0f"), shown("gap_p50", 1e3, ".0f")
+    figures = point.shown("user_p50"), point.shown("ttft_p50", 1e3, ".0f"), point.shown("gap_p50", 1e3, ".0f")
     engine = f"{sweep.settings['backend']}{' (chat)' if sweep.settings.get('chat') else ''}"
     measured = engine, point.variant, f"{point.level:g}", sweep.settings.get("dtype") or ""
-    return *measured, f"{point.throughput:.1f}", *figures, shown("tau", 1, ".2f"), ratio
+    return *measured, f"{point.throughput:.1f}", *figures, point.shown("tau", form=".2f"), ratio

@@ -1,0 +1,297 @@
+"""`--drafter CHOICE`: which drafter a verb decodes with.
+
+auto                      the shipped drafter of the target, or else a published one (outrider models)
+none                      plain decoding
+DIR                       a trained drafter (a directory of one of these names is ./NAME)
+MAKER/NAME                one of those that `outrider models` lists, downloaded
+ngram[@GAMMA]             copies from the text so far; nothing is trained or loaded
+lm:ID_OR_DIR[@GAMMA]      a smaller language model with the target's tokenizer
+
+A choice is read before the target is loaded, so that a mistake costs nothing, and opened afterwards; for
+`--backend mlx` by the functions at the end of this file, which import MLX when it is asked for, not before.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from outrider.backends.base import ExternalEngine, Speculation
+from outrider.backends.export import embedding_factor
+from outrider.backends.mlx import require_mlx
+from outrider.checkpoints.checkpoint import empty_module, load_checkpoint, read_config, read_metadata, read_parts
+from outrider.checkpoints.published import Published, fetch, published_by, published_for, shipped_drafter
+from outrider.cli.common import load
+from outrider.drafters.base import Drafter, DraftModule, draft_slots
+from outrider.drafters.draft import TreeSize
+from outrider.drafters.language_model import StandaloneConfig, StandaloneDrafter
+from outrider.drafters.ngram import NgramConfig, NgramDrafter
+from outrider.drafters.registry import tree_methods
+from outrider.evaluation.draft_cost import with_block_size
+from outrider.evaluation.results import DrafterInfo, TrainingInfo
+from outrider.target.hub import resolve_model
+from outrider.target.model import Target, count_layers
+
+if TYPE_CHECKING:
+    from outrider.backends.mlx.target import MLXTarget
+
+AUTO, NONE = "auto", "none"
+HOW_TO_TRAIN = "train one: outrider train recipes/smollm2-135m/dspark.yaml with your target and prompts in it"
+_UNTRAINED = re.compile(r"(?:(?P<ngram>ngram)|lm:(?P<model>[^@].*?))(?:@(?P<gamma>\d+))?")
+
+
+def recommended_threshold(metadata: Mapping[str, Any]) -> float | None:
+    """The confidence threshold a drafter was found to serve best with (`outrider package` stores it)."""
+    return metadata.get("recommended", {}).get("confidence_threshold")
+
+
+@dataclass(frozen=True)
+class OpenedDrafter:
+    """A drafter ready to serve, as results name it.
+
+    `parameters` are its own, not the target's; `metadata` is its outrider.json, {} where there is none. `tree`: what
+    was asked of its trees, None where it drafts chains.
+    """
+
+    drafter: Drafter
+    name: str
+    algorithm: str
+    parameters: int
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    tree: TreeSize | None = None
+
+    def info(self, label: str | None = None) -> DrafterInfo:
+        """Who drafts, for results and comparisons; called `label`, or as its algorithm and the shape of its trees."""
+        training = TrainingInfo.of(self.metadata)
+        shape = f" {self.tree}" if self.tree is not None and self.tree.shaped else ""
+        name = label or f"{self.algorithm}{shape}"
+        return DrafterInfo(
+            label=name,
+            algorithm=self.algorithm,
+            gamma=self.drafter.gamma,
+            nodes=draft_slots(self.drafter),
+            parameters=self.parameters,
+            training=training,
+        )
+
+    @property
+    def recommended_threshold(self) -> float | None:
+        """See the function of this name."""
+        return recommended_threshold(self.metadata)
+
+
+@dataclass(frozen=True)
+class DrafterChoice:
+    """What `--drafter` says. `where`: directory or model, "" for ngram; `gamma` None: the drafter's own.
+
+    `repo`: whence the directory was downloaded.
+    """
+
+    kind: Literal["directory", "ngram", "lm"]
+    where: str
+    gamma: int | None = None
+    repo: str | None = None
+
+    @property
+    def knows_thinking(self) -> bool | None:
+        """Whether the texts it was trained on had thinking in them; None: not known, or nothing was trained."""
+        if self.directory is None:
+            return None
+        if self.repo is not None and (entry := published_by(self.repo)) is not None:
+            return entry.thinking
+        data = read_metadata(self.directory).get("recipe", {}).get("data")
+        return None if data is None else bool(data.get("thinking", False))
+
+    @property
+    def directory(self) -> Path | None:
+        """Of a trained drafter, None for the others."""
+        return Path(self.where) if self.kind == "directory" else None
+
+    def open(self, target: Target, block_size: int | None = None, tree: TreeSize | None = None) -> OpenedDrafter:
+        """Ready to draft for `target`.
+
+        Args:
+            block_size: rows of a block drafter's blocks, if not as trained.
+            tree: draft trees of that size.
+
+        Raises:
+            ValueError: no drafter or model there, it does not fit the target, or it has no such blocks or trees.
+        """
+        if self.kind == "directory":
+            checkpoint = load_checkpoint(self.where, num_target_layers=target.num_layers)
+            if block_size is not None:
+                checkpoint = with_block_size(checkpoint, block_size)
+            module = checkpoint.drafter
+            parameters = sum(parameter.numel() for parameter in module.parameters())
+            served, name = checkpoint.packed(target), self.where
+            if tree is not None:
+                shape = f"tree of {tree}" + (", measured accuracies" if "candidates" in checkpoint.metadata else "")
+                served, name = _branched(module, served, tree), f"{name} ({shape})"
+            return OpenedDrafter(served, name, module.algorithm, parameters, checkpoint.metadata, tree)
+        if block_size is not None or tree is not None:
+            raise ValueError(f"a drafter of kind {self.kind} has neither blocks nor trees: leave both options out.")
+        if self.kind == "ngram":
+            config = NgramConfig() if self.gamma is None else NgramConfig(self.gamma)
+            drafter = NgramDrafter(config)
+            return OpenedDrafter(drafter, f"ngram@{config.gamma}", "ngram", 0)
+        gamma = StandaloneConfig.gamma if self.gamma is None else self.gamma
+        try:
+            model = load(self.where, target.device, target.dtype)
+            small = StandaloneDrafter(model, target, gamma)
+        except ValueError as error:  # what loading says would be taken for the target's
+            raise ValueError(f"--drafter lm:{self.where}: {error}") from error
+        parameters = sum(parameter.numel() for parameter in model.model.parameters())
+        return OpenedDrafter(small, f"lm:{self.where}@{gamma}", "lm", parameters)
+
+    def speculation(self, engine: ExternalEngine, target: str, file: str | None = None) -> Speculation:
+        """As `engine` is told of it, with as many drafts as it makes.
+
+        Args:
+            target: says how deep it is where the drafter's config.json does not.
+            file: given to the engine instead of the drafter's directory.
+
+        Raises:
+            ValueError: not a drafter, or not one that the engine loads as it is.
+        """
+        if self.kind == "ngram":
+            return Speculation("ngram", self.gamma or NgramConfig.gamma)
+        if self.directory is None:
+            file = file or (self.where if engine.gguf else str(resolve_model(self.where)))
+            return Speculation(self.kind, self.gamma or StandaloneConfig.gamma, file)
+        parts = read_parts(self.directory, count_layers(target))
+        empty_module(parts, self.directory)
+        try:
+            if file is None and not engine.gguf:
+                engine.check_loads(parts, read_config(self.directory)[1], embedding_factor(target))
+            elif parts.method.name in engine.dialects:  # what --engine-drafter names was made of it
+                engine.limits(parts, embedding_factor(target))
+        except ValueError as error:
+            raise ValueError(f"--launch with the drafter {self.directory}: {error}") from error
+        return Speculation.of(parts, file or str(self.directory))
+
+
+def _branched(module: DraftModule, served: Any, size: TreeSize) -> Drafter:
+    if not module.drafts_trees:
+        raise ValueError(f"--tree {size}: {module.algorithm} drafts chains; trees are for {', '.join(tree_methods())}.")
+    drafter: Drafter = served.with_trees(size)
+    return drafter
+
+
+def choose_drafter(choice: str, target: str, thinking: bool = False) -> DrafterChoice | None:
+    """What `--drafter` means for a target's id or directory; None: plain decoding.
+
+    Args:
+        thinking: whether the responses will have it; `auto` then prefers a drafter that was not made without.
+
+    Raises:
+        ValueError: half a choice, as `lm:` without a model, or a published drafter that cannot be had.
+    """
+    if choice == NONE:
+        return None
+    if choice == AUTO:
+        if (found := shipped_drafter(target)) is not None:
+            return DrafterChoice("directory", str(found))
+        published = published_for(target, thinking)
+        return _downloaded(published[0]) if published else None
+    if untrained := _UNTRAINED.fullmatch(choice):
+        gamma = None if untrained["gamma"] is None else int(untrained["gamma"])
+        return DrafterChoice("ngram" if untrained["ngram"] else "lm", untrained["model"] or "", gamma)
+    if re.match("(ngram|lm)([:@]|$)", choice):
+        raise ValueError(
+            f"--drafter {choice}: write ngram, ngram@8, lm:ID_OR_DIR or lm:ID_OR_DIR@4, the number being the draft "
+            f"length; a directory of that name is ./{choice}."
+        )
+    if not Path(choice).is_dir() and (entry := published_by(choice)) is not None:
+        return _downloaded(entry)
+    return DrafterChoice("directory", choice)
+
+
+def _downloaded(entry: Published) -> DrafterChoice:
+    return DrafterChoice("directory", str(fetch(entry)), repo=entry.repo)
+
+
+def require_drafter(choice: str, target: str, thinking: bool = False) -> DrafterChoice:
+    """`choose_drafter` where there must be one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = choose_drafter(choice, target, thinking)
+    if found is None:
+        raise ValueError(
+            f"--drafter {choice}: no drafter for {target}. Give its directory, put it into models/, use ngram or "
+            f"lm:SMALLER_MODEL, or {HOW_TO_TRAIN}."
+        )
+    return found
+
+
+def warn_of_thinking(choice: DrafterChoice, thinking: bool) -> None:
+    """Say what it costs to think with a drafter that has never seen it."""
+    if thinking and choice.knows_thinking is False:
+        warnings.warn(
+            f"the drafter {choice.repo or choice.where} was trained on responses without thinking, and reasoning is "
+            "text unlike them: fewer drafts are accepted, while every rejected one costs its draft and its "
+            "verification. Output stays the target's. Compare the accepted length with and without --thinking; to win "
+            "it back, go on training with thinking: true in the recipe's data.",
+            stacklevel=2,
+        )
+
+
+def require_directory(choice: str, target: str) -> Path:
+    """The directory of a trained drafter.
+
+    Raises:
+        ValueError: there is none, or this choice has none.
+    """
+    found = require_drafter(choice, target).directory
+    if found is None:
+        raise ValueError(f"--drafter {choice} has no directory to store anything in: give a trained drafter.")
+    return found
+
+
+def load_for_mlx(target: str) -> MLXTarget:
+    """The target, on MLX's default device.
+
+    Raises:
+        ValueError: MLX is not installed, or it cannot load this model.
+    """
+    require_mlx()
+    from outrider.backends.mlx.target import load_mlx_target
+
+    return load_mlx_target(target)
+
+
+def open_for_mlx(
+    choice: DrafterChoice, target: MLXTarget, block_size: int | None = None, tree: TreeSize | None = None
+) -> OpenedDrafter:
+    """What `--drafter` says, drafting for a target of MLX.
+
+    Raises:
+        ValueError: a drafter that MLX does not run, or one made for another target.
+    """
+    from outrider.backends.mlx.drafter import MLXDrafter
+
+    if block_size is not None or tree is not None:
+        raise ValueError("--backend mlx drafts chains of the trained block size: leave --block-size and --tree out.")
+    if choice.kind == "directory":
+        checkpoint = load_checkpoint(choice.where, num_target_layers=target.num_layers)
+        module = checkpoint.drafter
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        drafter = MLXDrafter(checkpoint, target)
+        return OpenedDrafter(drafter, choice.where, module.algorithm, parameters, checkpoint.metadata)
+    if choice.kind == "ngram":
+        config = NgramConfig() if choice.gamma is None else NgramConfig(choice.gamma)
+        return OpenedDrafter(NgramDrafter(config), f"ngram@{config.gamma}", "ngram", 0)
+    raise ValueError(
+        f"--backend mlx drafts with a DFlash or DSpark directory or with ngram, not with {choice.kind}:{choice.where}."
+    )
+
+
+def mlx_versions() -> dict[str, str]:
+    """Versions of the packages that results of this backend depend on besides our own."""
+    return {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm")}

@@ -1,0 +1,170 @@
+"""The options that several verbs share, in panels of `--help`; `--help-all` and `--config FILE.yaml`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+import yaml
+from typer.core import TyperCommand
+
+from outrider.drafters.draft import TREE_FORM
+from outrider.drafters.registry import tree_methods
+
+MODELS, PROMPTS, SAMPLING, DRAFTS, FILES, GENERAL = "Models", "Prompts", "Sampling", "Drafts", "Files", "General"
+CHOICES = "auto, directory, ngram@K, lm:MODEL@K, published"
+
+
+def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
+    """`typer.Option` in a panel of `--help`."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
+
+
+def rare(panel: str, help: str, *names: str, **settings: Any) -> Any:
+    """An `option` that only `--help-all` shows."""
+    return option(panel, help, *names, hidden=True, **settings)
+
+
+TargetName = Annotated[str, option(MODELS, "model id or directory")]
+DrafterName = Annotated[str, option(MODELS, CHOICES)]
+DrafterOrNone = Annotated[str, option(MODELS, f"none, {CHOICES}")]
+Backend = Annotated[
+    Literal["local", "mlx"], option(MODELS, "local: PyTorch; mlx: mlx-lm, for Apple silicon", metavar="ENGINE")
+]
+RecipePath = Annotated[Path, typer.Argument(help="a recipe, see recipes/")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="fields to change: optimizer.steps=200 ...")]
+
+Tasks = Annotated[str, option(PROMPTS, "JSONL files, shipped sets or tasks (gsm8k,mbpp)")]
+MaxSamples = Annotated[int | None, option(PROMPTS, "prompts per task; all by default", min=1)]
+Thinking = Annotated[bool, option(PROMPTS, "ask the chat template for it", "--thinking/--no-thinking")]
+
+MaxNewTokens = Annotated[int, option(SAMPLING, "per response", min=1)]
+Temperature = Annotated[float, option(SAMPLING, "0: the likeliest token", min=0.0)]
+TopK = Annotated[int, rare(SAMPLING, "keep the k likeliest tokens; 0: all", min=0)]
+TopP = Annotated[float, rare(SAMPLING, "keep the likeliest tokens of this total probability")]
+MinP = Annotated[float, rare(SAMPLING, "keep tokens of this probability relative to the likeliest")]
+RepetitionPenalty = Annotated[float, rare(SAMPLING, "divide positive logits of seen tokens, multiply negative ones")]
+Seed = Annotated[int, option(SAMPLING, "of random numbers")]
+
+ConfidenceThreshold = Annotated[float | None, option(DRAFTS, "verify drafts while at least as confident")]
+Tree = Annotated[str | None, option(DRAFTS, f"{TREE_FORM} ({', '.join(tree_methods())})", metavar="SIZE")]
+Typical = Annotated[
+    str | None,
+    option(DRAFTS, "LOSSY typical acceptance: 0.09,0.3 or default", metavar="E,D"),
+]
+
+Variants = Annotated[str | None, option(DRAFTS, "none,fixed-3,threshold,prefix,...,look-ahead+skip; all by default")]
+SlaTtft = Annotated[float, rare("Service level", "seconds to the first token that a good request may take")]
+SlaTokensPerSecond = Annotated[float, rare("Service level", "tokens per second that a good request must have")]
+
+Device = Annotated[str, option(GENERAL, "cpu, cuda, ...")]
+Threads = Annotated[int | None, option(GENERAL, "CPU threads; all by default", min=1)]
+
+
+def _read_config(context: typer.Context, path: Path | None) -> None:
+    """Take options from a YAML file of {option name: value}; what the command line gives comes first.
+
+    Raises:
+        ValueError: no such file, not YAML, or an option that the verb does not have.
+    """
+    if path is None:
+        return
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"{path}: write one option per line, as max-new-tokens: 128.")
+    options = {
+        name.removeprefix("--"): param
+        for param in context.command.params
+        for name in param.opts
+        if name.startswith("--") and not param.is_eager
+    }
+    context.default_map = {}
+    for key, value in given.items():
+        param = options.get(str(key).replace("_", "-"))
+        if param is None:
+            raise ValueError(
+                f"{path}: {context.info_name} has no option {key!r}; {context.command_path} --help-all lists them."
+            )
+        values = [one if isinstance(one, bool) else str(one) for one in (value if isinstance(value, list) else [value])]
+        alone = values[0] if len(values) == 1 else ",".join(map(str, values))
+        context.default_map[param.name] = None if value is None else values if param.multiple else alone
+
+
+def _show_all(context: typer.Context, asked: bool) -> None:
+    """Print the help with its hidden options."""
+    if asked:
+        command: Any = context.command
+        command.shows_all = True
+        for param in command.params:
+            param.hidden = False
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+def _general_options(
+    config: Annotated[
+        Path | None,
+        option(GENERAL, "YAML file of options; the command line wins",
+               callback=_read_config, is_eager=True, expose_value=False),
+    ] = None,
+    help_all: Annotated[
+        bool,
+        option(GENERAL, "all options, the rarely used ones too",
+               "--help-all", callback=_show_all, is_eager=True, expose_value=False),
+    ] = False,
+) -> None: ...  # fmt: skip
+
+
+class Verb(TyperCommand):
+    """A command with panels of options that fit a screen; with `--config` and `--help-all` if some are hidden."""
+
+    shows_all = False
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        if any(getattr(param, "hidden", False) for param in self.params):
+            self.params += _parser(_general_options, TyperCommand).params
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help; without ranges and negations, unless all was asked for."""
+        params: list[Any] = [] if self.shows_all else self.params
+        for param in params:
+            if getattr(param, "is_bool_flag", False):
+                param.secondary_opts, param.metavar = [], ""
+            elif getattr(param, "min", None) is not None:
+                param.min, param.max, param.metavar = None, None, f"<{param.bare_type()}>"
+        super().format_help(ctx, formatter)
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """`--help`, in the last panel."""
+        found = super().get_help_option(ctx)
+        if found is not None:
+            found.rich_help_panel = GENERAL
+        return found
+
+
+UsageError: Any = typer.BadParameter.__mro__[1]  # of which an unknown option is one; typer does not export it
+
+
+def _parser(verb: Callable[..., None], kind: type[TyperCommand] = Verb) -> Any:
+    app = typer.Typer(add_completion=False)
+    app.command(cls=kind)(verb)
+    return typer.main.get_command(app)
+
+
+def verb_options(verb: Callable[..., None], name: str, args: list[str]) -> dict[str, Any]:
+    """What a verb would be called with.
+
+    Raises:
+        ValueError: it does not take these arguments.
+    """
+    try:
+        options: dict[str, Any] = _parser(verb).make_context(name, args).params
+    except UsageError as error:
+        raise ValueError(error.format_message()) from error
+    return options
