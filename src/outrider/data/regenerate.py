@@ -473,6 +473,13 @@ class ServerSource(ResponseSource):
 # ----------------------------------------------------------------------------
 
 
+Progress = Callable[[int, int, int], None]  # told turns done, turns in all, response tokens so far
+
+
+def no_progress(done: int, total: int, tokens: int) -> None:
+    """Reports nothing."""
+
+
 @dataclass
 class Summary:
     """Counts of turns: total = done + skipped (prompt too long) + failed + waiting; tokens of the done responses."""
@@ -514,14 +521,13 @@ def regenerate(
     path: Path,
     *,
     seed: int = 0,
-    on_progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
+    on_progress: Progress = no_progress,
     stop: Callable[[], bool] = lambda: False,
 ) -> Regeneration:
     """Complete the responses file at `path`: a response to every turn of every conversation.
 
     Args:
-        on_progress: called after each commit, and first for what is there already, with (turns done, turns in all,
-            response tokens so far).
+        on_progress: called after each commit, and first for what is there already.
         stop: asked between commits; True ends early with what there is.
 
     Raises:

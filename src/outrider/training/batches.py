@@ -70,7 +70,7 @@ class Schedule:
         self.anchors_per_sequence = anchors_per_sequence
         self.anchors_per_step = anchors_per_step
         self.seed = seed
-        # Two threads ask (features.step_features): what they store for an epoch must not depend on who came first.
+        # Steps are asked for ahead of their use (features.step_features), so two epochs may be in use at once.
         self._epochs: dict[int, int] = {}  # steps in each epoch seen so far
         self._dealt: tuple[int, list[list[int]]] = (-1, [])  # the latest epoch, dealt
 

@@ -13,7 +13,7 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,19 +23,21 @@ from torch import Tensor
 
 from outrider.data.chat import Chat
 from outrider.data.conversations import Conversation
-from outrider.data.regenerate import DataSection, LocalSource, Regeneration, ServerSource, regenerate
+from outrider.data.regenerate import (
+    DataSection,
+    LocalSource,
+    Progress,
+    Regeneration,
+    ServerSource,
+    no_progress,
+    regenerate,
+)
 from outrider.data.responses import Reply, Sample, join_turns, read_responses, sole_writer
 from outrider.data.sources import iterate_prompts
 from outrider.target.hub import canonical_id
 from outrider.target.model import Target
 from outrider.training.recipe import Recipe
 from outrider.utils.files import recover_interrupted_write
-
-Progress = Callable[[int, int, int], None]
-
-
-def no_progress(done: int, total: int, tokens: int) -> None:
-    """Reports nothing."""
 
 
 def recipe_prompts(data: DataSection) -> list[Conversation]:

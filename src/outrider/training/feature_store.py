@@ -23,6 +23,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -165,7 +166,7 @@ class StorePlan:
         """Size of all shards on disk, headers included."""
         return sum(shard.bytes for shard in self.shards)
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Identifies the store; every shard's sidecar carries it."""
         return hashlib.sha256(self.json().encode()).hexdigest()
@@ -355,7 +356,7 @@ def find_shard(path: Path, key: str, indices: Sequence[int] | None = None, remed
 # ----------------------------------------------------------------------------
 # A complete feature store on disk: written once by any number of processes, read by every training run after.
 #
-#     DIR/plan.json       what the store is (training/feature_store.py); written first, by whoever comes first
+#     DIR/plan.json       what the store is; written first, by whoever comes first
 #     DIR/shard-*.safetensors, shard-*.json      shard and sidecar, in any order, by any process
 #     DIR/manifest.json   the plan with the SHA-256 of every shard; written by whoever finds the set complete
 #
@@ -703,9 +704,8 @@ def recipe_plan(
         if missing:
             raise ValueError(f"features.aux_layers {section.aux_layers} lacks {missing}, which the drafter reads.")
         wide_L = measure_aux_scale(target, samples[:CALIBRATION_SAMPLES], wide).clone()
-        wide_L[[wide.index(aux_layer) for aux_layer in aux_layers]] = (
-            aux_scale_L  # the drafter's own, which it divides by
-        )
+        # The drafter divides by its own scales.
+        wide_L[[wide.index(aux_layer) for aux_layer in aux_layers]] = aux_scale_L
         aux_layers, aux_scale_L = wide, wide_L
     return plan_store(target, samples, aux_layers, aux_scale_L, section.dtype, section.shard_tokens)
 

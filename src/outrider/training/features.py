@@ -13,13 +13,13 @@ Shapes: S context slots, R generated tokens, L aux layers, D target hidden.
 
 from __future__ import annotations
 
-import queue
-import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -206,7 +206,7 @@ def measure_aux_scale(target: Target, samples: Sequence[Sample], aux_layers: tup
 # ----------------------------------------------------------------------------
 # The features of coming steps, fetched ahead of their use.
 #
-#     store    step s trains  |  a thread reads s+1, s+2, ... into a bounded queue
+#     store    step s trains  |  a thread reads the few steps after it
 #     online   step s trains, then step s+1 is prefilled together with what the steps after it lack (one packed group)
 #
 # A thread only where fetching waits for a disk: prefilling on a CPU would fight the training step for the same cores,
@@ -215,7 +215,6 @@ def measure_aux_scale(target: Target, samples: Sequence[Sample], aux_layers: tup
 
 
 _AHEAD = 4  # steps
-_POLL_SECONDS = 0.1
 
 
 @contextmanager
@@ -228,60 +227,27 @@ def step_features(
     have returned those features.
     """
     if not source.background:
-        yield _inline(source, steps, ahead)
+        yield _fetched_here(source, iter(steps), ahead)
         return
-    ready: queue.Queue[list[Features] | BaseException | None] = queue.Queue(maxsize=ahead)
-    stop = threading.Event()
-
-    def fetch() -> None:
-        try:
-            for indices in steps:
-                if not _put(ready, source.gather(indices), stop):
-                    return
-            _put(ready, None, stop)
-        except BaseException as error:
-            _put(ready, error, stop)
-
-    worker = threading.Thread(target=fetch, name="features", daemon=True)
-    worker.start()
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="features")
     try:
-        yield _drain(ready)
+        yield _fetched_by(thread, source, iter(steps), ahead)
     finally:
-        stop.set()
-        worker.join()
+        thread.shutdown(cancel_futures=True)
 
 
-def _put(
-    ready: queue.Queue[list[Features] | BaseException | None],
-    item: list[Features] | BaseException | None,
-    stop: threading.Event,
-) -> bool:
-    while not stop.is_set():
-        try:
-            ready.put(item, timeout=_POLL_SECONDS)
-            return True
-        except queue.Full:
-            continue
-    return False
-
-
-def _drain(ready: queue.Queue[list[Features] | BaseException | None]) -> Iterator[list[Features]]:
-    while (item := ready.get()) is not None:
-        if isinstance(item, BaseException):
-            raise item
-        yield item
-
-
-def _inline(source: FeatureCache, steps: Iterable[Sequence[int]], ahead: int) -> Iterator[list[Features]]:
-    coming: deque[Sequence[int]] = deque()
-    for indices in steps:
-        coming.append(indices)
-        if len(coming) > ahead:
-            yield _first(source, coming)
+def _fetched_by(
+    thread: ThreadPoolExecutor, source: FeatureCache, steps: Iterator[Sequence[int]], ahead: int
+) -> Iterator[list[Features]]:
+    coming = deque(thread.submit(source.gather, indices) for indices in islice(steps, ahead))
     while coming:
-        yield _first(source, coming)
+        coming.extend(thread.submit(source.gather, indices) for indices in islice(steps, 1))
+        yield coming.popleft().result()
 
 
-def _first(source: FeatureCache, coming: deque[Sequence[int]]) -> list[Features]:
-    now = coming.popleft()
-    return source.gather(now, [index for indices in coming for index in indices])
+def _fetched_here(source: FeatureCache, steps: Iterator[Sequence[int]], ahead: int) -> Iterator[list[Features]]:
+    coming = deque(islice(steps, ahead))
+    while coming:
+        coming.extend(islice(steps, 1))
+        now = coming.popleft()
+        yield source.gather(now, [index for indices in coming for index in indices])

@@ -80,11 +80,17 @@ class Meters:
 
 
 class MetricsLog:
-    """One line per entry; entries after the step that a run resumes from are dropped first."""
+    """One line per entry; entries after the step that a run resumes from are dropped first.
+
+    `active` False: nothing is written, for the other ranks.
+    """
 
     speed = ""  # of the latest window, for the progress bar
 
-    def __init__(self, out: Path, first: int) -> None:
+    def __init__(self, out: Path, first: int, *, active: bool = True) -> None:
+        self.active = active
+        if not active:
+            return
         out.mkdir(parents=True, exist_ok=True)
         path = out / "metrics.jsonl"
         kept = path.read_text().splitlines(keepends=True) if path.is_file() and first else []
@@ -95,7 +101,7 @@ class MetricsLog:
 
     def write(self, step: int, group: str, values: dict[str, float]) -> None:
         """An entry; none where there are no values."""
-        if not values:
+        if not values or not self.active:
             return
         if "supervised_tokens_per_second" in values:
             self.speed = f"{values['supervised_tokens_per_second']:.0f} tok/s"
@@ -109,21 +115,9 @@ class MetricsLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.file.close()
-        self.board.close()
-
-
-class SilentLog(MetricsLog):
-    """The log of the other ranks, which writes nothing."""
-
-    def __init__(self) -> None:
-        pass
-
-    def write(self, step: int, group: str, values: dict[str, float]) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
+        if self.active:
+            self.file.close()
+            self.board.close()
 
 
 def progress_bar(shown: bool) -> Progress:

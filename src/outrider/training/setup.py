@@ -15,7 +15,7 @@ target is what this is for. A checkpoint takes raw aux hidden states; to train i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.checkpoint import load_checkpoint
+from outrider.data.regenerate import Progress, no_progress
 from outrider.data.responses import Sample
 from outrider.drafters.base import DraftModule, check_fits
 from outrider.drafters.registry import method_of
@@ -150,7 +151,7 @@ class Run:
 def prepare(
     recipe: Recipe,
     target: Target,
-    on_progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
+    on_progress: Progress = no_progress,
     ranks: Ranks = ALONE,
 ) -> Run:
     """Samples, drafter and objective of a recipe, ready for the trainer. Only the main rank regenerates responses.

@@ -27,7 +27,7 @@ from outrider.checkpoints.checkpoint import Checkpoint, read_metadata, save_draf
 from outrider.training.batches import Chosen, Schedule, build_batch, idle_batch, micro_batches, total_weight
 from outrider.training.feature_store import open_features, samples_digest
 from outrider.training.features import Features, FeatureSource, step_features
-from outrider.training.logging import Meters, MetricsLog, SilentLog, progress_bar
+from outrider.training.logging import Meters, MetricsLog, progress_bar
 from outrider.training.parallel import LockStep, ParallelStep, whole_drafter
 from outrider.training.recipe import OptimizerSection, Recipe
 from outrider.training.setup import Run
@@ -128,7 +128,7 @@ class Trainer:
         wanted = ([index for part in self._share(step) for index, _ in part] for step in range(first, last))
         try:
             with (
-                MetricsLog(self.out, first) if main else SilentLog() as log,
+                MetricsLog(self.out, first, active=main) as log,
                 progress_bar(main) as bar,
                 self.signal,
                 step_features(source, wanted) as fetched,

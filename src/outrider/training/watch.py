@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from outrider.drafters.base import DraftModule, Serving
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
-from outrider.training.features import Features
+from outrider.training.features import FeatureCache, Features
 from outrider.training.loss import BlockObjective, scatter
 from outrider.training.recipe import Recipe
 from outrider.training.setup import Run
@@ -34,14 +34,8 @@ def survival(acceptance_NK: Tensor) -> Tensor:
     return acceptance_NK.cumprod(-1)
 
 
-class FeaturesByIndex(Protocol):
-    """A list of features, or a source that computes them."""
-
-    def __getitem__(self, index: int, /) -> Features: ...
-
-
 def held_out_batches(
-    samples: Sequence[Sample], features: FeaturesByIndex, gamma: int, anchors_per_sample: int
+    samples: Sequence[Sample], features: Sequence[Features] | FeatureCache, gamma: int, anchors_per_sample: int
 ) -> Iterator[BlockBatch]:
     """One batch per sample, at the same anchors whenever it is asked for."""
     schedule = Schedule(samples, 1, anchors_per_sample, seed=0)
