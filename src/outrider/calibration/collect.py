@@ -5,7 +5,7 @@
                       accepted = the longest prefix of x_1 x_2 ... that equals y_{i+1} y_{i+2} ...
 
 At temperature 0 the text does not depend on the drafter, so a block at any position has a known outcome. Decoding with
-whole blocks plays some of these positions, from i to i + accepted + 1 (`fit.decoded_rounds`).
+whole blocks has rounds at some of these positions only: after i comes i + accepted + 1 (`fit.decoded_rounds`).
 Shapes: N rounds, K gamma, F = 2 features of a `CertaintyEstimator`.
 """
 
@@ -107,7 +107,7 @@ def collect_tasks(
     settings: TaskSettings,
     on_progress: Callable[[str, int, int], None] = lambda task, done, total: None,
 ) -> dict[str, list[list[Rounds]]]:
-    """`collect` the rounds of each task.
+    """Collect the rounds of each task with `collect`.
 
     Raises:
         ValueError: a task file is missing or malformed.

@@ -111,7 +111,7 @@ def survival(rounds: Rounds, scaling: Scaling, width: int) -> Floats:
 
 
 def at_position(rounds: Rounds, scaling: Scaling, k: int) -> tuple[Floats, Floats]:
-    """(a_k, outcome) of the rounds that verified position k (from 1); outcome 1 where positions 1..k were accepted."""
+    """Pairs (a_k, outcome) of the rounds that verified position k; outcome 1 where positions 1..k were accepted."""
     judged_N = rounds.admitted_N >= k
     predicted_N = survival(rounds, scaling, k)[judged_N, k - 1]
     return predicted_N, (rounds.accepted_N[judged_N] >= k).astype(np.float64)
@@ -313,7 +313,7 @@ def with_estimates(rounds: Rounds, estimator: CertaintyEstimator) -> Rounds:
 # ----------------------------------------------------------------------------
 # Fit and measure: temperatures and offsets from one part of the conversations, figures from the other.
 #
-# Both use the rounds that decoding plays. Blocks in the middle of accepted runs are easier, and confidences that are
+# Both use the rounds that decoding takes. Blocks in the middle of accepted runs are easier, and confidences that are
 # right for those are too high in decoding. An estimator is fitted to all blocks.
 # ----------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class Calibration(BaseModel):
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """A fitted calibration and its rounds: `fit` and `held_out` as decoding plays them, `measured` all, by task."""
+    """A fitted calibration and its rounds: `fit` and `held_out` as decoding takes them, `measured` all, by task."""
 
     calibration: Calibration
     fit: Rounds
@@ -423,7 +423,7 @@ def quality(rounds: Rounds, scaling: Scaling) -> Quality:
 
 
 def _enough(conversations: Sequence[Sequence[Rounds]], replay: bool, purpose: str) -> Rounds:
-    """The rounds decoding plays, at least `_FEWEST_ROUNDS`. `replay`: the collected blocks follow every token."""
+    """The rounds that decoding takes, at least `_FEWEST_ROUNDS`. `replay`: the collected blocks follow every token."""
     parts = [decoded_rounds(rounds) if replay else rounds for turns in conversations for rounds in turns]
     found = sum(len(part.accepted_N) for part in parts)
     if found < _FEWEST_ROUNDS:
@@ -435,7 +435,7 @@ def _enough(conversations: Sequence[Sequence[Rounds]], replay: bool, purpose: st
 
 
 def decoded_rounds(rounds: Rounds) -> Rounds:
-    """The rounds that decoding with whole blocks plays, of the blocks after every token of one text."""
+    """The rounds that decoding with whole blocks takes, of the blocks after every token of one text."""
     places, place = list[int](), 0
     while place < len(rounds.accepted_N):
         places.append(place)

@@ -64,7 +64,7 @@ def load_results(argument: str) -> LabelledResults:
 
 
 def conditions_of(results: Results) -> dict[str, Any]:
-    """What must be the same for figures to compare, as a flat mapping; the policy belongs to the drafter."""
+    """The conditions that results must share to be compared, as a flat mapping; the policy is not among them."""
     settings = results.settings
     found = {name: settings.get(name) for name in ("target", "device", "dtype", "thinking", "max_new_tokens")}
     found |= {f"sampling {name}": value for name, value in settings.get("sampling", {}).items()}
@@ -78,14 +78,14 @@ def conditions_of(results: Results) -> dict[str, Any]:
 
 
 def cost_differences(costs: DraftCosts, conditions: Mapping[str, Any]) -> list[str]:
-    """Where draft costs were measured with another target or machine than the results."""
+    """List where draft costs were measured with another target or machine than the results."""
     theirs = {"target": costs.target, **{f"machine {name}": value for name, value in costs.machine.items()}}
     ours = {name: conditions.get(name) for name in theirs}
     return differences(["results", "draft costs"], [ours, theirs])
 
 
 def budgets_of(loaded: Sequence[LabelledResults]) -> list[str]:
-    """Where training budgets differ. Anchors depend on the seed, so data are compared seed by seed."""
+    """List where training budgets differ. Anchors depend on the seed, so data are compared seed by seed."""
     trained = [(one.label, one.drafter.training) for one in loaded]
     known = [(label, training) for label, training in trained if training is not None]
     found = differences([label for label, _ in known], [{"steps": training.steps} for _, training in known])
@@ -111,7 +111,7 @@ def differences(labels: Sequence[str], found: Sequence[Mapping[str, Any]]) -> li
 
 
 def _shortened(value: str) -> str:
-    """Long values keep both ends, because versions differ at the end."""
+    """A value of at most 60 characters; longer ones keep both ends, because versions differ at the end."""
     return value if len(value) <= 60 else f"{value[:28]}...{value[-28:]}"
 
 
@@ -324,7 +324,7 @@ def bar_style(number: int) -> dict[str, Any]:
 
 
 def plot_conditional(comparison: Comparison, path: Path) -> None:
-    """P(accept k | 1..k-1 accepted): a panel per task, a line per drafter."""
+    """Plot P(accept k | 1..k-1 accepted): a panel per task, a line per drafter."""
     tasks = [task for task in comparison.groups[0].spreads if task != MEAN]
     columns = min(len(tasks), 3)
     lines = math.ceil(len(tasks) / columns)
@@ -363,7 +363,7 @@ def _conditional_line(axes: Axes, group: Group, task: int, number: int) -> None:
 
 
 def plot_tau_and_speedup(comparison: Comparison, path: Path) -> None:
-    """Bars per task and drafter: tau, the accepted share of verified drafts (or nodes), and the speedup."""
+    """Plot bars per task and drafter: tau, the accepted share of verified drafts (or nodes), and the speedup."""
     tasks = list(comparison.groups[0].spreads)
     # The width is limited, because the text of a wider figure is too small to read.
     width = min(14.0, max(6.4, 0.28 * len(tasks) * len(comparison.groups) + 2.6))
@@ -393,7 +393,7 @@ def plot_tau_and_speedup(comparison: Comparison, path: Path) -> None:
 
 
 def plot_draft_cost(costs: DraftCosts, path: Path) -> None:
-    """Milliseconds per round against the length of the draft: medians, with the quartiles as a band."""
+    """Plot milliseconds per round against the length of the draft: medians, with the quartiles as a band."""
     height = max(4.0, _NAME_INCHES * len(costs.drafters))
     figure, axes = plt.subplots(figsize=(8.4, height), layout="constrained")
     for number, drafter in enumerate(costs.drafters):
@@ -549,7 +549,7 @@ def _identical(figures: Sequence[Figures], group: Group) -> str:
 
 
 def _made(entries: Sequence[GroupMember], task: str) -> list[str]:
-    """Parameters in millions and training minutes, in the rows of the mean only."""
+    """Cells of the parameters in millions and the training minutes; empty but in rows of the mean."""
     if task != MEAN:
         return ["", ""]
     parameters = entries[0].drafter.parameters

@@ -146,7 +146,7 @@ class TimedSession:
         drafter.extend([self.session], [self.tokens[:-1]], aux_layers)
 
     def round(self, gamma: int) -> tuple[float, float, int]:
-        """(seconds of reading, seconds of proposing, number of proposed tokens) of one round."""
+        """Time one round: (seconds of reading, seconds of proposing, number of proposed tokens)."""
         read = self.tokens[-READ - 1 : -1]
         with self.reading:
             self.drafter.extend([self.session], [read], None if self.aux_layers is None else self.aux_layers[-READ:])
@@ -189,7 +189,7 @@ def _point(gamma: int, spent: Sequence[tuple[float, float, int]]) -> CostPoint:
 
 
 def cost_cells(costs: DraftCosts) -> list[list[str]]:
-    """Headings, then a row per drafter: medians by draft length, and the quartiles of the longest draft."""
+    """The table's headings, then a row per drafter: medians by draft length, quartiles of the longest draft."""
     deepest = max(len(drafter.points) for drafter in costs.drafters)
     found = [["drafter", *map(str, range(1, deepest + 1)), "quartiles"]]
     for drafter in costs.drafters:

@@ -20,28 +20,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from outrider.training.recipe import Recipe, apply_override, load_recipe
+from outrider.data.regenerate import Section
+from outrider.training.recipe import Recipe, load_recipe, read_yaml
 
 Option = str | int | float | bool | list[str]
 _SET_BY_TABLE = {"target", "drafter", "tasks", "label", "out"}  # options of outrider eval that rows may not set
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Row(_Section):
+class Row(Section):
     """One drafter of the table."""
 
     recipe: str | None = None  # null: the table's
-    set: dict[str, Any] = {}  # recipe fields by their dotted names
+    set: dict[str, Any] = Field({})  # recipe fields by their dotted names
     drafter: str | None = None  # as `outrider eval --drafter` takes it; not trained
     drafter_of: str | None = None  # the row whose drafters these are
     calibrate: dict[str, Option] | None = None  # options of outrider calibrate; null: not calibrated
-    evaluate: dict[str, Option] = {}  # options of outrider eval, added to the table's
+    evaluate: dict[str, Option] = Field({})  # options of outrider eval, added to the table's
     seeds: list[int] | None = Field(None, min_length=1)  # null: the table's, or all of those of drafter_of
 
     @model_validator(mode="after")
@@ -59,8 +55,11 @@ class Row(_Section):
         return self.drafter is None and self.drafter_of is None
 
 
-class ExperimentTable(_Section):
-    """The YAML file. Recipes and task files are relative to it or to the working directory, `out` to the latter."""
+class ExperimentTable(Section):
+    """The YAML file of an experiment.
+
+    Recipes and task files are relative to it or to the working directory, `out` to the latter.
+    """
 
     out: str
     recipe: str
@@ -70,10 +69,10 @@ class ExperimentTable(_Section):
     feature_aux_layers: list[int] | None = None
     seeds: list[int] = Field([0], min_length=1)
     threads: int | None = Field(None, ge=1)
-    set: dict[str, Any] = {}  # recipe fields of every trained row; a row's own come after them
+    set: dict[str, Any] = Field({})  # recipe fields of every trained row; a row's own come after them
     tasks: list[str] = Field(min_length=1)
-    evaluate: dict[str, Option] = {}
-    draft_cost: dict[str, Option] | None = {}  # options of outrider bench-drafters; null: not measured
+    evaluate: dict[str, Option] = Field({})
+    draft_cost: dict[str, Option] | None = Field({})  # options of outrider bench-drafters; null: not measured
     allow_different: bool = False  # compare rows whose conditions differ, and say so
     rows: dict[str, Row] = Field(min_length=1)
 
@@ -140,18 +139,8 @@ def load_table(path: Path, overrides: Sequence[str] = ()) -> ExperimentTable:
     """
     if not path.is_file():
         raise ValueError(f"no table {path}.")
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(raw, dict):
-            raise ValueError(f"{path}: a table is a YAML mapping with at least out, recipe, tasks and rows.")
-        for override in overrides:
-            apply_override(raw, override)
-        table = _with_paths(ExperimentTable.model_validate(raw), path.parent)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not valid YAML ({error}).") from error
-    except ValidationError as error:
-        lines = [f"  {'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
-        raise ValueError(f"{path}: invalid table\n" + "\n".join(lines)) from error
+    table = read_yaml(path, ExperimentTable, overrides, kind="table", needs="out, recipe, tasks and rows")
+    table = _with_paths(table, path.parent)
     for name, row in table.rows.items():
         if row.trained and (theirs := table.row_recipe(name).target) != table.target:
             raise ValueError(f"{path}: row {name} is for the target {theirs}, the table for {table.target}.")

@@ -20,6 +20,7 @@ from outrider.evaluation.results import Results, TaskResult
 from outrider.scheduling.policies import FixedPolicy
 from outrider.target.hub import canonical_id
 from outrider.training.setup import trainings
+from outrider.utils.files import invalid_fields
 from outrider.utils.measure import dtype_name
 from outrider.utils.tables import markdown_table
 
@@ -35,16 +36,14 @@ def confidences(stored: object) -> str:
     try:
         found = Calibration.model_validate(stored)
     except ValidationError as error:
-        where = ".".join(str(part) for part in error.errors()[0]["loc"])
-        raise ValueError(
-            f"outrider.json: calibration.{where}: {error.errors()[0]['msg']}; run outrider calibrate again."
-        ) from error
+        reason = invalid_fields(error)[0]
+        raise ValueError(f"outrider.json: calibration.{reason}; run outrider calibrate again.") from error
     parts = ["## Confidences", *_estimator(found.estimator), _scaling(found), _table(found), _measured(found)]
     return "\n\n".join(parts)
 
 
 def _estimator(estimator: Mapping[str, Sequence[float]] | None) -> list[str]:
-    """[] where the drafter has a confidence head."""
+    """The paragraph on the estimator; [] where the drafter has a confidence head."""
     if estimator is None:
         return []
     certainty, entropy = estimator["weights"]
@@ -138,7 +137,7 @@ def _row(task: TaskResult, results: Results) -> list[str]:
 
 
 def verified(settings: Mapping[str, Any]) -> str:
-    """What of each draft was verified, by the settings of an evaluation."""
+    """The part of each draft that was verified, in words, by the settings of an evaluation."""
     threshold, length, tree = (settings.get(name) for name in ("confidence_threshold", "draft_length", "tree"))
     if threshold is not None:
         return f"while c >= {threshold}"

@@ -55,7 +55,7 @@ _WARM_UP_STEPS = 3
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """What is measured, and for how long.
+    """The shapes that a profile measures, and how often.
 
     Args:
         max_tokens: of one forward.
@@ -88,7 +88,7 @@ class ProfileConfig:
 def forward_jobs(
     target: Target, aux_layers: tuple[int, ...], shapes: Sequence[Shape], width: int, branching: bool = False
 ) -> Jobs:
-    """Ragged target forwards; beyond `DENSE` tokens, with logits for the last `width` rows of a request only.
+    """Jobs of ragged target forwards; beyond `DENSE` tokens, with logits for the last `width` rows of a request only.
 
     A request's blocks are contiguous, as they mostly are in the engine. With `branching`, rows that may be an
     anchor and its drafts (up to `width`) are trees in which every node has two children.
@@ -110,7 +110,7 @@ def forward_jobs(
 
 
 def draft_jobs(target: Target, drafter: Drafter, counts: Sequence[int], context: int) -> Jobs:
-    """Greedy drafts of several requests after `context` tokens, and the drafter's reading of `READ` tokens."""
+    """Jobs of greedy drafts of several requests after `context` tokens, and the drafter's reading of `READ` tokens."""
     sessions = [drafter.new_session(context) for _ in range(counts[-1])]
     for session in sessions:
         drafter.extend([session], [_tokens(target, context)], _aux_hidden_states(target, drafter, context))
@@ -139,7 +139,7 @@ def draft_jobs(target: Target, drafter: Drafter, counts: Sequence[int], context:
 def sweep(
     jobs: Jobs, repeats: int, seconds: float, on_progress: Callable[[str, int, int], None]
 ) -> dict[Key, list[float]]:
-    """Seconds of each job, `repeats` times, or at least three times if more would exceed `seconds`."""
+    """Time each job: its seconds, `repeats` times, or at least three times if more would exceed `seconds`."""
     started = time.perf_counter()
     sizes = {(what, shape[1]): job for (what, shape), job in jobs.items()}
     for job in sizes.values():  # the first call of a size selects and prepares kernels
@@ -223,7 +223,7 @@ def shape_digest(config: Any, tree: object = None) -> str:
 
 
 def request_counts(most: int) -> list[int]:
-    """1, 2, 4, ... and `most`."""
+    """The numbers of requests to measure: 1, 2, 4, ... and `most`."""
     return sorted({1 << i for i in range(most.bit_length())} | {most})
 
 

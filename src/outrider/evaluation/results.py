@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from outrider.utils.files import invalid_fields
 from outrider.verification import lossy_note
 
 _SUMMED = {"step": "steps", "anchors": "anchors", "training_seconds": "seconds"}
@@ -23,7 +24,7 @@ _NOT_THE_METHOD = {"seed", "threads", "log_every", "eval_every", "save_every", "
 
 
 class TrainingInfo(BaseModel):
-    """What a drafter was trained with, from outrider.json.
+    """The training budget and data of a drafter, from outrider.json.
 
     `steps`, `anchors` and `seconds` are sums over all trainings behind it, None if one of them did not record it.
     `samples` and `response_tokens` are those of the last training. `recipe_sha256` is of the recipe without its seed.
@@ -66,7 +67,7 @@ class DrafterInfo(BaseModel):
 
 
 class TaskResult(BaseModel):
-    """One task. Seconds are sums over all prompts; `speedup_quartiles` are over prompts."""
+    """The figures of one task. Seconds are sums over all prompts; `speedup_quartiles` are over prompts."""
 
     task: str
     samples: int
@@ -117,9 +118,7 @@ class Results(BaseModel):
         try:
             return Results.model_validate_json(path.read_text(encoding="utf-8"))
         except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(str(part) for part in first["loc"]) or "the file"
+            reason = invalid_fields(error, "the file")[0]
             raise ValueError(
-                f"{path} is not a results.json that this version reads: {field}: {first['msg']}. "
-                "Evaluate again with outrider eval."
+                f"{path} is not a results.json that this version reads: {reason}. Evaluate again with outrider eval."
             ) from error

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from outrider.utils.files import write_atomically
+from outrider.utils.files import invalid_fields, write_atomically
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -359,9 +359,7 @@ class Profile(BaseModel):
         try:
             return Profile.model_validate_json(path.read_bytes())
         except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(str(part) for part in first["loc"]) or "the file"
+            reason = invalid_fields(error, "the file")[0]
             raise ValueError(
-                f"{path}: not a profile this version reads: {field}: {first['msg']}. "
-                "Measure again with outrider profile."
+                f"{path}: not a profile this version reads: {reason}. Measure again with outrider profile."
             ) from error

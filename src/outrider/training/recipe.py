@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import yaml
 from pydantic import (
+    BaseModel,
     BeforeValidator,
     Field,
     SerializeAsAny,
@@ -25,9 +26,11 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from outrider.data.regenerate import DataSection, Section
 from outrider.drafters.config import DrafterSection
 from outrider.drafters.registry import method_of
+from outrider.utils.files import invalid_fields
 
 _DEFAULT_METHOD = "dspark"
 Precision = Literal["float32", "bfloat16"]
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def _drafter_section(value: object) -> object:
@@ -158,24 +161,37 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     if not path.is_file():
         raise ValueError(f"no recipe {path}; the project's own are in recipes/.")
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not valid YAML ({error}).") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: a recipe is a YAML mapping with at least target, out and data.")
-    for override in overrides:
-        apply_override(raw, override)
-    try:
-        recipe = Recipe.model_validate(raw)
-    except ValidationError as error:
-        lines = [f"  {'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
-        raise ValueError(f"{path}: invalid recipe\n" + "\n".join(lines)) from error
+    recipe = read_yaml(path, Recipe, overrides, kind="recipe", needs="target, out and data")
     sources = [s.model_copy(update={"path": _beside(path, s.path)}) for s in recipe.data.prompts]
     found: dict[str, Any] = {"data": recipe.data.model_copy(update={"prompts": sources})}
     if recipe.start_from is not None and (path.parent / recipe.start_from / "config.json").is_file():
         found["start_from"] = str(path.parent / recipe.start_from)
     return recipe.model_copy(update=found)
+
+
+def read_yaml(path: Path, model: type[Model], overrides: Sequence[str], *, kind: str, needs: str) -> Model:
+    """Read a YAML file as a pydantic model, with `key.path=value` overrides.
+
+    Args:
+        kind: what messages call the file.
+        needs: the fields that it must have, for messages.
+
+    Raises:
+        ValueError: unreadable YAML, unknown or invalid fields, or a malformed override.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not valid YAML ({error}).") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: a {kind} is a YAML mapping with at least {needs}.")
+    for override in overrides:
+        apply_override(raw, override)
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        lines = [f"  {line}" for line in invalid_fields(error)]
+        raise ValueError(f"{path}: invalid {kind}\n" + "\n".join(lines)) from error
 
 
 def _beside(recipe: Path, source: str) -> str:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -79,6 +80,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: not a JSON mapping of fields.")
     return raw
+
+
+def invalid_fields(error: ValidationError, whole: str = "") -> list[str]:
+    """`name: message` of each field that pydantic refused; `whole` is the name where it is no single field."""
+    return [f"{'.'.join(map(str, e['loc'])) or whole}: {e['msg']}" for e in error.errors()]
 
 
 @contextmanager

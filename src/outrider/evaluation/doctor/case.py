@@ -212,7 +212,7 @@ def gain(other_N: Tensor, own_N: Tensor) -> int:
 
 @dataclass
 class Inputs:
-    """What is examined: a target, a drafter and data, each of which may be absent.
+    """The target, drafter and data under examination, each of which may be absent.
 
     Args:
         stored: tensors of the drafter's files, as on disk.
@@ -287,7 +287,7 @@ class Inputs:
         return Probe(self.target, self.drafter, self.draft_ids_Vd, self.chosen)
 
     def missing(self, need: Need) -> str | None:
-        """Why `need` is not met; None where it is."""
+        """The reason why `need` is not met; None where it is."""
         if need == "tokenizer":
             absent = self.loaded_target is None or self.loaded_target.tokenizer is None
             return "no tokenizer was given" if absent else None

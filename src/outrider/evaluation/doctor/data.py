@@ -45,7 +45,7 @@ class TemplateTokens:
 
 
 def template_tokens(tokenizer: PreTrainedTokenizerBase, thinking: bool) -> TemplateTokens:
-    """Found by rendering two messages without a common beginning or end."""
+    """The tokens around a message, found by rendering two messages without a common beginning or end."""
     first, second = (render(tokenizer, [text], [], thinking=thinking) for text in ("alpha 1", "Zulu ?"))
     return TemplateTokens(_shared_beginning(first, second), _shared_beginning(first[::-1], second[::-1])[::-1])
 
@@ -82,7 +82,7 @@ def _first_turns(inputs: Inputs) -> list[Reply]:
 
 
 def chat_template(inputs: Inputs) -> Finding:
-    """Do the prompts in the data have the shape that today's template gives them?"""
+    """Check that the prompts in the data have the shape that today's chat template gives them."""
     tokenizer = inputs.tokenizer
     now = Chat.of(inputs.target).template_sha256
     other = {w: str(v)[:12] for w, v in _records(inputs, "chat_template_sha256").items() if v != now}
@@ -132,7 +132,7 @@ def chat_template(inputs: Inputs) -> Finding:
 
 
 def thinking_mode(inputs: Inputs) -> Finding:
-    """Was the data made in the thinking mode the drafter is to serve in?"""
+    """Check that the data was made in the thinking mode that the drafter is to serve in."""
     tokenizer = inputs.tokenizer
     chosen = _first_turns(inputs)
     if not chosen:
@@ -198,7 +198,7 @@ _NEAR = 0.8  # share of an evaluation prompt's word sequences found in one train
 
 
 def loss_mask(inputs: Inputs) -> Finding:
-    """Do the spans of generated tokens lie where generation can have put them?"""
+    """Check that the spans of generated tokens lie inside their conversations, in order and not empty."""
     bad = []
     for sample in inputs.conversations:
         ends = [0, *(end for _, end in sample.spans)]
@@ -224,7 +224,7 @@ def loss_mask(inputs: Inputs) -> Finding:
 
 
 def ends(inputs: Inputs) -> Finding:
-    """Do finished responses end with a stop token of the target, and how many were cut off?"""
+    """Check that finished responses end with a stop token of the target, and how many were cut off."""
     stops = inputs.target.eos_ids
     finished = [r for r in inputs.replies if r.finished]
     wrong = [r.id for r in finished if not r.response or r.response[-1] not in stops]
@@ -246,7 +246,7 @@ def ends(inputs: Inputs) -> Finding:
 
 
 def token_ids(inputs: Inputs) -> Finding:
-    """Are all ids tokens of the target?"""
+    """Check that all ids are tokens of the target."""
     vocab_size = inputs.target.vocab_size
     outside = [r.id for r in inputs.replies if any(not 0 <= t < vocab_size for t in r.prompt + r.response)]
     if outside:
@@ -259,7 +259,7 @@ def token_ids(inputs: Inputs) -> Finding:
 
 
 def mask_in_data(inputs: Inputs) -> Finding:
-    """Does the token that means 'to be drafted' occur in the text?"""
+    """Check that the mask token does not occur in the text."""
     mask = inputs.block_drafter.config.mask_token_id
     said = sum(mask in r.response for r in inputs.replies)
     read = sum(mask in r.prompt for r in inputs.replies)
@@ -273,7 +273,7 @@ def mask_in_data(inputs: Inputs) -> Finding:
 
 
 def duplicates(inputs: Inputs) -> Finding:
-    """How many conversations open with the prompt of another?"""
+    """Check how many conversations begin with the prompt of another."""
     first = Counter(tuple(r.prompt) for r in inputs.replies if r.turn == 0)
     repeated = sum(first.values()) - len(first)
     share = repeated / max(1, sum(first.values()))
@@ -288,7 +288,7 @@ def duplicates(inputs: Inputs) -> Finding:
 
 
 def contamination(inputs: Inputs) -> Finding:
-    """Are prompts of the evaluation set among the training prompts, word for word or nearly?"""
+    """Check that no evaluation prompt is among the training prompts, word for word or nearly."""
     tokenizer, known = inputs.tokenizer, both_modes(inputs)
     texts = [_words(content(tokenizer, r.prompt, known)) for r in inputs.replies if r.turn == 0]
     if not texts:
@@ -361,7 +361,7 @@ class Likelihood:
     agreement_R: torch.Tensor
 
     def level(self, temperature: float | None) -> int:
-        """0 on-policy, 1 doubtful, 2 foreign; at a recorded temperature or, None, at any up to 1."""
+        """0 on-policy, 1 doubtful, 2 foreign, at the recorded temperature; None: at any temperature up to 1."""
         if temperature == 0:
             return sum(self.agreement_R.mean().item() < limit for limit in _GREEDY)
         excess_R = self.nll_R - self.entropy_R
@@ -387,7 +387,7 @@ def likelihood(target: Target, sample: Sample, temperature: float) -> Likelihood
 
 
 def on_policy(inputs: Inputs) -> Finding:
-    """Did the target write these responses?"""
+    """Check that the responses are as likely under the target as its own samples are."""
     recorded: float | None = inputs.settings.get("temperature")
     temperature = recorded or 1.0  # not recorded: drawn at 1 or below, where nll_1 <= entropy_1
     found = [likelihood(inputs.target, sample, temperature) for sample in inputs.chosen]

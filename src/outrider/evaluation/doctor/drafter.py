@@ -35,7 +35,7 @@ _COMMON_THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
 
 @dataclass(frozen=True)
 class VariantComparison:
-    """The unchanged drafter against the best of its variants. `level`: see `gain`."""
+    """Acceptance of the unchanged drafter against the best of its variants. `level`: see `gain`."""
 
     figure: str
     best: Variant
@@ -61,7 +61,7 @@ def _compare(inputs: Inputs, variants: Sequence[Variant], tie: float = 0.0) -> V
 
 
 def aux_indices(inputs: Inputs) -> Finding:
-    """Do the aux hidden states read the layers the drafter was trained on, or their neighbours?"""
+    """Check `target_layer_ids`: acceptance with each aux layer one lower or higher."""
     last = inputs.target.num_layers - 2
     variants = []
     for step in (-1, 1):
@@ -80,7 +80,7 @@ def aux_indices(inputs: Inputs) -> Finding:
 
 
 def aux_order(inputs: Inputs) -> Finding:
-    """Do the columns of fc get the aux hidden states in the order they were trained in?"""
+    """Check the order of the aux layers: acceptance with other orders of the columns of fc."""
     aux_layers = inputs.probe.aux_layers
     if len(aux_layers) < 2:
         return skipped("one aux layer has no order")
@@ -98,7 +98,7 @@ def aux_order(inputs: Inputs) -> Finding:
 
 
 def mask_token(inputs: Inputs) -> Finding:
-    """Is the mask token the one the drafter was trained with?"""
+    """Check the mask token: acceptance with other tokens that could have been meant."""
     target, own = inputs.target, inputs.block_drafter.config.mask_token_id
     others = _plausible_masks(target, own)
     if not others:
@@ -133,7 +133,7 @@ def _spelled(target: Target, index: int) -> str:
 
 
 def block_layout(inputs: Inputs) -> Finding:
-    """Does row k predict the token at its position or the next one, as in training?"""
+    """Check `sample_from_anchor` (row k predicts the next position or its own): acceptance with the other layout."""
     config = inputs.block_drafter.config
     if config.block_size < 2:
         return skipped("a block of one row has one layout")
@@ -147,7 +147,7 @@ def block_layout(inputs: Inputs) -> Finding:
 
 
 def rope_base(inputs: Inputs) -> Finding:
-    """Does the drafter rotate keys and queries as it did in training?"""
+    """Check `rope_theta`: acceptance with the target's RoPE base and other common ones."""
     own = inputs.block_drafter.config.rope_theta
     theirs = target_rope(inputs.target).get("rope_theta")
     bases = [float(b) for b in dict.fromkeys([theirs, *_COMMON_THETAS]) if b is not None and float(b) != own]
@@ -167,7 +167,7 @@ def target_rope(target: Target) -> dict[str, Any]:
 
 
 def draft_vocabulary_order(inputs: Inputs) -> Finding:
-    """Does row i of the draft head stand for the token that d2t says?"""
+    """Check which token each row of the draft head stands for: acceptance with `d2t` in ascending order."""
     ids = inputs.checkpoint.draft_ids_Vd
     if ids is None:
         return skipped("the draft vocabulary is the target's own")
@@ -193,7 +193,7 @@ _COVERED = (0.9, 0.6)  # share of response tokens inside the draft vocabulary: b
 
 
 def tensors(inputs: Inputs) -> Finding:
-    """Are the stored weights numbers, and is any of them empty?"""
+    """Check that stored weights are finite and none is zero throughout."""
     broken = [name for name, tensor in inputs.stored.items() if not tensor.isfinite().all()]
     if broken:
         return fault(
@@ -214,7 +214,7 @@ def tensors(inputs: Inputs) -> Finding:
 
 
 def fits_target(inputs: Inputs) -> Finding:
-    """Was the drafter made for a target of these shapes, and of this name?"""
+    """Check that the drafter was made for a target of these shapes and this name."""
     try:
         check_fits(inputs.drafter.config, inputs.target, inputs.drafter.reads_final_layer)
     except ValueError as error:
@@ -242,7 +242,7 @@ def _short(name: object) -> str:
 
 
 def vocabulary(inputs: Inputs) -> Finding:
-    """Do tokenizer, target and drafter count the same tokens, and can the end be drafted?"""
+    """Check that the tokenizer fits the target's vocabulary and that stop tokens can be drafted."""
     target, config = inputs.target, inputs.drafter.config
     tokenizer = target.tokenizer
     if tokenizer is not None and len(tokenizer) > target.vocab_size:
@@ -264,7 +264,7 @@ def vocabulary(inputs: Inputs) -> Finding:
 
 
 def coverage(inputs: Inputs) -> Finding:
-    """How much of what the target says can be drafted at all?"""
+    """Check the share of response tokens that the draft vocabulary holds."""
     if inputs.checkpoint.draft_ids_Vd is None:
         return skipped("the draft vocabulary is the target's own")
     spoken = torch.tensor([t for sample in inputs.conversations for t in sample.supervised_tokens])
@@ -279,7 +279,7 @@ def coverage(inputs: Inputs) -> Finding:
 
 
 def embedding_and_head(inputs: Inputs) -> Finding:
-    """Does the file bring an embedding or a head of its own, and are the target's tied as it says?"""
+    """Check that stored copies of embedding and head are the target's, and that these are tied as its config says."""
     target = inputs.target
     for name, own_VD in (("embed_tokens.weight", target.embed_VD), ("lm_head.weight", target.head_VD)):
         found = inputs.stored.get(name)
@@ -304,7 +304,7 @@ def embedding_and_head(inputs: Inputs) -> Finding:
 
 
 def positions(inputs: Inputs) -> Finding:
-    """Do the drafter's positions reach as far as the target's, in the same measure?"""
+    """Check RoPE base and scaling, the longest position and the window against target and data."""
     config, target = inputs.block_drafter.config, inputs.target
     rope = target_rope(target)
     longest = max((len(s.tokens) for s in inputs.conversations), default=0)
@@ -365,7 +365,7 @@ _STANDARD_ERRORS = 3.0
 
 @torch.no_grad()
 def leak(inputs: Inputs) -> Finding:
-    """Does a block see anything after its anchor?"""
+    """Check that a block's hidden states do not change when everything after its anchor does."""
     probe = inputs.probe
     sample = max(inputs.chosen, key=lambda s: s.num_supervised)
     every = sample.anchors
@@ -407,7 +407,7 @@ def leak(inputs: Inputs) -> Finding:
 
 
 def trained_against_served(inputs: Inputs) -> Finding:
-    """Does decoding accept what the training forward says it will, on the text decoding itself produced?"""
+    """Check that decoding accepts what the training forward predicts on the text that was decoded."""
     served_by = inputs.checkpoint.packed(inputs.target, calibrated=False)
     gamma = inputs.drafter.config.gamma
     trained, served = [], []
@@ -446,7 +446,7 @@ def trained_against_served(inputs: Inputs) -> Finding:
 
 
 def training_record(inputs: Inputs) -> Finding:
-    """Does the drafter accept what its record says it accepted?"""
+    """Check the accepted length against the one recorded in training."""
     now = inputs.probe.own.greedy_lengths_N.mean().item()
     recorded = inputs.checkpoint.metadata.get("held_out", {}).get("expected_length_greedy")
     remedy = "Look at the other findings first; then at target, precision and data."
@@ -466,7 +466,7 @@ def training_record(inputs: Inputs) -> Finding:
 
 
 def context_length(inputs: Inputs) -> Finding:
-    """Does acceptance fall as the conversation grows?"""
+    """Check that acceptance does not fall with the position in the conversation."""
     found = inputs.probe.own
     lengths_N, positions_N = found.lengths_N(), found.positions_N
     edges = [0, *(2**i for i in range(5, 24))]

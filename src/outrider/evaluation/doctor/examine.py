@@ -26,7 +26,7 @@ def verdict(findings: Sequence[Finding]) -> Status:
 
 
 def print_report(findings: Sequence[Finding], console: Console) -> None:
-    """One line per check, with meaning and remedy below it for warnings and faults."""
+    """Print one line per check, with meaning and remedy below it for warnings and faults."""
     for group, members in groupby(findings, key=lambda f: f.group):
         console.print(Text(group, style="bold underline"))
         for finding in members:
@@ -50,7 +50,7 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def as_json(findings: Sequence[Finding], inputs: dict[str, Any]) -> dict[str, Any]:
-    """Verdict, what was examined, and all findings, as JSON data."""
+    """The report as JSON data: verdict, what was examined, all findings."""
     order = ("group", "check", "status", "figure", "meaning", "remedy")
     flat = [{name: getattr(finding, name) for name in order} for finding in findings]
     return {"verdict": verdict(findings), "inputs": inputs, "findings": flat}
