@@ -21,8 +21,8 @@ from torch import Tensor
 from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.dflash import BlockDrafter, DraftSession, default_aux_layers
-from outrider.drafters.layers import BlockLayout
+from outrider.drafters.dflash import BlockDrafter, default_aux_layers
+from outrider.drafters.layers import BlockLayout, DraftSession
 from outrider.target.model import Target
 from tests.toys.targets import toy_config, toy_target
 from tests.toys.zlab import PATTERNS, ROUNDS, TOLERANCE, reference, reference_block, saved

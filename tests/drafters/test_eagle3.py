@@ -65,7 +65,7 @@ def test_served_chains_equal_numpy_over_rounds() -> None:
         begins, ends = ends, [end + count for end, count in zip(ends, counts, strict=True)]
         parts = [text[r][begins[r] : ends[r]] for r in range(2)]
         drafter.extend(sessions, parts, torch.cat([aux_TLD[r, begins[r] : ends[r]] for r in range(2)]))
-        assert [session.count for session in sessions] == ends
+        assert [session.length for session in sessions] == ends
         read.clear()
         proposals = drafter.propose([call_of(sessions[r], text[r][ends[r]]) for r in range(2)])
         for r, proposal in enumerate(proposals):
@@ -94,7 +94,7 @@ def test_an_anchor_with_nothing_before_it_is_trained_as_it_is_served() -> None:
     drafter = Eagle3Drafter(module, target, Serving())
     session = drafter.new_session(8)
     drafter.extend([session], [[]], torch.empty(0, 3, 32))
-    state = session.waiting_H[None]
+    state = session.waiting[0]
     for k, token in enumerate(inputs.previous_NK[0].tolist()):
         hidden, state = drafter.advance([session], state, [token], depth=k, written=k)
         torch.testing.assert_close(hidden[0], hidden_KH[k], atol=TOLERANCE, rtol=0)

@@ -18,8 +18,9 @@ import outrider.engine.batch as batch
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall
-from outrider.drafters.dflash import BlockDrafter, DraftSession
+from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft
+from outrider.drafters.layers import DraftSession
 from outrider.engine.batch import Output, Request
 from outrider.engine.blocks import BlockAllocator
 from outrider.engine.engine import Engine

@@ -36,6 +36,7 @@ from outrider.drafters.dspark import DSpark
 from outrider.evaluation.doctor.case import Check, Finding, Inputs, read_data, read_drafter
 from outrider.evaluation.doctor.examine import CHECKS, examine
 from outrider.sampling import SamplingParams
+from outrider.target.lean import rotate
 from outrider.target.model import Target, load_target
 from outrider.training.dataset import choose_draft_ids
 from outrider.training.features import measure_aux_scale
@@ -371,12 +372,13 @@ def test_a_leaking_mask(healthy: Path, target: Target, monkeypatch: pytest.Monke
     assert "visibility by index" in findings["leak"].meaning
 
 
-def drops_context(self: packed.DFlash, aux_TLD: Tensor, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return FEATURES(self, torch.zeros_like(aux_TLD), positions_T)
+def drops_context(self: packed.DFlash, aux_TLD: Tensor, rope: attention.Rope) -> list[tuple[Tensor, Tensor]]:
+    return FEATURES(self, torch.zeros_like(aux_TLD), rope)
 
 
-def shifted_features(self: packed.DFlash, aux_TLD: Tensor, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return FEATURES(self, aux_TLD, positions_T + 4)
+def shifted_features(self: packed.DFlash, aux_TLD: Tensor, rope: attention.Rope) -> list[tuple[Tensor, Tensor]]:
+    turn = attention.rope_table(torch.tensor([4]), self.config.head_dim, self.config.rope_theta)
+    return [(rotate(keys, *turn), values) for keys, values in FEATURES(self, aux_TLD, rope)]
 
 
 FEATURES = packed.DFlash.context_keys_values

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import BlockInputs, DraftCall
-from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Session
-from outrider.drafters.layers import BlockLayout
+from outrider.drafters.eagle3 import Eagle3, Eagle3Config
+from outrider.drafters.layers import BlockLayout, DraftSession
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from tests.toys.targets import randomise
@@ -46,7 +46,7 @@ def inputs_for(target: Target, lengths: list[int], anchors: list[int], sequence:
 
 
 def call_of(
-    session: Eagle3Session, anchor: int, limit: int | None = None, params: SamplingParams | None = None
+    session: DraftSession, anchor: int, limit: int | None = None, params: SamplingParams | None = None
 ) -> DraftCall:
     params = params or SamplingParams()
     return DraftCall(session, anchor, params, SeenTokens(97), SeededSource(params.seed), limit)

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from outrider.drafters.config import DrafterConfig
 from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.heads import ChainHeads, ConfidenceHead, Estimator, VanillaMarkov
-from outrider.drafters.layers import BlockLayout
+from outrider.drafters.layers import BlockLayout, RopeTables
 from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeenTokens
 from outrider.target.linear import Packable, PackedLinear, pack
 from outrider.target.model import DecodingTarget, Target
@@ -468,6 +469,11 @@ class ModuleDrafter(Drafter, Generic[M]):
         self.head: Head = serving.head(target)
         self.heads: ChainHeads = serving.chain_heads(target, *self.module.chain_heads())
         self.calibratable = module.calibratable
+
+    @cached_property
+    def rope(self) -> RopeTables:
+        """The rotations of layers that `config` describes, by position."""
+        return RopeTables(self.config.head_dim, self.config.rope_theta, self.device)
 
     def embed(self, tokens: Tensor | Sequence[int]) -> Tensor:
         """Token ids [...] -> what the drafter reads of them, float32 [..., H]."""

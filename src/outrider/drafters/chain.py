@@ -40,6 +40,11 @@ class _Chain:
     confidences: list[float] = field(default_factory=list)
 
 
+def _rows_of(x_R: Tensor, active: Sequence[int]) -> Tensor:
+    """The rows `active`, which ascend; all of them are not copied."""
+    return x_R if len(active) == len(x_R) else x_R[active]
+
+
 class Rows(Protocol):
     """Hidden states and logits of each position k, counted from 0; asked for in order."""
 
@@ -70,9 +75,9 @@ class BlockRows:
     def logits(self, k: int, active: list[int]) -> Tensor:
         if self.base_NKVd is None:
             self.rows_of = {r: n for n, r in enumerate(active)}
-            base = self.base_logits(self.hidden_RKH[active].flatten(0, 1))
+            base = self.base_logits(_rows_of(self.hidden_RKH, active).flatten(0, 1))
             self.base_NKVd = base.view(len(active), self.hidden_RKH.shape[1], -1)
-        return self.base_NKVd[[self.rows_of[r] for r in active], k]
+        return _rows_of(self.base_NKVd[:, k], [self.rows_of[r] for r in active])
 
     def ids(self, k: int, active: list[int]) -> Tensor | None:
         return None
@@ -89,7 +94,7 @@ class _Steps:
         return self.hidden_RH
 
     def logits(self, k: int, active: list[int]) -> Tensor:
-        return self.base_logits(self.hidden_RH[active])
+        return self.base_logits(_rows_of(self.hidden_RH, active))
 
     def ids(self, k: int, active: list[int]) -> Tensor | None:
         return None
@@ -158,7 +163,7 @@ def sample_rows(
             break
         logits_AC = rows.logits(k, active)
         if head is not None and latent_Rr is not None:
-            logits_AC = logits_AC + head.bias(latent_Rr[active])
+            logits_AC = logits_AC + head.bias(_rows_of(latent_Rr, active))
         if heads.confidence is None and heads.estimator is not None:  # knows p_k, not yet x_k
             certain_A = heads.calibrated(heads.estimator(logits_AC, k), k).tolist()
             kept = [a for a, certain in enumerate(certain_A) if certain >= min_confidence]

@@ -42,6 +42,7 @@ from outrider.drafters.layers import (
     BlockLayout,
     CachedKeys,
     DraftKV,
+    DraftSession,
     KeySource,
     LayerConfig,
     Rope,
@@ -214,7 +215,8 @@ class BlockContext(NamedTuple):
 
     def attend(self, attention: Attention, q_NKQE: Tensor, k_NKGE: Tensor, v_NKGE: Tensor) -> Tensor:
         kernel: Callable[..., Tensor] = flex_block_attention if q_NKQE.device.type == "cuda" else split_attention
-        context = attention.keys_values(self.hidden_SH, self.rope)
+        k, v = attention.outputs(self.hidden_SH, "k_proj", "v_proj")
+        context = attention.keys_values(k, v, self.rope)
         return kernel(q_NKQE, *context, k_NKGE, v_NKGE, self.layout, attention.pattern)
 
 
@@ -244,7 +246,6 @@ class DFlash(DraftModule):
 
     starts_from_target: ClassVar[bool] = True
     aux_weight: str | None = "fc.weight"
-    groups = (("fc",),)
     drafts_blocks = True
     calibratable = "confidences"
     layer: ClassVar[type[DraftLayer]] = DraftLayer
@@ -256,6 +257,9 @@ class DFlash(DraftModule):
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(self.layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        names = [f"layers.{i}.self_attn.{name}" for i in range(len(self.layers)) for name in ("k_proj", "v_proj")]
+        self.context_projections = tuple(names)
+        self.groups = (("fc",), self.context_projections)
 
     def context(self, aux_SLT: Tensor) -> Tensor:
         """Features of committed tokens [S, L, T] -> H_ctx [S, H]."""
@@ -272,21 +276,21 @@ class DFlash(DraftModule):
         """
         rope = rope_table(layout.positions_S(), self.config.head_dim, self.config.rope_theta)
         source = BlockContext(self.context(aux_SLT), rope, layout)
-        return self.blocks(embedded_NKH, layout.block_positions_NK(embedded_NKH.shape[1]), source)
+        positions_NK = layout.block_positions_NK(embedded_NKH.shape[1])
+        return self.blocks(embedded_NKH, rope_table(positions_NK, self.config.head_dim, self.config.rope_theta), source)
 
-    def blocks(self, x_NKH: Tensor, positions_NK: Tensor, source: KeySource) -> Tensor:
-        """The layers over embedded blocks at these positions: normed hidden states of the prediction rows."""
-        rope = rope_table(positions_NK, self.config.head_dim, self.config.rope_theta)
+    def blocks(self, x_NKH: Tensor, rope: Rope, source: KeySource) -> Tensor:
+        """The layers over embedded blocks: normed hidden states of the prediction rows."""
         for layer in self.layers:
             x_NKH = layer(x_NKH, rope, source)
         return self.norm(x_NKH[:, -self.config.gamma :])
 
-    def context_keys_values(self, aux_SLT: Tensor, positions_S: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values [S, G, E] of committed tokens at these positions, per layer."""
-        context_SH = self.context(aux_SLT)
-        rope = rope_table(positions_S, self.config.head_dim, self.config.rope_theta)
-        layers = [layer for layer in self.layers if isinstance(layer, DraftLayer)]
-        return [layer.self_attn.keys_values(context_SH, rope) for layer in layers]
+    def context_keys_values(self, aux_SLT: Tensor, rope: Rope) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [S, G, E] of committed tokens, per layer; packed, all layers' projections are one product."""
+        outputs = self.outputs(self.context(aux_SLT), *self.context_projections)
+        attentions = [layer.self_attn for layer in self.layers if isinstance(layer, DraftLayer)]
+        parts = zip(attentions, outputs[::2], outputs[1::2], strict=True)
+        return [attention.keys_values(k, v, rope) for attention, k, v in parts]
 
     def block_tokens(self, anchors_N: Tensor) -> Tensor:
         """[N] anchor tokens -> [N, K] block inputs: the anchor, then masks."""
@@ -327,14 +331,6 @@ class DFlash(DraftModule):
 # ----------------------------------------------------------------------------
 
 
-class DraftSession:
-    """The draft KV caches of one request, one per layer, `length` committed tokens long."""
-
-    def __init__(self, config: Any, layers: int, slots: int, device: torch.device) -> None:
-        self.layers = [DraftKV(config, slots, device) for _ in range(layers)]
-        self.length = 0
-
-
 class BlockDrafter(ModuleDrafter[DFlash]):
     """Serves DFlash or DSpark for one target."""
 
@@ -345,28 +341,29 @@ class BlockDrafter(ModuleDrafter[DFlash]):
 
     def new_session(self, capacity: int) -> DraftSession:
         """Empty draft KV caches for one request of at most `capacity` committed tokens."""
-        config = self.config
-        return DraftSession(config, config.num_hidden_layers, capacity + config.block_size, self.device)
+        config, slots = self.config, capacity + self.config.block_size
+        return DraftSession([DraftKV(config, slots, self.device) for _ in range(config.num_hidden_layers)])
 
     def extend(self, sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         """Append the features of newly committed tokens (raw aux hidden states [T, L, H], session after session)."""
         assert aux_TLD is not None
         counts = [len(part) for part in tokens]
         starts = [session.length for session in sessions]
-        positions = [torch.arange(s, s + n, device=self.device) for s, n in zip(starts, counts, strict=True)]
-        for i, (k, v) in enumerate(self.module.context_keys_values(aux_TLD.float(), torch.cat(positions))):
+        rope = self.rope([i for s, n in zip(starts, counts, strict=True) for i in range(s, s + n)])
+        for i, (k, v) in enumerate(self.module.context_keys_values(aux_TLD.float(), rope)):
             for session, keys, values in zip(sessions, k.split(counts), v.split(counts), strict=True):
-                session.layers[i].write(session.length, keys, values)
+                session.caches[i].write(session.length, keys, values)
         for session, count in zip(sessions, counts, strict=True):
             session.length += count
 
     def block_hidden(self, sessions: Sequence[DraftSession], anchors: Sequence[int]) -> Tensor:
         """One block pass: normed hidden states of the prediction rows, [R, gamma, H]. No cache grows."""
         K, lengths = self.config.block_size, [session.length for session in sessions]
-        source = CachedKeys([session.layers for session in sessions], lengths, [K] * len(sessions))
+        source = CachedKeys(sessions, lengths, [K] * len(sessions))
         tokens_RK = self.module.block_tokens(torch.tensor(anchors, device=self.device))
-        positions_RK = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(K, device=self.device)
-        return self.module.blocks(self.embed(tokens_RK), positions_RK, source)
+        cos_NE, sin_NE = self.rope([length + k for length in lengths for k in range(K)])
+        rope = cos_NE.unflatten(0, tokens_RK.shape), sin_NE.unflatten(0, tokens_RK.shape)
+        return self.module.blocks(self.embed(tokens_RK), rope, source)
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """Draft for every call, gamma tokens each at most, while c_k is at least `min_confidence`."""

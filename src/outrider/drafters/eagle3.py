@@ -54,6 +54,7 @@ from outrider.drafters.layers import (
     CachedKeys,
     ChainKeys,
     DraftKV,
+    DraftSession,
     KeySource,
     LayerConfig,
     Rope,
@@ -61,6 +62,7 @@ from outrider.drafters.layers import (
     layer_shapes,
     rope_table,
 )
+from outrider.target.linear import Packable
 from outrider.target.model import Target
 
 Eagle = TypeVar("Eagle", bound="Eagle3Config")
@@ -124,8 +126,10 @@ class Eagle3Config(LayerConfig):
         )
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(Packable):
     """The decoder layer, in the parts that context pairs and drafting rows need."""
+
+    groups = (("self_attn.k_proj", "self_attn.v_proj"),)
 
     def __init__(self, config: Eagle3Config, pattern: AttentionPattern) -> None:
         super().__init__()
@@ -140,6 +144,11 @@ class Eagle3Layer(nn.Module):
     def pair(self, feature_XH: Tensor, embedded_XH: Tensor) -> Tensor:
         """u [X, 2 H]"""
         return torch.cat((self.input_layernorm(embedded_XH), self.hidden_norm(feature_XH)), dim=-1)
+
+    def keys_values(self, feature_XH: Tensor, embedded_XH: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Of context pairs, whose outputs nobody reads: [X, G, E] each."""
+        k, v = self.outputs(self.pair(feature_XH, embedded_XH), "self_attn.k_proj", "self_attn.v_proj")
+        return self.self_attn.keys_values(k, v, rope)
 
     def forward(self, feature_XH: Tensor, embedded_XH: Tensor, rope: Rope, source: KeySource) -> Tensor:
         """h [X, H], before the final norm."""
@@ -186,18 +195,8 @@ class Eagle3(DraftModule):
             aux_SLD = aux_SLD / self.aux_scale_L[:, None]
         return self.fc(aux_SLD.flatten(-2)).float()
 
-    def context_keys_values(
-        self, feature_SH: Tensor, embedded_SH: Tensor, positions_S: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values [S, G, E] of context pairs, in one product; `positions_S` are those of their tokens."""
-        rope = rope_table(positions_S, self.config.head_dim, self.config.rope_theta)
-        return self.midlayer.self_attn.keys_values(self.midlayer.pair(feature_SH, embedded_SH), rope)
-
-    def step(
-        self, state_XH: Tensor, embedded_XH: Tensor, positions_X: Tensor, source: KeySource
-    ) -> tuple[Tensor, Tensor]:
+    def step(self, state_XH: Tensor, embedded_XH: Tensor, rope: Rope, source: KeySource) -> tuple[Tensor, Tensor]:
         """Drafting rows: what the head reads, and what takes the place of the next feature (h, or the same)."""
-        rope = rope_table(positions_X, self.config.head_dim, self.config.rope_theta)
         state_XH = self.midlayer(state_XH, embedded_XH, rope, source)
         normed_XH = self.norm(state_XH)
         return normed_XH, normed_XH if self.config.norm_output else state_XH
@@ -206,8 +205,12 @@ class Eagle3(DraftModule):
         """Features [N, H] right before the anchors, and keys and values of the context pairs."""
         feature_SH = self.features(inputs.aux_SLD)
         embedded_SH = inputs.embed(inputs.next_tokens_S)
-        context = self.context_keys_values(feature_SH, embedded_SH, inputs.layout.positions_S() + 1)
+        rope = self.rope(inputs.layout.positions_S() + 1)  # a pair stands where its token does
+        context = self.midlayer.keys_values(feature_SH, embedded_SH, rope)
         return inputs.layout.before_anchors(feature_SH), context
+
+    def rope(self, positions_X: Tensor) -> Rope:
+        return rope_table(positions_X, self.config.head_dim, self.config.rope_theta)
 
     def rows(self, inputs: BlockInputs) -> DraftRows:
         """Keys of the context pairs in one product, then the anchors' chains step by step."""
@@ -215,7 +218,7 @@ class Eagle3(DraftModule):
         source, hidden = ChainKeys(context, inputs.layout), []
         for k in range(self.config.gamma):
             embedded_NH = inputs.embed(inputs.previous_NK[:, k])
-            hidden_NH, state_NH = self.step(state_NH, embedded_NH, inputs.layout.anchors_N + k, source)
+            hidden_NH, state_NH = self.step(state_NH, embedded_NH, self.rope(inputs.layout.anchors_N + k), source)
             hidden.append(hidden_NH)
         return DraftRows(torch.stack(hidden, dim=1))
 
@@ -237,30 +240,21 @@ class Eagle3(DraftModule):
 # ----------------------------------------------------------------------------
 
 
-class Eagle3Session:
-    """One request: `count` committed tokens, keys and values of their pairs, and the feature that waits for a token."""
-
-    def __init__(self, config: Eagle3Config, slots: int, device: torch.device) -> None:
-        self.count = 0
-        self.waiting_H = torch.zeros(config.hidden_size, device=device)  # nothing precedes the first token
-        self.kv = DraftKV(config, slots, device)
-
-    @property
-    def pairs(self) -> int:
-        """Committed pairs in the cache."""
-        return max(0, self.count - 1)
+def _pairs(session: DraftSession) -> int:
+    """Committed pairs in the cache."""
+    return max(0, session.length - 1)
 
 
 class Eagle3Drafter(ModuleDrafter[Eagle3]):
     """Serves one EAGLE-3 drafter for one target."""
 
-    def new_session(self, capacity: int, drafted: int | None = None) -> Eagle3Session:
+    def new_session(self, capacity: int, drafted: int | None = None) -> DraftSession:
         """An empty cache of `capacity` committed tokens and `drafted` rows of one draft (None: those of a chain)."""
-        return Eagle3Session(self.config, capacity + (self.gamma if drafted is None else drafted), self.device)
+        kv = DraftKV(self.config, capacity + (self.gamma if drafted is None else drafted), self.device)
+        nothing = torch.zeros(1, self.config.hidden_size, device=self.device)  # precedes the first token
+        return DraftSession([kv], [nothing])
 
-    def extend(
-        self, sessions: Sequence[Eagle3Session], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None
-    ) -> None:
+    def extend(self, sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         """Cache the pairs that newly committed tokens complete (aux hidden states: raw, [T, L, H], session after
         session).
         """
@@ -268,22 +262,22 @@ class Eagle3Drafter(ModuleDrafter[Eagle3]):
         features_TH = self.module.features(aux_TLD.float())
         states: list[Tensor] = []
         completing: list[Sequence[int]] = []
-        waiting_RH: list[Tensor] = []
+        left: list[Tensor] = []
         for session, part, new_TH in zip(sessions, tokens, features_TH.split([len(t) for t in tokens]), strict=True):
-            waiting = torch.cat((session.waiting_H[None], new_TH))
-            first = 0 if session.count else 1  # the very first token completes no pair
+            waiting = torch.cat((session.waiting[0], new_TH))
+            first = 0 if session.length else 1  # the very first token completes no pair
             states.append(waiting[first : len(part)])
             completing.append(part[first:])
-            waiting_RH.append(waiting[-1].clone())  # not a view that keeps a prefill alive
+            left.append(waiting[-1:].clone())  # not a view that keeps a prefill alive
         counts = [len(part) for part in completing]
-        starts = [session.pairs for session in sessions]
-        positions = [torch.arange(s + 1, s + 1 + n, device=self.device) for s, n in zip(starts, counts, strict=True)]
+        starts = [_pairs(session) for session in sessions]
+        rope = self.rope([s + 1 + i for s, n in zip(starts, counts, strict=True) for i in range(n)])
         embedded_TH = self.embed([token for part in completing for token in part])
-        keys, values = self.module.context_keys_values(torch.cat(states), embedded_TH, torch.cat(positions))
+        keys, values = self.module.midlayer.keys_values(torch.cat(states), embedded_TH, rope)
         for session, start, k, v in zip(sessions, starts, keys.split(counts), values.split(counts), strict=True):
-            session.kv.write(start, k, v)
-        for session, part, waiting in zip(sessions, tokens, waiting_RH, strict=True):  # nothing can fail any more
-            session.count, session.waiting_H = session.count + len(part), waiting
+            session.caches[0].write(start, k, v)
+        for session, part, waiting in zip(sessions, tokens, left, strict=True):  # nothing can fail any more
+            session.length, session.waiting = session.length + len(part), [waiting]
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """A chain of up to gamma tokens per call, while their confidence is at least `min_confidence`.
@@ -291,8 +285,8 @@ class Eagle3Drafter(ModuleDrafter[Eagle3]):
         Only an estimator could give one, and `outrider calibrate` fits none for this method: `min_confidence` is idle
         as yet.
         """
-        sessions: list[Eagle3Session] = [call.session for call in calls]
-        state_RH = torch.stack([session.waiting_H for session in sessions])
+        sessions: list[DraftSession] = [call.session for call in calls]
+        state_RH = torch.cat([session.waiting[0] for session in sessions])
 
         def step(k: int, previous: list[int]) -> Tensor:
             nonlocal state_RH
@@ -303,7 +297,7 @@ class Eagle3Drafter(ModuleDrafter[Eagle3]):
 
     def advance(
         self,
-        sessions: Sequence[Eagle3Session],
+        sessions: Sequence[DraftSession],
         state_XH: Tensor,
         tokens: Sequence[int],
         *,
@@ -325,11 +319,11 @@ class Eagle3Drafter(ModuleDrafter[Eagle3]):
         visible = None
         if drafted_RMW is not None:
             rows = zip(sessions, drafted_RMW, strict=True)
-            visible = [F.pad(drafted_MW, (session.pairs, 0), value=True) for session, drafted_MW in rows]
-        starts = [session.pairs + written for session in sessions]
-        source = CachedKeys([[session.kv] for session in sessions], starts, [M] * len(sessions), visible)
-        positions = [session.count + depth + m * spacing for session in sessions for m in range(M)]
-        return self.module.step(state_XH, self.embed(tokens), torch.tensor(positions, device=self.device), source)
+            visible = [F.pad(drafted_MW, (_pairs(session), 0), value=True) for session, drafted_MW in rows]
+        starts = [_pairs(session) + written for session in sessions]
+        source = CachedKeys(sessions, starts, [M] * len(sessions), visible)
+        rope = self.rope([session.length + depth + m * spacing for session in sessions for m in range(M)])
+        return self.module.step(state_XH, self.embed(tokens), rope, source)
 
     def with_trees(self, size: TreeSize) -> DynamicTreeDrafter:
         """The same drafter with dynamic trees of that size."""
@@ -397,12 +391,10 @@ class DynamicTreeDrafter(Drafter):
         self.aux_layers, self.gamma = drafter.aux_layers, shape.depth
         self.nodes: int = shape.nodes
 
-    def new_session(self, capacity: int) -> Eagle3Session:
+    def new_session(self, capacity: int) -> DraftSession:
         return self.drafter.new_session(capacity, self.shape.rows)
 
-    def extend(
-        self, sessions: Sequence[Eagle3Session], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None
-    ) -> None:
+    def extend(self, sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         self.drafter.extend(sessions, tokens, aux_TLD)
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
@@ -424,9 +416,9 @@ class _Growth:
     `scores_RM` their log s, `seen_RMW` the rows of this draft that each may see.
     """
 
-    def __init__(self, drafter: Eagle3Drafter, sessions: Sequence[Eagle3Session], anchors: Sequence[int]) -> None:
+    def __init__(self, drafter: Eagle3Drafter, sessions: Sequence[DraftSession], anchors: Sequence[int]) -> None:
         self.drafter, self.sessions = drafter, sessions
-        self.states_RMH = torch.stack([session.waiting_H for session in sessions])[:, None]
+        self.states_RMH = torch.stack([session.waiting[0] for session in sessions])
         device = self.states_RMH.device
         self.tokens_RM = torch.tensor(anchors, device=device)[:, None]
         self.nodes_RM = torch.full_like(self.tokens_RM, -1)

@@ -11,7 +11,7 @@ Shapes: T rows, S slots read, Q heads, G kv heads, E head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -83,6 +83,21 @@ class DraftKV:
         keys, values = self.keys_GSE[None, :, :end], self.values_GSE[None, :, :end]
         out = F.scaled_dot_product_attention(q_GRE, keys, values, attn_mask=mask)
         return out.view(heads, T, E).transpose(0, 1)
+
+
+@dataclass
+class DraftSession:
+    """What a drafter remembers of one request.
+
+    Attributes:
+        caches: keys and values, layer by layer.
+        waiting: states [m, H] of the newest committed tokens that are used together with a later token, layer by layer.
+        length: number of committed tokens.
+    """
+
+    caches: list[DraftKV]
+    waiting: list[Tensor] = field(default_factory=list)
+    length: int = 0
 
 
 # ----------------------------------------------------------------------------
@@ -290,7 +305,7 @@ class Attention(Packable):
         pattern: what rows see of the context and of their block.
     """
 
-    groups = (("q_proj", "k_proj", "v_proj"), ("k_proj", "v_proj"), ("o_proj",))
+    groups: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("o_proj",))
 
     def __init__(
         self,
@@ -318,14 +333,10 @@ class Attention(Packable):
         """[X, U] -> [X, H]"""
         q, k, v = self.outputs(u_XU, "q_proj", "k_proj", "v_proj")
         q_XQE = self._rotated(self.q_norm if self.qk_norm else None, q, rope)
-        return self.o_proj(source.attend(self, q_XQE, *self._keys_values(k, v, rope)).flatten(-2))
+        return self.o_proj(source.attend(self, q_XQE, *self.keys_values(k, v, rope)).flatten(-2))
 
-    def keys_values(self, u_XU: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Of rows that are only seen: [X, G, E] each."""
-        k, v = self.outputs(u_XU, "k_proj", "v_proj")
-        return self._keys_values(k, v, rope)
-
-    def _keys_values(self, k: Tensor, v: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    def keys_values(self, k: Tensor, v: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Outputs of k_proj and v_proj -> keys and values as rows see them, [X, G, E] each."""
         keys = self._rotated(self.k_norm if self.qk_norm else None, k, rope)
         return keys, v.unflatten(-1, (-1, self.head_dim))
 
@@ -345,8 +356,7 @@ class CachedKeys:
     Their keys are written behind the cached rows, request by request, and forgotten when others are written there.
 
     Args:
-        caches: of each request, by layer.
-        starts: rows of each cache that come before the request's new ones.
+        starts: rows of each request's caches that come before its new ones.
         counts: new rows of each request; rows stand request after request.
         visible: of each request, which of the cached and new rows each new one sees, [count, start + count], or None
             for all; without it the layer's pattern decides.
@@ -354,19 +364,19 @@ class CachedKeys:
 
     def __init__(
         self,
-        caches: Sequence[Sequence[DraftKV]],
+        sessions: Sequence[DraftSession],
         starts: Sequence[int],
         counts: Sequence[int],
         visible: Sequence[Tensor | None] | None = None,
     ) -> None:
-        self.requests, self.counts, self.visible = list(zip(caches, starts, strict=True)), list(counts), visible
+        self.requests, self.counts, self.visible = list(zip(sessions, starts, strict=True)), list(counts), visible
         self._masks: dict[AttentionPattern, Sequence[Tensor | None]] = {}
 
     def attend(self, attention: Attention, q_XQE: Tensor, k_XGE: Tensor, v_XGE: Tensor) -> Tensor:
         parts = zip(*(x.flatten(0, -3).split(self.counts) for x in (q_XQE, k_XGE, v_XGE)), strict=True)
         masks, attended = self._visible(attention.pattern, q_XQE.device), []
-        for (caches, start), mask, (q, k, v) in zip(self.requests, masks, parts, strict=True):
-            kv = caches[attention.layer]
+        for (session, start), mask, (q, k, v) in zip(self.requests, masks, parts, strict=True):
+            kv = session.caches[attention.layer]
             kv.write(start, k, v)
             attended.append(kv.attend(q, start + len(q), mask))
         return torch.cat(attended).view(q_XQE.shape)
@@ -421,6 +431,22 @@ def rope_table(positions: Tensor, head_dim: int, theta: float) -> Rope:
     angles = positions[..., None].float() * inverse
     angles = torch.cat((angles, angles), dim=-1)[..., None, :]
     return angles.cos(), signed_sin(angles.sin())
+
+
+class RopeTables:
+    """`rope_table` of consecutive positions, kept from call to call and extended when a later position is asked for."""
+
+    def __init__(self, head_dim: int, theta: float, device: torch.device) -> None:
+        self.head_dim, self.theta, self.device = head_dim, theta, device
+        self.kept: Rope = rope_table(torch.arange(0, device=device), head_dim, theta)
+
+    def __call__(self, positions: Sequence[int]) -> Rope:
+        """cos and signed sin, [X, 1, head_dim]."""
+        end = max(positions, default=0) + 1
+        if end > len(self.kept[0]):
+            self.kept = rope_table(torch.arange(2 * end, device=self.device), self.head_dim, self.theta)
+        index_X = torch.tensor(positions, dtype=torch.long, device=self.device)
+        return self.kept[0][index_X], self.kept[1][index_X]
 
 
 # ----------------------------------------------------------------------------

@@ -43,6 +43,7 @@ from outrider.drafters.base import (
 from outrider.drafters.chain import sample_chain, sample_steps
 from outrider.drafters.config import Count, DrafterConfig, DraftVocabulary, NotInRecipe, draft_vocabulary
 from outrider.drafters.draft import Draft, TreeSize
+from outrider.drafters.layers import DraftSession
 from outrider.drafters.trees import CandidateTree, Level, assumed_accuracy, best_tree, draw_trees
 from outrider.target.linear import Packable
 from outrider.target.model import Target
@@ -124,27 +125,21 @@ class HeadsModule(DraftModule):
 H = TypeVar("H", bound=HeadsModule)
 
 
-class LastHidden:
-    """The memory of one request: the last hidden state of its newest committed token but the anchor."""
-
-    def __init__(self, hidden_size: int, device: torch.device) -> None:
-        self.hidden_H = torch.zeros(hidden_size, device=device)
-
-
 class HeadsDrafter(ModuleDrafter[H], ABC):
     """Serves draft heads: no cache, one vector per request."""
 
-    def new_session(self, capacity: int) -> LastHidden:
-        return LastHidden(self.config.hidden_size, self.device)
+    def new_session(self, capacity: int) -> DraftSession:
+        return DraftSession([], [torch.zeros(1, self.config.hidden_size, device=self.device)])
 
-    def extend(self, sessions: Sequence[LastHidden], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
+    def extend(self, sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         """Remember the last of each session's new aux hidden states."""
         assert aux_TLD is not None
         end = 0
         for session, part in zip(sessions, tokens, strict=True):
             end += len(part)
+            session.length += len(part)
             if part:
-                session.hidden_H = aux_TLD[end - 1, -1].float().clone()  # not a view that keeps a prefill alive
+                session.waiting = [aux_TLD[end - 1 : end, -1].float().clone()]  # not a view that keeps a prefill alive
 
     @abstractmethod
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
@@ -160,7 +155,7 @@ class HeadsDrafter(ModuleDrafter[H], ABC):
 
     def newest(self, calls: Sequence[DraftCall]) -> Tensor:
         """The features that a block reads, [R, H]."""
-        return torch.stack([call.session.hidden_H for call in calls])
+        return torch.cat([call.session.waiting[0] for call in calls])
 
 
 # ----------------------------------------------------------------------------
@@ -196,10 +191,10 @@ class StaticTreeDrafter(Drafter):
         self.drafter, self.config, self.tree = drafter, drafter.config, tree
         self.aux_layers, self.gamma, self.nodes = drafter.aux_layers, tree.depth, len(tree.paths)
 
-    def new_session(self, capacity: int) -> LastHidden:
+    def new_session(self, capacity: int) -> DraftSession:
         return self.drafter.new_session(capacity)
 
-    def extend(self, sessions: Sequence[LastHidden], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
+    def extend(self, sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         self.drafter.extend(sessions, tokens, aux_TLD)
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:

@@ -55,6 +55,7 @@ from outrider.drafters.layers import (
     CachedKeys,
     ChainKeys,
     DraftKV,
+    DraftSession,
     KeySource,
     LayerConfig,
     Rope,
@@ -111,7 +112,7 @@ class MTPConfig(LayerConfig):
 class MTPModule(Packable):
     """One depth: the projection of [embedding; state], one transformer layer, and the norm the head reads behind."""
 
-    groups = (("eh_proj",),)
+    groups = (("eh_proj",), ("self_attn.k_proj", "self_attn.v_proj"))
 
     def __init__(self, config: MTPConfig, depth: int) -> None:
         super().__init__()
@@ -139,7 +140,9 @@ class MTPModule(Packable):
 
     def keys_values(self, state_XH: Tensor, embedded_XH: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """Of rows whose h nobody reads, [X, G, E] each."""
-        return self.self_attn.keys_values(self.input_layernorm(self.combine(state_XH, embedded_XH)), rope)
+        u_XH = self.input_layernorm(self.combine(state_XH, embedded_XH))
+        k, v = self.outputs(u_XH, "self_attn.k_proj", "self_attn.v_proj")
+        return self.self_attn.keys_values(k, v, rope)
 
 
 class CausalKeys:
@@ -253,15 +256,6 @@ def _tokens_ahead(inputs: BlockInputs, more: int) -> Tensor:
 # ----------------------------------------------------------------------------
 
 
-class MTPSession:
-    """One request: `count` committed tokens and, per depth, keys, values and the states that wait for a token."""
-
-    def __init__(self, config: MTPConfig, capacity: int, device: torch.device) -> None:
-        self.count = 0
-        self.depths = [DraftKV(config, capacity + config.gamma, device) for _ in range(config.num_modules)]
-        self.waiting = [torch.empty(0, config.hidden_size, device=device) for _ in range(config.num_modules)]
-
-
 @dataclass(frozen=True)
 class _Rows:
     """Consecutive rows of one request at one depth: what they read, their first cache slot and first position."""
@@ -275,11 +269,13 @@ class _Rows:
 class MTPDrafter(ModuleDrafter[MTP]):
     """Serves MTP for one target."""
 
-    def new_session(self, capacity: int) -> MTPSession:
+    def new_session(self, capacity: int) -> DraftSession:
         """Empty caches for one request of at most `capacity` committed tokens."""
-        return MTPSession(self.config, capacity, self.device)
+        depths, slots = range(self.config.num_modules), capacity + self.gamma
+        caches = [DraftKV(self.config, slots, self.device) for _ in depths]
+        return DraftSession(caches, [torch.empty(0, self.config.hidden_size, device=self.device) for _ in depths])
 
-    def extend(self, sessions: Sequence[MTPSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
+    def extend(self, sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         """Take newly committed tokens: each depth caches the rows that they complete (aux hidden states: [T, 1, H])."""
         assert aux_TLD is not None
         states = list(aux_TLD[:, 0].float().split([len(part) for part in tokens]))
@@ -293,14 +289,14 @@ class MTPDrafter(ModuleDrafter[MTP]):
             last = depth + 1 == self.config.num_modules  # of its rows only the keys are ever read
             states = self._run(depth, sessions, rows, keys_only=last)
         for session, part, left in zip(sessions, tokens, waiting, strict=True):  # nothing can fail any more
-            session.count, session.waiting = session.count + len(part), left
+            session.length, session.waiting = session.length + len(part), left
 
     def _completed(
-        self, depth: int, session: MTPSession, tokens: Sequence[int], state_mH: Tensor
+        self, depth: int, session: DraftSession, tokens: Sequence[int], state_mH: Tensor
     ) -> tuple[_Rows, Tensor]:
         """The rows of a depth whose token is among `tokens`, and the states beyond them, which wait."""
-        start = max(0, session.count - depth - 1)
-        rows = max(0, session.count + len(tokens) - depth - 1 - start)
+        start = max(0, session.length - depth - 1)
+        rows = max(0, session.length + len(tokens) - depth - 1 - start)
         states = torch.cat((session.waiting[depth], state_mH))
         return _Rows(states[:rows], tokens[len(tokens) - rows :], start, start + 1), states[rows:].clone()
 
@@ -310,7 +306,7 @@ class MTPDrafter(ModuleDrafter[MTP]):
         Only an estimator could give one, and `outrider calibrate` fits none for this method: `min_confidence` is idle
         as yet.
         """
-        sessions: list[MTPSession] = [call.session for call in calls]
+        sessions: list[DraftSession] = [call.session for call in calls]
         chains: list[list[int]] = [[] for _ in calls]
         states = [torch.zeros(0, self.config.hidden_size, device=self.device)] * len(calls)
 
@@ -324,7 +320,7 @@ class MTPDrafter(ModuleDrafter[MTP]):
 
         return sample_steps(self.head, step, longest_draft(calls, self.gamma), calls, self.heads, min_confidence)
 
-    def _drafted(self, k: int, session: MTPSession, chain: Sequence[int], state_mH: Tensor) -> _Rows:
+    def _drafted(self, k: int, session: DraftSession, chain: Sequence[int], state_mH: Tensor) -> _Rows:
         """The rows whose tokens are the anchor and the drafts so far (`chain`), given what step k - 1 made."""
         further = max(0, k + 1 - self.config.num_modules)  # rows behind the newest committed state
         if not further:
@@ -332,26 +328,23 @@ class MTPDrafter(ModuleDrafter[MTP]):
         rows = state_mH[-1:] if further else state_mH
         if not len(rows):  # nothing is committed before the anchor: the state before the text is zero
             rows = torch.zeros(1, self.config.hidden_size, device=self.device)
-        end = max(1, session.count) + further
-        return _Rows(rows, chain[len(chain) - len(rows) :], end - len(rows), session.count + further + 1 - len(rows))
+        end = max(1, session.length) + further
+        return _Rows(rows, chain[len(chain) - len(rows) :], end - len(rows), session.length + further + 1 - len(rows))
 
     def _run(
-        self, depth: int, sessions: Sequence[MTPSession], rows: Sequence[_Rows], keys_only: bool = False
+        self, depth: int, sessions: Sequence[DraftSession], rows: Sequence[_Rows], keys_only: bool = False
     ) -> list[Tensor]:
         """Rows of one depth through its module, their keys into the caches: h [m, H] per request."""
         module, counts = self.module.module(depth), [len(part.tokens) for part in rows]
-        positions = [
-            torch.arange(p.position, p.position + n, device=self.device) for p, n in zip(rows, counts, strict=True)
-        ]
-        rope = rope_table(torch.cat(positions), self.config.head_dim, self.config.rope_theta)
+        rope = self.rope([p.position + i for p, n in zip(rows, counts, strict=True) for i in range(n)])
         state_TH = torch.cat([part.state_mH for part in rows])
         embedded_TH = self.embed([token for part in rows for token in part.tokens])
         if keys_only:
             keys, values = module.keys_values(state_TH, embedded_TH, rope)
             for session, part, k, v in zip(sessions, rows, keys.split(counts), values.split(counts), strict=True):
-                session.depths[depth].write(part.start, k, v)
+                session.caches[depth].write(part.start, k, v)
             return []
-        source = CachedKeys([session.depths for session in sessions], [part.start for part in rows], counts)
+        source = CachedKeys(sessions, [part.start for part in rows], counts)
         return list(module(state_TH, embedded_TH, rope, source).split(counts))
 
 

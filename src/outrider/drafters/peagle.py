@@ -29,8 +29,8 @@ from outrider.drafters.base import WEIGHTS_ALONE, BlockInputs, DraftCall, DraftR
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.config import NotInRecipe, check_mask_token, mask_token_id
 from outrider.drafters.draft import Draft
-from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter, Eagle3Session
-from outrider.drafters.layers import Attention, AttentionPattern, ChainKeys, split_attention
+from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter
+from outrider.drafters.layers import Attention, AttentionPattern, ChainKeys, DraftSession, split_attention
 from outrider.target.model import Target
 
 
@@ -110,9 +110,9 @@ class PEagle(Eagle3):
         first_NH, context = self.training_context(inputs)
         K = self.config.gamma
         embedded_NKH = inputs.embed(self.tokens(inputs.previous_NK[:, 0], K))
-        positions_NK = inputs.layout.block_positions_NK(K)
+        rope = self.rope(inputs.layout.block_positions_NK(K))
         source = RowKeys(context, inputs.layout)
-        return DraftRows(self.step(self.states(first_NH, K), embedded_NKH, positions_NK, source)[0])
+        return DraftRows(self.step(self.states(first_NH, K), embedded_NKH, rope, source)[0])
 
     def serve(self, target: Target, serving: Serving = WEIGHTS_ALONE) -> PEagleDrafter:
         return PEagleDrafter(self, target, serving)
@@ -138,9 +138,9 @@ class PEagleDrafter(Eagle3Drafter):
         Only an estimator could give one, and `outrider calibrate` fits none for this method: `min_confidence` is idle
         as yet.
         """
-        sessions: list[Eagle3Session] = [call.session for call in calls]
+        sessions: list[DraftSession] = [call.session for call in calls]
         K = longest_draft(calls, self.gamma)
-        states_RKH = self.module.states(torch.stack([session.waiting_H for session in sessions]), K)
+        states_RKH = self.module.states(torch.cat([session.waiting[0] for session in sessions]), K)
         tokens_RK = self.module.tokens(torch.tensor([call.anchor for call in calls], device=self.device), K)
         hidden_XH, _ = self.advance(sessions, states_RKH.flatten(0, 1), tokens_RK.flatten().tolist(), spacing=1)
         return sample_chain(self.head, hidden_XH.view_as(states_RKH), calls, self.heads, min_confidence)

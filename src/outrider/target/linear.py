@@ -97,7 +97,8 @@ class Packable(nn.Module):
     """A module whose linears `pack` replaces by packed ones for serving; its forward stays the same.
 
     `groups` names them. Linears of one group read the same input and become one matrix, and the forward asks for their
-    outputs with `outputs`. Linears that no group names stay as they are.
+    outputs with `outputs`. Linears that no group names stay as they are. One linear may be in several groups, also of
+    the modules around: a matrix holds a copy.
     """
 
     groups: tuple[tuple[str, ...], ...] = ()
@@ -107,17 +108,19 @@ class Packable(nn.Module):
         """The outputs of these linears for the same input."""
         matrix = self.matrices.get(names)
         if matrix is None:
-            return [getattr(self, name)(x) for name in names]
+            return [self.get_submodule(name)(x) for name in names]
         return matrix(x).split(matrix.widths, dim=-1)
 
 
 def pack(module: nn.Module) -> None:
     """Lay out the linears of every `Packable` in `module` for serving, in place; their parameters are dropped."""
-    for part in [part for part in module.modules() if isinstance(part, Packable)]:
+    parts = [part for part in module.modules() if isinstance(part, Packable)]
+    for part in parts:
         part.matrices = {
             names: PackedLinear.fused(*(cast(nn.Linear, part.get_submodule(name)) for name in names))
             for names in part.groups
         }
+    for part in parts:
         for names, matrix in part.matrices.items():
             for name in names:
                 parent, _, own = name.rpartition(".")
