@@ -311,8 +311,17 @@ def test_mistakes_in_recipes(run: Run, tmp_path: Path) -> None:
     check_error(run("train", tmp_path / "[/nope].yaml"), "[/nope].yaml")  # not markup
     (tmp_path / "r.yaml").write_text("target: a\nout: b\ndata: {prompts: [{path: x}]}\n")
     check_error(run("train", tmp_path / "r.yaml", "optimizer.steps"), "not of the form key.path=value")
-    status, _, stderr = run("train", tmp_path / "r.yaml", "optimizer.step=3")
-    assert status == 2 and stderr.startswith("error: ") and "optimizer.step: Extra inputs" in stderr
+    check_error(run("train", tmp_path / "r.yaml", "optimizer.step=3"), "r.yaml: invalid recipe: optimizer.step: Extra")
+    twice = run("train", tmp_path / "r.yaml", "optimizer.step=3", "optimizer.steps=many")
+    check_error(twice, "optimizer.steps: Input should be a valid integer")
+    check_error(twice, "; optimizer.step: Extra inputs")
+    (tmp_path / "r.yaml").write_text("a: [\n")
+    for verb in ("train", "experiment"):
+        check_error(run(verb, tmp_path / "r.yaml"), "r.yaml: not valid YAML (while parsing")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    check_error(run("train", tmp_path / "binary"), "binary: not valid YAML")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    check_error(run("inspect", tmp_path / "binary.jsonl"), "binary.jsonl is not a responses file")
 
 
 def test_mistakes_in_tasks_and_drafters(run: Run, toy: Path, tmp_path: Path) -> None:
@@ -346,6 +355,40 @@ def test_mistakes_in_prompts_and_targets(run: Run, toy: Path, tmp_path: Path) ->
     check_error(run("generate", "x" * 300, *target), "reads 256")
     check_error(run("generate", "hi", "--target", tmp_path), "without config.json")
     check_error(run("generate", "hi", *target, "--max-new-tokens", 0), "--max-new-tokens")
+
+
+def test_places_that_cannot_be_written_are_refused_before_the_work(run: Run, toy: Path, tmp_path: Path) -> None:
+    file, models = tmp_path / "file", ("--target", toy / "target", "--drafter", toy / "drafter")
+    file.write_text("not a directory")
+    math = ("--tasks", "eval_math")
+    for command in (
+        ("eval", *models, *math, "--out", file / "out"),
+        ("profile", *models, "--out", file / "profile.json"),
+        ("profile", *models, "--out", tmp_path / "p.json", "--export-sglang", file),
+        ("calibrate", *models, *math, "--plot", file / "plot.png"),
+        ("bench", *models, *math, "--out", file),
+        ("simulate", *models, *math, "--record", file / "traces.npz"),
+        ("bench-drafters", *models[:2], "ngram", "--out", file / "costs.json"),
+        ("doctor", *models, "--json", file / "found.json"),
+    ):
+        check_error(run(*command), f"{file} is a file")
+    check_error(run("profile", *models, "--out", tmp_path), f"{tmp_path} is a directory: name a file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_loads_that_cannot_be_are_refused_before_the_target_is_loaded(run: Run, toy: Path, tmp_path: Path) -> None:
+    bench = ("bench", "--target", toy / "target", "--drafter", toy / "nope", "--tasks", "eval_math", "--out", tmp_path)
+    for option, value, message in (
+        ("--concurrency", "0", "levels [0.0] must be different numbers above 0"),
+        ("--concurrency", "1,nan", "--concurrency '1,nan': give numbers"),
+        ("--concurrency", "1.5", "the number of users must be whole"),
+        ("--rates", "inf", "--rates 'inf': give numbers"),
+        ("--rates", "2,2", "must be different numbers above 0"),
+    ):
+        arrivals = "poisson" if option == "--rates" else "closed"
+        check_error(run(*bench, "--arrivals", arrivals, option, value), message)
+    launched = ("--backend", "vllm", "--launch", "--engine-args", "'open")
+    check_error(run(*bench, *launched), '--engine-args "\'open": No closing quotation.')
 
 
 def test_the_installed_command_ends_a_mistake_in_one_line() -> None:

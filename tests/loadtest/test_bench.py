@@ -390,6 +390,7 @@ def test_impossible_sweeps() -> None:
         ({"repeats": 0}, "at least 1"),
         ({"requests": None}, "give one of the two"),
         ({"seconds": 3.0}, "give one of the two"),
+        ({"requests": None, "seconds": float("inf")}, "seconds=inf must be above 0"),
     ):
         with pytest.raises(ValueError, match=message):
             sweep(**changes)

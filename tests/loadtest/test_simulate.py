@@ -336,6 +336,7 @@ def test_machines_scale_and_extrapolate(tmp_path: Path) -> None:
         ('{"sps": [1, 0]}', "must be positive"),
         ('{"sps": [1], "drafts": 2}', "drafts"),
         ('{"rates": [1]}', "not a profile"),
+        ('{"sps": [1], "draft_seconds": [-1]}', "draft_seconds.0: Input should be greater than or equal to 0"),
     ],
 )
 def test_files_that_are_no_machine_are_refused(tmp_path: Path, content: str, message: str) -> None:

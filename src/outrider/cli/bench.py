@@ -40,7 +40,7 @@ from outrider.backends.openai import Endpoint
 from outrider.backends.registry import server_of, servers
 from outrider.backends.transformers import load_causal_lm
 from outrider.cli import options as opt
-from outrider.cli.common import choose_tree, counting, load, show_paths, split_names, split_numbers
+from outrider.cli.common import check_outputs, choose_tree, counting, load, show_paths, split_names, split_numbers
 from outrider.cli.drafter import AUTO, DrafterChoice, require_drafter, warn_of_thinking
 from outrider.cli.options import CHOICES, DRAFTS, FILES, GENERAL, MODELS, PROMPTS, option, rare
 from outrider.data.chat import Chat
@@ -69,7 +69,7 @@ from outrider.loadtest.simulate import (
     serve,
     simulate_sweep,
 )
-from outrider.loadtest.sweep import HEADINGS, Sweep, Workload, run_workload, side_by_side
+from outrider.loadtest.sweep import HEADINGS, Sweep, Workload, check_levels, run_workload, side_by_side
 from outrider.loadtest.traces import Traces, record
 from outrider.target.hub import EMBEDDED_ID, resolve_model
 from outrider.utils.distributed import join
@@ -231,6 +231,8 @@ def bench_command(
         levels = split_numbers("--concurrency", concurrency or ("1" if backend in ONE_AT_A_TIME else _CONCURRENCY))
     else:
         levels = split_numbers("--rates", rates)
+    check_levels(arrivals, levels)
+    check_outputs(out)
     users = {level: int(level) if arrivals == "closed" else max_requests for level in levels}
     if requests_per_point is None and seconds_per_point is None:
         requests_per_point = 12
@@ -304,12 +306,16 @@ def bench_command(
     def launch_engine(engine: ExternalEngine, endpoint: Endpoint) -> MeasuredEngine:
         if base_url or baseline_url:
             raise ValueError("--launch starts the servers itself: leave out --base-url and --baseline-url.")
+        try:
+            extra = tuple(shlex.split(engine_args))
+        except ValueError as error:
+            raise ValueError(f"--engine-args {engine_args!r}: {error}.") from error
         plan = Launch(
             target=engine_target or (known.name if engine.gguf else str(resolve_model(known.name))),
             dtype=engine_dtype or dtype_name(default_dtype(device)),
             python=engine_python,
             executable=engine_command,
-            extra=tuple(shlex.split(engine_args)),
+            extra=extra,
         )
         engine.command(plan)  # what cannot be started needs no drafter either
         return launched_engine(
@@ -423,6 +429,7 @@ def simulate_command(
     if recording is not None:
         if tasks is None:
             raise ValueError("--record needs --tasks: prompts to decode.")
+        check_outputs(files=[recording])
         set_up(threads)
         found = record_traces(
             target, drafter, split_names(tasks), count=max_samples, tokens=max_new_tokens, seed=seed,
@@ -433,6 +440,7 @@ def simulate_command(
         return
     if traces is None or profile is None or out is None:
         raise ValueError("give --traces, --profile and --out; or --record FILE to make traces first.")
+    check_outputs(out)
     recorded, measured = Traces.load(traces), None if validate is None else Frontier.load(validate)
     machine = load_machine(profile, recorded.about["setting"], scale_draft, scale_verify)
     threshold = recorded.about["threshold"] if confidence_threshold is None else confidence_threshold

@@ -19,7 +19,7 @@ from outrider.calibration.fit import Calibration, CalibrationResult, SweepPoint,
 from outrider.calibration.fit import sweep as sweep_thresholds
 from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_checkpoint
 from outrider.cli import options as opt
-from outrider.cli.common import choose_tree, counting, load, show_paths, split_names
+from outrider.cli.common import check_outputs, choose_tree, counting, load, show_paths, split_names
 from outrider.cli.drafter import AUTO, choose_drafter, require_directory
 from outrider.cli.options import FILES, MODELS, PROMPTS, SAMPLING, option
 from outrider.data.sources import TaskSettings
@@ -67,6 +67,7 @@ def calibrate_command(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
     )
     config = TaskSettings(max_samples, max_new_tokens, params, thinking=thinking)
+    check_outputs(export_sglang, files=[plot, sweep, rounds])
     directory = require_directory(drafter, target)
     checkpoint = load_checkpoint(directory, num_target_layers=count_layers(target))
     _check(checkpoint, directory, about_confidences=any((fit_tasks, plot, rounds, sweep, export_sglang)))
@@ -235,6 +236,7 @@ def profile_command(
     config = ProfileConfig(
         max_requests=max_requests, max_tokens=max_tokens, contexts=_contexts(contexts), repeats=repeats, seconds=seconds
     )
+    check_outputs(export_sglang, files=[out])
     size, choice = choose_tree(tree), choose_drafter(drafter, target)
     if choice is None and size is not None:
         raise ValueError(f"--drafter {drafter}: nothing is drafted, so --tree has no meaning.")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,12 +88,31 @@ def split_numbers(option: str, text: str) -> tuple[float, ...]:
     """`1, 2` -> (1.0, 2.0)
 
     Raises:
-        ValueError: not numbers.
+        ValueError: not numbers, or infinite ones.
     """
     try:
-        return tuple(float(part) for part in text.split(","))
+        found = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"{option} {text!r}: give numbers, as 1,2,4.") from None
+        found = (math.nan,)
+    if not all(map(math.isfinite, found)):
+        raise ValueError(f"{option} {text!r}: give numbers, as 1,2,4.")
+    return found
+
+
+def check_outputs(*directories: Path | None, files: Sequence[Path | None] = ()) -> None:
+    """Refuse, before hours of work, places where results cannot be written; nothing is created.
+
+    Raises:
+        ValueError: a file is a directory, or a directory would be inside a file or inside a read-only directory.
+    """
+    for file in files:
+        if file is not None and file.is_dir():
+            raise ValueError(f"{file} is a directory: name a file.")
+    for place in (*directories, *(file and file.parent for file in files)):
+        there = place and next(above for above in (place, *place.parents) if above.exists())
+        if there is not None and not (there.is_dir() and os.access(there, os.W_OK)):
+            kind = "is read-only" if there.is_dir() else "is a file"
+            raise ValueError(f"nothing can be written to {place}: {there} {kind}.")
 
 
 def show_paths(console: Console, *paths: Path) -> None:

@@ -13,7 +13,16 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from outrider.cli import options as opt
-from outrider.cli.common import choose_policy, choose_tree, choose_typical, counting, load, show_paths, split_names
+from outrider.cli.common import (
+    check_outputs,
+    choose_policy,
+    choose_tree,
+    choose_typical,
+    counting,
+    load,
+    show_paths,
+    split_names,
+)
 from outrider.cli.drafter import AUTO, load_for_mlx, mlx_versions, open_for_mlx, require_drafter, warn_of_thinking
 from outrider.cli.options import CHOICES, DRAFTS, FILES, GENERAL, MODELS, PROMPTS, option, rare
 from outrider.data.sources import TaskSettings, load_prompts
@@ -76,6 +85,7 @@ def evaluate_command(
     set_up(threads)
     policy, lossy = choose_policy(draft_length, confidence_threshold), choose_typical(typical)
     size = choose_tree(tree, confidence_threshold)
+    check_outputs(out)
     choice = require_drafter(drafter, target, thinking)
     warn_of_thinking(choice, thinking)
     params = SamplingParams(
@@ -207,6 +217,7 @@ def bench_drafters(
     threads: opt.Threads = None,
 ) -> None:
     """Time drafts by their length, drafters taking turns."""
+    check_outputs(files=[out])
     named = name_drafters(drafters)
     trees = sizes("--tree", tree, named, TreeSize.parse)
     blocks = sizes("--block-size", block_size, named, _number)
@@ -282,6 +293,7 @@ def doctor(
     """Check target, drafter and data against each other; status 1 if a fault is found."""
     if target is None and drafter is None and data is None:
         raise ValueError("nothing to examine: give --target, --drafter or --data, best all three.")
+    check_outputs(files=[json_out])
     set_up(threads)
     console = Console()
     inputs = Inputs(thinking=thinking, samples=samples, max_new_tokens=max_new_tokens)

@@ -127,7 +127,7 @@ def read_responses(path: Path) -> tuple[dict[str, Any], list[Reply]]:
         raise ValueError(f"no responses file {path}; {how}")
     settings: dict[str, Any] = {}
     replies: list[Reply] = []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     for number, text in enumerate(lines, start=1):
         if not text:
             continue

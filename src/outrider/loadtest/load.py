@@ -8,6 +8,7 @@ A closed loop shows what the machine can give; open arrivals show how long reque
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -209,7 +210,7 @@ class LoadConfig:
             raise ValueError(f"requests={self.requests}, seconds={self.seconds}: give one of the two.")
         for name in ("requests", "seconds", "max_new_tokens", "warmup", "warmup_tokens"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}={value} must be above 0.")
 
 

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ValidationError
 from outrider.backends.base import Acceptance
 from outrider.backends.local import NO_SPECULATION, is_adaptive
 from outrider.loadtest.load import MeasuredRequest, Window
-from outrider.utils.files import write_atomically
+from outrider.utils.files import invalid_fields, write_atomically
 from outrider.utils.measure import Quartiles, machine, quartiles, versions
 
 
@@ -370,8 +370,9 @@ class Frontier(BaseModel):
             raise ValueError(f"no measured points at {path}: measure them (outrider bench --out {path.parent}).")
         try:
             return Frontier.model_validate_json(path.read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{path} is no frontier.json of outrider bench ({str(error).splitlines()[0]}).") from None
+        except ValidationError as error:
+            wrong = invalid_fields(error, "the file")[0]
+            raise ValueError(f"{path} is no frontier.json of outrider bench ({wrong}).") from None
 
 
 def summarise_points(points: Sequence[Point]) -> list[PointSummary]:

@@ -32,6 +32,7 @@ from outrider.loadtest.traces import Response, Traces
 from outrider.scheduling.cost import Floats, Ints, Profile, SpsTable, StepCost
 from outrider.scheduling.gate import AlwaysDraft, DraftGate, History
 from outrider.scheduling.policies import FixedPolicy, Policy
+from outrider.utils.files import invalid_fields
 
 
 class Machine(StepCost, Protocol):
@@ -148,8 +149,7 @@ def load_machine(path: Path, recorded: Mapping[str, Any], draft: float = 1.0, ve
         try:
             found = TableMachine.model_validate(content)
         except ValidationError as error:
-            first = error.errors()[0]
-            raise ValueError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}.") from None
+            raise ValueError(f"{path}: {invalid_fields(error)[0]}.") from None
     else:
         found = profile = Profile.load(path)
         for name in ("target", "drafter"):

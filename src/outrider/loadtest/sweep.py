@@ -133,6 +133,18 @@ def _mean_acceptance(parts: Sequence[Acceptance]) -> Acceptance:
 _MAY_CHANGE = ("levels", "variants", "repeats", "grouped")  # they decide what is measured when, not any single figure
 
 
+def check_levels(arrivals: str, levels: Sequence[float]) -> None:
+    """Refuse what is neither a number of users (closed) nor a rate (poisson).
+
+    Raises:
+        ValueError: one of them is, or two are the same.
+    """
+    if not levels or min(levels) <= 0 or len(set(levels)) < len(levels):
+        raise ValueError(f"levels {list(levels)} must be different numbers above 0.")
+    if arrivals == "closed" and any(level != int(level) for level in levels):
+        raise ValueError(f"concurrency {list(levels)}: the number of users must be whole.")
+
+
 @dataclass(frozen=True)
 class Sweep:
     """Settings of a sweep.
@@ -156,10 +168,7 @@ class Sweep:
     def __post_init__(self) -> None:
         if self.repeats < 1:
             raise ValueError(f"repeats={self.repeats} must be at least 1.")
-        if not self.levels or min(self.levels) <= 0 or len(set(self.levels)) < len(self.levels):
-            raise ValueError(f"levels {list(self.levels)} must be different numbers above 0.")
-        if self.arrivals == "closed" and any(level != int(level) for level in self.levels):
-            raise ValueError(f"concurrency {list(self.levels)}: the number of users must be whole.")
+        check_levels(self.arrivals, self.levels)
         if len(set(self.variants)) < len(self.variants):
             raise ValueError(f"variants {', '.join(self.variants)}: one is named twice.")
         for level in self.levels:

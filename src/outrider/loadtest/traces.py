@@ -118,7 +118,9 @@ class Traces:
         except FileNotFoundError:
             raise ValueError(f"no traces at {path}: record them (outrider simulate --record {path}).") from None
         except (BadZipFile, KeyError, ValueError, EOFError) as error:
-            raise ValueError(f"{path} holds no traces ({error}); record them again (--record {path}).") from error
+            raise ValueError(
+                f"{path} holds no traces, or damaged ones; record them again (--record {path})."
+            ) from error
         prompts = np.split(arrays["prompts"], arrays["prompt_ends"][:-1])
         texts = np.split(arrays["responses"], arrays["ends"][:-1])
         starts = [0, *arrays["ends"][:-1].tolist()]

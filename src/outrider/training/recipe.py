@@ -181,8 +181,8 @@ def read_yaml(path: Path, model: type[Model], overrides: Sequence[str], *, kind:
     """
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not valid YAML ({error}).") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid YAML ({' '.join(str(error).split())}).") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: a {kind} is a YAML mapping with at least {needs}.")
     for override in overrides:
@@ -190,8 +190,7 @@ def read_yaml(path: Path, model: type[Model], overrides: Sequence[str], *, kind:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        lines = [f"  {line}" for line in invalid_fields(error)]
-        raise ValueError(f"{path}: invalid {kind}\n" + "\n".join(lines)) from error
+        raise ValueError(f"{path}: invalid {kind}: {'; '.join(invalid_fields(error))}") from error
 
 
 def _beside(recipe: Path, source: str) -> str:
@@ -217,4 +216,5 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     try:
         section[last] = yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise ValueError(f"override {override!r}: the value is not valid YAML ({error}).") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"override {override!r}: the value is not valid YAML ({reason}).") from error
