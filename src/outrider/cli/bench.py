@@ -74,6 +74,7 @@ from outrider.loadtest.traces import Traces, record
 from outrider.target.hub import EMBEDDED_ID, resolve_model
 from outrider.utils.distributed import join
 from outrider.utils.measure import default_dtype, dtype_name, machine, set_up, versions
+from outrider.utils.tables import terminal_table
 
 LOAD, SERVER, RECORD, PREDICT, MACHINE = "Load", "Servers", "Record", "Predict", "Machine"
 _CONCURRENCY = "1,2,4,8,16,32"
@@ -142,9 +143,8 @@ def _print(frontier: Frontier, console: Console) -> None:
     columns = _COLUMNS | (_INSIDE if seen else _OUTSIDE)
     ours = "draft in % of the time" if seen else "gap between outputs in ms"
     title = f"medians; {frontier.arrivals} arrivals; TTFT in ms, {ours}, other: mismatches"
-    table = Table(title=title, box=None, padding=(0, 1, 0, 0))
-    for heading in ("load", "variant", *(title for title, _, _ in columns.values()), "other"):
-        table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=True)
+    headings = ("load", "variant", *(heading for heading, _, _ in columns.values()), "other")
+    table = terminal_table(headings, text=("variant",), title=title, box=None, padding=(0, 1, 0, 0))
     for point in frontier.points:
         cells = [point.shown(figure, scale, form) for figure, (_, scale, form) in columns.items()]
         table.add_row(f"{point.level:g}", point.variant, *cells, str(point.mismatches))
@@ -374,12 +374,7 @@ def bench_table(
 ) -> None:
     """Compare engines that bench measured, each with itself without speculation."""
     rows, console = side_by_side(directories), Console()
-    view = Table(box=None, padding=(0, 1, 0, 0))
-    for heading in HEADINGS:
-        view.add_column(heading, justify="left" if heading in HEADINGS[:2] else "right", no_wrap=True)
-    for row in rows:
-        view.add_row(*row)
-    console.print(view)
+    console.print(terminal_table(HEADINGS, rows, text=HEADINGS[:2], box=None, padding=(0, 1, 0, 0)))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         lines = [HEADINGS, ("---", "---", *("---:" for _ in HEADINGS[2:])), *rows]
@@ -532,9 +527,8 @@ def points_table(points: list[PointSummary]) -> Table:
 
 def report_simulation(compared: list[Comparison], path: Path, console: Console) -> None:
     """Print and write the error at every point; the worst is named."""
-    view = Table(title="tokens per second: simulated against measured")
-    for heading in ("variant", "level", "measured", "simulated", "error"):
-        view.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=True)
+    headings = ("variant", "level", "measured", "simulated", "error")
+    view = terminal_table(headings, text=("variant",), title="tokens per second: simulated against measured")
     for one in compared:
         view.add_row(
             one.variant, f"{one.level:g}", f"{one.measured:.1f}", f"{one.predicted:.1f}", f"{one.error:+.1f} %"

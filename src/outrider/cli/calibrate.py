@@ -34,6 +34,7 @@ from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import count_layers
 from outrider.utils.files import weight_files
 from outrider.utils.measure import set_up, versions
+from outrider.utils.tables import terminal_table
 
 
 def calibrate_command(
@@ -162,9 +163,8 @@ def _export(found: CalibrationResult, directory: Path) -> Path:
 
 def sweep_table(points: Sequence[SweepPoint]) -> Table:
     """A row per task and threshold."""
-    view = Table(title="Verify while c_k >= threshold")
-    for heading in ("task", "threshold", "tokens per step", "verified per step", "acceptance rate"):
-        view.add_column(heading, justify="left" if heading == "task" else "right", no_wrap=True)
+    headings = ("task", "threshold", "tokens per step", "verified per step", "acceptance rate")
+    view = terminal_table(headings, text=("task",), title="Verify while c_k >= threshold")
     for point in points:
         rate = "-" if point.acceptance_rate is None else f"{point.acceptance_rate:.3f}"
         numbers = (f"{point.threshold:.2f}", f"{point.tokens_per_step:.3f}", f"{point.verified_per_step:.2f}", rate)
@@ -178,9 +178,8 @@ def quality_table(calibration: Calibration) -> Table:
     `chance` is the ECE that so few rounds would show of perfect confidences. Fits a terminal of 80 columns.
     """
     fit, measured = calibration.fit_rounds, calibration.measured_rounds
-    view = Table(title=f"Survival to position k: fitted on {fit} rounds, measured on {measured} others")
-    for heading in ("k", "T", "offset", "ECE", "chance", "Brier", "ROC-AUC"):
-        view.add_column(heading, justify="right", no_wrap=True)
+    title = f"Survival to position k: fitted on {fit} rounds, measured on {measured} others"
+    view = terminal_table(("k", "T", "offset", "ECE", "chance", "Brier", "ROC-AUC"), title=title)
     before, after = calibration.before, calibration.after
     for i, t in enumerate(calibration.temperatures):
         cells = [
@@ -200,15 +199,13 @@ def candidates_table(candidates: Candidates) -> Table:
     """Expected accepted drafts by tree size: of the tree these accuracies give, and of the one used without them."""
     first, temperature = ", ".join(f"{row[0]:.2f}" for row in candidates.accuracy), candidates.sampling["temperature"]
     drawn = f" and the likeliest tokens were tried; at temperature {temperature:g} they are drawn, so a guide only"
-    view = Table(
+    lengths = expected_lengths(candidates.accuracy)
+    return terminal_table(
+        ("nodes", "chosen by these accuracies", "assumed shape"),
+        [(str(nodes), f"{mine:.3f}", f"{default:.3f}") for nodes, mine, default in lengths],
         title=f"Accuracy of the likeliest candidate by head: {first} ({candidates.positions} positions). "
-        f"Expected accepted drafts, if heads erred independently{drawn if temperature > 0 else ''}"
+        f"Expected accepted drafts, if heads erred independently{drawn if temperature > 0 else ''}",
     )
-    for heading in ("nodes", "chosen by these accuracies", "assumed shape"):
-        view.add_column(heading, justify="right", no_wrap=True)
-    for nodes, mine, default in expected_lengths(candidates.accuracy):
-        view.add_row(str(nodes), f"{mine:.3f}", f"{default:.3f}")
-    return view
 
 
 _SHOWN = {*range(1, 9), *range(10, 33, 2), 48, 64, 96, 128, 192, 256, 512, 1024, 2048}  # token counts of the tables
@@ -284,28 +281,22 @@ def show(profile: Profile, context: int, console: Console) -> None:
 
 def grid_table(profile: Profile, context: int, title: str, text: Callable[[Cell, float], str]) -> Table:
     """Tokens down, requests across; `text` of a cell and its residual."""
-    view = Table(title=title)
-    view.add_column("tokens", justify="right", no_wrap=True)
     requests = profile.table.requests
-    for count in requests:
-        view.add_column(f"{count} req.", justify="right", no_wrap=True)
     found = {
         (cell.tokens, cell.requests): text(cell, residual)
         for cell, residual in zip(profile.cells, profile.fit.residuals, strict=True)
         if cell.context == context
     }
-    for tokens in sorted({tokens for tokens, _ in found} & _SHOWN):
-        view.add_row(str(tokens), *(found.get((tokens, count), "") for count in requests))
-    return view
+    shown = sorted({tokens for tokens, _ in found} & _SHOWN)
+    rows = [(str(tokens), *(found.get((tokens, count), "") for count in requests)) for tokens in shown]
+    return terminal_table(("tokens", *(f"{count} req." for count in requests)), rows, title=title)
 
 
 def requests_table(profile: Profile) -> Table:
     """What a step costs besides the forward: medians with quartiles, in milliseconds."""
-    view = Table(title="besides the target: milliseconds, median (quartiles)")
     curves: dict[str, Curve | None] = {"draft": profile.draft, "drafter reads": profile.extend, "other": profile.other}
     measured = {name: curve for name, curve in curves.items() if curve is not None}
-    for heading in ("requests", *measured):
-        view.add_column(heading, justify="right", no_wrap=True)
+    view = terminal_table(("requests", *measured), title="besides the target: milliseconds, median (quartiles)")
     for i, count in enumerate(profile.other.requests):
         quartiles = [curve.seconds[i] for curve in measured.values()]
         view.add_row(str(count), *(f"{1e3 * m:.1f} ({1e3 * low:.1f}-{1e3 * high:.1f})" for low, m, high in quartiles))
