@@ -20,13 +20,19 @@ from torch import BoolTensor, Tensor
 
 @dataclass(frozen=True)
 class SamplingParams:
+    """How a request's tokens are drawn from the target's logits.
+
+    Raises:
+        ValueError: a parameter is outside its range.
+    """
+
     temperature: float = 0.0  # 0: argmax
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off; relative to the most likely token
     repetition_penalty: float = 1.0  # 1: off; over prompt and output, as in Hugging Face
     seed: int = 0
-    coupled: bool = False  # tokens depend on the seed and the target alone, not on drafts (sampling.py)
+    coupled: bool = False  # tokens depend on the seed and the target alone, not on drafts (`PositionNoise`)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -145,11 +151,13 @@ def residual(target_V: Tensor, draft_V: Tensor) -> Tensor:
 # u ~ U[0, 1):   accept(p) = [u < p]     choose(p_V) = min { v : u < p_0 + ... + p_v }
 #
 # All randomness of decoding passes through these two questions. A `SeededSource` answers them with a generator; the
-# proof tool answers them in every possible way (outrider.evaluation.enumeration). Shapes: V vocab.
+# proof tool answers them in every possible way (tests/proof/enumeration.py). Shapes: V vocab.
 # ----------------------------------------------------------------------------
 
 
 class RandomSource(Protocol):
+    """What the random decisions of decoding are asked of."""
+
     def accept(self, probability: float) -> bool:
         """True with the given probability; always from 1 on, never at 0."""
         ...

@@ -1,4 +1,4 @@
-"""Losslessness by enumeration of the production code, and proof that the tool would see it broken."""
+"""Warps, heads and policies of the proof, and how far an enumerated distribution is from the target's."""
 
 from __future__ import annotations
 

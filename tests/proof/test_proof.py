@@ -21,6 +21,7 @@ from outrider.scheduling.cost import Floats, Ints, SpsTable, StepCost
 from outrider.scheduling.gate import DraftGate, GateView, History, SkipDrafting
 from outrider.scheduling.policies import (
     AsyncScheduler,
+    CausalPolicy,
     FixedPolicy,
     GoodputPolicy,
     LookAhead,
@@ -29,9 +30,7 @@ from outrider.scheduling.policies import (
     PrefixScheduler,
     StepView,
     ThresholdPolicy,
-    causal_order,
     gains,
-    lengths_of,
     step_seconds,
 )
 from outrider.verification import TargetRows, Verdict, verify
@@ -201,19 +200,13 @@ def test_two_requests_over_rounds(name: str, table: str, gamma: int) -> None:
 # Policies that look at what they must not, in the same harness.
 
 
-@dataclass(frozen=True)
-class GlobalSearch:
+class GlobalSearch(CausalPolicy):
     """Looks for the best lengths among all, current confidences included."""
 
-    cost: StepCost
-    min_confidence: ClassVar[float] = 0.0
-
-    def lengths(self, view: StepView) -> Ints:
-        survival_RK = view.survival_RK()
-        order_N = causal_order(survival_RK, view.drafted_R)
+    def admitted(self, view: StepView, survival_RK: Floats, order_N: Ints) -> int:
         seconds = step_seconds(self.cost, view, np.arange(len(order_N) + 1))
         throughput = (len(survival_RK) + gains(survival_RK)[: len(seconds)]) / seconds
-        return lengths_of(order_N[: int(throughput.argmax())], len(survival_RK))
+        return int(throughput.argmax())
 
 
 class ImpatientAsync(AsyncScheduler):

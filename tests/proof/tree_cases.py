@@ -1,4 +1,4 @@
-"""Trees are lossless: enumerated through the production code, and every broken rule shows."""
+"""The same for drafts that are trees: how their siblings are drawn, and how far the output is from the target's."""
 
 from __future__ import annotations
 

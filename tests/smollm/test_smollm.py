@@ -100,7 +100,7 @@ def test_two_samples_at_temperature_one(smollm: Target, monkeypatch: pytest.Monk
     assert smollm.tokenizer is not None
     prompt = list(smollm.tokenizer("My favourite season of the year is")["input_ids"])
     rules, gamma, draws = StopRules(3, stop_ids=()), 2, 250
-    drafter = SelfDrafter(smollm, prompt, temperature=1.8, gamma=gamma)
+    drafter = SelfDrafter(smollm, temperature=1.8, gamma=gamma)
 
     def sample(speculative: bool, first_seed: int) -> list[Counter[int]]:
         counts: list[Counter[int]] = [Counter(), Counter(), Counter()]

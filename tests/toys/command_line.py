@@ -1,4 +1,4 @@
-"""Shared fixtures: toy targets of every family, random samples, the command line in this process, the real SmolLM2."""
+"""Runs a command line of the package inside the test's own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafters without training: n-gram copies against a search, a small model against its own plain decoding."""
+"""Calls of a request for a draft, a one-layer language model that drafts, and a random MTP drafter."""
 
 from __future__ import annotations
 

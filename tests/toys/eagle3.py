@@ -1,4 +1,4 @@
-"""EAGLE-3 against a second implementation in numpy; trained equals served; nothing leaks; text is plain decoding's."""
+"""Random EAGLE-3 drafters for toy targets, inputs of their training forward, and calls for a draft."""
 
 from __future__ import annotations
 

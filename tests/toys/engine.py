@@ -1,4 +1,4 @@
-"""The engine: every output its solo run's, whatever else is in the batch; no block lost; limits obeyed."""
+"""Random prompts, an engine run until it is idle, and the check of its tokens against plain decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results side by side: the same conditions or a refusal, seeds in groups, and every file and picture there."""
+"""Made-up results of an evaluation, whose figures agree with one another."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A server that speaks like vLLM without a model: fast to start, streams, counts drafts, and can misbehave.
 
-    python tests/fake_engine.py [serve] MODEL --port P [--speculative-config JSON] [...]        or, in a test, `serving`
+    python tests/toys/fake_engine.py [serve] MODEL --port P [--speculative-config JSON] [...]     (in a test: `serving`)
 
 Token i of a response is a function of the prompt and i alone, so speculation changes nothing but the number of parts:
 with K drafts, K + 1 tokens come together. Its behaviour is chosen by the environment variable FAKE_ENGINE.

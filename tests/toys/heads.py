@@ -205,17 +205,9 @@ def check_identity(target: Target, drafter: Drafter, learned: list[int], least: 
                 assert sum(r.accepted for r in drafted.rounds) >= least
 
 
-def last_row(drafter: HeadsDrafter, call: DraftCall, before: list[int]) -> torch.Tensor:
-    class Source:
-        def __init__(self) -> None:
-            ids = drafter.heads.draft_ids_Vd
-            self.left = [t if ids is None else int((ids == t).nonzero()) for t in before] + [0]
-
-        def choose(self, probs_V: torch.Tensor) -> int:
-            return self.left.pop(0)
-
-        def accept(self, probability: float) -> bool:
-            raise AssertionError("drafting never accepts")
-
-    (proposal,) = drafter.propose([replace(call, source=Source(), limit=len(before) + 1)])
+def last_row(drafter: HeadsDrafter, call: DraftCall, before: list[int]) -> Tensor:
+    """p_d of the token after the drafts `before`, which are forced."""
+    ids = drafter.heads.draft_ids_Vd
+    forced = Forced([*(t if ids is None else int((ids == t).nonzero()) for t in before), 0])
+    (proposal,) = drafter.propose([replace(call, source=forced, limit=len(before) + 1)])
     return row_of(proposal, len(before))

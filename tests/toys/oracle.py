@@ -94,8 +94,8 @@ class Oracle(Drafter):
 class SelfDrafter(Drafter):
     """The target drafting for itself at another temperature: exact p_d, and both acceptance and rejection happen."""
 
-    def __init__(self, target: Target, prompt: Sequence[int], temperature: float, gamma: int) -> None:
-        self.target, self.prompt = target, list(prompt)
+    def __init__(self, target: Target, temperature: float, gamma: int) -> None:
+        self.target = target
         self.params = SamplingParams(temperature=temperature)
         self.aux_layers, self.gamma = (1,), gamma
         self.memory: dict[tuple[int, ...], Tensor] = {}

@@ -1,4 +1,7 @@
-"""What two ranks do in tests/test_parallel.py: `torchrun --nproc-per-node 2 tests/parallel_worker.py DIR`."""
+"""What two ranks do in tests/training/test_parallel.py.
+
+torchrun --nproc-per-node 2 tests/toys/parallel_worker.py DIR
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles: exact where measured, sane elsewhere, refused where they do not belong, and measured end to end."""
+"""Profiles of step costs made from a formula instead of a measurement."""
 
 from __future__ import annotations
 

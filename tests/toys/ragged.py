@@ -1,4 +1,4 @@
-"""Paged keys and ragged forwards: every request as if it were alone, whatever its blocks and its neighbours."""
+"""Ragged forwards of three requests, compared with each request run alone."""
 
 from __future__ import annotations
 

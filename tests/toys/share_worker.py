@@ -1,4 +1,6 @@
-"""What two ranks do in tests/test_bench_engines.py: `torchrun --nproc-per-node 2 tests/share_worker.py TOY OUT`.
+"""What two ranks do in tests/loadtest/test_bench_engines.py.
+
+    torchrun --nproc-per-node 2 tests/toys/share_worker.py TOY OUT
 
 TOY holds target/, drafter/ and tasks.jsonl.
 """

@@ -1,4 +1,4 @@
-"""Shipping a drafter: found for its target, packaged small with an honest card, calibrated in place."""
+"""The toy drafter with the metadata that training leaves, and a file of tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The feature store: exact sizes, killed writers that go on, damage that is named, windows of any size, prefetching."""
+"""Plans of feature stores for toy samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared fixtures: toy targets of every family, random samples, the command line in this process, the real SmolLM2."""
+"""Toy targets of every family, configs of drafters for them, and random samples."""
 
 from __future__ import annotations
 

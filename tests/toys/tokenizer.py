@@ -1,4 +1,4 @@
-"""Tokens to text: characters split over tokens, stop strings wherever they fall, nothing lost and nothing early."""
+"""A byte-level tokenizer whose tokens may end inside a character."""
 
 from __future__ import annotations
 

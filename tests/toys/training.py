@@ -1,4 +1,4 @@
-"""The training loop on toy models: it learns, resumes exactly and leaves nothing half-written."""
+"""Recipes and runs of the training loop on toy models."""
 
 from __future__ import annotations
 

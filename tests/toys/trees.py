@@ -1,4 +1,4 @@
-"""Trees through real forwards: every node as if its path stood alone, and what stays as if it had been recomputed."""
+"""Checks of draft trees in real forwards against each path run alone, and a target that drafts trees for itself."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall, Drafter
+from outrider.drafters.base import DraftCall
 from outrider.drafters.draft import Draft, Siblings, draw_siblings
-from outrider.sampling import SamplingParams, warp
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, Span
+from tests.toys.oracle import SelfDrafter
 
 AUX_LAYERS = (-1, 1, 3)
 TOLERANCE = 1e-5
@@ -109,23 +109,19 @@ def check_ragged_trees(target: Target) -> None:
         assert off(after[2 * at : 2 * at + 2], expected) <= TOLERANCE
 
 
-class SelfTrees(Drafter):
+class SelfTrees(SelfDrafter):
     """The target drafting trees for itself at another temperature; it checks the aux hidden states it is given against
     its own.
     """
 
-    nodes, gamma, aux_layers = 9, 4, AUX_LAYERS
+    nodes = 9
     parents = (-1, -1, 0, 0, 1, 2, -1, 2, 5)
 
     def __init__(self, target: Target, replaced: bool = False) -> None:
-        self.target, self.replaced = target, replaced
-        self.params = SamplingParams(temperature=0.5)
-        self.memory: dict[tuple[int, ...], Tensor] = {}
+        super().__init__(target, temperature=0.5, gamma=4)
+        self.aux_layers, self.replaced = AUX_LAYERS, replaced
         self.drafts: dict[int, list[int]] = {}
         self.moved = 0  # accepted paths that were not the first nodes of their tree
-
-    def new_session(self, capacity: int) -> list[int]:
-        return []
 
     def extend(self, sessions: Sequence[list[int]], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         assert aux_TLD is not None
@@ -135,9 +131,6 @@ class SelfTrees(Drafter):
             mine, aux_TLD = aux_TLD[: len(part)], aux_TLD[len(part) :]
             assert off(mine, alone(self.target, session, len(part))[1]) <= 1e-4, "aux hidden states of other rows"
         assert not len(aux_TLD)
-
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
-        return [self._propose(call) for call in calls]
 
     def _propose(self, call: DraftCall) -> Draft:
         assert call.limit is not None
@@ -162,8 +155,3 @@ class SelfTrees(Drafter):
                 tree = Draft([*tree.tokens, token], [*tree.parents, above])
         self.drafts[id(call.session)] = tree.tokens
         return Draft(tree.tokens, tree.parents, drawn)
-
-    def row(self, tokens: tuple[int, ...]) -> Tensor:
-        if tokens not in self.memory:
-            self.memory[tokens] = warp(alone(self.target, tokens, 1)[0][0], self.params)
-        return self.memory[tokens]

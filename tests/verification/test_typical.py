@@ -133,7 +133,7 @@ def test_decoding_at_temperature_zero_is_plain_decoding(penalty: float) -> None:
     target, rules = toy_target(), StopRules(24, stop_ids=())
     params = SamplingParams(repetition_penalty=penalty)
     plain = generate(target, [5, 9], None, params, rules)
-    drafted = generate(target, [5, 9], SelfDrafter(target, [5, 9], 0.5, 4), params, rules, typical=TypicalAcceptance())
+    drafted = generate(target, [5, 9], SelfDrafter(target, 0.5, 4), params, rules, typical=TypicalAcceptance())
     assert drafted.tokens == plain.tokens and sum(r.accepted for r in drafted.rounds) >= 3
 
 
@@ -141,7 +141,7 @@ def test_decoding_at_temperature_one_accepts_more() -> None:
     target, rules = toy_target(), StopRules(40, stop_ids=())
     rounds = {}
     for rule in (None, TypicalAcceptance(epsilon=0.01, delta=0.1)):
-        drafter, params = SelfDrafter(target, [5, 9], 0.5, 4), SamplingParams(1.0, seed=1)
+        drafter, params = SelfDrafter(target, 0.5, 4), SamplingParams(1.0, seed=1)
         rounds[rule] = len(generate(target, [5, 9], drafter, params, rules, typical=rule).rounds)
     exact, lossy = rounds.values()
     assert lossy < exact

@@ -100,6 +100,10 @@ class MetricNames:
         return MetricNames(name.format("drafts"), name.format("draft_tokens"), name.format("accepted_tokens"))
 
 
+# What a request leaves out, servers take from the target's generation settings; decoding here has no penalties.
+NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
 class ExternalEngine:
     """All that is known of one engine; a subclass states what differs from a plain OpenAI-compatible server.
 
@@ -154,7 +158,8 @@ class ExternalEngine:
         raise NotImplementedError
 
     def command(self, launch: Launch) -> list[str]:
-        """The words of the command that starts the server on 127.0.0.1.
+        """The words of the command that starts the server on 127.0.0.1, without a cache of prompts: load tests ask for
+        counted prompts several times, and a cached one has no prefill.
 
         Raises:
             ValueError: it cannot be started here, or not like that.

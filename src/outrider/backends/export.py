@@ -5,7 +5,7 @@ What an export states about the target is read from the target's files without l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,16 +92,11 @@ def _tensor(directory: Path, name: str) -> Tensor | None:
             with safe_open(path, framework="pt") as file:
                 found = [key for key in file.keys() if key == name or key.endswith("." + name)]  # noqa: SIM118
                 if found:
-                    return _shortest(file, found)
+                    tensor: Tensor = file.get_tensor(min(found, key=len))
+                    return tensor
         except SafetensorError as error:
             raise ValueError(f"{path} is not a readable safetensors file ({error}).") from error
     return None
-
-
-def _shortest(file: Any, names: Sequence[str]) -> Tensor:
-    tensor = file.get_tensor(min(names, key=len))
-    assert isinstance(tensor, Tensor)
-    return tensor
 
 
 # ----------------------------------------------------------------------------

@@ -28,9 +28,7 @@ import httpx
 _HEALTH_EVERY = 0.25  # seconds
 _GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 _LAST_LINES = 15
-_ERROR = re.compile(
-    r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)"
-)  # at a line's beginning, or behind a log's [place]
+_ERROR = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)")  # begins a line, or follows a log's [place]
 _KEEPER = f'cat; kill -s TERM -- "-$0"; sleep {_GRACE:g}; kill -s KILL -- "-$0"'
 
 
@@ -57,6 +55,8 @@ def launched(
             the first error in it.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
+    # The engine has packages of its own, often in other versions.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with _endings_interrupt(), log.open("wb") as output:
         try:
             process = subprocess.Popen(
@@ -64,7 +64,7 @@ def launched(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**_without_our_packages(os.environ), **(environment or {})},
+                env=inherited | dict(environment or {}),
                 start_new_session=True,
             )
         except OSError as error:
@@ -92,11 +92,6 @@ def _kept(group: int) -> Iterator[None]:
     finally:  # before its pipe ends
         _signal(keeper.pid, signal.SIGKILL)
         keeper.communicate()
-
-
-def _without_our_packages(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without PYTHONPATH: the engine has packages of its own, often in other versions."""
-    return {name: value for name, value in environment.items() if name != "PYTHONPATH"}
 
 
 def _wait_for_health(

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from outrider.backends.base import (
+    NO_PENALTIES,
     ExternalEngine,
     Launch,
     MetricNames,
@@ -43,8 +44,7 @@ class LlamaCpp(ExternalEngine):
     }
     gguf = True
     metrics = MetricNames.counters("llamacpp")
-    # What a request leaves out it takes from the GGUF file's generation settings; decoding here has no penalties.
-    request_fields = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    request_fields = {"repeat_penalty": 1.0, **NO_PENALTIES}
 
     def check(self, parts: DrafterWeights) -> list[str]:
         """See `ExternalEngine`; its loaders take a lone embedding for the head too."""
@@ -108,7 +108,6 @@ class LlamaCpp(ExternalEngine):
                 )
         command = [launch.executable or "llama-server", "-m", launch.target, "--host", "127.0.0.1"]
         command += ["--port", str(launch.port), "--metrics", "-np", str(launch.users)]
-        # Counted prompts are asked for several times, and a cached one has no prefill.
         command += ["-c", str(launch.users * launch.positions), "--no-cache-prompt"]
         if launch.speculation:
             command += self._flags(launch.speculation)

@@ -375,7 +375,8 @@ class ServerBackend:
     def step(self) -> list[Output]:
         if not self._outputs and self._tasks:
             self._arrived.clear()
-            self._loop.run_until_complete(self._wait())
+            with suppress(asyncio.TimeoutError):
+                self._loop.run_until_complete(asyncio.wait_for(self._arrived.wait(), _STEP_SECONDS))
         if self._failure is not None:
             raise self._failure
         found, self._outputs = self._outputs, []
@@ -398,10 +399,6 @@ class ServerBackend:
             self.cancel(id)
         self._loop.run_until_complete(self._client.aclose())
         self._loop.close()
-
-    async def _wait(self) -> None:
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._arrived.wait(), _STEP_SECONDS)
 
     async def _ask(self, request: Request) -> None:
         chat = self.endpoint.chat_of is not None

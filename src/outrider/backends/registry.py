@@ -39,10 +39,7 @@ def engine_of(name: str) -> ExternalEngine:
     Raises:
         ValueError: there is none that drafters can be written for.
     """
-    for engine in exporters():
-        if engine.name == name:
-            return engine
-    raise ValueError(f"--to {name} is none of {', '.join(engine.name for engine in exporters())}.")
+    return _named(exporters(), "--to", name)
 
 
 def server_of(name: str) -> ExternalEngine:
@@ -51,7 +48,11 @@ def server_of(name: str) -> ExternalEngine:
     Raises:
         ValueError: there is none that serves over HTTP.
     """
-    for engine in servers():
-        if engine.name == name:
-            return engine
-    raise ValueError(f"--backend {name} is none of {', '.join(engine.name for engine in servers())}.")
+    return _named(servers(), "--backend", name)
+
+
+def _named(engines: list[ExternalEngine], option: str, name: str) -> ExternalEngine:
+    by_name = {engine.name: engine for engine in engines}
+    if name not in by_name:
+        raise ValueError(f"{option} {name} is none of {', '.join(by_name)}.")
+    return by_name[name]

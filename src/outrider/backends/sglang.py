@@ -20,7 +20,14 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from outrider.backends.base import ExternalEngine, Launch, MetricNames, Speculation, check_whole_vocabulary
+from outrider.backends.base import (
+    NO_PENALTIES,
+    ExternalEngine,
+    Launch,
+    MetricNames,
+    Speculation,
+    check_whole_vocabulary,
+)
 from outrider.checkpoints.dialects.base import DrafterWeights, ExportedCheckpoint
 from outrider.checkpoints.dialects.deepspec import DeepSpec
 from outrider.checkpoints.dialects.eagle3 import FLAGS, Eagle3Dialect
@@ -53,8 +60,7 @@ class SGLang(ExternalEngine):
         "lm": "STANDALONE",
     }
     metrics = MetricNames(length="sglang:spec_accept_length")
-    # What a request leaves out it takes from the target's generation_config.json; decoding here has no penalties.
-    request_fields = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    request_fields = {"repetition_penalty": 1.0, **NO_PENALTIES}
 
     def check(self, parts: DrafterWeights) -> list[str]:
         config = parts.config
@@ -101,7 +107,6 @@ class SGLang(ExternalEngine):
         command = [launch.executable] if launch.executable else [launch.python, "-m", "sglang.launch_server"]
         command += ["--model-path", launch.target, "--host", "127.0.0.1", "--port", str(launch.port)]
         command += ["--dtype", launch.dtype, "--context-length", str(launch.positions), "--enable-metrics"]
-        # Counted prompts are asked for several times, and a cached one has no prefill.
         command += ["--max-running-requests", str(launch.users), "--stream-interval", "1", "--disable-radix-cache"]
         if launch.speculation:
             command += self._flags(launch.speculation)

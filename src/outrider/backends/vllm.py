@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.backends.base import (
+    NO_PENALTIES,
     ExternalEngine,
     Launch,
     MetricNames,
@@ -49,13 +50,7 @@ class VLLM(ExternalEngine):
         "lm": "draft_model",
     }
     metrics = MetricNames.counters("vllm")
-    # What a request leaves out it takes from the target's generation_config.json; decoding here has no penalties.
-    request_fields = {
-        "return_token_ids": True,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-    }
+    request_fields = {"return_token_ids": True, "repetition_penalty": 1.0, **NO_PENALTIES}
 
     def check(self, parts: DrafterWeights) -> list[str]:
         check_vanilla_head(self.name, parts)
@@ -100,7 +95,6 @@ class VLLM(ExternalEngine):
             command = [launch.python, "-m", "vllm.entrypoints.openai.api_server", "--model", launch.target]
         command += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
         command += ["--max-model-len", str(launch.positions), "--max-num-seqs", str(launch.users)]
-        # Counted prompts are asked for several times, and a cached one has no prefill.
         command += ["--no-enable-prefix-caching"]
         if launch.speculation:
             command += [*self._flags(launch.speculation), "--per-request-spec-decode-metrics", "summary"]

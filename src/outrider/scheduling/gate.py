@@ -102,9 +102,9 @@ class SkipDrafting:
         plain = float(self._seconds(view, np.zeros(1, dtype=np.int64), 0, 0)[0])
         plan = _Plan(0, gamma, 0, float(requests + view.other_requests), plain)  # probes learn about every position
         # The best depth with everybody drafting, then the best number of requests at that depth.
-        tried = [self._tried(view, survival_RK, requests, depth) for depth in _halves(gamma)]
+        tried = [self._tried(view, survival_RK, depth) for depth in _halves(gamma)]
         depth = max(tried, key=_Plan.throughput).depth
-        tried += [self._tried(view, survival_RK[ranked_R[:n]], n, depth) for n in _halves(requests)[1:]]
+        tried += [self._tried(view, survival_RK[ranked_R[:n]], depth) for n in _halves(requests)[1:]]
         best = max(tried, key=_Plan.throughput)
         if best.throughput() > (1 + self.margin) * plan.throughput():
             plan = best
@@ -112,8 +112,9 @@ class SkipDrafting:
         depths_R[self._probing(view, depths_R == 0, plan)] = plan.depth
         return depths_R
 
-    def _tried(self, view: GateView, survival_RK: Floats, drafting: int, depth: int) -> _Plan:
-        """The best plan with these drafts, given their expected survival [drafting, K]."""
+    def _tried(self, view: GateView, survival_RK: Floats, depth: int) -> _Plan:
+        """The best plan in which requests of this expected survival draft."""
+        drafting = len(survival_RK)
         curve = gains(survival_RK[:, :depth])
         seconds_M = self._seconds(view, np.arange(len(curve)), drafting, depth)
         tokens_M = len(view.idle_R) + view.other_requests + curve

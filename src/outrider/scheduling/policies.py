@@ -184,20 +184,30 @@ class CostPolicy:
     min_confidence: ClassVar[float] = 0.0
 
 
-class PrefixScheduler(CostPolicy):
-    """DSpark's prefix scheduler (algorithm 1): admit tokens in causal order while expected throughput improves."""
+class CausalPolicy(CostPolicy):
+    """A cost policy that verifies the first m candidates in causal order; subclasses differ in m."""
 
     def lengths(self, view: StepView) -> Ints:
+        survival_RK = view.survival_RK()
         if not view.drafted_R.any():
             return np.zeros_like(view.drafted_R)
-        survival_RK = view.survival_RK()
         order_N = causal_order(survival_RK, view.drafted_R)
+        return lengths_of(order_N[: self.admitted(view, survival_RK, order_N)], len(survival_RK))
+
+    def admitted(self, view: StepView, survival_RK: Floats, order_N: Ints) -> int:
+        """How many of the candidates `order_N`, at least one, are verified."""
+        raise NotImplementedError
+
+
+class PrefixScheduler(CausalPolicy):
+    """DSpark's prefix scheduler (algorithm 1): admit tokens in causal order while expected throughput improves."""
+
+    def admitted(self, view: StepView, survival_RK: Floats, order_N: Ints) -> int:
         gained = np.concatenate(([0.0], np.cumsum(survival_RK.T.ravel()[order_N])))
         throughput = (len(survival_RK) + gained) / step_seconds(self.cost, view, np.arange(len(gained)))
         # The first non-improvement ends it: searching on would look at confidences not yet revealed.
         worse = throughput[1:] <= throughput[:-1]
-        admitted = int(worse.argmax()) if worse.any() else len(order_N)
-        return lengths_of(order_N[:admitted], len(survival_RK))
+        return int(worse.argmax()) if worse.any() else len(order_N)
 
 
 # ----------------------------------------------------------------------------
@@ -212,28 +222,21 @@ class PrefixScheduler(CostPolicy):
 # ----------------------------------------------------------------------------
 
 
-class AsyncScheduler(CostPolicy):
+class AsyncScheduler(CausalPolicy):
     """DSpark's asynchronous scheduler: a number of tokens from two steps ago, spent by current survival.
 
     The old step is scaled to the requests that draft now. The second step of all reads the one before it; where the old
     step drafted nothing, `expected_K` takes its place. In the first step each draft gets one token.
     """
 
-    def lengths(self, view: StepView) -> Ints:
-        survival_RK = view.survival_RK()
-        if not view.drafted_R.any():
-            return np.zeros_like(view.drafted_R)
-        order_N = causal_order(survival_RK, view.drafted_R)
-        return lengths_of(order_N[: self._budget(view, len(order_N))], len(survival_RK))
-
-    def _budget(self, view: StepView, candidates: int) -> int:
-        """How many of the candidates are verified; independent of this step's confidences."""
+    def admitted(self, view: StepView, survival_RK: Floats, order_N: Ints) -> int:
+        """See `CausalPolicy`; independent of this step's confidences."""
         drafting = int(np.count_nonzero(view.drafted_R))
         old_RK = _earlier_survival(view)
         if old_RK is None:
             return drafting
         curve, scale = gains(old_RK), drafting / len(old_RK)
-        admitted_N = np.arange(candidates + 1)
+        admitted_N = np.arange(len(order_N) + 1)
         gained = scale * np.interp(admitted_N / scale, np.arange(len(curve)), curve)
         throughput = (len(view.drafted_R) + gained) / step_seconds(self.cost, view, admitted_N)
         return int(throughput.argmax())
@@ -292,17 +295,13 @@ _LEAST = 1e-6  # of an expected confidence: products of 16 of them are divided b
 _SORTED = 8_192  # candidates in all plans of a step together, which bounds its time; 2 plans for 256 requests of 16
 
 
-class LookAhead(CostPolicy):
+class LookAhead(CausalPolicy):
     """Causal look-ahead: admit planned tokens while their survival holds the plan's price; before any step has been
     recorded, plans reach no further than the frontiers.
     """
 
-    def lengths(self, view: StepView) -> Ints:
-        survival_RK = view.survival_RK()
+    def admitted(self, view: StepView, survival_RK: Floats, order_N: Ints) -> int:
         lengths_R = np.zeros_like(view.drafted_R)
-        if not view.drafted_R.any():
-            return lengths_R
-        order_N = causal_order(survival_RK, view.drafted_R)
         realised_N = survival_RK.T.ravel()[order_N]
         seconds_N = step_seconds(self.cost, view, np.arange(len(order_N) + 1))
         promise_K = _promise(view)
@@ -319,7 +318,7 @@ class LookAhead(CostPolicy):
             lengths_R = lengths_of(order_N[:admitted], len(survival_RK))
             if admitted == len(order_N):
                 break
-        return lengths_R
+        return admitted
 
 
 def expected_survival(survival_RK: Floats, lengths_R: Ints, drafted_R: Ints, promise_K: Floats) -> Floats:

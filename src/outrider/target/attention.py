@@ -21,14 +21,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Branches:
     """The tree attention mask: depth of every row, and which rows each one sees, itself included."""
 
-    depths_T: torch.Tensor
-    sees_TT: torch.Tensor
+    depths_T: Tensor
+    sees_TT: Tensor
 
     @staticmethod
     def of(parents: Sequence[int]) -> Branches:
@@ -39,7 +40,7 @@ class Branches:
             sees_TT[row] |= sees_TT[parent]
         return Branches(torch.from_numpy(sees_TT.sum(axis=1) - 1), torch.from_numpy(sees_TT))
 
-    def visible(self, past: int, low: int = 0, window: int | None = None) -> torch.Tensor:
+    def visible(self, past: int, low: int = 0, window: int | None = None) -> Tensor:
         """The mask [T, past - low + T] bool over cached positions low .. past - 1 and the rows.
 
         Args:
@@ -54,7 +55,7 @@ class Branches:
         return visible_TN
 
 
-def additive(visible: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def additive(visible: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Additive mask, 0 or -inf. Made once, because attention would convert a bool mask in every layer."""
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
 
@@ -73,13 +74,13 @@ def lowest_visible(past: int, window: int | None) -> int:
 # ----------------------------------------------------------------------------
 
 
-def fold(q: torch.Tensor, K: int) -> torch.Tensor:
+def fold(q: Tensor, K: int) -> Tensor:
     """[1, H, T, E] -> [1, K, T * G, E]: the query heads of a key head become rows, token by token."""
     _, H, T, E = q.shape
     return q.reshape(1, K, H // K, T, E).transpose(2, 3).reshape(1, K, T * (H // K), E)
 
 
-def unfold(folded: torch.Tensor, groups: int) -> torch.Tensor:
+def unfold(folded: Tensor, groups: int) -> Tensor:
     """The inverse of `fold`: [1, K, T * G, E] -> [1, H, T, E]."""
     _, K, Q, E = folded.shape
     out = folded.view(1, K, Q // groups, groups, E)
@@ -87,30 +88,19 @@ def unfold(folded: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def attend_folded(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask_11QN: torch.Tensor | None,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask_11QN: Tensor | None,
     scale: float | None,
     softcap: float | None,
-    sinks_H: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention of folded rows, [1, K, Q, E]; fused where there is neither soft cap nor sinks."""
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Attention of folded rows, [1, K, Q, E]; fused where there is neither soft cap nor sinks, which fused kernels lack
+    (then probabilities are in float32).
+    """
     if softcap is None and sinks_H is None:
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask_11QN, scale=scale)
-    return _attend_in_full(q, keys, values, mask_11QN, scale, softcap, sinks_H)
-
-
-def _attend_in_full(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask_11QN: torch.Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks_H: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention with soft cap or sinks, which fused kernels lack; probabilities in float32. [1, K, Q, E]."""
     _, K, Q, E = q.shape
     scores = (q @ keys.transpose(-1, -2)) * (E**-0.5 if scale is None else scale)
     if softcap is not None:

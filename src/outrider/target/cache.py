@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 _LAYER = "linear_attn"  # the attribute of a decoder layer that holds its recurrent module
@@ -43,15 +44,15 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         super().__init__()
         self.record_past = True  # transformers then asks for every update instead of writing into the state
         self._module, self._goes_back = module, goes_back
-        self._before: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
-        self._rows_BTD: torch.Tensor | None = None
+        self._before: tuple[Tensor | None, Tensor | None] = None, None
+        self._rows_BTD: Tensor | None = None
 
     def lazy_initialization(self, *_: object, **__: object) -> None:
         """Nothing to allocate: states come with their updates."""
 
     def update_conv_state(
-        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: object
-    ) -> torch.Tensor:
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: object
+    ) -> Tensor:
         """Append [B, channels, T] and return the columns that the convolution sees, earlier ones first."""
         assert conv_kernel_size is not None, "the family's module does not say how far its convolution sees"
         earlier = self.conv_states[0]
@@ -60,11 +61,11 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         self.has_previous_state[0] = True
         return seen
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **_: object) -> torch.Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_: object) -> Tensor:
         self.recurrent_states[0] = recurrent_states
         return recurrent_states
 
-    def remember(self, rows_BTD: torch.Tensor) -> None:
+    def remember(self, rows_BTD: Tensor) -> None:
         """Store the state and the input before a forward, for `drop`."""
         if self._goes_back:
             self._before, self._rows_BTD = (self.conv_states[0], self.recurrent_states[0]), rows_BTD
@@ -84,7 +85,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         if kept:
             self._module(hidden_states=self._rows_BTD, cache_params=cache)
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
+    def keep_rows(self, rows: Tensor) -> None:
         """Drop the sequences of the batch that are not in `rows` ([B'] int64)."""
         for states in (self.conv_states, self.recurrent_states):
             state = states[0]
@@ -120,23 +121,23 @@ class KVLayer(CacheLayerMixin):
 
     is_compileable = False
     is_sliding = False
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self.capacity = capacity
         self.length = 0
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         batch, heads, _, dim = key_states.shape
         self.keys = key_states.new_empty(batch, heads, self.capacity, dim)
         self.values = value_states.new_empty(batch, heads, self.capacity, value_states.shape[-1])
         self.is_initialized = True
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Append [B, kv_heads, T, head_dim] and return views of everything so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -171,7 +172,7 @@ class KVCache(Cache):
         self,
         num_layers: int,
         capacity: int,
-        pad_B: torch.Tensor | None = None,
+        pad_B: Tensor | None = None,
         recurrent: Mapping[int, torch.nn.Module] | None = None,
     ) -> None:
         states = {i: RecurrentLayer(module, pad_B is None) for i, module in (recurrent or {}).items()}
@@ -212,7 +213,7 @@ class KVCache(Cache):
                 layer.values[:, :, start:end] = layer.values.index_select(2, from_T)
         self.rollback(end)
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
+    def keep_rows(self, rows: Tensor) -> None:
         """Drop the sequences of the batch that are not in `rows` ([B'] int64)."""
         for layer in self._used:
             used = layer.length

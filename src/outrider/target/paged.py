@@ -20,6 +20,7 @@ from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from outrider.target.attention import Branches, additive, attend_folded, fold, lowest_visible, unfold
@@ -60,9 +61,9 @@ class Span:
 class RaggedOutput:
     """Rows in the order of the spans. `logits_NV` holds the rows asked for, None when there are none."""
 
-    logits_NV: torch.Tensor | None
-    aux_TLD: torch.Tensor | None
-    hidden_TD: torch.Tensor
+    logits_NV: Tensor | None
+    aux_TLD: Tensor | None
+    hidden_TD: Tensor
 
 
 class PagedKV:
@@ -83,7 +84,7 @@ class PagedKV:
         attention = [layer.self_attn for layer in target.decoder.layers]
         heads = [(config.num_attention_heads // module.num_key_value_groups, module.head_dim) for module in attention]
         # Not zeroed: the system gives memory as blocks are first written, and a slot is written before it is read.
-        self.pools: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.pools: list[tuple[Tensor, Tensor]] = []
         for (K, E), run in groupby(heads):
             shape = (len(list(run)), K, num_blocks * block_size, E)
             self.pools.append((target.embed_VD.new_empty(shape), target.embed_VD.new_empty(shape)))
@@ -97,7 +98,7 @@ class PagedKV:
     def dtype(self) -> torch.dtype:
         return self.pools[0][0].dtype
 
-    def slots(self, blocks: list[int], start: int, end: int) -> torch.Tensor:
+    def slots(self, blocks: list[int], start: int, end: int) -> Tensor:
         """[end - start] int64 on the CPU: the slots of positions start .. end - 1 of the request with these blocks."""
         size, first = self.block_size, start // self.block_size
         used = torch.tensor(blocks[first : -(-end // size)])
@@ -122,7 +123,7 @@ class PagedKV:
             for pool in chain.from_iterable(self.pools):
                 pool.index_copy_(2, to_S, pool.index_select(2, from_S))
 
-    def views(self, start: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def views(self, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [1, K, end - start, E] of neighbouring slots, layer by layer."""
         runs = [[pool[:, None, :, start:end].unbind() for pool in pair] for pair in self.pools]
         return [layer for keys, values in runs for layer in zip(keys, values, strict=True)]
@@ -170,8 +171,8 @@ class _Context:
     """Keys, values and mask that one span attends to."""
 
     # Keys and values of every layer, [1, K, N, E], as views of the pool; or the slots to gather, [N].
-    source: list[tuple[torch.Tensor, torch.Tensor]] | torch.Tensor
-    mask_11QN: torch.Tensor | None  # additive; None: all is visible
+    source: list[tuple[Tensor, Tensor]] | Tensor
+    mask_11QN: Tensor | None  # additive; None: all is visible
 
 
 class RaggedStep:
@@ -204,15 +205,15 @@ class RaggedStep:
     def attend(
         self,
         layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
-        sinks_H: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         """Write k and v [1, K, T, E] into the pool and attend with q [1, H, T, E], span by span: [1, H, T, E].
 
         Args:
@@ -262,7 +263,7 @@ def _context(span: Span, kv: PagedKV, window: int | None, groups: int) -> _Conte
     return _Context(kv.views(start, start + span.end - low), mask)
 
 
-def _mask(span: Span, kv: PagedKV, low: int, window: int | None, groups: int) -> torch.Tensor:
+def _mask(span: Span, kv: PagedKV, low: int, window: int | None, groups: int) -> Tensor:
     """Additive mask [1, 1, Q, N], because attention would convert a bool mask in every layer."""
     if span.parents is not None:
         visible = Branches.of(span.parents).visible(span.past, low, window)

@@ -91,13 +91,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# glibc's mallopt parameters (malloc.h)
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-
-
 def default_dtype(device: str | torch.device) -> torch.dtype:
     """float32 on a CPU (most emulate bf16), bfloat16 elsewhere."""
     return torch.float32 if usable_device(device).type == "cpu" else torch.bfloat16
+
+
+# glibc's mallopt parameters (malloc.h)
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def set_up(threads: int | None) -> None:

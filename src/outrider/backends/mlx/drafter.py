@@ -29,7 +29,7 @@ from outrider.drafters.dflash import DFlash, DFlashConfig
 from outrider.drafters.draft import Draft
 from outrider.drafters.dspark import DSparkConfig
 from outrider.drafters.heads import ChainHeads, VanillaMarkov
-from outrider.drafters.layers import AttentionPattern, serving_mask
+from outrider.drafters.layers import serving_mask
 
 
 def parameters_of(module: Any, ids_Vd: mx.array | None = None) -> dict[str, Any]:
@@ -194,17 +194,12 @@ class Backbone(nn.Module):
     def __call__(self, caches: Sequence[KVCache], embedded_1KH: mx.array) -> mx.array:
         """One block after the context: normed hidden states of the prediction rows, [1, gamma, H]. No cache grows."""
         start, rows = caches[0].offset, embedded_1KH.shape[1]
-        visible = {pattern: _visible(pattern, start, rows) for pattern in set(self.attention_patterns)}
+        masks = {pattern: serving_mask(pattern, start, rows) for pattern in set(self.attention_patterns)}
+        visible = {pattern: None if mask_KS is None else to_mlx(mask_KS) for pattern, mask_KS in masks.items()}
         x_1KH = embedded_1KH
         for layer, cache, pattern in zip(self.layers, caches, self.attention_patterns, strict=True):
             x_1KH = layer(x_1KH, cache, visible[pattern])
         return self.norm(x_1KH[:, -self.gamma :])
-
-
-def _visible(pattern: AttentionPattern, length: int, rows: int) -> mx.array | None:
-    """What the rows of a block see, [K, S]; None: everything."""
-    visible_KS = serving_mask(pattern, length, rows)
-    return None if visible_KS is None else to_mlx(visible_KS)
 
 
 # ----------------------------------------------------------------------------
