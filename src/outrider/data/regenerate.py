@@ -89,8 +89,8 @@ class DataSection(Section):
             raise ValueError("give prompts (at least 1 source), or responses that exist already")
         return self
 
-    def deciding(self, seed: int) -> dict[str, Any]:
-        """The settings that decide a response beside the target and the prompt, as a responses file records them."""
+    def response_settings(self, seed: int) -> dict[str, Any]:
+        """What decides a response beside the target and the prompt, as a responses file records it."""
         names = ("max_new_tokens", "max_prompt_tokens", "temperature", "top_p", "top_k")
         return {**{name: getattr(self, name) for name in names}, "seed": seed, "thinking": self.thinking}
 
@@ -535,7 +535,7 @@ def regenerate(
             template cannot express a conversation.
     """
     chat, data = source.chat, source.data
-    settings = {"target": chat.name, **data.deciding(seed), "chat_template_sha256": chat.template_sha256}
+    settings = {"target": chat.name, **data.response_settings(seed), "chat_template_sha256": chat.template_sha256}
     file = ResponseFile(path, {**settings, **source.description})
     summary = Summary(total=sum(len(c.turns) for c in conversations))
     lost: set[str] = set()  # conversations with a turn that is skipped or failed: later turns cannot be asked

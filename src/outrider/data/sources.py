@@ -1,9 +1,10 @@
 """Sources of conversations: JSON Lines files, shipped sets, the standard library, Hugging Face data sets and tasks.
 
-Hugging Face data sets are `hf:owner/name[:split]` or a directory with a data set in it.
+    a line of a file     {"turns": [user turn, ...]} or {"messages": [...], "tools": [...]}; `id` is optional
+    a row of a data set  the column messages, conversations (from/value or role/content), turns or prompt
 
-Rows are streamed, so a limit costs no more than the rows it takes. The column is found by its name: messages,
-conversations (from/value or role/content), turns or prompt.
+Hugging Face data sets are `hf:owner/name[:split]` or a directory with a data set in it. Rows are streamed, so a limit
+costs no more than the rows it takes.
 """
 
 from __future__ import annotations
@@ -62,8 +63,7 @@ def dataset_conversations(source: str) -> Iterator[Conversation]:
 
 
 def open_dataset(name: str, split: str, config: str | None = None, files: str | None = None) -> Any:
-    """Rows of a data set, streamed where it is on the hub; `files` inside it are JSONL
-    files to read instead.
+    """Rows of a data set, streamed where it is on the hub; `files` inside it are JSONL files to read instead.
 
     Raises:
         ValueError: `datasets` is not installed, or the data set cannot be had.
@@ -251,10 +251,7 @@ def task_file(name: str) -> Path:
 
 
 # ----------------------------------------------------------------------------
-# Where conversations come from: JSON Lines files, the shipped sets, the standard library, Hugging Face data sets, and
-# the papers' tasks by name (data/sources.py).
-#
-# One JSON object per line, `{"turns": [user turn, ...]}` or `{"messages": [...], "tools": [...]}`; `id` is optional.
+# Any of these sources by its name or path.
 # ----------------------------------------------------------------------------
 
 

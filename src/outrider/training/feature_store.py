@@ -193,16 +193,16 @@ def plan_store(
             shards.append(ShardPlan(f"shard-{len(shards):05d}.safetensors", first, end, size))
             first, tokens = end, 0
     return StorePlan(
-        FORMAT_VERSION,
-        target.name,
-        target_fingerprint(target),
-        dtype_name(target.dtype),
-        samples_digest(samples),
-        aux_layers,
-        tuple(aux_scale_L.tolist()),
-        target.hidden_size,
-        dtype,
-        tuple(shards),
+        format=FORMAT_VERSION,
+        target=target.name,
+        target_sha256=target_fingerprint(target),
+        target_dtype=dtype_name(target.dtype),
+        samples_sha256=samples_digest(samples),
+        aux_layers=aux_layers,
+        aux_scale=tuple(aux_scale_L.tolist()),
+        hidden_size=target.hidden_size,
+        dtype=dtype,
+        shards=tuple(shards),
     )
 
 
@@ -259,8 +259,7 @@ def read_plan(directory: Path, wanted: StorePlan) -> StorePlan:
 # ----------------------------------------------------------------------------
 # One shard: a safetensors file and its sidecar, each written whole or not at all.
 #
-#     .shard-00003.safetensors.tmp  --fsync, rename-->  shard-00003.safetensors, then shard-00003.json {key, sha256,
-#     ...}
+#     .shard-00003.safetensors.tmp  --fsync, rename-->  shard-00003.safetensors, then shard-00003.json {key, sha256, ..}
 #
 # The sidecar comes last: a shard counts once it is there. A process killed at any time leaves at most a temporary file,
 # and the next one goes on with the shards that have no valid sidecar.

@@ -79,9 +79,8 @@ class ParallelStep:
                 layer.compile(dynamic=True)
         self.forward: Callable[[BlockBatch, Tensor], ObjectiveOutput] = partial(objective, drafter)
         if ranks.world > 1 and recipe.parallel == "fsdp":
-            self.forward = _shard(
-                _Forward(drafter, objective), torch.bfloat16 if recipe.precision == "bfloat16" else None
-            )
+            gathered = torch.bfloat16 if recipe.precision == "bfloat16" else None
+            self.forward = _shard(_Forward(drafter, objective), gathered)
         elif ranks.world > 1:
             self.forward = DistributedDataParallel(
                 _Forward(drafter, objective), broadcast_buffers=False, gradient_as_bucket_view=True
@@ -112,9 +111,8 @@ class ParallelStep:
 
 
 def _shard(forward: _Forward, param_dtype: torch.dtype | None) -> nn.Module:
-    policy = MixedPrecisionPolicy(
-        param_dtype, torch.float32, cast_forward_inputs=False
-    )  # autocast chooses inputs' types
+    # Autocast chooses the types of inputs.
+    policy = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
     for layer in draft_layers(forward.drafter):
         fully_shard(layer, mp_policy=policy)
     fully_shard(forward)

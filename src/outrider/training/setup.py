@@ -6,10 +6,10 @@
                         what it says, not contradict it
 
 A target of the same shapes is accepted as the drafter's own: going on from a base model's drafter on a fine-tuned
-target is what this is for. A checkpoint takes raw aux hidden states; to train it, its scales are measured again and
+target is what this is for. A checkpoint takes raw aux hidden states; to train it, its scales are measured again, which
+leaves the function the same:
 
-    W (aux hidden states) = W' (aux hidden states / aux_scale)      with W' = W * aux_scale, column by column:    the
-    same function
+    W aux = W' (aux / aux_scale)      with W' = W * aux_scale, column by column
 """
 
 from __future__ import annotations
@@ -176,8 +176,15 @@ def prepare(
     else:
         drafter.rescale_aux(measure_aux_scale(target, samples[:CALIBRATION_SAMPLES], drafter.config.target_layer_ids))
     ids = start.draft_ids_Vd
-    objective = BlockObjective(target, ids, recipe.objective, recipe.precision)
-    reduced = len(ids) < target.vocab_size
     return Run(
-        target, start.drafter, objective, ids, reduced, samples, held_out, responses, start.origin, start.history
+        target=target,
+        drafter=start.drafter,
+        objective=BlockObjective(target, ids, recipe.objective, recipe.precision),
+        draft_ids_Vd=ids,
+        reduced=len(ids) < target.vocab_size,
+        samples=samples,
+        held_out=held_out,
+        responses=responses,
+        origin=start.origin,
+        history=start.history,
     )
