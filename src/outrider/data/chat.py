@@ -35,7 +35,10 @@ def render(
     Raises:
         ValueError: an empty prompt, or the template cannot express the conversation (tools, a role).
     """
-    text = render_text(tokenizer, turns, responses, tools, thinking)
+    return _prompt_tokens(tokenizer, render_text(tokenizer, turns, responses, tools, thinking))
+
+
+def _prompt_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=tokenizer.chat_template is None)["input_ids"])
 
 
@@ -138,7 +141,7 @@ class Chat:
         said = [response_text(self.tokenizer, reply.response) for reply in replies]
         try:
             whole = render_text(self.tokenizer, turns, said, conversation.tools, thinking)
-            plain = render(self.tokenizer, turns, said, conversation.tools, thinking)
+            plain = _prompt_tokens(self.tokenizer, whole)
             if not replies or self.tokenizer.chat_template is None:
                 return [plain]
             last = render_text(self.tokenizer, turns[:-1], said[:-1], conversation.tools, thinking)
