@@ -24,7 +24,7 @@ from outrider.sampling import PositionNoise, RandomSource, SamplingParams, Seede
 from outrider.scheduling.policies import FixedPolicy
 from tests.proof.cases import TOLERANCE, VISIBLE, WARPS, deviation
 from tests.proof.enumeration import DraftTree, Tokens
-from tests.proof.toys import ToyTarget, ToyTreeRequest
+from tests.proof.toys import ToyRequest, ToyTarget
 from tests.toys.heads import VOCAB, fit_to_decoding, forced_call, last_row, toy_heads, toy_texts
 from tests.toys.targets import randomise, toy_target
 
@@ -56,13 +56,13 @@ class TableHeads:
 
 
 class Drafts:
-    """What a `ToyTreeRequest` asks: every tree that may be drawn after a context, drawn once."""
+    """What a `ToyRequest` asks: every tree that may be drawn after a context, drawn once."""
 
     def __init__(self, heads: TableHeads, target: ToyTarget, shape: CandidateTree = SHAPE) -> None:
         self.drafter = StaticTreeDrafter(heads, shape)  # type: ignore[arg-type]
         self.target, self.trees = target, dict[Tokens, DraftTree]()
 
-    def draft(self, context: Tokens, source: RandomSource) -> Draft:
+    def draft(self, context: Tokens, source: RandomSource, min_confidence: float = 0.0) -> Draft:
         if context not in self.trees:
             self.trees[context] = DraftTree(lambda recorder: self.propose(context, recorder))
         return self.trees[context].draw(source)
@@ -77,7 +77,7 @@ class Drafts:
 def off(name: str, sees_tokens: bool = True, ids: list[int] | None = None, tokens: int = 2) -> float:
     target = ToyTarget(3, WARPS[name])
     drafts: Any = Drafts(TableHeads(3, sees_tokens, ids), target)
-    return deviation(lambda c, source: ToyTreeRequest(target, drafts, c, source), target, [(0,)], FixedPolicy(), tokens)
+    return deviation(lambda c, source: ToyRequest(target, drafts, c, source), target, [(0,)], FixedPolicy(), tokens)
 
 
 @pytest.mark.parametrize("name", SAMPLED)

@@ -14,7 +14,7 @@ from tests.proof.enumeration import (
     exact_target_distribution,
     max_deviation,
 )
-from tests.proof.toys import ToyDrafter, ToyRequest, ToyTarget
+from tests.proof.toys import ToyDrafter, ToyRequest, ToyTarget, ToyTreeDrafter
 
 TOLERANCE, VISIBLE = 1e-12, 1e-3
 WARPS = {
@@ -49,5 +49,5 @@ def toy(
     return ToyDrafter(ToyTarget(vocab, params), gamma, head, ids)
 
 
-def requests_of(drafter: ToyDrafter, request_type: type[ToyRequest] = ToyRequest) -> RequestFactory:
+def requests_of(drafter: ToyDrafter | ToyTreeDrafter, request_type: type[ToyRequest] = ToyRequest) -> RequestFactory:
     return lambda context, source: request_type(drafter.target, drafter, context, source)

@@ -16,7 +16,7 @@ import outrider.scheduling.policies as lookahead_module
 import outrider.verification as chain_module
 from outrider.decoding.round import RoundResult
 from outrider.drafters.draft import Draft
-from outrider.sampling import RandomSource, SamplingParams, SeenTokens, residual, warp
+from outrider.sampling import RandomSource, SamplingParams, residual, warp
 from outrider.scheduling.cost import Floats, Ints, SpsTable, StepCost
 from outrider.scheduling.gate import DraftGate, GateView, History, SkipDrafting
 from outrider.scheduling.policies import (
@@ -44,7 +44,7 @@ from tests.proof.enumeration import (
     exact_target_distribution,
     max_deviation,
 )
-from tests.proof.toys import ToyDrafter, ToyRequest, ToyTarget
+from tests.proof.toys import ForgetfulRequest, ToyDrafter, ToyRequest, ToyTarget
 from tests.toys.oracle import chain_of, drafted_with, row_of
 
 
@@ -440,16 +440,6 @@ class UnwarpedDraftRequest(ToyRequest):
 
 def test_mutation_draft_reports_unwarped_probabilities() -> None:
     assert broken_deviation(WARPS["temperature"], request_type=UnwarpedDraftRequest) > VISIBLE
-
-
-class ForgetfulRequest(ToyRequest):
-    """Repetition penalty over the committed tokens only: draft tokens before row k are forgotten."""
-
-    def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
-        params = self.target.params
-        mask_V = SeenTokens(self.target.vocab_size, params.repetition_penalty, self.context).with_tokens()
-        plain = ToyTarget(self.target.vocab_size, SamplingParams(temperature=1.0), self.target.seed)
-        return lambda k: warp(plain.row(self.context + tuple(tokens[:k])).log(), params, mask_V)
 
 
 def test_mutation_penalty_forgets_the_block() -> None:

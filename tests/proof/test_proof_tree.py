@@ -14,14 +14,14 @@ from torch import Tensor
 import outrider.decoding.round as round_module
 import outrider.verification as tree_module
 from outrider.drafters.draft import Draft, Siblings, conditional_confidences, draw_siblings, rerank
-from outrider.sampling import RandomSource, SamplingParams, SeenTokens, residual, warp
+from outrider.sampling import RandomSource, residual
 from outrider.scheduling.cost import SpsTable
 from outrider.scheduling.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler
 from outrider.verification import TargetRows, Verdict, verify
-from tests.proof.cases import POLICIES, TOLERANCE, VISIBLE, WARPS
+from tests.proof.cases import POLICIES, TOLERANCE, VISIBLE, WARPS, requests_of
 from tests.proof.enumeration import EnumeratedBatch, EnumeratingSource, enumerate_traces
-from tests.proof.toys import ToyTarget, ToyTreeRequest
-from tests.proof.tree_cases import ALL, KINDS, off, requests_of, toy
+from tests.proof.toys import ForgetfulRequest, ToyRequest, ToyTarget
+from tests.proof.tree_cases import ALL, KINDS, off, toy
 from tests.toys.oracle import chain_of
 
 SHAPES = {
@@ -129,7 +129,7 @@ def test_siblings_without_replacement_have_the_distribution_of_successive_draws(
 
 
 def test_reranking_chosen_nodes_is_lossless() -> None:
-    class Reranked(ToyTreeRequest):
+    class Reranked(ToyRequest):
         def draft(self, min_confidence: float) -> Draft:
             proposal = super().draft(min_confidence)
             survivals: list[float] = []
@@ -163,7 +163,7 @@ def test_mutation_the_target_forgets_the_first_sibling(monkeypatch: pytest.Monke
     assert off(toy(WARPS["plain"], (-1, -1))) > VISIBLE
 
 
-class Mistaken(ToyTreeRequest):
+class Mistaken(ToyRequest):
     """Drawn with replacement, reported as without."""
 
     def draft(self, min_confidence: float) -> Draft:
@@ -181,7 +181,7 @@ def test_mutation_duplicates_reported_as_drawn_without_replacement(monkeypatch: 
     assert off(toy(WARPS["plain"], (-1, -1), KINDS["replaced"]), request_type=Mistaken) > VISIBLE
 
 
-class Undrawn(ToyTreeRequest):
+class Undrawn(ToyRequest):
     """Drawn, reported as chosen."""
 
     def draft(self, min_confidence: float) -> Draft:
@@ -241,21 +241,11 @@ def test_mutation_a_sibling_is_accepted_under_its_brother(monkeypatch: pytest.Mo
     assert off(toy(WARPS["plain"], (-1, -1, 1))) > VISIBLE
 
 
-class ForgetfulRequest(ToyTreeRequest):
-    """A repetition penalty that forgets the draft tokens on the way to a node."""
-
-    def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
-        params = self.target.params
-        mask_V = SeenTokens(self.target.vocab_size, params.repetition_penalty, self.context).with_tokens()
-        plain = ToyTarget(self.target.vocab_size, SamplingParams(temperature=1.0), self.target.seed)
-        return lambda k: warp(plain.row(self.context + tuple(tokens[:k])).log(), params, mask_V)
-
-
 def test_mutation_penalty_forgets_the_path() -> None:
     assert off(toy(WARPS["penalty"], (-1, -1, 0)), request_type=ForgetfulRequest) > VISIBLE
 
 
-class LuckyFirst(ToyTreeRequest):
+class LuckyFirst(ToyRequest):
     """Keeps of two drawn nodes the one that turned out likelier."""
 
     def draft(self, min_confidence: float) -> Draft:
@@ -270,7 +260,7 @@ def test_mutation_drawn_nodes_reranked_by_what_was_drawn(kinds: str) -> None:
     assert off(toy(WARPS["plain"], (-1, -1), KINDS[kinds]), request_type=LuckyFirst) > VISIBLE
 
 
-class YoungerDecides(ToyTreeRequest):
+class YoungerDecides(ToyRequest):
     """Admits the first sibling by the value of the second."""
 
     def draft(self, min_confidence: float) -> Draft:
@@ -278,7 +268,7 @@ class YoungerDecides(ToyTreeRequest):
         return proposal.truncated(2 if proposal.tokens[1] == 0 else 0)
 
 
-class OlderDecides(ToyTreeRequest):
+class OlderDecides(ToyRequest):
     """Admits the second sibling by the value of the first."""
 
     def draft(self, min_confidence: float) -> Draft:
@@ -289,13 +279,13 @@ class OlderDecides(ToyTreeRequest):
 @pytest.mark.parametrize(("request_type", "lossless"), [(OlderDecides, True), (YoungerDecides, False)])
 @pytest.mark.parametrize("kinds", ["without", "replaced"])
 def test_an_older_sibling_may_decide_about_a_younger_and_not_the_other_way(
-    kinds: str, request_type: type[ToyTreeRequest], lossless: bool
+    kinds: str, request_type: type[ToyRequest], lossless: bool
 ) -> None:
     found = off(toy(WARPS["plain"], (-1, -1), KINDS[kinds]), request_type=request_type)
     assert found <= TOLERANCE if lossless else found > VISIBLE
 
 
-class PeekingRequest(ToyTreeRequest):
+class PeekingRequest(ToyRequest):
     """A node's survival is the probability of the token that was drawn for it."""
 
     def draft(self, min_confidence: float) -> Draft:

@@ -115,7 +115,7 @@ class ToyRequest:
     """One toy request in a round; its context ends with the anchor."""
 
     target: ToyTarget
-    drafter: ToyDrafter
+    drafter: ToyDrafter | ToyTreeDrafter
     context: Tokens
     source: RandomSource
 
@@ -124,6 +124,16 @@ class ToyRequest:
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
         return lambda k: self.target.row(self.context + tuple(tokens[:k]))
+
+
+class ForgetfulRequest(ToyRequest):
+    """A wrong one: the repetition penalty forgets the draft tokens before row k."""
+
+    def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
+        params = self.target.params
+        mask_V = SeenTokens(self.target.vocab_size, params.repetition_penalty, self.context).with_tokens()
+        plain = ToyTarget(self.target.vocab_size, SamplingParams(temperature=1.0), self.target.seed)
+        return lambda k: warp(plain.row(self.context + tuple(tokens[:k])).log(), params, mask_V)
 
 
 def _generator(seed: int, context: Tokens) -> torch.Generator:
@@ -199,7 +209,8 @@ class ToyTreeDrafter:
         self.table = ToyTarget(target.vocab_size, target.params, seed)
         self._trees: dict[Tokens, DraftTree] = {}
 
-    def draft(self, context: Tokens, source: RandomSource) -> Draft:
+    def draft(self, context: Tokens, source: RandomSource, min_confidence: float = 0.0) -> Draft:
+        """A whole tree, whatever `min_confidence`."""
         if context not in self._trees:
             self._trees[context] = DraftTree(lambda recorder: self._draw(context, recorder))
         return self._trees[context].draw(source)
@@ -232,19 +243,3 @@ class ToyTreeDrafter:
             reached[node], open_mass[node] = survival * share, 1.0
             open_mass[parent] *= 1 - share
         return survivals
-
-
-@dataclass
-class ToyTreeRequest:
-    """One toy request whose drafts are trees; its context ends with the anchor."""
-
-    target: ToyTarget
-    drafter: ToyTreeDrafter
-    context: Tokens
-    source: RandomSource
-
-    def draft(self, min_confidence: float) -> Draft:
-        return self.drafter.draft(self.context, self.source)
-
-    def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
-        return lambda k: self.target.row(self.context + tuple(tokens[:k]))

@@ -7,9 +7,9 @@ from typing import Any
 
 from outrider.sampling import SamplingParams
 from outrider.scheduling.policies import FixedPolicy, Policy
-from tests.proof.cases import deviation
-from tests.proof.enumeration import RequestFactory, Tokens
-from tests.proof.toys import Kind, ToyTarget, ToyTreeDrafter, ToyTreeRequest
+from tests.proof.cases import deviation, requests_of
+from tests.proof.enumeration import Tokens
+from tests.proof.toys import Kind, ToyRequest, ToyTarget, ToyTreeDrafter
 
 ALL = FixedPolicy()
 
@@ -27,15 +27,11 @@ def toy(
     return ToyTreeDrafter(ToyTarget(vocab, params), parents, kinds, **more)
 
 
-def requests_of(drafter: ToyTreeDrafter, request_type: type[ToyTreeRequest] = ToyTreeRequest) -> RequestFactory:
-    return lambda context, source: request_type(drafter.target, drafter, context, source)
-
-
 def off(
     drafter: ToyTreeDrafter,
     policy: Policy = ALL,
     tokens: int = 3,
-    request_type: type[ToyTreeRequest] = ToyTreeRequest,
+    request_type: type[ToyRequest] = ToyRequest,
     prompts: Sequence[Tokens] = ((0,),),
 ) -> float:
     return deviation(requests_of(drafter, request_type), drafter.target, prompts, policy, tokens)

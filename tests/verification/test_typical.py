@@ -114,7 +114,7 @@ def test_the_proof_flags_it(kinds: str | None, name: str) -> None:
         assert off(chains.requests_of(chain), chain.target) > VISIBLE
     else:
         tree = trees.toy(WARPS[name], (-1, -1, 0), KINDS[kinds])
-        assert off(trees.requests_of(tree), tree.target) > VISIBLE
+        assert off(chains.requests_of(tree), tree.target) > VISIBLE
 
 
 def test_the_proof_passes_it_at_temperature_zero() -> None:
@@ -124,7 +124,7 @@ def test_the_proof_passes_it_at_temperature_zero() -> None:
         trees.toy(WARPS["greedy"], (-1, -1, 0, 0, 1), KINDS["chosen"]),
     )
     assert off(chains.requests_of(chain), chain.target, 4) <= TOLERANCE
-    assert off(trees.requests_of(tree), tree.target, 4) <= TOLERANCE
+    assert off(chains.requests_of(tree), tree.target, 4) <= TOLERANCE
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
