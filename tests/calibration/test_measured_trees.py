@@ -25,7 +25,6 @@ from outrider.drafters.medusa import (
     MedusaConfig,
     MedusaDrafter,
     StaticTreeDrafter,
-    static_tree,
 )
 from outrider.drafters.trees import assumed_accuracy, best_tree, expected_length
 from outrider.target.model import Target, load_target
@@ -89,10 +88,10 @@ def test_trees_follow_measured_accuracies() -> None:
     for accuracy in (flat, steep, None):
         drafter = MedusaDrafter(module, target, Serving(accuracy=accuracy))
         expected = best_tree(accuracy or assumed_accuracy(4), 4)
-        assert static_tree(drafter, TreeSize(4)).tree == expected
+        assert drafter.with_trees(TreeSize(4)).tree == expected
     assert best_tree(flat, 4).depth == 1 and best_tree(steep, 4).depth == 4, "the test's difference"
     with pytest.raises(ValueError, match=r"tree 4,top_k=2: .* ask for 4 nodes alone"):
-        static_tree(drafter, TreeSize(4, top_k=2))
+        drafter.with_trees(TreeSize(4, top_k=2))
     with pytest.raises(ValueError, match=r"accuracies of 3 positions for a drafter of 4; measure .* \(outrider calib"):
         MedusaDrafter(module, target, Serving(accuracy=flat[:3]))
 

@@ -14,7 +14,7 @@ from outrider.decoding.generate import generate
 from outrider.decoding.request import SingleRequest, StopRules
 from outrider.drafters.base import Serving
 from outrider.drafters.draft import Draft, TreeSize
-from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape, dynamic_tree
+from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
@@ -181,17 +181,17 @@ def test_sampling_through_a_tree_is_the_targets_own_distribution() -> None:
 def test_trees_are_as_deep_as_the_paper_s_if_trained_so_far(gamma: int, depth: int) -> None:
     target = toy_target()
     drafter = Eagle3Drafter(make_drafter(target, gamma=gamma), target, Serving())
-    assert dynamic_tree(drafter, TreeSize(16)).shape == TreeShape(depth, 10, 16)
-    assert dynamic_tree(drafter, TreeSize(16, depth=8)).shape == TreeShape(8, 10, 16), "deeper, when asked for"
-    assert dynamic_tree(drafter, TreeSize(16, top_k=4)).shape == TreeShape(depth, 4, 16)
+    assert drafter.with_trees(TreeSize(16)).shape == TreeShape(depth, 10, 16)
+    assert drafter.with_trees(TreeSize(16, depth=8)).shape == TreeShape(8, 10, 16), "deeper, when asked for"
+    assert drafter.with_trees(TreeSize(16, top_k=4)).shape == TreeShape(depth, 4, 16)
     with pytest.raises(ValueError, match="a tree of 7 nodes: with depth 2 and top_k 2 there are 6 at most"):
-        dynamic_tree(drafter, TreeSize(7, depth=2, top_k=2))
+        drafter.with_trees(TreeSize(7, depth=2, top_k=2))
 
 
 def test_a_tree_deeper_than_the_training_is_lossless() -> None:
     target = easy_target()
     inner = Eagle3Drafter(make_drafter(target, draft_vocab=4, gamma=2), target, Serving(torch.arange(4)))
-    drafter = dynamic_tree(inner, TreeSize(12, depth=5, top_k=2))
+    drafter = inner.with_trees(TreeSize(12, depth=5, top_k=2))
     rules = StopRules(30, stop_ids=())
     found = generate(target, TEXT, drafter, rules=rules)
     assert found.tokens == generate(target, TEXT, rules=rules).tokens

@@ -574,7 +574,7 @@ def test_what_the_option_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         require_directory("ngram", "t")
     target = toy_target()
     opened = require_drafter("ngram", "t").open(target)
-    assert opened.name == "ngram@10" and not opened.confident and opened.recommended_threshold is None
+    assert opened.name == "ngram@10" and opened.drafter.heads is None and opened.recommended_threshold is None
     with pytest.raises(ValueError, match="gamma=0"):
         require_drafter("ngram@0", "t").open(target)
 

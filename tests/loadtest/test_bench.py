@@ -22,7 +22,7 @@ from outrider.drafters.base import DraftCall, Serving
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.dspark import DSpark
-from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape, dynamic_tree
+from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape
 from outrider.engine.batch import Output, Request, StepRecord
 from outrider.engine.engine import Engine
 from outrider.evaluation.profile import ProfileConfig, measure_profile
@@ -353,7 +353,7 @@ def test_the_verb_with_trees(toy: Path, tmp_path: Path, monkeypatch: pytest.Monk
     save_drafter(Checkpoint(module), tmp_path / "drafter")
     config = ProfileConfig(max_requests=2, max_tokens=16, contexts=(16,), repeats=1, seconds=0.0)
     served = Eagle3Drafter(module, loaded, Serving())
-    measure_profile(loaded, dynamic_tree(served, TreeSize(9)), config).save(tmp_path / "p.json")
+    measure_profile(loaded, served.with_trees(TreeSize(9)), config).save(tmp_path / "p.json")
     app, out = bench.typer.Typer(), tmp_path / "out"
     app.command()(bench.bench_command)
     command = ["--target", toy / "target", "--drafter", tmp_path / "drafter", "--tasks", toy / "tasks.jsonl"]

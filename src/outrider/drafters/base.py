@@ -361,7 +361,7 @@ class DraftModule(Packable, ABC):
         reads_final_layer: whether the target's last hidden state (after its final norm) may be one of the aux hidden
             states.
         starts_from_target: whether `initialize_from` copies weights of the target.
-        drafts_trees: whether the drafter that `serve` gives can draft trees.
+        drafts_trees: whether the drafter that `serve` gives can be asked `with_trees` (it drafts chains itself).
         drafts_blocks: whether it drafts blocks of mask tokens, as DFlash does.
         calibratable: as `Drafter.calibratable`.
         aux_weight: name of the weight [out, L * D (+ more)] whose first columns read the flattened aux hidden states /

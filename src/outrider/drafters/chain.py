@@ -58,10 +58,10 @@ class Rows(Protocol):
 
     def ids(self, k: int, active: list[int]) -> Tensor | None:
         """The target ids [A, C] that the logits are about; None: the draft vocabulary, C = Vd."""
-        ...
+        return None
 
 
-class BlockRows:
+class BlockRows(Rows):
     """Rows of a block whose hidden states are known at once: their logits are one product, when first asked for."""
 
     def __init__(self, base_logits: Callable[[Tensor], Tensor], hidden_RKH: Tensor) -> None:
@@ -79,11 +79,8 @@ class BlockRows:
             self.base_NKVd = base.view(len(active), self.hidden_RKH.shape[1], -1)
         return _rows_of(self.base_NKVd[:, k], [self.rows_of[r] for r in active])
 
-    def ids(self, k: int, active: list[int]) -> Tensor | None:
-        return None
 
-
-class _Steps:
+class _Steps(Rows):
     """Rows whose hidden states are computed one position after the other."""
 
     def __init__(self, base_logits: Callable[[Tensor], Tensor], step: Step) -> None:
@@ -95,9 +92,6 @@ class _Steps:
 
     def logits(self, k: int, active: list[int]) -> Tensor:
         return self.base_logits(_rows_of(self.hidden_RH, active))
-
-    def ids(self, k: int, active: list[int]) -> Tensor | None:
-        return None
 
 
 def sample_chain(

@@ -1,16 +1,18 @@
-"""Grouped dynamic causal convolution: a block row mixes with the rows right before it.
+"""DFlash 2: DFlash with a convolution over each block and a selector among candidates.
 
-    conv(x)_i = sum_{o < O} (b_o + d_io[group]) * x_{i-o}      x_{i-o} = 0 before the first row, which is the anchor's
-    d         = W x      one projection of the sublayer's input gives the dynamic parts of both sides
-    y         = x + conv_1(sublayer(conv_0(norm x)))      b: a weight per channel, d: one per group of channels
+    layer      x += conv(attention(conv(norm x)));  x += conv(mlp(conv(norm x)))
+    drafting   top-c tokens of every position, then one sequential choice among them
 
-Rows of a block see each other in both directions in attention, and yet guess apart from each other; the convolution is
-a cheap path from a draft position to the next. Context features do not pass it. At the start it is the identity:
-b_0 = 1, all else 0.
+Attention, context features and the layout (anchor + masks) are DFlash's.
 
-Source: z-lab's DFlash 2 (package `dflash` 0.1.0), whose parameter names these are; the identity start is that of
-public trainers (speculators, TorchSpec).
-Shapes: N blocks, K rows a block, H hidden, G groups, O kernel size, 2 sides: before and behind the sublayer.
+Training. The parallel logits U get DFlash's own objective, which is what brings the true token among the candidates;
+the selector's distribution gets the same objective over the candidates it will have when served, given the true
+previous token. Where the true token is not among them it has no cross-entropy there, as a token outside a reduced
+draft vocabulary has none, and the distance counts the target's mass outside. (speculators and TorchSpec put the true
+token in by force; what such a set accepts is not what is served.)
+
+Source: z-lab's DFlash 2 (package `dflash` 0.1.0).
+Shapes: N blocks, K rows a block, S context slots, H draft hidden.
 """
 
 from __future__ import annotations
@@ -31,6 +33,22 @@ from outrider.drafters.dflash import BlockDrafter, DFlash, DFlashConfig, DraftLa
 from outrider.drafters.draft import Draft
 from outrider.drafters.layers import KeySource, Rope
 from outrider.target.model import Target
+
+# ----------------------------------------------------------------------------
+# Grouped dynamic causal convolution: a block row mixes with the rows right before it.
+#
+#     conv(x)_i = sum_{o < O} (b_o + d_io[group]) * x_{i-o}      x_{i-o} = 0 before the first row, which is the anchor's
+#     d         = W x      one projection of the sublayer's input gives the dynamic parts of both sides
+#     y         = x + conv_1(sublayer(conv_0(norm x)))      b: a weight per channel, d: one per group of channels
+#
+# Rows of a block see each other in both directions in attention, and yet guess apart from each other; the convolution
+# is a cheap path from a draft position to the next. Context features do not pass it. At the start it is the identity:
+# b_0 = 1, all else 0.
+#
+# Source: z-lab's DFlash 2 (package `dflash` 0.1.0), whose parameter names these are; the identity start is that of
+# public trainers (speculators, TorchSpec).
+# Shapes: N blocks, K rows a block, H hidden, G groups, O kernel size, 2 sides: before and behind the sublayer.
+# ----------------------------------------------------------------------------
 
 
 def convolve(x_NKH: Tensor, base_OH: Tensor, dynamic_NKOG: Tensor) -> Tensor:
@@ -66,14 +84,14 @@ class GroupedDynamicConv(nn.Module):
 
 
 # ----------------------------------------------------------------------------
-# The candidate selector: a walk through the likeliest tokens of every position.
+# The candidate selector: a sequential choice among the likeliest tokens of every position.
 #
 #     C_k = the c likeliest tokens of U_k = W_head h_k                 every position on its own, from one parallel pass
 #     s_k(v) = U_k(v) + <A[x_{k-1}] * P h_k, B[v]>   for v in C_k      x_0: the anchor
 #     p_k = warp(softmax(s_k)), zero outside C_k
 #
 # Each p_k is an exact distribution over the vocabulary, so verification stays lossless. A * P h is the latent of a
-# sequential head (drafters/medusa.py) whose output matrix B is asked for c rows only.
+# sequential head (drafters/heads.py) whose output matrix B is asked for c rows only.
 #
 # Source: z-lab's DFlash 2 (package `dflash` 0.1.0), whose parameter names these are. The successors start at zero:
 # training begins with the parallel drafter, uncorrected.
@@ -102,7 +120,7 @@ class CandidateSelector(nn.Module):
 
 
 class CandidateRows(BlockRows):
-    """What `sample_rows` walks through: c logits a position, of tokens that differ from row to row."""
+    """What `sample_rows` draws from: c logits a position, of tokens that differ from row to row."""
 
     def __init__(
         self,
@@ -137,25 +155,6 @@ class CandidateRows(BlockRows):
     def ids(self, k: int, active: list[int]) -> Tensor | None:
         indices_AC = self._indices(k, active)
         return indices_AC if self.draft_ids_Vd is None else self.draft_ids_Vd[indices_AC]
-
-
-# ----------------------------------------------------------------------------
-# DFlash 2: DFlash with a convolution over each block and a selector among candidates.
-#
-#     layer      x += conv(attention(conv(norm x)));  x += conv(mlp(conv(norm x)))        drafters/dflash2.py
-#     drafting   top-c tokens of every position, then one walk through them               drafters/dflash2.py
-#
-# Attention, context features and the layout (anchor + masks) are DFlash's.
-#
-# Training. The parallel logits U get DFlash's own objective, which is what brings the true token among the candidates;
-# the selector's distribution gets the same objective over the candidates it will have when served, given the true
-# previous token. Where the true token is not among them it has no cross-entropy there, as a token outside a reduced
-# draft vocabulary has none, and the distance counts the target's mass outside. (speculators and TorchSpec put the true
-# token in by force; what such a set accepts is not what is served.)
-#
-# Source: z-lab's DFlash 2 (package `dflash` 0.1.0).
-# Shapes: N blocks, K rows a block, S context slots, H draft hidden.
-# ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

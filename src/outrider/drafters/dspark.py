@@ -1,6 +1,6 @@
 """DSpark: DFlash plus a sequential head and a confidence head (semi-autoregressive drafting).
 
-    logits_k = U_k + W2 l_k(x_{k-1}, h_k)      U_k from the parallel backbone, l_k from drafters/medusa.py
+    logits_k = U_k + W2 l_k(x_{k-1}, h_k)      U_k from the parallel backbone, l_k from drafters/heads.py
     c_k      = sigmoid(w^T [h_k; W1[x_{k-1}]])
 
 Source: DSpark, arXiv 2607.05147. Parameter names are those of the DeepSpec dialect. `markov_rank: 0` without a

@@ -326,8 +326,23 @@ class Eagle3Drafter(ModuleDrafter[Eagle3]):
         return self.module.step(state_XH, self.embed(tokens), rope, source)
 
     def with_trees(self, size: TreeSize) -> DynamicTreeDrafter:
-        """The same drafter with dynamic trees of that size."""
-        return dynamic_tree(self, size)
+        """The same drafter with dynamic trees; the paper's depth, if trained so far, and width where `size` has none.
+
+        Raises:
+            ValueError: more nodes than such a tree ever has.
+        """
+        shape = TreeShape(
+            depth=min(TreeShape.depth, self.gamma) if size.depth is None else size.depth,
+            top_k=TreeShape.top_k if size.top_k is None else size.top_k,
+            nodes=size.nodes,
+        )
+        most = shape.top_k + (shape.depth - 1) * shape.top_k**2
+        if shape.nodes > most:
+            raise ValueError(
+                f"a tree of {shape.nodes} nodes: with depth {shape.depth} and top_k {shape.top_k} there are {most} at "
+                "most."
+            )
+        return DynamicTreeDrafter(self, shape)
 
 
 # ----------------------------------------------------------------------------
@@ -467,22 +482,3 @@ class _Growth:
         inherited = self.seen_RMW.gather(1, row_RM[..., None].expand(-1, -1, self.seen_RMW.shape[2]))
         itself = torch.eye(row_RM.shape[1], dtype=torch.bool, device=inherited.device).expand(R, -1, -1)
         self.seen_RMW = torch.cat((inherited, itself), dim=2)
-
-
-def dynamic_tree(drafter: Eagle3Drafter, size: TreeSize) -> DynamicTreeDrafter:
-    """A tree of that size; the paper's depth, if trained so far, and width where it leaves them open.
-
-    Raises:
-        ValueError: more nodes than such a tree ever has.
-    """
-    shape = TreeShape(
-        depth=min(TreeShape.depth, drafter.gamma) if size.depth is None else size.depth,
-        top_k=TreeShape.top_k if size.top_k is None else size.top_k,
-        nodes=size.nodes,
-    )
-    most = shape.top_k + (shape.depth - 1) * shape.top_k**2
-    if shape.nodes > most:
-        raise ValueError(
-            f"a tree of {shape.nodes} nodes: with depth {shape.depth} and top_k {shape.top_k} there are {most} at most."
-        )
-    return DynamicTreeDrafter(drafter, shape)

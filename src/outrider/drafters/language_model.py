@@ -156,7 +156,7 @@ class StandaloneDrafter(Drafter):
         self.gamma = gamma
         self.shared = min(model.vocab_size, target.vocab_size)
         ids_Vd = None if self.shared == target.vocab_size else torch.arange(self.shared, device=target.device)
-        # The logit of the largest probability as it is; `CertaintyEstimator` can learn more (drafters/medusa.py).
+        # The logit of the largest probability as it is; `CertaintyEstimator` can learn more (drafters/heads.py).
         estimator = CertaintyEstimator((1.0, 0.0), (0.0,) * gamma)
         self.heads: ChainHeads = ChainHeads(target.vocab_size, draft_ids_Vd=ids_Vd, estimator=estimator)
         try:

@@ -1,11 +1,7 @@
-"""Keys and values of one draft layer for one request, written in place and read up to an end.
+"""Layers of draft models: the KV cache and session of a request, attention in training and serving, MLP, RoPE.
 
-    slots   0 .. committed-1 | rows of the draft in hand | free
-
-A draft's own rows are written behind what is committed and overwritten by the next draft: forgetting costs nothing.
-The query heads of one key head are folded into rows, so keys are never repeated.
-
-Shapes: T rows, S slots read, Q heads, G kv heads, E head dim.
+Below: `DraftKV` and `DraftSession`; the block mask of training; `Attention` and the key sources that say what its rows
+see; `SwiGLU`; RoPE; draft layers that begin as the target's.
 """
 
 from __future__ import annotations
@@ -24,19 +20,6 @@ from outrider.target.lean import rotate, signed_sin
 from outrider.target.linear import Packable
 from outrider.target.model import Target
 from outrider.utils.distributed import full_tensor
-
-
-class HeadShapes(Protocol):
-    """What a config says of attention."""
-
-    @property
-    def num_attention_heads(self) -> int: ...
-
-    @property
-    def num_key_value_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +46,16 @@ class LayerConfig(DrafterConfig):
 
 
 class DraftKV:
-    """`slots` rows in float32."""
+    """Keys and values of one draft layer for one request in float32, written in place and read up to an end.
 
-    def __init__(self, config: HeadShapes, slots: int, device: torch.device) -> None:
+        slots   0 .. committed-1 | rows of the draft in hand | free
+
+    A draft's own rows are written behind what is committed and overwritten by the next draft: forgetting costs nothing.
+    The query heads of one key head are folded into rows, so keys are never repeated.
+    Shapes: T rows, S slots read, Q heads, G kv heads, E head dim.
+    """
+
+    def __init__(self, config: LayerConfig, slots: int, device: torch.device) -> None:
         self.groups = config.num_attention_heads // config.num_key_value_heads
         shape = (config.num_key_value_heads, slots, config.head_dim)
         self.keys_GSE, self.values_GSE = torch.empty(shape, device=device), torch.empty(shape, device=device)

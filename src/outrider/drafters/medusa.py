@@ -1,4 +1,4 @@
-"""What drafters made of heads on the target's last hidden state share (Medusa, Hydra).
+"""Medusa: K heads on the target's last hidden state, each of which drafts one position; and what Hydra shares with it.
 
     x_{n-2} -> target -> f_{n-2} --LM head-->      x_{n-1}   the anchor: the target's own, committed
                             |----- draft head 1 -> x_1       (position n)
@@ -142,16 +142,22 @@ class HeadsDrafter(ModuleDrafter[H], ABC):
                 session.waiting = [aux_TLD[end - 1 : end, -1].float().clone()]  # not a view that keeps a prefill alive
 
     @abstractmethod
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
-        """A chain per call."""
-
-    @abstractmethod
     def levels(self, calls: Sequence[DraftCall], depth: int) -> Level:
         """Draft logits for a tree of that depth, level by level; temperatures and penalties left out."""
 
     def with_trees(self, size: TreeSize) -> StaticTreeDrafter:
-        """The same drafter with trees of fixed shape."""
-        return static_tree(self, size)
+        """The same drafter with the best tree of so many nodes for its accuracies, assumed ones if none were measured.
+
+        Raises:
+            ValueError: a depth or a width is asked for, or there are not that many paths.
+        """
+        if size.shaped:
+            raise ValueError(
+                f"tree {size}: the shape of this drafter's trees follows from how often each head's candidates are "
+                f"right (outrider calibrate); ask for {size.nodes} nodes alone. depth and top_k are for trees that "
+                "grow."
+            )
+        return StaticTreeDrafter(self, best_tree(self.accuracy or assumed_accuracy(self.gamma), size.nodes))
 
     def newest(self, calls: Sequence[DraftCall]) -> Tensor:
         """The features that a block reads, [R, H]."""
@@ -222,26 +228,12 @@ def _chosen(tree: CandidateTree, tokens: list[int], call: DraftCall) -> Draft:
     return Draft([tokens[i] for i in fitting], kept.parents)
 
 
-def static_tree(drafter: HeadsDrafter, size: TreeSize) -> StaticTreeDrafter:
-    """The best tree of so many nodes for the drafter's accuracies, or for assumed ones where nobody has measured them.
-
-    Raises:
-        ValueError: a depth or a width is asked for, or there are not that many paths.
-    """
-    if size.shaped:
-        raise ValueError(
-            f"tree {size}: the shape of this drafter's trees follows from how often each head's candidates are right "
-            f"(outrider calibrate); ask for {size.nodes} nodes alone. depth and top_k are for trees that grow."
-        )
-    return StaticTreeDrafter(drafter, best_tree(drafter.accuracy or assumed_accuracy(drafter.gamma), size.nodes))
-
-
 # ----------------------------------------------------------------------------
 # Medusa: K heads that read the same hidden state, and nothing of each other.
 #
 #     h_k = f + SiLU(W_k f + b_k)  (and further layers),    p_k = softmax(LM head h_k)      k = 1 .. K
 #
-# f is the target's last hidden state at the token before the anchor (drafters/medusa.py). Because no head sees what the
+# f is the target's last hidden state at the token before the anchor. Because no head sees what the
 # others drew, all K run at once, and candidates form a tree without another pass (drafters/trees.py).
 #
 # Source: Medusa, arXiv 2401.10774, section 2.1. Departure: the release trains a vocabulary matrix per head (V x H
