@@ -335,8 +335,8 @@ def test_the_demo_measures_the_shipped_drafter_too(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(demo, "report", lambda results, out, console: None)
     monkeypatch.setattr(
         demo,
-        "run_evaluation",
-        lambda *_, settings, policy, **__: measured.append((settings["drafter"], policy)),
+        "evaluate",
+        lambda *_, recorded, policy, **__: measured.append((recorded["drafter"], policy)),
     )
     demo.demo([f"target={toy / 'target'}"], out=tmp_path / "out", eval_samples=2, eval_tokens=8)
     assert measured == [(str(fresh), ThresholdPolicy(0.25))]

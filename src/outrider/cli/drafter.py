@@ -136,9 +136,7 @@ class DrafterChoice:
         if block_size is not None or tree is not None:
             raise ValueError(f"a drafter of kind {self.kind} has neither blocks nor trees: leave both options out.")
         if self.kind == "ngram":
-            config = NgramConfig() if self.gamma is None else NgramConfig(self.gamma)
-            drafter = NgramDrafter(config)
-            return OpenedDrafter(drafter, f"ngram@{config.gamma}", "ngram", 0)
+            return self.open_ngram()
         gamma = StandaloneConfig.gamma if self.gamma is None else self.gamma
         try:
             model = load(self.where, target.device, target.dtype)
@@ -147,6 +145,11 @@ class DrafterChoice:
             raise ValueError(f"--drafter lm:{self.where}: {error}") from error
         parameters = sum(parameter.numel() for parameter in model.model.parameters())
         return OpenedDrafter(small, f"lm:{self.where}@{gamma}", "lm", parameters)
+
+    def open_ngram(self) -> OpenedDrafter:
+        """A drafter that copies from the text so far, for any target."""
+        config = NgramConfig() if self.gamma is None else NgramConfig(self.gamma)
+        return OpenedDrafter(NgramDrafter(config), f"ngram@{config.gamma}", "ngram", 0)
 
     def speculation(self, engine: ExternalEngine, target: str, file: str | None = None) -> Speculation:
         """As `engine` is told of it, with as many drafts as it makes.
@@ -285,8 +288,7 @@ def open_for_mlx(
         drafter = MLXDrafter(checkpoint, target)
         return OpenedDrafter(drafter, choice.where, module.algorithm, parameters, checkpoint.metadata)
     if choice.kind == "ngram":
-        config = NgramConfig() if choice.gamma is None else NgramConfig(choice.gamma)
-        return OpenedDrafter(NgramDrafter(config), f"ngram@{config.gamma}", "ngram", 0)
+        return choice.open_ngram()
     raise ValueError(
         f"--backend mlx drafts with a DFlash or DSpark directory or with ngram, not with {choice.kind}:{choice.where}."
     )

@@ -26,7 +26,6 @@ from outrider.cli.common import (
 from outrider.cli.drafter import AUTO, load_for_mlx, mlx_versions, open_for_mlx, require_drafter, warn_of_thinking
 from outrider.cli.options import CHOICES, DRAFTS, FILES, GENERAL, MODELS, PROMPTS, option, rare
 from outrider.data.sources import TaskSettings, load_prompts
-from outrider.drafters.base import Drafter
 from outrider.drafters.draft import TREE_FORM, TreeSize
 from outrider.evaluation.comparison import (
     compare,
@@ -42,14 +41,11 @@ from outrider.evaluation.doctor.examine import as_json, examine, print_report, v
 from outrider.evaluation.draft_cost import cost_table, load_costs, measure_costs
 from outrider.evaluation.evaluate import evaluate
 from outrider.evaluation.report import table, write_report
-from outrider.evaluation.results import DrafterInfo, Results
+from outrider.evaluation.results import Results
 from outrider.sampling import SamplingParams
-from outrider.scheduling.policies import Policy
 from outrider.target.hub import EMBEDDED_ID
-from outrider.target.model import Target
-from outrider.utils.distributed import ALONE, Ranks, join
+from outrider.utils.distributed import join
 from outrider.utils.measure import set_up, versions
-from outrider.verification import TypicalAcceptance
 
 
 def evaluate_command(
@@ -97,58 +93,31 @@ def evaluate_command(
         loaded: Any = load_for_mlx(target) if on_mlx else load(target, ranks.device)
         opened = open_for_mlx(choice, loaded, block_size, size) if on_mlx else choice.open(loaded, block_size, size)
         config = TaskSettings(max_samples, max_new_tokens, params, thinking=thinking)
-        results = run_evaluation(
-            loaded,
-            opened.drafter,
-            split_names(tasks),
-            config=config,
-            policy=policy,
-            settings={
-                "drafter": opened.name,
-                "drafter_step": opened.metadata.get("step"),
-                "draft_length": draft_length,
-                "confidence_threshold": confidence_threshold,
-                "block_size": block_size,
-                "tree": None if size is None else size.setting,
-                **({"backend": mlx_versions()} if on_mlx else {}),
-            },
-            console=console,
-            drafter_info=opened.info(label),
-            lossy=lossy,
-            ranks=ranks,
-        )
+        about = {
+            "drafter": opened.name,
+            "drafter_step": opened.metadata.get("step"),
+            "draft_length": draft_length,
+            "confidence_threshold": confidence_threshold,
+            "block_size": block_size,
+            "tree": None if size is None else size.setting,
+            **({"backend": mlx_versions()} if on_mlx else {}),
+        }
+        with counting(console, "eval") as on_progress:
+            results = evaluate(
+                loaded,
+                opened.drafter,
+                split_names(tasks),
+                config,
+                opened.info(label),
+                policy=policy,
+                recorded=about,
+                versions=versions(),
+                on_progress=on_progress,
+                typical=lossy,
+                ranks=ranks,
+            )
         if ranks.main:
             report(results, out, console)
-
-
-def run_evaluation(
-    target: Target,
-    drafter: Drafter,
-    tasks: list[str],
-    *,
-    config: TaskSettings,
-    policy: Policy,
-    settings: dict[str, object],
-    console: Console,
-    drafter_info: DrafterInfo,
-    lossy: TypicalAcceptance | None = None,
-    ranks: Ranks = ALONE,
-) -> Results:
-    """`evaluate` with a progress bar."""
-    with counting(console, "eval") as on_progress:
-        return evaluate(
-            target,
-            drafter,
-            tasks,
-            config,
-            drafter_info,
-            policy=policy,
-            recorded=settings,
-            versions=versions(),
-            on_progress=on_progress,
-            typical=lossy,
-            ranks=ranks,
-        )
 
 
 def report(results: Results, out: Path, console: Console) -> None:

@@ -20,20 +20,21 @@ from outrider.checkpoints.checkpoint import load_checkpoint, read_metadata
 from outrider.checkpoints.published import shipped_drafter
 from outrider.cli import options as opt
 from outrider.cli.calibrate import calibrate_command
-from outrider.cli.common import choose_policy, choose_tree, choose_typical, load, split_names
+from outrider.cli.common import choose_policy, choose_tree, choose_typical, counting, load, split_names
 from outrider.cli.drafter import recommended_threshold, require_drafter
-from outrider.cli.evaluate import bench_drafters, evaluate_command, report, run_evaluation
+from outrider.cli.evaluate import bench_drafters, evaluate_command, report
 from outrider.cli.options import FILES, GENERAL, PROMPTS, option, verb_options
 from outrider.cli.train import run_training
 from outrider.data.sources import TaskSettings, load_prompts, load_tasks
 from outrider.drafters.registry import method_of
 from outrider.evaluation.comparison import differences
+from outrider.evaluation.evaluate import evaluate
 from outrider.evaluation.experiment import ExperimentTable, Stage, load_table, plan
 from outrider.evaluation.results import DrafterInfo, TrainingInfo
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from outrider.training.recipe import load_recipe
-from outrider.utils.measure import set_up
+from outrider.utils.measure import set_up, versions
 
 _VERBS: dict[str, Callable[..., None]] = {
     "eval": evaluate_command,
@@ -203,14 +204,16 @@ def _measure(
     packed, training = checkpoint.packed(target), TrainingInfo.of(checkpoint.metadata)
     algorithm = checkpoint.drafter.algorithm
     info = DrafterInfo(label=algorithm, algorithm=algorithm, gamma=packed.gamma, training=training)
-    results = run_evaluation(
-        target,
-        packed,
-        _TASKS,
-        config=config,
-        policy=policy,
-        settings={"drafter": str(directory)},
-        console=console,
-        drafter_info=info,
-    )
+    with counting(console, "eval") as on_progress:
+        results = evaluate(
+            target,
+            packed,
+            _TASKS,
+            config,
+            info,
+            policy=policy,
+            recorded={"drafter": str(directory)},
+            versions=versions(),
+            on_progress=on_progress,
+        )
     report(results, out, console)
