@@ -63,12 +63,12 @@ def main(
     set_up(chosen.threads)
     run = prepare(chosen, load(chosen.target, chosen.device, getattr(torch, chosen.precision)))
     checkpoint = load_checkpoint(drafter or Path(chosen.out) / "drafter", run.target.device, run.target.num_layers)
-    ids = checkpoint.draft_ids_Vd
+    ids = checkpoint.weights.draft_ids_Vd
     if ids is None:
         ids = torch.arange(run.target.vocab_size, device=run.target.device)
     objective = BlockObjective(run.target, ids, chosen.objective)
     effect = store_effect(
-        run.target, checkpoint.drafter, objective, run.held_out, ("bf16", "int8", "fp8"), _ANCHORS_PER_SAMPLE
+        run.target, checkpoint.weights.module, objective, run.held_out, ("bf16", "int8", "fp8"), _ANCHORS_PER_SAMPLE
     )
     table = Table("features", "loss", "tau, temperature 0", "tau, temperature 1")
     for name, metrics in effect.items():

@@ -13,6 +13,7 @@ import outrider.cli.evaluate as bench_drafters
 import outrider.cli.evaluate as evaluate
 import outrider.cli.generate as generate
 from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import Target, load_target
@@ -55,7 +56,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = DSparkConfig(**shapes, vocab_size=size, draft_vocab_size=size, target_layer_ids=(1, 3))
         drafter = DSpark(config)
         randomise(drafter)
-        save_drafter(Checkpoint(drafter), directory / name)
+        save_drafter(Checkpoint(DrafterWeights(drafter)), directory / name)
     return directory
 
 

@@ -353,7 +353,7 @@ def test_commands() -> None:
     ("name", "method"), [(engine.name, method) for engine in LAUNCHED for method in engine.dialects]
 )
 def test_a_launched_engine_drafts_as_an_exports_command_says(name: str, method: str) -> None:
-    parts = made(method).parts()
+    parts = made(method).weights.folded()
     given = launch(method, parts.config.gamma, target="t.gguf", drafter="drafter.gguf")
     words = shlex.split(engine_of(name).serve(parts, "drafter.gguf", "t.gguf")[-1])
     first = next(word for word in words if word in ("--speculative-config", "--speculative-draft-model-path", "-md"))

@@ -19,7 +19,7 @@ from outrider.backends.registry import engine_of, exporters
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.checkpoints.dialects.base import TargetFacts
 from outrider.cli.main import app
-from outrider.drafters.base import DraftCall, Serving
+from outrider.drafters.base import DraftCall, DrafterWeights
 from outrider.drafters.eagle3 import Eagle3
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
@@ -39,7 +39,7 @@ def facts_of(target: Target) -> TargetFacts:
 
 def drafts(checkpoint: Checkpoint, target: Target) -> list[list[int]]:
     """Greedy drafts after contexts of three lengths."""
-    drafter = checkpoint.packed(target)
+    drafter = checkpoint.serve(target)
     found: list[list[int]] = []
     for length, seed in ((9, 1), (1, 2), (14, 3)):
         generator = torch.Generator().manual_seed(seed)
@@ -80,31 +80,37 @@ def test_heads_and_embeddings_of_a_drafters_own_are_served(method: str, own: str
     """A drafter with its own tensors drafts on one target as without them on a target that has them."""
     target = toy_target("qwen3")
     checkpoint = made(method, own)
-    head = target.head_VD if checkpoint.head is None or own == "heads" else checkpoint.head
-    embedding_VH = target.embed_VD if checkpoint.embedding_VH is None else checkpoint.embedding_VH
+    head = target.head_VD if checkpoint.weights.head_VdH is None or own == "heads" else checkpoint.weights.head_VdH
+    embedding_VH = target.embed_VD if checkpoint.weights.embedding_VH is None else checkpoint.weights.embedding_VH
     model = toy_target("qwen3").model
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(head.clone())
     model.model.embed_tokens.weight = torch.nn.Parameter(embedding_VH.clone())
-    theirs = drafts(replace(checkpoint, head=None, embedding_VH=None), Target(model, None, "toy"))
+    theirs = drafts(
+        Checkpoint(replace(checkpoint.weights, head_VdH=None, embedding_VH=None)), Target(model, None, "toy")
+    )
     mine = drafts(checkpoint, target)
     if own == "heads":  # each position is that of a drafter with this head alone
-        assert checkpoint.head is not None
-        one_each = [drafts(replace(checkpoint, head=one), target) for one in checkpoint.head]
+        assert checkpoint.weights.head_VdH is not None
+        one_each = [
+            drafts(Checkpoint(replace(checkpoint.weights, head_VdH=one)), target) for one in checkpoint.weights.head_VdH
+        ]
         theirs = [[one_each[k][i][k] for k in range(3)] for i in range(3)]
         assert mine != one_each[0]
     assert mine == theirs
-    assert mine != drafts(replace(checkpoint, head=None, embedding_VH=None), target)
+    assert mine != drafts(Checkpoint(replace(checkpoint.weights, head_VdH=None, embedding_VH=None)), target)
 
 
 def test_the_targets_own_tensors_are_not_kept_twice() -> None:
     target = toy_target("qwen3")
-    copies = Serving(None, head_VdH=target.head_VD.clone(), embedding_VH=target.embed_VD.clone()).for_target(target)
+    module = made("dspark").weights.module
+    own = DrafterWeights(module, head_VdH=target.head_VD.clone(), embedding_VH=target.embed_VD.clone())
+    copies = own.for_target(target)
     assert copies.head_VdH is None and copies.embedding_VH is None
-    several = Serving(None, head_VdH=torch.stack([target.head_VD] * 3)).for_target(target)
+    several = DrafterWeights(module, head_VdH=torch.stack([target.head_VD] * 3)).for_target(target)
     assert several.head_VdH is None
     other = torch.stack([target.head_VD, target.head_VD + 1])
-    assert Serving(None, head_VdH=other).for_target(target).head_VdH is other
+    assert DrafterWeights(module, head_VdH=other).for_target(target).head_VdH is other
 
 
 @pytest.mark.parametrize(
@@ -122,7 +128,9 @@ def test_eagle3_with_the_flags_of_other_makers_is_served_as_it_is_trained(change
         randomise(module)
     assert check_alignment(target, flagged, toy_samples(3), torch.arange(97)) > 30
     flagged.load_state_dict(plain.state_dict(), strict=False)
-    assert drafts(Checkpoint(plain), target) != drafts(Checkpoint(flagged), target), "the flags matter"
+    assert drafts(Checkpoint(DrafterWeights(plain)), target) != drafts(Checkpoint(DrafterWeights(flagged)), target), (
+        "the flags matter"
+    )
 
 
 MIXED: Change = {
@@ -184,16 +192,16 @@ def test_llama_cpp_is_given_no_tensors_of_the_targets(tmp_path: Path) -> None:
     """It would draft with an embedding that comes without a head; a reduced vocabulary's head is what it needs."""
     engine = engine_of("llama.cpp")
     whole, reduced = (
-        engine.write(made("dspark", **change).parts(), FACTS) for change in ({}, {"draft_vocab_size": VD})
+        engine.write(made("dspark", **change).weights.folded(), FACTS) for change in ({}, {"draft_vocab_size": VD})
     )
     assert not {"lm_head.weight", "embed_tokens.weight"} & set(whole.tensors)
     assert torch.equal(
-        reduced.tensors["lm_head.weight"], FACTS.head_VH[made("dspark", draft_vocab_size=VD).draft_ids_Vd]
+        reduced.tensors["lm_head.weight"], FACTS.head_VH[made("dspark", draft_vocab_size=VD).weights.draft_ids_Vd]
     )
     assert "embed_tokens.weight" not in reduced.tensors
     for method, own in (("dspark", "embedding"), ("dflash", "head")):
         with pytest.raises(ValueError, match="of the drafter's own have no place there"):
-            engine.write(made(method, own).parts(), FACTS)
+            engine.write(made(method, own).weights.folded(), FACTS)
 
 
 def test_every_head_has_an_engine_or_a_dialect(tmp_path: Path) -> None:
@@ -204,7 +212,7 @@ def test_every_head_has_an_engine_or_a_dialect(tmp_path: Path) -> None:
 
 
 def test_sglang_finds_the_block_in_its_section_and_at_the_top() -> None:
-    config = engine_of("sglang").write(made("dspark").parts(), FACTS).config
+    config = engine_of("sglang").write(made("dspark").weights.folded(), FACTS).config
     section = config["dflash_config"]
     assert section["block_size"] == config["block_size"] == 4 and section["markov_rank"] == config["markov_rank"] == 6
     assert section["target_layer_ids"] == config["target_layer_ids"] == [0, 2, 3]
@@ -212,7 +220,7 @@ def test_sglang_finds_the_block_in_its_section_and_at_the_top() -> None:
 
 def test_the_commands(tmp_path: Path) -> None:
     commands = {
-        engine: " ".join(engine_of(engine).serve(made("dspark").parts(), "my drafter", "org/target"))
+        engine: " ".join(engine_of(engine).serve(made("dspark").weights.folded(), "my drafter", "org/target"))
         for engine in ("vllm", "sglang", "llama.cpp")
     }
     words = shlex.split(commands["vllm"])
@@ -221,13 +229,13 @@ def test_the_commands(tmp_path: Path) -> None:
     assert "--speculative-algorithm DSPARK --speculative-dspark-block-size 4" in commands["sglang"]
     assert "--target-model-dir TARGET" in commands["llama.cpp"]
     assert "--spec-type draft-dspark --spec-draft-n-max 4" in commands["llama.cpp"]
-    eagle = engine_of("sglang").serve(made("eagle3").parts(), "d", "t")[0]
+    eagle = engine_of("sglang").serve(made("eagle3").weights.folded(), "d", "t")[0]
     assert "--speculative-algorithm EAGLE3 --speculative-num-steps 4" in eagle and "draft-tokens 5" in eagle
 
 
 def test_engines_run_dflash_2_under_dflashs_name() -> None:
     commands = {
-        engine: " ".join(engine_of(engine).serve(made("dflash2").parts(), "d", "t"))
+        engine: " ".join(engine_of(engine).serve(made("dflash2").weights.folded(), "d", "t"))
         for engine in ("vllm", "speculators", "sglang", "llama.cpp")
     }
     for engine in ("vllm", "speculators"):
@@ -256,14 +264,14 @@ def test_calibration_is_named_where_an_engine_has_no_place_for_it(tmp_path: Path
 
 
 def test_exchange_dialects_name_their_makers_commands() -> None:
-    (zlab,) = engine_of("zlab").serve(made("dflash").parts(), "my drafter", "org/target")
+    (zlab,) = engine_of("zlab").serve(made("dflash").weights.folded(), "my drafter", "org/target")
     parse = importlib.import_module("dflash.cli")._parser().parse_args
     seen = parse(shlex.split(zlab)[1:])
     assert (seen.model, seen.draft, seen.prompt) == ("org/target", "my drafter", "PROMPT")
-    where, deepspec = engine_of("deepspec").serve(made("dspark").parts(), "my drafter", "org/target")
+    where, deepspec = engine_of("deepspec").serve(made("dspark").weights.folded(), "my drafter", "org/target")
     assert where.startswith("# ") and "DeepSpec" in where
     assert shlex.split(deepspec)[2:] == ["--target_name_or_path", "org/target", "--draft_name_or_path", "my drafter"]
-    reason, ours = engine_of("speculators").serve(made("mtp").parts(), "d", "t")
+    reason, ours = engine_of("speculators").serve(made("mtp").weights.folded(), "d", "t")
     assert "for exchange" in reason and ours.startswith("outrider generate")
 
 

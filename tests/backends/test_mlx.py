@@ -28,7 +28,7 @@ from outrider.data.conversations import Conversation
 from outrider.data.sources import TaskSettings
 from outrider.decoding.generate import acceptance, generate, stream
 from outrider.decoding.request import SingleRequest, StopRules
-from outrider.drafters.base import DraftCall
+from outrider.drafters.base import DraftCall, DrafterWeights
 from outrider.drafters.dflash import FULL, SLIDING, DFlash, DFlashConfig
 from outrider.drafters.draft import Draft
 from outrider.drafters.dspark import DSpark, DSparkConfig
@@ -222,7 +222,7 @@ def test_a_bfloat16_target_drafts_in_bfloat16() -> None:
 def checkpoint(config: DFlashConfig, seed: int = 0, ids: list[int] | None = None) -> Checkpoint:
     drafter = (DSpark if isinstance(config, DSparkConfig) else DFlash)(config)
     randomise(drafter, seed)
-    return Checkpoint(drafter.eval().requires_grad_(False), None if ids is None else torch.tensor(ids))
+    return Checkpoint(DrafterWeights(drafter.eval().requires_grad_(False), None if ids is None else torch.tensor(ids)))
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +254,7 @@ def test_the_drafter_is_the_torch_drafter(case: str, both: tuple[Target, MLXTarg
     target, ours = both
     config = CASES[case]
     made = checkpoint(config, ids=None if config.draft_vocab_size == 97 else list(range(60, 0, -2)))
-    packed, drafter = made.packed(target), MLXDrafter(made, ours)
+    packed, drafter = made.serve(target), MLXDrafter(made, ours)
     assert drafter.aux_layers == packed.aux_layers and drafter.gamma == packed.gamma
     sessions = packed.new_session(64), drafter.new_session(64)
     torch.manual_seed(1)
@@ -280,7 +280,7 @@ def call(session: Any, anchor: int) -> DraftCall:
 def test_calibration_reaches_the_confidences(both: tuple[Target, MLXTarget]) -> None:
     plain = checkpoint(toy_config())
     stored = {"temperatures": [2.0] * 4, "offsets": [0.5] * 4}
-    calibrated = Checkpoint(plain.drafter, metadata={"calibration": stored})
+    calibrated = Checkpoint(plain.weights, {"calibration": stored})
     found = []
     for made in (plain, calibrated):
         drafter = MLXDrafter(made, both[1])
@@ -296,10 +296,10 @@ def test_what_cannot_draft_here_is_refused(both: tuple[Target, MLXTarget]) -> No
         hidden_size=32, vocab_size=97, draft_vocab_size=97, num_target_layers=5, num_heads=2, num_layers=1
     )
     with pytest.raises(ValueError, match=r"drafts with dflash and dspark.*this drafter is medusa"):
-        MLXDrafter(Checkpoint(Medusa(config)), both[1])
+        MLXDrafter(Checkpoint(DrafterWeights(Medusa(config))), both[1])
     example = Bigram(BigramConfig.from_target(both[0]))  # the drafter of docs/add-a-drafter.md
     with pytest.raises(ValueError, match=r"drafts with dflash and dspark.*this drafter is bigram"):
-        MLXDrafter(Checkpoint(example), both[1])
+        MLXDrafter(Checkpoint(DrafterWeights(example)), both[1])
     with pytest.raises(ValueError, match="made for another target: num_target_layers is 9"):
         MLXDrafter(checkpoint(toy_config(num_target_layers=9)), both[1])
     with pytest.raises(ValueError, match="chains, not trees"):
@@ -309,21 +309,21 @@ def test_what_cannot_draft_here_is_refused(both: tuple[Target, MLXTarget]) -> No
 def target_copies(target: Target, ids: list[int] | None) -> dict[str, Tensor]:
     """The two tensors that DeepSpec and speculators store once more."""
     rows = target.head_VD if ids is None else target.head_VD[ids]
-    return {"head": rows.clone(), "embedding_VH": target.embed_VD.clone()}
+    return {"head_VdH": rows.clone(), "embedding_VH": target.embed_VD.clone()}
 
 
 @pytest.mark.parametrize("ids", [None, list(range(60, 0, -2))])
 def test_copies_of_the_targets_tensors_are_shared(ids: list[int] | None, both: tuple[Target, MLXTarget]) -> None:
     target, ours = both
     bare = checkpoint(toy_config(draft_vocab_size=97 if ids is None else 30), ids=ids)
-    drafter = MLXDrafter(replace(bare, **target_copies(target, ids)), ours)
+    drafter = MLXDrafter(Checkpoint(replace(bare.weights, **target_copies(target, ids))), ours)
     assert drafter.embed is ours.embed
     head = drafter.head.parameters["weight"]
     assert ids is not None or head is ours.head.weight
-    torch.testing.assert_close(to_torch(head), target_copies(target, ids)["head"], atol=0, rtol=0)
+    torch.testing.assert_close(to_torch(head), target_copies(target, ids)["head_VdH"], atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("own", [("head",), ("embedding_VH",), ("head", "embedding_VH")])
+@pytest.mark.parametrize("own", [("head_VdH",), ("embedding_VH",), ("head_VdH", "embedding_VH")])
 @pytest.mark.parametrize("ids", [None, list(range(60, 0, -2))])
 def test_a_head_and_an_embedding_of_its_own_draft_as_in_torch(
     own: tuple[str, ...], ids: list[int] | None, both: tuple[Target, MLXTarget]
@@ -332,8 +332,10 @@ def test_a_head_and_an_embedding_of_its_own_draft_as_in_torch(
     bare = checkpoint(toy_config(draft_vocab_size=97 if ids is None else 30), ids=ids)
     copies = target_copies(target, ids)
     torch.manual_seed(3)
-    made = replace(bare, **{name: copies[name] + 0.3 * torch.randn_like(copies[name]) for name in own})
-    drafters = made.packed(target), MLXDrafter(made, ours), MLXDrafter(bare, ours)
+    made = Checkpoint(
+        replace(bare.weights, **{name: copies[name] + 0.3 * torch.randn_like(copies[name]) for name in own})
+    )
+    drafters = made.serve(target), MLXDrafter(made, ours), MLXDrafter(bare, ours)
     rows = []
     for drafter in drafters:
         session: Any = drafter.new_session(16)
@@ -347,15 +349,15 @@ def test_a_head_and_an_embedding_of_its_own_draft_as_in_torch(
 def test_copies_of_what_a_quantised_target_was_made_from_are_shared() -> None:
     """They quantise to its very bits; a head that is no copy is served as it is."""
     model, config = mlx_model("qwen3", hidden_size=64, intermediate_size=64)
-    sources = {"head": model.lm_head.weight, "embedding_VH": model.model.embed_tokens.weight}
+    sources = {"head_VdH": model.lm_head.weight, "embedding_VH": model.model.embed_tokens.weight}
     copies = {name: to_torch(weight) for name, weight in sources.items()}
     mlx_nn.quantize(model, group_size=32, bits=4)
     target = MLXTarget(model, config, None, "quantised")
     made = checkpoint(toy_config(hidden_size=64))
-    shared = MLXDrafter(replace(made, **copies), target)
+    shared = MLXDrafter(Checkpoint(replace(made.weights, **copies)), target)
     assert shared.embed is target.embed and shared.head.quantised["bits"] == 4
     changed = {name: copy + (torch.arange(64) == 5) * 1.0 for name, copy in copies.items()}
-    apart = MLXDrafter(replace(made, **changed), target)
+    apart = MLXDrafter(Checkpoint(replace(made.weights, **changed)), target)
     assert not apart.head.quantised and torch.equal(to_torch(apart.embed.weight), changed["embedding_VH"])
     found = generate(target, PROMPT, apart, rules=StopRules(24, ()))
     assert found.tokens == plain_mlx(target, PROMPT, 24)
@@ -363,9 +365,9 @@ def test_copies_of_what_a_quantised_target_was_made_from_are_shared() -> None:
 
 def test_another_factor_of_embeddings_is_refused(both: tuple[Target, MLXTarget]) -> None:
     made = checkpoint(toy_config(dspark=False))
-    MLXDrafter(replace(made, embedding_scale=1.0), both[1])
+    MLXDrafter(Checkpoint(replace(made.weights, embedding_scale=1.0)), both[1])
     with pytest.raises(ValueError, match=r"input_embedding_scale is 5\.65, and .* multiplies embeddings by 1:"):
-        MLXDrafter(replace(made, embedding_scale=5.65), both[1])
+        MLXDrafter(Checkpoint(replace(made.weights, embedding_scale=5.65)), both[1])
 
 
 # --- distributions
@@ -385,7 +387,7 @@ def test_sampled_text_and_rounds_are_those_of_torch(
 ) -> None:
     """The same seed draws the same tokens, accepts the same drafts and stops at the same doubts."""
     made, rules = checkpoint(toy_config()), StopRules(40, ())
-    theirs = generate(both[0], PROMPT, made.packed(both[0]), params, rules, policy)
+    theirs = generate(both[0], PROMPT, made.serve(both[0]), params, rules, policy)
     mine = generate(both[1], PROMPT, MLXDrafter(made, both[1]), params, rules, policy)
     assert mine.tokens == theirs.tokens
     assert [(r.proposed, r.accepted) for r in mine.rounds] == [(r.proposed, r.accepted) for r in theirs.rounds]
@@ -555,7 +557,7 @@ def test_smollm_with_the_shipped_drafter() -> None:
     assert where is not None
     made, rules = load_checkpoint(where), StopRules(16)
     ours, target = load_mlx_target(EMBEDDED_ID), load_target(EMBEDDED_ID)
-    drafter, packed = MLXDrafter(made, ours), made.packed(target)
+    drafter, packed = MLXDrafter(made, ours), made.serve(target)
     rounds: dict[str, list[Any]] = {"mlx": [], "torch": []}
     for question in ("What is 12 times 7? Think step by step.", "Write a Python function that reverses a list."):
         prompt = render(ours.tokenizer, [question], [])

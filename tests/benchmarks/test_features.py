@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import features
 from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from tests.toys.target_directory import save_toy_target
 from tests.toys.targets import randomise
@@ -30,7 +31,7 @@ def test_a_row_for_every_dtype(
     shapes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_target_layers": 5, "mask_token_id": 3}
     drafter = DSpark(DSparkConfig(**shapes, vocab_size=vocab, draft_vocab_size=vocab, target_layer_ids=(1, 3)))
     randomise(drafter)
-    save_drafter(Checkpoint(drafter), tmp_path / "drafter")
+    save_drafter(Checkpoint(DrafterWeights(drafter)), tmp_path / "drafter")
     features.main(tmp_path / "recipe.yaml", drafter=tmp_path / "drafter")
     said = capsys.readouterr().out
     assert all(name in said for name in ("float16", "bf16", "int8", "fp8", "tau"))

@@ -43,7 +43,7 @@ from outrider.data.conversations import Conversation
 from outrider.data.sources import TaskSettings
 from outrider.decoding.generate import RoundStats, generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import Serving
+from outrider.drafters.base import DraftCalibration, DrafterWeights
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.draft import Draft
 from outrider.drafters.dspark import DSpark, DSparkConfig
@@ -185,7 +185,7 @@ def test_rounds_of_a_generation() -> None:
 def drafter_of(temperatures: list[float] | None) -> BlockDrafter:
     drafter = DSpark(toy_config())
     randomise(drafter)
-    return BlockDrafter(drafter, toy_target(), Serving(temperatures=temperatures))
+    return BlockDrafter(DrafterWeights(drafter), toy_target(), DraftCalibration(temperatures=temperatures))
 
 
 def test_decoding_reports_tempered_confidences_and_the_threshold_uses_them() -> None:
@@ -227,7 +227,7 @@ def test_a_head_that_reads_only_hidden_states_is_tempered_too() -> None:
     assert isinstance(config, DSparkConfig)
     drafter = DSpark(config)
     randomise(drafter)
-    packed = BlockDrafter(drafter, toy_target(), Serving(temperatures=[100.0] * 4))
+    packed = BlockDrafter(DrafterWeights(drafter), toy_target(), DraftCalibration(temperatures=[100.0] * 4))
     found = generate(toy_target(), [5, 6], packed, rules=StopRules(9, stop_ids=()))
     assert all(abs(c - 0.5) < 0.05 for r in found.rounds for c in r.confidences)
 
@@ -258,7 +258,7 @@ def test_blocks_after_every_token_contain_the_rounds_of_decoding(dspark: bool) -
     module = DSpark(toy_config()) if dspark else DFlash(toy_config(dspark=False))
     randomise(module)
     drafter, probe = (
-        BlockDrafter(module, target, Serving(estimator=None if dspark else FeatureRecorder())),
+        BlockDrafter(DrafterWeights(module), target, DraftCalibration(estimator=None if dspark else FeatureRecorder())),
         FeatureRecorder(),
     )
     drafter.heads = ChainHeads(97, drafter.heads.sequential, drafter.heads.confidence, estimator=probe)
@@ -280,7 +280,7 @@ def test_families_that_cannot_be_batched_are_calibrated_too(monkeypatch: pytest.
     target = load_target(str(tmp_path))
     module = DSpark(toy_config(vocab_size=vocab, draft_vocab_size=vocab))
     randomise(module)
-    drafter, config = BlockDrafter(module, target), TaskSettings(max_new_tokens=12)
+    drafter, config = BlockDrafter(DrafterWeights(module), target), TaskSettings(max_new_tokens=12)
     conversations = [Conversation(str(i), (f"say {i}", "more")[: i + 1]) for i in range(2)]
     together = collect(target, drafter, conversations, config)
     changed = type(target.config)(**target.config.to_dict())
@@ -309,7 +309,7 @@ def test_the_thinking_mode_reaches_the_template(
         return [prompt[:2] for prompt in prompts]
 
     monkeypatch.setattr("outrider.calibration.collect.target_texts", answered)
-    drafter = BlockDrafter(DSpark(toy_config(vocab_size=vocab, draft_vocab_size=vocab)), target)
+    drafter = BlockDrafter(DrafterWeights(DSpark(toy_config(vocab_size=vocab, draft_vocab_size=vocab))), target)
     config = TaskSettings(max_new_tokens=2, thinking=thinking)
     collect(target, drafter, [Conversation("a", ("say",))], config)
     assert [target.tokenizer.decode(prompt) for prompt in asked] == ["sayT" if thinking else "say"]

@@ -14,7 +14,7 @@ from outrider.calibration.candidates import expected_lengths, true_ranks
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, read_metadata, save_drafter
 from outrider.cli.drafter import DrafterChoice
 from outrider.data.sources import TaskSettings
-from outrider.drafters.base import Serving
+from outrider.drafters.base import DraftCalibration, DrafterWeights
 from outrider.drafters.draft import TreeSize
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config
 from outrider.drafters.hydra import Hydra, HydraConfig, HydraDrafter
@@ -43,8 +43,8 @@ def served(name: str, target: Target) -> HeadsDrafter:
     module: HeadsModule = Medusa(toy_heads()) if medusa else Hydra(toy_heads(HydraConfig, draft_vocab_size=size))
     randomise(module)
     if isinstance(module, Medusa):
-        return MedusaDrafter(module, target, Serving())
-    return HydraDrafter(module, target, Serving(IDS if name == "reduced" else None))  # type: ignore[arg-type]
+        return MedusaDrafter(DrafterWeights(module), target)
+    return HydraDrafter(DrafterWeights(module, IDS if name == "reduced" else None), target)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["medusa", "hydra", "reduced"])
@@ -86,14 +86,14 @@ def test_trees_follow_measured_accuracies() -> None:
     module = Medusa(toy_heads())
     flat, steep = [[0.2] * 5] * 4, [[0.9] + [0.01] * 4] * 4
     for accuracy in (flat, steep, None):
-        drafter = MedusaDrafter(module, target, Serving(accuracy=accuracy))
+        drafter = MedusaDrafter(DrafterWeights(module), target, DraftCalibration(accuracy=accuracy))
         expected = best_tree(accuracy or assumed_accuracy(4), 4)
         assert drafter.with_trees(TreeSize(4)).tree == expected
     assert best_tree(flat, 4).depth == 1 and best_tree(steep, 4).depth == 4, "the test's difference"
     with pytest.raises(ValueError, match=r"tree 4,top_k=2: .* ask for 4 nodes alone"):
         drafter.with_trees(TreeSize(4, top_k=2))
     with pytest.raises(ValueError, match=r"accuracies of 3 positions for a drafter of 4; measure .* \(outrider calib"):
-        MedusaDrafter(module, target, Serving(accuracy=flat[:3]))
+        MedusaDrafter(DrafterWeights(module), target, DraftCalibration(accuracy=flat[:3]))
 
 
 def test_a_measured_shape_is_never_worse_by_its_own_measure() -> None:
@@ -168,7 +168,7 @@ def test_the_checkpoint_decides_before_the_target_is_loaded(
         ),
         (Medusa(MedusaConfig(**heads, num_heads=2, num_layers=1)), ("--sweep", "s.png"), "heads without confidences"),
     ):
-        save_drafter(Checkpoint(module), tmp_path / module.algorithm)
+        save_drafter(Checkpoint(DrafterWeights(module)), tmp_path / module.algorithm)
         command = ("calibrate", "--target", toy / "target", "--drafter", tmp_path / module.algorithm, "--tasks", "x")
         check_error(run(*command, *options), message)
 
@@ -183,7 +183,7 @@ def test_calibrate_stores_what_tree_uses(run: Run, toy: Path, tmp_path: Path) ->
     )
     randomise(module)
     directory, tasks = tmp_path / "medusa", tmp_path / "mine.jsonl"
-    save_drafter(Checkpoint(module), directory)
+    save_drafter(Checkpoint(DrafterWeights(module)), directory)
     tasks.write_text("".join(json.dumps({"turns": [f"say {i}"]}) + "\n" for i in range(4)))
     command = ("calibrate", "--target", toy / "target", "--drafter", directory, "--tasks", tasks)
     check_error(run(*command, "--max-new-tokens", 8), "fewer than 100 tokens")
@@ -200,6 +200,6 @@ def test_calibrate_stores_what_tree_uses(run: Run, toy: Path, tmp_path: Path) ->
     metadata = directory / "outrider.json"
     metadata.write_text('{"candidates": {"accuracy": "high"}}')
     with pytest.raises(ValueError, match="candidates has no table of accuracies"):
-        load_checkpoint(directory).packed(target)
+        load_checkpoint(directory).serve(target)
     assert run(*command, "--max-new-tokens", 60)[0] == 0, "which is mended by measuring again"
-    load_checkpoint(directory).packed(target)
+    load_checkpoint(directory).serve(target)

@@ -88,22 +88,22 @@ NAMES = [
 def test_a_round_trip_keeps_every_field_and_every_bit(tmp_path: Path, case: tuple[Dialect, str, str, Change]) -> None:
     dialect, method, own, change = case
     checkpoint = made(method, own, **change)
-    written = dialect.write(checkpoint.parts(), FACTS)
+    written = dialect.write(checkpoint.weights.folded(), FACTS)
     directory = put(written, tmp_path / "d")
     found = reread(directory)
-    expected = stored_as(checkpoint.parts(), "dspark" if dialect.name == "DeepSpec" else method)
+    expected = stored_as(checkpoint.weights.folded(), "dspark" if dialect.name == "DeepSpec" else method)
     if dialect.name == "DeepSpec":
         head_VdH = FACTS.head_VH if expected.draft_ids_Vd is None else FACTS.head_VH[expected.draft_ids_Vd]
-        expected = stored_as(checkpoint.parts(), "dspark", head=head_VdH, embedding_VH=FACTS.embedding_VH)
-    elif dialect.name == "speculators" and expected.draft_ids_Vd is not None and expected.head is None:
-        expected = stored_as(checkpoint.parts(), method, head=FACTS.head_VH[expected.draft_ids_Vd])
+        expected = stored_as(checkpoint.weights.folded(), "dspark", head_VdH=head_VdH, embedding_VH=FACTS.embedding_VH)
+    elif dialect.name == "speculators" and expected.draft_ids_Vd is not None and expected.head_VdH is None:
+        expected = stored_as(checkpoint.weights.folded(), method, head_VdH=FACTS.head_VH[expected.draft_ids_Vd])
     assert_same(found, expected)
     again = dialect.write(found, FACTS)
     assert again.config == written.config and again.fallbacks == written.fallbacks
     assert again.tensors.keys() == written.tensors.keys()
     assert all(torch.equal(again.tensors[name], tensor) for name, tensor in written.tensors.items())
     loaded = load_checkpoint(directory, num_target_layers=L)
-    assert loaded.drafter.config == expected.config
+    assert loaded.config == expected.config
     owners = [one for one in dialects() if one.reads(written.config)]
     assert [type(one) for one in owners] == [type(dialect)], "one dialect claims it"
 
@@ -112,16 +112,16 @@ def test_a_round_trip_keeps_every_field_and_every_bit(tmp_path: Path, case: tupl
 def test_our_own_writing_keeps_heads_of_other_makers(tmp_path: Path, method: str) -> None:
     checkpoint = made(method, "embedding" if method in ("medusa", "hydra") else "head embedding")
     save_drafter(checkpoint, tmp_path / "d")
-    assert_same(load_checkpoint(tmp_path / "d").parts(), checkpoint.parts())
+    assert_same(load_checkpoint(tmp_path / "d").weights.folded(), checkpoint.weights.folded())
 
 
 def eagle(directory: Path, **changes: Any) -> Path:
-    return put(Eagle3Dialect().write(made("eagle3", "head", **changes).parts(), FACTS), directory)
+    return put(Eagle3Dialect().write(made("eagle3", "head", **changes).weights.folded(), FACTS), directory)
 
 
 def test_eagle3_layers_by_another_name_and_the_default_aux_layers(tmp_path: Path) -> None:
     """As the official training code leaves it: the base model's name, few fields, tables of zeros."""
-    directory = eagle(tmp_path)
+    directory = eagle(tmp_path, target_layer_ids=(1,))
     expected = reread(directory)
     weights = {
         name.replace("midlayer.", "layers.0."): tensor
@@ -175,10 +175,10 @@ def test_eagle3_as_deepspec_writes_it(tmp_path: Path) -> None:
         load_checkpoint(directory),
         made("eagle3", "head", qk_norm=True, target_layer_ids=(0, 1, 3), gamma=6),
     )
-    assert found.drafter.config == expected.drafter.config, "aux hidden states are layer outputs, ttt_length the drafts"
-    assert_same(found.parts(), stored_as(expected.parts(), "eagle3", embedding_VH=FACTS.embedding_VH))
+    assert found.config == expected.config, "aux hidden states are layer outputs, ttt_length the drafts"
+    assert_same(found.weights.folded(), stored_as(expected.weights.folded(), "eagle3", embedding_VH=FACTS.embedding_VH))
     changed(directory, {name: raw[name]})
-    assert load_checkpoint(directory).drafter.config.target_layer_ids == (0, 1, 3)
+    assert load_checkpoint(directory).config.target_layer_ids == (0, 1, 3)
     changed(directory, {name: [0, 1, 3]})
     with pytest.raises(ValueError, match=r"target_layer_ids is \[0, 1, 3\]; it must be \[-1, 0, 2\]"):
         load_checkpoint(directory)
@@ -193,7 +193,7 @@ def test_speculators_counts_hidden_states(tmp_path: Path) -> None:
         ("dspark", "", "aux_hidden_state_layer_ids"),
         ("eagle3", "head", "eagle_aux_hidden_state_layer_ids"),
     ):
-        parts = made(method, own).parts()
+        parts = made(method, own).weights.folded()
         written = Speculators().write(parts, FACTS)
         assert written.config[name] == [aux_layer + 1 for aux_layer in parts.config.target_layer_ids]
     changed(put(written, tmp_path / "d"), {name: None})
@@ -206,24 +206,24 @@ def test_speculators_counts_hidden_states(tmp_path: Path) -> None:
 def test_medusa_as_fasterdecoding_released_it(tmp_path: Path) -> None:
     directory = released_medusa(tmp_path / "d", V)
     assert {"0.1.linear.bias", "2.2.weight"} <= load_file(directory / "medusa_lm_head.safetensors").keys()
-    assert_same(reread(directory), made("medusa", "heads").parts())
+    assert_same(reread(directory), made("medusa", "heads").weights.folded())
 
 
 def test_medusa_without_biases_has_zero_ones(tmp_path: Path) -> None:
-    written = MedusaDialect().write(made("medusa", "head").parts(), FACTS)
+    written = MedusaDialect().write(made("medusa", "head").weights.folded(), FACTS)
     put(written, tmp_path)
     changed(tmp_path, {"medusa_fc_bias": False}, {name: None for name in written.tensors if name.endswith("bias")})
-    assert not load_checkpoint(tmp_path).drafter.state_dict()["blocks.1.layers.1.bias"].any()
+    assert not load_checkpoint(tmp_path).weights.module.state_dict()["blocks.1.layers.1.bias"].any()
 
 
 def test_vllm_renames_no_field_of_our_medusa() -> None:
     """It takes every top-level key with "num" and "heads" or "layers" in it for the number of either."""
-    config = MedusaDialect().write(made("medusa", "head").parts(), FACTS).config
+    config = MedusaDialect().write(made("medusa", "head").weights.folded(), FACTS).config
     assert [name for name in config if "num" in name] == ["num_heads", "num_hidden_layers"]
 
 
 def test_dspark_as_specforge_writes_it(tmp_path: Path) -> None:
-    parts = made("dspark", markov_head_type="gated").parts()
+    parts = made("dspark", markov_head_type="gated").weights.folded()
     written = DeepSpec().write(parts, None)
     inside = ("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type", "enable_confidence_head")
     put(written, tmp_path)
@@ -274,7 +274,7 @@ def test_what_no_drafter_here_can_be_is_refused_by_name(
     tmp_path: Path, dialect: Dialect, method: str, change: Change, message: str
 ) -> None:
     own = "head" if method in ("eagle3", "medusa") else ""
-    changed(put(dialect.write(made(method, own).parts(), FACTS), tmp_path), change)
+    changed(put(dialect.write(made(method, own).weights.folded(), FACTS), tmp_path), change)
     with pytest.raises(ValueError, match=message):
         load_checkpoint(tmp_path, num_target_layers=L)
 
@@ -305,7 +305,7 @@ def test_what_a_dialect_cannot_carry_is_an_error(
     dialect: Dialect, method: str, own: str, change: Change, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        dialect.write(made(method, own, **change).parts(), FACTS)
+        dialect.write(made(method, own, **change).weights.folded(), FACTS)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_what_a_dialect_cannot_carry_is_an_error(
 )
 def test_dialects_that_state_the_target_ask_for_it(dialect: Dialect, method: str) -> None:
     with pytest.raises(ValueError, match=r"\(--target\)"):
-        dialect.write(made(method).parts(), None)
+        dialect.write(made(method).weights.folded(), None)
 
 
 def test_pickles_and_archives_are_refused_by_name(tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ REDUCED = [
 @pytest.mark.parametrize(("dialect", "method"), REDUCED)
 def test_a_draft_vocabulary_names_no_token_twice(tmp_path: Path, dialect: Dialect, method: str) -> None:
     """Two draft tokens of one id: their probabilities would have to be added, and are not."""
-    put(dialect.write(made(method, draft_vocab_size=VD).parts(), FACTS), tmp_path)
+    put(dialect.write(made(method, draft_vocab_size=VD).weights.folded(), FACTS), tmp_path)
     ids = load_file(tmp_path / "model.safetensors")["d2t"] + torch.arange(VD)
     ids[17] = ids[5]
     changed(tmp_path, tensors={"d2t": ids - torch.arange(VD), "t2d": None})
@@ -419,7 +419,7 @@ def paths(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 @pytest.fixture(scope="module", params=range(len(FUZZED)), ids=[f"{d.name}-{m}" for d, m, _, _ in FUZZED])
 def victim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     dialect, method, own, change = FUZZED[request.param]
-    return put(dialect.write(made(method, own, **change).parts(), FACTS), tmp_path_factory.mktemp("victim"))
+    return put(dialect.write(made(method, own, **change).weights.folded(), FACTS), tmp_path_factory.mktemp("victim"))
 
 
 # The fields whose change shows in another one: either may be the wrong one.

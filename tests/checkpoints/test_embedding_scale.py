@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.backends.export import export_drafter, target_facts
 from outrider.backends.registry import engine_of
-from outrider.checkpoints.checkpoint import load_checkpoint, save_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.checkpoints.describe import describe
 from outrider.checkpoints.dialects.base import TargetFacts
 from outrider.drafters.dflash import BlockDrafter
@@ -48,7 +48,7 @@ def test_z_labs_model_draws_the_blocks_that_ours_draws_for_gemma(tmp_path: Path,
         )
         return hidden[0, 1:]
 
-    ours = load_checkpoint(tmp_path / "d").packed(target)
+    ours = load_checkpoint(tmp_path / "d").serve(target)
     assert isinstance(ours, BlockDrafter)
     session = ours.new_session(16)
     ours.extend([session], [[0] * 6], aux_TLD)
@@ -65,14 +65,14 @@ def test_a_factor_that_is_not_the_targets_is_an_error_wherever_the_drafter_meets
     gemma, other = toy_target("gemma"), toy_target("qwen3")
     export_drafter(made(method), engine_of("zlab"), tmp_path / "d", facts_of(gemma))
     checkpoint = load_checkpoint(tmp_path / "d")
-    assert checkpoint.embedding_scale == pytest.approx(GEMMA)
+    assert checkpoint.weights.embedding_scale == pytest.approx(GEMMA)
     assert ("embeddings multiplied by", "5.65685") in describe(tmp_path / "d")
-    checkpoint.packed(gemma)
+    checkpoint.serve(gemma)
     message = (
         r"input_embedding_scale is 5\.65685, and toy.* multiplies embeddings by 1: this drafter was made for another"
     )
     with pytest.raises(ValueError, match=message):
-        checkpoint.packed(other)
+        checkpoint.serve(other)
     recipe = going_on(method, tmp_path / "d", tmp_path / "run")
     load_start(recipe, gemma)
     with pytest.raises(ValueError, match=message):
@@ -83,13 +83,13 @@ def test_a_factor_that_is_not_the_targets_is_an_error_wherever_the_drafter_meets
 
 def test_rounding_is_no_difference_and_silence_leaves_it_to_the_target(tmp_path: Path) -> None:
     gemma = toy_target("gemma")
-    replace(made("dflash"), embedding_scale=torch.tensor(GEMMA).bfloat16().item()).packed(gemma)
+    replace(made("dflash").weights, embedding_scale=torch.tensor(GEMMA).bfloat16().item()).serve(gemma)
     save_drafter(made("dflash"), tmp_path / "d")
     unsaid = load_checkpoint(tmp_path / "d")
-    assert unsaid.embedding_scale is None
-    unsaid.packed(gemma)
-    save_drafter(replace(unsaid, embedding_scale=GEMMA), tmp_path / "e")
-    assert load_checkpoint(tmp_path / "e").embedding_scale == GEMMA, "what was said is kept"
+    assert unsaid.weights.embedding_scale is None
+    unsaid.serve(gemma)
+    save_drafter(Checkpoint(replace(unsaid.weights, embedding_scale=GEMMA)), tmp_path / "e")
+    assert load_checkpoint(tmp_path / "e").weights.embedding_scale == GEMMA, "what was said is kept"
 
 
 @pytest.mark.parametrize(

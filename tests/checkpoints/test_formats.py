@@ -16,7 +16,7 @@ from torch import Tensor
 
 import outrider.checkpoints.checkpoint as checkpoint
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
-from outrider.drafters.base import Serving
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.utils.files import write_atomically
@@ -60,12 +60,14 @@ def made(**changes: object) -> Checkpoint:
     randomise(drafter)
     drafter.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
     ids = torch.randperm(97, generator=torch.Generator().manual_seed(3))[:40].sort().values
-    return Checkpoint(drafter.eval(), ids if config.draft_vocab_size == 40 else None, {"steps": 7, "target": "toy"})
+    return Checkpoint(
+        DrafterWeights(drafter.eval(), ids if config.draft_vocab_size == 40 else None), {"steps": 7, "target": "toy"}
+    )
 
 
 def served(found: Checkpoint) -> Tensor:
     """Draft logits of one block after eleven committed tokens, through the serving path."""
-    packed = BlockDrafter(found.drafter, toy_target(), Serving(found.draft_ids_Vd))
+    packed = BlockDrafter(found.weights, toy_target())
     session = packed.new_session(32)
     packed.extend([session], [[0] * 11], 4 * torch.randn(11, 3, 32, generator=torch.Generator().manual_seed(4)))
     return packed.head(packed.block_hidden([session], [9])[0])
@@ -80,15 +82,17 @@ def test_round_trip_in_both_dialects(tmp_path: Path, case: str) -> None:
     tensors = load_file(tmp_path / "d" / "model.safetensors")
     assert {name: list(t.shape) for name, t in tensors.items()} == BACKBONE | extra
     after = load_checkpoint(tmp_path / "d")
-    assert type(after.drafter) is type(before.drafter) and after.drafter.config == before.drafter.config
+    assert type(after.weights.module) is type(before.weights.module) and after.config == before.config
     assert after.metadata == before.metadata
-    assert torch.equal(after.drafter.aux_scale_L, torch.ones(3)), "aux layer scales are folded into fc"
-    for name, tensor in before.drafter.folded_state_dict().items():
-        assert torch.equal(after.drafter.state_dict()[name], tensor), name
-    assert (after.draft_ids_Vd is None) == (before.draft_ids_Vd is None) == ("d2t" not in tensors)
-    if before.draft_ids_Vd is not None and after.draft_ids_Vd is not None:
-        assert torch.equal(after.draft_ids_Vd, before.draft_ids_Vd) and tensors["d2t"].dtype == torch.int64
-        assert torch.equal(tensors["d2t"] + torch.arange(40), before.draft_ids_Vd), "d2t is an offset"
+    assert torch.equal(after.weights.module.aux_scale_L, torch.ones(3)), "aux layer scales are folded into fc"
+    for name, tensor in before.weights.module.folded_state_dict().items():
+        assert torch.equal(after.weights.module.state_dict()[name], tensor), name
+    assert (after.weights.draft_ids_Vd is None) == (before.weights.draft_ids_Vd is None) == ("d2t" not in tensors)
+    if before.weights.draft_ids_Vd is not None and after.weights.draft_ids_Vd is not None:
+        assert (
+            torch.equal(after.weights.draft_ids_Vd, before.weights.draft_ids_Vd) and tensors["d2t"].dtype == torch.int64
+        )
+        assert torch.equal(tensors["d2t"] + torch.arange(40), before.weights.draft_ids_Vd), "d2t is an offset"
     assert torch.equal(served(after), served(before))
 
 
@@ -119,7 +123,7 @@ def test_shared_tensors_of_other_writers_are_passed_over(tmp_path: Path) -> None
     path = tmp_path / "model.safetensors"
     shared = {"embed_tokens.weight": torch.zeros(97, 32), "lm_head.weight": torch.zeros(97, 32)}
     save_file({**load_file(path), **shared, "t2d": torch.ones(97, dtype=torch.bool)}, path)
-    assert load_checkpoint(tmp_path).drafter.config == toy_config()
+    assert load_checkpoint(tmp_path).config == toy_config()
 
 
 FULL_DISK = [
@@ -165,7 +169,7 @@ def test_an_earlier_checkpoint_comes_back_when_the_new_one_cannot_be_moved_in(
     monkeypatch.setattr(Path, "rename", second_fails)
     with pytest.raises(PermissionError):
         save_drafter(made(markov_head_type="gated"), destination)
-    assert load_checkpoint(destination).drafter.config == toy_config()
+    assert load_checkpoint(destination).config == toy_config()
     assert [p.name for p in tmp_path.iterdir()] == ["drafter"]
 
 
@@ -173,7 +177,7 @@ def test_saving_again_replaces_the_whole_directory(tmp_path: Path) -> None:
     save_drafter(made(), tmp_path / "a" / "d")
     (tmp_path / "a" / "d" / "stale.txt").write_text("old")
     save_drafter(made(dspark=False), tmp_path / "a" / "d")
-    assert load_checkpoint(tmp_path / "a" / "d").drafter.config == toy_config(dspark=False)
+    assert load_checkpoint(tmp_path / "a" / "d").config == toy_config(dspark=False)
     names = sorted(p.name for p in (tmp_path / "a").rglob("*"))
     assert names == ["config.json", "d", "model.safetensors", "outrider.json"]
 
@@ -281,7 +285,7 @@ def test_a_z_lab_checkpoint_without_its_section_is_refused_and_without_aux_layer
     ):  # two aux hidden states by default (one a draft layer), three in fc
         load_checkpoint(tmp_path)
     set_tensors(fc__weight=torch.zeros(32, 64))(tmp_path)
-    assert load_checkpoint(tmp_path).drafter.config.target_layer_ids == (1, 6)
+    assert load_checkpoint(tmp_path).config.target_layer_ids == (1, 6)
     set_config(dflash_config=None)(tmp_path)
     with pytest.raises(ValueError, match=r"z-lab dialect needs .*'mask_token_id'"):
         load_checkpoint(tmp_path)
@@ -298,6 +302,6 @@ def test_a_z_lab_checkpoint_without_its_section_is_refused_and_without_aux_layer
     ],
 )
 def test_a_drafter_made_for_another_target_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    save_drafter(Checkpoint(DSpark(toy_config(**changes))), tmp_path)
+    save_drafter(Checkpoint(DrafterWeights(DSpark(toy_config(**changes)))), tmp_path)
     with pytest.raises(ValueError, match=message):
-        BlockDrafter(load_checkpoint(tmp_path).drafter, toy_target())
+        BlockDrafter(load_checkpoint(tmp_path).weights, toy_target())

@@ -20,6 +20,7 @@ import outrider.checkpoints.published as published
 import outrider.cli.main as main
 from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, save_drafter
 from outrider.checkpoints.published import published_for
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config
 from outrider.drafters.hydra import Hydra, HydraConfig
 from outrider.drafters.medusa import Medusa, MedusaConfig
@@ -254,7 +255,7 @@ def test_drafts_that_branch(run: Run, toy: Path, tmp_path: Path) -> None:
         Hydra(HydraConfig(**sizes, num_heads=3, num_layers=1)),
     ):
         randomise(module)
-        save_drafter(Checkpoint(module), tmp_path / module.algorithm)
+        save_drafter(Checkpoint(DrafterWeights(module)), tmp_path / module.algorithm)
         status, stdout, stderr = run(*command, "--drafter", tmp_path / module.algorithm, "--tree", 6)
         assert status == 0, stderr + stdout
         results = Results.model_validate_json((tmp_path / "out" / "results.json").read_text())

@@ -7,7 +7,7 @@ import torch
 
 from outrider.decoding.generate import Chunk, generate, stream
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import Serving
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.dspark import DSpark
 from outrider.sampling import SamplingParams
@@ -32,7 +32,7 @@ def test_greedy_output_equals_plain_decoding(family: str, head: str) -> None:
     drafter = DFlash(toy_config(False)) if head == "none" else DSpark(toy_config(markov_head_type=head))
     randomise(drafter)
     plain = generate(target, PROMPT, rules=NO_STOPS)
-    speculative = generate(target, PROMPT, BlockDrafter(drafter, target), rules=NO_STOPS)
+    speculative = generate(target, PROMPT, BlockDrafter(DrafterWeights(drafter), target), rules=NO_STOPS)
     assert speculative.tokens == plain.tokens and len(plain.tokens) == 40
 
 
@@ -95,7 +95,7 @@ def test_a_bfloat16_target_decodes_with_a_float32_drafter(window: int | None) ->
     half = Target(target.model.bfloat16(), None, "toy-bf16")
     drafter = DSpark(toy_config(sliding_window=window, draft_vocab_size=50))
     randomise(drafter)
-    packed = BlockDrafter(drafter, half, Serving(torch.arange(10, 60)))
+    packed = BlockDrafter(DrafterWeights(drafter, torch.arange(10, 60)), half)
     for params in (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2)):
         result = generate(half, PROMPT, packed, params, NO_STOPS)
         assert len(result.tokens) == 40
@@ -105,7 +105,7 @@ def test_a_threshold_stops_the_draft_where_confidence_ends() -> None:
     target = toy_target()
     drafter = DSpark(toy_config())
     randomise(drafter)
-    packed = BlockDrafter(drafter, target)
+    packed = BlockDrafter(DrafterWeights(drafter), target)
     cut = generate(target, PROMPT, packed, rules=NO_STOPS, policy=ThresholdPolicy(0.6))
     assert {r.proposed for r in cut.rounds} > {0}, "some rounds draft nothing, some do"
     assert all(r.proposed == r.admitted for r in cut.rounds)
@@ -116,7 +116,7 @@ def test_seeds_are_reproducible_and_differ() -> None:
     target = toy_target()
     drafter = DSpark(toy_config())
     randomise(drafter)
-    packed = BlockDrafter(drafter, target)
+    packed = BlockDrafter(DrafterWeights(drafter), target)
     texts = [
         generate(target, PROMPT, packed, SamplingParams(temperature=1.0, seed=seed), NO_STOPS).tokens
         for seed in (1, 1, 2)
@@ -129,7 +129,7 @@ def test_the_context_is_a_hard_limit() -> None:
     long = torch.randint(4, 97, (250,)).tolist()
     drafter = DSpark(toy_config())
     randomise(drafter)
-    packed = BlockDrafter(drafter, target)
+    packed = BlockDrafter(DrafterWeights(drafter), target)
     result = generate(target, long, packed, rules=NO_STOPS)
     assert len(result.tokens) == 6 and result.finish == "length"
     assert result.tokens == generate(target, long, rules=NO_STOPS).tokens
@@ -147,4 +147,4 @@ def test_users_mistakes_are_named() -> None:
         generate(target, PROMPT, rules=StopRules(stop_strings=["x"]))
     with pytest.raises(ValueError, match="confidence"):
         drafter = DSpark(toy_config(enable_confidence_head=False, confidence_head_with_markov=False))
-        generate(target, PROMPT, BlockDrafter(drafter, target), policy=ThresholdPolicy(0.5))
+        generate(target, PROMPT, BlockDrafter(DrafterWeights(drafter), target), policy=ThresholdPolicy(0.5))

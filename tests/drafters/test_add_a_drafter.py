@@ -19,6 +19,7 @@ import outrider.drafters.registry as catalogue
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.registry import Method
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
@@ -84,7 +85,7 @@ def test_from_a_recipe_to_lossless_decoding(tmp_path: Path, run: Run) -> None:
     assert config["architectures"] == ["OutriderBigramModel"] and config["algorithm"] == "bigram"
     checkpoint = load_checkpoint(tmp_path / "out" / "drafter")
     target = load_target(tmp_path / "target")
-    drafter = checkpoint.packed(target)
+    drafter = checkpoint.serve(target)
     accepted = 0
     rules = StopRules(24, stop_ids=())
     for seed in range(3):
@@ -155,8 +156,8 @@ def test_it_is_served_as_it_was_trained(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_a_config_of_ours_is_read_strictly(tmp_path: Path, edit: dict[str, object], message: str) -> None:
     module = Bigram(BigramConfig.from_target(toy_target()))
-    save_drafter(Checkpoint(module), tmp_path)
-    assert load_checkpoint(tmp_path).drafter.config == module.config
+    save_drafter(Checkpoint(DrafterWeights(module)), tmp_path)
+    assert load_checkpoint(tmp_path).config == module.config
     config = {**json.loads((tmp_path / "config.json").read_text()), **edit}
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     with pytest.raises(ValueError, match=message):

@@ -7,7 +7,7 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from outrider.drafters.base import Serving
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.hydra import Hydra, HydraConfig, HydraDrafter
 from outrider.drafters.medusa import HeadsDrafter, HeadsModule, Medusa, MedusaDrafter
 from outrider.drafters.trees import CandidateTree, assumed_accuracy, best_tree, expected_length, measured_accuracy
@@ -74,9 +74,9 @@ def drafters() -> list[tuple[HeadsModule, HeadsDrafter]]:
     reduced = Hydra(toy_heads(HydraConfig, draft_vocab_size=len(ids)))
     randomise(reduced, 1)
     return [
-        (medusa, MedusaDrafter(medusa, target, Serving())),
-        (hydra, HydraDrafter(hydra, target, Serving())),
-        (reduced, HydraDrafter(reduced, target, Serving(draft_ids_Vd=ids))),
+        (medusa, MedusaDrafter(DrafterWeights(medusa), target)),
+        (hydra, HydraDrafter(DrafterWeights(hydra), target)),
+        (reduced, HydraDrafter(DrafterWeights(reduced, draft_ids_Vd=ids), target)),
     ]
 
 

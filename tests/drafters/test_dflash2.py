@@ -17,7 +17,7 @@ from benchmarks.training import Setup
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import DraftCall, Serving
+from outrider.drafters.base import DraftCalibration, DraftCall, DrafterWeights
 from outrider.drafters.chain import sample_rows
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dflash2 import (
@@ -239,7 +239,7 @@ def test_training_learns_and_every_part_takes_part(tmp_path: Path) -> None:
     for name, tensor in training.drafter.state_dict().items():
         assert (tensor - first[name]).abs().max() > 1e-3, f"{name} has not moved"
     checkpoint = load_checkpoint(tmp_path / "drafter")
-    assert isinstance(checkpoint.drafter, DFlash2) and checkpoint.drafter.config == training.drafter.config
+    assert isinstance(checkpoint.weights.module, DFlash2) and checkpoint.config == training.drafter.config
 
 
 def test_bfloat16_points_the_same_way() -> None:
@@ -344,7 +344,7 @@ def peaked() -> Target:
 def test_output_is_that_of_plain_decoding_alone_and_in_company(draft_vocab: int, params: SamplingParams) -> None:
     target = peaked()
     ids = torch.arange(draft_vocab) if draft_vocab < 97 else None
-    drafter = make(draft_vocab_size=draft_vocab, selector_top_k=4).serve(target, Serving(ids))
+    drafter = DrafterWeights(make(draft_vocab_size=draft_vocab, selector_top_k=4), ids).serve(target)
     rules = StopRules(24, stop_ids=())
     prompts = [[5], [9, 8, 7, 30, 31], list(range(10, 23))]
     plain = [generate(target, prompt, None, params, rules) for prompt in prompts]
@@ -366,7 +366,7 @@ def test_output_is_that_of_plain_decoding_alone_and_in_company(draft_vocab: int,
 def test_an_estimators_confidences_stop_the_walk() -> None:
     target = toy_target()
     estimator = CertaintyEstimator([1.0, 0.0], [0.0] * 3)
-    drafter = make(selector_top_k=4).serve(target, Serving(estimator=estimator))
+    drafter = DrafterWeights(make(selector_top_k=4)).serve(target, DraftCalibration(estimator=estimator))
     session = drafter.new_session(20)
     drafter.extend([session], [[0] * 5], torch.randn(5, 3, 32))
     calls = [DraftCall(session, t, SamplingParams(temperature=1.0), SeenTokens(97), SeededSource(t)) for t in (9, 8)]
@@ -416,27 +416,27 @@ PLAIN = {"output_multiplier": 1.0, "final_logit_softcapping": None}  # logits
 
 def test_saved_and_loaded_with_a_reduced_draft_vocabulary(tmp_path: Path) -> None:
     drafter, ids = make(draft_vocab_size=50), torch.randperm(97)[:50].sort().values
-    save_drafter(Checkpoint(drafter, ids), tmp_path / "d")
+    save_drafter(Checkpoint(DrafterWeights(drafter, ids)), tmp_path / "d")
     raw = json.loads((tmp_path / "d" / "config.json").read_text())
     assert raw["architectures"] == ["DFlash2DraftModel"] and raw["block_size"] == 4
     assert raw["dflash_config"] == {"mask_token_id": 3, "target_layer_ids": [0, 2, 3], **PLAIN, **OWN}
     loaded = load_checkpoint(tmp_path / "d")
-    assert loaded.drafter.config == drafter.config and type(loaded.drafter) is DFlash2
-    assert loaded.draft_ids_Vd is not None and torch.equal(loaded.draft_ids_Vd, ids)
+    assert loaded.config == drafter.config and type(loaded.weights.module) is DFlash2
+    assert loaded.weights.draft_ids_Vd is not None and torch.equal(loaded.weights.draft_ids_Vd, ids)
     for name, tensor in drafter.folded_state_dict().items():
-        assert torch.equal(loaded.drafter.state_dict()[name], tensor), name
+        assert torch.equal(loaded.weights.module.state_dict()[name], tensor), name
 
 
 def test_a_config_of_z_lab_keeps_the_block_in_its_section_and_may_ask_for_too_much(tmp_path: Path) -> None:
-    save_drafter(Checkpoint(make()), tmp_path)
+    save_drafter(Checkpoint(DrafterWeights(make())), tmp_path)
     path = tmp_path / "config.json"
     raw = json.loads(path.read_text())
     raw["dflash_config"]["block_size"] = raw.pop("block_size")
     path.write_text(json.dumps(raw))
-    assert load_checkpoint(tmp_path).drafter.config == config()
+    assert load_checkpoint(tmp_path).config == config()
     raw["dflash_config"]["output_multiplier"] = 0.5
     path.write_text(json.dumps(raw))
-    assert load_checkpoint(tmp_path).drafter.config == config(output_multiplier=0.5)
+    assert load_checkpoint(tmp_path).config == config(output_multiplier=0.5)
 
 
 def test_the_straightforward_step_does_not_know_it() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import DraftCall, Serving
+from outrider.drafters.base import DraftCall, DrafterWeights
 from outrider.drafters.dflash2 import DFlash2, DFlash2Config
 from outrider.drafters.layers import BlockLayout
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
@@ -42,7 +42,7 @@ def saved(directory: Path, shape: str = "all") -> DFlash2:
         drafter.candidate_selector.predecessor_codebook.mul_(10)
         drafter.candidate_selector.successor_codebook.mul_(5)
     drafter.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
-    save_drafter(Checkpoint(drafter), directory)
+    save_drafter(Checkpoint(DrafterWeights(drafter)), directory)
     return drafter.eval().requires_grad_(False)
 
 
@@ -74,7 +74,7 @@ def test_the_reference_loader_consumes_every_tensor_unchanged(tmp_path: Path) ->
 def test_served_blocks_and_paths_equal_the_reference_over_rounds(tmp_path: Path, shape: str) -> None:
     target = toy_target("qwen3")
     before, model = saved(tmp_path, shape), reference(tmp_path)
-    served = [drafter.serve(target, Serving()) for drafter in (before, load_checkpoint(tmp_path).drafter)]
+    served = [DrafterWeights(drafter).serve(target) for drafter in (before, load_checkpoint(tmp_path).weights.module)]
     sessions = [drafter.new_session(64) for drafter in served]
     generator = torch.Generator().manual_seed(5)
     aux_TLD = 5 * torch.randn(sum(ROUNDS), 3, 32, generator=generator)
@@ -145,7 +145,7 @@ def test_whole_decoding_equals_the_references(tmp_path: Path) -> None:
         with_kwargs=True,
     )
     output = dflash_generate(draft, target.model, prompt, 60, stop_token_ids=None)
-    served = load_checkpoint(tmp_path).drafter.serve(target, Serving())
+    served = load_checkpoint(tmp_path).weights.serve(target)
     # The reference samples its first token from the prefill; ours drafts for it too. Give it the same anchor.
     first = output[0, :11].tolist()
     generation = generate(target, first, served, rules=StopRules(59, stop_ids=()))

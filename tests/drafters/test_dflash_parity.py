@@ -21,6 +21,7 @@ from torch import Tensor
 from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter, default_aux_layers
 from outrider.drafters.layers import BlockLayout, DraftSession
 from outrider.target.model import Target
@@ -53,8 +54,8 @@ def test_the_loading_check_can_fail(tmp_path: Path) -> None:
 @pytest.mark.parametrize("attention_patterns", PATTERNS)
 def test_served_blocks_equal_the_reference_over_rounds(tmp_path: Path, attention_patterns: str) -> None:
     target = toy_target("qwen3")
-    packed_before = BlockDrafter(saved(tmp_path, attention_patterns), target)
-    packed_after = BlockDrafter(load_checkpoint(tmp_path).drafter, target)
+    packed_before = BlockDrafter(DrafterWeights(saved(tmp_path, attention_patterns)), target)
+    packed_after = BlockDrafter(load_checkpoint(tmp_path).weights, target)
     model = reference(tmp_path)
     theirs = [(layer.self_attn.sliding_window, layer.self_attn.is_causal) for layer in model.layers]
     assert theirs == list(packed_before.config.attention_patterns)
@@ -79,9 +80,9 @@ def test_served_blocks_equal_the_reference_over_rounds(tmp_path: Path, attention
 @torch.inference_mode()
 def test_multiplied_and_capped_logits_are_the_references(tmp_path: Path, changes: dict[str, float]) -> None:
     target = toy_target("qwen3")
-    plain = BlockDrafter(saved(tmp_path / "plain", "all"), target)
+    plain = BlockDrafter(DrafterWeights(saved(tmp_path / "plain", "all")), target)
     saved(tmp_path / "shaped", "all", **changes)
-    packed, model = BlockDrafter(load_checkpoint(tmp_path / "shaped").drafter, target), reference(tmp_path / "shaped")
+    packed, model = BlockDrafter(load_checkpoint(tmp_path / "shaped").weights, target), reference(tmp_path / "shaped")
     hidden_KH = 3 * torch.randn(3, 32)
     expected_KV = model.compute_logits(hidden_KH, lambda hidden: hidden @ target.head_VD.T)
     torch.testing.assert_close(packed.head(hidden_KH), expected_KV, atol=TOLERANCE, rtol=0)
@@ -141,7 +142,7 @@ def test_whole_decoding_equals_the_references_round_by_round(
     )
     prompt = torch.randint(4, 97, (1, 10), generator=torch.Generator().manual_seed(2))
     output = dflash_generate(draft, target.model, prompt, 60, stop_token_ids=None)
-    packed = BlockDrafter(load_checkpoint(tmp_path).drafter, target)
+    packed = BlockDrafter(load_checkpoint(tmp_path).weights, target)
     # The reference samples its first token from the prefill; ours drafts for it too. Give it the same anchor.
     first = output[0, :11].tolist()
     generation = generate(target, first, packed, rules=StopRules(59, stop_ids=()))

@@ -14,7 +14,7 @@ from torch import Tensor
 import outrider.drafters.trees as drawn_module
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import DraftCall, Serving
+from outrider.drafters.base import DraftCall, DrafterWeights
 from outrider.drafters.draft import Draft, draw_siblings
 from outrider.drafters.heads import ChainHeads
 from outrider.drafters.hydra import Hydra, HydraConfig, HydraDrafter
@@ -131,7 +131,7 @@ def test_rows_are_those_of_the_chain(name: str) -> None:
     medusa = name == "medusa"
     module = Medusa(toy_heads()) if medusa else Hydra(toy_heads(HydraConfig, draft_vocab_size=size))
     randomise(module)
-    inner = (MedusaDrafter if name == "medusa" else HydraDrafter)(module, target, Serving(ids))  # type: ignore[arg-type]
+    inner = (MedusaDrafter if name == "medusa" else HydraDrafter)(DrafterWeights(module, ids), target)  # type: ignore[arg-type]
     shape = CandidateTree(((0,), (0, 0), (1,), (0, 1), (1, 0), (0, 0, 0), (2,)))
     drafter, sessions = StaticTreeDrafter(inner, shape), [inner.new_session(9) for _ in range(2)]
     inner.extend(sessions, [[4], [5]], torch.randn(2, 1, 32, generator=torch.Generator().manual_seed(1)))
@@ -179,7 +179,7 @@ def test_sampling_accepts_drawn_nodes() -> None:
     target, rules = toy_target(), StopRules(30, stop_ids=())
     module = Hydra(toy_heads(HydraConfig))
     fit_to_decoding(module, target, [7, 8, 9])
-    drafter = StaticTreeDrafter(HydraDrafter(module, target, Serving()), SHAPE)
+    drafter = StaticTreeDrafter(HydraDrafter(DrafterWeights(module), target), SHAPE)
     params = SamplingParams(0.5, seed=2)
     first, second = (generate(target, [7, 8, 9], drafter, params, rules) for _ in range(2))
     assert first.tokens == second.tokens and sum(r.accepted for r in first.rounds) > 3

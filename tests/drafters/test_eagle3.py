@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import Serving
+from outrider.drafters.base import DraftCalibration, DrafterWeights
 from outrider.drafters.draft import Draft
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter, eagle_aux_layers
 from outrider.drafters.heads import CertaintyEstimator
@@ -52,7 +52,7 @@ def test_served_chains_equal_numpy_over_rounds() -> None:
     """Two requests in one batch, one of which is behind; rejected drafts leave nothing in the caches."""
     target = toy_target()
     module = make_drafter(target)
-    reference, drafter = EagleReference(module, target), Eagle3Drafter(module, target, Serving())
+    reference, drafter = EagleReference(module, target), Eagle3Drafter(DrafterWeights(module), target)
     generator = torch.Generator().manual_seed(5)
     aux_TLD = 5 * torch.randn(2, sum(ROUNDS), 3, 32, generator=generator)
     text = torch.randint(4, 97, (2, sum(ROUNDS) + 1), generator=generator).tolist()
@@ -91,7 +91,7 @@ def test_an_anchor_with_nothing_before_it_is_trained_as_it_is_served() -> None:
     inputs = inputs_for(target, [0, 2], [0, 2], [0, 1], 4)
     hidden_KH = module.rows(inputs).hidden_NKH[0]
     assert hidden_KH.isfinite().all()
-    drafter = Eagle3Drafter(module, target, Serving())
+    drafter = Eagle3Drafter(DrafterWeights(module), target)
     session = drafter.new_session(8)
     drafter.extend([session], [[]], torch.empty(0, 3, 32))
     state = session.waiting[0]
@@ -158,7 +158,7 @@ def test_a_few_steps_lower_the_loss() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "gemma3_text"])
 def test_greedy_output_equals_plain_decoding(family: str) -> None:
     target = toy_target(family)
-    drafter = Eagle3Drafter(make_drafter(target), target, Serving())
+    drafter = Eagle3Drafter(DrafterWeights(make_drafter(target)), target)
     plain = generate(target, PROMPT, rules=NO_STOPS)
     assert generate(target, PROMPT, drafter, rules=NO_STOPS).tokens == plain.tokens and len(plain.tokens) == 40
 
@@ -166,7 +166,7 @@ def test_greedy_output_equals_plain_decoding(family: str) -> None:
 def test_a_reduced_vocabulary_and_coupled_sampling_are_lossless_too() -> None:
     target = toy_target()
     ids_Vd = torch.arange(20, 60)
-    drafter = Eagle3Drafter(make_drafter(target, draft_vocab=40), target, Serving(ids_Vd))
+    drafter = Eagle3Drafter(DrafterWeights(make_drafter(target, draft_vocab=40), ids_Vd), target)
     for params in (SamplingParams(), SamplingParams(temperature=1.0, seed=3, coupled=True)):
         plain = generate(target, PROMPT, params=params, rules=NO_STOPS)
         fast = generate(target, PROMPT, drafter, params, NO_STOPS)
@@ -182,7 +182,7 @@ def test_a_reduced_vocabulary_and_coupled_sampling_are_lossless_too() -> None:
 
 def test_a_batch_drafts_what_lone_requests_draft_each_to_its_own_limit() -> None:
     target = toy_target()
-    drafter = Eagle3Drafter(make_drafter(target), target, Serving())
+    drafter = Eagle3Drafter(DrafterWeights(make_drafter(target)), target)
     aux_TLD = 5 * torch.randn(12, 3, 32)
     parts = [list(range(4, 9)), [8], list(range(30, 36))]
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=5)
@@ -203,7 +203,7 @@ def test_a_batch_drafts_what_lone_requests_draft_each_to_its_own_limit() -> None
 def test_an_estimator_gives_confidences_and_a_threshold_stops_the_draft() -> None:
     target = toy_target()
     estimator = CertaintyEstimator([1.0, -0.2], [4.0, 3.5, 3.0, 2.5])
-    drafter = Eagle3Drafter(make_drafter(target), target, Serving(estimator=estimator))
+    drafter = Eagle3Drafter(DrafterWeights(make_drafter(target)), target, DraftCalibration(estimator=estimator))
     plain = generate(target, PROMPT, rules=NO_STOPS)
     cut = generate(target, PROMPT, drafter, rules=NO_STOPS, policy=ThresholdPolicy(0.4))
     assert cut.tokens == plain.tokens
@@ -214,12 +214,12 @@ def test_a_saved_drafter_serves_as_the_trained_one(tmp_path: Path) -> None:
     target = toy_target()
     module = make_drafter(target, draft_vocab=40)
     ids_Vd = torch.arange(20, 60)
-    save_drafter(Checkpoint(module, ids_Vd), tmp_path / "drafter")
+    save_drafter(Checkpoint(DrafterWeights(module, ids_Vd)), tmp_path / "drafter")
     loaded = load_checkpoint(tmp_path / "drafter")
-    assert isinstance(loaded.drafter.config, Eagle3Config) and loaded.drafter.config == module.config
+    assert isinstance(loaded.config, Eagle3Config) and loaded.config == module.config
     aux_TLD = 5 * torch.randn(5, 3, 32)
     proposals = []
-    for drafter in (Eagle3Drafter(module, target, Serving(ids_Vd)), loaded.packed(target)):
+    for drafter in (Eagle3Drafter(DrafterWeights(module, ids_Vd), target), loaded.serve(target)):
         session = drafter.new_session(8)
         drafter.extend([session], [PROMPT], aux_TLD)
         proposals += drafter.propose([call_of(session, 7)])
@@ -236,7 +236,7 @@ def test_users_mistakes_are_named() -> None:
     target = toy_target()
     module = make_drafter(target, draft_vocab=40)
     with pytest.raises(ValueError, match="97 draft ids for a draft vocabulary of 40"):
-        Eagle3Drafter(module, target, Serving())
+        Eagle3Drafter(DrafterWeights(module), target)
     with pytest.raises(ValueError, match="target_layer_ids"):
         Eagle3Config.from_target(target, target_layer_ids=[2, 9])
     with pytest.raises(ValueError, match="gamma 0"):

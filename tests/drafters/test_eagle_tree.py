@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.decoding.generate import generate
 from outrider.decoding.request import SingleRequest, StopRules
-from outrider.drafters.base import Serving
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape
 from outrider.engine.batch import Request
@@ -67,7 +67,7 @@ def paths_of(tree: Draft) -> dict[Path, float]:
 def test_the_tree_is_that_of_the_paper(shape: TreeShape) -> None:
     target = toy_target()
     module = make_drafter(target)
-    drafter = DynamicTreeDrafter(Eagle3Drafter(module, target, Serving()), shape)
+    drafter = DynamicTreeDrafter(Eagle3Drafter(DrafterWeights(module), target), shape)
     aux_TLD = aux_of(len(TEXT))
     session = drafter.new_session(16)
     # uneven rounds, a draft in between: what earlier trees wrote must not be seen
@@ -86,7 +86,7 @@ def test_the_tree_is_that_of_the_paper(shape: TreeShape) -> None:
 
 def test_a_width_of_one_is_the_greedy_chain() -> None:
     target = toy_target()
-    plain = Eagle3Drafter(make_drafter(target), target, Serving())
+    plain = Eagle3Drafter(DrafterWeights(make_drafter(target)), target)
     tree = DynamicTreeDrafter(plain, TreeShape(depth=4, top_k=1, nodes=4))
     proposals = []
     for drafter in (plain, tree):
@@ -99,7 +99,7 @@ def test_a_width_of_one_is_the_greedy_chain() -> None:
 
 def test_a_batch_grows_the_trees_of_lone_requests_each_to_its_own_limit() -> None:
     target = toy_target()
-    drafter = DynamicTreeDrafter(Eagle3Drafter(make_drafter(target), target, Serving()), TreeShape(4, 3, 30))
+    drafter = DynamicTreeDrafter(Eagle3Drafter(DrafterWeights(make_drafter(target)), target), TreeShape(4, 3, 30))
     parts = [TEXT[:3], TEXT[:1], TEXT]
     aux_TLD = aux_of(sum(map(len, parts)))
     limits = [None, 2, 1]
@@ -120,7 +120,7 @@ def test_a_batch_grows_the_trees_of_lone_requests_each_to_its_own_limit() -> Non
 def test_a_reduced_vocabulary_gives_the_targets_ids() -> None:
     target = toy_target()
     ids_Vd = torch.arange(20, 24)
-    inner = Eagle3Drafter(make_drafter(target, draft_vocab=4), target, Serving(ids_Vd))
+    inner = Eagle3Drafter(DrafterWeights(make_drafter(target, draft_vocab=4), ids_Vd), target)
     drafter = DynamicTreeDrafter(inner, TreeShape(3, 6, 30))  # wider than the vocabulary
     session = drafter.new_session(8)
     drafter.extend([session], [TEXT[:5]], aux_of(5))
@@ -140,7 +140,7 @@ def easy_target(family: str = "llama") -> Target:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_output_is_plain_decodings(family: str) -> None:
     target = easy_target(family)
-    inner = Eagle3Drafter(make_drafter(target, draft_vocab=4), target, Serving(torch.arange(4)))
+    inner = Eagle3Drafter(DrafterWeights(make_drafter(target, draft_vocab=4), torch.arange(4)), target)
     drafter = DynamicTreeDrafter(inner, TreeShape(4, 3, 12))
     rules = StopRules(40, stop_ids=())
     for params in (SamplingParams(), SamplingParams(temperature=1.0, seed=3, coupled=True)):
@@ -153,7 +153,7 @@ def test_output_is_plain_decodings(family: str) -> None:
 
 def test_the_engine_serves_trees() -> None:
     target = easy_target()
-    drafter = DynamicTreeDrafter(Eagle3Drafter(make_drafter(target), target, Serving()), TreeShape(4, 3, 12))
+    drafter = DynamicTreeDrafter(Eagle3Drafter(DrafterWeights(make_drafter(target)), target), TreeShape(4, 3, 12))
     engine = Engine(target, drafter, config=EngineConfig(num_blocks=24, max_requests=3))
     rules = StopRules(20, stop_ids=())
     requests = [Request(f"r{i}", prompt, rules=rules) for i, prompt in enumerate((TEXT, TEXT[:1], [8, 8, 9]))]
@@ -164,7 +164,7 @@ def test_the_engine_serves_trees() -> None:
 def test_sampling_through_a_tree_is_the_targets_own_distribution() -> None:
     """One real round with its acceptance enumerated: the first two tokens have the target's probabilities."""
     target = easy_target()
-    drafter = DynamicTreeDrafter(Eagle3Drafter(make_drafter(target), target, Serving()), TreeShape(3, 4, 9))
+    drafter = DynamicTreeDrafter(Eagle3Drafter(DrafterWeights(make_drafter(target)), target), TreeShape(3, 4, 9))
     batch = SingleRequest(target, drafter, TEXT, SamplingParams(temperature=0.8, top_p=0.95), StopRules(20 - len(TEXT)))
     (proposal,) = batch.draft(0.0)
     (rows,) = batch.score([proposal])
@@ -180,7 +180,7 @@ def test_sampling_through_a_tree_is_the_targets_own_distribution() -> None:
 @pytest.mark.parametrize("gamma, depth", [(3, 3), (7, 6)])
 def test_trees_are_as_deep_as_the_paper_s_if_trained_so_far(gamma: int, depth: int) -> None:
     target = toy_target()
-    drafter = Eagle3Drafter(make_drafter(target, gamma=gamma), target, Serving())
+    drafter = Eagle3Drafter(DrafterWeights(make_drafter(target, gamma=gamma)), target)
     assert drafter.with_trees(TreeSize(16)).shape == TreeShape(depth, 10, 16)
     assert drafter.with_trees(TreeSize(16, depth=8)).shape == TreeShape(8, 10, 16), "deeper, when asked for"
     assert drafter.with_trees(TreeSize(16, top_k=4)).shape == TreeShape(depth, 4, 16)
@@ -190,7 +190,7 @@ def test_trees_are_as_deep_as_the_paper_s_if_trained_so_far(gamma: int, depth: i
 
 def test_a_tree_deeper_than_the_training_is_lossless() -> None:
     target = easy_target()
-    inner = Eagle3Drafter(make_drafter(target, draft_vocab=4, gamma=2), target, Serving(torch.arange(4)))
+    inner = Eagle3Drafter(DrafterWeights(make_drafter(target, draft_vocab=4, gamma=2), torch.arange(4)), target)
     drafter = inner.with_trees(TreeSize(12, depth=5, top_k=2))
     rules = StopRules(30, stop_ids=())
     found = generate(target, TEXT, drafter, rules=rules)

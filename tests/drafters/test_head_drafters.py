@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from outrider.drafters.base import Serving
+from outrider.drafters.base import DraftCalibration, DrafterWeights
 from outrider.drafters.heads import CertaintyEstimator
 from outrider.drafters.hydra import Hydra, HydraConfig, HydraDrafter
 from outrider.drafters.medusa import HeadsDrafter, HeadsModule, Medusa, MedusaConfig, MedusaDrafter
 from outrider.target.cache import KVCache
-from outrider.target.model import Target
 from tests.toys.heads import (
     HIDDEN,
     VOCAB,
@@ -56,7 +56,7 @@ class Kind:
 
     module: Callable[[MedusaConfig], HeadsModule]
     config: type[MedusaConfig]
-    serve: Callable[[HeadsModule, Target, Serving], HeadsDrafter]
+    serve: Callable[..., HeadsDrafter[Any]]
     reference: Reference
     reads: bool
 
@@ -85,13 +85,13 @@ def test_rows_are_those_of_a_numpy_reference(kind: Kind, layers: int) -> None:
 @pytest.mark.parametrize(("layers", "family"), [(1, "llama"), (3, "gemma")])  # Gemma scales its embeddings
 def test_served_distributions_are_those_of_a_numpy_reference(kind: Kind, layers: int, family: str) -> None:
     target, module = toy_target(family), kind.make(num_layers=layers)
-    check_serving(module, kind.serve(module, target, Serving()), target, kind.reference)
+    check_serving(module, kind.serve(DrafterWeights(module), target), target, kind.reference)
 
 
 def test_a_reduced_vocabulary_is_served_and_read_in_target_ids(kind: Kind) -> None:
     ids, target, text = torch.arange(2, 90, 2), toy_target(), toy_texts(1)[0]
     module, indices = kind.make(draft_vocab_size=len(ids)), [5, 0, 40, 7]
-    drafter = kind.serve(module, target, Serving(draft_ids_Vd=ids))
+    drafter = kind.serve(DrafterWeights(module, draft_ids_Vd=ids), target)
     call = replace(forced_call(drafter, text, 0, drafter.new_session(9)), source=Forced(indices))
     (proposal,) = drafter.propose([call])
     assert proposal.tokens == [int(ids[i]) for i in indices]
@@ -125,7 +125,7 @@ def test_fresh_heads_are_the_lm_head(kind: Kind) -> None:
     assert torch.equal(rows_NKH[0], texts[0].features_TH[4].expand(4, HIDDEN))
     text = torch.randint(4, VOCAB, (1, 7))
     output = target.forward(text, KVCache(target.num_layers, 7), logits=1)
-    drafter = kind.serve(module, target, Serving())
+    drafter = kind.serve(DrafterWeights(module), target)
     session = drafter.new_session(9)
     drafter.extend([session], [text[0].tolist()], output.hidden_BTD[0][:, None])
     (proposal,) = drafter.propose([forced_call(drafter, texts[0], 0, session)])
@@ -138,7 +138,9 @@ def test_blocks_are_cut_by_limit_and_floor(kind: Kind) -> None:
     """The estimator's confidence is known before the draw; a block ends where it is below the min_confidence."""
     target, text, module = toy_target(), toy_texts(1)[0], kind.make()
     certain = CertaintyEstimator([0.0, 0.0], [9.0, 9.0, -9.0, 9.0])
-    drafter = kind.serve(module, target, Serving(estimator=certain, offsets=[0.0, -1.0, 0.0, 0.0]))
+    drafter = kind.serve(
+        DrafterWeights(module), target, DraftCalibration(estimator=certain, offsets=[0.0, -1.0, 0.0, 0.0])
+    )
     sessions = [drafter.new_session(9) for _ in range(3)]
     calls = [
         forced_call(drafter, text, 0, session, limit) for session, limit in zip(sessions, (None, 1, 9), strict=True)
@@ -159,7 +161,7 @@ def test_what_does_not_fit_is_refused(kind: Kind) -> None:
     with pytest.raises(ValueError, match="num_heads 0"):
         toy_heads(num_heads=0)
     with pytest.raises(ValueError, match="num_target_layers"):
-        kind.serve(kind.module(replace(toy_heads(), num_target_layers=6)), toy_target(), Serving())
+        kind.serve(DrafterWeights(kind.module(replace(toy_heads(), num_target_layers=6))), toy_target())
 
 
 @pytest.mark.parametrize("draft_vocab", [97, 40])
@@ -171,4 +173,4 @@ def test_trained_equals_served(kind: Kind, draft_vocab: int) -> None:
 def test_output_is_that_of_plain_decoding(kind: Kind, family: str) -> None:
     target, module = toy_target(family), kind.module(toy_heads())
     fit_to_decoding(module, target, [7, 8, 9])
-    check_identity(target, kind.serve(module, target, Serving()), [7, 8, 9], least=10)
+    check_identity(target, kind.serve(DrafterWeights(module), target), [7, 8, 9], least=10)

@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.decoding.generate import RoundStats, generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import BlockInputs, DraftCall, Serving
+from outrider.drafters.base import BlockInputs, DraftCall, DrafterWeights
 from outrider.drafters.layers import BlockLayout
 from outrider.drafters.mtp import MTP, MTPConfig
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
@@ -176,7 +176,7 @@ def test_served_rounds_are_the_definition(family: str, modules: int, gamma: int)
     """Two requests at once, over uneven rounds. One begins with its anchor alone; drafts of the other are rejected."""
     target = toy_target(family)
     drafter = make_mtp(target, modules, gamma)
-    served, reference = drafter.serve(target, Serving()), Reference(drafter, target)
+    served, reference = DrafterWeights(drafter).serve(target), Reference(drafter, target)
     texts = [text(60, 1), text(60, 2)]
     sessions = [served.new_session(40) for _ in texts]
     seen: list[Tensor] = []
@@ -287,7 +287,7 @@ def test_greedy_decoding_is_plain_decoding(family: str, modules: int, gamma: int
     model.get_output_embeddings().weight.data[6:] *= 0.1  # few likely tokens: some drafts are accepted
     target = Target(model, None, "toy")
     ids = torch.arange(draft_vocab) if draft_vocab < 97 else None
-    drafter = make_mtp(target, modules, gamma, draft_vocab).serve(target, Serving(ids))
+    drafter = DrafterWeights(make_mtp(target, modules, gamma, draft_vocab), ids).serve(target)
     rules = StopRules(20, stop_ids=())
     rounds: list[RoundStats] = []
     for prompt in ([5], text(9, 4)[0]):
@@ -304,7 +304,7 @@ def test_trained_equals_served(modules: int, gamma: int, draft_vocab: int) -> No
     target, samples = toy_target("qwen3"), toy_samples(3)
     drafter = make_mtp(target, modules, gamma, draft_vocab)
     ids = choose_draft_ids(samples, 97, draft_vocab, frozenset({1}))
-    served = drafter.serve(target, Serving(ids if draft_vocab < 97 else None))
+    served = DrafterWeights(drafter, ids if draft_vocab < 97 else None).serve(target)
     found = [serve(served, target, sample) for sample in samples]
     batch, compute = build(drafter, target, samples, ids, [(i, sorted(visited)) for i, visited in enumerate(found)])
     with torch.no_grad():
@@ -318,8 +318,8 @@ def test_trained_equals_served(modules: int, gamma: int, draft_vocab: int) -> No
 def test_saved_and_loaded(tmp_path: Path) -> None:
     target = toy_target()
     drafter = make_mtp(target, 2, 3)
-    save_drafter(Checkpoint(drafter), tmp_path / "drafter")
-    loaded = load_checkpoint(tmp_path / "drafter").drafter
+    save_drafter(Checkpoint(DrafterWeights(drafter)), tmp_path / "drafter")
+    loaded = load_checkpoint(tmp_path / "drafter").weights.module
     assert isinstance(loaded, MTP) and loaded.config == drafter.config
     inputs = block_inputs(target, [(*text(30, 0), [2, 9])], 3)
     assert torch.equal(loaded.rows(inputs).hidden_NKH, drafter.rows(inputs).hidden_NKH)
@@ -328,7 +328,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_one_request_with_less_room_stops_earlier_than_the_other() -> None:
     target = toy_target()
-    served = make_mtp(target, 1, 4).serve(target, Serving())
+    served = DrafterWeights(make_mtp(target, 1, 4)).serve(target)
     sessions = [served.new_session(20) for _ in range(2)]
     tokens, aux_layers = text(6, 0)
     served.extend(sessions, [tokens, tokens[:2]], torch.cat((aux_layers, aux_layers[:2])))

@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import DraftCall, Serving
+from outrider.drafters.base import DraftCall, DrafterWeights
 from outrider.drafters.peagle import PEagle, PEagleConfig, PEagleDrafter
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
@@ -74,7 +74,7 @@ def test_the_training_forward_equals_the_reference(family: str) -> None:
 def test_served_drafts_equal_the_reference_over_rounds() -> None:
     target = toy_target()
     module = make(target)
-    reference, served = Reference(module, target), module.serve(target, Serving())
+    reference, served = Reference(module, target), DrafterWeights(module).serve(target)
     generator = torch.Generator().manual_seed(1)
     texts = torch.randint(4, 97, (2, 40), generator=generator).tolist()
     aux_layers = 5 * torch.randn(2, 40, 3, 32, generator=generator)
@@ -163,7 +163,7 @@ def test_output_is_that_of_plain_decoding(draft_vocab: int, params: SamplingPara
     model.lm_head.weight.data[3:] = 0  # few likely tokens: some drafts are accepted
     target = Target(model, None, "toy")
     ids = torch.arange(draft_vocab) if draft_vocab < 97 else None
-    drafter = make(target, draft_vocab=draft_vocab).serve(target, Serving(ids))
+    drafter = DrafterWeights(make(target, draft_vocab=draft_vocab), ids).serve(target)
     rules, accepted = StopRules(24, stop_ids=()), 0
     for prompt in ([5], [9, 8, 7, 30, 31], [40, 41, 42]):
         drafted = generate(target, prompt, drafter, params, rules)
@@ -178,8 +178,8 @@ def test_scales_fold_into_the_checkpoint_and_come_back(tmp_path: Path) -> None:
     module = make(target)
     inputs = inputs_for(target, [9], [3, 9], [0, 0], 4)
     before = module.rows(inputs).hidden_NKH
-    save_drafter(Checkpoint(module), tmp_path / "drafter")
-    loaded = load_checkpoint(tmp_path / "drafter").drafter
+    save_drafter(Checkpoint(DrafterWeights(module)), tmp_path / "drafter")
+    loaded = load_checkpoint(tmp_path / "drafter").weights.module
     assert isinstance(loaded, PEagle) and loaded.config == module.config
     torch.testing.assert_close(loaded.rows(inputs).hidden_NKH, before, atol=1e-5, rtol=1e-5)
     loaded.rescale_aux(module.aux_scale_L)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import Drafter, Serving
+from outrider.drafters.base import Drafter, DrafterWeights
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.eagle3 import Eagle3Drafter
@@ -27,13 +27,13 @@ from tests.toys.targets import randomise, toy_config, toy_target
 def dspark(target: Target) -> Drafter:
     module = DSpark(toy_config())
     randomise(module)
-    return BlockDrafter(module, target)
+    return BlockDrafter(DrafterWeights(module), target)
 
 
 SERVED: dict[str, Callable[[Target], Drafter]] = {
     "dspark": dspark,
-    "eagle3": lambda target: Eagle3Drafter(make_drafter(target), target, Serving()),
-    "mtp": lambda target: MTPDrafter(make_mtp(target, 2, 4), target, Serving()),
+    "eagle3": lambda target: Eagle3Drafter(DrafterWeights(make_drafter(target)), target),
+    "mtp": lambda target: MTPDrafter(DrafterWeights(make_mtp(target, 2, 4)), target),
     "lm": lambda target: StandaloneDrafter(small_model(), target, 4),
 }
 

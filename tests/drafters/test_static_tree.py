@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.drafters.base import Serving, draft_slots
+from outrider.drafters.base import DrafterWeights, draft_slots
 from outrider.drafters.hydra import Hydra, HydraDrafter
 from outrider.drafters.medusa import HeadsDrafter, HeadsModule, Medusa, MedusaDrafter, StaticTreeDrafter
 from outrider.drafters.trees import CandidateTree, assumed_accuracy, best_tree
@@ -32,7 +32,7 @@ def heads(request: pytest.FixtureRequest) -> tuple[Target, HeadsModule, type[Hea
 def test_the_output_is_that_of_plain_decoding(heads: tuple[Target, HeadsModule, type[HeadsDrafter]]) -> None:
     target, module, served = heads
     fit_to_decoding(module, target, [7, 8, 9])
-    drafter = StaticTreeDrafter(served(module, target, Serving()), best_tree(assumed_accuracy(4), 16))
+    drafter = StaticTreeDrafter(served(DrafterWeights(module), target), best_tree(assumed_accuracy(4), 16))
     assert drafter.trees and draft_slots(drafter) == 16
     check_identity(target, drafter, [7, 8, 9], least=10)
 
@@ -40,7 +40,7 @@ def test_the_output_is_that_of_plain_decoding(heads: tuple[Target, HeadsModule, 
 def test_the_first_path_is_the_greedy_chain(heads: tuple[Target, HeadsModule, type[HeadsDrafter]]) -> None:
     target, module, served = heads
     randomise(module)
-    drafter = served(module, target, Serving())
+    drafter = served(DrafterWeights(module), target)
     text, session = toy_texts(1)[0], drafter.new_session(9)
     drafter.extend([session], [[4]], torch.randn(1, 1, 32))
     greedy = replace(forced_call(drafter, text, 0, session), params=SamplingParams())
@@ -53,7 +53,7 @@ def test_the_first_path_is_the_greedy_chain(heads: tuple[Target, HeadsModule, ty
 def test_limits_cut_depth_and_nodes_per_request(heads: tuple[Target, HeadsModule, type[HeadsDrafter]]) -> None:
     target, module, served = heads
     randomise(module)
-    inner = served(module, target, Serving())
+    inner = served(DrafterWeights(module), target)
     drafter, texts = StaticTreeDrafter(inner, TREE), toy_texts(3)
     every = [forced_call(inner, text, 0, inner.new_session(9)) for text in texts]
     whole, shallow, few = (replace(call, params=SamplingParams()) for call in every)
@@ -67,4 +67,4 @@ def test_limits_cut_depth_and_nodes_per_request(heads: tuple[Target, HeadsModule
 def test_trees_that_the_heads_cannot_fill_are_refused(heads: tuple[Target, HeadsModule, type[HeadsDrafter]]) -> None:
     target, module, served = heads
     with pytest.raises(ValueError, match="depth 5"):
-        StaticTreeDrafter(served(module, target, Serving()), best_tree([[0.9]] * 5, 5))
+        StaticTreeDrafter(served(DrafterWeights(module), target), best_tree([[0.9]] * 5, 5))

@@ -334,7 +334,7 @@ def test_the_real_model_in_company(smollm: Target) -> None:
 
     path = shipped_drafter("SmolLM2-135M-Instruct")
     assert path is not None and smollm.tokenizer is not None
-    engine = Engine(smollm, load_checkpoint(path).packed(smollm), config=EngineConfig(5, 64, 16, 200))
+    engine = Engine(smollm, load_checkpoint(path).serve(smollm), config=EngineConfig(5, 64, 16, 200))
     texts = ["Count to twelve.", "What is 17 + 25?", "Write a haiku about rain.", "def add(a, b):"] * 3
     requests = [
         Request(str(i), smollm.tokenizer(f"{i}. {text}")["input_ids"], rules=StopRules(24))

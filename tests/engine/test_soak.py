@@ -22,7 +22,7 @@ from outrider.data.chat import render
 from outrider.data.sources import load_prompts
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules, TextStream
-from outrider.drafters.base import Drafter
+from outrider.drafters.base import Drafter, DrafterWeights
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.engine.batch import Request
@@ -156,7 +156,7 @@ def test_soak_of_a_small_model() -> None:
     engine = EngineConfig(max_requests=8, token_budget=48, block_size=4, num_blocks=56)
     total = Counter[str]()
     for policy in (FixedPolicy(), ThresholdPolicy(0.5), PrefixScheduler(COSTS), LookAhead(COSTS)):
-        tally = soak(target, BlockDrafter(module.eval(), target), policy, pool, 425, engine)
+        tally = soak(target, BlockDrafter(DrafterWeights(module.eval()), target), policy, pool, 425, engine)
         check(tally, 425)
         total.update({name: int(value) for name, value in vars(tally).items()})
     print(dict(total))
@@ -168,7 +168,7 @@ def test_soak_of_the_real_model(smollm: Target) -> None:
     assert path is not None and smollm.tokenizer is not None
     prompts = [p for name in ("train_math", "train_chat", "train_code") for p in load_prompts(name, 34)][:100]
     pool = [render(smollm.tokenizer, prompt.turns[:1], [], prompt.tools) for prompt in prompts]
-    drafter = load_checkpoint(path).packed(smollm)
+    drafter = load_checkpoint(path).serve(smollm)
     config = EngineConfig(max_requests=12, token_budget=96, block_size=16, num_blocks=40)
     warm_up(config.token_budget)  # kernels that are kept are no leak
     tally = soak(smollm, drafter, LookAhead(COSTS), pool, 300, config)

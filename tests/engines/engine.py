@@ -67,7 +67,7 @@ class Job:
         facts = target_facts(str(self.model), torch.float32)
         commands = export_drafter(checkpoint, engine_of(to), directory, facts).commands
         if to != "vllm":
-            drafter = checkpoint.drafter
+            drafter = checkpoint.weights.module
             named = {"method": drafter.algorithm, "model": str(directory)}
             return replace(self, speculative={**named, "num_speculative_tokens": drafter.config.gamma})
         words = shlex.split(commands[0])

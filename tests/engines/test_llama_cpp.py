@@ -26,6 +26,7 @@ from outrider.backends.launch import free_port, launched
 from outrider.backends.llama_cpp import LlamaCpp
 from outrider.backends.openai import read_metrics
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import DFlash
 from outrider.target.hub import EMBEDDED_ID, resolve_model
 from outrider.target.model import Target
@@ -129,14 +130,14 @@ def served(smollm: Target, tmp_path_factory: pytest.TempPathFactory) -> Served:
     plain = Launch(target, context=context, executable=str(executable), extra=EXACT)
     served = Served(prompts, ask(plain, prompts, root / "plain.log"), checkpoints, {}, {})
     for number, (place, checkpoint) in enumerate(checkpoints.items()):
-        exported, algorithm = root / f"exported-{number}", checkpoint.drafter.algorithm
+        exported, algorithm = root / f"exported-{number}", checkpoint.algorithm
         try:
             export_drafter(checkpoint, SERVER, exported, facts)
         except ValueError as error:
             served.refused[place] = str(error)
             continue
         drafter = gguf(exported, root / f"drafter-{number}.gguf", "--target-model-dir", str(source))
-        speculation = Speculation(algorithm, checkpoint.drafter.config.gamma, drafter)
+        speculation = Speculation(algorithm, checkpoint.config.gamma, drafter)
         launch = replace(plain, speculation=speculation)
         served.answers[place] = ask(launch, prompts, root / f"drafter-{number}.log")
     return served
@@ -153,7 +154,7 @@ def test_the_text_is_plain_decodings(served: Served, directory: Path) -> None:
 
 @each_drafter
 def test_as_many_drafts_are_accepted(served: Served, smollm: Target, directory: Path) -> None:
-    answer, drafter = served.by(directory), served.checkpoints[directory].packed(smollm)
+    answer, drafter = served.by(directory), served.checkpoints[directory].serve(smollm)
     ours = our_acceptance(smollm, drafter, served.prompts, answer.outputs, NEW, cut=True)
     drafted, accepted = (sum(column) / len(ours) for column in zip(*ours, strict=True))
     tau = 1 + accepted
@@ -165,8 +166,8 @@ def test_as_many_drafts_are_accepted(served: Served, smollm: Target, directory: 
 
 def test_its_converter_has_no_place_for_a_reduced_vocabulary_of_dflash(served: Served, tmp_path: Path) -> None:
     """When this fails, backends/llama_cpp.py refuses more than it must."""
-    config = replace(served.checkpoints[Path("dflash")].drafter.config, draft_vocab_size=512)
-    save_drafter(Checkpoint(DFlash(config), torch.arange(512)), tmp_path / "reduced")
+    config = replace(served.checkpoints[Path("dflash")].config, draft_vocab_size=512)
+    save_drafter(Checkpoint(DrafterWeights(DFlash(config), torch.arange(512))), tmp_path / "reduced")
     made = convert(
         tmp_path / "reduced", tmp_path / "drafter.gguf", "--target-model-dir", str(resolve_model(EMBEDDED_ID))
     )

@@ -108,7 +108,7 @@ def test_a_launched_engine_is_measured_with_and_without_its_drafter(exported: Pa
     assert len(started) >= 2 * 2, "two engines, each a server and its workers"
     assert wait_until_gone(sorted(started))
 
-    gamma = load_checkpoint(exported / "vllm").drafter.config.gamma
+    gamma = load_checkpoint(exported / "vllm").config.gamma
     logs = [(tmp_path / "logs" / f"vllm-{variant}.log").read_text() for variant in ("none", f"fixed-{gamma}")]
     assert all("enable_prefix_caching=False" in log for log in logs), "counted prompts are asked for several times"
     plain, drafted = Journal(tmp_path, json.loads((tmp_path / "settings.json").read_text())).points

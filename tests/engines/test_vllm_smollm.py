@@ -65,16 +65,14 @@ def served(smollm: Target, tmp_path_factory: pytest.TempPathFactory) -> Served:
     for method in TRAINED:
         folder = root / "training" / method
         found[method] = load_checkpoint(small_training.train_until(KNOWN_LENGTH, str(method), smollm, known, folder))
-    checkpoints = {
-        place: checkpoint for place, checkpoint in found.items() if checkpoint.drafter.algorithm in TOLERANCE
-    }
+    checkpoints = {place: checkpoint for place, checkpoint in found.items() if checkpoint.algorithm in TOLERANCE}
     assert checkpoints, "vLLM serves none of these drafters, so there is nothing to compare"
     job = Job(resolve_model(EMBEDDED_ID), prompts, NEW, max_num_seqs=PROMPTS)
     jobs: dict[Path, Job] = {Path(): job}
     interpreted: dict[Path, Job] = {}
     for number, (directory, checkpoint) in enumerate(checkpoints.items()):
         drafted = job.drafted(checkpoint, root / str(number))
-        if checkpoint.drafter.algorithm == "dspark":
+        if checkpoint.algorithm == "dspark":
             interpreted[directory] = replace(drafted, prompts=prompts[:FEW])
         else:
             jobs[directory] = drafted
@@ -101,7 +99,7 @@ def test_every_tensor_is_used_and_none_is_missing(served: Served, directory: Pat
 @each_drafter
 def test_the_blocks_are_ours(served: Served, smollm: Target, directory: Path) -> None:
     answer, prompts = served.by(directory), served.jobs[directory].prompts
-    blocks = answer.blocks(smollm, served.checkpoints[directory].packed(smollm), prompts)
+    blocks = answer.blocks(smollm, served.checkpoints[directory].serve(smollm), prompts)
     other = [(theirs, ours) for theirs, ours in blocks if theirs != ours]
     # The last bits of a sum depend on how many rows a product has, so two drafts that are as likely may change places.
     assert len(blocks) > 5 * len(prompts) and len(other) <= 0.01 * len(blocks), other
@@ -110,9 +108,9 @@ def test_the_blocks_are_ours(served: Served, smollm: Target, directory: Path) ->
 @each_drafter
 def test_as_many_drafts_are_accepted(served: Served, smollm: Target, directory: Path) -> None:
     answer, checkpoint = served.by(directory), served.checkpoints[directory]
-    drafter, prompts = checkpoint.packed(smollm), served.jobs[directory].prompts
+    drafter, prompts = checkpoint.serve(smollm), served.jobs[directory].prompts
     tau = 1 + mean(accepted for _, accepted in our_acceptance(smollm, drafter, prompts, answer.outputs, NEW))
-    method = checkpoint.drafter.algorithm
+    method = checkpoint.algorithm
     print(f"{method}: accepted length {answer.accepted_length:.3f} in vLLM, {tau:.3f} here")
     assert answer.accepted_length == pytest.approx(tau, rel=TOLERANCE[method])
     assert directory not in TRAINED or tau > 1.2, "rounds without accepted drafts show little"

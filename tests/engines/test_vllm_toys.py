@@ -82,7 +82,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     jobs: dict[object, Job] = {"plain": plain}
     for case in CASES:
         checkpoint = toys.train(case.config, target, plain.prompts[:4], NEW, root / "runs" / str(case))
-        drafters[case] = checkpoint.packed(target)
+        drafters[case] = checkpoint.serve(target)
         jobs[case] = plain.drafted(checkpoint, root / str(case), case.to)
     jobs["no bias"] = edited(jobs[MEDUSA], root / "no-bias", "medusa_fc_bias", False)
     jobs["turned"] = edited(jobs[DFLASH], root / "turned", "rope_theta", 10000.0)

@@ -17,6 +17,7 @@ from outrider.checkpoints.checkpoint import Checkpoint
 from outrider.data.responses import Sample
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import DFlashConfig
 from outrider.drafters.dspark import DSparkConfig
 from outrider.drafters.eagle3 import Eagle3Config
@@ -97,4 +98,6 @@ def train(config: Any, target: Target, texts: list[list[int]], new: int, out: Pa
     )
     run = Run(target, drafter, objective, ids, config.draft_vocab_size < VOCAB, samples, samples[:2])
     Trainer(recipe, run).train()
-    return Checkpoint(drafter.eval().requires_grad_(False), ids if config.draft_vocab_size < VOCAB else None)
+    return Checkpoint(
+        DrafterWeights(drafter.eval().requires_grad_(False), ids if config.draft_vocab_size < VOCAB else None)
+    )

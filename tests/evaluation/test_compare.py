@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.medusa import Medusa, MedusaConfig
@@ -274,7 +275,7 @@ def test_draft_costs_are_of_every_length_in_turns(toy: Path) -> None:
     named = []
     for name, module in (("a", DSpark(toy_config(**vocab))), ("b", DFlash(toy_config(dspark=False, **vocab)))):
         randomise(module)
-        drafter = Watched(module, target)
+        drafter = Watched(DrafterWeights(module), target)
         drafter.name = name
         named.append((DrafterInfo(label=name, algorithm=name, gamma=drafter.gamma), drafter))
     tokens = sample_text(target, 40)
@@ -301,10 +302,10 @@ def test_draft_costs_are_of_every_length_in_turns(toy: Path) -> None:
 def test_blocks_of_another_size_are_the_same_weights() -> None:
     module = DSpark(toy_config())
     randomise(module)
-    other = with_block_size(Checkpoint(module, None, {"calibration": {}, "step": 3}), 6)
-    assert other.drafter.config.gamma == 6 and other.metadata == {"step": 3}
+    other = with_block_size(Checkpoint(DrafterWeights(module), {"calibration": {}, "step": 3}), 6)
+    assert other.config.gamma == 6 and other.metadata == {"step": 3}
     for name, tensor in module.state_dict().items():
-        assert (other.drafter.state_dict()[name] == tensor).all(), name
+        assert (other.weights.module.state_dict()[name] == tensor).all(), name
 
 
 def costs_of(machine: dict[str, Any], **milliseconds: list[float]) -> DraftCosts:
@@ -371,7 +372,7 @@ def test_from_eval_to_pictures(run: Run, toy: Path, tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "vocab_size": vocab, "draft_vocab_size": vocab, "num_target_layers": 5}
     heads = Medusa(MedusaConfig(**sizes, num_heads=3, num_layers=1))
     randomise(heads)
-    save_drafter(Checkpoint(heads), tmp_path / "medusa")
+    save_drafter(Checkpoint(DrafterWeights(heads)), tmp_path / "medusa")
     drafters = (f"dspark={toy / 'drafter'}", f"three={toy / 'drafter'}", f"tree={tmp_path / 'medusa'}")
     shapes = ("--block-size", "three=3", "--tree", "tree=6")
     measured = ("--target", toy / "target", "--context", 30, "--repeats", 3, "--out", cost)

@@ -17,6 +17,7 @@ import outrider.cli.generate as generate
 from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_checkpoint, read_metadata, save_drafter
 from outrider.checkpoints.published import shipped_drafter
 from outrider.cli.common import choose_policy
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dspark import DSpark
 from outrider.evaluation.model_card import model_card
 from outrider.evaluation.results import DrafterInfo, Results
@@ -154,14 +155,14 @@ def test_fit_tasks_and_tasks_are_kept_apart(run: Run, toy: Path, tmp_path: Path)
 def test_a_checkpoint_serves_its_temperatures() -> None:
     drafter = DSpark(toy_config())
     temperatures = [1.0, 2.0, 0.5, 3.0]
-    checkpoint = Checkpoint(drafter, None, {"calibration": {"temperatures": temperatures}})
-    assert checkpoint.packed(toy_target()).heads.temperatures == temperatures
-    assert checkpoint.packed(toy_target(), calibrated=False).heads.temperatures is None
+    checkpoint = Checkpoint(DrafterWeights(drafter), {"calibration": {"temperatures": temperatures}})
+    assert checkpoint.serve(toy_target()).heads.temperatures == temperatures
+    assert checkpoint.weights.serve(toy_target()).heads.temperatures is None
     for broken in ({}, {"temperatures": ["hot"]}, {"temperatures": 3}, None):
         with pytest.raises(ValueError, match="calibrat"):
-            Checkpoint(drafter, None, {"calibration": broken}).packed(toy_target())
+            Checkpoint(DrafterWeights(drafter), {"calibration": broken}).serve(toy_target())
     with pytest.raises(ValueError, match="must be 4 numbers above 0"):
-        Checkpoint(drafter, None, {"calibration": {"temperatures": [1.0]}}).packed(toy_target())
+        Checkpoint(DrafterWeights(drafter), {"calibration": {"temperatures": [1.0]}}).serve(toy_target())
 
 
 def test_metadata_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -180,17 +181,17 @@ def test_bfloat16_weights_are_half_the_size_and_served_in_float32(tmp_path: Path
     drafter.aux_scale_L.copy_(torch.tensor([0.5, 3000.0, 7.0]))
     ids = torch.arange(50, 90)
     for dtype in (torch.float32, torch.bfloat16):
-        save_drafter(Checkpoint(drafter, ids), tmp_path / str(dtype), dtype)
+        save_drafter(Checkpoint(DrafterWeights(drafter, ids)), tmp_path / str(dtype), dtype)
     small, large = tmp_path / "torch.bfloat16", tmp_path / "torch.float32"
     stored = load_file(small / "model.safetensors")
     assert stored.pop("d2t").dtype == torch.int64 and {t.dtype for t in stored.values()} == {torch.bfloat16}
     assert json.loads((small / "config.json").read_text())["dtype"] == "bfloat16"
     assert json.loads((large / "config.json").read_text())["dtype"] == "float32"
     half, full = load_checkpoint(small), load_checkpoint(large)
-    assert {p.dtype for p in half.drafter.parameters()} == {torch.float32}
-    for name, tensor in full.drafter.state_dict().items():
-        torch.testing.assert_close(half.drafter.state_dict()[name], tensor, rtol=2**-8, atol=0)
-    served = half.packed(toy_target())
+    assert {p.dtype for p in half.weights.module.parameters()} == {torch.float32}
+    for name, tensor in full.weights.module.state_dict().items():
+        torch.testing.assert_close(half.weights.module.state_dict()[name], tensor, rtol=2**-8, atol=0)
+    served = half.serve(toy_target())
     assert (
         served.module.fc(torch.zeros(1, 96)).dtype == torch.float32 and served.module.norm.weight.dtype == torch.float32
     )
@@ -261,7 +262,7 @@ def test_package_refuses_what_it_cannot_vouch_for(run: Run, toy: Path, tmp_path:
     ],
 )
 def test_results_of_another_drafter_are_refused(settings: dict[str, object], message: str) -> None:
-    checkpoint = Checkpoint(DSpark(toy_config()), None, {**TRAINED, "target": EMBEDDED_ID})
+    checkpoint = Checkpoint(DrafterWeights(DSpark(toy_config())), {**TRAINED, "target": EMBEDDED_ID})
     right = {"target": "SmolLM2-135M-Instruct", "drafter_step": 20, "gamma": 4, "policy": "FixedPolicy(length=None)"}
     right |= {"temperature": 0.0, "sampling": {}}
 
@@ -291,7 +292,9 @@ def test_the_licence_of_what_training_began_with(history: list[dict[str, Any]], 
     """It went on from a checkpoint: the target's layers were copied long ago, if ever."""
     recipe = {**TRAINED["recipe"], "initialize_from_target": False}
     metadata = {**TRAINED, "target": "x/y", "recipe": recipe, "history": history}
-    card = model_card(Checkpoint(DSpark(toy_config()), None, metadata), name="d", dtype=torch.float32, license="mit")
+    card = model_card(
+        Checkpoint(DrafterWeights(DSpark(toy_config())), metadata), name="d", dtype=torch.float32, license="mit"
+    )
     licence = card[card.index("## Licence") :]
     assert "Weights: mit." in licence and ("earlier drafter, whose licence applies" in licence) == bool(history)
     derived = f"are derived from {' and '.join(sources)}, whose licence" in licence
@@ -308,21 +311,21 @@ def test_the_card_shows_the_calibration() -> None:
         "sampling": {"temperature": 0.7}, "max_new_tokens": 9, "versions": {}, "machine": {},
     }  # fmt: skip
     metadata = {**TRAINED, "target": "x/y", "calibration": calibration}
-    card = model_card(Checkpoint(DSpark(toy_config()), None, metadata), name="d", dtype=torch.float32)
+    card = model_card(Checkpoint(DrafterWeights(DSpark(toy_config())), metadata), name="d", dtype=torch.float32)
     assert "| 1 | 1.50 | 0.200 -> 0.030 | 0.010 | 0.250 -> 0.250 | 0.750 |" in card
     assert "| 2 | 0.75 | 0.100 -> 0.040 | 0.020 | 0.125 -> 0.125 | - |" in card
     assert "1,000 rounds of a; measured on 2,000 other rounds of b" in card and "temperature 0.7" in card
     assert "offset" not in card and "no confidence head" not in card
     more = {"offsets": [0.25, -1.5], "estimator": {"weights": [0.8, -0.4], "biases": [0.1, -0.2]}}
     metadata["calibration"] = calibration | more
-    card = model_card(Checkpoint(DSpark(toy_config()), None, metadata), name="d", dtype=torch.float32)
+    card = model_card(Checkpoint(DrafterWeights(DSpark(toy_config())), metadata), name="d", dtype=torch.float32)
     assert "| k | temperature | offset | ECE |" in card and "sigmoid(logit(c) / temperature + offset)" in card
     assert "| 1 | 1.50 | +0.25 | 0.200 -> 0.030 |" in card and "| 2 | 0.75 | -1.50 | 0.100 -> 0.040 |" in card
     assert "sigmoid(0.80 logit(max p_k) -0.40 entropy(p_k) + bias_k), biases +0.10, -0.20." in card
     metadata["calibration"] = calibration
     del calibration["before"]
     with pytest.raises(ValueError, match=r"calibration\.before: Field required; run outrider calibrate again"):
-        model_card(Checkpoint(DSpark(toy_config()), None, metadata), name="d", dtype=torch.float32)
+        model_card(Checkpoint(DrafterWeights(DSpark(toy_config())), metadata), name="d", dtype=torch.float32)
     assert "## Measured" not in card and "license" not in card.split("---")[1]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from tests.toys.target_directory import save_toy_target
 from tests.toys.targets import randomise
@@ -22,7 +23,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shapes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_target_layers": 5, "mask_token_id": 3}
     drafter = DSpark(DSparkConfig(**shapes, vocab_size=vocab, draft_vocab_size=vocab, target_layer_ids=(1, 3)))
     randomise(drafter)
-    save_drafter(Checkpoint(drafter), directory / "drafter")
+    save_drafter(Checkpoint(DrafterWeights(drafter)), directory / "drafter")
     lines = [json.dumps({"turns": [f"number {i}"]}) for i in range(6)]
     (directory / "tasks.jsonl").write_text("\n".join(lines) + "\n")
     return directory

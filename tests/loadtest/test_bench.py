@@ -18,7 +18,7 @@ from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_dr
 from outrider.cli.common import load
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import DraftCall, Serving
+from outrider.drafters.base import DraftCall, DrafterWeights
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.dspark import DSpark
@@ -304,7 +304,7 @@ def test_variants_by_name() -> None:
 
 def test_a_variant_gets_as_much_of_the_drafter_as_it_wants() -> None:
     target = toy_target()
-    drafter = BlockDrafter(DSpark(toy_config()).eval(), target)
+    drafter = BlockDrafter(DrafterWeights(DSpark(toy_config()).eval()), target)
     names = ("none", "fixed-3", "threshold")
     found = {name: limited(drafter, build_variant(name, 4, 0.2, None).drafts) for name in names}
     shortened = found["fixed-3"]
@@ -323,7 +323,7 @@ def test_a_variant_gets_as_much_of_the_drafter_as_it_wants() -> None:
 
 def test_a_tree_is_pruned_not_cut() -> None:
     target = toy_target()
-    whole = DynamicTreeDrafter(Eagle3Drafter(make_drafter(target), target, Serving()), TreeShape(3, 4, 20))
+    whole = DynamicTreeDrafter(Eagle3Drafter(DrafterWeights(make_drafter(target)), target), TreeShape(3, 4, 20))
     assert limited(whole, build_variant("fixed-20", 20, None, None).drafts) is whole
     pruned = limited(whole, build_variant("fixed-5", 20, None, None).drafts)
     assert isinstance(pruned, LimitedDrafter) and pruned.trees and (pruned.nodes, pruned.gamma) == (5, 3)
@@ -350,9 +350,9 @@ def test_the_verb_with_trees(toy: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(bench, "set_up", lambda threads: None)
     loaded = load(str(toy / "target"), "cpu")
     module = make_drafter(loaded, draft_vocab=loaded.vocab_size)
-    save_drafter(Checkpoint(module), tmp_path / "drafter")
+    save_drafter(Checkpoint(DrafterWeights(module)), tmp_path / "drafter")
     config = ProfileConfig(max_requests=2, max_tokens=16, contexts=(16,), repeats=1, seconds=0.0)
-    served = Eagle3Drafter(module, loaded, Serving())
+    served = Eagle3Drafter(DrafterWeights(module), loaded)
     measure_profile(loaded, served.with_trees(TreeSize(9)), config).save(tmp_path / "p.json")
     app, out = bench.typer.Typer(), tmp_path / "out"
     app.command()(bench.bench_command)
@@ -410,7 +410,7 @@ def test_the_verb_on_a_toy_model(
 ) -> None:
     monkeypatch.setattr(bench, "set_up", lambda threads: None)
     loaded = load(str(toy / "target"), "cpu")
-    packed = load_checkpoint(toy / "drafter").packed(loaded)
+    packed = load_checkpoint(toy / "drafter").serve(loaded)
     config = ProfileConfig(max_requests=2, max_tokens=16, contexts=(16,), repeats=1, seconds=0.1)
     measure_profile(loaded, packed, config).save(tmp_path / "profile.json")
     run, out = CliRunner(), tmp_path / "out"

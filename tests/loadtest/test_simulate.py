@@ -20,6 +20,7 @@ from outrider.backends.local import default_variants
 from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.engine.batch import Output, Request, StepRecord
@@ -75,7 +76,7 @@ def drafter(target: Target) -> BlockDrafter:
     assert isinstance(config, DSparkConfig)
     module = DSpark(config)
     randomise(module, seed=6)
-    return BlockDrafter(module.eval(), target)
+    return BlockDrafter(DrafterWeights(module.eval()), target)
 
 
 @pytest.fixture(scope="module")
@@ -428,7 +429,7 @@ def test_the_verb_records_simulates_and_validates(outrider: Run, tmp_path: Path)
     shapes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_target_layers": 5, "mask_token_id": 3}
     module = DSpark(DSparkConfig(**shapes, vocab_size=vocab, draft_vocab_size=vocab, target_layer_ids=(1, 3)))
     randomise(module)
-    save_drafter(Checkpoint(module), tmp_path / "drafter")
+    save_drafter(Checkpoint(DrafterWeights(module)), tmp_path / "drafter")
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"turns": [f"say {i}"]}) + "\n" for i in range(5)))
     (tmp_path / "table.json").write_text(json.dumps({"sps": [10, 9, 8, 7], "draft_seconds": [0.01]}))
     traces, models = tmp_path / "traces.npz", ("--target", tmp_path / "target", "--drafter", tmp_path / "drafter")

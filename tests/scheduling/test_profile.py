@@ -20,7 +20,7 @@ import outrider.cli.calibrate as profile_verb
 import outrider.cli.main as main
 import outrider.evaluation.profile as profile_module
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
-from outrider.drafters.base import Drafter, Serving
+from outrider.drafters.base import Drafter, DrafterWeights
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape
 from outrider.evaluation.profile import ProfileConfig, forward_jobs, measure_profile, setting_of, shape_digest, sweep
@@ -181,7 +181,7 @@ def test_a_committed_profile_is_still_of_the_shipped_drafter() -> None:
     """Fields that change no shape come and go without making profiles useless."""
     root = Path(__file__).parents[2]
     stored = json.loads((root / "docs" / "results" / "load" / "profile.json").read_text())["setting"]["drafter"]
-    config = load_checkpoint(root / "models" / "smollm2-135m-dspark").drafter.config
+    config = load_checkpoint(root / "models" / "smollm2-135m-dspark").config
     assert stored == f"DSpark, gamma 7, shape {shape_digest(config)}"
 
 
@@ -212,7 +212,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocab = save_toy_target(directory / "target", layers=5)
     drafter = DSpark(toy_config(vocab_size=vocab, draft_vocab_size=vocab))
     randomise(drafter)
-    save_drafter(Checkpoint(drafter), directory / "drafter")
+    save_drafter(Checkpoint(DrafterWeights(drafter)), directory / "drafter")
     return directory
 
 
@@ -261,13 +261,13 @@ def test_the_verb_measures_what_fits_its_own_setting(run: Run, toy: Path, tmp_pa
     assert (profile.setting.threads, profile.setting.processor) == (1, machine()["cpu"])
     target = load_target(str(toy / "target"))
     checkpoint = load_checkpoint(toy / "drafter")
-    profile.check(setting_of(target, checkpoint.packed(target)))
-    profile.check(setting_of(target, checkpoint.packed(target, calibrated=False)))  # costs the same
-    other = DSpark(replace(checkpoint.drafter.config, num_hidden_layers=1)).eval()
+    profile.check(setting_of(target, checkpoint.serve(target)))
+    profile.check(setting_of(target, checkpoint.weights.serve(target)))  # costs the same
+    other = DSpark(replace(checkpoint.config, num_hidden_layers=1)).eval()
     with pytest.raises(
         ValueError, match=r"else: drafter is DSpark, gamma 4, shape .* here it is DSpark, gamma 4, shape"
     ):
-        profile.check(setting_of(target, Checkpoint(other).packed(target)))
+        profile.check(setting_of(target, Checkpoint(DrafterWeights(other)).serve(target)))
     with pytest.raises(ValueError, match=r"else: target is target \(5 x 32\), here it is toy-qwen3 \(5 x 32\)\. "):
         profile.check(setting_of(toy_target("qwen3"), None))
 
@@ -299,7 +299,7 @@ def test_trees_are_profiled_by_their_nodes(monkeypatch: pytest.MonkeyPatch) -> N
         return real(spans, kv, aux_layers)
 
     monkeypatch.setattr(target, "forward_ragged", forward_ragged)
-    drafter = DynamicTreeDrafter(Eagle3Drafter(make_drafter(target), target, Serving()), TreeShape(3, 4, 25))
+    drafter = DynamicTreeDrafter(Eagle3Drafter(DrafterWeights(make_drafter(target)), target), TreeShape(3, 4, 25))
     config = ProfileConfig(max_requests=2, max_tokens=60, contexts=(8,), repeats=1, seconds=0.0)
     profile = measure_profile(target, drafter, config)
     counts = {r: [cell.tokens for cell in profile.cells if cell.requests == r] for r in (1, 2)}

@@ -53,7 +53,7 @@ def test_trained_served_and_lossless(path: Path, smollm: Target, answers: list[A
     with torch.no_grad():
         assert check_alignment(smollm, run.drafter.eval(), run.samples[:2], run.draft_ids_Vd) > 20
 
-    served = load_checkpoint(directory).packed(smollm)
+    served = load_checkpoint(directory).serve(smollm)
     trees = [served.with_trees(TreeSize(nodes)) for nodes in NODES] if method.module.drafts_trees else []
     accepted, verdicts = {}, Counter[str]()
     for name, drafter in {"chain": served, **dict(zip(map(str, NODES), trees, strict=False))}.items():

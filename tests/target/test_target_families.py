@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from outrider.data.regenerate import generate_batch
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import Drafter, Serving
+from outrider.drafters.base import Drafter, DrafterWeights
 from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape
 from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.batch import Request
@@ -68,7 +68,7 @@ def test_forward_equals_transformers_with_cache_aux_layers_and_rollback(name: st
 
 
 def drafters(name: str, target: Target, text: list[int]) -> dict[str, Drafter]:
-    eagle = Eagle3Drafter(make_drafter(target), target, Serving())
+    eagle = Eagle3Drafter(DrafterWeights(make_drafter(target)), target)
     found: dict[str, Drafter] = {
         "oracle": Oracle(target, text, spoil=0.3),
         "dspark": toy_drafter(target),

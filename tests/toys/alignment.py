@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.data.responses import Sample
 from outrider.decoding.request import SingleRequest, StopRules
 from outrider.decoding.round import RoundResult
-from outrider.drafters.base import Drafter, DraftModule, Serving
+from outrider.drafters.base import Drafter, DrafterWeights, DraftModule
 from outrider.sampling import PositionNoise, SamplingParams
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, build_batch
@@ -40,8 +40,7 @@ def build(
 
 def check_alignment(target: Target, drafter: DraftModule, samples: list[Sample], ids: Tensor) -> int:
     """Compare acceptance at every anchor the decoding loop visits; returns how many positions were compared."""
-    serving = Serving(ids if len(ids) < target.vocab_size else None)
-    drafting = drafter.serve(target, serving)
+    drafting = DrafterWeights(drafter, ids if len(ids) < target.vocab_size else None).serve(target)
     served = [serve(drafting, target, sample) for sample in samples]
     chosen = [(i, sorted(visited)) for i, visited in enumerate(served)]
     batch, compute = build(drafter, target, samples, ids, chosen)

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outrider.checkpoints.checkpoint import Checkpoint, read_parts
-from outrider.checkpoints.dialects.base import DrafterWeights, ExportedCheckpoint, TargetFacts
+from outrider.checkpoints.checkpoint import Checkpoint, load_weights
+from outrider.checkpoints.dialects.base import ExportedCheckpoint, TargetFacts
 from outrider.checkpoints.dialects.medusa import MedusaDialect
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import DFlashConfig
 from outrider.drafters.dflash2 import DFlash2Config
 from outrider.drafters.eagle3 import Eagle3Config
@@ -80,7 +81,7 @@ def made(method: str, own: str = "", **changes: Any) -> Checkpoint:
     head = random(rows, H, seed=4) if "head" in own.split() else None
     head = random(3, rows, H, seed=5) if "heads" in own.split() else head
     embedding = random(V, H, seed=6) if "embedding" in own.split() else None
-    return Checkpoint(module.eval(), ids if rows == VD else None, {}, head, embedding)
+    return Checkpoint(DrafterWeights(module.eval(), ids if rows == VD else None, head, embedding))
 
 
 def put(written: ExportedCheckpoint, directory: Path) -> Path:
@@ -93,7 +94,7 @@ def put(written: ExportedCheckpoint, directory: Path) -> Path:
 
 def released_medusa(directory: Path, vocab: int) -> Path:
     """Medusa as FasterDecoding released it: no depth, no sizes, names and a file of their own."""
-    parts = made("medusa", "heads", vocab_size=vocab, draft_vocab_size=vocab).parts()
+    parts = made("medusa", "heads", vocab_size=vocab, draft_vocab_size=vocab).weights.folded()
     tensors = {}
     for name, tensor in MedusaDialect().write(parts, None).tensors.items():
         old = name.replace("blocks.", "").replace(".layers.", ".")
@@ -122,12 +123,12 @@ def changed(
 
 def assert_same(found: DrafterWeights, expected: DrafterWeights) -> None:
     """The same drafter, bit for bit."""
-    assert found.method.name == expected.method.name
+    assert found.algorithm == expected.algorithm
     assert found.config == expected.config
     assert set(found.tensors) == set(expected.tensors)
     for name, tensor in expected.tensors.items():
         assert torch.equal(found.tensors[name], tensor), name
-    for name in ("draft_ids_Vd", "head", "embedding_VH"):
+    for name in ("draft_ids_Vd", "head_VdH", "embedding_VH"):
         mine, theirs = getattr(found, name), getattr(expected, name)
         assert (mine is None) == (theirs is None), name
         assert mine is None or torch.equal(mine, theirs), name
@@ -135,8 +136,10 @@ def assert_same(found: DrafterWeights, expected: DrafterWeights) -> None:
 
 def stored_as(parts: DrafterWeights, method: str, **fields: Any) -> DrafterWeights:
     """What a reader must find of parts that a writer changed on purpose: another method, or the target's tensors."""
-    config = replace(parts.config) if method == parts.method.name else _dspark_without_heads(parts.config)
-    return replace(parts, config=config, **fields)
+    config = replace(parts.config) if method == parts.algorithm else _dspark_without_heads(parts.config)
+    module = method_of(method).module(config)
+    module.load_state_dict(parts.tensors)
+    return replace(parts, module=module, **fields)
 
 
 def _dspark_without_heads(config: DFlashConfig) -> Any:
@@ -145,5 +148,5 @@ def _dspark_without_heads(config: DFlashConfig) -> Any:
 
 
 def reread(directory: Path) -> DrafterWeights:
-    """As `read_parts`, for a target of the toys' depth."""
-    return read_parts(directory, L)
+    """As `load_weights`, for a target of the toys' depth."""
+    return load_weights(directory, L)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from outrider.decoding.generate import generate
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.engine.batch import Request
@@ -45,4 +46,4 @@ def toy_drafter(target: Target, seed: int = 0) -> BlockDrafter:
     assert isinstance(config, DSparkConfig)
     module = DSpark(config)
     randomise(module, seed)
-    return BlockDrafter(module.eval(), target)
+    return BlockDrafter(DrafterWeights(module.eval()), target)

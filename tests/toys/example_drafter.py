@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.drafters.base import (
-    WEIGHTS_ALONE,
     BlockInputs,
+    DraftCalibration,
     DraftCall,
     Drafter,
+    DrafterWeights,
     DraftModule,
     DraftRows,
-    Serving,
     check_fits,
 )
 from outrider.drafters.chain import sample_chain
@@ -85,8 +85,9 @@ class Bigram(DraftModule):
         latent_NKr, _ = self.bigram.unroll(inputs.previous_NK, hidden_NKH)
         return DraftRows(hidden_NKH, latent_NKr, self.bigram.markov_w2.weight)
 
-    def serve(self, target: Target, serving: Serving = WEIGHTS_ALONE) -> BigramDrafter:
-        return BigramDrafter(self, target, serving)
+    @staticmethod
+    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> BigramDrafter:
+        return BigramDrafter(weights, target, calibration)
 
 
 @dataclass
@@ -99,14 +100,16 @@ class BigramSession:
 class BigramDrafter(Drafter):
     """The drafter that serves it; weights are copied, for training goes on with the module."""
 
-    def __init__(self, module: Bigram, target: Target, serving: Serving) -> None:
-        check_fits(module.config, target, module.reads_final_layer)
-        serving.check(module.config)
-        self.aux_layers, self.gamma = module.config.target_layer_ids, module.config.gamma
+    def __init__(self, weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> None:
+        config = weights.config
+        check_fits(config, target, weights.module.reads_final_layer)
+        calibration.check(config.gamma)
+        weights.check()
+        self.aux_layers, self.gamma = config.target_layer_ids, config.gamma
         self.embed_VH, self.embed_scale = target.embed_VD, target.embed_scale
-        self.head = serving.head(target)
-        self.module = copy.deepcopy(module).float().requires_grad_(False)
-        self.heads = serving.chain_heads(target, self.module.bigram)
+        self.head = weights.head(target)
+        self.module = copy.deepcopy(weights.module).float().requires_grad_(False)
+        self.heads = weights.chain_heads(target, calibration, self.module.bigram)
 
     def new_session(self, capacity: int) -> BigramSession:
         return BigramSession(torch.zeros(self.embed_VH.shape[1]))

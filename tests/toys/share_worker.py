@@ -34,7 +34,7 @@ NEW = 6  # tokens of a response
 def work(toy: Path, out: Path, ranks: Ranks) -> None:
     """An evaluation, and benchmarks of transformers and of our engine, their conversations shared by the ranks."""
     target = load_target(toy / "target")
-    drafter = load_checkpoint(toy / "drafter").packed(target)
+    drafter = load_checkpoint(toy / "drafter").serve(target)
     config = TaskSettings(max_new_tokens=NEW)
     info = DrafterInfo(label="d", algorithm="dspark", gamma=drafter.gamma)
     results = evaluate(target, drafter, [str(toy / "tasks.jsonl")], config, info, ranks=ranks)

@@ -72,7 +72,7 @@ def train_until(
     run = prepare(recipe, target)
     for steps in range(CHUNK, MOST_STEPS + 1, CHUNK):
         Trainer(recipe, run).train(stop_after=steps)
-        drafter = load_checkpoint(directory).packed(target)
+        drafter = load_checkpoint(directory).serve(target)
         runs = [generate(target, prompt, drafter, rules=StopRules(TOKENS)) for prompt, _ in answers]
         found = 1 + mean(stats.accepted for run in runs for stats in run.rounds)
         if found >= accepted_length:

@@ -15,6 +15,7 @@ from dflash.model import DFlashDraftModel, _crop_to
 from torch import Tensor
 
 from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import DFlash
 from outrider.target.model import Target
 from tests.toys.targets import randomise, toy_config
@@ -37,7 +38,7 @@ def saved(directory: Path, attention_patterns: str, **changes: float) -> DFlash:
     drafter = DFlash(toy_config(dspark=False, **PATTERNS[attention_patterns], **changes))
     randomise(drafter)
     drafter.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
-    save_drafter(Checkpoint(drafter), directory)
+    save_drafter(Checkpoint(DrafterWeights(drafter)), directory)
     return drafter.eval().requires_grad_(False)
 
 

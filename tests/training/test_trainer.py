@@ -11,7 +11,7 @@ import torch
 
 import outrider.checkpoints.checkpoint as checkpoint_module
 from outrider.checkpoints.checkpoint import load_checkpoint
-from outrider.drafters.base import Serving
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.dspark import DSpark
 from outrider.training.batches import build_batch
@@ -53,9 +53,11 @@ def test_training_learns_and_the_checkpoint_serves(tmp_path: Path) -> None:
     assert after["loss"] < before - 0.1
     checkpoint = load_checkpoint(tmp_path / "drafter")
     assert checkpoint.metadata["step"] == 80 and checkpoint.metadata["held_out"] == after
-    assert checkpoint.draft_ids_Vd is not None and torch.equal(checkpoint.draft_ids_Vd, run.draft_ids_Vd)
-    served = BlockDrafter(checkpoint.drafter, target, Serving(checkpoint.draft_ids_Vd))
-    direct = BlockDrafter(run.drafter, target, Serving(run.draft_ids_Vd))
+    assert checkpoint.weights.draft_ids_Vd is not None and torch.equal(
+        checkpoint.weights.draft_ids_Vd, run.draft_ids_Vd
+    )
+    served = BlockDrafter(checkpoint.weights, target)
+    direct = BlockDrafter(DrafterWeights(run.drafter, run.draft_ids_Vd), target)
     aux_layers = torch.randn(6, 3, 32)
     blocks = []
     for packed in (served, direct):

@@ -15,7 +15,7 @@ from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_dr
 from outrider.data.responses import Sample
 from outrider.decoding.generate import acceptance, generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import Serving
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.layers import BlockLayout
@@ -136,7 +136,7 @@ def test_a_decode_check_is_the_decoding_of_the_saved_drafter(
     prompts = first_prompts(run.held_out, 3)
     figures = decode_check(run.drafter, target, run.draft_ids_Vd, prompts, 16)
     checkpoint = load_checkpoint(out / "drafter")
-    packed = BlockDrafter(checkpoint.drafter, target, Serving(checkpoint.draft_ids_Vd))
+    packed = BlockDrafter(checkpoint.weights, target)
     decoded = [generate(target, prompt, packed, rules=StopRules(16)) for prompt in prompts]
     for generation, prompt in zip(decoded, prompts, strict=True):
         assert generation.tokens == generate(target, prompt, rules=StopRules(16)).tokens
@@ -161,7 +161,7 @@ def test_a_bfloat16_target_decodes_with_the_drafter_in_training(target: Target, 
         drafter = run.drafter if ids is not None else DSpark(toy_config())
         figures = decode_check(drafter, half, ids, prompts, 8)
         assert 1 <= figures["tau"] <= 1 + drafter.config.gamma
-        packed = BlockDrafter(drafter, half, Serving(ids))
+        packed = BlockDrafter(DrafterWeights(drafter, ids), half)
         plain = [generate(half, p, rules=StopRules(8)).tokens for p in prompts]
         assert [generate(half, p, packed, rules=StopRules(8)).tokens for p in prompts] == plain
         assert figures["tokens"] == sum(map(len, plain))
@@ -289,7 +289,7 @@ def test_the_best_checkpoint_has_its_own_figures(tmp_path: Path, target: Target,
     assert best.metadata["decode"]["tau"] == trainer.watch.best == pytest.approx(taus[step], abs=1e-6)
     held_out = next(e for e in entries(tmp_path, "held_out") if e["step"] == step)
     assert best.metadata["held_out"]["loss"] == pytest.approx(held_out["loss"], abs=1e-6)
-    again = decode_check(best.drafter, target, best.draft_ids_Vd, first_prompts(run.held_out, 2), 12)
+    again = decode_check(best.weights.module, target, best.weights.draft_ids_Vd, first_prompts(run.held_out, 2), 12)
     assert again["tau"] == trainer.watch.best
 
 
@@ -400,8 +400,8 @@ def test_a_run_goes_on_where_the_drafter_stood(
     section = {"start_from": str(parent / "drafter"), "block_size": 4, "num_aux_layers": 3, "sample_from_anchor": None}
     chosen, run = continued(target, samples, tmp_path, section, monkeypatch)
     stored = load_checkpoint(parent / "drafter")
-    assert run.drafter.config == stored.drafter.config and run.reduced
-    assert stored.draft_ids_Vd is not None and torch.equal(run.draft_ids_Vd, stored.draft_ids_Vd)
+    assert run.drafter.config == stored.config and run.reduced
+    assert stored.weights.draft_ids_Vd is not None and torch.equal(run.draft_ids_Vd, stored.weights.draft_ids_Vd)
     assert not torch.equal(run.drafter.aux_scale_L, torch.ones(3))
     (first,) = run.history
     assert first["step"] == stored.metadata["step"] and first["optimizer"] == stored.metadata["recipe"]["optimizer"]
@@ -413,7 +413,7 @@ def test_a_run_goes_on_where_the_drafter_stood(
     start = weights(run)
     trainer.train(stop_after=2)
     metadata = load_checkpoint(tmp_path / "drafter").metadata
-    recorded, config = metadata["recipe"]["drafter"], stored.drafter.config
+    recorded, config = metadata["recipe"]["drafter"], stored.config
     assert recorded.pop("target_layer_ids") == list(config.target_layer_ids)
     assert not metadata["recipe"]["initialize_from_target"]
     assert recorded["markov_rank"] == 6 != chosen.drafter.markov_rank, "what was trained, not the section's default"
@@ -427,7 +427,7 @@ def test_the_method_gone_on_with_is_recorded(
 ) -> None:
     shapes = {"hidden_size": 32, "vocab_size": 97, "draft_vocab_size": 97, "num_target_layers": 5}
     heads = Medusa(MedusaConfig(**shapes, num_heads=3, num_layers=2))
-    save_drafter(Checkpoint(heads, None, {}), tmp_path / "heads")
+    save_drafter(Checkpoint(DrafterWeights(heads)), tmp_path / "heads")
     chosen, run = continued(target, samples, tmp_path / "out", {"start_from": str(tmp_path / "heads")}, monkeypatch)
     assert chosen.drafter.algorithm == "dspark" and run.drafter.algorithm == "medusa"
     recorded = Trainer(chosen, run).checkpoint(0).metadata["recipe"]["drafter"]
@@ -447,7 +447,7 @@ def test_a_resumed_run_refuses_another_origin(
     chosen, run = continued(target, samples, tmp_path / "out", section, monkeypatch)
     Trainer(chosen, run).train(stop_after=4)
     with torch.no_grad():
-        stored.drafter.norm.weight.add_(1)
+        stored.weights.module.norm.weight.add_(1)
     save_drafter(stored, tmp_path / "origin")
     chosen, run = continued(target, samples, tmp_path / "out", section, monkeypatch)
     with pytest.raises(ValueError, match="origin_sha256 differ"):
@@ -496,7 +496,7 @@ def test_aux_layers_and_vocabulary_are_the_checkpoints(
 ) -> None:
     drafter = DFlash(toy_config(False, target_layer_ids=(0, 2, 3)))
     randomise(drafter)
-    save_drafter(Checkpoint(drafter, None, {}), tmp_path / "odd")
+    save_drafter(Checkpoint(DrafterWeights(drafter)), tmp_path / "odd")
     chosen, run = continued(target, samples, tmp_path / "out", {"start_from": str(tmp_path / "odd")}, monkeypatch)
     assert run.drafter.config.target_layer_ids == (0, 2, 3) and not run.reduced and len(run.draft_ids_Vd) == 97
     whole = torch.arange(97)
@@ -514,7 +514,7 @@ def test_a_drafter_for_another_target_or_vocabulary_is_refused(
         ({"hidden_size": 16}, "hidden_size is 16"),
         ({"target_layer_ids": (0, 4)}, "the final layer 4 cannot be tapped"),
     ):
-        save_drafter(Checkpoint(DSpark(toy_config(**change)), None, {}), tmp_path / "other")  # type: ignore[arg-type]
+        save_drafter(Checkpoint(DrafterWeights(DSpark(toy_config(**change)))), tmp_path / "other")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=message):
             continued(target, samples, tmp_path / "out", {"start_from": str(tmp_path / "other")}, monkeypatch)
     with pytest.raises(ValueError, match=r"there is no directory .*none"):

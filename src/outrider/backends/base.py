@@ -15,7 +15,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from outrider.checkpoints.dialects.base import Dialect, DrafterWeights, ExportedCheckpoint, TargetFacts
+from outrider.checkpoints.dialects.base import Dialect, ExportedCheckpoint, TargetFacts
+from outrider.drafters.base import DrafterWeights
 from outrider.engine.batch import Output, Request, StepRecord
 
 
@@ -41,7 +42,7 @@ class Speculation:
     def of(parts: DrafterWeights, drafter: str) -> Speculation:
         """Speculation with a trained drafter that the engine finds at `drafter`."""
         return Speculation(
-            parts.method.name,
+            parts.algorithm,
             parts.config.gamma,
             drafter,
             reduced_vocabulary=parts.draft_ids_Vd is not None,
@@ -194,7 +195,7 @@ class ExternalEngine:
         Raises:
             ValueError: it has no such method, or cannot serve this drafter; the message names the field.
         """
-        name = parts.method.name
+        name = parts.algorithm
         if name not in self.dialects:
             able = ", ".join(self.dialects)
             raise ValueError(f"--to {self.name}: no dialect there carries a {name} drafter; it reads {able}.")
@@ -212,7 +213,7 @@ class ExternalEngine:
             ValueError: it cannot serve this drafter, or must have it in another dialect.
         """
         self.limits(parts, factor)
-        name = parts.method.name
+        name = parts.algorithm
         known = [each.name for each in (self.dialects[name], self.also_reads.get(name)) if each is not None]
         if dialect.name not in known:
             raise ValueError(
@@ -228,7 +229,7 @@ class ExternalEngine:
             ValueError: it has no such method, or cannot serve this drafter; the message names the field.
         """
         left_out = self.limits(parts, 1.0 if target is None else target.embedding_scale)
-        dialect = self.dialects[parts.method.name]
+        dialect = self.dialects[parts.algorithm]
         self.check_dialect(parts, dialect)
         written = self.finish(dialect.write(parts, target))
         return replace(written, fallbacks=[*written.fallbacks, *left_out])
@@ -248,7 +249,7 @@ def check_vanilla_head(engine: str, parts: DrafterWeights) -> None:
     Raises:
         ValueError: the drafter has another one, or none.
     """
-    if parts.method.name != "dspark":
+    if parts.algorithm != "dspark":
         return
     config = parts.config
     if config.markov_rank == 0:
@@ -267,10 +268,10 @@ def check_whole_vocabulary(engine: str, parts: DrafterWeights) -> None:
         ValueError: the drafter has one.
     """
     config = parts.config
-    if parts.method.name in ("dflash", "dflash2") and config.draft_vocab_size != config.vocab_size:
+    if parts.algorithm in ("dflash", "dflash2") and config.draft_vocab_size != config.vocab_size:
         raise ValueError(
             f"--to {engine}: draft_vocab_size {config.draft_vocab_size} and its tensor d2t have no place there; its "
-            f"{parts.method.name} drafts from the target's whole vocabulary, {config.vocab_size}: train with that, or "
+            f"{parts.algorithm} drafts from the target's whole vocabulary, {config.vocab_size}: train with that, or "
             "serve with Outrider."
         )
 

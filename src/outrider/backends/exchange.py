@@ -11,10 +11,10 @@ import shlex
 
 from outrider.backends.base import ExternalEngine, check_whole_vocabulary
 from outrider.backends.vllm import VLLM
-from outrider.checkpoints.dialects.base import DrafterWeights
 from outrider.checkpoints.dialects.deepspec import DeepSpec
 from outrider.checkpoints.dialects.speculators import Speculators
 from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
+from outrider.drafters.base import DrafterWeights
 
 
 class ZLabPackage(ExternalEngine):
@@ -64,7 +64,7 @@ class SpeculatorsLibrary(ExternalEngine):
     over_http = False
 
     def serve(self, parts: DrafterWeights, directory: str, target: str) -> list[str]:
-        if parts.method.name == "mtp":
+        if parts.algorithm == "mtp":
             return [
                 "# for exchange: vLLM 0.32 reads no MTP in this dialect; Outrider does",
                 f"outrider generate PROMPT --target {shlex.quote(target)} --drafter {shlex.quote(directory)}",

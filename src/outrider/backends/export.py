@@ -18,8 +18,8 @@ from torch import Tensor
 from outrider.backends.base import ExternalEngine
 from outrider.checkpoints.checkpoint import Checkpoint, write_files
 from outrider.checkpoints.describe import spoken
-from outrider.checkpoints.dialects.base import MOST_LAYERS, DrafterWeights, ExportedCheckpoint, Fields, TargetFacts
-from outrider.drafters.base import check_embedding_scale
+from outrider.checkpoints.dialects.base import MOST_LAYERS, ExportedCheckpoint, Fields, TargetFacts
+from outrider.drafters.base import DrafterWeights, check_embedding_scale
 from outrider.target.hub import canonical_id, resolve_model
 from outrider.target.model import FAMILIES
 from outrider.utils.files import atomic_directory, read_mapping, weight_files
@@ -127,10 +127,10 @@ def export_drafter(
     """
     if out.exists():
         raise ValueError(f"{out} exists: export to a new directory.")
-    parts = checkpoint.parts(dtype)
+    parts = checkpoint.weights.folded(dtype)
     check_target(parts, target)
     written = engine.write(parts, target)
-    written.fallbacks.extend(_unread(checkpoint.metadata, engine, parts.method.name))
+    written.fallbacks.extend(_unread(checkpoint.metadata, engine, parts.algorithm))
     commands = engine.serve(parts, str(out), target.name_or_path)
     card = model_card(out.resolve().name, parts, written, engine, target, commands, dtype)
     with atomic_directory(out) as staging:
@@ -163,11 +163,11 @@ def model_card(
     """Text of the export's README.md, with the front matter that the hub reads."""
     config = parts.config
     front: dict[str, Any] = {} if Path(target.name_or_path).is_dir() else {"base_model": target.name_or_path}
-    front |= {"pipeline_tag": "text-generation", "tags": ["speculative-decoding", "draft-model", parts.method.name]}
+    front |= {"pipeline_tag": "text-generation", "tags": ["speculative-decoding", "draft-model", parts.algorithm]}
     parameters = sum(tensor.numel() for tensor in written.tensors.values() if tensor.is_floating_point())
     rows = [
-        ("method", parts.method.name),
-        ("dialect", engine.dialects[parts.method.name].name),
+        ("method", parts.algorithm),
+        ("dialect", engine.dialects[parts.algorithm].name),
         ("parameters in the file", f"{parameters / 1e6:.1f} million, {dtype_name(dtype)}"),
         ("drafts per round", str(config.gamma)),
         ("aux layers (outputs, from 0)", ", ".join(map(str, config.target_layer_ids))),

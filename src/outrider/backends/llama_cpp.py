@@ -24,9 +24,10 @@ from outrider.backends.base import (
     check_vanilla_head,
     check_whole_vocabulary,
 )
-from outrider.checkpoints.dialects.base import DrafterWeights, ExportedCheckpoint
+from outrider.checkpoints.dialects.base import ExportedCheckpoint
 from outrider.checkpoints.dialects.deepspec import DeepSpec
 from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
+from outrider.drafters.base import DrafterWeights
 
 
 class LlamaCpp(ExternalEngine):
@@ -50,7 +51,7 @@ class LlamaCpp(ExternalEngine):
         """See `ExternalEngine`; its loaders take a lone embedding for the head too."""
         check_vanilla_head(self.name, parts)
         config = parts.config
-        if parts.embedding_VH is not None or (parts.head is not None and parts.draft_ids_Vd is None):
+        if parts.embedding_VH is not None or (parts.head_VdH is not None and parts.draft_ids_Vd is None):
             raise ValueError(
                 "--to llama.cpp: lm_head.weight and embed_tokens.weight of the drafter's own have no place there, but "
                 "for the head of a reduced vocabulary: serve it with Outrider."
@@ -68,7 +69,7 @@ class LlamaCpp(ExternalEngine):
                 "layers: train with true or false, or serve with Outrider."
             )
         check_whole_vocabulary(self.name, parts)
-        if parts.method.name == "dflash2":
+        if parts.algorithm == "dflash2":
             pairs = config.selector_top_k * (config.selector_top_k + 1)
             if pairs > config.hidden_size:
                 raise ValueError(

@@ -28,10 +28,11 @@ from outrider.backends.base import (
     Speculation,
     check_whole_vocabulary,
 )
-from outrider.checkpoints.dialects.base import DrafterWeights, ExportedCheckpoint
+from outrider.checkpoints.dialects.base import ExportedCheckpoint
 from outrider.checkpoints.dialects.deepspec import DeepSpec
 from outrider.checkpoints.dialects.eagle3 import FLAGS, Eagle3Dialect
 from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
+from outrider.drafters.base import DrafterWeights
 
 CALIBRATION_FILE, TABLE_FILE = "confidence_sts.json", "sps_table.json"
 _IN_SECTION = (
@@ -64,7 +65,7 @@ class SGLang(ExternalEngine):
 
     def check(self, parts: DrafterWeights) -> list[str]:
         config = parts.config
-        if parts.method.name == "eagle3":
+        if parts.algorithm == "eagle3":
             for name in (*FLAGS, "qk_norm"):
                 if getattr(config, name):
                     raise ValueError(f"--to sglang: {name} true has no place in its EAGLE-3 model.")
@@ -74,7 +75,7 @@ class SGLang(ExternalEngine):
                     "three."
                 )
             return []
-        if parts.method.name == "dspark" and not config.sample_from_anchor:
+        if parts.algorithm == "dspark" and not config.sample_from_anchor:
             raise ValueError(
                 "--to sglang: sample_from_anchor false is not served there; its DSpark blocks draft from the anchor."
             )

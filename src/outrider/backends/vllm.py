@@ -24,12 +24,13 @@ from outrider.backends.base import (
     causal_in_sliding_layers_alone,
     check_vanilla_head,
 )
-from outrider.checkpoints.dialects.base import Dialect, DrafterWeights
+from outrider.checkpoints.dialects.base import Dialect
 from outrider.checkpoints.dialects.deepspec import DeepSpec
 from outrider.checkpoints.dialects.eagle3 import Eagle3Dialect
 from outrider.checkpoints.dialects.medusa import MedusaDialect
 from outrider.checkpoints.dialects.speculators import Speculators
 from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
+from outrider.drafters.base import DrafterWeights
 
 _V2_RUNNER = ("dspark", "dflash2")
 _NGRAM_MAX = 4  # tokens that prompt lookup matches
@@ -54,18 +55,18 @@ class VLLM(ExternalEngine):
 
     def check(self, parts: DrafterWeights) -> list[str]:
         check_vanilla_head(self.name, parts)
-        if parts.method.name == "dflash" and parts.config.sample_from_anchor:
+        if parts.algorithm == "dflash" and parts.config.sample_from_anchor:
             raise ValueError(
                 "--to vllm: sample_from_anchor true is not served there; its DFlash drafts from masks alone."
             )
-        if parts.method.name == "dflash" and not parts.config.plain_logits:
+        if parts.algorithm == "dflash" and not parts.config.plain_logits:
             raise ValueError(
                 "--to vllm: output_multiplier and final_logit_softcapping are not heeded there; its DFlash drafts with "
                 "the head's own logits: serve it with Outrider, llama.cpp or z-lab's package."
             )
         if getattr(parts.config, "layer_types", ()):
             return ["vLLM mixes sliding and full layers in its model runner V2 alone (VLLM_USE_V2_MODEL_RUNNER=1)."]
-        if parts.method.name == "medusa":
+        if parts.algorithm == "medusa":
             return ["vLLM drafts one greedy chain from Medusa heads, no tree."]
         return []
 
@@ -75,7 +76,7 @@ class VLLM(ExternalEngine):
         Raises:
             ValueError: full layers would become causal.
         """
-        causal_sliding = parts.method.name != "dspark" and causal_in_sliding_layers_alone(parts)
+        causal_sliding = parts.algorithm != "dspark" and causal_in_sliding_layers_alone(parts)
         if dialect.name == "speculators" and causal_sliding:
             raise ValueError(
                 "vllm: is_causal null (sliding layers alone) would become true for all layers in speculators' dialect; "

@@ -22,17 +22,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from outrider.checkpoints.dialects import dialect_for, dialect_of
-from outrider.checkpoints.dialects.base import Dialect, DrafterWeights, ExportedCheckpoint, Source
-from outrider.drafters.base import Drafter, DraftModule, Serving
+from outrider.checkpoints.dialects.base import Dialect, ExportedCheckpoint, Source
+from outrider.drafters.base import DraftCalibration, Drafter, DrafterWeights
 from outrider.drafters.heads import CertaintyEstimator
 from outrider.drafters.registry import method_of
 from outrider.target.model import Target
 from outrider.utils.files import (
     atomic_directory,
-    check_tensors,
     read_mapping,
     read_weights,
     refuse_archive,
@@ -45,43 +43,39 @@ METADATA = "outrider.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A drafter with its vocabulary and metadata.
+    """A drafter as it is on disk: its weights, and what outrider.json says."""
 
-    Attributes:
-        draft_ids_Vd: the target's id of every draft token; None: the draft vocabulary is the target's.
-        head: the drafter's own LM head, [Vd, H], or [M, Vd, H] with one for each of its M heads; None: the target's.
-        embedding_VH: its own token embedding; None: the target's.
-        embedding_scale: what embeddings are multiplied by, where the checkpoint says so; None: what the target does.
-    """
-
-    drafter: DraftModule
-    draft_ids_Vd: Tensor | None = None
+    weights: DrafterWeights
     metadata: dict[str, Any] = field(default_factory=dict)
-    head: Tensor | None = None
-    embedding_VH: Tensor | None = None
-    embedding_scale: float | None = None
 
-    def packed(self, target: Target, calibrated: bool = True) -> Drafter:
-        """Ready to serve `target`; as `calibrated`, if it has been, confidences and candidates alike.
+    @property
+    def config(self) -> Any:
+        """The drafter's config."""
+        return self.weights.config
+
+    @property
+    def algorithm(self) -> str:
+        """The method's name."""
+        return self.weights.algorithm
+
+    @property
+    def calibration(self) -> DraftCalibration:
+        """What outrider.json says of confidences and candidates.
 
         Raises:
-            ValueError: made for another target, or a calibration that does not fit the block.
+            ValueError: naming the field that is missing or wrong.
         """
-        serving = self.serving(calibrated).for_target(target)
-        return self.drafter.serve(target, serving)
+        accuracy = _accuracy(self.metadata)
+        temperatures, offsets, estimator = _calibration(self.metadata)
+        return DraftCalibration(temperatures, offsets, estimator, accuracy)
 
-    def serving(self, calibrated: bool = True) -> Serving:
-        """What it is served with besides its weights."""
-        stored = _calibration(self.metadata) if calibrated else (None, None, None)
-        accuracy = _accuracy(self.metadata) if calibrated else None
-        return Serving(self.draft_ids_Vd, *stored, accuracy, self.head, self.embedding_VH, self.embedding_scale)
+    def serve(self, target: Target) -> Drafter:
+        """Ready to draft for `target`, calibrated where it has been; `weights.serve` leaves the calibration out.
 
-    def parts(self, dtype: torch.dtype = torch.float32) -> DrafterWeights:
-        """The drafter as plain data, for a dialect to write; weights in `dtype`, taking raw aux hidden states."""
-        tensors = {name: _cast(tensor, dtype) for name, tensor in self.drafter.folded_state_dict().items()}
-        head, embedding_VH = (None if own is None else _cast(own, dtype) for own in (self.head, self.embedding_VH))
-        config = self.drafter.config
-        return DrafterWeights(config, tensors, self.draft_ids_Vd, head, embedding_VH, self.embedding_scale)
+        Raises:
+            ValueError: made for another target, or a calibration that does not fit the drafter.
+        """
+        return self.weights.serve(target, self.calibration)
 
 
 def save_drafter(
@@ -96,7 +90,7 @@ def save_drafter(
     Raises:
         OSError: the disk is full; nothing half-written is left.
     """
-    written = dialect_for(method_of(checkpoint.drafter.algorithm)).write(checkpoint.parts(dtype), None)
+    written = dialect_for(method_of(checkpoint.algorithm)).write(checkpoint.weights.folded(dtype), None)
     with atomic_directory(directory) as staging:
         write_files(staging, written, dtype, checkpoint.metadata, card)
 
@@ -143,16 +137,8 @@ def load_checkpoint(
             file and the field or tensor.
     """
     directory = Path(directory)
-    parts = read_parts(directory, num_target_layers)
-    drafter = empty_module(parts, directory).to_empty(device=device)
-    drafter.aux_scale_L.fill_(1)
-    drafter.load_state_dict({name: _cast(tensor, torch.float32) for name, tensor in parts.tensors.items()})
-    ids, head, embedding = (
-        None if tensor is None else _cast(tensor, torch.float32).to(device)
-        for tensor in (parts.draft_ids_Vd, parts.head, parts.embedding_VH)
-    )
-    drafter = drafter.eval().requires_grad_(False)
-    return Checkpoint(drafter, ids, read_metadata(directory), head, embedding, parts.embedding_scale)
+    weights = load_weights(directory, num_target_layers).folded(torch.float32, device)
+    return Checkpoint(weights, read_metadata(directory))
 
 
 def load_drafter(directory: str | Path, target: Target) -> Drafter:
@@ -161,30 +147,17 @@ def load_drafter(directory: str | Path, target: Target) -> Drafter:
     Raises:
         ValueError: see `load_checkpoint`, or it was made for another target.
     """
-    return load_checkpoint(directory, target.device, target.num_layers).packed(target)
+    return load_checkpoint(directory, target.device, target.num_layers).serve(target)
 
 
-def read_parts(directory: Path, num_target_layers: int | None = None) -> DrafterWeights:
-    """What config.json and the weights say, in our terms.
+def load_weights(directory: Path, num_target_layers: int | None = None) -> DrafterWeights:
+    """The drafter of config.json and the weight files, tensors in their type on disk.
 
     Raises:
-        ValueError: as `load_checkpoint`, but for the module's own tensors, which are not compared yet.
+        ValueError: as `load_checkpoint`.
     """
     raw, dialect = read_config(directory)
-    found = read_weights(directory)
-    return dialect.read(raw, found, Source(str(directory / "config.json"), num_target_layers))
-
-
-def empty_module(parts: DrafterWeights, directory: Path) -> DraftModule:
-    """The module without memory, once the file's tensors are known to be its own.
-
-    Raises:
-        ValueError: tensors are missing, unknown, or of another shape than config.json implies.
-    """
-    with torch.device("meta"):
-        drafter = parts.method.module(parts.config)
-    check_tensors(directory, parts.tensors, drafter.state_dict())
-    return drafter
+    return dialect.read(raw, read_weights(directory), Source(str(directory / "config.json"), num_target_layers))
 
 
 def read_config(directory: Path) -> tuple[dict[str, Any], Dialect]:
@@ -204,11 +177,6 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Dialect]:
         raise ValueError(f"{directory} has no config.json: give a drafter directory (outrider train writes one).")
     raw = read_mapping(path)
     return raw, dialect_of(raw, path)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights in another type; what is not a weight (an index, a mask) as it is."""
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _calibration(

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.checkpoints.checkpoint import METADATA, empty_module, read_config, read_metadata, read_parts
-from outrider.checkpoints.dialects.base import MOST_LAYERS, DrafterWeights, UnknownDepth
+from outrider.checkpoints.checkpoint import METADATA, load_weights, read_config, read_metadata
+from outrider.checkpoints.dialects.base import MOST_LAYERS, UnknownDepth
+from outrider.drafters.base import DrafterWeights
 from outrider.utils.files import read_weights, weight_files
 from outrider.utils.measure import dtype_name
 
@@ -32,14 +33,13 @@ def describe(directory: Path, num_target_layers: int | None = None) -> Facts:
     raw, dialect = read_config(directory)
     depth_known = True
     try:
-        parts = read_parts(directory, num_target_layers)
+        parts = load_weights(directory, num_target_layers)
     except UnknownDepth:  # all there is to say but the depth, and aux hidden states that follow from it
-        parts, depth_known = read_parts(directory, MOST_LAYERS), False
-    empty_module(parts, directory)
+        parts, depth_known = load_weights(directory, MOST_LAYERS), False
     metadata = read_metadata(directory)
     return [
         ("dialect", dialect.name),
-        ("method", parts.method.name),
+        ("method", parts.algorithm),
         ("target", named_target(raw, metadata) or "not named"),
         *_fits(parts.config, depth_known),
         *_aux_hidden_states(raw, parts, depth_known),
@@ -111,7 +111,9 @@ def _aux_hidden_states(raw: Mapping[str, Any], parts: DrafterWeights, depth_know
 
 def _vocabulary(parts: DrafterWeights) -> Facts:
     config = parts.config
-    own = [name for name, tensor in (("LM head", parts.head), ("embedding", parts.embedding_VH)) if tensor is not None]
+    own = [
+        name for name, tensor in (("LM head", parts.head_VdH), ("embedding", parts.embedding_VH)) if tensor is not None
+    ]
     scale = parts.embedding_scale
     return [
         ("draft vocabulary", f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens"),

@@ -81,7 +81,7 @@ def calibrate_command(
         collected = load_rounds(rounds, about)
     else:
         loaded = load(target, device)
-        packed = checkpoint.packed(loaded, calibrated=False)
+        packed = checkpoint.weights.serve(loaded)
         if packed.calibratable == "candidates":
             with counting(console, "calibrate") as on_progress:
                 candidates = measure_candidates(
@@ -119,7 +119,7 @@ def calibrate_command(
 
 def _check(checkpoint: Checkpoint, directory: Path, about_confidences: bool) -> None:
     """Whether there is anything to measure of this drafter, and options that ask for nothing else."""
-    measured = checkpoint.drafter.calibratable
+    measured = checkpoint.weights.module.calibratable
     if measured == "candidates" and about_confidences:
         raise ValueError(
             f"{directory} has heads without confidences: --fit-tasks, --plot, --rounds, --sweep and "
@@ -127,7 +127,7 @@ def _check(checkpoint: Checkpoint, directory: Path, about_confidences: bool) -> 
         )
     if measured is None:
         raise ValueError(
-            f"{directory}: the drafts of {checkpoint.drafter.algorithm} cannot be calibrated, only those of block "
+            f"{directory}: the drafts of {checkpoint.algorithm} cannot be calibrated, only those of block "
             f"drafters ({_methods('confidences')}) and of heads ({_methods('candidates')}). "
             "Serve it with a fixed draft length."
         )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from outrider.backends.base import ExternalEngine, Speculation
 from outrider.backends.export import embedding_factor
 from outrider.backends.mlx import require_mlx
-from outrider.checkpoints.checkpoint import empty_module, load_checkpoint, read_config, read_metadata, read_parts
+from outrider.checkpoints.checkpoint import load_checkpoint, load_weights, read_config, read_metadata
 from outrider.checkpoints.published import Published, fetch, published_by, published_for, shipped_drafter
 from outrider.cli.common import load
 from outrider.drafters.base import Drafter, DraftModule, draft_slots
@@ -126,9 +126,9 @@ class DrafterChoice:
             checkpoint = load_checkpoint(self.where, num_target_layers=target.num_layers)
             if block_size is not None:
                 checkpoint = with_block_size(checkpoint, block_size)
-            module = checkpoint.drafter
+            module = checkpoint.weights.module
             parameters = sum(parameter.numel() for parameter in module.parameters())
-            served, name = checkpoint.packed(target), self.where
+            served, name = checkpoint.serve(target), self.where
             if tree is not None:
                 shape = f"tree of {tree}" + (", measured accuracies" if "candidates" in checkpoint.metadata else "")
                 served, name = _branched(module, served, tree), f"{name} ({shape})"
@@ -166,12 +166,11 @@ class DrafterChoice:
         if self.directory is None:
             file = file or (self.where if engine.gguf else str(resolve_model(self.where)))
             return Speculation(self.kind, self.gamma or StandaloneConfig.gamma, file)
-        parts = read_parts(self.directory, count_layers(target))
-        empty_module(parts, self.directory)
+        parts = load_weights(self.directory, count_layers(target))
         try:
             if file is None and not engine.gguf:
                 engine.check_loads(parts, read_config(self.directory)[1], embedding_factor(target))
-            elif parts.method.name in engine.dialects:  # what --engine-drafter names was made of it
+            elif parts.algorithm in engine.dialects:  # what --engine-drafter names was made of it
                 engine.limits(parts, embedding_factor(target))
         except ValueError as error:
             raise ValueError(f"--launch with the drafter {self.directory}: {error}") from error
@@ -283,7 +282,7 @@ def open_for_mlx(
         raise ValueError("--backend mlx drafts chains of the trained block size: leave --block-size and --tree out.")
     if choice.kind == "directory":
         checkpoint = load_checkpoint(choice.where, num_target_layers=target.num_layers)
-        module = checkpoint.drafter
+        module = checkpoint.weights.module
         parameters = sum(parameter.numel() for parameter in module.parameters())
         drafter = MLXDrafter(checkpoint, target)
         return OpenedDrafter(drafter, choice.where, module.algorithm, parameters, checkpoint.metadata)

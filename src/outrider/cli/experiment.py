@@ -201,8 +201,8 @@ def _measure(
     directory: Path, target: Target, config: TaskSettings, threshold: float | None, out: Path, console: Console
 ) -> None:
     checkpoint, policy = load_checkpoint(directory), choose_policy(None, threshold)
-    packed, training = checkpoint.packed(target), TrainingInfo.of(checkpoint.metadata)
-    algorithm = checkpoint.drafter.algorithm
+    packed, training = checkpoint.serve(target), TrainingInfo.of(checkpoint.metadata)
+    algorithm = checkpoint.algorithm
     info = DrafterInfo(label=algorithm, algorithm=algorithm, gamma=packed.gamma, training=training)
     with counting(console, "eval") as on_progress:
         results = evaluate(

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -118,11 +118,11 @@ def draft_slots(drafter: Drafter | None) -> int:
 
 
 # ----------------------------------------------------------------------------
-# What a drafter is served with besides its weights: the target's head, the draft vocabulary, calibration.
+# What a loaded drafter is: its weights, and its calibration.
 #
 #     draft logits = head[draft_ids] h        c_k = sigmoid(s_k / T_k + b_k)
 #
-# Shapes: N rows, H draft hidden, V target vocab, Vd draft vocab.
+# Shapes: N rows, H draft hidden, V target vocab, Vd draft vocab, M draft heads.
 # ----------------------------------------------------------------------------
 
 
@@ -130,32 +130,96 @@ Head = Callable[[Tensor], Tensor]  # hidden states [N, H] -> draft logits [N, Vd
 
 
 @dataclass(frozen=True)
-class Serving:
-    """What a drafter is served with besides its weights.
+class DraftCalibration:
+    """What `outrider calibrate` measured of a drafter, as far as serving it needs that.
 
     Attributes:
-        draft_ids_Vd: the target's id of every draft token; None where the draft vocabulary is the target's.
         temperatures: T_k > 0 per draft position, that calibrate the confidences; None leaves them as they are.
         offsets: b_k per draft position, added to the logits after the temperatures; None: no offset.
         estimator: gives confidences where the drafter has no head for them.
         accuracy: a_k(i) per draft position and rank, which candidate trees are chosen by (drafters/trees.py);
             None where nobody has measured them.
-        head_VdH: the drafter's own LM head over its draft vocabulary, [M, Vd, H] where each of M heads has one; None:
-            the target's.
-        embedding_VH: its own token embedding; None: the target's.
-        embedding_scale: what embeddings are multiplied by, where the checkpoint says so; None: unsaid.
     """
 
-    draft_ids_Vd: Tensor | None = None
     temperatures: Sequence[float] | None = None
     offsets: Sequence[float] | None = None
     estimator: Estimator | None = None
     accuracy: Sequence[Sequence[float]] | None = None
+
+    def check(self, gamma: int) -> None:
+        """It fits a drafter of `gamma` draft positions.
+
+        Raises:
+            ValueError: another number of positions, or a temperature that is not above 0.
+        """
+        if self.temperatures is not None and (len(self.temperatures) != gamma or min(self.temperatures) <= 0):
+            raise ValueError(
+                f"temperatures {list(self.temperatures)} must be {gamma} numbers above 0, one per draft position; "
+                "calibrate this drafter again (outrider calibrate)."
+            )
+        if self.offsets is not None and len(self.offsets) != gamma:
+            raise ValueError(
+                f"offsets {list(self.offsets)} must be {gamma} numbers, one per draft position; calibrate this "
+                "drafter again (outrider calibrate)."
+            )
+        if self.accuracy is not None and len(self.accuracy) != gamma:
+            raise ValueError(
+                f"candidate accuracies of {len(self.accuracy)} positions for a drafter of {gamma}; measure this "
+                "drafter again (outrider calibrate)."
+            )
+
+
+UNCALIBRATED = DraftCalibration()
+
+
+@dataclass(frozen=True)
+class DrafterWeights:
+    """A drafter's weights: its module, and the vocabulary, LM head and embedding that are not the target's.
+
+    Attributes:
+        draft_ids_Vd: int64, the target's id of every draft token; None: the draft vocabulary is the target's.
+        head_VdH: the drafter's own LM head over its draft vocabulary, [M, Vd, H] where each of M heads has one; None:
+            the target's.
+        embedding_VH: its own token embedding; None: the target's.
+        embedding_scale: what embeddings are multiplied by, where the checkpoint says so; None: what the target does.
+    """
+
+    module: DraftModule
+    draft_ids_Vd: Tensor | None = None
     head_VdH: Tensor | None = None
     embedding_VH: Tensor | None = None
     embedding_scale: float | None = None
 
-    def for_target(self, target: Target) -> Serving:
+    @property
+    def config(self) -> Any:
+        """The module's config."""
+        return self.module.config
+
+    @property
+    def algorithm(self) -> str:
+        """The method's name."""
+        return self.module.algorithm
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The module's tensors by name; they take raw aux hidden states."""
+        return self.module.folded_state_dict()
+
+    def folded(self, dtype: torch.dtype = torch.float32, device: str | torch.device | None = None) -> DrafterWeights:
+        """A copy in another type, whose module takes raw aux hidden states and has no gradients."""
+        ids_Vd = None if self.draft_ids_Vd is None else self.draft_ids_Vd.to(device)
+        head, embedding_VH = (None if t is None else t.to(device, dtype) for t in (self.head_VdH, self.embedding_VH))
+        return DrafterWeights(self.module.folded(dtype, device), ids_Vd, head, embedding_VH, self.embedding_scale)
+
+    def serve(self, target: Target, calibration: DraftCalibration = UNCALIBRATED) -> Drafter:
+        """A drafter with a copy of these weights, ready to draft for `target`.
+
+        Raises:
+            ValueError: made for another target, or the draft ids or the calibration do not fit the config.
+        """
+        return self.module.make_drafter(self.for_target(target), target, calibration)
+
+    def for_target(self, target: Target) -> DrafterWeights:
         """Without what is only a copy of the target's own tensors.
 
         Raises:
@@ -167,31 +231,16 @@ class Serving:
         embedding_VH = None if _equal(self.embedding_VH, target.embed_VD) else self.embedding_VH
         return replace(self, head_VdH=head, embedding_VH=embedding_VH)
 
-    def check(self, config: Any) -> None:
-        """All of it fits the drafter.
+    def check(self) -> None:
+        """The draft ids fit the config.
 
         Raises:
-            ValueError: another number of draft positions or draft ids, or a temperature that is not above 0.
+            ValueError: there are more or fewer than draft tokens.
         """
-        if self.temperatures is not None and (len(self.temperatures) != config.gamma or min(self.temperatures) <= 0):
+        ids = self.config.vocab_size if self.draft_ids_Vd is None else len(self.draft_ids_Vd)
+        if ids != self.config.draft_vocab_size:
             raise ValueError(
-                f"temperatures {list(self.temperatures)} must be {config.gamma} numbers above 0, one per draft "
-                "position; calibrate this drafter again (outrider calibrate)."
-            )
-        if self.offsets is not None and len(self.offsets) != config.gamma:
-            raise ValueError(
-                f"offsets {list(self.offsets)} must be {config.gamma} numbers, one per draft position; "
-                "calibrate this drafter again (outrider calibrate)."
-            )
-        if self.accuracy is not None and len(self.accuracy) != config.gamma:
-            raise ValueError(
-                f"candidate accuracies of {len(self.accuracy)} positions for a drafter of {config.gamma}; measure this "
-                "drafter again (outrider calibrate)."
-            )
-        ids = config.vocab_size if self.draft_ids_Vd is None else len(self.draft_ids_Vd)
-        if ids != config.draft_vocab_size:
-            raise ValueError(
-                f"{ids} draft ids for a draft vocabulary of {config.draft_vocab_size}; "
+                f"{ids} draft ids for a draft vocabulary of {self.config.draft_vocab_size}; "
                 "pass the checkpoint's draft_ids_Vd."
             )
 
@@ -217,17 +266,20 @@ class Serving:
     def chain_heads(
         self,
         target: DecodingTarget,
-        sequential: VanillaMarkov | None = None,
+        calibration: DraftCalibration,
+        sequential: VanillaMarkov | None,
         confidence: ConfidenceHead | None = None,
     ) -> ChainHeads:
-        """What `sample_chain` reads besides hidden states."""
-        ids = None if self.draft_ids_Vd is None else self.draft_ids_Vd.to(target.device)
+        """What `sample_chain` reads besides hidden states; the heads are those of the served copy."""
         return ChainHeads(
-            target.vocab_size, sequential, confidence, ids, self.temperatures, self.offsets, self.estimator
+            target.vocab_size,
+            sequential,
+            confidence,
+            draft_ids_Vd=None if self.draft_ids_Vd is None else self.draft_ids_Vd.to(target.device),
+            temperatures=calibration.temperatures,
+            offsets=calibration.offsets,
+            estimator=calibration.estimator,
         )
-
-
-WEIGHTS_ALONE = Serving()  # all the rest is the target's own
 
 
 def capped(head: Head, multiplier: float, softcap: float | None) -> Head:
@@ -289,7 +341,7 @@ def check_fits(config: Any, target: DecodingTarget, final: bool = False) -> None
 # The trainable module of a drafter.
 #
 #     recipe --> config --> DraftModule --rows--> objective        (training)
-#                           DraftModule --serve--> Drafter         (decoding)
+#                           DrafterWeights --serve--> Drafter      (decoding)
 #
 # Training knows a drafter by `DraftModule` alone, decoding by `Drafter` alone, checkpoints by the fields of `config`
 # and the tensors of the module. Embedding and LM head are the target's, frozen, never the module's.
@@ -361,7 +413,7 @@ class DraftModule(Packable, ABC):
         reads_final_layer: whether the target's last hidden state (after its final norm) may be one of the aux hidden
             states.
         starts_from_target: whether `initialize_from` copies weights of the target.
-        drafts_trees: whether the drafter that `serve` gives can be asked `with_trees` (it drafts chains itself).
+        drafts_trees: whether the drafter that serves it can be asked `with_trees` (it drafts chains itself).
         drafts_blocks: whether it drafts blocks of mask tokens, as DFlash does.
         calibratable: as `Drafter.calibratable`.
         aux_weight: name of the weight [out, L * D (+ more)] whose first columns read the flattened aux hidden states /
@@ -387,12 +439,13 @@ class DraftModule(Packable, ABC):
     def rows(self, inputs: BlockInputs) -> DraftRows:
         """The training forward: all draft positions of all anchors, given the true previous tokens."""
 
+    @staticmethod
     @abstractmethod
-    def serve(self, target: Target, serving: Serving = WEIGHTS_ALONE) -> Drafter:
-        """A drafter with a copy of these weights, ready to draft for `target`.
+    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> Drafter:
+        """The drafter that serves weights with a module of this class; callers use `DrafterWeights.serve`.
 
         Raises:
-            ValueError: made for another target, or `serving` does not fit the config.
+            ValueError: made for another target, or the draft ids or the calibration do not fit the config.
         """
 
     def initialize_from(self, target: Target, documents: Sequence[Sequence[int]]) -> None:
@@ -417,24 +470,26 @@ class DraftModule(Packable, ABC):
         saved.
         """
         state = {name: tensor.detach() for name, tensor in self.state_dict().items()}
-        if self.aux_weight is not None:
-            scale = self._aux_columns()
+        scale = self._aux_columns()
+        if self.aux_weight is not None and bool((scale != 1).any()):
             weight = state[self.aux_weight].clone()
             weight[:, : len(scale)] /= scale
             state[self.aux_weight] = weight
         return {name: tensor.contiguous() for name, tensor in state.items()}
 
-    def packed(self: M, device: torch.device) -> M:
-        """A copy to serve from: in float32, packed, without gradients; it takes raw aux hidden states.
-
-        Training may go on with the module.
-        """
+    def folded(self: M, dtype: torch.dtype = torch.float32, device: str | torch.device | None = None) -> M:
+        """A copy without gradients that takes raw aux hidden states; training may go on with the module."""
         with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
-            copy = type(self)(self.config)
-        state = {name: tensor.to(device, torch.float32, copy=True) for name, tensor in self.folded_state_dict().items()}
+            copy = type(self)(self.config).eval().requires_grad_(False)
+        state = {name: tensor.to(device, dtype, copy=True) for name, tensor in self.folded_state_dict().items()}
         copy.load_state_dict(state, assign=True)
-        copy.aux_scale_L = torch.ones(self.aux_scale_L.shape, device=device)
-        pack(copy.requires_grad_(False))
+        copy.aux_scale_L = torch.ones(self.aux_scale_L.shape, device=device or self.aux_scale_L.device)
+        return copy
+
+    def packed(self: M, device: torch.device) -> M:
+        """A copy to serve from: `folded` in float32, its linears packed."""
+        copy = self.folded(torch.float32, device)
+        pack(copy)
         return copy
 
     def chain_heads(self) -> tuple[VanillaMarkov | None, ConfidenceHead | None]:
@@ -459,16 +514,18 @@ class ModuleDrafter(Drafter, Generic[M]):
         ValueError: the module was made for another target, or what it is served with does not fit it.
     """
 
-    def __init__(self, module: M, target: Target, serving: Serving = WEIGHTS_ALONE) -> None:
-        config = module.config
-        check_fits(config, target, module.reads_final_layer)
-        serving.check(config)
-        self.config, self.device, self.module = config, target.device, module.packed(target.device)
-        self.aux_layers, self.gamma, self.accuracy = tuple(config.target_layer_ids), config.gamma, serving.accuracy
-        self.embed_VH, self.embed_scale = serving.embedding(target), target.embed_scale
-        self.head: Head = serving.head(target)
-        self.heads: ChainHeads = serving.chain_heads(target, *self.module.chain_heads())
-        self.calibratable = module.calibratable
+    def __init__(self, weights: DrafterWeights, target: Target, calibration: DraftCalibration = UNCALIBRATED) -> None:
+        config, self.device = weights.config, target.device
+        check_fits(config, target, weights.module.reads_final_layer)
+        calibration.check(config.gamma)
+        weights.check()
+        self.config, self.module = config, cast(M, weights.module.packed(target.device))
+        self.aux_layers, self.gamma, self.accuracy = tuple(config.target_layer_ids), config.gamma, calibration.accuracy
+        self.embed_VH, self.embed_scale = weights.embedding(target), target.embed_scale
+        self.head: Head = weights.head(target)
+        sequential, confidence = self.module.chain_heads()
+        self.heads: ChainHeads = weights.chain_heads(target, calibration, sequential, confidence)
+        self.calibratable = weights.module.calibratable
 
     @cached_property
     def rope(self) -> RopeTables:

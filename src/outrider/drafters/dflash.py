@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from outrider.drafters.base import (
-    WEIGHTS_ALONE,
+    UNCALIBRATED,
     BlockInputs,
+    DraftCalibration,
     DraftCall,
+    DrafterWeights,
     DraftModule,
     DraftRows,
     ModuleDrafter,
-    Serving,
     capped,
     longest_draft,
 )
@@ -307,8 +308,9 @@ class DFlash(DraftModule):
         embedded_NKH = inputs.embed(self.block_tokens(inputs.previous_NK[:, 0]))
         return DraftRows(self(inputs.aux_SLD, embedded_NKH, inputs.layout))
 
-    def serve(self, target: Target, serving: Serving = WEIGHTS_ALONE) -> BlockDrafter:
-        return BlockDrafter(self, target, serving)
+    @staticmethod
+    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> BlockDrafter:
+        return BlockDrafter(weights, target, calibration)
 
     @torch.no_grad()
     def initialize_from(self, target: Target, documents: Sequence[Sequence[int]]) -> None:
@@ -334,9 +336,9 @@ class DFlash(DraftModule):
 class BlockDrafter(ModuleDrafter[DFlash]):
     """Serves DFlash or DSpark for one target."""
 
-    def __init__(self, module: DFlash, target: Target, serving: Serving = WEIGHTS_ALONE) -> None:
-        super().__init__(module, target, serving)
-        config = module.config
+    def __init__(self, weights: DrafterWeights, target: Target, calibration: DraftCalibration = UNCALIBRATED) -> None:
+        super().__init__(weights, target, calibration)
+        config = weights.config
         self.head = capped(self.head, config.output_multiplier, config.final_logit_softcapping)
 
     def new_session(self, capacity: int) -> DraftSession:

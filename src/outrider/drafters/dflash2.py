@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from outrider.drafters.base import WEIGHTS_ALONE, BlockInputs, DraftCall, DraftRows, Serving, longest_draft
+from outrider.drafters.base import BlockInputs, DraftCalibration, DraftCall, DrafterWeights, DraftRows, longest_draft
 from outrider.drafters.chain import BlockRows, sample_rows
 from outrider.drafters.config import Count
 from outrider.drafters.dflash import BlockDrafter, DFlash, DFlashConfig, DraftLayer
@@ -225,8 +225,9 @@ class DFlash2(DFlash):
             candidates=self.config.selector_top_k,
         )
 
-    def serve(self, target: Target, serving: Serving = WEIGHTS_ALONE) -> DFlash2Drafter:
-        return DFlash2Drafter(self, target, serving)
+    @staticmethod
+    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> DFlash2Drafter:
+        return DFlash2Drafter(weights, target, calibration)
 
 
 class DFlash2Drafter(BlockDrafter):

@@ -34,14 +34,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.drafters.base import (
-    WEIGHTS_ALONE,
     BlockInputs,
+    DraftCalibration,
     DraftCall,
     Drafter,
+    DrafterWeights,
     DraftModule,
     DraftRows,
     ModuleDrafter,
-    Serving,
     longest_draft,
 )
 from outrider.drafters.chain import sample_steps
@@ -222,8 +222,9 @@ class Eagle3(DraftModule):
             hidden.append(hidden_NH)
         return DraftRows(torch.stack(hidden, dim=1))
 
-    def serve(self, target: Target, serving: Serving = WEIGHTS_ALONE) -> Eagle3Drafter:
-        return Eagle3Drafter(self, target, serving)
+    @staticmethod
+    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> Eagle3Drafter:
+        return Eagle3Drafter(weights, target, calibration)
 
 
 # ----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafters.base import WEIGHTS_ALONE, BlockInputs, DraftCall, DraftRows, Serving, longest_draft
+from outrider.drafters.base import BlockInputs, DraftCalibration, DraftCall, DrafterWeights, DraftRows, longest_draft
 from outrider.drafters.chain import sample_steps
 from outrider.drafters.draft import Draft
 from outrider.drafters.medusa import HeadsDrafter, HeadsModule, MedusaConfig
@@ -57,8 +57,9 @@ class Hydra(HeadsModule):
         heads = [head(hidden_NH, z_NZ[:, : (k + 2) * H]) for k, head in enumerate(self.blocks)]
         return DraftRows(torch.stack(heads, dim=1))
 
-    def serve(self, target: Target, serving: Serving = WEIGHTS_ALONE) -> HydraDrafter:
-        return HydraDrafter(self, target, serving)
+    @staticmethod
+    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> HydraDrafter:
+        return HydraDrafter(weights, target, calibration)
 
 
 class HydraDrafter(HeadsDrafter[Hydra]):

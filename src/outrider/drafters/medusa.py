@@ -29,15 +29,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.drafters.base import (
-    WEIGHTS_ALONE,
+    UNCALIBRATED,
     BlockInputs,
     Calibratable,
+    DraftCalibration,
     DraftCall,
     Drafter,
+    DrafterWeights,
     DraftModule,
     DraftRows,
     ModuleDrafter,
-    Serving,
     longest_draft,
 )
 from outrider.drafters.chain import sample_chain, sample_steps
@@ -256,17 +257,18 @@ class Medusa(HeadsModule):
     def rows(self, inputs: BlockInputs) -> DraftRows:
         return DraftRows(self.hidden(inputs.layout.before_anchors(inputs.aux_SLD[:, -1]), self.config.num_heads))
 
-    def serve(self, target: Target, serving: Serving = WEIGHTS_ALONE) -> MedusaDrafter:
-        return MedusaDrafter(self, target, serving)
+    @staticmethod
+    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> MedusaDrafter:
+        return MedusaDrafter(weights, target, calibration)
 
 
 class MedusaDrafter(HeadsDrafter[Medusa]):
     """Serves Medusa. `own_heads`: an LM head for each draft head, in checkpoints of the release; else none."""
 
-    def __init__(self, module: Medusa, target: Target, serving: Serving = WEIGHTS_ALONE) -> None:
-        super().__init__(module, target, serving)
-        several = serving.head_VdH is not None and serving.head_VdH.dim() == 3
-        self.own_heads = [serving.head(target, k) for k in range(self.gamma)] if several else []
+    def __init__(self, weights: DrafterWeights, target: Target, calibration: DraftCalibration = UNCALIBRATED) -> None:
+        super().__init__(weights, target, calibration)
+        several = weights.head_VdH is not None and weights.head_VdH.dim() == 3
+        self.own_heads = [weights.head(target, k) for k in range(self.gamma)] if several else []
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         hidden_RKH = self.module.hidden(self.newest(calls), longest_draft(calls, self.gamma))

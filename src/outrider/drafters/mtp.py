@@ -37,13 +37,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.drafters.base import (
-    WEIGHTS_ALONE,
     BlockInputs,
+    DraftCalibration,
     DraftCall,
+    DrafterWeights,
     DraftModule,
     DraftRows,
     ModuleDrafter,
-    Serving,
     longest_draft,
 )
 from outrider.drafters.chain import sample_steps
@@ -212,8 +212,9 @@ class MTP(DraftModule):
             hidden.append(state_NH)
         return DraftRows(torch.stack(hidden, dim=1))
 
-    def serve(self, target: Target, serving: Serving = WEIGHTS_ALONE) -> MTPDrafter:
-        return MTPDrafter(self, target, serving)
+    @staticmethod
+    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> MTPDrafter:
+        return MTPDrafter(weights, target, calibration)
 
     @torch.no_grad()
     def initialize_from(self, target: Target, documents: Sequence[Sequence[int]]) -> None:

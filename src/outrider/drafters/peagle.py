@@ -25,7 +25,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from outrider.drafters.base import WEIGHTS_ALONE, BlockInputs, DraftCall, DraftRows, Serving, longest_draft
+from outrider.drafters.base import BlockInputs, DraftCalibration, DraftCall, DrafterWeights, DraftRows, longest_draft
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.config import NotInRecipe, check_mask_token, mask_token_id
 from outrider.drafters.draft import Draft
@@ -89,7 +89,8 @@ class PEagle(Eagle3):
 
     def folded_state_dict(self) -> dict[str, Tensor]:
         state = super().folded_state_dict()
-        return {**state, "mask_hidden": state["mask_hidden"] * self.aux_scale_L[:, None]}
+        mask = state["mask_hidden"]
+        return {**state, "mask_hidden": (mask * self.aux_scale_L[:, None]).to(mask.dtype)}
 
     @torch.no_grad()
     def rescale_aux(self, scale_L: Tensor) -> None:
@@ -114,8 +115,9 @@ class PEagle(Eagle3):
         source = RowKeys(context, inputs.layout)
         return DraftRows(self.step(self.states(first_NH, K), embedded_NKH, rope, source)[0])
 
-    def serve(self, target: Target, serving: Serving = WEIGHTS_ALONE) -> PEagleDrafter:
-        return PEagleDrafter(self, target, serving)
+    @staticmethod
+    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> PEagleDrafter:
+        return PEagleDrafter(weights, target, calibration)
 
 
 # ----------------------------------------------------------------------------

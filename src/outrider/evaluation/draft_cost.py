@@ -228,10 +228,11 @@ def with_block_size(checkpoint: Checkpoint, block_size: int) -> Checkpoint:
     Raises:
         ValueError: not a block drafter, or a size that it cannot have.
     """
-    drafter = checkpoint.drafter
+    drafter = checkpoint.weights.module
     if not hasattr(drafter.config, "block_size"):
         raise ValueError(f"block_size {block_size}: a {drafter.algorithm} drafter has no blocks; leave it out.")
     other = type(drafter)(replace(drafter.config, block_size=block_size))
     other.load_state_dict(drafter.state_dict())
     metadata = {name: value for name, value in checkpoint.metadata.items() if name != "calibration"}
-    return replace(checkpoint, drafter=other.eval().requires_grad_(False), metadata=metadata)
+    weights = replace(checkpoint.weights, module=other.eval().requires_grad_(False))
+    return Checkpoint(weights, metadata)

@@ -204,7 +204,7 @@ def model_card(
     for one in results:
         _check_same(one, checkpoint)
     parts = [
-        _front_matter(metadata, license, checkpoint.drafter.algorithm),
+        _front_matter(metadata, license, checkpoint.algorithm),
         _introduction(checkpoint, name),
         _use(metadata, name),
         _settings(checkpoint, dtype),
@@ -223,7 +223,7 @@ def _check_same(results: Results, checkpoint: Checkpoint) -> None:
     expected = {
         "target": canonical_id(checkpoint.metadata["target"]),
         "drafter_step": checkpoint.metadata["step"],
-        "gamma": checkpoint.drafter.config.gamma,
+        "gamma": checkpoint.config.gamma,
     }
     theirs = {**results.settings, "target": canonical_id(str(results.settings.get("target")))}
     for name, value in expected.items():
@@ -246,7 +246,7 @@ def _front_matter(metadata: Mapping[str, Any], license: str | None, algorithm: s
 def _introduction(checkpoint: Checkpoint, name: str) -> str:
     return (
         f"# {name}\n\n"
-        f"A {type(checkpoint.drafter).__name__} draft model for speculative decoding of "
+        f"A {type(checkpoint.weights.module).__name__} draft model for speculative decoding of "
         f"**{target_name(checkpoint.metadata)}**, trained with\n"
         "Outrider. It proposes blocks of tokens, the target checks a block in one pass and keeps what fits its own\n"
         "distribution. The output is distributed exactly as the target's; at temperature 0 it is the same text,\n"
@@ -265,8 +265,8 @@ def _use(metadata: Mapping[str, Any], name: str) -> str:
 
 
 def _settings(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
-    config = checkpoint.drafter.config
-    parameters = sum(p.numel() for p in checkpoint.drafter.parameters())
+    config = checkpoint.config
+    parameters = sum(p.numel() for p in checkpoint.weights.module.parameters())
     size = f"{parameters * dtype.itemsize / 1e6:.1f} MB as {dtype_name(dtype)}"
     rows = [
         ("parameters", f"{parameters / 1e6:.1f} million, {size}"),
@@ -319,7 +319,7 @@ def _stage(stage: Mapping[str, Any]) -> str:
 
 
 def _limits(checkpoint: Checkpoint, many: Sequence[Results]) -> str:
-    config, data = checkpoint.drafter.config, checkpoint.metadata["recipe"]["data"]
+    config, data = checkpoint.config, checkpoint.metadata["recipe"]["data"]
     lines = [
         "## Limits",
         "",
@@ -343,7 +343,7 @@ def _licence(checkpoint: Checkpoint, license: str | None) -> str:
     text = f"## Licence\n\nWeights: {license}." if license else "## Licence"
     if metadata.get("history"):
         text += "\n\nTraining went on from an earlier drafter, whose licence applies to these weights too."
-    if checkpoint.drafter.starts_from_target:
+    if checkpoint.weights.module.starts_from_target:
         copied = [{**metadata, **stage} for stage in trainings(metadata) if stage.get("initialize_from_target")]
         if sources := dict.fromkeys(map(target_name, copied)):
             text += (

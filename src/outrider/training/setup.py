@@ -90,11 +90,11 @@ def load_start(recipe: Recipe, target: Target) -> Start:
     if directory.resolve() in ((out / "drafter").resolve(), (out / "best").resolve()):
         raise ValueError(f"start_from {directory} would be overwritten by this run; choose another out.")
     checkpoint = load_checkpoint(directory, target.device, target.num_layers)
-    drafter = checkpoint.drafter.requires_grad_(True).train()
+    drafter = checkpoint.weights.module.requires_grad_(True).train()
     check_fits(drafter.config, target, drafter.reads_final_layer)
     _check_agrees(recipe, drafter, target)
-    ids = checkpoint.draft_ids_Vd
-    own = checkpoint.serving(calibrated=False).for_target(target)
+    ids = checkpoint.weights.draft_ids_Vd
+    own = checkpoint.weights.for_target(target)
     if own.head_VdH is not None or own.embedding_VH is not None:
         raise ValueError(
             f"start_from {directory} has an LM head or embedding of its own, and drafters are trained with the "

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from outrider.checkpoints.checkpoint import Checkpoint, read_metadata, save_drafter
+from outrider.drafters.base import DrafterWeights
 from outrider.training.batches import Chosen, Schedule, build_batch, idle_batch, micro_batches, total_weight
 from outrider.training.feature_store import open_features, samples_digest
 from outrider.training.features import Features, FeatureSource, step_features
@@ -228,7 +229,7 @@ class Trainer:
         checkpoint = self.checkpoint(step)
 
         def judge() -> bool:
-            look = self.watch.look(step, checkpoint.drafter, self.last_metrics)
+            look = self.watch.look(step, checkpoint.weights.module, self.last_metrics)
             log.write(step, "decode", look.decode)
             if look.best and self.ranks.main:
                 checkpoint.metadata["decode"] = look.decode
@@ -274,4 +275,4 @@ class Trainer:
             "versions": versions(),
         }
         ids = self.run.draft_ids_Vd if self.run.reduced else None
-        return Checkpoint(whole_drafter(self.run.drafter), ids, metadata)
+        return Checkpoint(DrafterWeights(whole_drafter(self.run.drafter), ids), metadata)

@@ -19,7 +19,7 @@ from torch import Tensor
 from outrider.data.responses import Sample
 from outrider.decoding.generate import acceptance, generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import DraftModule, Serving
+from outrider.drafters.base import DrafterWeights, DraftModule
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
@@ -101,7 +101,7 @@ def decode_check(
     reached; `tokens_per_second` includes the prefills, `seconds` also the time to pack the weights.
     """
     started = time.perf_counter()
-    served = drafter.serve(target, Serving(draft_ids_Vd))
+    served = DrafterWeights(drafter, draft_ids_Vd).serve(target)
     rules = StopRules(max_new_tokens)
     decoded = [
         generate(target, prompt, served, SamplingParams(temperature=temperature, seed=number), rules)

@@ -225,7 +225,7 @@ class MLXDrafter(Drafter):
     """
 
     def __init__(self, checkpoint: Checkpoint, target: MLXTarget) -> None:
-        module = checkpoint.drafter
+        module = checkpoint.weights.module
         if module.algorithm not in _DRAFTED_HERE:
             raise ValueError(
                 f"the MLX backend drafts with {' and '.join(_DRAFTED_HERE)} checkpoints and n-grams; this drafter is "
@@ -233,21 +233,22 @@ class MLXDrafter(Drafter):
             )
         config = module.config
         check_fits(config, target)
-        serving = checkpoint.serving()
-        serving.check(config)
-        check_embedding_scale(serving.embedding_scale, target.embed_scale, target.name)
+        weights, calibration = checkpoint.weights, checkpoint.calibration
+        calibration.check(config.gamma)
+        weights.check()
+        check_embedding_scale(weights.embedding_scale, target.embed_scale, target.name)
         self.config, self.aux_layers, self.gamma = config, tuple(config.target_layer_ids), config.gamma
         self.embed_scale, self.dtype = target.embed_scale, target.dtype
-        self.embed, _ = shared_or_own(serving.embedding_VH, target.embed, target.dtype)
-        ids_Vd = None if serving.draft_ids_Vd is None else to_mlx(serving.draft_ids_Vd)
-        head, rows_Vd = shared_or_own(serving.head_VdH, target.head, target.dtype, ids_Vd)
+        self.embed, _ = shared_or_own(weights.embedding_VH, target.embed, target.dtype)
+        ids_Vd = None if weights.draft_ids_Vd is None else to_mlx(weights.draft_ids_Vd)
+        head, rows_Vd = shared_or_own(weights.head_VdH, target.head, target.dtype, ids_Vd)
         rows = OutputRows(head, target.dtype, rows_Vd)
         self.head = capped(rows, config.output_multiplier, config.final_logit_softcapping)
         self.backbone = _backbone(cast(DFlash, module), target.dtype)
         sequential, confidence = module.chain_heads()
         if sequential is not None:
             sequential = _with_output_in_mlx(sequential, target.dtype)
-        self.heads: ChainHeads = serving.chain_heads(target, sequential, confidence)
+        self.heads: ChainHeads = weights.chain_heads(target, calibration, sequential, confidence)
 
     def new_session(self, capacity: int) -> list[KVCache]:
         """An empty draft cache; it grows by itself."""

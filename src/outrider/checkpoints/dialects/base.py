@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from outrider.drafters.registry import Method, method_of
+from outrider.drafters.base import DrafterWeights, DraftModule
+from outrider.drafters.registry import method_of
+from outrider.utils.files import check_tensors
 
 # Far above any model, far below what overflows a shape or never ends.
 MOST_LAYERS, MOST_DRAFTS, WIDEST, LARGEST_VOCABULARY = 2**10, 2**12, 2**20, 2**24
@@ -106,42 +109,18 @@ class Fields:
 
 
 # ----------------------------------------------------------------------------
-# What a checkpoint dialect is: config.json and tensors of one maker, to and from the parts of a drafter.
+# What a checkpoint dialect is: config.json and tensors of one maker, to and from `DrafterWeights`.
 #
-#     config.json + tensors --read--> Parts (method, config, our tensor names) --module--> drafter
-#                           <--write-- Parts + the target's facts where the dialect stores them
+#     config.json + tensors --read--> DrafterWeights
+#                           <--write-- DrafterWeights + the target's facts where the dialect stores them
 #
-# A reader takes every tensor or names the one it does not know. A writer gives `Written`, or a ValueError that names
-# the field or tensor that its dialect has no place for. What it leaves out because no reader needs it for the same
-# drafts, or because an engine does without, is in `Written.fallbacks`, one sentence each; nothing else is left out.
+# A reader takes every tensor or names the one it does not know. A writer gives an `ExportedCheckpoint`, or a ValueError
+# that names the field or tensor that its dialect has no place for. What it leaves out because no reader needs it for
+# the same drafts, or because an engine does without, is in `ExportedCheckpoint.fallbacks`, one sentence each; nothing
+# else is left out.
 #
-# Shapes: V target vocabulary, Vd draft vocabulary, H hidden size (the target's), M draft heads.
+# Shapes: V target vocabulary, Vd draft vocabulary, H hidden size (the target's).
 # ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DrafterWeights:
-    """A drafter as plain data.
-
-    Attributes:
-        tensors: the module's, under our names; they take raw aux hidden states.
-        draft_ids_Vd: int64, the target's id of every draft token; None: the draft vocabulary is the target's.
-        head: the drafter's own LM head, [Vd, H], or [M, Vd, H] with one for each of its heads; None: the target's.
-        embedding_VH: the drafter's own token embedding; None: the target's.
-        embedding_scale: what embeddings are multiplied by, where the checkpoint says so; None: what the target does.
-    """
-
-    config: Any
-    tensors: Mapping[str, Tensor]
-    draft_ids_Vd: Tensor | None = None
-    head: Tensor | None = None
-    embedding_VH: Tensor | None = None
-    embedding_scale: float | None = None
-
-    @property
-    def method(self) -> Method:
-        """The config's method."""
-        return method_of(self.config.algorithm)
 
 
 @dataclass(frozen=True)
@@ -208,6 +187,20 @@ class Dialect(Protocol):
         Raises:
             ValueError: naming a field or tensor that this dialect cannot carry, or asking for the target's facts.
         """
+
+
+def module_of(config: Any, tensors: Mapping[str, Tensor], source: Source) -> DraftModule:
+    """The config's module with these tensors, each in its type on disk; they take raw aux hidden states.
+
+    Raises:
+        ValueError: tensors are missing, unknown, or of another shape than the config implies.
+    """
+    with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
+        module = method_of(config.algorithm).module(config).eval().requires_grad_(False)
+    check_tensors(Path(source.where).parent, tensors, module.state_dict())
+    module.load_state_dict(dict(tensors), assign=True)
+    module.aux_scale_L = torch.ones(module.aux_scale_L.shape)
+    return module
 
 
 def draft_offsets(ids_Vd: Tensor) -> Tensor:

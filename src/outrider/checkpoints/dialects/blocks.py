@@ -17,15 +17,16 @@ from outrider.checkpoints.dialects.base import (
     LONGEST_CONTEXT,
     MOST_DRAFTS,
     MOST_LAYERS,
-    DrafterWeights,
     Fields,
     Source,
     TargetFacts,
     draft_mask,
     draft_offsets,
+    module_of,
     take_draft_ids,
     target_depth,
 )
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import FULL, SLIDING, DFlashConfig
 
 
@@ -219,7 +220,7 @@ def raised(raw: Mapping[str, Any], nested: str, names: Sequence[str], where: str
 
 
 def read_vocabulary(config: Any, tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
-    """Parts with the draft vocabulary, head and embedding apart from the module's tensors."""
+    """The module, and the draft vocabulary, LM head and embedding that are among the tensors."""
     rest = dict(tensors)
     ids_Vd = take_draft_ids(rest, config.vocab_size, config.draft_vocab_size, source.where)
     sizes = {"lm_head.weight": config.draft_vocab_size, "embed_tokens.weight": config.vocab_size}
@@ -230,7 +231,7 @@ def read_vocabulary(config: Any, tensors: Mapping[str, Tensor], source: Source) 
             raise ValueError(
                 f"{source.where}: {name} has shape {list(tensor.shape)}, config.json implies {list(wanted)}."
             )
-    return DrafterWeights(config, rest, ids_Vd, own["lm_head.weight"], own["embed_tokens.weight"])
+    return DrafterWeights(module_of(config, rest, source), ids_Vd, own["lm_head.weight"], own["embed_tokens.weight"])
 
 
 def write_vocabulary(parts: DrafterWeights, mask: bool = False) -> dict[str, Tensor]:
@@ -240,8 +241,8 @@ def write_vocabulary(parts: DrafterWeights, mask: bool = False) -> dict[str, Ten
         mask: write `t2d` beside `d2t`.
     """
     tensors = dict(parts.tensors)
-    if parts.head is not None:
-        tensors["lm_head.weight"] = parts.head
+    if parts.head_VdH is not None:
+        tensors["lm_head.weight"] = parts.head_VdH
     if parts.embedding_VH is not None:
         tensors["embed_tokens.weight"] = parts.embedding_VH
     if parts.draft_ids_Vd is not None:
@@ -258,4 +259,4 @@ def with_target_tensors(parts: DrafterWeights, target: TargetFacts | None, embed
     ids = parts.draft_ids_Vd
     head_VdH = target.head_VH if ids is None else target.head_VH[ids.to(target.head_VH.device)]
     own_VH = target.embedding_VH if parts.embedding_VH is None and embedding else parts.embedding_VH
-    return replace(parts, head=head_VdH if parts.head is None else parts.head, embedding_VH=own_VH)
+    return replace(parts, head_VdH=head_VdH if parts.head_VdH is None else parts.head_VdH, embedding_VH=own_VH)

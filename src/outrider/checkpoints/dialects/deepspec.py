@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.checkpoints.dialects.base import WIDEST, DrafterWeights, ExportedCheckpoint, Fields, Source, TargetFacts
+from outrider.checkpoints.dialects.base import WIDEST, ExportedCheckpoint, Fields, Source, TargetFacts
 from outrider.checkpoints.dialects.blocks import (
     BlockFields,
     check_plain_logits,
@@ -26,6 +26,7 @@ from outrider.checkpoints.dialects.blocks import (
     write_backbone,
     write_vocabulary,
 )
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import DFlashConfig
 from outrider.drafters.dspark import DSparkConfig
 

@@ -24,7 +24,6 @@ from outrider.checkpoints.dialects.base import (
     LARGEST_VOCABULARY,
     MOST_DRAFTS,
     MOST_LAYERS,
-    DrafterWeights,
     ExportedCheckpoint,
     Fields,
     Source,
@@ -41,6 +40,7 @@ from outrider.checkpoints.dialects.blocks import (
     with_target_tensors,
     write_vocabulary,
 )
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.eagle3 import Eagle3Config, eagle_aux_layers
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias")
@@ -79,7 +79,7 @@ class Eagle3Dialect:
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         parts = with_target_tensors(parts, target, embedding=False)
-        if parts.head is None:
+        if parts.head_VdH is None:
             raise ValueError("the EAGLE-3 dialect stores lm_head.weight: name the target whose head it is (--target).")
         config = parts.config
         aux_layers = list(config.target_layer_ids)

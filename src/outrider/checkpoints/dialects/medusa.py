@@ -21,15 +21,16 @@ from outrider.checkpoints.dialects.base import (
     LARGEST_VOCABULARY,
     MOST_DRAFTS,
     MOST_LAYERS,
-    DrafterWeights,
     ExportedCheckpoint,
     Fields,
     Source,
     TargetFacts,
+    module_of,
     target_depth,
     write_extras,
 )
 from outrider.checkpoints.dialects.blocks import with_target_tensors
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.medusa import MedusaConfig
 
 _RELEASED = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)")
@@ -72,15 +73,15 @@ class MedusaDialect:
         for name in [name for name in rest if name.startswith("blocks.") and name.endswith(".weight")]:
             # vLLM's layers have no bias unless the config says so; ours always have one.
             rest.setdefault(name.removesuffix("weight") + "bias", rest[name].new_zeros(config.hidden_size))
-        return DrafterWeights(config, rest, ids, head)
+        return DrafterWeights(module_of(config, rest, source), ids, head)
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         parts = with_target_tensors(parts, target, embedding=False)
-        if parts.head is None:
+        if parts.head_VdH is None:
             raise ValueError("the Medusa dialect stores the LM head: name the target whose head it is (--target).")
         if parts.embedding_VH is not None:
             raise ValueError("the Medusa dialect has no place for embed_tokens.weight: heads read no token.")
-        config, shared = parts.config, parts.head.dim() == 2
+        config, shared = parts.config, parts.head_VdH.dim() == 2
         if not shared and parts.draft_ids_Vd is not None:
             raise ValueError("vLLM's Medusa has no draft_vocab_size for heads with an LM head each: use the whole one.")
         fields = {
@@ -99,7 +100,7 @@ class MedusaDialect:
             **write_extras(config),
         }
         tensors = dict(parts.tensors)
-        for h, head_VdH in enumerate(parts.head[None] if shared else parts.head):
+        for h, head_VdH in enumerate(parts.head_VdH[None] if shared else parts.head_VdH):
             tensors[f"lm_heads.{h}.weight"] = head_VdH
         if parts.draft_ids_Vd is not None:
             tensors["token_map"] = parts.draft_ids_Vd

@@ -19,13 +19,13 @@ from outrider.checkpoints.dialects.base import (
     MOST_DRAFTS,
     MOST_LAYERS,
     WIDEST,
-    DrafterWeights,
     ExportedCheckpoint,
     Fields,
     Source,
     TargetFacts,
 )
 from outrider.checkpoints.dialects.blocks import read_vocabulary, write_vocabulary
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.registry import Method
 
 _TYPE = "outrider_drafter"

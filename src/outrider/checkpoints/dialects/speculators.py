@@ -21,7 +21,6 @@ from outrider.checkpoints.dialects.base import (
     LARGEST_VOCABULARY,
     MOST_DRAFTS,
     MOST_LAYERS,
-    DrafterWeights,
     ExportedCheckpoint,
     Fields,
     Source,
@@ -42,6 +41,7 @@ from outrider.checkpoints.dialects.blocks import (
 from outrider.checkpoints.dialects.deepspec import read_heads, write_heads
 from outrider.checkpoints.dialects.eagle3 import FLAGS, LAYERS, read_eagle3, write_eagle3
 from outrider.checkpoints.dialects.zlab import read_own, write_own
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import DFlashConfig
 from outrider.drafters.dflash2 import DFlash2Config
 from outrider.drafters.dspark import DSparkConfig
@@ -226,7 +226,7 @@ def _write_mtp(parts: DrafterWeights) -> Fragments:
                 f"{name} {getattr(config, name)} has no place in the speculators dialect of MTP, which has one module "
                 f"of a Qwen3-shaped target and the whole vocabulary ({name} {wanted})."
             )
-    if parts.head is not None or parts.embedding_VH is not None:
+    if parts.head_VdH is not None or parts.embedding_VH is not None:
         raise ValueError("lm_head.weight and embed_tokens.weight have no place in the speculators dialect of MTP.")
     layers = {
         "model_type": "qwen3",
@@ -323,7 +323,7 @@ class Speculators:
         return algorithm.read(fields, target_depth(fields, source), _proposed(fields), tensors, source)
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
-        algorithm, config = _ALGORITHMS[parts.method.name], parts.config
+        algorithm, config = _ALGORITHMS[parts.algorithm], parts.config
         if target is None:
             raise ValueError("the speculators dialect names its verifier: say which target this is for (--target).")
         if algorithm.stores_head or parts.draft_ids_Vd is not None:
@@ -334,10 +334,10 @@ class Speculators:
         proposal["accept_tolerance"] = 0.0
         envelope = {
             "architectures": [algorithm.architecture],
-            "speculators_model_type": parts.method.name,
+            "speculators_model_type": parts.algorithm,
             "speculators_version": VERSION,
             "speculators_config": {
-                "algorithm": parts.method.name,
+                "algorithm": parts.algorithm,
                 "default_proposal_method": "greedy",
                 "proposal_methods": [proposal],
                 "verifier": {"name_or_path": target.name_or_path, "architectures": list(target.architectures)},

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.checkpoints.dialects.base import DrafterWeights, ExportedCheckpoint, Fields, Source, TargetFacts
+from outrider.checkpoints.dialects.base import ExportedCheckpoint, Fields, Source, TargetFacts
 from outrider.checkpoints.dialects.blocks import (
     BlockFields,
     read_backbone,
@@ -27,10 +27,30 @@ from outrider.checkpoints.dialects.blocks import (
     write_backbone,
     write_vocabulary,
 )
+from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import DFlashConfig, default_aux_layers
 from outrider.drafters.dflash2 import DFlash2Config
 
 OWN_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # of DFlash 2
+
+
+def _read_block(fields: BlockFields) -> dict[str, Any]:
+    """The arguments of DFlash's config."""
+    backbone = read_backbone(fields)
+    cap = fields.number("final_logit_softcapping") if fields.raw("final_logit_softcapping") else None  # 0: none
+    return {
+        **backbone,
+        **fields.block(backbone["vocab_size"]),
+        "target_layer_ids": fields.aux_layers(default_aux_layers, backbone["num_hidden_layers"]),
+        "num_target_layers": fields.depth,
+        "sample_from_anchor": False,
+        "output_multiplier": fields.number("output_multiplier", 1.0),
+        "final_logit_softcapping": cap,
+    }
+
+
+def _embedding_scale(fields: BlockFields) -> float | None:
+    return fields.number("input_embedding_scale") if "input_embedding_scale" in fields else None
 
 
 class ZLab:
@@ -45,20 +65,8 @@ class ZLab:
 
     def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
         fields = BlockFields(raw, source, self.name, nested="dflash_config")
-        cap = fields.number("final_logit_softcapping") if fields.raw("final_logit_softcapping") else None  # 0: none
-        scale = fields.number("input_embedding_scale") if "input_embedding_scale" in fields else None
-        backbone = read_backbone(fields)
-        aux_layers = fields.aux_layers(default_aux_layers, backbone["num_hidden_layers"])
-        config = DFlashConfig(
-            **backbone,
-            **fields.block(backbone["vocab_size"]),
-            target_layer_ids=aux_layers,
-            num_target_layers=fields.depth,
-            sample_from_anchor=False,
-            output_multiplier=fields.number("output_multiplier", 1.0),
-            final_logit_softcapping=cap,
-        )
-        return replace(read_vocabulary(config, tensors, source), embedding_scale=scale)
+        weights = read_vocabulary(DFlashConfig(**_read_block(fields)), tensors, source)
+        return replace(weights, embedding_scale=_embedding_scale(fields))
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         config = parts.config
@@ -121,8 +129,9 @@ class ZLab2:
 
     def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
         own = read_own(Fields(raw, source.where, self.name).section("dflash_config"))
-        parts = self._zlab.read(raw, tensors, source)
-        return replace(parts, config=DFlash2Config(**vars(parts.config), **own))
+        fields = BlockFields(raw, source, self.name, nested="dflash_config")
+        weights = read_vocabulary(DFlash2Config(**_read_block(fields), **own), tensors, source)
+        return replace(weights, embedding_scale=_embedding_scale(fields))
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         written = self._zlab.write(parts, target)

@@ -244,7 +244,7 @@ class Inputs:
 
     @property
     def drafter(self) -> DraftModule:
-        return self.checkpoint.drafter
+        return self.checkpoint.weights.module
 
     @property
     def block_drafter(self) -> DFlash:
@@ -260,7 +260,7 @@ class Inputs:
     @cached_property
     def draft_ids_Vd(self) -> Tensor:
         """Target ids of the draft vocabulary; all ids where it is not reduced."""
-        ids = self.checkpoint.draft_ids_Vd
+        ids = self.checkpoint.weights.draft_ids_Vd
         return torch.arange(self.drafter.config.vocab_size) if ids is None else ids
 
     @cached_property

@@ -168,7 +168,7 @@ def target_rope(target: Target) -> dict[str, Any]:
 
 def draft_vocabulary_order(inputs: Inputs) -> Finding:
     """Check which token each row of the draft head stands for: acceptance with `d2t` in ascending order."""
-    ids = inputs.checkpoint.draft_ids_Vd
+    ids = inputs.checkpoint.weights.draft_ids_Vd
     if ids is None:
         return skipped("the draft vocabulary is the target's own")
     in_order = ids.sort().values
@@ -251,7 +251,7 @@ def vocabulary(inputs: Inputs) -> Finding:
             "Tokens beyond the target's embedding cannot be read: tokens were added without resizing the model.",
             "Resize the target's embeddings and train it on the new tokens, or remove them from the tokenizer.",
         )
-    ids = inputs.checkpoint.draft_ids_Vd
+    ids = inputs.checkpoint.weights.draft_ids_Vd
     if ids is not None:
         absent = sorted(inputs.target.eos_ids - set(ids.tolist()))
         if absent:
@@ -265,7 +265,7 @@ def vocabulary(inputs: Inputs) -> Finding:
 
 def coverage(inputs: Inputs) -> Finding:
     """Check the share of response tokens that the draft vocabulary holds."""
-    if inputs.checkpoint.draft_ids_Vd is None:
+    if inputs.checkpoint.weights.draft_ids_Vd is None:
         return skipped("the draft vocabulary is the target's own")
     spoken = torch.tensor([t for sample in inputs.conversations for t in sample.supervised_tokens])
     share = torch.isin(spoken, inputs.draft_ids_Vd.cpu()).float().mean().item()
@@ -408,7 +408,7 @@ def leak(inputs: Inputs) -> Finding:
 
 def trained_against_served(inputs: Inputs) -> Finding:
     """Check that decoding accepts what the training forward predicts on the text that was decoded."""
-    served_by = inputs.checkpoint.packed(inputs.target, calibrated=False)
+    served_by = inputs.checkpoint.weights.serve(inputs.target)
     gamma = inputs.drafter.config.gamma
     trained, served = [], []
     for sample in inputs.chosen:
