@@ -334,7 +334,7 @@ def test_machines_scale_and_extrapolate(tmp_path: Path) -> None:
     [
         ("{", "is not JSON"),
         ('{"sps": []}', "sps"),
-        ('{"sps": [1, 0]}', "must be positive"),
+        ('{"sps": [1, 0]}', r"json: sps: SPS values .* must be positive numbers, one per token count from 1\.$"),
         ('{"sps": [1], "drafts": 2}', "drafts"),
         ('{"rates": [1]}', "not a profile"),
         ('{"sps": [1], "draft_seconds": [-1]}', "draft_seconds.0: Input should be greater than or equal to 0"),

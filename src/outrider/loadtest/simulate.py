@@ -149,7 +149,8 @@ def load_machine(path: Path, recorded: Mapping[str, Any], draft: float = 1.0, ve
         try:
             found = TableMachine.model_validate(content)
         except ValidationError as error:
-            raise ValueError(f"{path}: {invalid_fields(error)[0]}.") from None
+            wrong = invalid_fields(error)[0].replace("Value error, ", "").rstrip(".")
+            raise ValueError(f"{path}: {wrong}.") from None
     else:
         found = profile = Profile.load(path)
         for name in ("target", "drafter"):
