@@ -92,6 +92,34 @@ def test_imports_run_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def drafter_types() -> set[str]:
+    """Classes of drafters/ but those of configs and drafts, which are data: what is asked, never recognised."""
+    return {
+        node.name
+        for path in MODULES
+        if path.parent.name == "drafters" and path.stem != "draft"
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def test_drafters_are_asked_what_they_can() -> None:
+    """No isinstance or issubclass on a type of drafters/ outside that room."""
+    types, wrong = drafter_types(), []
+    for path in MODULES:
+        if room_of(name_of(path)) == "drafters":
+            continue
+        for node in ast.walk(tree_of(path)):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 2):
+                continue
+            if node.func.id in ("isinstance", "issubclass"):
+                asked = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
+                asked |= {part.attr for part in ast.walk(node.args[1]) if isinstance(part, ast.Attribute)}
+                if found := asked & types:
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {sorted(found)}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_functions_take_few_positional_parameters() -> None:
     """Seven, `self` not counted; more go behind `*`. Triton compiles its kernels' parameters, which have no names."""
     wrong = []

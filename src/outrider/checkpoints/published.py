@@ -48,7 +48,7 @@ def shipped_drafters() -> Iterator[tuple[str, Path]]:
 
 
 def _places() -> list[Path]:
-    places = [Path("models"), Path(__file__).resolve().parents[3] / "models"]  # src/outrider/formats/ of a checkout
+    places = [Path("models"), Path(__file__).resolve().parents[3] / "models"]  # src/outrider/checkpoints/ of a checkout
     configured = os.environ.get("OUTRIDER_MODELS")
     if not configured:
         return places

@@ -1,10 +1,10 @@
 """Every checkpoint dialect, in the order in which readers are asked; at most one says yes.
 
 speculators  speculators_model_type   eagle3, dflash, dflash2, dspark, mtp; one envelope, read by vLLM
-z-lab        DFlashDraftModel         DFlash; aux hidden states and mask in `dflash_config`; anchor + masks layout
+z-lab        DFlashDraftModel         DFlash; aux layers and mask token in `dflash_config`; anchor + masks layout
 z-lab        DFlash2DraftModel        DFlash 2; the sizes of convolution and selector beside them
-DeepSpec     Qwen3DSparkModel         DSpark (and DFlash as markov_rank 0); aux hidden states and mask at the top level
-EAGLE-3      LlamaForCausalLMEagle3   EAGLE-3, one layer; aux hidden states in three spellings, DeepSpec's among them
+DeepSpec     Qwen3DSparkModel         DSpark (and DFlash as markov_rank 0); aux layers and mask token at the top level
+EAGLE-3      LlamaForCausalLMEagle3   EAGLE-3, one layer; aux layers in three spellings, DeepSpec's among them
 Medusa       model_type medusa        heads, an LM head each or the target's once
 Outrider     Outrider...Model         any method: `algorithm` and the fields of its config
 """

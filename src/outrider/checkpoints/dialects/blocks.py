@@ -84,7 +84,7 @@ def check_plain_logits(config: DFlashConfig, dialect: str) -> None:
 def read_backbone(fields: Fields) -> dict[str, Any]:
     """The arguments of a block drafter's config that say what its layers are."""
     layers = fields.integer("num_hidden_layers", high=MOST_LAYERS)
-    return {**read_shapes(fields), "num_hidden_layers": layers, **_sights(fields, layers)}
+    return {**read_shapes(fields), "num_hidden_layers": layers, **_attention(fields, layers)}
 
 
 def read_shapes(fields: Fields, biases: bool = False, llama_defaults: bool = False) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _rope_theta(fields: Fields, default: dict[str, Any]) -> float:
     return fields.with_defaults(default).number("rope_theta")
 
 
-def _sights(fields: Fields, layers: int) -> dict[str, Any]:
+def _attention(fields: Fields, layers: int) -> dict[str, Any]:
     """Windows, kinds of layers, and whether the rows of a block see those after them."""
     types = fields.texts("layer_types", (FULL,) * layers)
     if len(types) != layers:

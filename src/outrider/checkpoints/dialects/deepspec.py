@@ -1,4 +1,4 @@
-"""DeepSpec's DSpark: `architectures: ["Qwen3DSparkModel"]`, aux hidden states and mask at the top level.
+"""DeepSpec's DSpark: `architectures: ["Qwen3DSparkModel"]`, aux layers and mask token at the top level.
 
     tensors   z-lab's and markov_head.*, confidence_head.proj.*, embed_tokens, lm_head
     block     the anchor is the first prediction position; `sample_from_anchor: false` is z-lab's layout
@@ -59,11 +59,9 @@ def write_heads(config: DSparkConfig) -> dict[str, Any]:
 
 
 def as_dspark(config: DFlashConfig) -> DSparkConfig:
-    """A DFlash drafter as a DSpark drafter without heads, which drafts the same."""
-    if isinstance(config, DSparkConfig):
-        return config
+    """A DFlash drafter as a DSpark drafter without heads, which drafts the same; a DSpark drafter as it is."""
     without = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
-    return DSparkConfig(**{**asdict(config), **without})
+    return DSparkConfig(**{**without, **asdict(config)})
 
 
 class DeepSpec:

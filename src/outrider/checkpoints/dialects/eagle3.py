@@ -2,11 +2,11 @@
 
     tensors   midlayer.* (ours too) or layers.0.*, fc, norm, lm_head (trained, the drafter's own), d2t, t2d,
               input_norm or fc_norm.{i}, embed_tokens where it is not the target's
-    aux hidden states      eagle_aux_hidden_state_layer_ids at the top level counts hidden states (vLLM), one more than
-    our ids;
+    aux layers
+              eagle_aux_hidden_state_layer_ids at the top level counts hidden states (vLLM), one more than our ids;
               inside `eagle_config` it counts layer outputs (SGLang, which adds the one itself), as our ids do;
               target_layer_ids (DeepSpec's Qwen3Eagle3Model) counts layer outputs too;
-              none of them: layers 2, L / 2 and L - 3 read them
+              none of them: the inputs of layers 2, L / 2 and L - 3
 
 The number of drafts is the engine's to choose; `outrider.gamma` keeps what the drafter was trained for, and so does
 DeepSpec's `ttt_length`. DeepSpec's EAGLE-3 for Gemma 4 has that family's layers and is not read.
@@ -75,7 +75,7 @@ class Eagle3Dialect:
         depth = target_depth(fields, source)
         trained_for = fields.integer("ttt_length", high=MOST_DRAFTS, default=Eagle3Config.gamma)
         gamma = draft_length(fields, trained_for)
-        return read_eagle3(fields, _aux_hidden_states(fields, depth), depth, gamma, tensors, source)
+        return read_eagle3(fields, _aux_layers(fields, depth), depth, gamma, tensors, source)
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         parts = with_target_tensors(parts, target, embedding=False)
@@ -101,7 +101,7 @@ class Eagle3Dialect:
         return ExportedCheckpoint(fields, write_vocabulary(parts, mask=True))
 
 
-def _aux_hidden_states(fields: Fields, depth: int) -> tuple[int, ...]:
+def _aux_layers(fields: Fields, depth: int) -> tuple[int, ...]:
     """Our ids, from whichever convention the config follows."""
     nested = fields.section("eagle_config", {})
     outputs = nested.integers(LAYERS, -1, depth - 1) if nested.raw(LAYERS) else None
@@ -139,7 +139,7 @@ def write_eagle3(config: Eagle3Config) -> dict[str, Any]:
 def read_eagle3(
     fields: Fields, aux_layers: tuple[int, ...], depth: int, gamma: int, tensors: Mapping[str, Tensor], source: Source
 ) -> DrafterWeights:
-    """The drafter, once its aux hidden states are known: fields of the layer and flags, at one level."""
+    """The drafter, once its aux layers are known: fields of the layer and flags, at one level."""
     if fields.integer("num_hidden_layers", high=MOST_LAYERS, default=1) != 1:
         raise fields.refuse("num_hidden_layers", "1: EAGLE-3 drafters have one layer here")
     if set(fields.texts("layer_types", ("full_attention",))) != {"full_attention"}:

@@ -6,7 +6,7 @@
     eagle3           layers.0.* for our midlayer.*; eagle_aux_hidden_state_layer_ids and the norm flags
     mtp              mtp_layers.0.*: one module of a Qwen3-shaped target, the whole vocabulary
 
-Aux hidden states are hidden states, one more than our ids. Source: speculators 0.9.0.
+Aux layers are counted as hidden states, one more than our ids. Source: speculators 0.9.0.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from outrider.utils.measure import dtype_name
 
 Fragments = tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]
 
-_BLOCK_TAPS = "aux_hidden_state_layer_ids"
+_BLOCK_LAYERS = "aux_hidden_state_layer_ids"
 _EAGLE_FLAGS = tuple(flag for flag in FLAGS if flag != "attention_bias")  # that stands with the layer
 _MTP_NAMES = {  # ours (of module 0) -> theirs; the names of the transformer layer are the same
     "enorm.weight": "token_layernorm.weight",
@@ -62,7 +62,7 @@ _MTP_NAMES = {  # ours (of module 0) -> theirs; the names of the transformer lay
 _OUR_MODULE, _THEIR_MODULE = "depths.0.", "mtp_layers.0."
 
 
-def _aux_hidden_states(fields: Fields, name: str, depth: int) -> tuple[int, ...]:
+def _aux_layers(fields: Fields, name: str, depth: int) -> tuple[int, ...]:
     """Our ids; the library's default where the config has none."""
     if name not in fields:
         return tuple(eagle_aux_layers(depth))
@@ -101,7 +101,7 @@ def _read_block(fields: Fields, depth: int, both_ways: bool = False) -> dict[str
         "draft_vocab_size": fields.integer("draft_vocab_size", high=LARGEST_VOCABULARY),
         "block_size": fields.integer("block_size", high=MOST_DRAFTS),
         "mask_token_id": fields.integer("mask_token_id", low=0, high=backbone["vocab_size"] - 1),
-        "target_layer_ids": _aux_hidden_states(fields, _BLOCK_TAPS, depth),
+        "target_layer_ids": _aux_layers(fields, _BLOCK_LAYERS, depth),
         "num_target_layers": depth,
     }
 
@@ -156,7 +156,7 @@ def _write_block(config: DFlashConfig) -> dict[str, Any]:
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "target_hidden_size": config.hidden_size,
-        _BLOCK_TAPS: [aux_layer + 1 for aux_layer in config.target_layer_ids],
+        _BLOCK_LAYERS: [aux_layer + 1 for aux_layer in config.target_layer_ids],
         "sliding_window_non_causal": not _sliding_is_causal(config),
     }
 
@@ -178,7 +178,7 @@ def _read_eagle3(
     outer["draft_vocab_size"] = fields.integer("draft_vocab_size", high=LARGEST_VOCABULARY)
     layers = fields.section("transformer_layer_config").replaced(outer)
     gamma = Eagle3Config.gamma if drafts is None else drafts
-    return read_eagle3(layers, _aux_hidden_states(fields, LAYERS, depth), depth, gamma, tensors, source)
+    return read_eagle3(layers, _aux_layers(fields, LAYERS, depth), depth, gamma, tensors, source)
 
 
 def _write_eagle3(parts: DrafterWeights) -> Fragments:
@@ -263,7 +263,7 @@ def _renamed(tensors: Mapping[str, Tensor], to_ours: bool) -> dict[str, Tensor]:
 #     speculators_model_type    eagle3, dflash, dflash2, dspark, mtp
 #     transformer_layer_config  the draft layers, as transformers names them; no model_type beside it
 #     speculators_config        algorithm, how many tokens to propose, and the verifier (the target)
-#     aux hidden states                      hidden states, one more than our ids (dialects/speculators_parts.py)
+#     aux layers                counted as hidden states, one more than our ids
 #
 # Library and vLLM default several fields differently, so every one is written. Embedding and head come from the
 # verifier, but for the two that the library's own checkpoints store: the head of EAGLE-3 and that of a reduced draft

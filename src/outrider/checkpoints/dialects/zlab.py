@@ -1,4 +1,4 @@
-"""z-lab's DFlash: `architectures: ["DFlashDraftModel"]`, aux hidden states and mask in `dflash_config`.
+"""z-lab's DFlash: `architectures: ["DFlashDraftModel"]`, aux layers and mask token in `dflash_config`.
 
     tensors   fc, hidden_norm, norm, layers.{i}.*: our own names; lm_head and d2t only where they are not the target's
     block     1 anchor + (block_size - 1) masks; a mask predicts the token at its own position
