@@ -155,14 +155,19 @@ def test_fit_tasks_and_tasks_are_kept_apart(run: Run, toy: Path, tmp_path: Path)
 def test_a_checkpoint_serves_its_temperatures() -> None:
     drafter = DSpark(toy_config())
     temperatures = [1.0, 2.0, 0.5, 3.0]
-    checkpoint = Checkpoint(DrafterWeights(drafter), {"calibration": {"temperatures": temperatures}})
+    checkpoint = Checkpoint(
+        DrafterWeights(drafter), {"calibration": {"temperatures": temperatures, "offsets": [0.0] * 4}}
+    )
     assert checkpoint.serve(toy_target()).heads.temperatures == temperatures
     assert checkpoint.weights.serve(toy_target()).heads.temperatures is None
-    for broken in ({}, {"temperatures": ["hot"]}, {"temperatures": 3}, None):
+    nan = {"temperatures": [float("nan")] * 4, "offsets": [0.0] * 4}
+    for broken in ({}, {"temperatures": ["hot"]}, {"temperatures": 3}, {"temperatures": temperatures}, nan, None):
         with pytest.raises(ValueError, match="calibrat"):
             Checkpoint(DrafterWeights(drafter), {"calibration": broken}).serve(toy_target())
     with pytest.raises(ValueError, match="must be 4 numbers above 0"):
-        Checkpoint(DrafterWeights(drafter), {"calibration": {"temperatures": [1.0]}}).serve(toy_target())
+        Checkpoint(DrafterWeights(drafter), {"calibration": {"temperatures": [1.0], "offsets": [0.0]}}).serve(
+            toy_target()
+        )
 
 
 def test_metadata_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors.torch import save_file
 
 from outrider.checkpoints.dialects import dialect_for, dialect_of
@@ -39,6 +40,8 @@ from outrider.utils.files import (
 from outrider.utils.measure import dtype_name
 
 METADATA = "outrider.json"
+Section = TypeVar("Section", bound=BaseModel)
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,19 @@ class Checkpoint:
         Raises:
             ValueError: naming the field that is missing or wrong.
         """
-        accuracy = _accuracy(self.metadata)
-        temperatures, offsets, estimator = _calibration(self.metadata)
-        return DraftCalibration(temperatures, offsets, estimator, accuracy)
+        found = _section(self.metadata, "calibration", _Calibration)
+        candidates = _section(self.metadata, "candidates", _Candidates)
+        accuracy = None if candidates is None else candidates.accuracy
+        if found is None:
+            return DraftCalibration(accuracy=accuracy)
+        if found.estimator is not None and len(found.estimator.biases) != len(found.temperatures):
+            raise ValueError(
+                f"{METADATA}: calibration.estimator has {len(found.estimator.biases)} biases for "
+                f"{len(found.temperatures)} positions; run outrider calibrate again."
+            )
+        fitted = found.estimator
+        estimator = None if fitted is None else CertaintyEstimator(fitted.weights, fitted.biases)
+        return DraftCalibration(found.temperatures, found.offsets, estimator, accuracy)
 
     def serve(self, target: Target) -> Drafter:
         """Ready to draft for `target`, calibrated where it has been; `weights.serve` leaves the calibration out.
@@ -179,34 +192,40 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Dialect]:
     return raw, dialect_of(raw, path)
 
 
-def _calibration(
-    metadata: Mapping[str, Any],
-) -> tuple[list[float] | None, list[float] | None, CertaintyEstimator | None]:
-    """Temperatures, offsets and estimator; calibrations of old have temperatures only."""
-    if "calibration" not in metadata:
-        return None, None, None
-    try:
-        stored = metadata["calibration"]
-        temperatures = [float(temperature) for temperature in stored["temperatures"]]
-        offsets = [float(offset) for offset in stored.get("offsets") or []] or None
-        estimator = None if stored.get("estimator") is None else CertaintyEstimator(**stored["estimator"])
-        if estimator is not None and len(estimator.biases) != len(temperatures):
-            raise ValueError(f"{len(estimator.biases)} biases for {len(temperatures)} positions")
-        return temperatures, offsets, estimator
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{METADATA}: calibration has no list of temperatures, or offsets or an estimator of another kind "
-            f"({error!r}); run outrider calibrate again."
-        ) from error
+class _Estimator(BaseModel):
+    """The fields of a `CertaintyEstimator`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    weights: list[Number]
+    biases: list[Number]
 
 
-def _accuracy(metadata: Mapping[str, Any]) -> list[list[float]] | None:
-    """How often each candidate of each head is right; None where that was not measured."""
-    if "candidates" not in metadata:
+class _Calibration(BaseModel):
+    """What serving reads of `calibration`; the rest is a report (calibration/fit.py)."""
+
+    temperatures: list[Number]
+    offsets: list[Number]
+    estimator: _Estimator | None = None
+
+
+class _Candidates(BaseModel):
+    """What serving reads of `candidates`; the rest is a report (calibration/candidates.py)."""
+
+    accuracy: list[list[Number]]
+
+
+def _section(metadata: Mapping[str, Any], name: str, model: type[Section]) -> Section | None:
+    """A section of outrider.json; None where there is none.
+
+    Raises:
+        ValueError: naming the field that is missing or wrong.
+    """
+    if name not in metadata:
         return None
     try:
-        return [[float(share) for share in row] for row in metadata["candidates"]["accuracy"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{METADATA}: candidates has no table of accuracies ({error!r}); run outrider calibrate again."
-        ) from error
+        return model.model_validate(metadata[name])
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, (name, *first["loc"])))
+        raise ValueError(f"{METADATA}: {where}: {first['msg']}; run outrider calibrate again.") from error
