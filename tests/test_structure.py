@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 SOURCE, TESTS = ROOT / "src" / "outrider", ROOT / "tests"
@@ -32,7 +33,7 @@ ROOMS = [  # a room imports itself and the rooms before it (docs/architecture.md
     "cli",
 ]
 
-MOST_PARAMETERS = 7
+MOST_PARAMETERS, MOST_VALUES = 7, 3
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 MODULES = sorted(SOURCE.rglob("*.py"))
@@ -130,6 +131,39 @@ def test_functions_take_few_positional_parameters() -> None:
                 names = names[names[:1] in (["self"], ["cls"]) :]
                 if len(names) > MOST_PARAMETERS:
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name} has {len(names)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def own_names(path: Path) -> set[str]:
+    """Functions and classes of ours that a module calls by a plain name."""
+    tree = tree_of(path)
+    names = {name for module, kind, name in imports_of(tree) if kind is not None and room_of(module) is not None}
+    return names | {node.name for node in ast.walk(tree) if isinstance(node, (FUNCTION, ast.ClassDef))}
+
+
+def test_calls_pass_few_values_by_position() -> None:
+    """A call of a function, class or method of ours passes at most three values by position, the rest by name.
+
+    Left out: functions of any number of values, `*values`; stored callables, which have no names; and methods that
+    tensors have, too, since who is called cannot be read off the text.
+    """
+    functions = [node for path in MODULES for node in ast.walk(tree_of(path)) if isinstance(node, FUNCTION)]
+    methods = {node.name for node in functions if len(node.args.args) - 1 > MOST_VALUES}
+    methods -= {node.name for node in functions if node.args.vararg} | set(dir(torch.Tensor))
+    wrong = []
+    for path in MODULES:
+        plain = own_names(path)
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.Call) or len(node.args) <= MOST_VALUES:
+                continue
+            if any(isinstance(argument, ast.Starred) for argument in node.args):
+                continue
+            if isinstance(node.func, ast.Name):
+                ours = node.func.id in plain
+            else:
+                ours = isinstance(node.func, ast.Attribute) and node.func.attr in methods
+            if ours:
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node.func)} gets {len(node.args)}")
     assert not wrong, "\n".join(wrong)
 
 

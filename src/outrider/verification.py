@@ -69,7 +69,7 @@ def verify(draft: Draft, rows: TargetRows, source: RandomSource, typical: Typica
         typical: accept by this lossy rule instead, unless `rows.pick` settles the tokens.
     """
     if typical is not None and rows.pick is None:
-        return _verify_typical(draft, rows.row, source, typical)
+        return _verify_typical(draft, rows.row, source, rule=typical)
     path: list[int] = []
     node = -1
     while True:
@@ -79,7 +79,7 @@ def verify(draft: Draft, rows: TargetRows, source: RandomSource, typical: Typica
             if child is None:
                 return Verdict(path, token)
         else:
-            child, rest_V = _try_children(draft, node, rows.row(node + 1), source)
+            child, rest_V = _try_children(draft, node, rows.row(node + 1), source=source)
             if child is None:
                 return Verdict(path, source.choose(rest_V))
         node = child

@@ -132,9 +132,9 @@ def export_drafter(
     written = engine.write(parts, target)
     written.fallbacks.extend(_unread(checkpoint.metadata, engine, parts.algorithm))
     commands = engine.serve(parts, str(out), target.name_or_path)
-    card = model_card(out.resolve().name, parts, written, engine, target, commands, dtype)
+    card = model_card(out.resolve().name, parts, written, engine=engine, target=target, commands=commands, dtype=dtype)
     with atomic_directory(out) as staging:
-        write_files(staging, written, dtype, checkpoint.metadata, card)
+        write_files(staging, written, dtype, metadata=checkpoint.metadata, card=card)
     return Exported(written, commands)
 
 

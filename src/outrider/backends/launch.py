@@ -71,7 +71,7 @@ def launched(
             raise ValueError(f"the engine's command cannot be run ({error}): {shlex.join(command)}") from error
         try:
             with _kept(process.pid):
-                _wait_for_health(process, command, health_url, log, timeout)
+                _wait_for_health(process, command, health_url, log=log, timeout=timeout)
                 yield
         finally:
             _stop(process)

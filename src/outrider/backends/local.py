@@ -97,16 +97,16 @@ def build_variant(name: str, gamma: int, threshold: float | None, cost: StepCost
     """
     always = AlwaysDraft()
     if name == NO_SPECULATION:
-        return Variant(name, 0, FixedPolicy(), always)
+        return Variant(name, 0, FixedPolicy(), gate=always)
     if name == "threshold":
         if threshold is None:
             raise ValueError(
                 "variant threshold: the drafter recommends none; give --confidence-threshold, store one "
                 "(outrider package --confidence-threshold), or leave the variant out."
             )
-        return Variant(name, gamma, ThresholdPolicy(threshold), always)
+        return Variant(name, gamma, ThresholdPolicy(threshold), gate=always)
     if name.startswith(_FIXED):
-        return Variant(name, fixed_length(name, gamma), FixedPolicy(), always)
+        return Variant(name, fixed_length(name, gamma), FixedPolicy(), gate=always)
     if not is_adaptive(name):
         raise ValueError(f"no variant {name!r}; there are {KNOWN}.")
     if cost is None:
@@ -115,7 +115,7 @@ def build_variant(name: str, gamma: int, threshold: float | None, cost: StepCost
             "--profile FILE, or leave the variant out."
         )
     gate = SkipDrafting(cost) if name.endswith(SKIP) else always
-    return Variant(name, gamma, BY_COST[name.removesuffix(SKIP)](cost), gate)
+    return Variant(name, gamma, BY_COST[name.removesuffix(SKIP)](cost), gate=gate)
 
 
 # ----------------------------------------------------------------------------
@@ -189,6 +189,8 @@ def local_engines(
     def serve(name: str, level: float) -> Engine:
         variant = by_name[name]
         gc.collect()  # the last engine's memory comes back now, not inside the window
-        return Engine(target, limited(drafter, variant.drafts), variant.policy, variant.gate, config_at(level))
+        return Engine(
+            target, limited(drafter, variant.drafts), variant.policy, gate=variant.gate, config=config_at(level)
+        )
 
     return serve

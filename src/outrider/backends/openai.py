@@ -435,7 +435,7 @@ class ServerBackend:
         text = _spoken(part)
         tokens = part.tokens if part.tokens is not None else self._split(text)
         if tokens:
-            self._outputs.append(Output(id, tokens, text, None))
+            self._outputs.append(Output(id, tokens, text, finish=None))
             self._arrived.set()
 
     def _finish(self, id: str, parts: Sequence[Part]) -> None:
@@ -443,7 +443,7 @@ class ServerBackend:
         tokens = None if named else self._split("".join(map(_spoken, parts)))
         lengths = [part.accepted_length for part in parts if part.accepted_length is not None]
         self._stats[id] = RequestStats(tokens, lengths[-1] if lengths else None)
-        self._outputs.append(Output(id, [], "", "stop"))
+        self._outputs.append(Output(id, [], "", finish="stop"))
         self._tasks.pop(id, None)
         self._arrived.set()
 

@@ -66,9 +66,11 @@ def measure_candidates(
     loaded = load_tasks(tasks, settings.max_samples)
     for name, conversations in loaded:
         on_progress(name, 0, len(conversations))
-        prompts = [render(target.tokenizer, c.turns[:1], [], c.tools, settings.thinking) for c in conversations]
+        prompts = [
+            render(target.tokenizer, c.turns[:1], [], tools=c.tools, thinking=settings.thinking) for c in conversations
+        ]
         for done, (prompt, text) in enumerate(zip(prompts, target_texts(target, prompts, settings), strict=True), 1):
-            ranks.append(true_ranks(target, drafter, prompt, text))
+            ranks.append(true_ranks(target, drafter, prompt, text=text))
             on_progress(name, done, len(conversations))
     ranks_NK = torch.cat(ranks)
     if (ranks_NK[:, -1] >= 0).sum() < _FEWEST:
@@ -100,7 +102,7 @@ def true_ranks(target: Target, drafter: HeadsDrafter, prompt: Sequence[int], tex
     ranks_NK = torch.full((len(anchors), K), -1)
     for first in range(0, len(anchors), _AT_ONCE):
         chosen = anchors[first : first + _AT_ONCE]
-        level = drafter.levels([_call(target, drafter, tokens[a], aux_BTLD[0, :a]) for a in chosen], K)
+        level = drafter.levels([_call(target, drafter, tokens[a], aux_TLD=aux_BTLD[0, :a]) for a in chosen], K)
         for k in range(K):
             known = [n for n, a in enumerate(chosen) if a + k + 1 < len(tokens)]
             # Positions too close to the end are padded with token 0; their rows are dropped below.
@@ -114,7 +116,7 @@ def true_ranks(target: Target, drafter: HeadsDrafter, prompt: Sequence[int], tex
 def _call(target: Target, drafter: HeadsDrafter, anchor: int, aux_TLD: Tensor) -> DraftCall:
     session = drafter.new_session(len(aux_TLD))
     drafter.extend([session], [[0] * len(aux_TLD)], aux_TLD)  # keeps the last hidden state
-    return DraftCall(session, anchor, SamplingParams(), SeenTokens(target.vocab_size), SeededSource(0))
+    return DraftCall(session, anchor, SamplingParams(), seen=SeenTokens(target.vocab_size), source=SeededSource(0))
 
 
 def _ranks(logits_NVd: Tensor, true_N: Tensor, draft_ids_Vd: Tensor | None) -> Tensor:

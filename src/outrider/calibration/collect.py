@@ -78,8 +78,8 @@ def collect(
                 target.tokenizer,
                 conversations[i].turns[: turn + 1],
                 history[i],
-                conversations[i].tools,
-                settings.thinking,
+                tools=conversations[i].tools,
+                thinking=settings.thinking,
             )
             for i in going
         ]
@@ -87,7 +87,9 @@ def collect(
         texts = target_texts(target, prompts, settings) if greedy else [[] for _ in going]
         for i, prompt, text in zip(going, prompts, texts, strict=True):
             if greedy:
-                found[i].append(rounds_of_text(target, drafter, prompt, text, settings.params, recorder))
+                found[i].append(
+                    rounds_of_text(target, drafter, prompt, text=text, params=settings.params, recorder=recorder)
+                )
                 history[i].append(str(target.tokenizer.decode(text, skip_special_tokens=True)))
             else:
                 rules = StopRules(settings.max_new_tokens)
@@ -119,7 +121,7 @@ def collect_tasks(
     for task, conversations in prompts.items():
         report = partial(on_progress, Path(task).stem)
         report(0, len(conversations))
-        found[task] = collect(target, drafter, conversations, settings, report)
+        found[task] = collect(target, drafter, conversations, settings=settings, on_progress=report)
     return found
 
 
@@ -133,7 +135,7 @@ def target_texts(target: Target, prompts: Sequence[list[int]], settings: TaskSet
     together = EngineConfig(_TOGETHER, num_blocks=_TOGETHER * -(-longest // EngineConfig.block_size))
     engine = Engine(target, config=together)
     for i, prompt in enumerate(prompts):
-        engine.submit(Request(str(i), prompt, settings.params, rules))
+        engine.submit(Request(str(i), prompt, settings.params, rules=rules))
     texts: list[list[int]] = [[] for _ in prompts]
     while not engine.idle:
         for output in engine.step():
@@ -155,7 +157,7 @@ def rounds_of_decoding(stats: Sequence[RoundStats], gamma: int, recorder: Featur
         for row_KF, found in zip(features, [d for d, r in zip(drafts, stats, strict=True) if r.admitted], strict=True):
             row_KF[: len(found)] = found
     counts = np.array([(r.accepted, r.admitted) for r in judged], dtype=np.int64).reshape(-1, 2)
-    return Rounds(confidences_NK, counts[:, 0], counts[:, 1], features)
+    return Rounds(confidences_NK, counts[:, 0], counts[:, 1], features_NKF=features)
 
 
 @torch.inference_mode()
@@ -174,7 +176,7 @@ def rounds_of_text(
             verified that far.
     """
     tokens, gamma = [*prompt, *text], drafter.gamma
-    state = SingleRequest(target, drafter, tokens[:-1], params, StopRules(1, stop_ids=())).state
+    state = SingleRequest(target, drafter, tokens[:-1], params=params, rules=StopRules(1, stop_ids=())).state
     ends = range(len(tokens) - 1, len(prompt) - 1, -1)
     confidences, accepted, admitted = list[list[float]](), list[int](), list[int]()
     # All share one draft cache, from the last position to the first: a block overwrites only later positions.
@@ -184,8 +186,8 @@ def rounds_of_text(
             session = copy.copy(state.session)
             assert session is not None
             session.length = end - 1
-            seen = SeenTokens(target.vocab_size, params.repetition_penalty, tokens[:end], target.device)
-            calls.append(DraftCall(session, tokens[end - 1], params, seen, state.source))
+            seen = SeenTokens(target.vocab_size, params.repetition_penalty, tokens[:end], device=target.device)
+            calls.append(DraftCall(session, tokens[end - 1], params, seen=seen, source=state.source))
         for call, proposal in zip(calls, drafter.propose(calls), strict=True):
             left = tokens[call.session.length + 1 :][:gamma]
             agreed = [x == y for x, y in zip(proposal.tokens, left, strict=False)]
@@ -199,7 +201,7 @@ def rounds_of_text(
     if recorder is not None and recorder.seen:  # gamma entries per call of propose
         blocks = [torch.stack(recorder.seen[i : i + gamma], dim=1) for i in range(0, len(recorder.seen), gamma)]
         features = torch.cat(blocks).double().numpy(force=True)[::-1]
-    return Rounds(confidences_NK[::-1], np.array(accepted)[::-1], np.array(admitted)[::-1], features)
+    return Rounds(confidences_NK[::-1], np.array(accepted)[::-1], np.array(admitted)[::-1], features_NKF=features)
 
 
 # ----------------------------------------------------------------------------
@@ -242,7 +244,9 @@ def load_rounds(path: Path, about: Mapping[str, Any]) -> dict[str, list[list[Rou
         with np.load(path, allow_pickle=False) as file:
             found = json.loads(str(file["about"]))
             arrays = {name: file[name] for name in file.files if name != "about"}
-        everything = Rounds(arrays["confidences"], arrays["accepted"], arrays["admitted"], arrays.get("features"))
+        everything = Rounds(
+            arrays["confidences"], arrays["accepted"], arrays["admitted"], features_NKF=arrays.get("features")
+        )
         keys = np.stack([arrays[name] for name in ("task", "conversation", "turn")], axis=1)
     except (OSError, KeyError, ValueError, TypeError, EOFError, BadZipFile) as error:
         raise ValueError(f"{path}: not a file of rounds ({error}); remove it to collect again.") from error

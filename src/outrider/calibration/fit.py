@@ -58,7 +58,9 @@ class Rounds:
     def chosen(self, which: Ints) -> Rounds:
         """A subset of the rounds, by indices or by a mask."""
         features_NKF = None if self.features_NKF is None else self.features_NKF[which]
-        return Rounds(self.confidences_NK[which], self.accepted_N[which], self.admitted_N[which], features_NKF)
+        return Rounds(
+            self.confidences_NK[which], self.accepted_N[which], self.admitted_N[which], features_NKF=features_NKF
+        )
 
     @staticmethod
     def joined(parts: Sequence[Rounds]) -> Rounds:
@@ -68,7 +70,7 @@ class Rounds:
             np.concatenate([p.confidences_NK for p in parts]),
             np.concatenate([p.accepted_N for p in parts]),
             np.concatenate([p.admitted_N for p in parts]),
-            np.concatenate(features) if features else None,
+            features_NKF=np.concatenate(features) if features else None,
         )
 
 
@@ -408,7 +410,7 @@ def calibrate(
         versions=versions,
         machine=machine(),
     )
-    return CalibrationResult(calibration, fit_rounds, held_out, measured)
+    return CalibrationResult(calibration, fit_rounds, held_out, measured=measured)
 
 
 def quality(rounds: Rounds, scaling: Scaling) -> Quality:

@@ -80,7 +80,7 @@ class Checkpoint:
             )
         fitted = found.estimator
         estimator = None if fitted is None else CertaintyEstimator(fitted.weights, fitted.biases)
-        return DraftCalibration(found.temperatures, found.offsets, estimator, accuracy)
+        return DraftCalibration(found.temperatures, found.offsets, estimator, accuracy=accuracy)
 
     def serve(self, target: Target) -> Drafter:
         """Ready to draft for `target`, calibrated where it has been; `weights.serve` leaves the calibration out.
@@ -105,7 +105,7 @@ def save_drafter(
     """
     written = dialect_for(method_of(checkpoint.algorithm)).write(checkpoint.weights.folded(dtype), None)
     with atomic_directory(directory) as staging:
-        write_files(staging, written, dtype, checkpoint.metadata, card)
+        write_files(staging, written, dtype, metadata=checkpoint.metadata, card=card)
 
 
 def write_files(

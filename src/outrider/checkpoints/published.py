@@ -109,24 +109,26 @@ class Published:
 
 
 def _zlab(target: str, repo: str, rows: int | None = None, thinking: bool | None = None) -> Published:
-    return Published(target, f"z-lab/{repo}", "dflash", "DFlashDraftModel", rows, thinking)
+    return Published(target, f"z-lab/{repo}", "dflash", architecture="DFlashDraftModel", rows=rows, thinking=thinking)
 
 
 def _deepspec(target: str, name: str, family: str = "Qwen3") -> list[Published]:
     block, chain = f"{family}DSparkModel", f"{family}Eagle3Model"
     return [
-        Published(target, f"deepseek-ai/dspark_{name}_block7", "dspark", block, 7, False),
-        Published(target, f"deepseek-ai/dflash_{name}_block7", "dflash", block, 7, False),
-        Published(target, f"deepseek-ai/eagle3_{name}_ttt7", "eagle3", chain, 7, False),
+        Published(target, f"deepseek-ai/dspark_{name}_block7", "dspark", architecture=block, rows=7, thinking=False),
+        Published(target, f"deepseek-ai/dflash_{name}_block7", "dflash", architecture=block, rows=7, thinking=False),
+        Published(target, f"deepseek-ai/eagle3_{name}_ttt7", "eagle3", architecture=chain, rows=7, thinking=False),
     ]
 
 
 def _angelslim(size: str) -> Published:
-    return Published(f"Qwen/Qwen3-{size}", f"AngelSlim/Qwen3-{size}_eagle3", "eagle3", "LlamaForCausalLMEagle3")
+    return Published(
+        f"Qwen/Qwen3-{size}", f"AngelSlim/Qwen3-{size}_eagle3", "eagle3", architecture="LlamaForCausalLMEagle3"
+    )
 
 
 def _yuhuili(target: str, name: str) -> Published:
-    return Published(target, f"yuhuili/EAGLE3-{name}", "eagle3", "LlamaForCausalLM", known="pickle")
+    return Published(target, f"yuhuili/EAGLE3-{name}", "eagle3", architecture="LlamaForCausalLM", known="pickle")
 
 
 # Of several for one target the first is what `auto` takes: in DSpark's Table 1 its drafters come first on every target.
@@ -147,7 +149,7 @@ PUBLISHED: tuple[Published, ...] = (
     _zlab("Qwen/Qwen3.5-397B-A17B", "Qwen3.5-397B-A17B-DFlash"),
     _zlab("Qwen/Qwen3.6-27B", "Qwen3.6-27B-DFlash"),
     _zlab("Qwen/Qwen3.6-35B-A3B", "Qwen3.6-35B-A3B-DFlash"),
-    Published("Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2", "dflash2", "DFlash2DraftModel", 8),
+    Published("Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2", "dflash2", architecture="DFlash2DraftModel", rows=8),
     _zlab("openai/gpt-oss-20b", "gpt-oss-20b-DFlash"),
     _zlab("openai/gpt-oss-120b", "gpt-oss-120b-DFlash"),
     _zlab("meta-llama/Llama-3.1-8B-Instruct", "LLaMA3.1-8B-Instruct-DFlash-UltraChat"),

@@ -236,7 +236,9 @@ def bench_command(
     users = {level: int(level) if arrivals == "closed" else max_requests for level in levels}
     if requests_per_point is None and seconds_per_point is None:
         requests_per_point = 12
-    work = Workload(mixed_prompts(known.tokenizer, split_names(tasks), prompts, seed, thinking), turns, max_new_tokens)
+    work = Workload(
+        mixed_prompts(known.tokenizer, split_names(tasks), prompts, seed=seed, thinking=thinking), turns, max_new_tokens
+    )
 
     most_users = max(users.values())
 
@@ -265,7 +267,9 @@ def bench_command(
             model = load_causal_lm(target, place, dtype)
             helper = None if assistant is None else load_causal_lm(assistant, place, dtype)
             about = {"assistant": assistant, "prompt_lookup": prompt_lookup, "dtype": dtype_name(dtype)}
-            return transformers_engine(model, sorted(known.eos_ids), prompt_lookup, helper, names=names, settings=about)
+            return transformers_engine(
+                model, sorted(known.eos_ids), prompt_lookup, assistant=helper, names=names, settings=about
+            )
         if backend == "mlx":
             choice = pick()
             if choice.directory is None:
@@ -285,7 +289,7 @@ def bench_command(
             base_url or "http://127.0.0.1",
             served_model,
             os.environ.get(API_KEY),
-            engine,
+            engine=engine,
             chat_of=work.chat_of if chat else None,
             thinking=thinking if thinking or engine.takes_thinking else None,
         )
@@ -322,8 +326,8 @@ def bench_command(
             engine,
             plan,
             pick().speculation(engine, known.name, engine_drafter),
-            endpoint,
-            known.tokenizer,
+            endpoint=endpoint,
+            tokenizer=known.tokenizer,
             names=names,
             capacity=partial(work.capacity, most_users),
             logs=out / "logs",
@@ -360,11 +364,11 @@ def bench_command(
         journal = ranks.from_main(lambda: Journal(out, settings | {"machine": machine(), "versions": versions()}))
         with counting(console, "bench") as on_progress:
             run_workload(
-                sweep, engine, work, known.tokenizer, journal,
+                sweep, engine, work, tokenizer=known.tokenizer, journal=journal,
                 thinking=thinking, ranks=ranks, on_progress=on_progress,
             )  # fmt: skip
         if ranks.main:
-            report(Frontier.of(arrivals, journal.points, settings), out, console, engine.exact)
+            report(Frontier.of(arrivals, journal.points, settings), out, console, exact=engine.exact)
 
 
 def bench_table(
@@ -437,7 +441,7 @@ def simulate_command(
         raise ValueError("give --traces, --profile and --out; or --record FILE to make traces first.")
     check_outputs(out)
     recorded, measured = Traces.load(traces), None if validate is None else Frontier.load(validate)
-    machine = load_machine(profile, recorded.about["setting"], scale_draft, scale_verify)
+    machine = load_machine(profile, recorded.about["setting"], scale_draft, verify=scale_verify)
     threshold = recorded.about["threshold"] if confidence_threshold is None else confidence_threshold
     allowed = default_variants(recorded.gamma, threshold, not np.isnan(recorded.confidences_NK).any())
     names = allowed if variants is None else split_names(variants, f"variant; there are {KNOWN}")
@@ -463,10 +467,10 @@ def simulate_command(
             limit = min(users, max_requests or users)
         longest = max(len(prompt) for prompt in prompts) + max_new_tokens
         engine = engine_config(longest, limit, token_budget)
-        return serve(variant, recorded, machine, engine, threshold, replicas, router)
+        return serve(variant, recorded, machine, engine=engine, threshold=threshold, replicas=replicas, routing=router)
 
     with counting(console, "simulate") as on_progress:
-        points = simulate_sweep(sweep, serving, prompts, on_progress)
+        points = simulate_sweep(sweep, serving, prompts, on_progress=on_progress)
     frontier = Frontier.of(kind, points, settings)
     path = frontier.save(out)
     console.print(points_table(frontier.points))
@@ -493,7 +497,7 @@ def record_traces(
     loaded = load(target, device)
     opened = choice.open(loaded)
     assert loaded.tokenizer is not None
-    prompts = [prompt.tokens for prompt in mixed_prompts(loaded.tokenizer, tasks, count, seed, thinking)]
+    prompts = [prompt.tokens for prompt in mixed_prompts(loaded.tokenizer, tasks, count, seed=seed, thinking=thinking)]
     about = {
         "setting": setting_of(loaded, opened.drafter).model_dump(),
         "tasks": [Path(task).stem for task in tasks],
@@ -504,7 +508,7 @@ def record_traces(
         "machine": machine(),
     }
     with counting(console, "record") as on_progress:
-        found = record(loaded, opened.drafter, prompts, StopRules(tokens), about, on_progress)
+        found = record(loaded, opened.drafter, prompts, rules=StopRules(tokens), about=about, on_progress=on_progress)
     positions, matching = len(found.accepted_N), int(found.accepted_N.sum())
     console.print(
         f"{len(prompts)} responses, {positions} positions, on average {matching / positions:.2f} drafts right"

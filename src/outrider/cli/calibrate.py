@@ -85,17 +85,24 @@ def calibrate_command(
         if packed.calibratable == "candidates":
             with counting(console, "calibrate") as on_progress:
                 candidates = measure_candidates(
-                    loaded, cast(HeadsDrafter, packed), names, config, versions(), on_progress
+                    loaded,
+                    cast(HeadsDrafter, packed),
+                    names,
+                    settings=config,
+                    versions=versions(),
+                    on_progress=on_progress,
                 )
             add_metadata(directory, candidates=candidates.model_dump(mode="json"))
             console.print(candidates_table(candidates))
             console.print(f"accuracies stored in {directory}", highlight=False, markup=False, soft_wrap=True)
             return
         with counting(console, "calibrate") as on_progress:
-            collected = collect_tasks(loaded, cast(BlockDrafter, packed), names, config, on_progress)
+            collected = collect_tasks(
+                loaded, cast(BlockDrafter, packed), names, settings=config, on_progress=on_progress
+            )
         if rounds is not None:
             save_rounds(rounds, collected, about)
-    found = calibrate(collected, measured, fitted, config, versions())
+    found = calibrate(collected, measured, fitted, settings=config, versions=versions())
     add_metadata(directory, calibration=found.calibration.model_dump(mode="json"))
     console.print(quality_table(found.calibration))
     console.print(f"temperatures stored in {directory}", highlight=False, markup=False, soft_wrap=True)
@@ -153,10 +160,10 @@ def _export(found: CalibrationResult, directory: Path) -> Path:
         path,
         alone.temperatures,
         alone.offsets,
-        ",".join(found.calibration.fitted_on),
-        found.calibration.fit_rounds,
-        found.calibration.before.ece,
-        quality(found.held_out, alone).ece,
+        dataset=",".join(found.calibration.fitted_on),
+        num_samples=found.calibration.fit_rounds,
+        ece_before=found.calibration.before.ece,
+        ece_after=quality(found.held_out, alone).ece,
     )
     return path
 
@@ -240,7 +247,7 @@ def profile_command(
     loaded = load(target, device)
     ready = None if choice is None else choice.open(loaded, tree=size).drafter
     with counting(console, "profile") as on_progress:
-        profile = measure_profile(loaded, ready, config, on_progress)
+        profile = measure_profile(loaded, ready, config, on_progress=on_progress)
     profile.save(out)
     show(profile, config.middle, console)
     console.print(f"  {out} ({profile.repeats} repeats)", highlight=False, markup=False, soft_wrap=True)
@@ -263,9 +270,13 @@ def _contexts(text: str) -> tuple[int, ...]:
 def show(profile: Profile, context: int, console: Console) -> None:
     """Forwards at one context, what a step costs besides, and how far the additive form is off."""
     title = f"one forward after {context} cached tokens each"
-    console.print(grid_table(profile, context, f"{title}: milliseconds", lambda cell, _: f"{1e3 * cell.median:.1f}"))
     console.print(
-        grid_table(profile, context, f"{title}: forwards per second (SPS)", lambda cell, _: f"{1 / cell.median:.1f}")
+        grid_table(profile, context, f"{title}: milliseconds", text=lambda cell, _: f"{1e3 * cell.median:.1f}")
+    )
+    console.print(
+        grid_table(
+            profile, context, f"{title}: forwards per second (SPS)", text=lambda cell, _: f"{1 / cell.median:.1f}"
+        )
     )
     console.print(requests_table(profile))
     fit = profile.fit
@@ -276,7 +287,7 @@ def show(profile: Profile, context: int, console: Console) -> None:
         highlight=False,
     )
     title = f"additive form against measured after {context} cached tokens: per cent"
-    console.print(grid_table(profile, context, title, lambda _, residual: f"{100 * residual:+.1f}"))
+    console.print(grid_table(profile, context, title, text=lambda _, residual: f"{100 * residual:+.1f}"))
 
 
 def grid_table(profile: Profile, context: int, title: str, text: Callable[[Cell, float], str]) -> Table:

@@ -43,7 +43,7 @@ def export_command(
         raise ValueError(f"{drafter} does not say which target it is for: name it with --target.")
     facts = target_facts(named, _DTYPES[dtype])
     checkpoint = load_checkpoint(drafter, num_target_layers=facts.num_layers)
-    exported = export_drafter(checkpoint, engine, out, facts, _DTYPES[dtype])
+    exported = export_drafter(checkpoint, engine, out, target=facts, dtype=_DTYPES[dtype])
     console = Console(highlight=False, soft_wrap=True)
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     console.print(f"{out}: {size:.1f} MB, {len(exported.written.tensors)} tensors", markup=False)
@@ -96,7 +96,7 @@ def package_command(
         sources=source or [],
         license=license,
     )
-    save_drafter(checkpoint, out, _PACKAGE_DTYPES[dtype], card)
+    save_drafter(checkpoint, out, _PACKAGE_DTYPES[dtype], card=card)
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     Console().print(f"{out}: {size:.1f} MB, model card in README.md", highlight=False, markup=False, soft_wrap=True)
 

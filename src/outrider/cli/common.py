@@ -27,7 +27,7 @@ def load(
     place: Callable[[Any], None] = lambda model: None,
 ) -> Target:
     """The target on a device. `dtype` null: see `default_dtype`."""
-    return load_target(target, dtype or default_dtype(device), device, place)
+    return load_target(target, dtype or default_dtype(device), device, place=place)
 
 
 def choose_policy(draft_length: int | None, confidence_threshold: float | None) -> Policy:

@@ -102,7 +102,15 @@ def prepare_command(
     chosen_seed = seed if seed is not None else base.seed if base else 0
     # A recipe's responses are compared with its precision when it trains.
     dtype = getattr(torch, base.precision) if base else None
-    run(data, name, path, chosen_seed, device or (base.device if base else "cpu"), dtype, Console())
+    run(
+        data,
+        name,
+        path,
+        seed=chosen_seed,
+        device=device or (base.device if base else "cpu"),
+        dtype=dtype,
+        console=Console(),
+    )
 
 
 def run(
@@ -124,8 +132,8 @@ def run(
         )
     started = time.monotonic()
     with sole_writer(path), responding(console) as on_progress:
-        made = make_responses(data, chat, loaded, seed, path, on_progress)
-    report(made, path, time.monotonic() - started, console)
+        made = make_responses(data, chat, loaded, seed=seed, path=path, on_progress=on_progress)
+    report(made, path, time.monotonic() - started, console=console)
     if made.failures and not made.replies:
         raise typer.Exit(1)
 
@@ -173,9 +181,9 @@ def inspect_command(
     transformers_logging.set_verbosity_error()
     console = Console(highlight=False, soft_wrap=True)
     if path.suffix == ".jsonl":
-        inspect_responses(path, target, row, limit, tokens, html, console)
+        inspect_responses(path, target, row, limit=limit, tokens=tokens, html=html, console=console)
     elif path.exists():
-        inspect_checkpoint(path, target, tensors, console)
+        inspect_checkpoint(path, target, tensors, console=console)
     else:
         raise ValueError(f"{path} does not exist: give a responses file, *.jsonl, or a drafter directory.")
 
@@ -227,7 +235,7 @@ def inspect_responses(
     summary = [(str(name), str(value)) for name, value in settings.items()] + figures(rows)
     if html is not None:
         html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(html_page(path.name, summary, [rows[i] for i in chosen], tokenizer), encoding="utf-8")
+        html.write_text(html_page(path.name, summary, [rows[i] for i in chosen], tokenizer=tokenizer), encoding="utf-8")
         console.print(f"{len(chosen)} of {len(rows)} rows in {html}", markup=False)
         return
     for name, value in summary:

@@ -132,7 +132,9 @@ class DrafterChoice:
             if tree is not None:
                 shape = f"tree of {tree}" + (", measured accuracies" if "candidates" in checkpoint.metadata else "")
                 served, name = _branched(module, served, tree), f"{name} ({shape})"
-            return OpenedDrafter(served, name, module.algorithm, parameters, checkpoint.metadata, tree)
+            return OpenedDrafter(
+                served, name, module.algorithm, parameters=parameters, metadata=checkpoint.metadata, tree=tree
+            )
         if block_size is not None or tree is not None:
             raise ValueError(f"a drafter of kind {self.kind} has neither blocks nor trees: leave both options out.")
         if self.kind == "ngram":
@@ -144,12 +146,12 @@ class DrafterChoice:
         except ValueError as error:  # what loading says would be taken for the target's
             raise ValueError(f"--drafter lm:{self.where}: {error}") from error
         parameters = sum(parameter.numel() for parameter in model.model.parameters())
-        return OpenedDrafter(small, f"lm:{self.where}@{gamma}", "lm", parameters)
+        return OpenedDrafter(small, f"lm:{self.where}@{gamma}", "lm", parameters=parameters)
 
     def open_ngram(self) -> OpenedDrafter:
         """A drafter that copies from the text so far, for any target."""
         config = NgramConfig() if self.gamma is None else NgramConfig(self.gamma)
-        return OpenedDrafter(NgramDrafter(config), f"ngram@{config.gamma}", "ngram", 0)
+        return OpenedDrafter(NgramDrafter(config), f"ngram@{config.gamma}", "ngram", parameters=0)
 
     def speculation(self, engine: ExternalEngine, target: str, file: str | None = None) -> Speculation:
         """As `engine` is told of it, with as many drafts as it makes.
@@ -285,7 +287,9 @@ def open_for_mlx(
         module = checkpoint.weights.module
         parameters = sum(parameter.numel() for parameter in module.parameters())
         drafter = MLXDrafter(checkpoint, target)
-        return OpenedDrafter(drafter, choice.where, module.algorithm, parameters, checkpoint.metadata)
+        return OpenedDrafter(
+            drafter, choice.where, module.algorithm, parameters=parameters, metadata=checkpoint.metadata
+        )
     if choice.kind == "ngram":
         return choice.open_ngram()
     raise ValueError(

@@ -91,7 +91,9 @@ def evaluate_command(
     with join(device) as ranks:
         console = Console(quiet=not ranks.main)
         loaded: Any = load_for_mlx(target) if on_mlx else load(target, ranks.device)
-        opened = open_for_mlx(choice, loaded, block_size, size) if on_mlx else choice.open(loaded, block_size, size)
+        opened = (
+            open_for_mlx(choice, loaded, block_size, tree=size) if on_mlx else choice.open(loaded, block_size, size)
+        )
         config = TaskSettings(max_samples, max_new_tokens, params, thinking=thinking)
         about = {
             "drafter": opened.name,
@@ -107,8 +109,8 @@ def evaluate_command(
                 loaded,
                 opened.drafter,
                 split_names(tasks),
-                config,
-                opened.info(label),
+                settings=config,
+                drafter_info=opened.info(label),
                 policy=policy,
                 recorded=about,
                 versions=versions(),
@@ -188,8 +190,8 @@ def bench_drafters(
     """Time drafts by their length, drafters taking turns."""
     check_outputs(files=[out])
     named = name_drafters(drafters)
-    trees = sizes("--tree", tree, named, TreeSize.parse)
-    blocks = sizes("--block-size", block_size, named, _number)
+    trees = sizes("--tree", tree, named, read=TreeSize.parse)
+    blocks = sizes("--block-size", block_size, named, read=_number)
     choices = {name: require_drafter(choice, target) for name, choice in named.items()}
     set_up(threads)
     console = Console()
@@ -197,7 +199,7 @@ def bench_drafters(
     opened = [(name, choice.open(loaded, blocks.get(name), trees.get(name))) for name, choice in choices.items()]
     measured = [(found.info(name), found.drafter) for name, found in opened]
     with counting(console, "bench-drafters") as on_progress:
-        costs = measure_costs(loaded, measured, context, repeats, versions(), on_progress)
+        costs = measure_costs(loaded, measured, context, repeats=repeats, versions=versions(), on_progress=on_progress)
     console.print(cost_table(costs))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -188,12 +188,12 @@ def demo(
     run_training(recipe, target, console)
     config = TaskSettings(eval_samples, eval_tokens)
     console.rule("the drafter trained just now")
-    _measure(out / "drafter", target, config, _THRESHOLD, out / "eval", console)
+    _measure(out / "drafter", target, config, threshold=_THRESHOLD, out=out / "eval", console=console)
     shipped = shipped_drafter(recipe.target)
     if shipped is not None:
         console.rule("the shipped drafter, trained for longer")
         threshold = recommended_threshold(read_metadata(shipped))
-        _measure(shipped, target, config, threshold, out / "eval-shipped", console)
+        _measure(shipped, target, config, threshold=threshold, out=out / "eval-shipped", console=console)
     console.print(f"demo finished in {(time.perf_counter() - started) / 60:.1f} minutes")
 
 
@@ -209,8 +209,8 @@ def _measure(
             target,
             packed,
             _TASKS,
-            config,
-            info,
+            settings=config,
+            drafter_info=info,
             policy=policy,
             recorded={"drafter": str(directory)},
             versions=versions(),

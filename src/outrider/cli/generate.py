@@ -70,7 +70,7 @@ def generate_command(
     opened, used = None, "plain decoding"
     if choice is not None:
         on_mlx = backend == "mlx"
-        opened = open_for_mlx(choice, loaded, None, size) if on_mlx else choice.open(loaded, tree=size)
+        opened = open_for_mlx(choice, loaded, None, tree=size) if on_mlx else choice.open(loaded, tree=size)
         used = f"drafter {opened.name}"
         if confidence_threshold is None and size is None:
             confidence_threshold = opened.recommended_threshold
@@ -99,7 +99,7 @@ def generate_command(
             sys.stdout.write(chunk.text)
             sys.stdout.flush()
     print(flush=True)
-    summary(chunks, used, Console(stderr=True, highlight=False, soft_wrap=True), show_rounds)
+    summary(chunks, used, Console(stderr=True, highlight=False, soft_wrap=True), legend=show_rounds)
 
 
 def coloured(chunk: Chunk, target: DecodingTarget) -> Text:

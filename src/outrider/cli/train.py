@@ -51,8 +51,8 @@ def train(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> None:
             console.print("[yellow]this CPU emulates bfloat16: precision=float32 is faster here[/yellow]")
         spread = chosen.shard_target and ranks.world > 1
         place = partial(shard_layers, ranks=ranks) if spread else lambda model: None
-        target = load(chosen.target, ranks.device, getattr(torch, chosen.precision), place)
-        run_training(chosen, target, console, ranks)
+        target = load(chosen.target, ranks.device, getattr(torch, chosen.precision), place=place)
+        run_training(chosen, target, console, ranks=ranks)
 
 
 def run_training(recipe: Recipe, target: Target, console: Console, ranks: Ranks | None = None) -> Run:
@@ -62,7 +62,7 @@ def run_training(recipe: Recipe, target: Target, console: Console, ranks: Ranks 
         typer.Exit: a signal ended it early; the status is 128 + its number.
     """
     ranks = ranks or Ranks(device=target.device)
-    run = prepare_with_progress(recipe, target, console, ranks)
+    run = prepare_with_progress(recipe, target, console, ranks=ranks)
     tokens = sum(s.num_supervised for s in run.samples)
     parameters = sum(p.numel() for p in run.drafter.parameters()) / 1e6
     console.print(
@@ -91,7 +91,7 @@ def run_training(recipe: Recipe, target: Target, console: Console, ranks: Ranks 
 def prepare_with_progress(recipe: Recipe, target: Target, console: Console, ranks: Ranks = ALONE) -> Run:
     """`prepare` with a progress bar."""
     with responding(console) as on_progress:
-        return prepare(recipe, target, on_progress, ranks)
+        return prepare(recipe, target, on_progress, ranks=ranks)
 
 
 # Without --limit-gb the question comes above 20 GB, or a tenth of the free disk where that is less: a store below both
@@ -103,8 +103,8 @@ _FREE_SHARE = 0.1
 def plan_features(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> None:
     """Say exactly how large the recipe's store will be. Writes no features; makes responses that are missing."""
     console = Console()
-    chosen, run = _prepare(recipe, overrides, None, console)
-    _describe(chosen, run, _plan(chosen, run), console)
+    chosen, run = _prepare(recipe, overrides, None, console=console)
+    _describe(chosen, run, _plan(chosen, run), console=console)
 
 
 def write_features(
@@ -123,15 +123,15 @@ def write_features(
     """Write the store, or what is missing of it. Processes i of N write the shards i, i + N, ..."""
     console = Console()
     number, count = _process(shard, of)
-    chosen, run = _prepare(recipe, overrides, max_bytes, console)
+    chosen, run = _prepare(recipe, overrides, max_bytes, console=console)
     if chosen.features.max_gb is not None:
-        _fill_window(chosen, run, number, count, console)
+        _fill_window(chosen, run, number, count=count, console=console)
         return
     plan, directory = _plan(chosen, run), store_directory(chosen)
-    _describe(chosen, run, plan, console)
+    _describe(chosen, run, plan, console=console)
     needed = missing_bytes(directory, plan)
     check_space(directory, needed)
-    _ask(directory, needed, limit_gb, yes)
+    _ask(directory, needed, limit_gb, yes=yes)
     beyond = [n for n in only or [] if not 0 <= n < len(plan.shards)]
     if beyond:
         raise ValueError(f"--only {beyond[0]}: the store has the shards 0 to {len(plan.shards) - 1}.")
@@ -139,7 +139,9 @@ def write_features(
     plan = begin_store(directory, plan)
     with Progress(console=console) as bar:
         task = bar.add_task("shards", total=len(numbers))
-        written = write_store(directory, plan, run.target, run.samples, numbers, lambda _: bar.advance(task))
+        written = write_store(
+            directory, plan, run.target, samples=run.samples, numbers=numbers, on_progress=lambda _: bar.advance(task)
+        )
     done = (directory / "manifest.json").is_file()
     console.print(
         f"{len(written)} shards written, {len(numbers) - len(written)} were there; the store in {directory} is "
@@ -150,7 +152,7 @@ def write_features(
 def check_features(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> None:
     """Compare every shard with its SHA-256 and name what is damaged, missing or foreign."""
     console = Console()
-    chosen, run = _prepare(recipe, overrides, None, console)
+    chosen, run = _prepare(recipe, overrides, None, console=console)
     wrong = check_store(store_directory(chosen), _plan(chosen, run))
     if wrong:
         raise ValueError("\n".join(wrong))
@@ -167,7 +169,13 @@ def _prepare(path: Path, overrides: list[str] | None, max_bytes: int | None, con
 
 
 def _plan(recipe: Recipe, run: Run) -> StorePlan:
-    return recipe_plan(recipe, run.target, run.samples, run.drafter.config.target_layer_ids, run.drafter.aux_scale_L)
+    return recipe_plan(
+        recipe,
+        run.target,
+        run.samples,
+        aux_layers=run.drafter.config.target_layer_ids,
+        aux_scale_L=run.drafter.aux_scale_L,
+    )
 
 
 def _process(shard: int | None, of: int | None) -> tuple[int, int]:
@@ -202,7 +210,9 @@ def _ask(directory: Path, needed: int, limit_gb: float | None, yes: bool) -> Non
 
 def _fill_window(recipe: Recipe, run: Run, number: int, count: int, console: Console) -> None:
     aux_layers, scale_L = run.drafter.config.target_layer_ids, run.drafter.aux_scale_L
-    window = open_features(recipe, run.target, run.samples, aux_layers, scale_L, number, count)
+    window = open_features(
+        recipe, run.target, run.samples, aux_layers=aux_layers, aux_scale_L=scale_L, rank=number, world_size=count
+    )
     assert isinstance(window, FeatureWindow)
     check_space(window.directory, max(0, min(window.max_bytes, _plan(recipe, run).bytes) - window.bytes))
     window.warm()

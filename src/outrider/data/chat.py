@@ -35,7 +35,7 @@ def render(
     Raises:
         ValueError: an empty prompt, or the template cannot express the conversation (tools, a role).
     """
-    return _prompt_tokens(tokenizer, render_text(tokenizer, turns, responses, tools, thinking))
+    return _prompt_tokens(tokenizer, render_text(tokenizer, turns, responses, tools=tools, thinking=thinking))
 
 
 def _prompt_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -140,11 +140,11 @@ class Chat:
         turns = conversation.turns[: len(replies) + 1]
         said = [response_text(self.tokenizer, reply.response) for reply in replies]
         try:
-            whole = render_text(self.tokenizer, turns, said, conversation.tools, thinking)
+            whole = render_text(self.tokenizer, turns, said, tools=conversation.tools, thinking=thinking)
             plain = _prompt_tokens(self.tokenizer, whole)
             if not replies or self.tokenizer.chat_template is None:
                 return [plain]
-            last = render_text(self.tokenizer, turns[:-1], said[:-1], conversation.tools, thinking)
+            last = render_text(self.tokenizer, turns[:-1], said[:-1], tools=conversation.tools, thinking=thinking)
         except ValueError as error:
             raise ValueError(f"conversation {conversation.id!r}: {error}") from error
         appended = self._append(replies[-1], last, whole)

@@ -81,7 +81,7 @@ def pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece
             end += 1
             text = _text(tokenizer, sample.tokens[start:end])
         tokens = tuple(sample.tokens[start:end])
-        yield Piece(text, tokens, start in supervised, tokens[0] in special)
+        yield Piece(text, tokens, start in supervised, special=tokens[0] in special)
         start = end
 
 

@@ -233,8 +233,11 @@ class LocalSource(ResponseSource):
             if stop():
                 return
             prompts, seeds = [r.prompt for r in wanted], [r.seed for r in wanted]
-            said = generate_batch(self.target, prompts, data.max_new_tokens, params, seeds)
-            yield [Reply(r.id, r.turn, r.prompt, s.tokens, s.finished) for r, s in zip(wanted, said, strict=True)]
+            said = generate_batch(self.target, prompts, data.max_new_tokens, params=params, seeds=seeds)
+            yield [
+                Reply(r.id, r.turn, r.prompt, response=s.tokens, finished=s.finished)
+                for r, s in zip(wanted, said, strict=True)
+            ]
 
 
 # ----------------------------------------------------------------------------
@@ -296,7 +299,7 @@ def reply_of(answer: Part, request: Request, chat: Chat, chat_api: bool) -> Repl
         raise ValueError("an empty response")
     if max(tokens) >= chat.vocab_size or max(prompt) >= chat.vocab_size:
         raise Unusable(f"token {max(*tokens, *prompt)} is not in the target's vocabulary of {chat.vocab_size}")
-    return Reply(request.id, request.turn, prompt, tokens, finished, exact)
+    return Reply(request.id, request.turn, prompt, response=tokens, finished=finished, exact=exact)
 
 
 def _split(answer: Part, chat: Chat, chat_api: bool) -> list[int]:
@@ -422,7 +425,9 @@ class ServerSource(ResponseSource):
             got = await server.client.post(payload(request, self.data, self.model), chat_api)
             server.strikes = 0
             if got.status_code == httpx.codes.OK:
-                return reply_of(read_answer(got.json(), server.client.endpoint.engine), request, self.chat, chat_api)
+                return reply_of(
+                    read_answer(got.json(), server.client.endpoint.engine), request, self.chat, chat_api=chat_api
+                )
             reason = f"{got.status_code}: {got.text}"[:LONGEST_REASON]
             if got.status_code in (401, 403, 404):
                 server.given_up = f"refuses the request ({reason})"
@@ -550,7 +555,7 @@ def regenerate(
             if turn >= len(conversation.turns) or conversation.id in lost or len(replies) < turn:
                 continue
             turns_left[conversation.id] = len(conversation.turns) - turn
-            request, stored = _request(source, conversation, replies, seed, file)
+            request, stored = _request(source, conversation, replies, seed=seed, file=file)
             if stored is not None:
                 summary.add([stored])
             elif len(request.prompt) > data.max_prompt_tokens:
@@ -576,7 +581,7 @@ def regenerate(
     file.finish([c.id for c in conversations], asdict(summary), failures)
     wanted = [(c.id, turn) for c in conversations for turn in range(len(c.turns))]
     kept = [file.replies[key] for key in wanted if key in file.replies]
-    return Regeneration(kept, summary, failures, new_tokens)
+    return Regeneration(kept, summary, failures, new_tokens=new_tokens)
 
 
 def _request(
@@ -596,4 +601,12 @@ def _request(
     digest = hashlib.sha256(f"{seed}\n{turn}\n{conversation.id}".encode()).digest()
     own_seed = int.from_bytes(digest[:4], "big") >> 1  # below 2^31
     prompt = stored.prompt if stored is not None else prompts[0]
-    return Request(conversation.id, turn, prompt, own_seed, stored is not None, messages, conversation.tools), stored
+    return Request(
+        conversation.id,
+        turn,
+        prompt,
+        seed=own_seed,
+        done=stored is not None,
+        messages=messages,
+        tools=conversation.tools,
+    ), stored

@@ -197,19 +197,19 @@ def _alpaca(row: Row) -> list[str]:
 
 
 TASKS = (
-    Task("gsm8k", "openai/gsm8k", "test", _problem("question"), config="main"),
-    Task("math500", "HuggingFaceH4/MATH-500", "test", _problem("problem")),
-    Task("aime25", "MathArena/aime_2025", "train", _problem("problem")),
-    Task("humaneval", "openai/openai_humaneval", "test", _humaneval),
-    Task("mbpp", "google-research-datasets/mbpp", "test", lambda row: [row["prompt"]], config="sanitized"),
-    Task("livecodebench", "livecodebench/code_generation_lite", "train", _livecodebench, files="test6.jsonl"),
-    Task("mt-bench", "HuggingFaceH4/mt_bench_prompts", "train", lambda row: list(row["prompt"])),
-    Task("alpaca", "tatsu-lab/alpaca", "train", _alpaca),
+    Task("gsm8k", "openai/gsm8k", "test", turns=_problem("question"), config="main"),
+    Task("math500", "HuggingFaceH4/MATH-500", "test", turns=_problem("problem")),
+    Task("aime25", "MathArena/aime_2025", "train", turns=_problem("problem")),
+    Task("humaneval", "openai/openai_humaneval", "test", turns=_humaneval),
+    Task("mbpp", "google-research-datasets/mbpp", "test", turns=lambda row: [row["prompt"]], config="sanitized"),
+    Task("livecodebench", "livecodebench/code_generation_lite", "train", turns=_livecodebench, files="test6.jsonl"),
+    Task("mt-bench", "HuggingFaceH4/mt_bench_prompts", "train", turns=lambda row: list(row["prompt"])),
+    Task("alpaca", "tatsu-lab/alpaca", "train", turns=_alpaca),
     Task(
         "arena-hard",
         "lmarena-ai/arena-hard-auto",
         "train",
-        lambda row: [row["prompt"]],
+        turns=lambda row: [row["prompt"]],
         files="data/arena-hard-v2.0/question.jsonl",
     ),
 )
@@ -231,7 +231,7 @@ def task_file(name: str) -> Path:
     if path.is_file():
         return path
     try:
-        rows = open_dataset(task.repo, task.split, task.config, task.files)
+        rows = open_dataset(task.repo, task.split, task.config, files=task.files)
         lines = [
             json.dumps({"id": f"{name}-{number}", "turns": task.turns(row)}, ensure_ascii=False)
             for number, row in enumerate(islice(rows, _MOST_ROWS), start=1)

@@ -96,7 +96,7 @@ def stream(
         raise ValueError("typical acceptance lets drafts change tokens, coupled sampling does not: choose one of them.")
     started = time.perf_counter()
     with torch.inference_mode():
-        batch = SingleRequest(target, drafter, prompt, params, rules)
+        batch = SingleRequest(target, drafter, prompt, params=params, rules=rules)
     finish: FinishReason | None = None
     try:
         while finish is None:
@@ -112,14 +112,14 @@ def stream(
                 len(whole.tokens),
                 reach if whole.is_chain else len(verified.tokens),
                 accepted,
-                len(tokens),
-                draft,
-                verify,
-                now - started - draft - verify,
-                tuple(whole.confidences) if whole.is_chain else (),
-                None if whole.is_chain else reach,
+                committed=len(tokens),
+                draft_seconds=draft,
+                verify_seconds=verify,
+                other_seconds=now - started - draft - verify,
+                confidences=tuple(whole.confidences) if whole.is_chain else (),
+                depth=None if whole.is_chain else reach,
             )
-            yield Chunk(tokens, _origins(result, len(tokens)), text, stats, finish)
+            yield Chunk(tokens, _origins(result, len(tokens)), text, stats=stats, finish=finish)
             started = time.perf_counter()
     finally:
         batch.end()
@@ -146,12 +146,12 @@ def generate(
     rounds: list[RoundStats] = []
     pieces: list[str] = []
     finish: FinishReason = "length"
-    for chunk in stream(target, prompt, drafter, params, rules, policy, typical):
+    for chunk in stream(target, prompt, drafter, params=params, rules=rules, policy=policy, typical=typical):
         tokens += chunk.tokens
         rounds.append(chunk.stats)
         pieces.append(chunk.text)
         finish = chunk.finish or finish
-    return Generation(tokens, "".join(pieces), finish, rounds, time.perf_counter() - started)
+    return Generation(tokens, "".join(pieces), finish, rounds=rounds, seconds=time.perf_counter() - started)
 
 
 # ----------------------------------------------------------------------------

@@ -175,7 +175,7 @@ class RequestState:
         self.capacity = min(len(prompt) + rules.max_new_tokens, target.max_context)
         self.source: RandomSource = SeededSource(params.seed)
         self.noise = PositionNoise(params.seed, target.vocab_size) if params.coupled else None
-        self.seen = SeenTokens(target.vocab_size, params.repetition_penalty, prompt, target.device)
+        self.seen = SeenTokens(target.vocab_size, params.repetition_penalty, prompt, device=target.device)
         self.text = TextStream(target.tokenizer, rules.stop_strings)
         self.stop_ids = rules.ids(target)
         self.session: Any = None
@@ -261,7 +261,7 @@ class SingleRequest:
         rules: StopRules,
     ) -> None:
         self.target, self.drafter = target, drafter
-        self.state = RequestState(target, prompt, params, rules)
+        self.state = RequestState(target, prompt, params, rules=rules)
         if drafter is not None and drafter.trees:
             target.check_trees()
         self.aux_layers = () if drafter is None else drafter.aux_layers

@@ -71,4 +71,6 @@ def run_round(batch: Batch, policy: Policy, typical: TypicalAcceptance | None = 
     lengths = policy.lengths(batch.view(drafts)).tolist()
     verified = [draft.truncated(length) for draft, length in zip(drafts, lengths, strict=True)]
     together = zip(drafts, verified, batch.score(verified), batch.sources, strict=True)
-    return [RoundResult(draft, part, verify(part, rows, source, typical)) for draft, part, rows, source in together]
+    return [
+        RoundResult(draft, part, verify(part, rows, source, typical=typical)) for draft, part, rows, source in together
+    ]

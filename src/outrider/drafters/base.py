@@ -209,7 +209,13 @@ class DrafterWeights:
         """A copy in another type, whose module takes raw aux hidden states and has no gradients."""
         ids_Vd = None if self.draft_ids_Vd is None else self.draft_ids_Vd.to(device)
         head, embedding_VH = (None if t is None else t.to(device, dtype) for t in (self.head_VdH, self.embedding_VH))
-        return DrafterWeights(self.module.folded(dtype, device), ids_Vd, head, embedding_VH, self.embedding_scale)
+        return DrafterWeights(
+            self.module.folded(dtype, device),
+            ids_Vd,
+            head,
+            embedding_VH=embedding_VH,
+            embedding_scale=self.embedding_scale,
+        )
 
     def serve(self, target: Target, calibration: DraftCalibration = UNCALIBRATED) -> Drafter:
         """A drafter with a copy of these weights, ready to draft for `target`.
@@ -524,7 +530,7 @@ class ModuleDrafter(Drafter, Generic[M]):
         self.embed_VH, self.embed_scale = weights.embedding(target), target.embed_scale
         self.head: Head = weights.head(target)
         sequential, confidence = self.module.chain_heads()
-        self.heads: ChainHeads = weights.chain_heads(target, calibration, sequential, confidence)
+        self.heads: ChainHeads = weights.chain_heads(target, calibration, sequential, confidence=confidence)
         self.calibratable = weights.module.calibratable
 
     @cached_property

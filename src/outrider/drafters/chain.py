@@ -109,7 +109,9 @@ def sample_chain(
         base_logits: rows of hidden states [N, H] -> U [N, Vd]; called once at most, for the requests that draw a token.
         min_confidence: compared with the confidences that are handed over, after the temperatures.
     """
-    return sample_rows(BlockRows(base_logits, hidden_RKH), hidden_RKH.shape[1], calls, heads, min_confidence)
+    return sample_rows(
+        BlockRows(base_logits, hidden_RKH), hidden_RKH.shape[1], calls, heads=heads, min_confidence=min_confidence
+    )
 
 
 def sample_steps(
@@ -127,7 +129,7 @@ def sample_steps(
         step: called with k = 0, 1, .. while a request draws; requests that have stopped are computed too.
         steps: most positions of any request.
     """
-    return sample_rows(_Steps(base_logits, step), steps, calls, heads, min_confidence)
+    return sample_rows(_Steps(base_logits, step), steps, calls, heads=heads, min_confidence=min_confidence)
 
 
 def sample_rows(
@@ -168,7 +170,7 @@ def sample_rows(
                 break
         ids_AC = rows.ids(k, active)
         ids = [heads.draft_ids_Vd] * len(active) if ids_AC is None else ids_AC
-        _draw([chains[r] for r in active], logits_AC, ids, heads.vocab_size)
+        _draw([chains[r] for r in active], logits_AC, ids, vocab_size=heads.vocab_size)
     return [Draft.chain(chain.tokens, chain.siblings, chain.confidences) for chain in chains]
 
 

@@ -371,5 +371,9 @@ class BlockDrafter(ModuleDrafter[DFlash]):
         """Draft for every call, gamma tokens each at most, while c_k is at least `min_confidence`."""
         hidden_RKH = self.block_hidden([call.session for call in calls], [call.anchor for call in calls])
         return sample_chain(
-            self.head, hidden_RKH[:, : longest_draft(calls, self.gamma)], calls, self.heads, min_confidence
+            self.head,
+            hidden_RKH[:, : longest_draft(calls, self.gamma)],
+            calls,
+            heads=self.heads,
+            min_confidence=min_confidence,
         )

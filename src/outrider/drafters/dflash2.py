@@ -213,7 +213,7 @@ class DFlash2(DFlash):
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__(config)
         self.candidate_selector = CandidateSelector(
-            config.vocab_size, config.draft_vocab_size, config.hidden_size, config.selector_rank
+            config.vocab_size, config.draft_vocab_size, config.hidden_size, rank=config.selector_rank
         )
 
     def rows(self, inputs: BlockInputs) -> DraftRows:
@@ -243,7 +243,7 @@ class DFlash2Drafter(BlockDrafter):
             self.head,
             hidden_RKH[:, :longest],
             self.module.candidate_selector,
-            self.config.selector_top_k,
-            self.heads.draft_ids_Vd,
+            count=self.config.selector_top_k,
+            draft_ids_Vd=self.heads.draft_ids_Vd,
         )
-        return sample_rows(rows, longest, calls, self.heads, min_confidence)
+        return sample_rows(rows, longest, calls, heads=self.heads, min_confidence=min_confidence)

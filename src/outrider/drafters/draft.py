@@ -71,7 +71,7 @@ class Draft:
         tokens: list[int], siblings: Mapping[int, Siblings] | None = None, confidences: Sequence[float] = ()
     ) -> Draft:
         """Each token after the one before; position k was drawn as `siblings[k - 1]` says, or chosen."""
-        return Draft(tokens, list(range(-1, len(tokens) - 1)), siblings or {}, list(confidences))
+        return Draft(tokens, list(range(-1, len(tokens) - 1)), siblings or {}, confidences=list(confidences))
 
     @staticmethod
     def empty() -> Draft:
@@ -126,7 +126,7 @@ class Draft:
 
     def truncated(self, nodes: int | None) -> Draft:
         """Its first `nodes` nodes."""
-        return Draft(self.tokens[:nodes], self.parents[:nodes], self.siblings, self.confidences[:nodes])
+        return Draft(self.tokens[:nodes], self.parents[:nodes], self.siblings, confidences=self.confidences[:nodes])
 
 
 def conditional_confidences(survivals: Sequence[float]) -> list[float]:
@@ -184,7 +184,7 @@ def draw_siblings(
     race with the same noise. That is drawing without replacement too: behind the winner the others race on.
     """
     if noise is not None:
-        return noise.ranking(probs_V, position, count, ids)
+        return noise.ranking(probs_V, position, count, ids=ids)
     drawn: list[int] = []
     while len(drawn) < count and bool(probs_V.any()):
         drawn.append(source.choose(probs_V))

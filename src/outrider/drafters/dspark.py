@@ -58,8 +58,8 @@ class DSpark(DFlash):
                 config.markov_head_type,
                 config.vocab_size,
                 config.draft_vocab_size,
-                config.hidden_size,
-                config.markov_rank,
+                hidden_size=config.hidden_size,
+                rank=config.markov_rank,
             )
             if config.markov_rank
             else None

@@ -218,7 +218,9 @@ class Eagle3(DraftModule):
         source, hidden = ChainKeys(context, inputs.layout), []
         for k in range(self.config.gamma):
             embedded_NH = inputs.embed(inputs.previous_NK[:, k])
-            hidden_NH, state_NH = self.step(state_NH, embedded_NH, self.rope(inputs.layout.anchors_N + k), source)
+            hidden_NH, state_NH = self.step(
+                state_NH, embedded_NH, self.rope(inputs.layout.anchors_N + k), source=source
+            )
             hidden.append(hidden_NH)
         return DraftRows(torch.stack(hidden, dim=1))
 
@@ -294,7 +296,14 @@ class Eagle3Drafter(ModuleDrafter[Eagle3]):
             hidden_RH, state_RH = self.advance(sessions, state_RH, previous, depth=k, written=k)
             return hidden_RH
 
-        return sample_steps(self.head, step, longest_draft(calls, self.gamma), calls, self.heads, min_confidence)
+        return sample_steps(
+            self.head,
+            step,
+            longest_draft(calls, self.gamma),
+            calls=calls,
+            heads=self.heads,
+            min_confidence=min_confidence,
+        )
 
     def advance(
         self,
@@ -322,9 +331,9 @@ class Eagle3Drafter(ModuleDrafter[Eagle3]):
             rows = zip(sessions, drafted_RMW, strict=True)
             visible = [F.pad(drafted_MW, (_pairs(session), 0), value=True) for session, drafted_MW in rows]
         starts = [_pairs(session) + written for session in sessions]
-        source = CachedKeys(sessions, starts, [M] * len(sessions), visible)
+        source = CachedKeys(sessions, starts, [M] * len(sessions), visible=visible)
         rope = self.rope([session.length + depth + m * spacing for session in sessions for m in range(M)])
-        return self.module.step(state_XH, self.embed(tokens), rope, source)
+        return self.module.step(state_XH, self.embed(tokens), rope, source=source)
 
     def with_trees(self, size: TreeSize) -> DynamicTreeDrafter:
         """The same drafter with dynamic trees; the paper's depth, if trained so far, and width where `size` has none.

@@ -59,7 +59,7 @@ class GatedMarkov(VanillaMarkov):
     kind: ClassVar[str] = "gated"
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
-        super().__init__(vocab_size, draft_vocab_size, hidden_size, rank)
+        super().__init__(vocab_size, draft_vocab_size, hidden_size, rank=rank)
         self.gate_proj = nn.Linear(hidden_size + rank, rank)
 
     def step(
@@ -80,7 +80,7 @@ class RNNMarkov(VanillaMarkov):
     kind: ClassVar[str] = "rnn"
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
-        super().__init__(vocab_size, draft_vocab_size, hidden_size, rank)
+        super().__init__(vocab_size, draft_vocab_size, hidden_size, rank=rank)
         self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)  # rows: gate, candidate, output
 
     def initial_state(self, batch: int) -> Tensor:

@@ -77,7 +77,14 @@ class HydraDrafter(HeadsDrafter[Hydra]):
             columns.append(previous)
             return self.hidden(k, newest_RH, torch.tensor(columns, device=self.device).T)
 
-        return sample_steps(self.head, step, longest_draft(calls, self.gamma), calls, self.heads, min_confidence)
+        return sample_steps(
+            self.head,
+            step,
+            longest_draft(calls, self.gamma),
+            calls=calls,
+            heads=self.heads,
+            min_confidence=min_confidence,
+        )
 
     def levels(self, calls: Sequence[DraftCall], depth: int) -> Level:
         """One row per request and path."""

@@ -134,7 +134,7 @@ class StandaloneSession:
 
     def span(self, tokens: Sequence[int]) -> Span:
         """The forward of `tokens` after all that was read before."""
-        return Span([min(token, self.vocab_size - 1) for token in tokens], len(self.keys), list(self.blocks), 0)
+        return Span([min(token, self.vocab_size - 1) for token in tokens], len(self.keys), list(self.blocks), logits=0)
 
 
 class StandaloneDrafter(Drafter):
@@ -151,7 +151,7 @@ class StandaloneDrafter(Drafter):
     def __init__(self, model: Target, target: Target, gamma: int = StandaloneConfig.gamma) -> None:
         check_same_tokens(model, target)
         self.model = model
-        self.config = StandaloneConfig(model.num_layers, model.hidden_size, model.vocab_size, gamma)
+        self.config = StandaloneConfig(model.num_layers, model.hidden_size, model.vocab_size, gamma=gamma)
         self.aux_layers: tuple[int, ...] = ()
         self.gamma = gamma
         self.shared = min(model.vocab_size, target.vocab_size)
@@ -215,7 +215,9 @@ class StandaloneDrafter(Drafter):
         def step(k: int, previous: list[int]) -> Tensor:
             return self._step(limited, k, previous)
 
-        drawn = sample_steps(self._logits, step, max(lengths), limited, self.heads, min_confidence)
+        drawn = sample_steps(
+            self._logits, step, max(lengths), calls=limited, heads=self.heads, min_confidence=min_confidence
+        )
         for r, proposal in zip(able, drawn, strict=True):
             proposals[r] = proposal
         return proposals

@@ -198,7 +198,7 @@ def split_attention(
         q = q_NKHE[blocks].view(count, K, G, H // G, E) * E**-0.5
         q_ctx = q.permute(2, 3, 0, 1, 4).reshape(G, H // G * count * K, E)
         ctx = (q_ctx @ context_k_SGE[slots].permute(1, 2, 0)).view(G, H // G, count, K, length)
-        visible = visible_context(layout.anchors_N[blocks], length, K, pattern.window)
+        visible = visible_context(layout.anchors_N[blocks], length, K, window=pattern.window)
         ctx = ctx.masked_fill(~visible, -torch.inf)
         q_own = q.permute(2, 0, 3, 1, 4).reshape(G, count, -1, E)  # [G, N, Q K, E]
         own = q_own @ block_k_NKGE[blocks].permute(2, 0, 3, 1)  # [G, N, Q K, J]
@@ -376,7 +376,7 @@ class CachedKeys:
             return self.visible
         if pattern not in self._masks:
             rows = zip(self.requests, self.counts, strict=True)
-            self._masks[pattern] = [serving_mask(pattern, start, count, device) for (_, start), count in rows]
+            self._masks[pattern] = [serving_mask(pattern, start, count, device=device) for (_, start), count in rows]
         return self._masks[pattern]
 
 

@@ -218,7 +218,7 @@ class StaticTreeDrafter(Drafter):
         tree, level = self.tree.cut(depth), self.drafter.levels(calls, depth)
         heads, device = self.drafter.heads, self.drafter.device
         if sampling:
-            return draw_trees(tree, calls, level, heads, device)
+            return draw_trees(tree, calls, level, heads=heads, device=device)
         tokens_RN = tree.tokens(torch.tensor([call.anchor for call in calls], device=device), level, heads.draft_ids_Vd)
         return [_chosen(tree, row, call) for row, call in zip(tokens_RN.tolist(), calls, strict=True)]
 
@@ -273,7 +273,7 @@ class MedusaDrafter(HeadsDrafter[Medusa]):
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         hidden_RKH = self.module.hidden(self.newest(calls), longest_draft(calls, self.gamma))
         if not self.own_heads:
-            return sample_chain(self.head, hidden_RKH, calls, self.heads, min_confidence)
+            return sample_chain(self.head, hidden_RKH, calls, heads=self.heads, min_confidence=min_confidence)
         position = 0
 
         def step(k: int, previous: list[int]) -> Tensor:
@@ -284,7 +284,9 @@ class MedusaDrafter(HeadsDrafter[Medusa]):
         def logits(hidden_AH: Tensor) -> Tensor:
             return self.own_heads[position](hidden_AH)
 
-        return sample_steps(logits, step, hidden_RKH.shape[1], calls, self.heads, min_confidence)
+        return sample_steps(
+            logits, step, hidden_RKH.shape[1], calls=calls, heads=self.heads, min_confidence=min_confidence
+        )
 
     def levels(self, calls: Sequence[DraftCall], depth: int) -> Level:
         """Heads do not see tokens: one row per request and depth, whatever the paths."""

@@ -202,13 +202,13 @@ class MTP(DraftModule):
                 embedded_SH = inputs.embed(_tokens_ahead(inputs, k))
                 if k + 1 < modules:
                     causal = CausalKeys(layout.lengths)
-                    state_SH = module(state_SH, embedded_SH, rope_S, causal)
+                    state_SH = module(state_SH, embedded_SH, rope_S, source=causal)
                     context = causal.seen
                 else:
                     context = module.keys_values(state_SH, embedded_SH, rope_S)
                 source = ChainKeys(context, layout)
             rope_N = rope_table(layout.anchors_N + max(0, k + 1 - modules), E, theta)
-            state_NH = module(state_NH, inputs.embed(inputs.previous_NK[:, k]), rope_N, source)
+            state_NH = module(state_NH, inputs.embed(inputs.previous_NK[:, k]), rope_N, source=source)
             hidden.append(state_NH)
         return DraftRows(torch.stack(hidden, dim=1))
 
@@ -299,7 +299,7 @@ class MTPDrafter(ModuleDrafter[MTP]):
         start = max(0, session.length - depth - 1)
         rows = max(0, session.length + len(tokens) - depth - 1 - start)
         states = torch.cat((session.waiting[depth], state_mH))
-        return _Rows(states[:rows], tokens[len(tokens) - rows :], start, start + 1), states[rows:].clone()
+        return _Rows(states[:rows], tokens[len(tokens) - rows :], start, position=start + 1), states[rows:].clone()
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """A chain of up to gamma tokens per call, while their confidence is at least `min_confidence`.
@@ -319,7 +319,14 @@ class MTPDrafter(ModuleDrafter[MTP]):
             states = self._run(min(k, self.config.num_modules - 1), sessions, rows)
             return torch.stack([state_mH[-1] for state_mH in states])
 
-        return sample_steps(self.head, step, longest_draft(calls, self.gamma), calls, self.heads, min_confidence)
+        return sample_steps(
+            self.head,
+            step,
+            longest_draft(calls, self.gamma),
+            calls=calls,
+            heads=self.heads,
+            min_confidence=min_confidence,
+        )
 
     def _drafted(self, k: int, session: DraftSession, chain: Sequence[int], state_mH: Tensor) -> _Rows:
         """The rows whose tokens are the anchor and the drafts so far (`chain`), given what step k - 1 made."""
@@ -330,7 +337,9 @@ class MTPDrafter(ModuleDrafter[MTP]):
         if not len(rows):  # nothing is committed before the anchor: the state before the text is zero
             rows = torch.zeros(1, self.config.hidden_size, device=self.device)
         end = max(1, session.length) + further
-        return _Rows(rows, chain[len(chain) - len(rows) :], end - len(rows), session.length + further + 1 - len(rows))
+        return _Rows(
+            rows, chain[len(chain) - len(rows) :], end - len(rows), position=session.length + further + 1 - len(rows)
+        )
 
     def _run(
         self, depth: int, sessions: Sequence[DraftSession], rows: Sequence[_Rows], keys_only: bool = False
@@ -346,7 +355,7 @@ class MTPDrafter(ModuleDrafter[MTP]):
                 session.caches[depth].write(part.start, k, v)
             return []
         source = CachedKeys(sessions, [part.start for part in rows], counts)
-        return list(module(state_TH, embedded_TH, rope, source).split(counts))
+        return list(module(state_TH, embedded_TH, rope, source=source).split(counts))
 
 
 def _residual_mean_square(target: Target, documents: Sequence[Sequence[int]]) -> float:

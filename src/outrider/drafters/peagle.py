@@ -113,7 +113,7 @@ class PEagle(Eagle3):
         embedded_NKH = inputs.embed(self.tokens(inputs.previous_NK[:, 0], K))
         rope = self.rope(inputs.layout.block_positions_NK(K))
         source = RowKeys(context, inputs.layout)
-        return DraftRows(self.step(self.states(first_NH, K), embedded_NKH, rope, source)[0])
+        return DraftRows(self.step(self.states(first_NH, K), embedded_NKH, rope, source=source)[0])
 
     @staticmethod
     def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> PEagleDrafter:
@@ -145,4 +145,6 @@ class PEagleDrafter(Eagle3Drafter):
         states_RKH = self.module.states(torch.cat([session.waiting[0] for session in sessions]), K)
         tokens_RK = self.module.tokens(torch.tensor([call.anchor for call in calls], device=self.device), K)
         hidden_XH, _ = self.advance(sessions, states_RKH.flatten(0, 1), tokens_RK.flatten().tolist(), spacing=1)
-        return sample_chain(self.head, hidden_XH.view_as(states_RKH), calls, self.heads, min_confidence)
+        return sample_chain(
+            self.head, hidden_XH.view_as(states_RKH), calls, heads=self.heads, min_confidence=min_confidence
+        )

@@ -129,7 +129,7 @@ class StepBatch:
             return drafts
         ids = [self.ids[i] for i in able]
         contexts = [len(self.states[id].tokens) for id in ids]
-        view = self.history.gate_view(ids, contexts, self.prefill_tokens, len(self.deciding) - len(able))
+        view = self.history.gate_view(ids, contexts, self.prefill_tokens, other_requests=len(self.deciding) - len(able))
         depths = self.gate.depths(view).tolist()
         limits = {i: min(self.deciding[i].limit, depth) for i, depth in zip(able, depths, strict=True)}
         chosen = [i for i in able if limits[i]]
@@ -147,7 +147,9 @@ class StepBatch:
         confidences = [draft.confidences for draft in drafts]
         drafted = [len(draft.tokens) for draft in drafts]
         contexts = [len(self.states[id].tokens) for id in self.ids]
-        self._view = self.history.step_view(self.ids, confidences, drafted, contexts, self.prefill_tokens)
+        self._view = self.history.step_view(
+            self.ids, confidences, drafted, contexts=contexts, other_tokens=self.prefill_tokens
+        )
         return self._view
 
     def score(self, drafts: Sequence[Draft]) -> list[TargetRows]:
@@ -161,7 +163,7 @@ class StepBatch:
             draft = draft_of.get(work.id, empty)
             assert draft.row_parents is None or not work.prefill, "drafts together with a prefill"
             tokens, logits = [*known, *draft.tokens], len(draft.tokens) + 1 if work.decodes else 0
-            spans.append(Span(tokens, progress.cached, progress.blocks, logits, draft.row_parents))
+            spans.append(Span(tokens, progress.cached, progress.blocks, logits=logits, parents=draft.row_parents))
             self._first_row[work.id] = self.rows
             self.rows += len(tokens)
         aux_layers = () if self.drafter is None else self.drafter.aux_layers

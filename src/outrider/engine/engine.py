@@ -70,7 +70,7 @@ class Engine:
         """
         if request.id in self._states:
             raise ValueError(f"request id {request.id!r} is in use; give every request its own.")
-        state = RequestState(self.target, request.prompt, request.params, request.rules)
+        state = RequestState(self.target, request.prompt, request.params, rules=request.rules)
         self.scheduler.add(request.id, len(state.tokens), state.remaining)
         self._states[request.id] = state
 
@@ -110,7 +110,7 @@ class Engine:
         else:
             batch.score([])
         outputs = self._commit(batch, results)
-        self.last = self._record(batch, results, outputs, time.perf_counter() - started)
+        self.last = self._record(batch, results, outputs, seconds=time.perf_counter() - started)
         return outputs
 
     def _commit(self, batch: StepBatch, results: list[RoundResult]) -> list[Output]:

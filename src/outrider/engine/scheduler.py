@@ -123,7 +123,7 @@ class Scheduler:
         limits = self._decoding_limits(preempted)
         budget = self.config.token_budget - sum(1 + limit for limit in limits.values())
         admitted: list[str] = []
-        work = [Work(id, 0, True, limit) for id, limit in limits.items()]
+        work = [Work(id, 0, True, limit=limit) for id, limit in limits.items()]
         for id, progress in list(self.running.items()):
             if id not in limits and budget > 0:
                 work.append(self._prefill(id, progress, budget))
@@ -154,8 +154,8 @@ class Scheduler:
     def _prefill(self, id: str, progress: Progress, budget: int) -> Work:
         missing = progress.length - 1 - progress.cached
         if missing < budget:  # the anchor fits as well
-            return Work(id, missing, True, 0)
-        return Work(id, budget, False, 0)
+            return Work(id, missing, True, limit=0)
+        return Work(id, budget, False, limit=0)
 
     def _decoding_limits(self, preempted: list[str]) -> dict[str, int]:
         """Most draft tokens of every decoding request, with blocks allocated for them.

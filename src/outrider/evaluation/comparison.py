@@ -334,7 +334,7 @@ def plot_conditional(comparison: Comparison, path: Path) -> None:
         unused.set_axis_off()
     for i, (task, axes) in enumerate(zip(tasks, grid.flat, strict=False)):
         for number, group in enumerate(comparison.groups):
-            _conditional_line(axes, group, i, number)
+            _conditional_line(axes, group, i, number=number)
         axes.set(xlabel="draft position k", ylim=(0, 1), title=task)
         axes.set_xticks(range(1, max(group.entries[0].drafter.gamma for group in comparison.groups) + 1))
         axes.grid(alpha=0.3)
@@ -441,9 +441,9 @@ def rows(comparison: Comparison) -> list[list[str]]:
         for group in comparison.groups:
             many = len(group.entries) > 1
             name = group.name + (f", {len(group.entries)} results" if many else "")
-            found.append(_row(group, name, group.entries, i))
+            found.append(_row(group, name, group.entries, task=i))
             if many:
-                found += [_row(group, _entry_name(entry), [entry], i) for entry in group.entries]
+                found += [_row(group, _entry_name(entry), [entry], task=i) for entry in group.entries]
     return found
 
 

@@ -102,7 +102,8 @@ def measure_costs(
     shuffle = random.Random(0).shuffle
     for repeat in range(_WARM_UP + repeats):
         sessions = [
-            TimedSession(target, drafter, tokens, aux_layers[i], deepest) for i, (_, drafter) in enumerate(drafters)
+            TimedSession(target, drafter, tokens, aux_layers=aux_layers[i], rounds=deepest)
+            for i, (_, drafter) in enumerate(drafters)
         ]
         lengths = list(range(1, deepest + 1))
         shuffle(lengths)
@@ -152,7 +153,13 @@ class TimedSession:
             self.drafter.extend([self.session], [read], None if self.aux_layers is None else self.aux_layers[-READ:])
         self.committed += READ
         call = DraftCall(
-            self.session, self.tokens[-1], SamplingParams(), self.seen, self.source, gamma, position=self.committed
+            self.session,
+            self.tokens[-1],
+            SamplingParams(),
+            seen=self.seen,
+            source=self.source,
+            limit=gamma,
+            position=self.committed,
         )
         with self.proposing:
             (proposal,) = self.drafter.propose([call])

@@ -71,7 +71,7 @@ def evaluate(
     loaded = load_tasks(tasks, settings.max_samples)
     warm_up = replace(settings, max_new_tokens=min(_WARM_UP_TOKENS, settings.max_new_tokens))
     for flip in (False, True):
-        decode_turns(target, drafter, loaded[0][1][0], warm_up, policy=policy, flip=flip, typical=typical)
+        decode_turns(target, drafter, loaded[0][1][0], settings=warm_up, policy=policy, flip=flip, typical=typical)
     results = []
     for name, prompts in loaded:
         decoded: dict[int, list[DecodedTurn]] = {}
@@ -80,14 +80,14 @@ def evaluate(
             prompt, flip = prompts[number], bool(number % 2)
             try:
                 decoded[number] = decode_turns(
-                    target, drafter, prompt, settings, policy=policy, flip=flip, typical=typical
+                    target, drafter, prompt, settings=settings, policy=policy, flip=flip, typical=typical
                 )
             except ValueError as error:
                 raise ValueError(f"{name}, prompt {prompt.id}: {error}") from error
         on_progress(name, len(prompts), len(prompts))
         merged = {number: turns for part in ranks.gather(decoded) for number, turns in part.items()}
         turns = [turn for number in range(len(prompts)) for turn in merged[number]]
-        results.append(_task_result(name, prompts, turns, drafter.gamma))
+        results.append(_task_result(name, prompts, turns, gamma=drafter.gamma))
     described = {"temperature": settings.params.temperature, "policy": repr(policy), "target": target.name}
     described |= {"max_new_tokens": settings.max_new_tokens, "max_samples": settings.max_samples}
     described |= {"device": target.device.type, "dtype": dtype_name(target.dtype)}
@@ -121,7 +121,9 @@ def decode_turns(
     history: list[str] = []
     turns: list[DecodedTurn] = []
     for turn in range(len(prompt.turns)):
-        tokens = render(target.tokenizer, prompt.turns[: turn + 1], history, prompt.tools, settings.thinking)
+        tokens = render(
+            target.tokenizer, prompt.turns[: turn + 1], history, tools=prompt.tools, thinking=settings.thinking
+        )
         both: dict[bool, Generation] = {}
         for speculative in (flip, not flip):
             both[speculative] = generate(
@@ -135,7 +137,7 @@ def decode_turns(
             )
         verdict = None
         if settings.params.temperature == 0:
-            verdict = compare_greedy(target, tokens, both[False].tokens, both[True].tokens)
+            verdict = compare_greedy(target, tokens, both[False].tokens, speculative=both[True].tokens)
         turns.append(DecodedTurn(both[False], both[True], verdict))
         history.append(both[False].text)
         flip = not flip
@@ -151,7 +153,7 @@ def compare_greedy(target: Target, prompt: Sequence[int], plain: Sequence[int], 
         assert logits_BTV is not None
         return logits_BTV[0, -1]
 
-    return compare_by(last_logits, prompt, plain, speculative)
+    return compare_by(last_logits, prompt, plain, other=speculative)
 
 
 def compare_by(

@@ -252,7 +252,7 @@ def _data_stages(table: ExperimentTable) -> tuple[list[Stage], dict[str, Any]]:
     if table.responses is None:
         command = ["prepare", "--recipe", str(base), "--out", str(responses), *_threads(table)]
         prompts = [Path(source.path) for source in load_recipe(base).data.prompts]
-        stages.append(Stage(command, [base, *prompts], out / "stamps" / "prepare", responses))
+        stages.append(Stage(command, [base, *prompts], out / "stamps" / "prepare", output=responses))
     fields: dict[str, Any] = {"data.prompts": [], "data.responses": str(responses)}
     if table.feature_aux_layers is not None:
         store = out / "features"
@@ -260,7 +260,7 @@ def _data_stages(table: ExperimentTable) -> tuple[list[Stage], dict[str, Any]]:
         fields["features.aux_layers"] = table.feature_aux_layers
         overrides = _as_overrides(table.set | fields | {"out": str(store)} | _thread_field(table))
         command = ["features", "write", str(base), *overrides, "--yes"]
-        stages.append(Stage(command, [base, responses], out / "stamps" / "features", store / "manifest.json"))
+        stages.append(Stage(command, [base, responses], out / "stamps" / "features", output=store / "manifest.json"))
     return stages, fields
 
 
@@ -273,7 +273,7 @@ def _trainings(table: ExperimentTable, shared: dict[str, Any], inputs: list[Path
         fields = table.set | row.set | shared | {"seed": seed, "out": str(directory)} | _thread_field(table)
         command = ["train", recipe, *_as_overrides(fields)]
         made = directory / "drafter" / "config.json"
-        stages.append(Stage(command, [Path(recipe), *inputs], stamps / f"train-{name}-{seed}", made, name))
+        stages.append(Stage(command, [Path(recipe), *inputs], stamps / f"train-{name}-{seed}", output=made, row=name))
         if row.calibrate is not None:
             drafter, tasks = str(directory / "drafter"), row.calibrate.get("tasks")
             command = ["calibrate", "--target", table.target, "--drafter", drafter]
@@ -293,7 +293,7 @@ def _evaluations(table: ExperimentTable) -> list[Stage]:
         command += [*_options({"tasks": table.tasks} | table.eval_options(name)), *_threads(table)]
         inputs = [*_checkpoint_files(drafter), *map(Path, table.tasks)]
         stamp = out / "stamps" / directory.relative_to(out).as_posix().replace("/", "-")
-        stages.append(Stage(command, inputs, stamp, directory / "results.json", name))
+        stages.append(Stage(command, inputs, stamp, output=directory / "results.json", row=name))
     return stages
 
 
@@ -313,7 +313,7 @@ def _draft_cost(table: ExperimentTable, options: dict[str, Option]) -> Stage:
     command += ["--out", str(cost), *_options(options), *_threads(table)]
     drafters = dict.fromkeys(first[name] for name in measured)
     inputs = [file for drafter in drafters for file in _checkpoint_files(drafter)]
-    return Stage(command, inputs, Path(table.out) / "stamps" / "bench-drafters", cost)
+    return Stage(command, inputs, Path(table.out) / "stamps" / "bench-drafters", output=cost)
 
 
 def _draft_shape(table: ExperimentTable, name: str) -> dict[str, Option]:

@@ -104,7 +104,7 @@ def forward_jobs(
             tokens = _tokens(target, b // r + (i < b % r))
             logits = len(tokens) if b <= DENSE else min(len(tokens), width)
             parents = [(row - 1) // 2 for row in range(len(tokens))] if branching and len(tokens) <= width else None
-            spans.append(Span(tokens, s, list(range(i * blocks, (i + 1) * blocks)), logits, parents))
+            spans.append(Span(tokens, s, list(range(i * blocks, (i + 1) * blocks)), logits=logits, parents=parents))
         jobs["forward", (r, b, s)] = _timed(target.device, partial(target.forward_ragged, spans, kv, aux_layers))
     return jobs
 
@@ -115,7 +115,9 @@ def draft_jobs(target: Target, drafter: Drafter, counts: Sequence[int], context:
     for session in sessions:
         drafter.extend([session], [_tokens(target, context)], _aux_hidden_states(target, drafter, context))
     params, seen = SamplingParams(), SeenTokens(target.vocab_size)
-    calls = [DraftCall(session, _tokens(target, 1)[0], params, seen, SeededSource(0)) for session in sessions]
+    calls = [
+        DraftCall(session, _tokens(target, 1)[0], params, seen=seen, source=SeededSource(0)) for session in sessions
+    ]
 
     def extend(count: int) -> float:
         fresh = [drafter.new_session(READ) for _ in range(count)]
@@ -163,7 +165,7 @@ def other_seconds(target: Target, drafter: Drafter | None, requests: int, repeat
     steps, slots = _WARM_UP_STEPS + repeats, draft_slots(drafter)
     length = steps * (1 if drafter is None else drafter.gamma + 1) + 1  # no request ends before the last step
     blocks = -(-(1 + length + slots) // _BLOCK_SIZE)
-    config = EngineConfig(requests, requests * (slots + 1), _BLOCK_SIZE, requests * blocks)
+    config = EngineConfig(requests, requests * (slots + 1), _BLOCK_SIZE, num_blocks=requests * blocks)
     engine = Engine(target, drafter, config=config)
     for i in range(requests):
         engine.submit(Request(str(i), _tokens(target, 1), rules=StopRules(length, stop_ids=())))
@@ -262,16 +264,16 @@ def measure_profile(
         )
     counts = request_counts(config.max_requests)
     branching = drafter is not None and drafter.trees
-    jobs = forward_jobs(target, () if drafter is None else drafter.aux_layers, shapes, width, branching)
+    jobs = forward_jobs(target, () if drafter is None else drafter.aux_layers, shapes, width=width, branching=branching)
     if drafter is not None:
-        jobs |= draft_jobs(target, drafter, counts, config.middle)
-    timed = sweep(jobs, config.repeats, config.seconds, on_progress)
+        jobs |= draft_jobs(target, drafter, counts, context=config.middle)
+    timed = sweep(jobs, config.repeats, config.seconds, on_progress=on_progress)
     cells = []
     for r, b, s in shapes:
         low, median, high = quartiles(timed["forward", (r, b, s)])
         cells.append(Cell(requests=r, tokens=b, context=s, low=low, median=median, high=high))
     repeats = len(timed["forward", shapes[0]])  # as many as `seconds` allowed
-    others = [other_seconds(target, drafter, n, repeats) for n in counts]
+    others = [other_seconds(target, drafter, n, repeats=repeats) for n in counts]
     return Profile(
         setting=setting_of(target, drafter),
         cells=cells,

@@ -114,7 +114,8 @@ def local_engine(
         cost = Profile.load(profile)
         cost.check(setting_of(target, drafter))
     built = [
-        build_variant(name, slots, threshold, cost) for name in dict.fromkeys([NO_SPECULATION, *(names or allowed)])
+        build_variant(name, slots, threshold, cost=cost)
+        for name in dict.fromkeys([NO_SPECULATION, *(names or allowed)])
     ]
     files = [] if directory is None else sorted(directory.iterdir())
     settings = {
@@ -124,7 +125,7 @@ def local_engine(
         "drafter_sha256": _digest([path for path in files if path.suffix in (".json", ".safetensors")]),
     }
     warm_up(min(users * (slots + 1), max(token_budget, users)))
-    serve = local_engines(target, drafter, built, config_at)
+    serve = local_engines(target, drafter, built, config_at=config_at)
     variants = [variant.name for variant in built]
     return MeasuredEngine(serve, variants, partial(compare_greedy, target), exact=True, settings=settings)
 
@@ -191,10 +192,10 @@ class SequentialBackend:
         tokens = next(rounds, None)
         if tokens is None:
             self._current = None
-            return [Output(id, [], "", "stop")]
+            return [Output(id, [], "", finish="stop")]
         self._sizes[id].append(len(tokens))
         self._rounds.append(len(tokens))
-        return [Output(id, tokens, "", None)]
+        return [Output(id, tokens, "", finish=None)]
 
     def start_window(self) -> None:
         self._rounds.clear()
@@ -349,7 +350,13 @@ def launched_engine(
         planned = replace(launch, users=users, context=context, speculation=speculations[variant], port=free_port())
         here = replace(endpoint, url=f"http://127.0.0.1:{planned.port}")
         log = logs / f"{engine.name}-{variant}.log"
-        with launched(engine.command(planned), here.root + engine.health, log, timeout, engine.environment(planned)):
+        with launched(
+            engine.command(planned),
+            here.root + engine.health,
+            log,
+            timeout=timeout,
+            environment=engine.environment(planned),
+        ):
             yield here
 
     servers = _Servers(reach, tokenizer)

@@ -140,7 +140,7 @@ def mixed_prompts(
     turns = (entry for entry in chain.from_iterable(zip_longest(*shuffled)) if entry is not None)
     prompts = []
     for (name, conversation), _ in zip(turns, range(count), strict=False):
-        prompts.append(_prompt(tokenizer, f"{name}/{conversation.id}", conversation, (), thinking))
+        prompts.append(_prompt(tokenizer, f"{name}/{conversation.id}", conversation, said=(), thinking=thinking))
     return prompts
 
 
@@ -161,7 +161,7 @@ def with_next_turn(
         if prompt in answers:
             said = (*prompt.said, response_text(tokenizer, answers[prompt]))
             name = f"{prompt.name.partition('#')[0]}#{len(said) + 1}"
-            grown.append(_prompt(tokenizer, name, prompt.conversation, said, thinking))
+            grown.append(_prompt(tokenizer, name, prompt.conversation, said=said, thinking=thinking))
     return grown
 
 
@@ -169,10 +169,12 @@ def _prompt(
     tokenizer: PreTrainedTokenizerBase, name: str, conversation: Conversation, said: tuple[str, ...], thinking: bool
 ) -> Prompt:
     try:
-        tokens = render(tokenizer, conversation.turns[: len(said) + 1], said, conversation.tools, thinking)
+        tokens = render(
+            tokenizer, conversation.turns[: len(said) + 1], said, tools=conversation.tools, thinking=thinking
+        )
     except ValueError as error:
         raise ValueError(f"{name.replace('/', ', prompt ', 1)}: {error}") from error
-    return Prompt(name, tuple(tokens), conversation, said)
+    return Prompt(name, tuple(tokens), conversation, said=said)
 
 
 # ----------------------------------------------------------------------------
@@ -265,7 +267,7 @@ def run_load(
 ) -> Window:
     """Put a load on a backend for one window; it is idle before and after."""
     assert backend.idle and prompts
-    return _LoadRun(backend, prompts, arrivals, config, clock).run()
+    return _LoadRun(backend, prompts, arrivals, config=config, clock=clock).run()
 
 
 class _LoadRun:
@@ -291,7 +293,7 @@ class _LoadRun:
         for id in self.live:
             self.backend.cancel(id)
         requests = [served for served in self.counted if served.finished]
-        return Window(seconds, self.tokens, self.finished, requests, self.steps, acceptance)
+        return Window(seconds, self.tokens, self.finished, requests=requests, steps=self.steps, acceptance=acceptance)
 
     def _over(self) -> bool:
         if self.opened is None:
@@ -325,7 +327,9 @@ class _LoadRun:
         self.live[served.id] = served
         self.submitted += 1
         params = SamplingParams(temperature=0.0)
-        self.backend.submit(Request(served.id, list(prompt), params, StopRules(min(length, config.max_new_tokens))))
+        self.backend.submit(
+            Request(served.id, list(prompt), params, rules=StopRules(min(length, config.max_new_tokens)))
+        )
 
     def _take(self, outputs: Sequence[Output]) -> None:
         now, counting = self.clock.now(), self.opened is not None

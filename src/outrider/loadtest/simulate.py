@@ -120,7 +120,7 @@ class TableMachine(BaseModel):
         return seconds[last] + (drafting - last) * (seconds[last] - seconds[last - 1])
 
     def verify_seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
-        return self.forward.seconds(tokens_N, requests, 0, context)
+        return self.forward.seconds(tokens_N, requests, 0, context=context)
 
     def other_seconds(self, requests: int) -> float:
         return self.other
@@ -253,7 +253,7 @@ class SimulatedEngine:
             )
         end = min(wanted, len(response.tokens))
         self.scheduler.add(request.id, len(response.prompt), wanted)
-        self._live[request.id] = _Live(response, 0, end, end < len(response.tokens) or not response.stopped)
+        self._live[request.id] = _Live(response, 0, end, limited=end < len(response.tokens) or not response.stopped)
 
     def cancel(self, id: str) -> bool:
         """Forget a request and free all it holds; False where there is none of that id."""
@@ -273,7 +273,7 @@ class SimulatedEngine:
         if deciding:
             counts, outputs = self._round(deciding, sum(work.prefill for work in plan.work))
         self._settle(plan, outputs)
-        self.last = self._record(plan, counts, outputs, context)
+        self.last = self._record(plan, counts, outputs, context=context)
         return outputs
 
     def _round(self, deciding: Sequence[Work], prefill: int) -> tuple[Counter[str], list[Output]]:
@@ -286,7 +286,9 @@ class SimulatedEngine:
         drafted_R = np.minimum(self.traces.drafted_N[rows_R], depths_R)
         doubted_RK = confidences_RK < self.policy.min_confidence  # False for NaN: without confidences all are kept
         drafted_R = np.where(doubted_RK.any(axis=1), np.minimum(drafted_R, doubted_RK.argmax(axis=1)), drafted_R)
-        view = self.history.step_view(ids, confidences_RK.tolist(), drafted_R.tolist(), contexts, prefill)
+        view = self.history.step_view(
+            ids, confidences_RK.tolist(), drafted_R.tolist(), contexts=contexts, other_tokens=prefill
+        )
         admitted_R = self.policy.lengths(view)
         accepted_R = np.minimum(self.traces.accepted_N[rows_R], admitted_R)
         parts = [one.commit(count + 1) for one, count in zip(live, accepted_R.tolist(), strict=True)]
@@ -298,7 +300,7 @@ class SimulatedEngine:
             accepted=int(accepted_R.sum()),
             depth=int(drafted_R.max()),
         )
-        return counts, [Output(id, tokens, "", finish) for id, (tokens, finish) in zip(ids, parts, strict=True)]
+        return counts, [Output(id, tokens, "", finish=finish) for id, (tokens, finish) in zip(ids, parts, strict=True)]
 
     def _depths(self, deciding: Sequence[Work], contexts: Sequence[int], prefill: int) -> Ints:
         """Most tokens drafted for each request, [R]: as many as it can use and the gate allows."""
@@ -306,7 +308,9 @@ class SimulatedEngine:
         depths_R = np.zeros(len(deciding), dtype=np.int64)
         if able:
             ids = [deciding[i].id for i in able]
-            view = self.history.gate_view(ids, [contexts[i] for i in able], prefill, len(deciding) - len(able))
+            view = self.history.gate_view(
+                ids, [contexts[i] for i in able], prefill, other_requests=len(deciding) - len(able)
+            )
             depths_R[able] = np.minimum(self.gate.depths(view), [deciding[i].limit for i in able])
         return depths_R
 
@@ -464,7 +468,7 @@ def serve(
     Raises:
         ValueError: no such variant, or it needs what is not there.
     """
-    variant = build_variant(name, traces.gamma, threshold, machine)
+    variant = build_variant(name, traces.gamma, threshold, cost=machine)
     parts = (traces, machine, variant.policy, variant.gate, engine, variant.drafts)
     return Cluster([SimulatedEngine(*parts) for _ in range(replicas)], routing)
 
@@ -485,7 +489,7 @@ def simulate_sweep(
         on_progress(f"{variant} at {level:g}", number, len(turns))
         cluster = serving(variant, level)
         arrivals = sweep.arriving(level, repeat, cluster.now())
-        window = run_load(cluster, prompts, arrivals, sweep.load(level), cluster)
+        window = run_load(cluster, prompts, arrivals, config=sweep.load(level), clock=cluster)
         metrics, same = summarise(window, sweep.sla), len(window.requests)  # the text is the recorded one
         points.append(
             Point(variant=variant, level=level, repeat=repeat, metrics=metrics, same=same, ties=0, mismatches=0)

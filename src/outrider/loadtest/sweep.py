@@ -100,9 +100,9 @@ class Share:
             max(found.seconds for found in windows),
             sum(found.tokens for found in windows),
             sum(found.finished for found in windows),
-            _in_turn([found.requests for found in windows]),
-            [step for found in windows for step in found.steps],
-            _mean_acceptance(reported) if reported else None,
+            requests=_in_turn([found.requests for found in windows]),
+            steps=[step for found in windows for step in found.steps],
+            acceptance=_mean_acceptance(reported) if reported else None,
         )
 
 
@@ -186,7 +186,9 @@ class Sweep:
     def load(self, level: float) -> LoadConfig:
         """The load at a level, with a warm-up request per user, so that all are served when the window opens."""
         warmup = int(level) if self.arrivals == "closed" else 4
-        return LoadConfig(self.counted(level), self.seconds, self.max_new_tokens, warmup, self.warmup_tokens)
+        return LoadConfig(
+            self.counted(level), self.seconds, self.max_new_tokens, warmup=warmup, warmup_tokens=self.warmup_tokens
+        )
 
     def counted(self, level: float) -> int | None:
         """How many requests count at a level; None: those of a time."""
@@ -239,17 +241,17 @@ def run_sweep(
     if all(turn in done for turn in turns):
         return
     on_progress("plain responses", 0, len(turns))
-    reference = _reference(sweep, serve, prompts, known, ranks)
+    reference = _reference(sweep, serve, prompts, known=known, ranks=ranks)
     if ranks.main and reference is not known:
         journal.keep_reference(reference)
     for number, (variant, level, repeat) in enumerate(turns):
         on_progress(f"{variant} at {level:g}", number, len(turns))
         if (variant, level, repeat) in done:
             continue
-        window = _window(sweep, serve(variant, level), prompts, level, repeat, clock, ranks)
+        window = _window(sweep, serve(variant, level), prompts, level=level, repeat=repeat, clock=clock, ranks=ranks)
         if not ranks.main:
             continue
-        verdicts = _verdicts(window, prompts, reference, compare)
+        verdicts = _verdicts(window, prompts, reference, compare=compare)
         journal.append(
             Point(
                 variant=variant,
@@ -280,7 +282,7 @@ def _window(
     ranks.wait()
     ticking = clock()
     arrivals = sweep.arriving(share.users(sweep.arrivals, level), repeat, ticking.now())
-    window = run_load(backend, share.of_prompts(prompts), arrivals, config, ticking)
+    window = run_load(backend, share.of_prompts(prompts), arrivals, config=config, clock=ticking)
     return share.merged(window)
 
 
@@ -372,7 +374,9 @@ class Workload:
             if not going_on:
                 return
             answers = respond(turn, [prompt.tokens for prompt in going_on])
-            self.asked = with_next_turn(tokenizer, self.asked, dict(zip(going_on, answers, strict=True)), thinking)
+            self.asked = with_next_turn(
+                tokenizer, self.asked, dict(zip(going_on, answers, strict=True)), thinking=thinking
+            )
             self._known = turn + 1
 
 
@@ -402,7 +406,14 @@ def run_workload(
     if ranks.main and len(said) > known:
         journal.keep_said(said)
     run_sweep(
-        sweep, engine.serve, work.prompts, engine.compare, journal, WallClock, on_progress=on_progress, ranks=ranks
+        sweep,
+        engine.serve,
+        work.prompts,
+        compare=engine.compare,
+        journal=journal,
+        clock=WallClock,
+        on_progress=on_progress,
+        ranks=ranks,
     )
 
 

@@ -125,7 +125,7 @@ class Traces:
         texts = np.split(arrays["responses"], arrays["ends"][:-1])
         starts = [0, *arrays["ends"][:-1].tolist()]
         responses = [
-            Response(tuple(prompt.tolist()), text.tolist(), bool(stopped), start)
+            Response(tuple(prompt.tolist()), text.tolist(), bool(stopped), start=start)
             for prompt, text, stopped, start in zip(prompts, texts, arrays["stopped"], starts, strict=True)
         ]
         counts = arrays["drafted_N"].astype(np.int64), arrays["accepted_N"].astype(np.int64)
@@ -178,14 +178,16 @@ def record(
         # The last position of a response that ends by length is not drafted: nothing of a block could be used.
         drafts = [*recorder.recorded, Draft.empty()][: len(tokens)]
         assert len(drafts) == len(tokens), "a position without its proposal"
-        responses.append(Response(prompt, tokens, generation.finish == "stop", len(blocks)))
+        responses.append(Response(prompt, tokens, generation.finish == "stop", start=len(blocks)))
         blocks += [(proposal, _matching(proposal.tokens, tokens[n:])) for n, proposal in enumerate(drafts)]
     on_progress("traces", len(distinct), len(distinct))
     confidences_NK = np.zeros((len(blocks), drafter.gamma), dtype=np.float32)
     for row_K, (proposal, _) in zip(confidences_NK, blocks, strict=True):
         row_K[: len(proposal.tokens)] = proposal.confidences[: len(proposal.tokens)] or np.nan
     drafted_N = np.array([len(proposal.tokens) for proposal, _ in blocks])
-    return Traces(responses, confidences_NK, drafted_N, np.array([count for _, count in blocks]), about)
+    return Traces(
+        responses, confidences_NK, drafted_N, accepted_N=np.array([count for _, count in blocks]), about=about
+    )
 
 
 def _matching(draft: Sequence[int], text: Sequence[int]) -> int:

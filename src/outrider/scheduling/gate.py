@@ -99,8 +99,10 @@ class SkipDrafting:
         gamma = view.expected_RK.shape[1]
         survival_RK = np.cumprod(self._beliefs(view), axis=1, dtype=np.float64)
         ranked_R = np.argsort(-survival_RK.sum(axis=1), kind="stable")
-        plain = float(self._seconds(view, np.zeros(1, dtype=np.int64), 0, 0)[0])
-        plan = _Plan(0, gamma, 0, float(requests + view.other_requests), plain)  # probes learn about every position
+        plain = float(self._seconds(view, np.zeros(1, dtype=np.int64), 0, depth=0)[0])
+        plan = _Plan(
+            0, gamma, 0, tokens=float(requests + view.other_requests), seconds=plain
+        )  # probes learn about every position
         # The best depth with everybody drafting, then the best number of requests at that depth.
         tried = [self._tried(view, survival_RK, depth) for depth in _halves(gamma)]
         depth = max(tried, key=_Plan.throughput).depth
@@ -116,10 +118,10 @@ class SkipDrafting:
         """The best plan in which requests of this expected survival draft."""
         drafting = len(survival_RK)
         curve = gains(survival_RK[:, :depth])
-        seconds_M = self._seconds(view, np.arange(len(curve)), drafting, depth)
+        seconds_M = self._seconds(view, np.arange(len(curve)), drafting, depth=depth)
         tokens_M = len(view.idle_R) + view.other_requests + curve
         best = int((tokens_M / seconds_M).argmax())
-        return _Plan(drafting, depth, best, float(tokens_M[best]), float(seconds_M[best]))
+        return _Plan(drafting, depth, best, tokens=float(tokens_M[best]), seconds=float(seconds_M[best]))
 
     def _beliefs(self, view: GateView) -> Floats:
         """Expected confidences of every request, [R, K]."""
@@ -141,7 +143,7 @@ class SkipDrafting:
         share = self.probe_share * plan.seconds / (len(skipping_R) + view.other_requests)
         saved = share * np.cumsum(view.idle_R[waiting], dtype=np.float64)
         for count in _halves(min(len(waiting), max(1, len(skipping_R) // 4))):
-            more = self._seconds(view, np.array([plan.admitted]), plan.drafting + count, plan.depth)
+            more = self._seconds(view, np.array([plan.admitted]), plan.drafting + count, depth=plan.depth)
             if float(more[0]) - plan.seconds <= float(saved[count - 1]):
                 return waiting[:count]
         return waiting[:0]
@@ -149,7 +151,7 @@ class SkipDrafting:
     def _seconds(self, view: GateView, admitted_M: Ints, drafting: int, depth: int) -> Floats:
         requests = len(view.idle_R) + view.other_requests
         tokens_M = requests + view.other_tokens + admitted_M
-        return self.cost.seconds(tokens_M, requests, drafting, float(view.contexts_R.mean()), depth)
+        return self.cost.seconds(tokens_M, requests, drafting, context=float(view.contexts_R.mean()), depth=depth)
 
 
 @dataclass(frozen=True)

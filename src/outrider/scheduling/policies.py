@@ -91,7 +91,7 @@ def step_seconds(cost: StepCost, view: StepView, admitted_N: Ints) -> Floats:
     requests = len(view.drafted_R)
     drafting = int(np.count_nonzero(view.drafted_R))
     tokens_N, context = requests + view.other_tokens + admitted_N, float(view.contexts_R.mean())
-    return cost.seconds(tokens_N, requests, drafting, context, view.confidences_RK.shape[1])
+    return cost.seconds(tokens_N, requests, drafting, context=context, depth=view.confidences_RK.shape[1])
 
 
 STEPS = 65534
@@ -307,7 +307,7 @@ class LookAhead(CausalPolicy):
         promise_K = _promise(view)
         admitted, tau = 0, float(len(survival_RK))
         for _ in range(max(2, _SORTED // len(order_N))):
-            curve = gains(expected_survival(survival_RK, lengths_R, view.drafted_R, promise_K))
+            curve = gains(expected_survival(survival_RK, lengths_R, view.drafted_R, promise_K=promise_K))
             planned = int(((tau + curve[: len(order_N) - admitted + 1]) / seconds_N[admitted:]).argmax())
             if planned == 0:
                 break

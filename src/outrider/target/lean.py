@@ -113,7 +113,7 @@ class LeanDecoder:
         """Run T new tokens after those in `cache`; the last layer's aux hidden state is the normed one."""
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim
-        mask = visibility_mask(cache, B, T, G, branches)
+        mask = visibility_mask(cache, B, T, groups=G, branches=branches)
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             store = cache.layers[index]
@@ -122,7 +122,7 @@ class LeanDecoder:
             out = F.scaled_dot_product_attention(q.reshape(B, K, G * T, E), keys, values, attn_mask=mask)
             return out.view(B, K * G, T, E)
 
-        return self.run(tokens_BT, positions_BT, aux_layers, attend)
+        return self.run(tokens_BT, positions_BT, aux_layers, attention=attend)
 
     def forward_packed(self, tokens_T: Tensor, lengths: Sequence[int], aux_layers: tuple[int, ...]) -> AuxOutput:
         """Documents of `lengths` tokens, concatenated; each sees itself only, from position 0 on. As `forward`, B = 1.
@@ -139,13 +139,13 @@ class LeanDecoder:
             return torch.cat(seen, dim=2)
 
         positions_T = torch.cat([torch.arange(length) for length in lengths])
-        return self.run(tokens_T[None], positions_T[None], aux_layers, attend)
+        return self.run(tokens_T[None], positions_T[None], aux_layers, attention=attend)
 
     def forward_ragged(self, step: RaggedStep, aux_layers: tuple[int, ...]) -> AuxOutput:
         """The rows of many requests, each attending as `step` says. As `forward`, B = 1."""
-        return self.run(step.tokens_1T, step.positions_1T, aux_layers, step.attend)
+        return self.run(step.tokens_1T, step.positions_1T, aux_layers, attention=step.attend)
 
-    def run(self, tokens_BT: Tensor, positions_BT: Tensor, aux_layers: tuple[int, ...], attend: Attend) -> AuxOutput:
+    def run(self, tokens_BT: Tensor, positions_BT: Tensor, aux_layers: tuple[int, ...], attention: Attend) -> AuxOutput:
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim
         hidden = F.embedding(tokens_BT.reshape(-1), self.embed)
@@ -163,7 +163,7 @@ class LeanDecoder:
                     (F.rms_norm(q, (E,), layer.q_norm, self.eps), F.rms_norm(k, (E,), layer.k_norm, self.eps)), dim=2
                 )
             qk = rotate(qk, cos, sin).transpose(1, 2)
-            out = attend(index, qk[:, : G * K], qk[:, G * K :], v.transpose(1, 2))
+            out = attention(index, qk[:, : G * K], qk[:, G * K :], v.transpose(1, 2))
             out = out.transpose(1, 2).reshape(B * T, G * K * E)
             hidden = hidden + layer.o(out)
             gate, up = layer.gate_up(F.rms_norm(hidden, hidden.shape[-1:], layer.post_norm, self.eps)).chunk(2, dim=-1)

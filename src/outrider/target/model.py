@@ -253,7 +253,7 @@ class Target:
 
     def new_cache(self, capacity: int, pad_B: Tensor | None = None) -> KVCache:
         """An empty KV cache of `capacity` slots; `pad_B` [B] counts left padding per sequence."""
-        return KVCache(self.num_layers, capacity, pad_B, self._recurrent)
+        return KVCache(self.num_layers, capacity, pad_B, recurrent=self._recurrent)
 
     @torch.inference_mode()
     def forward(
@@ -282,7 +282,9 @@ class Target:
         if branches is not None:
             slots_T = cache.length + branches.depths_T.to(self.device)
         positions_BT = slots_T[None] if cache.pad_B is None else (slots_T[None] - cache.pad_B[:, None]).clamp_(min=0)
-        hidden_BTD, captured = self._decoder.forward(tokens_BT, cache, positions_BT, aux_layers, branches)
+        hidden_BTD, captured = self._decoder.forward(
+            tokens_BT, cache, positions_BT, aux_layers=aux_layers, branches=branches
+        )
         wanted = T if logits is None else logits
         logits_BTV = self.logits(hidden_BTD[:, T - wanted :]) if wanted else None
         aux_BTLD = torch.stack([captured[aux_layer] for aux_layer in aux_layers], dim=2) if aux_layers else None

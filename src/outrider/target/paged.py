@@ -243,7 +243,7 @@ class RaggedStep:
         """The contexts of all spans under a sliding window, cached by window."""
         key = window, groups
         if key not in self._contexts:
-            self._contexts[key] = [_context(span, self._kv, window, groups) for span in self._spans]
+            self._contexts[key] = [_context(span, self._kv, window, groups=groups) for span in self._spans]
         return self._contexts[key]
 
 
@@ -256,7 +256,7 @@ def _positions(span: Span) -> Sequence[int]:
 
 def _context(span: Span, kv: PagedKV, window: int | None, groups: int) -> _Context:
     low = lowest_visible(span.past, window)
-    mask = None if len(span.tokens) == 1 else _mask(span, kv, low, window, groups)
+    mask = None if len(span.tokens) == 1 else _mask(span, kv, low, window=window, groups=groups)
     start = kv.first_slot(span.blocks, low, span.end)
     if start is None:
         return _Context(kv.slots(span.blocks, low, span.end).to(kv.device), mask)

@@ -150,7 +150,7 @@ def recipe_samples(recipe: Recipe, target: Target, on_progress: Progress = no_pr
     fixed = target.sharded or (state / "state.json").is_file()
     if data.prompts and not fixed:
         with sole_writer(path):  # the processes of `outrider features write` come here one after another
-            make_responses(data, Chat.of(target), target, recipe.seed, path, on_progress)
+            make_responses(data, Chat.of(target), target, seed=recipe.seed, path=path, on_progress=on_progress)
     settings, replies = existing_responses(path, target)
     if data.prompts:
         wanted = {c.id: len(c.turns) for c in recipe_prompts(data)}

@@ -77,7 +77,7 @@ def encode(target: Target, features: Features, dtype: StoreDtype) -> dict[str, T
 def decode(stored: Mapping[str, Tensor]) -> Features:
     """Features in float16, from the stored tensors of one sample."""
     aux_SLD, hidden_RD = _decode_rows("aux", stored), _decode_rows("hidden", stored)
-    return Features(aux_SLD, hidden_RD, stored["lse"], stored["argmax"].long())
+    return Features(aux_SLD, hidden_RD, stored["lse"], argmax_R=stored["argmax"].long())
 
 
 def _encode_rows(name: str, x_XD: Tensor, dtype: StoreDtype) -> dict[str, Tensor]:
@@ -189,8 +189,8 @@ def plan_store(
     for end, sample in enumerate(samples, start=1):
         tokens += len(sample.tokens)
         if tokens >= shard_tokens or end == len(samples):
-            size = shard_bytes(samples[first:end], len(aux_layers), target.hidden_size, dtype)
-            shards.append(ShardPlan(f"shard-{len(shards):05d}.safetensors", first, end, size))
+            size = shard_bytes(samples[first:end], len(aux_layers), target.hidden_size, dtype=dtype)
+            shards.append(ShardPlan(f"shard-{len(shards):05d}.safetensors", first, end, bytes=size))
             first, tokens = end, 0
     return StorePlan(
         format=FORMAT_VERSION,
@@ -315,7 +315,10 @@ def sidecar(path: Path) -> Path:
 def encode_samples(target: Target, samples: Sequence[Sample], plan: StorePlan) -> list[dict[str, Tensor]]:
     """Stored tensors of each sample, computed by the target."""
     scale_L = torch.tensor(plan.aux_scale, device=target.device)
-    return [encode(target, found, plan.dtype) for found in compute_features(target, samples, plan.aux_layers, scale_L)]
+    return [
+        encode(target, found, plan.dtype)
+        for found in compute_features(target, samples, plan.aux_layers, aux_scale_L=scale_L)
+    ]
 
 
 def write_shard(path: Path, key: str, indices: Sequence[int], encoded: Sequence[Mapping[str, Tensor]]) -> Shard:
@@ -323,7 +326,7 @@ def write_shard(path: Path, key: str, indices: Sequence[int], encoded: Sequence[
     tensors = {name: torch.cat([e[name] for e in encoded]).cpu().contiguous() for name in encoded[0]}
     # Not `save_file`: it writes to a temporary file of its own naming, which a killed process would leave for ever.
     data = save(tensors)
-    shard = Shard(path, indices, len(data), hashlib.sha256(data).hexdigest())
+    shard = Shard(path, indices, len(data), sha256=hashlib.sha256(data).hexdigest())
     sidecar(path).unlink(missing_ok=True)  # while the file changes there is no shard
     # Not unique: what a killed process left is as large as a shard, and whoever makes this one again writes over it.
     write_atomically(path, data, durable=True, unique=False)
@@ -340,7 +343,7 @@ def find_shard(path: Path, key: str, indices: Sequence[int] | None = None, remed
     """
     try:
         entry: dict[str, Any] = json.loads(sidecar(path).read_text())
-        shard = Shard(path, entry["samples"], entry["bytes"], entry["sha256"], remedy=remedy)
+        shard = Shard(path, entry["samples"], entry["bytes"], sha256=entry["sha256"], remedy=remedy)
         foreign = entry["key"] != key
     except FileNotFoundError as error:
         raise DamagedShard(f"{path} has not been written (no {sidecar(path).name}){remedy}") from error
@@ -419,7 +422,7 @@ def write_store(
             _written_shard(directory, plan, number).check()
         except DamagedShard:
             encoded = encode_samples(target, samples[planned.first : planned.end], plan)
-            shard = write_shard(directory / planned.file, plan.key, range(planned.first, planned.end), encoded)
+            shard = write_shard(directory / planned.file, plan.key, range(planned.first, planned.end), encoded=encoded)
             assert shard.bytes == planned.bytes, (shard.bytes, planned.bytes)
             written.append(number)
         on_progress(number)
@@ -434,7 +437,7 @@ def _remedy(number: int) -> str:
 
 def _written_shard(directory: Path, plan: StorePlan, number: int) -> Shard:
     planned = plan.shards[number]
-    return find_shard(directory / planned.file, plan.key, range(planned.first, planned.end), _remedy(number))
+    return find_shard(directory / planned.file, plan.key, range(planned.first, planned.end), remedy=_remedy(number))
 
 
 def _complete_shards(directory: Path, plan: StorePlan) -> list[Shard]:
@@ -492,7 +495,7 @@ def open_store(directory: Path, wanted: StorePlan) -> tuple[StorePlan, list[Shar
     if len(digests) != len(plan.shards) or found != json.loads(json.dumps(_manifest(plan, digests))):
         raise ValueError(f"{path} does not fit plan.json beside it: altered or foreign. Delete it; it is made again.")
     shards = [
-        Shard(directory / s.file, range(s.first, s.end), s.bytes, digest, remedy=_remedy(number))
+        Shard(directory / s.file, range(s.first, s.end), s.bytes, sha256=digest, remedy=_remedy(number))
         for number, (s, digest) in enumerate(zip(plan.shards, digests, strict=True))
     ]
     return plan, shards
@@ -642,7 +645,7 @@ class FeatureWindow(FeatureCache):
 
     def _size(self, indices: Iterable[int]) -> int:
         samples = [self.samples[i] for i in indices]
-        return shard_bytes(samples, len(self.plan.aux_layers), self.plan.hidden_size, self.plan.dtype)
+        return shard_bytes(samples, len(self.plan.aux_layers), self.plan.hidden_size, dtype=self.plan.dtype)
 
     def _flush(self) -> None:
         """Write what is pending as one shard; nothing is written where it alone would exceed the budget."""
@@ -651,7 +654,7 @@ class FeatureWindow(FeatureCache):
             self._make_room(size)
             path = self.directory / f"window-{self._next:06d}.safetensors"
             self._next += 1
-            self._add(write_shard(path, self.plan.key, indices, list(self._pending.values())))
+            self._add(write_shard(path, self.plan.key, indices, encoded=list(self._pending.values())))
         self._pending.clear()
 
     def _make_room(self, size: int) -> None:
@@ -706,7 +709,9 @@ def recipe_plan(
         # The drafter divides by its own scales.
         wide_L[[wide.index(aux_layer) for aux_layer in aux_layers]] = aux_scale_L
         aux_layers, aux_scale_L = wide, wide_L
-    return plan_store(target, samples, aux_layers, aux_scale_L, section.dtype, section.shard_tokens)
+    return plan_store(
+        target, samples, aux_layers, aux_scale_L=aux_scale_L, dtype=section.dtype, shard_tokens=section.shard_tokens
+    )
 
 
 def open_features(
@@ -729,15 +734,25 @@ def open_features(
     memory = int(recipe.feature_cache_gb * 2**30)
     section = recipe.features
     if section.mode == "online":
-        return FeatureSource(target, samples, aux_layers, aux_scale_L, memory)
-    plan = recipe_plan(recipe, target, samples, aux_layers, aux_scale_L)
+        return FeatureSource(target, samples, aux_layers, aux_scale_L=aux_scale_L, budget_bytes=memory)
+    plan = recipe_plan(recipe, target, samples, aux_layers=aux_layers, aux_scale_L=aux_scale_L)
     if section.max_gb is None:
         columns = [plan.aux_layers.index(aux_layer) for aux_layer in aux_layers]
-        return FeatureStore(store_directory(recipe), plan, samples, target.device, memory, columns)
+        return FeatureStore(
+            store_directory(recipe), plan, samples, device=target.device, budget_bytes=memory, columns=columns
+        )
     if rank == 0:  # windows of another number of processes would stand beside the budget
         for stale in store_directory(recipe).glob("window-*-of-*"):
             if not stale.name.endswith(f"-of-{world_size}"):
                 shutil.rmtree(stale, ignore_errors=True)
     directory = store_directory(recipe) / f"window-{rank}-of-{world_size}"
     budget = int(section.max_gb * 2**30) // world_size
-    return FeatureWindow(directory, plan, target, samples, memory, budget, section.shard_tokens)
+    return FeatureWindow(
+        directory,
+        plan,
+        target,
+        samples=samples,
+        budget_bytes=memory,
+        max_bytes=budget,
+        shard_tokens=section.shard_tokens,
+    )

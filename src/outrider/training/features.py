@@ -110,7 +110,9 @@ class FeatureSource(FeatureCache):
 
     def _fetch(self, indices: Sequence[int]) -> list[Features]:
         samples = [self.samples[i] for i in indices]
-        return list(compute_features(self.target, samples, self.aux_layers, self.aux_scale_L, self.dtype))
+        return list(
+            compute_features(self.target, samples, self.aux_layers, aux_scale_L=self.aux_scale_L, dtype=self.dtype)
+        )
 
     def _along(self, missing: Sequence[int], soon: Sequence[int]) -> list[int]:
         """Fill the last group of tokens, as far as memory holds it beside what is remembered."""
@@ -149,7 +151,7 @@ def compute_features(
 ) -> Iterator[Features]:
     """Features of `samples`, in order, prefilled in groups of up to PACK_TOKENS tokens."""
     for group in _groups(samples, PACK_TOKENS if packs(target) else 0):
-        yield from _prefill(target, group, aux_layers, aux_scale_L, dtype)
+        yield from _prefill(target, group, aux_layers, aux_scale_L=aux_scale_L, dtype=dtype)
 
 
 def _groups(samples: Sequence[Sample], limit: int) -> Iterator[list[Sample]]:
@@ -231,7 +233,7 @@ def step_features(
         return
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="features")
     try:
-        yield _fetched_by(thread, source, iter(steps), ahead)
+        yield _fetched_by(thread, source, iter(steps), ahead=ahead)
     finally:
         thread.shutdown(cancel_futures=True)
 

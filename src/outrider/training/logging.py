@@ -160,15 +160,15 @@ def plot_training(metrics: Path, picture: Path, best_step: int | None = None) ->
     groups = read_metrics(metrics)
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.4), sharex=True, layout="constrained")
     loss, length, acceptance, rate = axes.flat
-    _draw(loss, groups, "train", "loss", "training", alpha=0.5, linewidth=1)
-    _draw(loss, groups, "held_out", "loss", "held out", marker="o")
+    _draw(loss, groups, "train", name="loss", label="training", alpha=0.5, linewidth=1)
+    _draw(loss, groups, "held_out", name="loss", label="held out", marker="o")
     if best_step is not None:
         length.axvline(best_step, color="black", linestyle=":", linewidth=1, label="best drafter")
-    _draw(length, groups, "held_out", "expected_length_greedy", "expected, temperature 0", marker="o")
-    _draw(length, groups, "held_out", "expected_length_sampled", "expected, temperature 1", marker="o")
-    _draw(length, groups, "decode", "tau", "decoded", marker="s", linestyle="--")
+    _draw(length, groups, "held_out", name="expected_length_greedy", label="expected, temperature 0", marker="o")
+    _draw(length, groups, "held_out", name="expected_length_sampled", label="expected, temperature 1", marker="o")
+    _draw(length, groups, "decode", name="tau", label="decoded", marker="s", linestyle="--")
     _draw_positions(acceptance, groups)
-    _draw(rate, groups, "train", "learning_rate", "", color="tab:gray")
+    _draw(rate, groups, "train", name="learning_rate", label="", color="tab:gray")
     loss.set_title("Loss")
     length.set_title("Tokens per round (\u03c4)")
     acceptance.set_title("Held-out P(accept k | 1..k-1 accepted)")
@@ -187,7 +187,15 @@ def plot_training(metrics: Path, picture: Path, best_step: int | None = None) ->
 def _draw_positions(panel: Any, groups: Groups) -> None:
     names = [n for n in groups.get("held_out", [{}])[-1] if n.startswith("conditional_acceptance_")]
     for k, name in enumerate(names, 1):
-        _draw(panel, groups, "held_out", name, f"k = {k}", marker=".", color=plt.get_cmap("viridis")(k / len(names)))
+        _draw(
+            panel,
+            groups,
+            "held_out",
+            name=name,
+            label=f"k = {k}",
+            marker=".",
+            color=plt.get_cmap("viridis")(k / len(names)),
+        )
 
 
 def _draw(panel: Any, groups: Groups, group: str, name: str, label: str, **style: Any) -> None:

@@ -98,7 +98,9 @@ class BlockObjective:
         """The drafter's training forward."""
         # Aux hidden states are stored scaled; modules take raw ones and divide by aux_scale themselves.
         aux_SLD = batch.aux_SLD.float() * drafter.aux_scale_L[:, None]
-        return drafter.rows(BlockInputs(aux_SLD, batch.next_tokens_S, batch.layout, batch.previous_NK, self.embed))
+        return drafter.rows(
+            BlockInputs(aux_SLD, batch.next_tokens_S, batch.layout, previous_NK=batch.previous_NK, embed=self.embed)
+        )
 
     def __call__(self, drafter: DraftModule, batch: BlockBatch, total_weight: Tensor | None = None) -> ObjectiveOutput:
         """Loss of the supervised positions; `total_weight` as in `objective`."""
@@ -124,7 +126,7 @@ class BlockObjective:
                 hidden_NH,
                 self.head_VH,
                 view,
-                self.config,
+                config=self.config,
                 weights_N=weights_K.expand_as(keep_NK)[keep_NK],
                 latent_Nr=latent_Nr,
                 w2_Vr=rows.w2_Vr,
@@ -183,7 +185,7 @@ def objective(
     if confidence_N is not None:
         bce_N = F.binary_cross_entropy_with_logits(confidence_N, acceptance_N, reduction="none")
         total = total + config.confidence * (w_N * bce_N).sum()
-    return ObjectiveOutput(total, acceptance_N, agreement_N.float(), ce_N)
+    return ObjectiveOutput(total, acceptance_N, agreement_N.float(), ce_N=ce_N)
 
 
 # ----------------------------------------------------------------------------
@@ -306,14 +308,21 @@ def _distances(
             part = slice(start, min(start + C, N))
             z, t = z_buffer[: part.stop - start], t_buffer[: part.stop - start]
             latent = latent_Nr[part].to(head.dtype) if sequential and latent_Nr is not None else None
-            shift_C = _target_logits(t, view, part, head)
-            _draft_logits(z, t, hidden_NH[part], latent, w2, argmax_C=view.argmax_N[part], head=head)
+            shift_C = _target_logits(t, view, part, head=head)
+            _draft_logits(z, t, hidden_NH[part], latent_Cr=latent, w2_Vr=w2, argmax_C=view.argmax_N[part], head=head)
             scalars = (view.lse_N, view.labels_N, view.argmax_N, ce_N, l1_N)
             rows = RowInputs(shift_C, *(values[part] for values in scalars))
             if candidates is not None:  # before the reduction, which overwrites both buffers
                 assert latent_Nr is not None and w2_Vr is not None, "candidates are scored by latents and W2"
                 indices, outputs, gradients = _reduce_candidates(
-                    z, t, rows, view.softcap, candidates, latent_Cr=latent_Nr[part], w2_Vr=w2_Vr, needs_grad=needs_grad
+                    z,
+                    t,
+                    rows,
+                    softcap=view.softcap,
+                    count=candidates,
+                    latent_Cr=latent_Nr[part],
+                    w2_Vr=w2_Vr,
+                    needs_grad=needs_grad,
                 )
                 rescored.append(outputs)
             found.append(reduce(z, t, rows, view.softcap, needs_grad))

@@ -75,7 +75,7 @@ def fresh(drafter: DraftModule, recipe: Recipe, target: Target, samples: Sequenc
     drafter.aux_scale_L.copy_(measure_aux_scale(target, calibration, config.target_layer_ids))
     if recipe.initialize_from_target and target.family.lean:
         drafter.initialize_from(target, [sample.tokens for sample in calibration])
-    ids = choose_draft_ids(samples, target.vocab_size, config.draft_vocab_size, target.eos_ids)
+    ids = choose_draft_ids(samples, target.vocab_size, config.draft_vocab_size, always=target.eos_ids)
     return Start(drafter, ids.to(target.device))
 
 
@@ -107,7 +107,7 @@ def load_start(recipe: Recipe, target: Target) -> Start:
         )
     ids = torch.arange(target.vocab_size, device=target.device) if ids is None else ids
     files = [path.read_bytes() for path in (directory / "config.json", *weight_files(directory))]
-    return Start(drafter, ids, hashlib.sha256(b"".join(files)).hexdigest(), trainings(checkpoint.metadata))
+    return Start(drafter, ids, hashlib.sha256(b"".join(files)).hexdigest(), history=trainings(checkpoint.metadata))
 
 
 def _check_agrees(recipe: Recipe, drafter: DraftModule, target: Target) -> None:
@@ -172,14 +172,14 @@ def prepare(
         )
     samples, held_out, responses = ranks.from_main(lambda: recipe_samples(recipe, target, on_progress))
     if start is None:
-        start = fresh(drafter, recipe, target, samples)
+        start = fresh(drafter, recipe, target, samples=samples)
     else:
         drafter.rescale_aux(measure_aux_scale(target, samples[:CALIBRATION_SAMPLES], drafter.config.target_layer_ids))
     ids = start.draft_ids_Vd
     return Run(
         target=target,
         drafter=start.drafter,
-        objective=BlockObjective(target, ids, recipe.objective, recipe.precision),
+        objective=BlockObjective(target, ids, recipe.objective, precision=recipe.precision),
         draft_ids_Vd=ids,
         reduced=len(ids) < target.vocab_size,
         samples=samples,

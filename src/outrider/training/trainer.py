@@ -92,17 +92,17 @@ class Trainer:
         self.recipe, self.run = recipe, run
         self.ranks = ranks or Ranks(device=run.target.device)
         self.out = Path(recipe.out)
-        self.parallel = ParallelStep(run.drafter, run.objective, recipe, self.ranks)
+        self.parallel = ParallelStep(run.drafter, run.objective, recipe, ranks=self.ranks)
         self.optimizer = build_optimizer(run.drafter, recipe.optimizer)
         self.lock_step = LockStep(run.target, self.ranks)
         self.meters = Meters(self.ranks.device)
-        self.schedule = Schedule.of(recipe.optimizer, run.samples, recipe.seed, run.drafter.config.gamma)
+        self.schedule = Schedule.of(recipe.optimizer, run.samples, recipe.seed, gamma=run.drafter.config.gamma)
         self.weights_K = run.objective.config.position_weights(run.drafter.config.gamma, self.ranks.device)
         self.signal = StopSignal()
         self.watch = Watch(recipe, run)
         aux_layers, scale_L = run.drafter.config.target_layer_ids, run.drafter.aux_scale_L
         memory = int(recipe.feature_cache_gb * 2**30)
-        self.held_out = FeatureSource(run.target, run.held_out, aux_layers, scale_L, memory)
+        self.held_out = FeatureSource(run.target, run.held_out, aux_layers, aux_scale_L=scale_L, budget_bytes=memory)
         self.settings = recipe.model_dump(mode="json", exclude=_FREE_TO_CHANGE)
         self.settings["samples_sha256"] = samples_digest([*run.samples, *run.held_out])
         if run.origin:
@@ -124,7 +124,13 @@ class Trainer:
         main, started = self.ranks.main, time.perf_counter()
         aux_layers, scale_L = self.run.drafter.config.target_layer_ids, self.run.drafter.aux_scale_L
         source = open_features(
-            self.recipe, self.run.target, self.run.samples, aux_layers, scale_L, self.ranks.rank, self.ranks.world
+            self.recipe,
+            self.run.target,
+            self.run.samples,
+            aux_layers=aux_layers,
+            aux_scale_L=scale_L,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world,
         )
         wanted = ([index for part in self._share(step) for index, _ in part] for step in range(first, last))
         try:
@@ -138,7 +144,7 @@ class Trainer:
                 for done in range(first + 1, last + 1):
                     report = self._step(done - 1, fetched)
                     self.seconds = time.perf_counter() - started
-                    stop = self._after_step(done, report, done == last, log)
+                    stop = self._after_step(done, report, done == last, log=log)
                     tau = self.last_metrics.get("expected_length_greedy", 1)
                     bar.update(task, completed=done, status=f"loss {report.loss:.3f}  tau {tau:.2f}  {log.speed}")
                     if stop:
@@ -167,7 +173,7 @@ class Trainer:
         for number, part in enumerate(share, start=1):
             with self.meters.forward_backward:
                 seen = [next(features) for _ in part]
-                batch = build_batch(part, samples, seen, drafter.config.gamma) if part else idle_batch(drafter)
+                batch = build_batch(part, samples, seen, gamma=drafter.config.gamma) if part else idle_batch(drafter)
                 output = self.parallel.backward(batch, weight, last=number == len(share), counts=bool(part))
                 if part:
                     values = output.loss.detach(), output.agreement_N.sum(), output.acceptance_N.sum()
@@ -181,7 +187,7 @@ class Trainer:
             self._check_finite("gradient norm", norm, step)
             self.optimizer.step()
         self.meters.count_step()
-        return StepReport(loss, agreement / positions, acceptance / positions, norm, signals > 0)
+        return StepReport(loss, agreement / positions, acceptance / positions, gradient_norm=norm, stop=signals > 0)
 
     def _check_finite(self, what: str, value: float, step: int) -> None:
         if not math.isfinite(value):
@@ -193,7 +199,7 @@ class Trainer:
 
     def _resume(self) -> int:
         state = self.out / "state"
-        first = load_state(state, self.run.drafter, self.optimizer, self.settings)
+        first = load_state(state, self.run.drafter, self.optimizer, settings=self.settings)
         self.watch.load_state_dict(load_watch(state))
         saved = read_metadata(self.out / "drafter")
         self.seconds_before = saved.get("training_seconds", 0.0) if saved.get("step") == first else 0.0
@@ -244,7 +250,9 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Held-out metrics on fixed anchors. Every rank computes all of them: a sharded target needs them all."""
         drafter = whole_drafter(self.run.drafter)
-        batches = held_out_batches(self.run.held_out, self.held_out, drafter.config.gamma, _HELD_OUT_ANCHORS)
+        batches = held_out_batches(
+            self.run.held_out, self.held_out, drafter.config.gamma, anchors_per_sample=_HELD_OUT_ANCHORS
+        )
         return held_out_metrics(drafter, self.run.objective, batches)
 
     def save(self, step: int) -> None:
@@ -252,7 +260,15 @@ class Trainer:
         checkpoint = self.checkpoint(step)
         self.ranks.from_main(lambda: save_drafter(checkpoint, self.out / "drafter"))
         memory = self.watch.state_dict()
-        save_state(self.out / "state", self.run.drafter, self.optimizer, step, self.settings, self.ranks, memory)
+        save_state(
+            self.out / "state",
+            self.run.drafter,
+            self.optimizer,
+            step=step,
+            settings=self.settings,
+            ranks=self.ranks,
+            watch=memory,
+        )
 
     def checkpoint(self, step: int) -> Checkpoint:
         """The drafter as it is, gathered from all ranks, with how it was made; a collective."""

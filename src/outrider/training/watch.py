@@ -40,7 +40,7 @@ def held_out_batches(
     """One batch per sample, at the same anchors whenever it is asked for."""
     schedule = Schedule(samples, 1, anchors_per_sample, seed=0)
     for index in range(len(samples)):
-        yield build_batch([(index, schedule.anchors(index, 0))], samples, [features[index]], gamma)
+        yield build_batch([(index, schedule.anchors(index, 0))], samples, [features[index]], gamma=gamma)
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def decode_check(
     served = DrafterWeights(drafter, draft_ids_Vd).serve(target)
     rules = StopRules(max_new_tokens)
     decoded = [
-        generate(target, prompt, served, SamplingParams(temperature=temperature, seed=number), rules)
+        generate(target, prompt, served, params=SamplingParams(temperature=temperature, seed=number), rules=rules)
         for number, prompt in enumerate(prompts)
     ]
     rounds = [r for generation in decoded for r in generation.rounds]
@@ -178,7 +178,14 @@ class Watch:
         config, run = self.config, self.run
         prompts = first_prompts(run.held_out, config.decode_prompts)
         ids = run.draft_ids_Vd if run.reduced else None
-        figures = decode_check(drafter, run.target, ids, prompts, config.decode_tokens, config.temperature)
+        figures = decode_check(
+            drafter,
+            run.target,
+            ids,
+            prompts=prompts,
+            max_new_tokens=config.decode_tokens,
+            temperature=config.temperature,
+        )
         self._spent += figures["seconds"]
         return {**figures, "share_of_time": self._spent / (time.perf_counter() - self._started)}
 

@@ -91,7 +91,7 @@ def shared_or_own(
     if own is None:
         return module, ids_Vd
     matrix = to_mlx(own)
-    if _is_copy(matrix, module, dtype, ids_Vd):
+    if _is_copy(matrix, module, dtype, ids_Vd=ids_Vd):
         return module, ids_Vd
     apart = nn.Embedding(1, 1)
     apart.weight = matrix.astype(dtype)
@@ -241,14 +241,14 @@ class MLXDrafter(Drafter):
         self.embed_scale, self.dtype = target.embed_scale, target.dtype
         self.embed, _ = shared_or_own(weights.embedding_VH, target.embed, target.dtype)
         ids_Vd = None if weights.draft_ids_Vd is None else to_mlx(weights.draft_ids_Vd)
-        head, rows_Vd = shared_or_own(weights.head_VdH, target.head, target.dtype, ids_Vd)
+        head, rows_Vd = shared_or_own(weights.head_VdH, target.head, target.dtype, ids_Vd=ids_Vd)
         rows = OutputRows(head, target.dtype, rows_Vd)
         self.head = capped(rows, config.output_multiplier, config.final_logit_softcapping)
         self.backbone = _backbone(cast(DFlash, module), target.dtype)
         sequential, confidence = module.chain_heads()
         if sequential is not None:
             sequential = _with_output_in_mlx(sequential, target.dtype)
-        self.heads: ChainHeads = weights.chain_heads(target, calibration, sequential, confidence)
+        self.heads: ChainHeads = weights.chain_heads(target, calibration, sequential, confidence=confidence)
 
     def new_session(self, capacity: int) -> list[KVCache]:
         """An empty draft cache; it grows by itself."""
@@ -272,7 +272,11 @@ class MLXDrafter(Drafter):
         """Draft for every call, gamma tokens each at most, while c_k is at least `min_confidence`."""
         hidden_RKH = torch.stack([self.block_hidden(call.session, call.anchor) for call in calls])
         return sample_chain(
-            self.head, hidden_RKH[:, : longest_draft(calls, self.gamma)], calls, self.heads, min_confidence
+            self.head,
+            hidden_RKH[:, : longest_draft(calls, self.gamma)],
+            calls,
+            heads=self.heads,
+            min_confidence=min_confidence,
         )
 
 

@@ -116,7 +116,7 @@ class LayerLog:
             output = own.__call__(module, x, *rest, **named)
             if index in log._wanted:
                 hidden = output[0] if isinstance(output, tuple) else output
-                log._calls[index] = Call(module, x, rest, named, hidden)
+                log._calls[index] = Call(module, x, rest, named=named, output=hidden)
             return output
 
         layer.__class__ = type(own.__name__, (own,), {"__call__": call})
@@ -336,4 +336,4 @@ def load_mlx_target(id_or_dir: str) -> MLXTarget:
         raise ValueError(f"{id_or_dir}: {error}; mlx-lm reads directories with model*.safetensors.") from error
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path / 'config.json'}: mlx-lm needs a field that is not there ({error}).") from error
-    return MLXTarget(model, config, AutoTokenizer.from_pretrained(path), id_or_dir)
+    return MLXTarget(model, config, AutoTokenizer.from_pretrained(path), name=id_or_dir)

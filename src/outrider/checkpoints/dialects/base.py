@@ -36,11 +36,11 @@ class Fields:
     def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
         """The same mapping with values for fields that it lacks."""
         given = {name: value for name, value in self._raw.items() if value is not None}
-        return Fields({**defaults, **given}, self.where, self.dialect, self._path)
+        return Fields({**defaults, **given}, self.where, self.dialect, path=self._path)
 
     def replaced(self, values: Mapping[str, Any]) -> Fields:
         """The same mapping with these values, whatever it says."""
-        return Fields({**self._raw, **values}, self.where, self.dialect, self._path)
+        return Fields({**self._raw, **values}, self.where, self.dialect, path=self._path)
 
     def raw(self, name: str) -> Any:
         """What stands there, None if nothing."""
@@ -105,7 +105,7 @@ class Fields:
         value = self._value(name, default)
         if not isinstance(value, Mapping):
             raise self.refuse(name, "a mapping of fields")
-        return Fields(value, self.where, self.dialect, f"{self._path}{name}.")
+        return Fields(value, self.where, self.dialect, path=f"{self._path}{name}.")
 
 
 # ----------------------------------------------------------------------------

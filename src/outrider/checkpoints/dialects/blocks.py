@@ -182,7 +182,7 @@ class BlockFields(Fields):
     """config.json of a block drafter with its block's fields at the top, whether they were there or in a section."""
 
     def __init__(self, raw: Mapping[str, Any], source: Source, dialect: str, nested: str) -> None:
-        super().__init__(raised(raw, nested, _ANYWHERE, source.where, dialect), source.where, dialect)
+        super().__init__(raised(raw, nested, _ANYWHERE, where=source.where, dialect=dialect), source.where, dialect)
         self.depth = target_depth(self, source)
 
     def block(self, vocab_size: int) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def raised(raw: Mapping[str, Any], nested: str, names: Sequence[str], where: str
 def read_vocabulary(config: Any, tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
     """The module, and the draft vocabulary, LM head and embedding that are among the tensors."""
     rest = dict(tensors)
-    ids_Vd = take_draft_ids(rest, config.vocab_size, config.draft_vocab_size, source.where)
+    ids_Vd = take_draft_ids(rest, config.vocab_size, config.draft_vocab_size, where=source.where)
     sizes = {"lm_head.weight": config.draft_vocab_size, "embed_tokens.weight": config.vocab_size}
     own = {name: rest.pop(name, None) for name in sizes}
     for name, rows in sizes.items():
@@ -231,7 +231,9 @@ def read_vocabulary(config: Any, tensors: Mapping[str, Tensor], source: Source) 
             raise ValueError(
                 f"{source.where}: {name} has shape {list(tensor.shape)}, config.json implies {list(wanted)}."
             )
-    return DrafterWeights(module_of(config, rest, source), ids_Vd, own["lm_head.weight"], own["embed_tokens.weight"])
+    return DrafterWeights(
+        module_of(config, rest, source), ids_Vd, own["lm_head.weight"], embedding_VH=own["embed_tokens.weight"]
+    )
 
 
 def write_vocabulary(parts: DrafterWeights, mask: bool = False) -> dict[str, Tensor]:

@@ -69,13 +69,15 @@ class Eagle3Dialect:
 
     def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
         nested = ("norm_before_fc", "use_aux_hidden_state")
-        fields = Fields(raised(raw, "eagle_config", nested, source.where, self.name), source.where, self.name)
+        fields = Fields(
+            raised(raw, "eagle_config", nested, where=source.where, dialect=self.name), source.where, self.name
+        )
         if not fields.flag("use_aux_hidden_state", True):
             raise fields.refuse("use_aux_hidden_state", "true: EAGLE-3 drafts from aux hidden states")
         depth = target_depth(fields, source)
         trained_for = fields.integer("ttt_length", high=MOST_DRAFTS, default=Eagle3Config.gamma)
         gamma = draft_length(fields, trained_for)
-        return read_eagle3(fields, _aux_layers(fields, depth), depth, gamma, tensors, source)
+        return read_eagle3(fields, _aux_layers(fields, depth), depth, gamma=gamma, tensors=tensors, source=source)
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         parts = with_target_tensors(parts, target, embedding=False)

@@ -53,7 +53,7 @@ class MedusaDialect:
         heads = fields.integer("medusa_num_heads" if old else "num_heads", high=MOST_DRAFTS)
         layers = fields.integer("medusa_num_layers" if old else "num_hidden_layers", high=MOST_LAYERS)
         token_map_k = rest.pop("token_map", None)
-        head = _lm_heads(rest, heads, fields.flag("original_lm_head", False), source.where)
+        head = _lm_heads(rest, heads, fields.flag("original_lm_head", False), where=source.where)
         vocab = fields.integer("vocab_size", high=LARGEST_VOCABULARY, default=head.shape[-2])
         draft_vocab = fields.integer("truncated_vocab_size", high=LARGEST_VOCABULARY, default=vocab)
         config = MedusaConfig(

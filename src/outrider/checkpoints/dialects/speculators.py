@@ -178,7 +178,7 @@ def _read_eagle3(
     outer["draft_vocab_size"] = fields.integer("draft_vocab_size", high=LARGEST_VOCABULARY)
     layers = fields.section("transformer_layer_config").replaced(outer)
     gamma = Eagle3Config.gamma if drafts is None else drafts
-    return read_eagle3(layers, _aux_layers(fields, LAYERS, depth), depth, gamma, tensors, source)
+    return read_eagle3(layers, _aux_layers(fields, LAYERS, depth), depth, gamma=gamma, tensors=tensors, source=source)
 
 
 def _write_eagle3(parts: DrafterWeights) -> Fragments:
@@ -358,5 +358,5 @@ def _proposed(fields: Fields) -> int | None:
         raise ValueError(
             f"{fields.where}: speculators_config.proposal_methods is {methods!r}; it must be a list of mappings."
         )
-    first = Fields(methods[0], fields.where, fields.dialect, "speculators_config.proposal_methods[0].")
+    first = Fields(methods[0], fields.where, fields.dialect, path="speculators_config.proposal_methods[0].")
     return first.integer("speculative_tokens", high=MOST_DRAFTS)

@@ -64,11 +64,11 @@ def ok(figure: str) -> Finding:
 
 
 def warning(figure: str, meaning: str, remedy: str) -> Finding:
-    return Finding("warning", figure, meaning, remedy)
+    return Finding("warning", figure, meaning, remedy=remedy)
 
 
 def fault(figure: str, meaning: str, remedy: str) -> Finding:
-    return Finding("fault", figure, meaning, remedy)
+    return Finding("fault", figure, meaning, remedy=remedy)
 
 
 def skipped(reason: str) -> Finding:
@@ -77,7 +77,7 @@ def skipped(reason: str) -> Finding:
 
 def graded(level: int, figure: str, meaning: str, remedy: str) -> Finding:
     """ok at level 0, a warning at level 1, a fault at level 2."""
-    return Finding(("warning", "fault")[level - 1], figure, meaning, remedy) if level else ok(figure)
+    return Finding(("warning", "fault")[level - 1], figure, meaning, remedy=remedy) if level else ok(figure)
 
 
 # ----------------------------------------------------------------------------
@@ -144,7 +144,9 @@ class Probe:
     def source(self, samples: Sequence[Sample]) -> FeatureSource:
         """Raw features of `samples` at all layers within one of the drafter's aux layers."""
         ones_L = torch.ones(len(self.reachable), device=self.target.device)
-        return FeatureSource(self.target, samples, self.reachable, ones_L, _BUDGET, torch.float32)
+        return FeatureSource(
+            self.target, samples, self.reachable, aux_scale_L=ones_L, budget_bytes=_BUDGET, dtype=torch.float32
+        )
 
     def bind(self, draft_ids_Vd: Tensor) -> BlockObjective:
         """The training objective over a draft vocabulary."""
@@ -156,7 +158,7 @@ class Probe:
         samples = [sample for sample, _, _ in chosen]
         features = [replace(found, aux_SLD=found.aux_SLD[:, columns]) for _, found, _ in chosen]
         places = [(i, anchors) for i, (_, _, anchors) in enumerate(chosen)]
-        return build_batch(places, samples, features, self.variant_of(variant).config.gamma)
+        return build_batch(places, samples, features, gamma=self.variant_of(variant).config.gamma)
 
     def variant_of(self, variant: Variant) -> DraftModule:
         """The drafter with the variant's config fields and the same weights."""
@@ -284,7 +286,7 @@ class Inputs:
 
     @cached_property
     def probe(self) -> Probe:
-        return Probe(self.target, self.drafter, self.draft_ids_Vd, self.chosen)
+        return Probe(self.target, self.drafter, self.draft_ids_Vd, samples=self.chosen)
 
     def missing(self, need: Need) -> str | None:
         """The reason why `need` is not met; None where it is."""
@@ -331,7 +333,9 @@ def read_drafter(inputs: Inputs, directory: Path, device: str = "cpu") -> Findin
         raise
     except (ValueError, KeyError, OSError) as error:
         remedy = "Save the drafter again with the tool that trained it, or correct the named field of its config.json."
-        return _unreadable("checkpoint", str(error), "No engine that checks what it loads will serve it.", remedy)
+        return _unreadable(
+            "checkpoint", str(error), "No engine that checks what it loads will serve it.", remedy=remedy
+        )
     return None
 
 
@@ -341,12 +345,12 @@ def read_data(inputs: Inputs, path: Path) -> Finding | None:
         inputs.settings, inputs.replies = read_responses(path)
     except (ValueError, OSError) as error:
         remedy = "Give the responses file that `outrider prepare` or `outrider train` wrote."
-        return _unreadable("data", str(error), "Training would stop at the same place.", remedy)
+        return _unreadable("data", str(error), "Training would stop at the same place.", remedy=remedy)
     if not inputs.replies:
         meaning = "There is nothing to train on, and nothing to check a drafter with."
-        return _unreadable("data", "no responses in the file", meaning, "Look at what prepare reported.")
+        return _unreadable("data", "no responses in the file", meaning, remedy="Look at what prepare reported.")
     return None
 
 
 def _unreadable(group: str, figure: str, meaning: str, remedy: str) -> Finding:
-    return Finding("fault", figure, meaning, remedy, group, "readable")
+    return Finding("fault", figure, meaning, remedy=remedy, group=group, check="readable")

@@ -383,7 +383,7 @@ def likelihood(target: Target, sample: Sample, temperature: float) -> Likelihood
         nll.append(-log_p.gather(1, said[:, None])[:, 0])
         entropy.append(-(log_p.exp() * log_p).sum(-1))
         agreement.append((logits.argmax(-1) == said).float())
-    return Likelihood(sample.id, torch.cat(nll), torch.cat(entropy), torch.cat(agreement))
+    return Likelihood(sample.id, torch.cat(nll), torch.cat(entropy), agreement_R=torch.cat(agreement))
 
 
 def on_policy(inputs: Inputs) -> Finding:
@@ -408,5 +408,5 @@ def on_policy(inputs: Inputs) -> Finding:
         figure,
         f"The responses are not what this target says at {drawn}: another model, a person, another template or another "
         f"precision wrote them. Worst: {listed}.",
-        "Regenerate the responses with this target (outrider train does when data.responses names a new file).",
+        remedy="Regenerate the responses with this target (outrider train does when data.responses names a new file).",
     )

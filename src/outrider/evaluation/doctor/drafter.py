@@ -49,7 +49,7 @@ class VariantComparison:
         if self.level == 0:
             return ok(shown + self.figure)
         margin = "By a small but clear margin: " if self.level == 1 else ""
-        return graded(self.level, self.figure, margin + meaning, remedy)
+        return graded(self.level, self.figure, margin + meaning, remedy=remedy)
 
 
 def _compare(inputs: Inputs, variants: Sequence[Variant], tie: float = 0.0) -> VariantComparison:
@@ -274,7 +274,7 @@ def coverage(inputs: Inputs) -> Finding:
         2 - sum(share >= limit for limit in _COVERED),
         figure,
         "A token outside the draft vocabulary ends every block it stands in: acceptance cannot exceed this share.",
-        "Raise drafter.draft_vocab_size, or choose the ids from text like this.",
+        remedy="Raise drafter.draft_vocab_size, or choose the ids from text like this.",
     )
 
 
@@ -461,7 +461,7 @@ def training_record(inputs: Inputs) -> Finding:
         figure,
         "The drafter is worth much less here than in training. Data of another kind (code beside chat, say) explains "
         "some of it; a drafter that is wired differently, or another target, the rest.",
-        remedy,
+        remedy=remedy,
     )
 
 
