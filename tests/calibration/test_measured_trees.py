@@ -11,7 +11,7 @@ import torch
 import outrider.calibration.candidates as candidates
 import outrider.cli.calibrate as calibrate
 from outrider.calibration.candidates import expected_lengths, true_ranks
-from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, read_metadata, save_drafter
+from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_checkpoint, read_metadata, save_drafter
 from outrider.cli.drafter import DrafterChoice
 from outrider.data.sources import TaskSettings
 from outrider.drafters.base import DraftCalibration, DrafterWeights
@@ -131,7 +131,7 @@ def test_the_thinking_mode_reaches_the_template(
         return [[1, 2, 3] for _ in prompts]
 
     monkeypatch.setattr(candidates, "target_texts", answered)
-    monkeypatch.setattr(candidates, "true_ranks", lambda *_: torch.zeros(1000, 2, dtype=torch.long))
+    monkeypatch.setattr(candidates, "true_ranks", lambda *_, **__: torch.zeros(1000, 2, dtype=torch.long))
     (tmp_path / "tasks.jsonl").write_text('{"turns": ["say"]}\n')
     candidates.measure_candidates(
         Target(target.model, tokenizer, "toy"), served("medusa", target), [str(tmp_path / "tasks.jsonl")],
@@ -197,8 +197,7 @@ def test_calibrate_stores_what_tree_uses(run: Run, toy: Path, tmp_path: Path) ->
     opened = DrafterChoice("directory", str(directory)).open(target, tree=TreeSize(6))
     assert isinstance(opened.drafter, StaticTreeDrafter) and opened.name.endswith("(tree of 6, measured accuracies)")
     assert opened.drafter.tree == best_tree(stored["accuracy"], 6)
-    metadata = directory / "outrider.json"
-    metadata.write_text('{"candidates": {"accuracy": "high"}}')
+    add_metadata(directory, candidates={"accuracy": "high"})
     with pytest.raises(ValueError, match=r"candidates\.accuracy: Input should be a valid list"):
         load_checkpoint(directory).serve(target)
     assert run(*command, "--max-new-tokens", 60)[0] == 0, "which is mended by measuring again"

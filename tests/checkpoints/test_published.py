@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from typer.testing import CliRunner
 
 import outrider.checkpoints.published as published
 import outrider.checkpoints.published as shipped
+from outrider.checkpoints.checkpoint import add_metadata
 from outrider.checkpoints.dialects import dialects
 from outrider.checkpoints.published import PUBLISHED, fetch, published_by, published_for
 from outrider.cli.drafter import DrafterChoice, choose_drafter, require_drafter, warn_of_thinking
@@ -97,8 +97,7 @@ def test_half_a_download_is_taken_up_again(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_thinking_with_a_drafter_that_has_never_seen_it(tmp_path: Path) -> None:
     def drafter(data: dict[str, bool] | None) -> DrafterChoice:
-        metadata = {} if data is None else {"recipe": {"data": data}}
-        (tmp_path / "outrider.json").write_text(json.dumps(metadata))
+        add_metadata(tmp_path, recipe={} if data is None else {"data": data})
         return DrafterChoice("directory", str(tmp_path))
 
     for choice, known in ((drafter({}), False), (drafter({"thinking": False}), False)):
@@ -118,7 +117,7 @@ def test_the_verb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shipped, "_places", lambda: [tmp_path, tmp_path])
     for name, target in (("a", "some/target-small"), ("b", "gpt-oss-local")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "outrider.json").write_text(json.dumps({"target": target}))
+        add_metadata(tmp_path / name, target=target)
     every = run.invoke(app, ["models"], env={"COLUMNS": "80"})
     assert every.exit_code == 0 and all(entry.repo in every.output for entry in PUBLISHED)
     assert all(len(line) <= 80 for line in every.output.splitlines() if str(tmp_path) not in line)

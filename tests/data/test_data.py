@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -202,11 +203,11 @@ def test_a_run_killed_anywhere_ends_with_the_bytes_of_an_uninterrupted_one(
     journal = companion_file(path, "journal")
     decoded: list[int] = []
 
-    def dying(*args: object) -> object:
+    def dying(*args: Any, **named: Any) -> object:
         if chance.random() < 0.4:
             raise Killed
-        decoded.append(len(args[1]))  # type: ignore[arg-type]
-        return generate_batch(*args)  # type: ignore[arg-type]
+        decoded.append(len(args[1]))
+        return generate_batch(*args, **named)
 
     monkeypatch.setattr(sources, "generate_batch", dying)
     kills = torn = 0

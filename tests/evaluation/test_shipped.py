@@ -42,7 +42,7 @@ def nothing_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def marked(directory: Path, target: str) -> Path:
     directory.mkdir(parents=True)
-    (directory / "outrider.json").write_text(json.dumps({"target": target}))
+    add_metadata(directory, target=target)
     return directory
 
 
@@ -127,7 +127,7 @@ def test_calibrate_stores_temperatures_that_are_then_served(run: Run, toy: Path,
     assert (tmp_path / "plots" / "r.png").read_bytes()[:4] == b"\x89PNG"
     stored = read_metadata(drafter)
     calibration = stored.pop("calibration")
-    assert stored == json.loads(before["outrider.json"]), "nothing else changed"
+    assert {"format": 1, **stored} == json.loads(before["outrider.json"]), "nothing else changed"
     assert sorted(p.name for p in drafter.iterdir()) == sorted(before)
     assert len(calibration["temperatures"]) == 7 and calibration["fitted_on"] == ["mine"]
     assert calibration["fit_rounds"] >= 100 <= calibration["measured_rounds"]
@@ -170,8 +170,17 @@ def test_a_checkpoint_serves_its_temperatures() -> None:
         )
 
 
+@pytest.mark.parametrize("metadata, found", [({"step": 3}, "no format number"), ({"format": 2}, "format 2")])
+def test_metadata_of_another_format_is_refused(tmp_path: Path, metadata: dict[str, object], found: str) -> None:
+    (tmp_path / "outrider.json").write_text(json.dumps(metadata))
+    with pytest.raises(ValueError, match=rf"outrider\.json has {found}.*this version reads format 1.*delete the file"):
+        read_metadata(tmp_path)
+    with pytest.raises(ValueError, match="this version reads"):
+        add_metadata(tmp_path, recommended={})
+
+
 def test_metadata_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    (tmp_path / "outrider.json").write_text('{"step": 3}\n')
+    add_metadata(tmp_path, step=3)
     add_metadata(tmp_path, recommended={"x": 1})
     assert read_metadata(tmp_path) == {"step": 3, "recommended": {"x": 1}}
     with pytest.raises(TypeError):

@@ -56,8 +56,8 @@ def _blocks_in_order_of_ids(monkeypatch: pytest.MonkeyPatch) -> None:
 def _gathered_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
     true_context: Callable[..., Any] = ragged._context
 
-    def context(*args: Any) -> Any:
-        made = true_context(*args)
+    def context(*args: Any, **named: Any) -> Any:
+        made = true_context(*args, **named)
         if isinstance(made.source, list):
             return made
         return ragged._Context(torch.cat([made.source[1:], made.source[-1:]]), made.mask_11QN)
@@ -68,8 +68,8 @@ def _gathered_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
 def _future_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     true_mask: Callable[..., Tensor] = ragged._mask
 
-    def mask(span: Span, *args: Any) -> Tensor:
-        made = true_mask(span, *args)
+    def mask(span: Span, *args: Any, **named: Any) -> Tensor:
+        made = true_mask(span, *args, **named)
         return made.masked_fill(made < 0, 0.0) if len(span.tokens) == 8 else made
 
     monkeypatch.setattr(ragged, "_mask", mask)

@@ -40,6 +40,7 @@ from outrider.utils.files import (
 from outrider.utils.measure import dtype_name
 
 METADATA = "outrider.json"
+FORMAT = 1  # of outrider.json; raised when a field changes its name or meaning
 Section = TypeVar("Section", bound=BaseModel)
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
@@ -116,25 +117,38 @@ def write_files(
     tensors = {name: tensor.contiguous() for name, tensor in written.tensors.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (directory / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")
+    (directory / METADATA).write_text(_metadata_text(metadata))
     if card is not None:
         (directory / "README.md").write_text(card, encoding="utf-8")
 
 
+def _metadata_text(metadata: Mapping[str, Any]) -> str:
+    return json.dumps({"format": FORMAT, **metadata}, indent=2) + "\n"
+
+
 def read_metadata(directory: Path) -> dict[str, Any]:
-    """outrider.json; {} where a drafter of another maker has none.
+    """outrider.json without its format number; {} where a drafter of another maker has none.
 
     Raises:
-        ValueError: not a JSON mapping.
+        ValueError: not a JSON mapping, or of another format.
     """
     path = directory / METADATA
-    return read_mapping(path) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    metadata = read_mapping(path)
+    found = metadata.pop("format", None)
+    if found != FORMAT:
+        was = "no format number, as older versions wrote it" if found is None else f"format {found!r}"
+        raise ValueError(
+            f"{path} has {was}; this version reads format {FORMAT}. Train or package the drafter again with this "
+            "version, or delete the file: the weights are then served without calibration."
+        )
+    return metadata
 
 
 def add_metadata(directory: Path, **fields: object) -> None:
     """Set fields of outrider.json: the old file or the new one is there at any moment, never half of one."""
-    text = json.dumps({**read_metadata(directory), **fields}, indent=2) + "\n"
-    write_atomically(directory / METADATA, text)
+    write_atomically(directory / METADATA, _metadata_text({**read_metadata(directory), **fields}))
 
 
 def load_checkpoint(
