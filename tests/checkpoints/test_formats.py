@@ -297,7 +297,7 @@ def test_a_z_lab_checkpoint_without_its_section_is_refused_and_without_aux_layer
         ({"hidden_size": 48}, "hidden_size is 48, toy-llama has 32"),
         ({"vocab_size": 80, "draft_vocab_size": 80}, "vocab_size is 80, toy-llama has 97"),
         ({"num_target_layers": 6}, "num_target_layers is 6, toy-llama has 5"),
-        ({"target_layer_ids": (0, 2, 4)}, "final layer 4 cannot be tapped"),
+        ({"target_layer_ids": (0, 2, 4)}, "cannot read the final layer, 4"),
         ({"target_layer_ids": (0, 2, 11)}, r"\[0, 2, 11\]; it must be .* from -1 to 4"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Targets: every family's cached, tapped forward against transformers; rollback; resolution of the embedded model."""
+"""Targets: every family's forward with cache and aux hidden states against transformers; rollback; resolution of the
+embedded model.
+"""
 
 from __future__ import annotations
 

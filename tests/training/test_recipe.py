@@ -231,7 +231,7 @@ def test_a_drafter_follows_the_recipe() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target_layer_ids": [1, 4]}, "the final layer 4 cannot be tapped"),
+        ({"target_layer_ids": [1, 4]}, "this drafter cannot read the final layer, 4"),
         ({"num_aux_layers": 4}, "target_layer_ids"),  # a five-layer target has no four evenly spaced layers
         ({"algorithm": "dflash", "block_size": 1, "num_aux_layers": 2}, "block_size 1"),
         ({"algorithm": "dflash", "sample_from_anchor": True, "num_aux_layers": 2}, r"drafter\.sample_from_anchor"),

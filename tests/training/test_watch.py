@@ -512,7 +512,7 @@ def test_a_drafter_for_another_target_or_vocabulary_is_refused(
         ({"vocab_size": 98, "draft_vocab_size": 98}, "vocab_size is 98, toy-llama has 97"),
         ({"num_target_layers": 9}, "num_target_layers is 9"),
         ({"hidden_size": 16}, "hidden_size is 16"),
-        ({"target_layer_ids": (0, 4)}, "the final layer 4 cannot be tapped"),
+        ({"target_layer_ids": (0, 4)}, "this drafter cannot read the final layer, 4"),
     ):
         save_drafter(Checkpoint(DrafterWeights(DSpark(toy_config(**change)))), tmp_path / "other")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=message):

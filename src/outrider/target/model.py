@@ -116,7 +116,7 @@ def check_aux_layers(num_layers: int, aux_layers: Sequence[int], final: bool = F
         raise ValueError(
             f"target_layer_ids {list(aux_layers)} do not fit a target of {num_layers} layers: use distinct ids from "
             f"-1 (embedding output) to {highest}"
-            + ("." if final else f"; the final layer {last} cannot be tapped by this drafter.")
+            + ("." if final else f"; this drafter cannot read the final layer, {last}.")
         )
     return tuple(sorted(aux_layers))
 
