@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.calibration.fit import Scaling
 from outrider.checkpoints.checkpoint import read_metadata
 from outrider.cli.calibrate import _digest
 from tests.toys.command_line import Run
@@ -30,6 +31,21 @@ def test_rounds_sweep_and_export(run: Run, toy: Path, tmp_path: Path) -> None:
     assert read_metadata(drafter)["calibration"] == stored and (tmp_path / "r.npz").read_bytes() == written
     refused = run(*command, "--max-new-tokens", 31, *files)
     assert refused[0] == 2 and "was collected with settings" in refused[2]
+
+
+def test_worse_temperatures_are_not_stored(
+    monkeypatch: pytest.MonkeyPatch, run: Run, toy: Path, tmp_path: Path
+) -> None:
+    drafter, tasks = trained(toy, tmp_path / "d"), tasks_file(tmp_path / "mine.jsonl", 8)
+    before = {path.name: path.read_bytes() for path in drafter.iterdir()}
+    for module in ("calibration.fit", "cli.calibrate"):
+        monkeypatch.setattr(f"outrider.{module}.fit_sts", lambda rounds, offsets=True: Scaling([1.0] * 7, [3.0] * 7))
+    command = ("calibrate", "--target", toy / "target", "--drafter", drafter, "--tasks", tasks)
+    status, out, err = run(*command, "--max-new-tokens", 32, "--export-sglang", tmp_path / "sglang")
+    assert status == 0, err
+    assert "not stored: on held-out conversations ECE" in out and "d is unchanged" in out and "not exported: " in out
+    assert {path.name: path.read_bytes() for path in drafter.iterdir()} == before
+    assert not (tmp_path / "sglang").exists()
 
 
 def test_heads_of_another_maker_are_measured(run: Run, toy: Path, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain, pairwise, product
 from pathlib import Path
@@ -24,16 +26,20 @@ from outrider.calibration.collect import (
     save_rounds,
 )
 from outrider.calibration.fit import (
+    CalibrationResult,
     Rounds,
     Scaling,
     at_position,
     brier,
+    calibrate,
     decoded_rounds,
     ece,
     ece_noise,
     fit_estimator,
     fit_sts,
+    log_loss,
     quality,
+    refusal,
     reliability,
     roc_auc,
     survival,
@@ -141,15 +147,20 @@ def test_known_temperatures_are_recovered_left_to_right() -> None:
     assert after.roc_auc[0] == before.roc_auc[0], "one position's temperature keeps its order"
 
 
-def test_each_temperature_is_the_best_given_the_earlier_ones() -> None:
-    rounds = drawn(500, [1.5, 0.7, 2.5], seed=3)
-    found = fit_sts(rounds, offsets=False).temperatures
+@pytest.mark.parametrize("offsets", [True, False])
+def test_each_fit_is_the_likeliest_given_the_earlier_ones(offsets: bool) -> None:
+    rounds = drawn(60, [1.5, 0.7, 2.5], seed=3)
+    found = fit_sts(rounds, offsets)
+
+    def cost(k: int, t: float, b: float) -> float:
+        scaling = Scaling([*found.temperatures[: k - 1], t], [*found.offsets[: k - 1], b])
+        penalty = np.log(t) ** 2 / (2 * 0.5**2) + b**2 / 2
+        return float(log_loss(*at_position(rounds, scaling, k)).sum() + penalty)
+
     for k in range(1, 4):
-        best = ece(*at_position(rounds, Scaling(found, [0.0] * 3), k))
-        tried = [
-            ece(*at_position(rounds, Scaling([*found[: k - 1], t], [0.0] * k), k)) for t in np.geomspace(0.1, 10, 401)
-        ]
-        assert best == pytest.approx(min(tried), abs=1e-12)
+        best = cost(k, found.temperatures[k - 1], found.offsets[k - 1])
+        tried = product(np.geomspace(0.1, 10, 81), np.linspace(-3, 3, 61) if offsets else [0.0])
+        assert best <= min(cost(k, t, b) for t, b in tried) + 1e-9
 
 
 def test_unjudged_positions_count_for_nothing() -> None:
@@ -247,9 +258,54 @@ def test_a_bias_that_no_temperature_removes_is_offset() -> None:
     assert max(best.ece) < 0.012 and plain.ece[0] > 0.03 < raw.ece[0]
 
 
-def test_an_offset_needs_evidence() -> None:
-    unneeded = sum(fit_sts(drawn(300, [1.0], seed)).offsets[0] != 0 for seed in range(20))
-    assert unneeded <= 16, "folds decide, and confidences that are right need none"
+def calibrated(collected: Sequence[Rounds]) -> CalibrationResult:
+    """Half of these conversations fitted on, half measured on; no replay."""
+    settings = TaskSettings(params=SamplingParams(temperature=1.0))
+    return calibrate({"t": [[rounds] for rounds in collected]}, ["t"], [], settings=settings, versions={})
+
+
+def test_little_data_changes_little_and_never_much_for_the_worse() -> None:
+    fresh = drawn(30_000, [1.0, 1.0, 1.0], seed=99)
+    before, refused = max(quality(fresh, Scaling.identity(3)).ece), 0
+    for seed in range(12):
+        found = calibrated([drawn(20, [1.0, 1.0, 1.0], 100 * seed + i) for i in range(12)])
+        assert all(0.4 < t < 2.5 for t in found.calibration.temperatures)
+        assert max(quality(fresh, found.serving).ece) < before + 0.06
+        refused += found.refused is not None
+    assert refused >= 4, "confidences that are right are no better with what was fitted to noise"
+
+
+def test_a_wrong_head_is_corrected_with_enough_data() -> None:
+    known, fresh = [2.5, 0.4, 3.0], drawn(30_000, [2.5, 0.4, 3.0], seed=99)
+    raw = quality(fresh, Scaling.identity(3))
+    for seed in range(4):
+        found = calibrated([drawn(60, known, 100 * seed + i) for i in range(40)])
+        assert found.refused is None and max(quality(fresh, found.serving).ece) < 0.03 < max(raw.ece)
+
+
+def test_what_held_out_conversations_say_is_worse_is_refused() -> None:
+    held_out = [drawn(30, [1.0, 1.0, 1.0], seed) for seed in range(12)]
+    reason = refusal(held_out, Scaling([1.0] * 3, [0.0, 1.0, 0.0]))
+    assert reason is not None and re.match(
+        r"on held-out conversations ECE 0\.\d+ without, 0\.\d+ with; log loss", reason
+    )
+    bound = refusal([drawn(30, [1.0], seed) for seed in range(12)], Scaling([10.0], [0.0]))
+    assert bound is not None and "position 1 is at its bound" in bound
+
+
+def test_a_temperature_at_its_bound_reverses_the_order_of_survivals() -> None:
+    """c_2 of rounds that end at position 1 is an extrapolation; sharpened, it outweighs the survival before it."""
+    generator = np.random.default_rng(0)
+    first_N = generator.random(4000)
+    accepted_N = (generator.random(4000) < first_N) * np.where(generator.random(4000) < 0.5, 2, 1)
+    confidences_NK = np.stack((first_N, 0.45 - 0.1 * first_N), axis=1)
+    rounds = Rounds(confidences_NK, accepted_N, np.full(4000, 2))
+    raw, sharp = roc_auc(*at_position(rounds, Scaling.identity(2), 2)), Scaling([1.0, 0.1], [0.0, 0.0])
+    reversed_auc = roc_auc(*at_position(rounds, sharp, 2))
+    assert raw is not None and reversed_auc is not None and raw > 0.65 and reversed_auc < 0.4
+    assert refusal([rounds], sharp) is not None
+    fitted = roc_auc(*at_position(rounds, fit_sts(rounds), 2))
+    assert fitted is not None and fitted > raw - 0.02
 
 
 @pytest.mark.parametrize("dspark", [True, False])

@@ -4,8 +4,9 @@
     ECE = sum_b n_b / N |mean(a_k) - mean(outcome)| in bin b,   20 equal bins over [0, 1]
 
 The survival a_k is calibrated rather than each c_k alone, because schedulers decide by survival (Sequential Temperature
-Scaling, DSpark, arXiv 2607.05147). `calibrate` fits on one part of the conversations and measures on the other; `sweep`
-gives tokens per step by confidence threshold. Rounds come from calibration/collect.py.
+Scaling, DSpark, arXiv 2607.05147). `calibrate` fits on one part of the conversations and measures on the other;
+`refusal` says why a fit is not worth storing; `sweep` gives tokens per step by confidence threshold. Rounds come from
+calibration/collect.py.
 Shapes: N rounds, K block positions (gamma), M bins.
 """
 
@@ -150,6 +151,12 @@ def brier(predicted_N: Floats, outcome_N: Floats) -> float:
     return float(np.square(predicted_N - outcome_N).mean())
 
 
+def log_loss(predicted_N: Floats, outcome_N: Floats) -> Floats:
+    """-log P(outcome) of each round, in nats."""
+    inside_N = np.clip(predicted_N, _EDGE, 1 - _EDGE)
+    return -np.where(outcome_N > 0, np.log(inside_N), np.log1p(-inside_N))
+
+
 def roc_auc(predicted_N: Floats, outcome_N: Floats) -> float | None:
     """P(an accepted round is predicted above a rejected one), ties count half; None without both kinds."""
     positives = int(outcome_N.sum())
@@ -179,33 +186,29 @@ def sigmoid(x: Floats) -> Floats:
 
 
 # ----------------------------------------------------------------------------
-# T_k, b_k = argmin ECE(a_k, [accepted >= k]),   left to right, earlier positions fixed
+# u_k, b_k = argmin  - sum_n log P(outcome_n | a_k) + u^2 / (2 s_u^2) + b^2 / (2 s_b^2),   T_k = exp(u_k)
+#                    left to right, earlier positions fixed;   s_u = 1/2,  s_b = 1
 #
-#     temperature alone     T_k over a grid, b_k = 0                    Sequential Temperature Scaling
-#     with an offset        T_k over a grid, b_k(T_k) such that  mean a_k = mean outcome
-#
-# Source of the first: DSpark, arXiv 2607.05147. A temperature maps c = 1/2 to itself, so a head that is too confident
-# everywhere keeps a bias; the offset removes it. The offset follows from the mean, so the search stays one-dimensional
-# and does not fit the noise of 20 bins. A position gets an offset only where cross-validation shows a smaller error.
-# Both depend on the position only, so a calibrated c_k is known before x_k is drawn. Shapes: G grid.
+# Sequential Temperature Scaling (DSpark, arXiv 2607.05147) with two changes. The paper minimises the ECE over a grid of
+# temperatures; here it is the log loss with a normal prior, because the ECE of a few hundred rounds is mostly noise and
+# its minimum then lies anywhere, the ends of the grid included. A very small T_k lets c_k outweigh the positions before
+# it, so that a_k even ranks rounds in reverse. And a temperature maps c = 1/2 to itself, so a head that is too
+# confident everywhere keeps a bias; the offset removes it. The prior weighs as much as the rounds where their Fisher
+# information is 4 for u and 1 for b: of rare acceptances about as many, so it decides only where there is little data.
+# Both depend on the position only, so a calibrated c_k is known before x_k is drawn. Shapes: P = 2 parameters.
 # ----------------------------------------------------------------------------
 
 
-# Among equal errors the temperature nearest 1 wins, so grids begin at 1. The coarse one is for fits with an offset,
-# because finding the offset of each temperature is slow.
-_ASCENDING = np.geomspace(0.1, 10.0, 401)
-_FINE, _COARSE = (  # steps of 1.2 % and of 6 %
-    grid[np.argsort(np.abs(np.log(grid)), kind="stable")] for grid in (_ASCENDING, _ASCENDING[::5])
-)
-_FOLDS = 5
-_FURTHEST_OFFSET, _HALVINGS = 10.0, 26
+_PRIOR_P = np.array([4.0, 1.0])  # 1 / s^2 of u and b
+_BOUND_P = np.array([np.log(10.0), 10.0])  # of |u| and |b|
+_STEPS, _CLOSE = 50, 1e-9
+_HALVINGS = 20
 
 
 def fit_sts(rounds: Rounds, offsets: bool = True) -> Scaling:
-    """Fit a temperature per position, and an offset where cross-validation favours it.
+    """Fit a temperature and an offset per position; with few rounds they stay near 1 and 0.
 
     Args:
-        rounds: in the order they were decoded; folds are contiguous, because neighbouring rounds are alike.
         offsets: False for temperatures alone.
 
     Raises:
@@ -217,58 +220,120 @@ def fit_sts(rounds: Rounds, offsets: bool = True) -> Scaling:
         if not judged_N.any():
             raise ValueError(f"no round judged draft position {k}: decode more, with blocks verified whole.")
         before_N = survival(rounds, scaling, k - 1)[judged_N, -1] if k > 1 else np.ones(int(judged_N.sum()))
-        logits_N = logit(rounds.confidences_NK[judged_N, k - 1])
-        outcome_N = (rounds.accepted_N[judged_N] >= k).astype(np.float64)
-        position = _Position(before_N, logits_N, outcome_N)
-        temperature, offset = position.fit(offsets and position.offset_pays())
-        scaling = Scaling([*scaling.temperatures, temperature], [*scaling.offsets, offset])
+        position = _Position(
+            before_N,
+            logit(rounds.confidences_NK[judged_N, k - 1]),
+            outcome_N=(rounds.accepted_N[judged_N] >= k).astype(np.float64),
+        )
+        u, offset = position.fit(2 if offsets else 1)
+        scaling = Scaling([*scaling.temperatures, float(np.exp(u))], [*scaling.offsets, float(offset)])
     return scaling
 
 
+@dataclass(frozen=True)
 class _Position:
     """The rounds that verified one position, with the survival of the positions before it."""
 
-    def __init__(self, before_N: Floats, logits_N: Floats, outcome_N: Floats) -> None:
-        self.before_N, self.logits_N, self.outcome_N = before_N, logits_N, outcome_N
+    before_N: Floats
+    logits_N: Floats
+    outcome_N: Floats
 
-    def predicted(self, temperature: float, offset: float) -> Floats:
-        return self.before_N * sigmoid(self.logits_N / temperature + offset)
+    def cost(self, point_P: Floats) -> float:
+        """Log loss plus the prior's penalty at (u, b)."""
+        predicted_N = self.before_N * sigmoid(self.logits_N * np.exp(-point_P[0]) + point_P[1])
+        return float(log_loss(predicted_N, self.outcome_N).sum() + (_PRIOR_P * point_P**2).sum() / 2)
 
-    def fit(self, with_offset: bool) -> tuple[float, float]:
-        grid_G = _COARSE if with_offset else _FINE
-        offsets_G = self._offsets(grid_G) if with_offset else np.zeros(len(grid_G))
-        errors = [ece(self.predicted(*pair), self.outcome_N) for pair in zip(grid_G, offsets_G, strict=True)]
-        best = int(np.argmin(errors))
-        return float(grid_G[best]), float(offsets_G[best])
+    def fit(self, free: int) -> Floats:
+        """(u, b) of least cost, by Fisher scoring from (0, 0); the first `free` of the two are fitted."""
+        point_P = np.zeros(2)
+        cost = self.cost(point_P)
+        for _ in range(_STEPS):
+            scaled_N = self.logits_N * np.exp(-point_P[0])
+            own_N = sigmoid(scaled_N + point_P[1])
+            predicted_N = np.clip(self.before_N * own_N, _EDGE, 1 - _EDGE)
+            slope_N = predicted_N * (1 - own_N)  # of the prediction, by the scaled logit
+            variance_N = predicted_N * (1 - predicted_N)
+            slopes_NP = np.stack((-scaled_N, np.ones_like(scaled_N)), axis=1)
+            gradient_P = slopes_NP.T @ (slope_N * (predicted_N - self.outcome_N) / variance_N) + _PRIOR_P * point_P
+            information_PP = (slopes_NP.T * (slope_N**2 / variance_N)) @ slopes_NP + np.diag(_PRIOR_P)
+            step_P = np.zeros(2)
+            step_P[:free] = np.linalg.solve(information_PP[:free, :free], gradient_P[:free])
+            for _ in range(_HALVINGS):
+                moved_P = np.clip(point_P - step_P, -_BOUND_P, _BOUND_P)
+                if (lower := self.cost(moved_P)) < cost:
+                    break
+                step_P /= 2
+            else:
+                break
+            change = np.abs(moved_P - point_P).max()
+            point_P, cost = moved_P, lower
+            if change < _CLOSE:
+                break
+        return point_P
 
-    def _offsets(self, grid_G: Floats) -> Floats:
-        """The offset [G] of each temperature at which mean prediction = mean outcome, by bisection."""
-        low_G, high_G = np.full(len(grid_G), -_FURTHEST_OFFSET), np.full(len(grid_G), _FURTHEST_OFFSET)
-        goal = float(self.outcome_N.mean())
-        scaled_GN = self.logits_N / grid_G[:, None]
-        for _ in range(_HALVINGS):
-            middle_G = (low_G + high_G) / 2
-            short_G = (self.before_N * sigmoid(scaled_GN + middle_G[:, None])).mean(axis=1) < goal
-            low_G, high_G = np.where(short_G, middle_G, low_G), np.where(short_G, high_G, middle_G)
-        offsets_G: Floats = (low_G + high_G) / 2
-        return offsets_G
 
-    def offset_pays(self) -> bool:
-        """Whether an offset lowers the cross-validated error."""
-        if len(self.outcome_N) < 2 * _FOLDS:
-            return False
-        folds = np.array_split(np.arange(len(self.outcome_N)), _FOLDS)
-        errors = []
-        for with_offset in (False, True):
-            predicted_N = np.empty(len(self.outcome_N))
-            for fold in folds:
-                predicted_N[fold] = self.predicted(*self._without(fold).fit(with_offset))[fold]
-            errors.append(ece(predicted_N, self.outcome_N))
-        return errors[1] < errors[0]
+# ----------------------------------------------------------------------------
+# Is a scaling better than none? Judged on conversations that it was not fitted on.
+#
+#     refused   T_k or b_k at its bound;  or the log loss is not lower;  or the ECE, mean over the positions, is higher
+#               by more than its noise: the standard deviation of the difference over resampled conversations
+#
+# Conversations are resampled rather than rounds, because the rounds of one conversation are alike.
+# Shapes: C conversations, R resamples.
+# ----------------------------------------------------------------------------
 
-    def _without(self, fold: Ints) -> _Position:
-        kept = np.delete(np.arange(len(self.outcome_N)), fold)
-        return _Position(self.before_N[kept], self.logits_N[kept], self.outcome_N[kept])
+
+_RESAMPLES = 200
+
+
+def refusal(held_out: Sequence[Rounds], scaling: Scaling) -> str | None:
+    """The reason why a scaling is not worth storing, with its figures; None where it is.
+
+    Args:
+        held_out: rounds of each conversation, none of which was fitted on.
+    """
+    points_KP = np.stack((np.log(scaling.temperatures), scaling.offsets), axis=1)
+    at_bound = [str(k + 1) for k in np.flatnonzero((np.abs(points_KP) >= _BOUND_P - 1e-6).any(axis=1))]
+    without, tried = (_Held.of(held_out, s) for s in (Scaling.identity(len(scaling.temperatures)), scaling))
+    once_C = np.ones((1, len(held_out)))
+    chances_C = np.full(len(held_out), 1 / len(held_out))
+    drawn_RC = np.random.default_rng(0).multinomial(len(held_out), chances_C, size=_RESAMPLES).astype(np.float64)
+    noise = float((tried.ece(drawn_RC) - without.ece(drawn_RC)).std())
+    (before,), (after,) = without.ece(once_C), tried.ece(once_C)
+    if not at_bound and tried.loss < without.loss and after <= before + noise:
+        return None
+    bounds = f"the fit of position {', '.join(at_bound)} is at its bound; " if at_bound else ""
+    return (
+        f"{bounds}on held-out conversations ECE {before:.3f} without, {after:.3f} with; "
+        f"log loss {without.loss:.4f} without, {tried.loss:.4f} with"
+    )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A scaling on held-out conversations: mean log loss, and sums per bin of prediction - outcome."""
+
+    loss: float
+    gaps_CKM: Floats
+    counts_CK: Floats
+
+    @staticmethod
+    def of(held_out: Sequence[Rounds], scaling: Scaling) -> _Held:
+        width, total = len(scaling.temperatures), 0.0
+        gaps_CKM, counts_CK = np.zeros((len(held_out), width, BINS)), np.zeros((len(held_out), width))
+        for c, rounds in enumerate(held_out):
+            for k in range(width):
+                predicted_N, outcome_N = at_position(rounds, scaling, k + 1)
+                found = reliability(predicted_N, outcome_N)
+                gaps_CKM[c, k], counts_CK[c, k] = found.predicted_M - found.happened_M, len(outcome_N)
+                total += float(log_loss(predicted_N, outcome_N).sum())
+        return _Held(total / counts_CK.sum(), gaps_CKM, counts_CK)
+
+    def ece(self, weights_RC: Floats) -> Floats:
+        """Mean ECE over the positions [R], each conversation taken `weights_RC` times."""
+        gaps_RK = np.abs(np.einsum("rc,ckm->rkm", weights_RC, self.gaps_CKM)).sum(-1)
+        errors_R: Floats = (gaps_RK / np.maximum(weights_RC @ self.counts_CK, 1)).mean(-1)
+        return errors_R
 
 
 # ----------------------------------------------------------------------------
@@ -281,7 +346,6 @@ class _Position:
 
 
 _RIDGE = 1e-2  # the weight of 0.01 samples; keeps parameters finite where all outcomes are equal
-_STEPS, _CLOSE = 50, 1e-9
 
 
 def fit_estimator(rounds: Rounds) -> CertaintyEstimator:
@@ -356,12 +420,29 @@ class Calibration(BaseModel):
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """A fitted calibration and its rounds: `fit` and `held_out` as decoding takes them, `measured` all, by task."""
+    """A fitted calibration and its rounds: `fit` and `held_out` as decoding takes them, `measured` all, by task.
+
+    Args:
+        held_out: rounds of each conversation.
+        refused: see `refusal`; None where the scaling is worth storing.
+    """
 
     calibration: Calibration
     fit: Rounds
-    held_out: Rounds
+    held_out: list[Rounds]
     measured: TaskRounds
+    refused: str | None
+
+    @property
+    def storable(self) -> bool:
+        """Whether there is something to store: a scaling that is not refused, or an estimator alone."""
+        return self.refused is None or self.calibration.estimator is not None
+
+    @property
+    def serving(self) -> Scaling:
+        """The scaling to serve these confidences with: none where it was refused."""
+        scaling = self.calibration.scaling
+        return scaling if self.refused is None else Scaling.identity(len(scaling.temperatures))
 
 
 def calibrate(
@@ -372,6 +453,8 @@ def calibrate(
     versions: dict[str, str],
 ) -> CalibrationResult:
     """Fit temperatures and offsets, and measure the confidences before and after on other conversations.
+
+    Where they are refused, an estimator is kept with temperatures of 1 and offsets of 0.
 
     Args:
         tasks: tasks of `collected` to measure on.
@@ -392,9 +475,12 @@ def calibrate(
             for task, conversations in measured.items()
         }
     replay = settings.params.temperature == 0.0
-    fit_rounds = _enough(fit, replay, "to fit on")
+    fit_rounds = Rounds.joined(_enough(fit, replay, "to fit on"))
     held_out = _enough([turns for found in measured.values() for turns in found], replay, "to measure on")
-    scaling = fit_sts(fit_rounds)
+    joined, scaling = Rounds.joined(held_out), fit_sts(fit_rounds)
+    refused = refusal(held_out, scaling)
+    if refused is not None and estimator is not None:
+        scaling = Scaling.identity(len(scaling.temperatures))
     calibration = Calibration(
         temperatures=scaling.temperatures,
         offsets=scaling.offsets,
@@ -402,15 +488,15 @@ def calibrate(
         fitted_on=[Path(task).stem for task in fit_tasks or tasks],
         measured_on=[Path(task).stem for task in tasks],
         fit_rounds=len(fit_rounds.accepted_N),
-        measured_rounds=len(held_out.accepted_N),
-        before=quality(held_out, Scaling.identity(len(scaling.temperatures))),
-        after=quality(held_out, scaling),
+        measured_rounds=len(joined.accepted_N),
+        before=quality(joined, Scaling.identity(len(scaling.temperatures))),
+        after=quality(joined, scaling),
         sampling=asdict(settings.params),
         max_new_tokens=settings.max_new_tokens,
         versions=versions,
         machine=machine(),
     )
-    return CalibrationResult(calibration, fit_rounds, held_out, measured=measured)
+    return CalibrationResult(calibration, fit_rounds, held_out, measured=measured, refused=refused)
 
 
 def quality(rounds: Rounds, scaling: Scaling) -> Quality:
@@ -424,16 +510,23 @@ def quality(rounds: Rounds, scaling: Scaling) -> Quality:
     )
 
 
-def _enough(conversations: Sequence[Sequence[Rounds]], replay: bool, purpose: str) -> Rounds:
-    """The rounds that decoding takes, at least `_FEWEST_ROUNDS`. `replay`: the collected blocks follow every token."""
-    parts = [decoded_rounds(rounds) if replay else rounds for turns in conversations for rounds in turns]
+def _enough(conversations: Sequence[Sequence[Rounds]], replay: bool, purpose: str) -> list[Rounds]:
+    """The rounds that decoding takes, by conversation; at least `_FEWEST_ROUNDS`.
+
+    `replay`: the collected blocks follow every token.
+    """
+    parts = [
+        Rounds.joined([decoded_rounds(rounds) if replay else rounds for rounds in turns])
+        for turns in conversations
+        if turns
+    ]
     found = sum(len(part.accepted_N) for part in parts)
     if found < _FEWEST_ROUNDS:
         raise ValueError(
             f"{found} decode rounds {purpose} are too few, {_FEWEST_ROUNDS} is the least: give more prompts "
             "(--max-samples) or longer responses (--max-new-tokens)."
         )
-    return Rounds.joined(parts)
+    return parts
 
 
 def decoded_rounds(rounds: Rounds) -> Rounds:

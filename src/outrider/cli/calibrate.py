@@ -15,7 +15,17 @@ from rich.table import Table
 from outrider.backends.sglang import CALIBRATION_FILE, TABLE_FILE, write_confidence_sts, write_sps_table
 from outrider.calibration.candidates import Candidates, expected_lengths, measure_candidates
 from outrider.calibration.collect import collect_tasks, load_rounds, save_rounds
-from outrider.calibration.fit import Calibration, CalibrationResult, SweepPoint, calibrate, fit_sts, quality
+from outrider.calibration.fit import (
+    Calibration,
+    CalibrationResult,
+    Rounds,
+    Scaling,
+    SweepPoint,
+    calibrate,
+    fit_sts,
+    quality,
+    refusal,
+)
 from outrider.calibration.fit import sweep as sweep_thresholds
 from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_checkpoint
 from outrider.cli import options as opt
@@ -103,24 +113,32 @@ def calibrate_command(
         if rounds is not None:
             save_rounds(rounds, collected, about)
     found = calibrate(collected, measured, fitted, settings=config, versions=versions())
-    add_metadata(directory, calibration=found.calibration.model_dump(mode="json"))
     console.print(quality_table(found.calibration))
-    console.print(f"temperatures stored in {directory}", highlight=False, markup=False, soft_wrap=True)
+    if found.storable:
+        add_metadata(directory, calibration=found.calibration.model_dump(mode="json"))
+        what = "temperatures" if found.refused is None else f"estimator without temperatures ({found.refused})"
+        outcome = f"{what} stored in {directory}"
+    else:
+        outcome = f"not stored: {found.refused}; {directory} is unchanged. More prompts may help."
+    console.print(outcome, highlight=False, markup=False, soft_wrap=True)
     written = []
     if plot is not None:
         plot.parent.mkdir(parents=True, exist_ok=True)
-        plot_reliability(found.held_out, found.calibration.scaling, plot)
+        plot_reliability(Rounds.joined(found.held_out), found.calibration.scaling, plot)
         written.append(plot)
     if sweep is not None:
-        points = sweep_thresholds(found.measured, found.calibration.scaling, replay=temperature == 0.0)
+        points = sweep_thresholds(found.measured, found.serving, replay=temperature == 0.0)
         plot_sweep(points, sweep)
         sweep.with_suffix(".json").write_text(json.dumps([point.model_dump() for point in points], indent=2) + "\n")
         console.print(sweep_table(points))
         written += [sweep, sweep.with_suffix(".json")]
     if export_sglang is not None:
-        written.append(_export(found, export_sglang))
-        if any(found.calibration.scaling.offsets):
-            console.print("SGLang has no offsets: temperatures were fitted alone for its file", soft_wrap=True)
+        console.print("SGLang has no offsets: temperatures were fitted alone for its file", soft_wrap=True)
+        alone = fit_sts(found.fit, offsets=False)
+        if (refused := refusal(found.held_out, alone)) is None:
+            written.append(_export(found, alone, export_sglang))
+        else:
+            console.print(f"not exported: {refused}", highlight=False, markup=False, soft_wrap=True)
     show_paths(console, *written)
 
 
@@ -153,9 +171,9 @@ def _digest(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def _export(found: CalibrationResult, directory: Path) -> Path:
-    """SGLang's calibration file, from temperatures fitted without offsets."""
-    path, alone = directory / CALIBRATION_FILE, fit_sts(found.fit, offsets=False)
+def _export(found: CalibrationResult, alone: Scaling, directory: Path) -> Path:
+    """SGLang's calibration file, from temperatures that were fitted without offsets."""
+    path = directory / CALIBRATION_FILE
     write_confidence_sts(
         path,
         alone.temperatures,
@@ -163,7 +181,7 @@ def _export(found: CalibrationResult, directory: Path) -> Path:
         dataset=",".join(found.calibration.fitted_on),
         num_samples=found.calibration.fit_rounds,
         ece_before=found.calibration.before.ece,
-        ece_after=quality(found.held_out, alone).ece,
+        ece_after=quality(Rounds.joined(found.held_out), alone).ece,
     )
     return path
 
