@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from outrider.data.regenerate import (
     DataSection,
     LocalSource,
     Regeneration,
-    generate_batch,
+    Response,
+    decode_batch,
     plan_batches,
     regenerate,
 )
@@ -32,6 +33,7 @@ from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.features import Features
 from outrider.training.recipe import OptimizerSection
+from tests.toys.decoding import generate_batch
 from tests.toys.targets import TOY, toy_samples
 from tests.toys.tokenizer import byte_tokenizer
 
@@ -203,13 +205,14 @@ def test_a_run_killed_anywhere_ends_with_the_bytes_of_an_uninterrupted_one(
     journal = companion_file(path, "journal")
     decoded: list[int] = []
 
-    def dying(*args: Any, **named: Any) -> object:
-        if chance.random() < 0.4:
-            raise Killed
-        decoded.append(len(args[1]))
-        return generate_batch(*args, **named)
+    def dying(*args: Any, **named: Any) -> Iterator[dict[int, Response]]:
+        for ended in decode_batch(*args, **named):
+            if chance.random() < 0.15:
+                raise Killed
+            decoded.append(len(ended))
+            yield ended
 
-    monkeypatch.setattr(sources, "generate_batch", dying)
+    monkeypatch.setattr(sources, "decode_batch", dying)
     kills = torn = 0
     while not path.exists():
         try:
@@ -228,7 +231,12 @@ def test_a_run_killed_anywhere_ends_with_the_bytes_of_an_uninterrupted_one(
 def test_every_cut_of_the_journal_is_gone_on_from(target: Target, tmp_path: Path) -> None:
     journals: list[bytes] = []
     path = tmp_path / "r.jsonl"
-    make(target, path, SAMPLED, on_progress=lambda *_: journals.append(companion_file(path, "journal").read_bytes()))
+
+    def keep(done: int, *_: int) -> None:
+        if done:
+            journals.append(companion_file(path, "journal").read_bytes())
+
+    make(target, path, SAMPLED, on_progress=keep)
     whole, journal = path.read_bytes(), journals[-1]
     for cut in random.Random(0).sample(range(len(journal)), 12):
         path.unlink()
@@ -280,8 +288,8 @@ def test_an_early_stop_keeps_what_there_is_and_the_counts_add_up(target: Target,
     batches: list[int] = []
     path = tmp_path / "r.jsonl"
     made = make(target, path, SAMPLED, on_progress=lambda *n: batches.append(n[0]), stop=lambda: len(batches) >= 2)
-    assert batches == [2, 4] and len(made.replies) == 4
-    assert (made.summary.total, made.summary.done, made.summary.waiting) == (9, 4, 5)
+    assert len(made.replies) == 2, "a batch that began is decoded to its end"
+    assert (made.summary.total, made.summary.done, made.summary.waiting) == (9, 2, 7)
     assert make(target, path, SAMPLED).replies == whole.replies
     assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +113,54 @@ def test_killed_at_random_points_servers_end_with_the_same_bytes(
     status, output = zygote.run(*command(toy, tmp_path / "local.jsonl", "--batch-size", 1))
     assert status == 0
     assert read_responses(tmp_path / "local.jsonl")[1] == read_responses(out)[1], "server and engine say the same"
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
+def test_what_was_finished_inside_a_batch_is_kept(
+    zygote: Zygote, toy: Path, tmp_path: Path, by: signal.Signals
+) -> None:
+    lengths = ("--max-prompt-tokens", 56, "--max-new-tokens", 200)
+
+    def args(name: str) -> tuple[object, ...]:  # one batch of 24 responses, which end at steps of their own
+        return command(toy, tmp_path / name, *lengths, "--batch-size", 24, "--max-turns", 1)
+
+    journal = companion_file(tmp_path / "out.jsonl", "journal")
+
+    def kept() -> int:
+        lines = journal.read_text().splitlines()[1:] if journal.exists() else []
+        return sum(len(json.loads(line)["replies"]) for line in lines if line.endswith("]}"))
+
+    status, output = zygote.run(*args("whole.jsonl"))
+    assert status == 0 and output.startswith(f"loading {toy / 'target'}\nanswering 24 prompts with"), output
+    status, output = zygote.run(*args("out.jsonl"), kill_when=lambda: kept() >= 3, by=by)
+    count = kept()
+    assert 3 <= count < 24
+    if by == signal.SIGINT:
+        said = re.fullmatch(r"stopped, (\d+) replies kept; the same command goes on", output.splitlines()[-1])
+        # The signal may come while a reply is being written: it is kept, and not counted yet.
+        assert status == 130 and said and 2 <= int(said[1]) <= count, output
+    else:
+        assert status == -signal.SIGKILL
+    status, output = zygote.run(*args("out.jsonl"))
+    assert status == 0 and f"; {count} replies are there" in output, output
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_control_c_while_servers_answer(zygote: Zygote, toy: Path, served: Target, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    journal = companion_file(out, "journal")
+
+    def slow(number: int, body: dict[str, object]) -> str | None:
+        time.sleep(0.05)
+        return None
+
+    with serving(ToyServer(served, slow)) as server:
+        args = command(toy, out, "--base-url", server.url, "--concurrency", 2)
+        status, output = zygote.run(*args, kill_when=lambda: size(journal) > 2000, by=signal.SIGINT)
+        assert status == 130 and "replies kept; the same command goes on" in output, output
+        assert "Traceback" not in output and "never retrieved" not in output, output
+        status, output = zygote.run(*args)
+    assert status == 0 and "36 turns = 36 done" in output, output
 
 
 def test_failures_waiting_and_guessed_tokens_are_reported(

@@ -29,7 +29,7 @@ import outrider.evaluation.doctor.examine as run
 from outrider.cli.main import app
 from outrider.data.chat import Chat, render
 from outrider.data.conversations import Conversation
-from outrider.data.regenerate import Response, generate_batch
+from outrider.data.regenerate import Response
 from outrider.data.responses import Reply, join_turns, read_responses
 from outrider.drafters.config import mask_token_id
 from outrider.drafters.dspark import DSpark
@@ -44,6 +44,7 @@ from outrider.training.loss import BlockObjective
 from outrider.training.recipe import ObjectiveConfig, Recipe
 from outrider.training.setup import Run
 from outrider.training.trainer import Trainer
+from tests.toys.decoding import generate_batch
 from tests.toys.dialects import released_medusa
 from tests.toys.targets import TOY, toy_config, toy_target
 from tests.toys.tokenizer import byte_tokenizer

@@ -13,12 +13,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import outrider.target.hub as resolve_module
-from outrider.data.regenerate import generate_batch
 from outrider.sampling import SamplingParams
 from outrider.target.hub import EMBEDDED_ID, converted, resolve_model
 from outrider.target.linear import PackedLinear, packing_disabled, warm_up
 from outrider.target.model import Target, count_layers, load_target
 from outrider.utils.files import file_sha256
+from tests.toys.decoding import generate_batch
 from tests.toys.targets import TOY_CONFIGS, toy_target
 
 TOLERANCE = 1e-4

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 from transformers.cache_utils import Cache
 
-from outrider.data.regenerate import generate_batch
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import Drafter, DrafterWeights
@@ -25,6 +24,7 @@ from outrider.evaluation.evaluate import compare_greedy
 from outrider.sampling import SamplingParams
 from outrider.target.cache import RecurrentLayer
 from outrider.target.model import Target, load_target
+from tests.toys.decoding import generate_batch
 from tests.toys.documents import DOCUMENT_AUX_LAYERS, documents, largest_difference
 from tests.toys.eagle3 import make_drafter
 from tests.toys.engine import assert_solo, finish, toy_drafter

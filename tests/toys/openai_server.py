@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from outrider.data.regenerate import generate_batch
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
+from tests.toys.decoding import generate_batch
 
 
 @dataclass

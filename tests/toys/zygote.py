@@ -57,7 +57,9 @@ class Zygote:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def run(self, *args: object, kill_when: Callable[[], bool] | None = None) -> tuple[int, str]:
+    def run(
+        self, *args: object, kill_when: Callable[[], bool] | None = None, by: signal.Signals = signal.SIGKILL
+    ) -> tuple[int, str]:
         """(exit status, output); -9 when it was killed in time."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([list(map(str, args)), str(self.log)]) + "\n")
@@ -65,7 +67,7 @@ class Zygote:
         child = int(self._read())
         while kill_when is not None and Path(f"/proc/{child}/stat").exists():
             if kill_when():
-                os.kill(child, signal.SIGKILL)
+                os.kill(child, by)
                 break
             time.sleep(0.005)
         status = int(self._read())

@@ -122,7 +122,7 @@ def run(
         ValueError: a prompt and its response may not fit the target's context, or see `make_responses`.
         typer.Exit: every request failed; the status is 1.
     """
-    loaded = None if data.base_urls else load(target, device, dtype)
+    loaded = None if data.base_urls else load(target, device, dtype, console=console)
     chat = Chat.of(loaded) if loaded is not None else Chat.load(target)
     longest = data.max_prompt_tokens + data.max_new_tokens
     if longest > chat.max_context:
@@ -131,8 +131,8 @@ def run(
             "lower one of them."
         )
     started = time.monotonic()
-    with sole_writer(path), responding(console) as on_progress:
-        made = make_responses(data, chat, loaded, seed=seed, path=path, on_progress=on_progress)
+    with responding(console) as progress, sole_writer(path):
+        made = make_responses(data, chat, loaded, seed=seed, path=path, on_progress=progress.update, say=progress.say)
     report(made, path, time.monotonic() - started, console=console)
     if made.failures and not made.replies:
         raise typer.Exit(1)

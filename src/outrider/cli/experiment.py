@@ -184,7 +184,7 @@ def demo(
     set_up(threads)
     path = Path(str(resources.files("outrider.cli") / "demo.yaml"))
     recipe = load_recipe(path, overrides or []).model_copy(update={"out": str(out)})
-    target = load(recipe.target, recipe.device)
+    target = load(recipe.target, recipe.device, console=console)
     run_training(recipe, target, console)
     config = TaskSettings(eval_samples, eval_tokens)
     console.rule("the drafter trained just now")

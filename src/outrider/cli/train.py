@@ -51,7 +51,7 @@ def train(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> None:
             console.print("[yellow]this CPU emulates bfloat16: precision=float32 is faster here[/yellow]")
         spread = chosen.shard_target and ranks.world > 1
         place = partial(shard_layers, ranks=ranks) if spread else lambda model: None
-        target = load(chosen.target, ranks.device, getattr(torch, chosen.precision), place=place)
+        target = load(chosen.target, ranks.device, getattr(torch, chosen.precision), place=place, console=console)
         run_training(chosen, target, console, ranks=ranks)
 
 
@@ -89,9 +89,9 @@ def run_training(recipe: Recipe, target: Target, console: Console, ranks: Ranks 
 
 
 def prepare_with_progress(recipe: Recipe, target: Target, console: Console, ranks: Ranks = ALONE) -> Run:
-    """`prepare` with a progress bar."""
-    with responding(console) as on_progress:
-        return prepare(recipe, target, on_progress, ranks=ranks)
+    """`prepare`, and how far it is."""
+    with responding(console) as progress:
+        return prepare(recipe, target, progress.update, ranks=ranks, say=progress.say)
 
 
 # Without --limit-gb the question comes above 20 GB, or a tenth of the free disk where that is less: a store below both
@@ -164,7 +164,7 @@ def _prepare(path: Path, overrides: list[str] | None, max_bytes: int | None, con
     recipe = load_recipe(path, ["features.mode=store", *(overrides or []), *extra])
     set_up(recipe.threads)
     return recipe, prepare_with_progress(
-        recipe, load(recipe.target, recipe.device, getattr(torch, recipe.precision)), console
+        recipe, load(recipe.target, recipe.device, getattr(torch, recipe.precision), console=console), console
     )
 
 

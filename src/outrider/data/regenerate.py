@@ -3,10 +3,12 @@
 Here it decodes plainly, in batches:
 
 sort a window of prompts by length -> left-pad a batch -> prefill -> one token per sequence per step
-finished sequences leave the batch when a quarter of it is done (`KVCache.keep_rows`)
+a finished sequence is handed on at once; a quarter of them finished, they leave the batch (`KVCache.keep_rows`)
 
 Sampling is x = min{v : u < P(0) + .. + P(v)} with uniform numbers u drawn per sequence from a seed of its own, so what
-a sequence says does not depend on which others share its batch, nor on when a stopped run was taken up again.
+a sequence says does not depend on which others share its batch, on their order, nor on when a stopped run was taken up
+again. One exception: a matrix product may round differently for another number of rows (GPUs, bfloat16), and then a
+token that is as likely as another up to rounding may change; `batch_size: 1` excludes that.
 """
 
 from __future__ import annotations
@@ -113,14 +115,16 @@ def plan_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def generate_batch(
+def decode_batch(
     target: Target,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
     params: SamplingParams,
     seeds: Sequence[int],
-) -> list[Response]:
+) -> Iterator[dict[int, Response]]:
     """Decode one batch to its end, without speculation. Repetition penalty is not applied here.
+
+    Yields after every step the responses that ended with it, by their prompts' numbers; most steps end none.
 
     Args:
         seeds: one per prompt, in place of `params.seed`.
@@ -133,8 +137,8 @@ def generate_batch(
     cache = target.new_cache(width + max_new_tokens, pad_B.to(target.device))
     uniform_BN = _uniform(seeds, max_new_tokens).to(target.device) if params.temperature > 0 else None
     out: list[list[int]] = [[] for _ in prompts]
-    finished = [False] * len(prompts)
     alive = list(range(len(prompts)))
+    done: set[int] = set()
     stop_ids = target.eos_ids
     step_BT = tokens_BT.to(target.device)
     for step in range(max_new_tokens):
@@ -144,20 +148,23 @@ def generate_batch(
             next_B = logits_BTV[:, -1].argmax(-1)
         else:
             next_B = _draw(warp(logits_BTV[:, -1].float(), params, None), uniform_BN[alive, step])
+        ended: dict[int, Response] = {}
         for row, token in zip(alive, next_B.tolist(), strict=True):
-            if not finished[row]:
+            if row not in done:
                 out[row].append(token)
-                finished[row] = token in stop_ids
-        going = [i for i, row in enumerate(alive) if not finished[row]]
+                if token in stop_ids or step == max_new_tokens - 1:
+                    ended[row] = Response(out[row], finished=token in stop_ids)
+        yield ended
+        done |= ended.keys()
+        going = [i for i, row in enumerate(alive) if row not in done]
         if not going:
-            break
+            return
         if len(going) < _COMPACT_BELOW * len(alive):
             keep = torch.tensor(going, device=target.device)
             cache.keep_rows(keep)
             next_B = next_B[keep]
             alive = [alive[i] for i in going]
         step_BT = next_B[:, None]
-    return [Response(tokens, done) for tokens, done in zip(out, finished, strict=True)]
 
 
 def _uniform(seeds: Sequence[int], count: int) -> Tensor:
@@ -198,6 +205,7 @@ class ResponseSource(ABC):
 
     renders_prompts = False  # whether prompts are tokenised by the source, by a template that need not be ours
     trouble: str | None = None  # why it ended before everything was answered
+    tokens_under_way = 0  # of responses that are not finished yet, where the source knows them
 
     def __init__(self, chat: Chat, data: DataSection) -> None:
         self.chat, self.data = chat, data
@@ -209,11 +217,12 @@ class ResponseSource(ABC):
 
     @abstractmethod
     def answer(self, requests: Sequence[Request], stop: Callable[[], bool]) -> Iterator[list[Reply | Failure]]:
-        """Answers to the requests that are not done, in commits; ends early when `stop` says so."""
+        """Answers to the requests that are not done, in commits, as soon as they are finished; ends early when `stop`
+        says so. An empty commit is a sign of life: `tokens_under_way` has grown."""
 
 
 class LocalSource(ResponseSource):
-    """Responses by the target itself, batch by batch. A commit is a batch, so a batch is always decoded whole."""
+    """Responses by the target itself, batch by batch. `stop` is asked between batches, so that no token is lost."""
 
     def __init__(self, target: Target, data: DataSection) -> None:
         super().__init__(Chat.of(target), data)
@@ -233,11 +242,15 @@ class LocalSource(ResponseSource):
             if stop():
                 return
             prompts, seeds = [r.prompt for r in wanted], [r.seed for r in wanted]
-            said = generate_batch(self.target, prompts, data.max_new_tokens, params=params, seeds=seeds)
-            yield [
-                Reply(r.id, r.turn, r.prompt, response=s.tokens, finished=s.finished)
-                for r, s in zip(wanted, said, strict=True)
-            ]
+            steps = decode_batch(self.target, prompts, data.max_new_tokens, params=params, seeds=seeds)
+            left = len(wanted)
+            for step, ended in enumerate(steps, start=1):
+                left -= len(ended)
+                self.tokens_under_way = step * left
+                yield [
+                    Reply(r.id, r.turn, r.prompt, response=said.tokens, finished=said.finished)
+                    for r, said in ((wanted[number], said) for number, said in ended.items())
+                ]
 
 
 # ----------------------------------------------------------------------------
@@ -381,6 +394,11 @@ class ServerSource(ResponseSource):
                 except StopAsyncIteration:
                     return
         finally:
+            # Ctrl-C leaves tasks that still run, and a generator cannot be closed while one waits for it.
+            if tasks := asyncio.all_tasks(loop):
+                for task in tasks:
+                    task.cancel()
+                loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             loop.run_until_complete(answers.aclose())
             loop.close()
 
@@ -527,13 +545,15 @@ def regenerate(
     *,
     seed: int = 0,
     on_progress: Progress = no_progress,
+    say: Callable[[str], None] = lambda line: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Regeneration:
     """Complete the responses file at `path`: a response to every turn of every conversation.
 
     Args:
         on_progress: called after each commit, and first for what is there already.
-        stop: asked between commits; True ends early with what there is.
+        say: told one line at a time what begins, before the first response that is not there yet.
+        stop: asked by the source, see there; True ends early with what there is.
 
     Raises:
         ValueError: `path` holds responses made with other settings, or to another conversation of the same id; the
@@ -563,7 +583,11 @@ def regenerate(
                 summary.skipped += turns_left[conversation.id]
                 continue
             requests.append(request)
-        if summary.done and not new_tokens:
+        if not new_tokens and not all(request.done for request in requests):
+            there = f"; {len(file.replies)} replies are there" if file.replies else ""
+            by = f" at {', '.join(data.base_urls)}" if data.base_urls else ""
+            say(f"answering {len(conversations)} prompts with {chat.name}{by}{there}")
+        if not new_tokens:
             on_progress(summary.done, summary.total, summary.tokens)  # what an earlier run did
         for answers in source.answer(requests, stop):
             new = [answer for answer in answers if isinstance(answer, Reply)]
@@ -576,7 +600,7 @@ def regenerate(
                     lost.add(answer.id)
                     failures.append(answer)
                     summary.failed += turns_left[answer.id]
-            on_progress(summary.done, summary.total, summary.tokens)
+            on_progress(summary.done, summary.total, summary.tokens + source.tokens_under_way)
     summary.waiting = summary.total - summary.done - summary.skipped - summary.failed
     file.finish([c.id for c in conversations], asdict(summary), failures)
     wanted = [(c.id, turn) for c in conversations for turn in range(len(c.turns))]

@@ -13,7 +13,7 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,11 +72,13 @@ def make_responses(
     seed: int,
     path: Path,
     on_progress: Progress = no_progress,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Regeneration:
     """Complete the responses at `path`: by the servers the section names, else by the target itself.
 
     Args:
         target: needed without servers. A server's key, where it wants one, is in $OPENAI_API_KEY.
+        on_progress, say: see `regenerate`.
 
     Raises:
         ValueError: see `regenerate`; or servers ended the run before everything was done.
@@ -94,6 +96,7 @@ def make_responses(
         path,
         seed=seed,
         on_progress=on_progress,
+        say=say,
         stop=lambda: time.monotonic() > deadline,
     )
     if source.trouble:
@@ -135,8 +138,13 @@ def responses_path(recipe: Recipe) -> Path:
     return Path(recipe.data.responses) if recipe.data.responses else Path(recipe.out) / "responses.jsonl"
 
 
-def recipe_samples(recipe: Recipe, target: Target, on_progress: Progress = no_progress) -> Dataset:
-    """The recipe's samples, regenerating what is missing.
+def recipe_samples(
+    recipe: Recipe,
+    target: Target,
+    on_progress: Progress = no_progress,
+    say: Callable[[str], None] = lambda line: None,
+) -> Dataset:
+    """The recipe's samples, regenerating what is missing; `on_progress` and `say` as in `regenerate`.
 
     Raises:
         ValueError: nothing usable came out.
@@ -150,7 +158,7 @@ def recipe_samples(recipe: Recipe, target: Target, on_progress: Progress = no_pr
     fixed = target.sharded or (state / "state.json").is_file()
     if data.prompts and not fixed:
         with sole_writer(path):  # the processes of `outrider features write` come here one after another
-            make_responses(data, Chat.of(target), target, seed=recipe.seed, path=path, on_progress=on_progress)
+            make_responses(data, Chat.of(target), target, seed=recipe.seed, path=path, on_progress=on_progress, say=say)
     settings, replies = existing_responses(path, target)
     if data.prompts:
         wanted = {c.id: len(c.turns) for c in recipe_prompts(data)}

@@ -15,7 +15,7 @@ leaves the function the same:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,8 +153,10 @@ def prepare(
     target: Target,
     on_progress: Progress = no_progress,
     ranks: Ranks = ALONE,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Run:
-    """Samples, drafter and objective of a recipe, ready for the trainer. Only the main rank regenerates responses.
+    """Samples, drafter and objective of a recipe, ready for the trainer. Only the main rank regenerates responses,
+    and tells `on_progress` and `say` of it (see `regenerate`).
 
     Raises:
         ValueError: the drafter cannot be what the recipe asks for, or there is nothing to train on.
@@ -170,7 +172,7 @@ def prepare(
             f"data.max_prompt_tokens + data.max_new_tokens is {longest} and {target.name} reads {target.max_context} "
             "tokens; lower one of them."
         )
-    samples, held_out, responses = ranks.from_main(lambda: recipe_samples(recipe, target, on_progress))
+    samples, held_out, responses = ranks.from_main(lambda: recipe_samples(recipe, target, on_progress, say=say))
     if start is None:
         start = fresh(drafter, recipe, target, samples=samples)
     else:
