@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def shown(*arguments: str) -> str:
 def parser(verb: str) -> Any:
     command: Any = get_command(main.app)
     for name in verb.split():
-        command = command.commands[name]
+        command = command.resolve_command(command.context_class(command), [name])[1]
     return command
 
 
@@ -98,6 +99,10 @@ def test_help_of_the_command() -> None:
     top = {verb.split()[0] for verb in VERBS}
     assert set(parser("").commands) == top and all(f"│ {verb} " in text for verb in top)
     assert set(parser("features").commands) == {"plan", "write", "check"}
+    for verb in VERBS:
+        *group, name = verb.split()
+        listed = parser(" ".join(group)).commands[name]
+        assert parser(verb).help.splitlines()[0] == (listed.help or parser(verb).help), verb
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -110,6 +115,11 @@ def test_help_of_a_verb_fits_a_screen(verb: str) -> None:
     hidden = [option for option in options if option.hidden]
     assert len(options) - len(hidden) <= 20
     assert ("--help-all" in text and "--config" in text) == bool(hidden)
+    words = " ".join(text.replace("│", " ").split())
+    for option in options:
+        if not option.hidden and option.show_default and option.default not in (None, False, True, ""):
+            shown_as = f"({option.show_default})" if isinstance(option.show_default, str) else option.default
+            assert f"[default: {shown_as}" in words, option.name
     full = shown(*verb.split(), "--help-all") if hidden else text
     assert all(option.opts[0] in full for option in options) and all(option.help for option in options)
     for word in VERBS[verb]:
@@ -148,7 +158,7 @@ def test_options_from_a_file(run: Run, toy: Path, tmp_path: Path) -> None:
     options = parser("bench").make_context("bench", ["--config", str(levels)]).params
     assert (options["concurrency"], options["tasks"], options["chat"]) == ("1,2", "eval_math", True)
     config.write_text("max-new-tokenz: 7\n")
-    check_error(run(*command, "--config", config), "generate has no option 'max-new-tokenz'")
+    check_error(run(*command, "--config", config), "no option 'max-new-tokenz'; did you mean max-new-tokens?")
     config.write_text("max-new-tokens: many\n")
     check_error(run(*command, "--config", config), "Invalid value for '--max-new-tokens'")
     config.write_text("- 7\n")
@@ -164,6 +174,9 @@ def test_misspelt_commands_end_in_one_line(run: Run) -> None:
     check_error(run("eval", "--tmperature", "1"), "No such option: --tmperature")
     check_error(run("bench", "--backend", "vlm", "--tasks", "a", "--out", "b"), "--backend vlm is none of local")
     assert run()[0] == 2
+    check_error(run("genrate", "hi"), "Did you mean 'generate'?")
+    check_error(run("features", "plam"), "Did you mean 'plan'?")
+    check_error(run("eval", "--tmperature", "1"), "--temperature")
 
 
 def test_generate_is_the_same_with_and_without_a_drafter(run: Run, toy: Path) -> None:
@@ -390,6 +403,50 @@ def test_loads_that_cannot_be_are_refused_before_the_target_is_loaded(run: Run, 
         check_error(run(*bench, "--arrivals", arrivals, option, value), message)
     launched = ("--backend", "vllm", "--launch", "--engine-args", "'open")
     check_error(run(*bench, *launched), '--engine-args "\'open": No closing quotation.')
+
+
+HEAVY = ("torch", "transformers", "numpy", "matplotlib", "yaml", "httpx")
+STARTED = """
+import resource, sys
+from outrider.cli.main import main
+sys.argv = ["outrider", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as end:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    print("ended", end.code or 0, used.ru_utime + used.ru_stime, *sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [("--help", 0), ("--version", 0), ("", 2), ("genrate", 2), ("features --help", 0), ("features plam", 2)],
+)
+def test_what_runs_no_verb_imports_none(words: str, status: int) -> None:
+    """Help and misspelt verbs take about 0.15 s where PyTorch takes seconds; the bound has room for slow machines."""
+    found = subprocess.run([sys.executable, "-c", STARTED, *words.split()], capture_output=True, text=True)
+    code, seconds, *modules = found.stdout[found.stdout.rindex("ended") :].split()[1:]
+    assert int(code) == status, found.stderr
+    assert not set(HEAVY) & set(modules)
+    assert float(seconds) < 1.0
+
+
+def test_the_version_is_the_package_s(run: Run) -> None:
+    assert run("--version")[:2] == (0, f"outrider {metadata.version('outrider')}\n")
+
+
+def test_a_shell_completes_verbs_and_options() -> None:
+    """As the script that `outrider --install-completion` installs asks for them."""
+    command = Path(sys.executable).with_name("outrider")
+
+    def completed(words: str) -> list[str]:
+        asked = {"_OUTRIDER_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        found = subprocess.run([command], capture_output=True, text=True, env={**os.environ, **asked})
+        return found.stdout.split()
+
+    assert completed("outrider ge") == ["generate"]
+    assert completed("outrider features w") == ["write"]
+    assert completed("outrider bench-table --o") == ["--out"]
 
 
 def test_the_installed_command_ends_a_mistake_in_one_line() -> None:

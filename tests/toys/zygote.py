@@ -17,7 +17,7 @@ from tests.toys.target_directory import save_toy_target
 # Imports once, then forks a child for every command it reads: a process that can be killed, without ten slow starts.
 ZYGOTE = """
 import json, os, sys
-from outrider.cli import main
+from outrider.cli import data, main, train
 print("ready", flush=True)
 for line in sys.stdin:
     args, log = json.loads(line)

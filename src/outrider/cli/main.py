@@ -1,70 +1,152 @@
-"""The `outrider` command: its verbs, and errors of users as one line on stderr with exit status 2."""
+"""The `outrider` command: its verbs, and errors of users as one line on stderr with exit status 2.
+
+A verb's module is imported when the verb is run or asked for its help: PyTorch and transformers take seconds to import,
+which `outrider --help` and a misspelt verb need not wait for.
+"""
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
 
-from outrider.cli.bench import bench_command, bench_table, simulate_command
-from outrider.cli.calibrate import calibrate_command, profile_command
-from outrider.cli.checkpoints import export_command, package_command
-from outrider.cli.data import inspect_command, prepare_command
-from outrider.cli.evaluate import bench_drafters, compare_command, doctor, evaluate_command
-from outrider.cli.experiment import demo, experiment
-from outrider.cli.generate import generate_command, models
-from outrider.cli.options import UsageError, Verb
-from outrider.cli.train import check_features, plan_features, train, write_features
+from outrider.cli.options import UsageError, command_of
 
 _SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _SHIPPED = "models/smollm2-135m-dspark"
-_VERBS = (
-    ("Decode", "generate", generate_command, 'outrider generate "Name three rivers." --show-rounds'),
-    ("Decode", "models", models, "outrider models SmolLM2"),
-    ("Train", "demo", demo, "outrider demo"),
-    ("Train", "prepare", prepare_command,
-     "outrider prepare --recipe src/outrider/cli/demo.yaml --out runs/mine.jsonl"),
-    ("Train", "inspect", inspect_command, f"outrider inspect {_SHIPPED}"),
-    ("Train", "train", train,
-     "outrider train src/outrider/cli/demo.yaml out=runs/mine optimizer.steps=200"),
-    ("Train", "experiment", experiment, "outrider experiment experiments/smollm2-135m.yaml --dry-run"),
-    ("Measure", "eval", evaluate_command,
-     f"outrider eval --target {_SMOLLM2} --tasks eval_math --out runs/eval"),
-    ("Measure", "compare", compare_command, "outrider compare docs/results/shipped-greedy"),
-    ("Measure", "doctor", doctor, f"outrider doctor --target {_SMOLLM2} --drafter {_SHIPPED}"),
-    ("Measure", "calibrate", calibrate_command,
-     f"cp -r {_SHIPPED} mine",
-     f"outrider calibrate --target {_SMOLLM2} --drafter mine --tasks eval_math"),
-    ("Measure", "profile", profile_command,
-     "outrider profile --max-requests 2 --max-tokens 16 --out runs/profile.json"),
-    ("Measure", "bench-drafters", bench_drafters, f"outrider bench-drafters {_SHIPPED} ngram --repeats 5"),
-    ("Serve", "bench", bench_command,
-     "outrider bench --tasks eval_math --concurrency 1,2 --variants fixed-4 --repeats 1 --out runs/bench"),
-    ("Serve", "bench-table", bench_table, "outrider bench-table runs/bench"),
-    ("Serve", "simulate", simulate_command,
-     "outrider simulate --record runs/traces.npz --tasks eval_math --max-samples 4",
-     "outrider simulate --traces runs/traces.npz --profile runs/profile.json --out runs/simulated"),
-    ("Serve", "export", export_command, f"outrider export {_SHIPPED} --to vllm --out runs/vllm"),
-    ("Serve", "package", package_command, f"outrider package {_SHIPPED} runs/smollm2-135m-dspark"),
-)  # fmt: skip
-_FEATURES = (("plan", plan_features), ("write", write_features), ("check", check_features))
+_DEMO = "src/outrider/cli/demo.yaml"
 
-app = typer.Typer(
-    help="Train, evaluate and serve draft models for lossless speculative decoding.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+
+class Listed(NamedTuple):
+    """A verb as the group lists it: its panel, name and help, the function in cli/ that runs it, an example."""
+
+    panel: str | None
+    name: str
+    help: str  # the first line of the function's docstring
+    function: str  # MODULE.FUNCTION
+    example: str
+
+    def load(self) -> Any:
+        """The command, its module imported."""
+        module, function = self.function.split(".")
+        verb = getattr(import_module(f"outrider.cli.{module}"), function)
+        return command_of(verb, self.name, epilog=f"Example:\n{self.example}")
+
+
+class LazyGroup(TyperGroup):
+    """A group that shows its verbs from `listed` and imports the module of the one that is asked for."""
+
+    listed: ClassVar[tuple[Listed, ...]] = ()
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        shown: dict[str, Any] = {
+            verb.name: TyperCommand(verb.name, help=verb.help, rich_help_panel=verb.panel) for verb in self.listed
+        }
+        self.commands = {**shown, **self.commands}
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help, without the kind of flags."""
+        for param in self.get_params(ctx):
+            param.metavar = ""
+        super().format_help(ctx, formatter)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """(name, command, its arguments): the command itself, where `commands` has its name and line of help."""
+        name, command, rest = super().resolve_command(ctx, args)
+        found = next((verb.load() for verb in self.listed if verb.name == name), command)
+        return name, found, rest
+
+
+class _Verbs(LazyGroup):
+    listed = (
+        Listed("Decode", "generate", "Answer a prompt, streamed.",
+               function="generate.generate_command", example='outrider generate "Name three rivers." --show-rounds'),
+        Listed("Decode", "models", "List drafters by target, on this machine and published.",
+               function="generate.models", example="outrider models SmolLM2"),
+        Listed("Train", "demo", "Generate responses, train and evaluate a small drafter, in under ten minutes.",
+               function="experiment.demo", example="outrider demo"),
+        Listed("Train", "prepare", "Generate the target's responses for training; run again to go on.",
+               function="data.prepare_command", example=f"outrider prepare --recipe {_DEMO} --out runs/mine.jsonl"),
+        Listed("Train", "inspect", "Show which tokens are trained on, or what a checkpoint is.",
+               function="data.inspect_command", example=f"outrider inspect {_SHIPPED}"),
+        Listed("Train", "train", "Train a drafter on the target's responses; run again to go on.",
+               function="train.train", example=f"outrider train {_DEMO} out=runs/mine optimizer.steps=200"),
+        Listed("Train", "experiment", "Train, evaluate and compare a table of drafters (docs/experiments.md).",
+               function="experiment.experiment", example="outrider experiment experiments/smollm2-135m.yaml --dry-run"),
+        Listed("Measure", "eval", "Decode tasks with and without a drafter: speedup, accepted length, same output.",
+               function="evaluate.evaluate_command",
+               example=f"outrider eval --target {_SMOLLM2} --tasks eval_math --out runs/eval"),
+        Listed("Measure", "compare", "Compare results of eval; those of one name are seeds of one drafter.",
+               function="evaluate.compare_command", example="outrider compare docs/results/shipped-greedy"),
+        Listed("Measure", "doctor", "Check target, drafter and data against each other; status 1 if a fault is found.",
+               function="evaluate.doctor", example=f"outrider doctor --target {_SMOLLM2} --drafter {_SHIPPED}"),
+        Listed("Measure", "calibrate", "Fit confidences to acceptance; of medusa and hydra, measure accuracies.",
+               function="calibrate.calibrate_command",
+               example=f"cp -r {_SHIPPED} mine\n"
+               f"outrider calibrate --target {_SMOLLM2} --drafter mine --tasks eval_math"),
+        Listed("Measure", "profile", "Measure the cost of a step on this machine, for load-aware policies.",
+               function="calibrate.profile_command",
+               example="outrider profile --max-requests 2 --max-tokens 16 --out runs/profile.json"),
+        Listed("Measure", "bench-drafters", "Time drafts by their length, drafters taking turns.",
+               function="evaluate.bench_drafters", example=f"outrider bench-drafters {_SHIPPED} ngram --repeats 5"),
+        Listed("Serve", "bench", "Put load on an engine, ours or another: throughput against user speed.",
+               function="bench.bench_command",
+               example="outrider bench --tasks eval_math --concurrency 1,2 --variants fixed-4 --repeats 1 "
+               "--out runs/bench"),
+        Listed("Serve", "bench-table", "Compare engines that bench measured, each with itself without speculation.",
+               function="bench.bench_table", example="outrider bench-table runs/bench"),
+        Listed("Serve", "simulate", "Predict a load test from a profile and recorded drafts.",
+               function="bench.simulate_command",
+               example="outrider simulate --record runs/traces.npz --tasks eval_math --max-samples 4\n"
+               "outrider simulate --traces runs/traces.npz --profile runs/profile.json --out runs/simulated"),
+        Listed("Serve", "export", "Write a drafter for an engine, with the command that serves it.",
+               function="checkpoints.export_command", example=f"outrider export {_SHIPPED} --to vllm --out runs/vllm"),
+        Listed("Serve", "package", "Write a drafter to ship, with a model card made from measurements.",
+               function="checkpoints.package_command", example=f"outrider package {_SHIPPED} runs/smollm2-135m-dspark"),
+    )  # fmt: skip
+
+
+class _FeatureVerbs(LazyGroup):
+    listed = (
+        Listed(None, "plan", "Say exactly how large the recipe's store will be. Writes no features; makes responses "
+               "that are missing.",
+               function="train.plan_features", example=f"outrider features plan {_DEMO} out=runs/mine"),
+        Listed(None, "write", "Write the store, or what is missing of it. Processes i of N write the shards i, i + N, "
+               "...",
+               function="train.write_features", example=f"outrider features write {_DEMO} out=runs/mine"),
+        Listed(None, "check", "Compare every shard with its SHA-256 and name what is damaged, missing or foreign.",
+               function="train.check_features", example=f"outrider features check {_DEMO} out=runs/mine"),
+    )  # fmt: skip
+
+
+app = typer.Typer(cls=_Verbs, no_args_is_help=True, pretty_exceptions_enable=False)
+features = typer.Typer(
+    cls=_FeatureVerbs, help="Store the target's features on disk, for training.", no_args_is_help=True
 )
-features = typer.Typer(help="Store the target's features on disk, for training.", no_args_is_help=True)
-for _panel, _name, _verb, *_example in _VERBS:
-    _epilog = "\n".join(["Example:", *_example])
-    app.command(_name, cls=Verb, rich_help_panel=_panel, epilog=_epilog)(_verb)
-for _name, _verb in _FEATURES:
-    _epilog = f"Example:\noutrider features {_name} src/outrider/cli/demo.yaml out=runs/mine"
-    features.command(_name, cls=Verb, epilog=_epilog)(_verb)
 app.add_typer(features, name="features", rich_help_panel="Train")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version  # here, since only this option needs it
+
+        typer.echo(f"outrider {version('outrider')}")
+        raise typer.Exit
+
+
+@app.callback()
+def outrider(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train, evaluate and serve draft models for lossless speculative decoding."""
 
 
 def main() -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-import yaml
 from typer.core import TyperCommand
-
-from outrider.drafters.draft import TREE_FORM
-from outrider.drafters.registry import tree_methods
 
 MODELS, PROMPTS, SAMPLING, DRAFTS, FILES, GENERAL = "Models", "Prompts", "Sampling", "Drafts", "Files", "General"
 CHOICES = "auto, directory, ngram@K, lm:MODEL@K, published"
@@ -49,7 +46,8 @@ RepetitionPenalty = Annotated[float, rare(SAMPLING, "divide positive logits of s
 Seed = Annotated[int, option(SAMPLING, "of random numbers")]
 
 ConfidenceThreshold = Annotated[float | None, option(DRAFTS, "verify drafts while at least as confident")]
-Tree = Annotated[str | None, option(DRAFTS, f"{TREE_FORM} ({', '.join(tree_methods())})", metavar="SIZE")]
+# `tree_methods()`, written out: the registry imports PyTorch. A test compares them.
+Tree = Annotated[str | None, option(DRAFTS, "NODES[,depth=D][,top_k=K] (eagle3, medusa, hydra)", metavar="SIZE")]
 Typical = Annotated[
     str | None,
     option(DRAFTS, "LOSSY typical acceptance: 0.09,0.3 or default", metavar="E,D"),
@@ -71,6 +69,8 @@ def _read_config(context: typer.Context, path: Path | None) -> None:
     """
     if path is None:
         return
+    import yaml  # here, since only this option needs it
+
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -85,11 +85,12 @@ def _read_config(context: typer.Context, path: Path | None) -> None:
     }
     context.default_map = {}
     for key, value in given.items():
-        param = options.get(str(key).replace("_", "-"))
+        name = str(key).replace("_", "-")
+        param = options.get(name)
         if param is None:
-            raise ValueError(
-                f"{path}: {context.info_name} has no option {key!r}; {context.command_path} --help-all lists them."
-            )
+            near = get_close_matches(name, options, 1)
+            hint = f"did you mean {near[0]}?" if near else f"{context.command_path} --help-all lists them."
+            raise ValueError(f"{path}: {context.info_name} has no option {key!r}; {hint}")
         values = [one if isinstance(one, bool) else str(one) for one in (value if isinstance(value, list) else [value])]
         alone = values[0] if len(values) == 1 else ",".join(map(str, values))
         context.default_map[param.name] = None if value is None else values if param.multiple else alone
@@ -128,7 +129,7 @@ class Verb(TyperCommand):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         if any(getattr(param, "hidden", False) for param in self.params):
-            self.params += _parser(_general_options, TyperCommand).params
+            self.params += command_of(_general_options, kind=TyperCommand).params
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help; without ranges and negations, unless all was asked for."""
@@ -151,9 +152,12 @@ class Verb(TyperCommand):
 UsageError: Any = typer.BadParameter.__mro__[1]  # of which an unknown option is one; typer does not export it
 
 
-def _parser(verb: Callable[..., None], kind: type[TyperCommand] = Verb) -> Any:
+def command_of(
+    verb: Callable[..., None], name: str | None = None, kind: type[TyperCommand] = Verb, epilog: str | None = None
+) -> Any:
+    """The command that a function's signature and docstring describe."""
     app = typer.Typer(add_completion=False)
-    app.command(cls=kind)(verb)
+    app.command(name, cls=kind, epilog=epilog)(verb)
     return typer.main.get_command(app)
 
 
@@ -164,7 +168,7 @@ def verb_options(verb: Callable[..., None], name: str, args: list[str]) -> dict[
         ValueError: it does not take these arguments.
     """
     try:
-        options: dict[str, Any] = _parser(verb).make_context(name, args).params
+        options: dict[str, Any] = command_of(verb).make_context(name, args).params
     except UsageError as error:
         raise ValueError(error.format_message()) from error
     return options
