@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from outrider.data.chat import Chat, render, render_text
+from outrider.data.chat import Chat, printable_lines, render, render_text
 from outrider.data.conversations import Conversation, Turn, parse_row
 from outrider.data.regenerate import DataSection, PromptSource
-from outrider.data.responses import Reply, Sample, join_turns
+from outrider.data.responses import Reply, Sample, join_turns, truncation_warning
 from outrider.data.sources import load_prompts
 from outrider.training.dataset import recipe_prompts, split_samples
 from tests.toys.tokenizer import CHAT_TEMPLATE, byte_tokenizer
@@ -180,6 +180,38 @@ def later(chat: Chat, response: Sequence[int]) -> tuple[Reply, list[list[int]]]:
     conversation = Conversation("c", ("one", "two"))
     first = Reply("c", 0, chat.prompts(conversation, [], False)[0], list(response), True)
     return first, chat.prompts(conversation, [first], False)
+
+
+def noted(template: str | None, thinking: bool) -> list[str]:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    return Chat("toy", tokenizer, frozenset(), vocab_size=300, max_context=64).notes(thinking)
+
+
+def test_no_template_and_thinking_switched_off_are_said() -> None:
+    assert noted(None, False) == ["toy has no chat template: prompts are continued as plain text"]
+    switch = CHAT_TEMPLATE + "{% if CONDITION %}<think></think>{% endif %}"
+    on_by_default = switch.replace("CONDITION", "enable_thinking is defined and not enable_thinking")
+    off_by_default = switch.replace("CONDITION", "not enable_thinking")
+    assert noted(on_by_default, False) == [
+        "toy thinks by default and is asked not to here; --thinking (data.thinking) asks for it"
+    ]
+    assert noted(on_by_default, True) == noted(off_by_default, False) == noted(CHAT_TEMPLATE, False) == []
+    assert noted("{{ raise_exception('no') }}", False) == [], "the prompts' own error says more"
+
+
+def test_a_prompt_is_shown_with_what_cannot_be_seen() -> None:
+    assert printable_lines("<s>user\na\\nb\tü\x1b[0m\n\n") == ["<s>user\\n", "a\\nb\\tü\\x1b[0m\\n", "\\n"]
+    long = printable_lines("".join(f"line {i}\n" for i in range(30)) + "x" * 500)
+    assert long[:4] + long[-3:-1] == [f"line {i}\\n" for i in (0, 1, 2, 3, 28, 29)]
+    assert len(long) == 8 and long[4] == "... 24 more lines ..." and len(long[-1]) == 103
+
+
+def test_many_truncated_responses_are_a_warning() -> None:
+    replies = [Reply(str(i), 0, [1], [2], finished=i >= 3) for i in range(10)]
+    said = truncation_warning(replies, 256)
+    assert said is not None and "3 of 10 responses (30%)" in said and "max_new_tokens 256: raise data.max_new_" in said
+    assert truncation_warning(replies[2:], 256) is None and truncation_warning([], 256) is None
 
 
 def test_a_later_turn_continues_the_very_tokens_that_were_generated() -> None:

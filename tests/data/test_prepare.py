@@ -132,6 +132,8 @@ def test_what_was_finished_inside_a_batch_is_kept(
 
     status, output = zygote.run(*args("whole.jsonl"))
     assert status == 0 and output.startswith(f"loading {toy / 'target'}\nanswering 24 prompts with"), output
+    assert "the first one, as the target reads it:\n  <|im_start|>user\\n\n  word a<|im_end|>\\n\n" in output
+    assert re.search(r"warning: \d+ of 24 responses \(\d+%\) were cut off at max_new_tokens 200", output)
     status, output = zygote.run(*args("out.jsonl"), kill_when=lambda: kept() >= 3, by=by)
     count = kept()
     assert 3 <= count < 24
@@ -194,6 +196,16 @@ def test_a_recipe_gives_what_the_command_line_does_not(zygote: Zygote, toy: Path
     (tmp_path / "r.yaml").write_text(json.dumps(recipe))
     status, output = zygote.run("prepare", "--recipe", tmp_path / "r.yaml", "--max-new-tokens", 5, "--no-thinking")
     assert status == 0, output
+    trained: list[str] = []
+    target = load_target(toy / "target")
+    recipe_samples(
+        Recipe.model_validate({**recipe, "out": str(tmp_path / "base")}),
+        Target(target.model, byte_tokenizer(chat=False), "base"),
+        say=trained.append,
+    )
+    assert trained[0] == "base has no chat template: prompts are continued as plain text", "and so does training"
+    assert trained[1] == "answering 6 prompts with base" and trained[3] == "  word a"
+    assert trained[-1].startswith("warning: ") and "cut off at max_new_tokens 9" in trained[-1]
     settings, replies = read_responses(out / "responses.jsonl")
     assert settings["max_new_tokens"] == 5 and settings["max_prompt_tokens"] == 99 and settings["thinking"] is False
     assert {r.id for r in replies} == {f"c{i}" for i in range(6)}

@@ -24,7 +24,7 @@ from outrider.cli.options import FILES, GENERAL, MODELS, SAMPLING, option, rare
 from outrider.data.chat import Chat
 from outrider.data.inspection import Row, html_page, rows_of, terminal_text
 from outrider.data.regenerate import DataSection, PromptSource, Regeneration
-from outrider.data.responses import companion_file, read_responses, sole_writer
+from outrider.data.responses import companion_file, read_responses, sole_writer, truncation_warning
 from outrider.target.hub import resolve_model
 from outrider.target.model import count_layers
 from outrider.training.dataset import make_responses, responses_path
@@ -134,6 +134,8 @@ def run(
     with responding(console) as progress, sole_writer(path):
         made = make_responses(data, chat, loaded, seed=seed, path=path, on_progress=progress.update, say=progress.say)
     report(made, path, time.monotonic() - started, console=console)
+    if warning := truncation_warning(made.replies, data.max_new_tokens):
+        console.print(warning, highlight=False, markup=False, soft_wrap=True)
     if made.failures and not made.replies:
         raise typer.Exit(1)
 

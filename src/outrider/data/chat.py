@@ -92,6 +92,22 @@ def response_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> 
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
+_LONGEST_LINE = 100
+
+
+def printable_lines(text: str, most: int = 8) -> list[str]:
+    """At most `most` lines of a text, its middle left out and long ones cut; control characters are escapes, and
+    each newline is a visible one that ends its line."""
+    ended = [*(f"{line}\n" for line in text.split("\n")[:-1]), text.split("\n")[-1]]
+    lines = []
+    for line in filter(None, ended):
+        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+        lines.append(shown if len(shown) <= _LONGEST_LINE else f"{shown[:_LONGEST_LINE]}...")
+    if len(lines) <= most:
+        return lines
+    return [*lines[: most - 4], f"... {len(lines) - most + 1} more lines ...", *lines[-3:]]
+
+
 @dataclass(frozen=True)
 class Chat:
     """Name, tokenizer and limits of a target without its weights: enough to ask a server for its responses."""
@@ -127,6 +143,25 @@ class Chat:
     @property
     def template_sha256(self) -> str:
         return hashlib.sha256(template_of(self.tokenizer).encode()).hexdigest()
+
+    def notes(self, thinking: bool) -> list[str]:
+        """What a user should know of how prompts are rendered, a line each: no template, thinking switched off."""
+        if self.tokenizer.chat_template is None:
+            return [f"{self.name} has no chat template: prompts are continued as plain text"]
+        messages = [{"role": "user", "content": "Hello"}]
+
+        def rendered(switch: dict[str, Any]) -> str:
+            return str(
+                self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **switch)
+            )
+
+        try:
+            default, on, off = (rendered(s) for s in ({}, {"enable_thinking": True}, {"enable_thinking": False}))
+        except TemplateError:
+            return []  # it wants other roles than this one; what the prompts' own roles lack is said with them
+        if not thinking and default == on != off:
+            return [f"{self.name} thinks by default and is asked not to here; --thinking (data.thinking) asks for it"]
+        return []
 
     def prompts(self, conversation: Conversation, replies: Sequence[Reply], thinking: bool) -> list[list[int]]:
         """Prompt tokens of the turn after `replies`: first the ones to use, then another that is as good.

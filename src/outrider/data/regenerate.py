@@ -38,7 +38,7 @@ from outrider.backends.openai import (
     retry_after,
     served_model,
 )
-from outrider.data.chat import Chat, response_text
+from outrider.data.chat import Chat, printable_lines, response_text
 from outrider.data.conversations import Conversation, Message, chat_messages
 from outrider.data.responses import Failure, Reply, ResponseFile
 from outrider.sampling import SamplingParams, warp
@@ -584,9 +584,16 @@ def regenerate(
                 continue
             requests.append(request)
         if not new_tokens and not all(request.done for request in requests):
+            for note in chat.notes(data.thinking):
+                say(note)
             there = f"; {len(file.replies)} replies are there" if file.replies else ""
             by = f" at {', '.join(data.base_urls)}" if data.base_urls else ""
             say(f"answering {len(conversations)} prompts with {chat.name}{by}{there}")
+            if not source.renders_prompts:
+                first = next(request.prompt for request in requests if not request.done)
+                say("the first one, as the target reads it:")
+                for line in printable_lines(str(chat.tokenizer.decode(first, skip_special_tokens=False))):
+                    say(f"  {line}")
         if not new_tokens:
             on_progress(summary.done, summary.total, summary.tokens)  # what an earlier run did
         for answers in source.answer(requests, stop):

@@ -32,7 +32,7 @@ from outrider.data.regenerate import (
     no_progress,
     regenerate,
 )
-from outrider.data.responses import Reply, Sample, join_turns, read_responses, sole_writer
+from outrider.data.responses import Reply, Sample, join_turns, read_responses, sole_writer, truncation_warning
 from outrider.data.sources import iterate_prompts
 from outrider.target.hub import canonical_id
 from outrider.target.model import Target
@@ -163,6 +163,8 @@ def recipe_samples(
     if data.prompts:
         wanted = {c.id: len(c.turns) for c in recipe_prompts(data)}
         replies = [r for r in replies if r.turn < wanted.get(r.id, 0)]
+    if warning := truncation_warning(replies, settings.get("max_new_tokens", data.max_new_tokens)):
+        say(warning)
     return Dataset(*split_samples(join_turns(replies), data.held_out, path), settings)
 
 
