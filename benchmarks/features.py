@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.checkpoints.checkpoint import load_checkpoint
-from outrider.cli.common import load
+from outrider.cli.common import load, training_dtype
 from outrider.data.responses import Sample
 from outrider.drafters.base import DraftModule
 from outrider.target.model import Target
@@ -27,7 +27,7 @@ from outrider.training.loss import BlockObjective
 from outrider.training.recipe import load_recipe
 from outrider.training.setup import prepare
 from outrider.training.watch import held_out_batches, held_out_metrics
-from outrider.utils.measure import set_up
+from outrider.utils.measure import set_up, usable_device
 
 _ANCHORS_PER_SAMPLE = 24
 
@@ -61,7 +61,8 @@ def main(
     """Held-out expected accepted length of a trained drafter with features in each dtype."""
     chosen = load_recipe(recipe, overrides or [])
     set_up(chosen.threads)
-    run = prepare(chosen, load(chosen.target, chosen.device, getattr(torch, chosen.precision)))
+    device = usable_device(chosen.device)
+    run = prepare(chosen, load(chosen.target, device, training_dtype(chosen.precision, device, Console())))
     checkpoint = load_checkpoint(drafter or Path(chosen.out) / "drafter", run.target.device, run.target.num_layers)
     ids = checkpoint.weights.draft_ids_Vd
     if ids is None:

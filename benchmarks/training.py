@@ -31,7 +31,6 @@ from outrider.cli.common import load
 from outrider.data.responses import Sample, join_turns
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dflash2 import DFlash2
-from outrider.target.linear import native_bfloat16
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.dataset import existing_responses, responses_path
@@ -40,7 +39,8 @@ from outrider.training.loss import BlockObjective
 from outrider.training.recipe import ObjectiveConfig, Precision, Recipe, load_recipe
 from outrider.training.setup import fresh, new_drafter
 from outrider.training.trainer import build_optimizer
-from outrider.utils.measure import machine, quartiles, set_up, versions
+from outrider.utils.machine import training_dtype
+from outrider.utils.measure import machine, quartiles, set_up, usable_device, versions
 
 _WARM_UP = 1
 
@@ -258,7 +258,7 @@ def main(
     overrides: Annotated[list[str] | None, typer.Argument(help="fields to change, as for train")] = None,
     responses: Annotated[Path | None, typer.Option(help="a responses file; the recipe's own by default")] = None,
     precision: Annotated[
-        list[str] | None, typer.Option(help="float32, bfloat16 or both (where the CPU has it)")
+        list[str] | None, typer.Option(help="float32, bfloat16 or both (where bfloat16 is faster)")
     ] = None,
     steps: Annotated[int, typer.Option(min=2)] = 7,
     epochs: Annotated[int, typer.Option(min=0, help="of online training, the target included; 0 for none")] = 4,
@@ -268,8 +268,9 @@ def main(
 ) -> None:
     """Supervised tokens per second of whole training steps, ours and the straightforward one taking turns."""
     chosen = load_recipe(recipe, overrides or [])
-    precisions = _precisions(precision or list(_PRECISIONS if native_bfloat16() else _PRECISIONS[:1]))
     set_up(threads or chosen.threads)
+    fast, _ = training_dtype(usable_device(chosen.device))
+    precisions = _precisions(precision or list(_PRECISIONS[:1] if fast == torch.float32 else _PRECISIONS))
     target = load(chosen.target, chosen.device)
     _, replies = existing_responses(responses or responses_path(chosen), target)
     samples = join_turns(replies)[: (steps + 1) * chosen.optimizer.sequences_per_step]

@@ -167,6 +167,7 @@ def test_the_command_runs_under_torchrun(toy: Path, tmp_path: Path) -> None:
 target: {toy / "target"}
 out: {tmp_path / "out"}
 threads: 1
+precision: float32
 data:
   prompts: [{{path: {prompts}}}]
   max_new_tokens: 16

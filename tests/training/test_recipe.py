@@ -40,6 +40,7 @@ def test_every_recipe_of_the_project_loads(path: Path) -> None:
     recipe = load_recipe(path)
     raw = yaml.safe_load(path.read_text())
     assert recipe.target == raw["target"] and recipe.optimizer.steps == raw["optimizer"]["steps"]
+    assert not {"threads", "device", "precision", "feature_cache_gb"} & raw.keys(), "only right on one machine"
     assert load_recipe(path, ["optimizer.steps=3"]).optimizer.steps == 3
     assert Recipe.model_validate(recipe.model_dump()) == recipe
 
@@ -97,6 +98,8 @@ def test_overrides_of_top_nested_and_list_values(minimal: Path) -> None:
         (["data.prompts=[]"], "data: .*prompts .at least 1 source"),
         (["data.prompts=[{file: a}]"], r"data\.prompts\.0\.path: Field required"),
         (["data=null"], "data: "),
+        (["precision=float16"], "precision: Input should be 'auto', 'float32' or 'bfloat16'"),
+        (["feature_cache_gb=-1"], r"feature_cache_gb\S*: .*greater than or equal to 0"),
         (["optimizer.warmup_fraction=1"], r"optimizer\.warmup_fraction: .*less than 1"),
         (["optimizer.steps"], "'optimizer.steps' is not of the form key.path=value"),
         (["=3"], "'=3' is not of the form"),

@@ -28,7 +28,7 @@ from outrider.training.logging import Meters, peak_memory_gib, plot_training, re
 from outrider.training.loss import BlockObjective
 from outrider.training.recipe import ObjectiveConfig, Recipe, load_recipe
 from outrider.training.setup import Run, prepare
-from outrider.training.state import load_watch
+from outrider.training.state import read_run
 from outrider.training.trainer import Trainer
 from outrider.training.watch import Watch, decode_check, first_prompts
 from tests.toys.targets import randomise, toy_config, toy_target
@@ -248,7 +248,7 @@ def test_a_killed_run_finds_the_same_best_drafter(
         Trainer(recipe(tmp_path / "parts"), make_run(target, samples)).train()
     Trainer(recipe(tmp_path / "parts"), make_run(target, samples)).train()
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert load_watch(whole / "state") == load_watch(parts / "state") != {}
+    assert read_run(whole / "state")["watch"] == read_run(parts / "state")["watch"] != {}
     assert without_times(entries(whole, "decode")) == without_times(entries(parts, "decode"))
     assert [e["step"] for e in entries(whole, "decode")] == [2, 4, 6, 8, 10, 12]
     for name in ("best/model.safetensors", "drafter/model.safetensors", "state/state.safetensors"):
@@ -262,7 +262,7 @@ def test_training_stops_when_nothing_improves_and_stays_stopped(
     patient = recipe(tmp_path, optimizer=still, watch={**WATCH, "patience": 2})
     first = Trainer(patient, make_run(target, samples))
     first.train(stop_after=5)  # one check failed, at step 4; stopping here is no check of its own
-    assert load_watch(tmp_path / "state")["failed"] == 1 and not first.watch.stopped
+    assert read_run(tmp_path / "state")["watch"]["failed"] == 1 and not first.watch.stopped
     second = Trainer(patient, make_run(target, samples))
     second.train()
     assert second.watch.stopped and second.watch.best_step == 2
@@ -450,7 +450,7 @@ def test_a_resumed_run_refuses_another_origin(
         stored.weights.module.norm.weight.add_(1)
     save_drafter(stored, tmp_path / "origin")
     chosen, run = continued(target, samples, tmp_path / "out", section, monkeypatch)
-    with pytest.raises(ValueError, match="origin_sha256 differ"):
+    with pytest.raises(ValueError, match="origin_sha256 differs"):
         Trainer(chosen, run).train()
 
 

@@ -204,7 +204,7 @@ def bench_command(
     chat: Annotated[bool, rare(SERVER, "servers that render prompts themselves", "--chat")] = False,
     launch: Annotated[bool, option(SERVER, "start the engine, and stop it whatever happens", "--launch")] = False,
     engine_dtype: Annotated[
-        EngineType | None, rare(SERVER, "of a started engine; float32 with --device cpu, bfloat16 with others")
+        EngineType | None, rare(SERVER, "of a started engine; float32 on the CPU, bfloat16 elsewhere")
     ] = None,
     engine_python: Annotated[
         str, option(SERVER, "python of the engine's environment", show_default="this one")
@@ -215,7 +215,7 @@ def bench_command(
     engine_drafter: Annotated[str | None, rare(SERVER, "... and instead of --drafter, as D.gguf")] = None,
     startup_timeout: Annotated[float, rare(SERVER, "seconds until a started engine must serve")] = 600.0,
     out: Annotated[Path, option(GENERAL, "directory for points and plots; run again to go on")],
-    device: opt.Device = "cpu",
+    device: opt.Device = "auto",
     threads: opt.Threads = None,
 ) -> None:
     """Put load on an engine, ours or another: throughput against user speed."""
@@ -358,7 +358,7 @@ def bench_command(
         )
         settings = sweep.settings() | engine.settings | {"backend": backend, "target": target, "drafter": drafter}
         settings |= {"tasks": tasks, "prompts": len(work.prompts), "thinking": thinking, "turns": turns}
-        settings |= {"max_requests": None if arrivals == "closed" else max_requests, "device": device}
+        settings |= {"max_requests": None if arrivals == "closed" else max_requests, "device": ranks.device.type}
         settings |= {"token_budget": token_budget, "tree": None if size is None else size.setting, "world": ranks.world}
         settings |= {"prompts_sha256": hashlib.sha256(repr(work.prompts).encode()).hexdigest()}
         journal = ranks.from_main(lambda: Journal(out, settings | {"machine": machine(), "versions": versions()}))
@@ -396,8 +396,8 @@ def simulate_command(
     tasks: Annotated[str | None, option(RECORD, "JSONL files or shipped sets; first turns")] = None,
     max_samples: Annotated[int, option(RECORD, "prompts in all, mixed from the tasks", min=1)] = 100,
     thinking: Annotated[bool, rare(RECORD, "ask the chat template for it", "--thinking/--no-thinking")] = False,
-    device: Annotated[str, rare(RECORD, "cpu, cuda, ...")] = "cpu",
-    threads: Annotated[int | None, rare(RECORD, "CPU threads; all by default", min=1)] = None,
+    device: Annotated[str, rare(RECORD, "auto, cpu, cuda, ...")] = "auto",
+    threads: Annotated[int | None, rare(RECORD, "CPU threads; $OMP_NUM_THREADS, else all", min=1)] = None,
     traces: Annotated[Path | None, option(PREDICT, "what --record wrote")] = None,
     profile: Annotated[Path | None, option(PREDICT, 'outrider profile\'s, or {"sps": [...], ...}')] = None,
     validate: Annotated[Path | None, option(PREDICT, "measured frontier.json to compare with")] = None,

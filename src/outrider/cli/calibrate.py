@@ -68,7 +68,7 @@ def calibrate_command(
         Path | None, option(FILES, "NPZ file of collected rounds: used if it exists, else written")
     ] = None,
     export_sglang: Annotated[Path | None, option(FILES, "directory for SGLang's calibration file")] = None,
-    device: opt.Device = "cpu",
+    device: opt.Device = "auto",
     threads: opt.Threads = None,
 ) -> None:
     """Fit confidences to acceptance; of medusa and hydra, measure accuracies."""
@@ -249,7 +249,7 @@ def profile_command(
     contexts: Annotated[str, option("Steps", "cached tokens per request")] = "64,256,768",
     repeats: Annotated[int, option("Steps", "of every measurement", min=1)] = ProfileConfig.repeats,
     seconds: Annotated[float, option("Steps", "fewer repeats, but three, rather than longer", min=0)] = 120.0,
-    device: opt.Device = "cpu",
+    device: opt.Device = "auto",
     threads: opt.Threads = None,
 ) -> None:
     """Measure the cost of a step on this machine, for load-aware policies."""

@@ -19,7 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from outrider.drafters.draft import TreeSize
 from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.target.model import Target, load_target
-from outrider.utils.measure import default_dtype
+from outrider.utils import machine
+from outrider.utils.distributed import ALONE, Ranks
+from outrider.utils.measure import default_dtype, dtype_name
 from outrider.verification import TypicalAcceptance
 
 
@@ -34,6 +36,25 @@ def load(
     if console is not None:
         console.print(f"loading {target}", highlight=False, markup=False, soft_wrap=True)
     return load_target(target, dtype or default_dtype(device), device, place=place)
+
+
+def training_dtype(
+    precision: str, device: torch.device, console: Console, began_with: str | None = None, ranks: Ranks = ALONE
+) -> torch.dtype:
+    """The type that a recipe's precision means on a device; a line says what `auto` became.
+
+    Args:
+        began_with: the precision of the run that is resumed; None for a new one.
+        ranks: all take the type that the main one finds; a collective where the precision is auto.
+    """
+    if precision != "auto":
+        return getattr(torch, precision)  # type: ignore[no-any-return]
+    if began_with is not None:
+        dtype, reason = getattr(torch, began_with), "as the run began"
+    else:
+        dtype, reason = ranks.from_main(lambda: machine.training_dtype(device))
+    console.print(f"precision: {dtype_name(dtype)} ({reason})", highlight=False, soft_wrap=True)
+    return dtype
 
 
 def choose_policy(draft_length: int | None, confidence_threshold: float | None) -> Policy:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from pydantic import ValidationError
 from rich.console import Console
@@ -19,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from outrider.checkpoints.describe import describe, describe_unknown, tensor_rows
 from outrider.checkpoints.dialects import UnknownDialect
 from outrider.cli import options as opt
-from outrider.cli.common import load, responding
+from outrider.cli.common import load, responding, training_dtype
 from outrider.cli.options import FILES, GENERAL, MODELS, SAMPLING, option, rare
 from outrider.data.chat import Chat
 from outrider.data.inspection import Row, html_page, rows_of, terminal_text
@@ -29,7 +28,7 @@ from outrider.target.hub import resolve_model
 from outrider.target.model import count_layers
 from outrider.training.dataset import make_responses, responses_path
 from outrider.training.recipe import load_recipe
-from outrider.utils.measure import set_up
+from outrider.utils.measure import set_up, usable_device
 
 
 def prepare_command(
@@ -61,7 +60,7 @@ def prepare_command(
     seed: Annotated[int | None, option(SAMPLING, "of random numbers")] = None,
     batch_size: Annotated[int | None, rare(GENERAL, "responses decoded at once here", min=1)] = None,
     max_minutes: Annotated[float | None, option(GENERAL, "stop after this long; run again to go on")] = None,
-    device: Annotated[str | None, option(GENERAL, "cpu, cuda, ...; the recipe's, else cpu")] = None,
+    device: Annotated[str | None, option(GENERAL, "auto, cpu, cuda, ...; the recipe's, else auto")] = None,
     threads: opt.Threads = None,
 ) -> None:
     """Generate the target's responses for training; run again to go on."""
@@ -100,29 +99,23 @@ def prepare_command(
         first = error.errors()[0]
         raise ValueError(f"--{str(first['loc'][0]).replace('_', '-')} {first['input']}: {first['msg']}.") from error
     chosen_seed = seed if seed is not None else base.seed if base else 0
-    # A recipe's responses are compared with its precision when it trains.
-    dtype = getattr(torch, base.precision) if base else None
-    run(
-        data,
-        name,
-        path,
-        seed=chosen_seed,
-        device=device or (base.device if base else "cpu"),
-        dtype=dtype,
-        console=Console(),
-    )
+    precision = base.precision if base else "auto"
+    place = device or (base.device if base else "auto")
+    run(data, name, path, seed=chosen_seed, device=place, precision=precision, console=Console())
 
 
-def run(
-    data: DataSection, target: str, path: Path, seed: int, device: str, dtype: torch.dtype | None, console: Console
-) -> None:
+def run(data: DataSection, target: str, path: Path, seed: int, device: str, precision: str, console: Console) -> None:
     """Complete the responses file and say what came out.
 
     Raises:
         ValueError: a prompt and its response may not fit the target's context, or see `make_responses`.
         typer.Exit: every request failed; the status is 1.
     """
-    loaded = None if data.base_urls else load(target, device, dtype, console=console)
+    loaded = None
+    if not data.base_urls:
+        place = usable_device(device)
+        # The type in which training would compute: the responses' settings name it.
+        loaded = load(target, place, training_dtype(precision, place, console), console=console)
     chat = Chat.of(loaded) if loaded is not None else Chat.load(target)
     longest = data.max_prompt_tokens + data.max_new_tokens
     if longest > chat.max_context:

@@ -74,7 +74,7 @@ def evaluate_command(
     tree: opt.Tree = None,
     typical: opt.Typical = None,
     out: Annotated[Path, option(GENERAL, "directory for results.json and plots")],
-    device: opt.Device = "cpu",
+    device: opt.Device = "auto",
     threads: opt.Threads = None,
 ) -> None:
     """Decode tasks with and without a drafter: speedup, accepted length, same output."""
@@ -184,7 +184,7 @@ def bench_drafters(
     context: Annotated[int, option(DRAFTS, "committed tokens before the draft", min=3)] = 256,
     repeats: Annotated[int, option(DRAFTS, "rounds at every length, after two that are not counted", min=3)] = 20,
     out: Annotated[Path | None, option(FILES, "JSON file for the figures, and a PNG beside it")] = None,
-    device: opt.Device = "cpu",
+    device: opt.Device = "auto",
     threads: opt.Threads = None,
 ) -> None:
     """Time drafts by their length, drafters taking turns."""
@@ -258,7 +258,7 @@ def doctor(
     max_new_tokens: Annotated[int, option(PROMPTS, "tokens decoded per conversation", min=1)] = 48,
     thinking: Annotated[bool, option(PROMPTS, "the mode the drafter is to serve in")] = False,
     json_out: Annotated[Path | None, option(FILES, "file for the findings", "--json")] = None,
-    device: opt.Device = "cpu",
+    device: opt.Device = "auto",
     threads: opt.Threads = None,
 ) -> None:
     """Check target, drafter and data against each other; status 1 if a fault is found."""

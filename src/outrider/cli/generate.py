@@ -50,7 +50,7 @@ def generate_command(
     tree: opt.Tree = None,
     typical: opt.Typical = None,
     show_rounds: Annotated[bool, option(DRAFTS, "colour drafts, corrections and bonus tokens")] = False,
-    device: opt.Device = "cpu",
+    device: opt.Device = "auto",
     threads: opt.Threads = None,
 ) -> None:
     """Answer a prompt, streamed."""

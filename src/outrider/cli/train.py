@@ -14,9 +14,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from outrider.cli import options as opt
-from outrider.cli.common import load, responding
+from outrider.cli.common import load, responding, training_dtype
 from outrider.cli.options import option
-from outrider.target.linear import native_bfloat16
 from outrider.target.model import Target
 from outrider.training.feature_store import (
     FeatureWindow,
@@ -36,22 +35,31 @@ from outrider.training.logging import plot_training
 from outrider.training.parallel import shard_layers
 from outrider.training.recipe import Recipe, load_recipe
 from outrider.training.setup import Run, prepare
+from outrider.training.state import read_run
 from outrider.training.trainer import Trainer
 from outrider.utils.distributed import ALONE, Ranks, join
-from outrider.utils.measure import set_up
+from outrider.utils.measure import set_up, usable_device
 
 
 def train(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> None:
     """Train a drafter on the target's responses; run again to go on."""
     chosen = load_recipe(recipe, overrides or [])
+    began = read_run(Path(chosen.out) / "state")
+    precision = began.get("settings", {}).get("precision")
     with join(chosen.device) as ranks:
         set_up(chosen.threads)
         console = Console(quiet=not ranks.main)
-        if chosen.precision == "bfloat16" and ranks.device.type == "cpu" and not native_bfloat16():
-            console.print("[yellow]this CPU emulates bfloat16: precision=float32 is faster here[/yellow]")
+        if (threads := began.get("threads", torch.get_num_threads())) != torch.get_num_threads():
+            console.print(
+                f"threads: {torch.get_num_threads()}; the run was at {threads}. Its weights will differ in the last "
+                f"bits from an uninterrupted run's; threads={threads} avoids that.",
+                highlight=False,
+                soft_wrap=True,
+            )
         spread = chosen.shard_target and ranks.world > 1
         place = partial(shard_layers, ranks=ranks) if spread else lambda model: None
-        target = load(chosen.target, ranks.device, getattr(torch, chosen.precision), place=place, console=console)
+        dtype = training_dtype(chosen.precision, ranks.device, console, began_with=precision, ranks=ranks)
+        target = load(chosen.target, ranks.device, dtype, place=place, console=console)
         run_training(chosen, target, console, ranks=ranks)
 
 
@@ -163,9 +171,9 @@ def _prepare(path: Path, overrides: list[str] | None, max_bytes: int | None, con
     extra = [] if max_bytes is None else [f"features.max_gb={max_bytes / 2**30!r}"]
     recipe = load_recipe(path, ["features.mode=store", *(overrides or []), *extra])
     set_up(recipe.threads)
-    return recipe, prepare_with_progress(
-        recipe, load(recipe.target, recipe.device, getattr(torch, recipe.precision), console=console), console
-    )
+    device = usable_device(recipe.device)
+    target = load(recipe.target, device, training_dtype(recipe.precision, device, console), console=console)
+    return recipe, prepare_with_progress(recipe, target, console)
 
 
 def _plan(recipe: Recipe, run: Run) -> StorePlan:

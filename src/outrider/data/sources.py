@@ -23,8 +23,7 @@ from typing import Any
 
 from outrider.data.conversations import SHAPES, Conversation, parse_row
 from outrider.sampling import SamplingParams
-from outrider.target.hub import cache_dir
-from outrider.utils.files import write_atomically
+from outrider.utils.files import cache_dir, write_atomically
 
 PREFIX = "hf:"
 _COLUMNS = ("messages", "conversations", "turns", "prompt")

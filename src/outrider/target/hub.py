@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 import tempfile
 from contextlib import suppress
@@ -21,7 +20,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.utils.files import file_sha256
+from outrider.utils.files import cache_dir, file_sha256
 
 EMBEDDED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _EMBEDDED_NAMES = {EMBEDDED_ID, "SmolLM2-135M-Instruct"}
@@ -37,13 +36,6 @@ def canonical_id(id_or_dir: str) -> str:
         return EMBEDDED_ID
     path = Path(id_or_dir).expanduser()
     return str(path.resolve()) if path.is_dir() else id_or_dir
-
-
-def cache_dir() -> Path:
-    """Where Outrider keeps converted models: $OUTRIDER_CACHE, else outrider/ under $XDG_CACHE_HOME or ~/.cache."""
-    if configured := os.environ.get("OUTRIDER_CACHE"):
-        return Path(configured)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "outrider"
 
 
 def complete_model(directory: Path, weights: bool = True) -> bool:

@@ -35,8 +35,8 @@ def packing_disabled() -> Iterator[None]:
         _enabled = True
 
 
-def native_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 itself (AVX-512 BF16 or AMX); elsewhere it is emulated, and slow."""
+def _packs_bfloat16() -> bool:
+    """Whether oneDNN has packed bfloat16 kernels for this CPU (AVX-512 BF16 or AMX)."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
@@ -45,7 +45,7 @@ def packing_available(weight: Tensor) -> bool:
     return (
         _enabled
         and weight.device.type == "cpu"
-        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and native_bfloat16()))
+        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _packs_bfloat16()))
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     )

@@ -47,6 +47,7 @@ from outrider.training.features import (
 from outrider.training.recipe import Recipe
 from outrider.training.setup import CALIBRATION_SAMPLES
 from outrider.utils.files import file_sha256, write_atomically
+from outrider.utils.machine import feature_cache_bytes
 from outrider.utils.measure import dtype_name
 
 StoreDtype = Literal["bf16", "int8", "fp8"]
@@ -731,7 +732,7 @@ def open_features(
     Raises:
         ValueError: the store is not there, incomplete, or another run's.
     """
-    memory = int(recipe.feature_cache_gb * 2**30)
+    memory = feature_cache_bytes(recipe.feature_cache_gb)
     section = recipe.features
     if section.mode == "online":
         return FeatureSource(target, samples, aux_layers, aux_scale_L=aux_scale_L, budget_bytes=memory)

@@ -128,13 +128,15 @@ class Recipe(Section):
     target: str
     out: str
     seed: int = 0
-    threads: int | None = Field(None, ge=1)  # CPU threads; null: as many as the machine has
-    device: str = "cpu"  # "cuda" under torchrun: each rank's own
-    precision: Precision = "float32"  # target and matrix products; parameters stay float32
+    threads: int | None = Field(None, ge=1)  # CPU threads; null: $OMP_NUM_THREADS, else as many as the machine has
+    device: str = "auto"  # CUDA where there is one, else cpu; under torchrun each rank has its own
+    # Of target and matrix products; parameters stay float32. auto: the faster one here, or what the run began with.
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # under torchrun; auto is ddp
     shard_target: bool = False  # spread the target's layers over the ranks
     compile: bool = False  # torch.compile the draft layers (CUDA)
-    feature_cache_gb: float = Field(2.0, ge=0)  # features in memory, wherever they come from
+    # Features in memory, wherever they come from; auto: a quarter of the free memory (utils/machine.py).
+    feature_cache_gb: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
     features: FeaturesSection = FeaturesSection()
     data: DataSection
     # A drafter directory to go on from, relative to the recipe or to where you are: its config and weights. Fields of

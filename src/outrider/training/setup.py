@@ -33,7 +33,7 @@ from outrider.training.dataset import choose_draft_ids, recipe_samples
 from outrider.training.features import measure_aux_scale
 from outrider.training.loss import BlockObjective
 from outrider.training.parallel import check_layers
-from outrider.training.recipe import Recipe
+from outrider.training.recipe import Precision, Recipe
 from outrider.utils.distributed import ALONE, Ranks
 from outrider.utils.files import weight_files
 
@@ -148,6 +148,13 @@ class Run:
     history: list[dict[str, Any]] = field(default_factory=list)  # the trainings behind that checkpoint
 
 
+def training_precision(recipe: Recipe, target: Target) -> Precision:
+    """The recipe's precision; the loaded target's where that is auto."""
+    if recipe.precision != "auto":
+        return recipe.precision
+    return "bfloat16" if target.dtype == torch.bfloat16 else "float32"
+
+
 def prepare(
     recipe: Recipe,
     target: Target,
@@ -181,7 +188,7 @@ def prepare(
     return Run(
         target=target,
         drafter=start.drafter,
-        objective=BlockObjective(target, ids, recipe.objective, precision=recipe.precision),
+        objective=BlockObjective(target, ids, recipe.objective, precision=training_precision(recipe, target)),
         draft_ids_Vd=ids,
         reduced=len(ids) < target.vocab_size,
         samples=samples,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -50,9 +51,8 @@ def save_state(
     if ranks.main:
         with atomic_directory(directory) as staging:
             save_file(tensors, staging / "state.safetensors")
-            (staging / "state.json").write_text(
-                json.dumps({"step": step, "watch": watch, "settings": settings}, indent=1)
-            )
+            about = {"step": step, "threads": torch.get_num_threads(), "watch": watch, "settings": settings}
+            (staging / "state.json").write_text(json.dumps(about, indent=1))
     ranks.wait()
 
 
@@ -62,16 +62,10 @@ def load_state(directory: Path, module: nn.Module, optimizer: torch.optim.Optimi
     Raises:
         ValueError: the state belongs to another recipe, or is damaged.
     """
-    recover_interrupted_write(directory)
-    if not (directory / "state.json").is_file():
+    stored = read_run(directory)
+    if not stored:
         return 0
-    stored = json.loads((directory / "state.json").read_text())
-    different = sorted(k for k in settings if stored["settings"].get(k) != settings[k])
-    if different:
-        raise ValueError(
-            f"{directory} was written by another recipe or version ({', '.join(different)} differ). "
-            "Choose another out=..., or delete that directory to start again."
-        )
+    check_settings(directory, stored["settings"], settings)
     tensors = read_tensors(directory / "state.safetensors")
     missing = [n for n, _ in module.named_parameters() if f"weight.{n}" not in tensors]
     if missing:
@@ -88,11 +82,39 @@ def load_state(directory: Path, module: nn.Module, optimizer: torch.optim.Optimi
     return int(stored["step"])
 
 
-def load_watch(directory: Path) -> dict[str, Any]:
-    """The `watch` of a saved state; empty where there is none."""
+def read_run(directory: Path) -> dict[str, Any]:
+    """`step`, `threads`, `settings` and `watch` of a saved state; empty where there is none."""
+    recover_interrupted_write(directory)
     path = directory / "state.json"
-    found: dict[str, Any] = json.loads(path.read_text()).get("watch", {}) if path.is_file() else {}
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     return found
+
+
+def check_settings(directory: Path, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse to resume a run with other settings.
+
+    Raises:
+        ValueError: some of `settings` differ; both values of each are named.
+    """
+    different = list(_differences(stored, settings))
+    if different:
+        raise ValueError(
+            f"{directory} was written by another recipe or version: {'; '.join(different)}. "
+            f"Choose another out=... (start_from={directory.parent / 'drafter'} there trains that drafter further), "
+            "or delete that directory to start again."
+        )
+
+
+def _differences(stored: Mapping[str, Any], settings: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    absent = "left out" if section else None  # a whole section that the state does not have was off
+    for name in sorted({*settings, *(stored if section else ())}):
+        old, new = stored.get(name, absent), settings.get(name, absent)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new, f"{section}{name}.")
+        elif old != new and name.endswith("_sha256"):
+            yield f"{section}{name} differs"
+        elif old != new:
+            yield f"{section}{name} was {old}, is now {new}"
 
 
 def _placed(tensor: Tensor, parameter: Tensor) -> Tensor:

@@ -31,10 +31,11 @@ from outrider.training.features import Features, FeatureSource, step_features
 from outrider.training.logging import Meters, MetricsLog, progress_bar
 from outrider.training.parallel import LockStep, ParallelStep, whole_drafter
 from outrider.training.recipe import OptimizerSection, Recipe
-from outrider.training.setup import Run
-from outrider.training.state import StopSignal, load_state, load_watch, save_state
+from outrider.training.setup import Run, training_precision
+from outrider.training.state import StopSignal, load_state, read_run, save_state
 from outrider.training.watch import Watch, held_out_batches, held_out_metrics
 from outrider.utils.distributed import Ranks, full_tensor
+from outrider.utils.machine import feature_cache_bytes
 from outrider.utils.measure import versions
 
 
@@ -85,11 +86,19 @@ _NOT_RECORDED: Any = {  # places and addresses, which a published checkpoint sho
 }
 
 
+def fixed_settings(recipe: Recipe) -> dict[str, Any]:
+    """The fields of a recipe that must stay as they are when its run is resumed."""
+    return recipe.model_dump(mode="json", exclude=_FREE_TO_CHANGE)
+
+
 class Trainer:
     """Trains `run.drafter` on `run.samples`, resuming from OUT/state where there is one."""
 
     def __init__(self, recipe: Recipe, run: Run, ranks: Ranks | None = None) -> None:
-        self.recipe, self.run = recipe, run
+        # What `auto` stands for is part of a run's state and of its checkpoint.
+        found = {"precision": training_precision(recipe, run.target), "device": run.target.device.type}
+        self.recipe = recipe = recipe.model_copy(update=found)
+        self.run = run
         self.ranks = ranks or Ranks(device=run.target.device)
         self.out = Path(recipe.out)
         self.parallel = ParallelStep(run.drafter, run.objective, recipe, ranks=self.ranks)
@@ -101,9 +110,9 @@ class Trainer:
         self.signal = StopSignal()
         self.watch = Watch(recipe, run)
         aux_layers, scale_L = run.drafter.config.target_layer_ids, run.drafter.aux_scale_L
-        memory = int(recipe.feature_cache_gb * 2**30)
+        memory = feature_cache_bytes(recipe.feature_cache_gb)
         self.held_out = FeatureSource(run.target, run.held_out, aux_layers, aux_scale_L=scale_L, budget_bytes=memory)
-        self.settings = recipe.model_dump(mode="json", exclude=_FREE_TO_CHANGE)
+        self.settings = fixed_settings(recipe)
         self.settings["samples_sha256"] = samples_digest([*run.samples, *run.held_out])
         if run.origin:
             self.settings["origin_sha256"] = run.origin
@@ -200,7 +209,7 @@ class Trainer:
     def _resume(self) -> int:
         state = self.out / "state"
         first = load_state(state, self.run.drafter, self.optimizer, settings=self.settings)
-        self.watch.load_state_dict(load_watch(state))
+        self.watch.load_state_dict(read_run(state).get("watch", {}))
         saved = read_metadata(self.out / "drafter")
         self.seconds_before = saved.get("training_seconds", 0.0) if saved.get("step") == first else 0.0
         if self.ranks.from_main(lambda: first) != first:

@@ -19,6 +19,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 
+def cache_dir() -> Path:
+    """Outrider's cache of this user: $OUTRIDER_CACHE, else outrider/ under $XDG_CACHE_HOME or ~/.cache."""
+    if configured := os.environ.get("OUTRIDER_CACHE"):
+        return Path(configured)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "outrider"
+
+
 def write_atomically(
     path: Path,
     content: str | bytes | Callable[[IO[bytes]], object],

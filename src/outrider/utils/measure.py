@@ -72,15 +72,17 @@ def versions() -> dict[str, str]:
 
 
 def usable_device(name: str | torch.device) -> torch.device:
-    """The device of that name.
+    """The device of that name; `auto` is CUDA where there is one, else the CPU.
 
     Raises:
         ValueError: PyTorch knows none of that name, or CUDA is not there.
     """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"device {name!r} is none that PyTorch knows; use cpu, cuda or cuda:1.") from error
+        raise ValueError(f"device {name!r} is none that PyTorch knows; use auto, cpu, cuda or cuda:1.") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {str(name)!r}: PyTorch sees no CUDA device; use cpu.")
     return device
@@ -100,17 +102,24 @@ def default_dtype(device: str | torch.device) -> torch.dtype:
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
+def _default_threads() -> int:
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    # torchrun sets it to 1 for several ranks when nobody did, which leaves cores idle.
+    if asked.isdigit() and int(asked) and not (ranks > 1 and asked == "1"):
+        return int(asked)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks)
+
+
 def set_up(threads: int | None) -> None:
     """Set the number of threads, quiet transformers, and tune oneDNN and malloc.
 
-    `threads` None: every core this process may use, shared with the machine's other ranks.
+    `threads` None: $OMP_NUM_THREADS, else every core this process may use, shared with the machine's other ranks.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    if threads is None:
-        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = max(1, threads // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    torch.set_num_threads(threads)
+    torch.set_num_threads(threads or _default_threads())
     # One kernel per matrix shape and row count: a busy engine meets more than the 1,024 that oneDNN keeps.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")
     if platform.libc_ver()[0] == "glibc":
