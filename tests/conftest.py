@@ -12,13 +12,10 @@ import outrider.cli.calibrate as calibrate
 import outrider.cli.evaluate as bench_drafters
 import outrider.cli.evaluate as evaluate
 import outrider.cli.generate as generate
-from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
-from outrider.drafters.base import DrafterWeights
-from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import Target, load_target
 from tests.toys.command_line import Run, in_process
-from tests.toys.targets import randomise
+from tests.toys.target_directory import save_toy_drafter, save_toy_target
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,17 +43,10 @@ def smollm() -> Target:
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a random target (target/), its drafter (drafter/) and one for another target (other/)."""
-    from tests.toys.target_directory import save_toy_target
-
     directory = tmp_path_factory.mktemp("toy")
     vocab = save_toy_target(directory / "target", layers=5)
-    shapes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "head_dim": 8, "markov_rank": 4}
-    shapes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_target_layers": 5, "mask_token_id": 3}
     for name, size in (("drafter", vocab), ("other", vocab + 1)):
-        config = DSparkConfig(**shapes, vocab_size=size, draft_vocab_size=size, target_layer_ids=(1, 3))
-        drafter = DSpark(config)
-        randomise(drafter)
-        save_drafter(Checkpoint(DrafterWeights(drafter)), directory / name)
+        save_toy_drafter(directory / name, size)
     return directory
 
 

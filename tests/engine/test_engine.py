@@ -30,7 +30,7 @@ from outrider.scheduling.cost import SpsTable
 from outrider.scheduling.gate import GateView, SkipDrafting
 from outrider.scheduling.policies import FixedPolicy, Policy, PrefixScheduler, ThresholdPolicy
 from outrider.target.model import Target
-from tests.toys.engine import assert_solo, finish, prompts, toy_drafter
+from tests.toys.engine import assert_solo, finish, prompts, toy_drafter, watch_preemptions
 from tests.toys.targets import toy_target
 
 
@@ -136,15 +136,7 @@ def test_other_families(family: str) -> None:
 def test_preemption_recomputes_and_loses_nothing(target: Target, drafter: BlockDrafter) -> None:
     """Six requests that need 4 x 60 slots of 128: the young give way, and all come out as alone."""
     engine = Engine(target, drafter, config=EngineConfig(max_requests=6, token_budget=64, block_size=4, num_blocks=32))
-    preempted: list[str] = []
-    plan = engine.scheduler.plan
-
-    def spying() -> object:
-        made = plan()
-        preempted.extend(made.preempted)
-        return made
-
-    engine.scheduler.plan = spying  # type: ignore[method-assign, assignment]
+    preempted = watch_preemptions(engine)
     requests = [Request(str(i), p, rules=StopRules(45, stop_ids=())) for i, p in enumerate(prompts(6, 3, longest=20))]
     found = finish(engine, requests)
     assert len(preempted) >= 3 and engine.scheduler.allocator.used == 0

@@ -17,7 +17,7 @@ from outrider.scheduling.cost import Ints
 from outrider.scheduling.gate import History
 from outrider.scheduling.policies import FixedPolicy, StepView
 from outrider.target.model import Target
-from tests.toys.engine import finish, prompts, toy_drafter
+from tests.toys.engine import finish, prompts, toy_drafter, watch_preemptions
 from tests.toys.targets import toy_target
 
 
@@ -26,20 +26,12 @@ def target() -> Target:
     return toy_target()
 
 
-def test_a_preempted_request_goes_on_with_its_random_numbers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preempted_request_goes_on_with_its_random_numbers(target: Target) -> None:
     """Plain sampling draws one number per token, so tokens are those of the request alone, preempted or not."""
     params = [SamplingParams(1.0, seed=i, repetition_penalty=1.0 + 0.3 * (i % 2)) for i in range(6)]
     requests = [Request(str(i), [5, 7 + i], params[i], StopRules(40, stop_ids=())) for i in range(6)]
     engine = Engine(target, None, config=EngineConfig(max_requests=6, token_budget=64, block_size=4, num_blocks=32))
-    preempted: list[str] = []
-    plan = engine.scheduler.plan
-
-    def watched() -> object:
-        step = plan()
-        preempted.extend(step.preempted)
-        return step
-
-    monkeypatch.setattr(engine.scheduler, "plan", watched)
+    preempted = watch_preemptions(engine)
     found = finish(engine, requests)
     assert len(set(preempted)) > 1
     for request in requests:

@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
-from outrider.drafters.base import DrafterWeights
-from outrider.drafters.dspark import DSpark, DSparkConfig
-from tests.toys.target_directory import save_toy_target
-from tests.toys.targets import randomise
+from tests.toys.target_directory import save_toy_drafter, save_toy_target
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +15,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """target/, drafter/ and tasks.jsonl."""
     directory = tmp_path_factory.mktemp("toy")
     vocab = save_toy_target(directory / "target", layers=5)
-    shapes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "head_dim": 8, "markov_rank": 4}
-    shapes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_target_layers": 5, "mask_token_id": 3}
-    drafter = DSpark(DSparkConfig(**shapes, vocab_size=vocab, draft_vocab_size=vocab, target_layer_ids=(1, 3)))
-    randomise(drafter)
-    save_drafter(Checkpoint(DrafterWeights(drafter)), directory / "drafter")
+    save_toy_drafter(directory / "drafter", vocab)
     lines = [json.dumps({"turns": [f"number {i}"]}) for i in range(6)]
     (directory / "tasks.jsonl").write_text("\n".join(lines) + "\n")
     return directory

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import outrider.cli.bench as simulate
 from outrider.backends.local import default_variants
-from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DrafterWeights
@@ -47,7 +46,7 @@ from outrider.scheduling.policies import FixedPolicy, LookAhead, Policy, PrefixS
 from outrider.target.model import Target
 from tests.toys.command_line import Run, in_process
 from tests.toys.profiles import SETTING, cells_of, linear, profile_of
-from tests.toys.target_directory import save_toy_target
+from tests.toys.target_directory import save_toy_drafter, save_toy_target
 from tests.toys.targets import randomise, toy_config, toy_target
 
 GAMMA, STOP = 4, 0
@@ -425,11 +424,7 @@ def outrider(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
 
 def test_the_verb_records_simulates_and_validates(outrider: Run, tmp_path: Path) -> None:
     vocab = save_toy_target(tmp_path / "target", layers=5)
-    shapes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "head_dim": 8, "markov_rank": 4}
-    shapes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_target_layers": 5, "mask_token_id": 3}
-    module = DSpark(DSparkConfig(**shapes, vocab_size=vocab, draft_vocab_size=vocab, target_layer_ids=(1, 3)))
-    randomise(module)
-    save_drafter(Checkpoint(DrafterWeights(module)), tmp_path / "drafter")
+    save_toy_drafter(tmp_path / "drafter", vocab)
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"turns": [f"say {i}"]}) + "\n" for i in range(5)))
     (tmp_path / "table.json").write_text(json.dumps({"sps": [10, 9, 8, 7], "draft_seconds": [0.01]}))
     traces, models = tmp_path / "traces.npz", ("--target", tmp_path / "target", "--drafter", tmp_path / "drafter")

@@ -11,6 +11,7 @@ from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
+from outrider.engine.scheduler import StepPlan
 from outrider.evaluation.evaluate import compare_greedy
 from outrider.target.model import Target
 from tests.toys.targets import randomise, toy_config
@@ -47,3 +48,17 @@ def toy_drafter(target: Target, seed: int = 0) -> BlockDrafter:
     module = DSpark(config)
     randomise(module, seed)
     return BlockDrafter(DrafterWeights(module.eval()), target)
+
+
+def watch_preemptions(engine: Engine) -> list[str]:
+    """The ids that the engine preempts from now on, filled as it runs."""
+    preempted: list[str] = []
+    plan = engine.scheduler.plan
+
+    def watched() -> StepPlan:
+        step = plan()
+        preempted.extend(step.preempted)
+        return step
+
+    engine.scheduler.plan = watched  # type: ignore[method-assign]
+    return preempted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -14,7 +13,7 @@ import outrider.cli.main as main
 import outrider.cli.train as features
 import outrider.training.feature_store as store_module
 from tests.toys.command_line import Run, in_process
-from tests.toys.target_directory import save_toy_target
+from tests.toys.target_directory import save_toy_recipe, save_toy_target
 
 
 @pytest.fixture(scope="module")
@@ -22,15 +21,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe with a random target and ten prompts; responses are made by the first command."""
     directory = tmp_path_factory.mktemp("toy")
     save_toy_target(directory / "target", layers=5)
-    prompts = [json.dumps({"id": f"p{i}", "turns": [f"prompt {i}"]}) for i in range(10)]
-    (directory / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
-    (directory / "recipe.yaml").write_text(
-        f"target: {directory / 'target'}\nout: {directory / 'out'}\n"
-        "data: {prompts: [{path: prompts.jsonl}], max_new_tokens: 12, max_prompt_tokens: 100, held_out: 3}\n"
-        "drafter: {num_aux_layers: 2, num_hidden_layers: 1, markov_rank: 4, mask_token: <|end|>}\n"
-        "features: {dtype: int8, shard_tokens: 70}\n"
-    )
-    return directory / "recipe.yaml"
+    return save_toy_recipe(directory, "features: {dtype: int8, shard_tokens: 70}\n")
 
 
 @pytest.fixture
