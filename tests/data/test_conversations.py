@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from outrider.data.chat import Chat, printable_lines, render, render_text
-from outrider.data.conversations import Conversation, Turn, parse_row
+from outrider.data.conversations import Conversation, Turn, content_id, number_copies, parse_row
 from outrider.data.regenerate import DataSection, PromptSource
 from outrider.data.responses import Reply, Sample, join_turns, truncation_warning
 from outrider.data.sources import load_prompts
@@ -55,14 +55,14 @@ def said(text: str) -> dict[str, Any]:
 )
 def test_what_is_said_before_each_response(row: dict[str, Any], turns: tuple[Turn, ...]) -> None:
     for given in (row, json.dumps(row)):
-        assert parse_row(given, "x") == Conversation("x", turns)
-    assert parse_row({**row, "id": 4}, "x").id == "4"
+        assert parse_row(given) == Conversation(content_id(turns, ()), turns)
+    assert parse_row({**row, "id": 4}).id == "4"
 
 
 def test_tools_are_objects_or_their_json() -> None:
     row = {"messages": [user("a")], "tools": [TOOL]}
-    assert parse_row(row, "x").tools == (TOOL,) == parse_row({**row, "tools": json.dumps([TOOL])}, "x").tools
-    assert parse_row({**row, "tools": None}, "x").tools == () == parse_row({**row, "tools": ""}, "x").tools
+    assert parse_row(row).tools == (TOOL,) == parse_row({**row, "tools": json.dumps([TOOL])}).tools
+    assert parse_row({**row, "tools": None}).tools == () == parse_row({**row, "tools": ""}).tools
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_tools_are_objects_or_their_json() -> None:
 )
 def test_rows_that_hold_no_conversation(row: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_row(row, "x")
+        parse_row(row)
 
 
 def data_set(folder: Path, rows: Sequence[Mapping[str, object]], name: str = "train") -> str:
@@ -99,8 +99,8 @@ def test_a_directory_with_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
     data_set(tmp_path / "chats", rows[:1], "test")
     with pytest.warns(UserWarning, match="1 of 5 rows passed over; the first: row 3: messages: no user message"):
         found = load_prompts(folder)
-    assert found == [Conversation(f"chats-{i + 1}", (f"q{i}",)) for i in (0, 1, 3, 4)]
-    assert load_prompts(f"hf:{folder}:test") == [Conversation("chats-test-1", ("q0",))], "its ids are its own"
+    assert found == [Conversation(content_id((f"q{i}",), ()), (f"q{i}",)) for i in (0, 1, 3, 4)]
+    assert load_prompts(f"hf:{folder}:test") == found[:1], "of the same content"
     assert load_prompts(folder, limit=2) == found[:2]
     sections = DataSection(prompts=[PromptSource(path=f"hf:{folder}", limit=2)])
     assert recipe_prompts(sections) == found[:2]
@@ -239,6 +239,15 @@ def test_a_template_that_rewrites_the_response_makes_a_sample_of_its_own() -> No
     other_stop = chat_of()
     first, prompts = later(other_stop, [5, other_stop.tokenizer.eos_token_id])
     assert len(prompts) == 1, "the template writes <|im_end|> where the target wrote <|end|>"
+
+
+def test_ids_come_from_content_and_copies_are_numbered() -> None:
+    tool = {"type": "function"}
+    ids = [content_id(turns, tools) for turns in (("a",), ("a", "b"), ((user("a"),),)) for tools in ((), (tool,))]
+    assert len(set(ids)) == 6 and all(len(name) == 16 for name in ids)
+    a, b = Conversation("a", ("x",)), Conversation("b", ("y",))
+    given = [a, b, a, Conversation("a", ("other",)), a, Conversation("a-2", ("x",))]
+    assert [c.id for c in number_copies(given)] == ["a", "b", "a-2", "a", "a-3", "a-2-2"]
 
 
 def one(name: str) -> Sample:

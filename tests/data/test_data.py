@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import outrider.data.regenerate as sources
 from outrider.data.chat import Chat, render
-from outrider.data.conversations import Conversation
+from outrider.data.conversations import Conversation, content_id
 from outrider.data.regenerate import (
     DataSection,
     LocalSource,
@@ -26,7 +26,7 @@ from outrider.data.regenerate import (
     plan_batches,
     regenerate,
 )
-from outrider.data.responses import Reply, Sample, companion_file, join_turns, read_responses, sole_writer
+from outrider.data.responses import FORMAT, Reply, Sample, companion_file, join_turns, read_responses, sole_writer
 from outrider.data.sources import load_prompts, shipped_sets
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
@@ -49,10 +49,10 @@ def test_prompts_with_and_without_ids_blank_lines_and_limit(tmp_path: Path) -> N
     )
     assert load_prompts(path) == [
         Conversation("7", ("a", "b")),
-        Conversation("my-3", ("ü",)),
-        Conversation("my-4", ("c",)),
+        Conversation(content_id(("ü",), ()), ("ü",)),
+        Conversation(content_id(("c",), ()), ("c",)),
     ]
-    assert [p.id for p in load_prompts(str(path), limit=2)] == ["7", "my-3"]
+    assert [p.id for p in load_prompts(str(path), limit=2)] == ["7", content_id(("ü",), ())]
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_a_file_in_any_order_that_was_cut_short_is_gone_on_with(target: Target, 
     path = tmp_path / "r.jsonl"
     whole = make(target, path)
     settings, _ = read_responses(path)
-    lines = [json.dumps({"settings": settings})]
+    lines = [json.dumps({"format": FORMAT, "settings": settings})]
     lines += [json.dumps(asdict(reply)) for reply in reversed(whole.replies)]
     write(path, "\n".join(lines[:6]) + "\n" + lines[6][:20])  # died inside a line
     assert read_responses(path) == (settings, list(reversed(whole.replies))[:5])
@@ -345,12 +345,11 @@ def test_a_file_of_an_older_version_is_refused_by_name(target: Target, tmp_path:
     old = {"target": "toy", "max_new_tokens": 6, "max_prompt_tokens": 512, "temperature": 0.0, "seed": 4}
     text = json.dumps({"settings": old}) + "\n"
     path = write(tmp_path / "r.jsonl", text)
-    missing = "top_p, top_k, thinking, chat_template_sha256, generator, dtype"
-    with pytest.raises(ValueError, match=rf"r\.jsonl does not say with which {missing} .*older version.*Delete"):
+    with pytest.raises(ValueError, match=r"r\.jsonl has format 1 and this version reads format 2: .*Delete"):
         make(target, path)
     assert path.read_text() == text
     path.rename(companion_file(path, "journal"))  # and so is a journal
-    with pytest.raises(ValueError, match=r"r\.journal\.jsonl does not say .*older version"):
+    with pytest.raises(ValueError, match=r"r\.journal\.jsonl has format 1 and this"):
         make(target, path)
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from outrider.cli.data import inspect_command
 from outrider.cli.main import app
 from outrider.data.inspection import STYLES, html_page, pieces, rows_of, terminal_text
-from outrider.data.responses import Reply, Sample
+from outrider.data.responses import FORMAT, Reply, Sample
 from tests.toys.tokenizer import byte_tokenizer, ids
 
 TOKENIZER = byte_tokenizer()
@@ -27,7 +27,7 @@ REPLIES = [FIRST, OTHER, SECOND]
 
 
 def write(path: Path, target: Path | None = None) -> Path:
-    lines = [{"settings": {"target": str(target or "nowhere")}}, *map(asdict, REPLIES)]
+    lines = [{"format": FORMAT, "settings": {"target": str(target or "nowhere")}}, *map(asdict, REPLIES)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 

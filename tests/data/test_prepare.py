@@ -211,6 +211,30 @@ def test_a_recipe_gives_what_the_command_line_does_not(zygote: Zygote, toy: Path
     assert {r.id for r in replies} == {f"c{i}" for i in range(6)}
 
 
+def test_prompts_without_ids_may_be_inserted_moved_repeated_and_removed(served: Target, tmp_path: Path) -> None:
+    def samples(*turns: str) -> tuple[dict[str, list[int]], str]:
+        lines = [json.dumps({"turns": [turn]}) + "\n" for turn in turns]
+        (tmp_path / "prompts.jsonl").write_text("".join(lines))
+        section = {"prompts": [{"path": str(tmp_path / "prompts.jsonl")}], "temperature": 1.1, "max_new_tokens": 12}
+        recipe = {"target": served.name, "out": str(tmp_path), "data": {**section, "held_out": 1, "batch_size": 2}}
+        said: list[str] = []
+        train, held_out, _ = recipe_samples(Recipe.model_validate(recipe), served, say=said.append)
+        return {s.id: s.tokens for s in [*train, *held_out]}, "\n".join(said)
+
+    first, _ = samples("one", "two", "three", "four")
+    assert len(first) == 4
+    more, said = samples("new", "four", "two", "one", "three")
+    assert "; 4 replies are there" in said, "nothing is asked again, whatever its place"
+    assert len(more) == 5 and first.items() <= more.items()
+    (tmp_path / "responses.jsonl").unlink()
+    again, said = samples("three", "new", "one", "four", "two")
+    assert again == more and "replies are there" not in said, "another order, the same responses"
+    copied, _ = samples("two", "two", "one")
+    assert len(copied) == 3 and {name: more[name] for name in copied if name in more} == {
+        name: copied[name] for name in copied if not name.endswith("-2")
+    }, "what was removed from the file is left out, and a copy is a prompt of its own"
+
+
 def test_mistakes_end_in_one_line(zygote: Zygote, toy: Path, tmp_path: Path) -> None:
     target = ("--target", toy / "target")
     for args, message in [

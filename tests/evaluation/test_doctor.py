@@ -30,7 +30,7 @@ from outrider.cli.main import app
 from outrider.data.chat import Chat, render
 from outrider.data.conversations import Conversation
 from outrider.data.regenerate import Response
-from outrider.data.responses import Reply, join_turns, read_responses
+from outrider.data.responses import FORMAT, Reply, join_turns, read_responses
 from outrider.drafters.config import mask_token_id
 from outrider.drafters.dspark import DSpark
 from outrider.evaluation.doctor.case import Check, Finding, Inputs, read_data, read_drafter
@@ -99,7 +99,7 @@ def train_target(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def write_responses(path: Path, settings: dict[str, Any], replies: list[Reply]) -> Path:
-    lines = [{"settings": settings}, *map(asdict, replies)]
+    lines = [{"format": FORMAT, "settings": settings}, *map(asdict, replies)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 

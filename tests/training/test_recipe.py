@@ -159,7 +159,7 @@ def test_prompts_are_interleaved_filtered_and_limited(tmp_path: Path) -> None:
 def test_duplicate_prompt_ids_are_refused(tmp_path: Path) -> None:
     first = prompt_file(tmp_path / "a.jsonl", {"x": ["one"], "y": ["two"]})
     second = prompt_file(tmp_path / "b.jsonl", {"y": ["three"]})
-    with pytest.raises(ValueError, match="1 prompt ids occur more than once"):
+    with pytest.raises(ValueError, match=r"1 prompt ids of data\.prompts belong to more than one conversation \(y\)"):
         recipe_prompts(DataSection(prompts=[PromptSource(path=first), PromptSource(path=second)]))
 
 

@@ -8,8 +8,9 @@ from what *its* target says. A conversation that ends with a user message gets o
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,8 +111,29 @@ class _Row(BaseModel):
         return json.loads(value) if isinstance(value, str) and value.strip() else value or None
 
 
-def parse_row(row: str | Mapping[str, Any], fallback_id: str) -> Conversation:
-    """A conversation from a JSON line or a data set's row.
+def content_id(turns: Sequence[Turn], tools: Sequence[dict[str, Any]]) -> str:
+    """The id of a conversation that has none of its own: 16 hexadecimal digits of its content's SHA-256.
+
+    It does not depend on where the conversation stands, so prompts can be added, removed and moved.
+    """
+    return hashlib.sha256(json.dumps([turns, tools], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def number_copies(conversations: Iterable[Conversation]) -> Iterator[Conversation]:
+    """The same conversations; the second of the same id and content gets `-2` behind its id, the third `-3`."""
+    seen: dict[str, str] = {}
+    for conversation in conversations:
+        content = content_id(conversation.turns, conversation.tools)
+        name, copy = conversation.id, 1
+        while seen.get(name) == content:
+            copy += 1
+            name = f"{conversation.id}-{copy}"
+        seen.setdefault(name, content)
+        yield replace(conversation, id=name)
+
+
+def parse_row(row: str | Mapping[str, Any]) -> Conversation:
+    """A conversation from a JSON line or a data set's row; see `content_id` where it has no id.
 
     Raises:
         ValueError: no conversation in it, a malformed field (its name leads the message), an empty user turn.
@@ -122,7 +144,6 @@ def parse_row(row: str | Mapping[str, Any], fallback_id: str) -> Conversation:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"{where + ': ' if where else ''}{first['msg']}") from error
-    name = str(line.id if line.id is not None else fallback_id)
     messages = line.messages or line.conversations or (line.prompt if isinstance(line.prompt, list) else None)
     turns: tuple[Turn, ...]
     if line.turns is not None:
@@ -138,7 +159,8 @@ def parse_row(row: str | Mapping[str, Any], fallback_id: str) -> Conversation:
         raise ValueError("messages: no user message to respond to")
     if any(isinstance(turn, str) and not turn.strip() for turn in turns):
         raise ValueError("an empty turn. Remove the line or write a prompt")
-    return Conversation(name, turns, tuple(line.tools or ()))
+    tools = tuple(line.tools or ())
+    return Conversation(content_id(turns, tools) if line.id is None else str(line.id), turns, tools)
 
 
 def split_turns(messages: Sequence[Message]) -> tuple[Turn, ...]:

@@ -625,7 +625,7 @@ def _request(
     if stored is not None and stored.prompt not in prompts and not source.renders_prompts:
         raise ValueError(
             f"{file.path} holds a response to another prompt with the id {conversation.id!r}. "
-            "Give the new prompt its own id, or delete the file."
+            "Give the new prompt its own id, or none, or delete the file."
         )
     said = [response_text(chat.tokenizer, reply.response) for reply in replies]
     messages = chat_messages(conversation.turns[: turn + 1], said)

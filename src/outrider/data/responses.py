@@ -104,16 +104,28 @@ def join_turns(replies: Iterable[Reply]) -> list[Sample]:
 # ----------------------------------------------------------------------------
 # Regenerated responses: the on-policy text a drafter learns from, kept as tokens in a JSON Lines file.
 #
-#     FILE.jsonl          line 1   {"settings": {...}, "summary": {...}}     what made the file, and its counts
+#     FILE.jsonl          line 1   {"format": 2, "settings": {...}, "summary": {...}}   what made it, and its counts
 #                         others   {"id", "turn", "prompt": [tokens], "response": [tokens], "finished", "exact"}
-#     FILE.journal.jsonl  line 1   {"settings": {...}}                       only while responses are being made
-#                         others   {"replies": [...]}                        one commit: a batch, or one server's answer
+#     FILE.journal.jsonl  line 1   {"format": 2, "settings": {...}}          only while responses are being made
+#                         others   {"replies": [...]}                        one commit: what ended at one step
 #     FILE.failed.jsonl   each     {"id", "turn", "reason"}                  only where servers failed
 #
 # A commit is one line: it counts when its newline is there and is cut off otherwise, so a process may die at any
 # moment. At the end the file is written anew, in the order of the conversations, and takes its place by a rename; its
 # bytes do not depend on how often the run was interrupted. Tokens, not text, so that the loss mask's boundary is exact.
 # ----------------------------------------------------------------------------
+
+
+FORMAT = 2  # 1 had no number, and ids of conversations that were lines of their file
+
+
+def _check_format(path: Path, header: Mapping[str, Any]) -> None:
+    if header.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} has format {header.get('format', 1)!r} and this version reads format {FORMAT}: responses are "
+            "kept by the content of their prompts now. Delete it to regenerate, or write to another file "
+            "(data.responses, --out)."
+        )
 
 
 @dataclass(frozen=True)
@@ -129,7 +141,8 @@ def read_responses(path: Path) -> tuple[dict[str, Any], list[Reply]]:
     """Settings and replies of a responses file; a last line cut short by a crash is ignored.
 
     Raises:
-        ValueError: missing, not a responses file, or a malformed line elsewhere (file and line named).
+        ValueError: missing, not a responses file, of another format, or a malformed line elsewhere (file and line
+            named).
     """
     if not path.is_file():
         begun = companion_file(path, "journal").is_file()
@@ -139,31 +152,30 @@ def read_responses(path: Path) -> tuple[dict[str, Any], list[Reply]]:
             else "`outrider prepare` makes one."
         )
         raise ValueError(f"no responses file {path}; {how}")
-    settings: dict[str, Any] = {}
-    replies: list[Reply] = []
     lines = path.read_bytes().split(b"\n")
-    for number, text in enumerate(lines, start=1):
+    if lines == [b""]:
+        raise ValueError(f"{path} is empty; `outrider prepare` makes a responses file.")
+    try:
+        header = json.loads(lines[0])
+        settings = dict(header["settings"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} is not a responses file: its first line has no settings. `outrider prepare` "
+            "makes one; give it a name that is free."
+        ) from error
+    _check_format(path, header)
+    replies: list[Reply] = []
+    for number, text in enumerate(lines[1:], start=2):
         if not text:
             continue
         try:
-            entry = json.loads(text)
-            if number == 1:
-                settings = dict(entry["settings"])
-            else:
-                replies.append(_reply(entry))
+            replies.append(_reply(json.loads(text)))
         except (ValueError, TypeError, KeyError) as error:
-            if number == 1:
-                raise ValueError(
-                    f"{path} is not a responses file: its first line has no settings. `outrider prepare` "
-                    "makes one; give it a name that is free."
-                ) from error
             if number == len(lines):
                 break  # no newline after it: the process died while writing this line
             raise ValueError(
                 f"{path}:{number}: not a responses line ({error}). Delete the file to regenerate."
             ) from error
-    if not settings:
-        raise ValueError(f"{path} is empty; `outrider prepare` makes a responses file.")
     return settings, replies
 
 
@@ -205,7 +217,7 @@ class ResponseFile:
         """Append replies to the journal: all of them, or none if the process dies here."""
         text = json.dumps({"replies": [asdict(reply) for reply in replies]}) + "\n"
         if not self._good_bytes:
-            text = json.dumps({"settings": self.settings}) + "\n" + text
+            text = json.dumps({"format": FORMAT, "settings": self.settings}) + "\n" + text
         with self.journal.open("ab") as file:
             file.truncate(self._good_bytes)  # half a line from a run that died
             file.write(text.encode())
@@ -218,7 +230,7 @@ class ResponseFile:
         """Write the file anew, replies in the order of the conversation ids, and drop the journal."""
         place = {name: number for number, name in enumerate(order)}
         replies = sorted(self.replies.values(), key=lambda r: (place.get(r.id, len(place)), r.id, r.turn))
-        header = {"settings": self.settings, "summary": summary}
+        header = {"format": FORMAT, "settings": self.settings, "summary": summary}
         _write_lines(self.path, [header, *map(asdict, replies)])
         failed = companion_file(self.path, "failed")
         lines = [asdict(f) for f in sorted(failures, key=lambda f: (place[f.id], f.turn))]
@@ -237,6 +249,7 @@ class ResponseFile:
             try:
                 entry = json.loads(line)
                 if number == 1:
+                    _check_format(self.journal, entry)
                     self._check(self.journal, entry["settings"])
                 else:
                     self._add(_reply(reply) for reply in entry["replies"])

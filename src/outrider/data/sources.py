@@ -43,12 +43,11 @@ def dataset_conversations(source: str) -> Iterator[Conversation]:
             f"data set {name!r} has the columns {', '.join(known)}; conversations are looked for in "
             f"{', '.join(_COLUMNS)}. Rename a column, or write the prompts to a JSONL file."
         )
-    label = f"{Path(name).name}-{split}" if split else Path(name).name  # two splits may be used together
     bad = total = 0
     reason = ""
     for total, row in enumerate(rows, start=1):
         try:
-            conversation = parse_row(row, f"{label}-{total}")
+            conversation = parse_row(row)
         except ValueError as error:
             bad, reason = bad + 1, reason or f"row {total}: {error}"
             continue
@@ -319,7 +318,7 @@ def _lines(path: Path) -> Iterator[Conversation]:
             if not text.strip():
                 continue
             try:
-                conversation = parse_row(text, f"{path.stem}-{number}")
+                conversation = parse_row(text)
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}. Each line must be {SHAPES}.") from error
             empty = False

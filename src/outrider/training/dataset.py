@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from outrider.data.chat import Chat
-from outrider.data.conversations import Conversation
+from outrider.data.conversations import Conversation, number_copies
 from outrider.data.regenerate import (
     DataSection,
     LocalSource,
@@ -44,7 +44,7 @@ def recipe_prompts(data: DataSection) -> list[Conversation]:
     """All conversations of a recipe, the sources interleaved so that an early stop leaves a fair mixture.
 
     Raises:
-        ValueError: an id occurs twice.
+        ValueError: two different conversations have the same id.
     """
     sources = []
     for source in data.prompts:
@@ -55,12 +55,12 @@ def recipe_prompts(data: DataSection) -> list[Conversation]:
         )
         sources.append(list(islice(chosen, source.limit)))
     places = [((i + 0.5) / len(prompts), p) for prompts in sources for i, p in enumerate(prompts)]
-    prompts = [p for _, p in sorted(places, key=lambda place: place[0])]
+    prompts = list(number_copies(p for _, p in sorted(places, key=lambda place: place[0])))
     repeated = [name for name, count in Counter(p.id for p in prompts).items() if count > 1]
     if repeated:
         raise ValueError(
-            f"{len(repeated)} prompt ids occur more than once in data.prompts ({', '.join(repeated[:3])}); give "
-            "every prompt its own id (where it has none, that is its file's name and line: rename one of the files)."
+            f"{len(repeated)} prompt ids of data.prompts belong to more than one conversation "
+            f"({', '.join(repeated[:3])}); give each its own, or none."
         )
     return prompts
 
