@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import string
 from collections.abc import Callable, Iterator
@@ -454,6 +455,42 @@ def test_acceptance_that_falls_with_length(healthy: Path, target: Target) -> Non
     inputs.probe.own = collapsed
     result = {c.name: c for c in CHECKS}["context length"].run(inputs)
     assert result.status == "warning" and "32-64" in result.figure
+
+
+def test_an_untrained_drafter_is_not_called_healthy(home: Path, target: Target) -> None:
+    """Beginnings as training makes them: normal weights, so that drafts depend on the features by accident only."""
+
+    def untrain(tensors: dict[str, Tensor]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for name, tensor in tensors.items():
+            if tensor.ndim == 2:
+                tensors[name] = 0.05 * torch.randn(tensor.shape, generator=generator)
+
+    edit_tensors(home, untrain)
+    (home / "drafter" / "outrider.json").unlink()  # no training record
+    findings = diagnose(home, target, "wiring", "serving")
+    unclear = {name for name, found in findings.items() if found.status == "unclear"}
+    wiring = {"aux layer indices", "aux layer order", "mask token", "block layout", "RoPE base"}
+    assert unclear >= wiring | {"training record"}, findings
+    assert run.verdict([findings[name] for name in wiring]) == "unclear"
+    figure = findings["aux layer indices"].figure
+    assert re.fullmatch(r"cannot tell yet: accepted length too low \(1\.\d\d; \d+ positions\)", figure)
+
+
+def test_a_comparison_without_precision_is_unclear(healthy: Path, target: Target) -> None:
+    inputs = Inputs(loaded_target=target)
+    read_drafter(inputs, healthy / "drafter")
+    read_data(inputs, healthy / "responses.jsonl")
+    probe, gamma = inputs.probe, inputs.drafter.config.gamma
+    found = {}
+    for count in (8, 160):
+        own_NK = torch.full((count, gamma), 0.5)
+        noisy_NK = own_NK + 0.4 * torch.tensor([1.0, -1.0]).repeat(count // 2)[:, None]
+        probe.own, other, probe.uninformed = (
+            replace(probe.own, sampled_NK=NK) for NK in (own_NK, noisy_NK - 0.1, own_NK - 0.3)
+        )
+        found[count] = probe.can_tell(other, gamma)
+    assert found == {8: False, 160: True}
 
 
 def test_a_window_shorter_than_the_conversations(home: Path, target: Target) -> None:

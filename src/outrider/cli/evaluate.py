@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -276,8 +277,8 @@ def doctor(
         read_drafter(inputs, drafter, device) if drafter is not None else None,
         read_data(inputs, data) if data is not None else None,
     ]
-    with console.status("examining") as status:
-        found = examine(inputs, lambda check: status.update(f"examining: {check.name}"))
+    with counting(console, "doctor") as on_progress:
+        found = examine(inputs, partial(on_progress, "doctor"))
     findings = [finding for finding in unread if finding is not None] + found
     print_report(findings, console)
     if json_out is not None:

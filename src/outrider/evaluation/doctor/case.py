@@ -27,13 +27,15 @@ from outrider.training.recipe import ObjectiveConfig
 from outrider.training.watch import survival
 from outrider.utils.files import read_weights
 
-Status = Literal["ok", "warning", "fault", "skipped"]
+Status = Literal["ok", "unclear", "warning", "fault", "skipped"]
 Need = Literal["target", "drafter", "data", "tokenizer", "eval", "working", "block"]
 
 
 @dataclass(frozen=True)
 class Finding:
     """The outcome of one check. `figure` is one line of figures, or the reason where the check was skipped.
+
+    "unclear": nothing wrong was found, and nothing could have been.
 
     `group` and `check` are filled in by `examine`.
     """
@@ -71,6 +73,16 @@ def fault(figure: str, meaning: str, remedy: str) -> Finding:
     return Finding("fault", figure, meaning, remedy=remedy)
 
 
+def unclear(length: float, positions: int) -> Finding:
+    """The finding of a check that this accepted length, over so few positions, gives no power to find anything."""
+    return Finding(
+        "unclear",
+        f"cannot tell yet: accepted length too low ({length:.2f}; {positions} positions)",
+        "A mistake would cost this drafter too little to be seen here.",
+        remedy="Train it longer, or examine more conversations (--samples); then run the doctor again.",
+    )
+
+
 def skipped(reason: str) -> Finding:
     return Finding("skipped", reason)
 
@@ -89,6 +101,12 @@ def graded(level: int, figure: str, meaning: str, remedy: str) -> Finding:
 # mask token or layout that improves a drafter by more than noise corrects a mistake. Acceptance at temperature 1 is
 # compared because it is smooth, where agreement of argmaxes is 0 or 1.
 #
+# Where features mean little to the drafter, differences are accidents of its weights, and "no variant is better" proves
+# nothing. With `uninformed`, the same drafter with its context slots shuffled, a check of the wiring can tell if
+#
+#     informed    the better of own and best accepts clearly more than uninformed, by a quarter of a token;  and
+#     precise     best is a clear gain,  or mean(best - own) + 3 standard errors < mean(own - uninformed)
+#
 # Shapes: N anchors, K draft positions, L aux layers, Vd draft vocab.
 # ----------------------------------------------------------------------------
 
@@ -97,6 +115,7 @@ _ANCHORS = 24  # per sample
 _BUDGET = 2**31  # bytes of features kept
 _SCREENED = 2  # samples on which variants are compared; the best is then measured on all
 _GAINS = ((0.02, 3.0), (0.1, 4.0))  # (tokens per round, standard errors) of a clear gain, and of a large one
+_INFORMED = 0.25  # tokens per round; by accident, weights that were never trained reach half of it
 
 
 @dataclass(frozen=True)
@@ -107,6 +126,7 @@ class Variant:
     config: dict[str, Any] = field(default_factory=dict)
     aux_layers: tuple[int, ...] | None = None
     draft_ids_Vd: Tensor | None = None
+    shuffled: bool = False  # the context slots of each sample in random order
 
 
 @dataclass(frozen=True)
@@ -157,6 +177,8 @@ class Probe:
         columns = [self.reachable.index(aux_layer) for aux_layer in variant.aux_layers or self.aux_layers]
         samples = [sample for sample, _, _ in chosen]
         features = [replace(found, aux_SLD=found.aux_SLD[:, columns]) for _, found, _ in chosen]
+        if variant.shuffled:
+            features = [replace(found, aux_SLD=_shuffle(found.aux_SLD)) for found in features]
         places = [(i, anchors) for i, (_, _, anchors) in enumerate(chosen)]
         return build_batch(places, samples, features, gamma=self.variant_of(variant).config.gamma)
 
@@ -185,6 +207,21 @@ class Probe:
         """Acceptance of the unchanged drafter."""
         return self.measure(Variant())
 
+    @cached_property
+    def uninformed(self) -> Acceptance:
+        """Acceptance of the unchanged drafter on shuffled features."""
+        return self.measure(Variant(shuffled=True))
+
+    def can_tell(self, other: Acceptance, gamma: int) -> bool:
+        """Whether a mistake that `other` corrects shows, or would have, over the first `gamma` positions."""
+        own_N, uninformed_N, other_N = (found.lengths_N(gamma) for found in (self.own, self.uninformed, other))
+        better = bool(gain(other_N, own_N))
+        worth_N = (other_N if better else own_N) - uninformed_N
+        informed = gain(worth_N, torch.zeros_like(worth_N)) == len(_GAINS) and worth_N.mean().item() > _INFORMED
+        gain_N = other_N - own_N
+        highest = (gain_N.mean() + _GAINS[0][1] * gain_N.std() / len(gain_N) ** 0.5).item()
+        return informed and (better or highest < worth_N.mean().item())
+
     def measure(self, variant: Variant, samples: int | None = None) -> Acceptance:
         """Acceptance at the probe's anchors, of the first `samples` samples or of all."""
         count = len(self.samples) if samples is None else min(samples, len(self.samples))
@@ -201,6 +238,11 @@ class Probe:
             means = [self.measure(v, _SCREENED).lengths_N().mean().item() for v in variants]
             winner = next(v for v, mean in zip(variants, means, strict=True) if mean >= max(means) - tie)
         return winner, self.measure(winner)
+
+
+def _shuffle(aux_SLD: Tensor) -> Tensor:
+    order_S = torch.randperm(len(aux_SLD), generator=torch.Generator().manual_seed(0))
+    return aux_SLD[order_S.to(aux_SLD.device)]
 
 
 def gain(other_N: Tensor, own_N: Tensor) -> int:

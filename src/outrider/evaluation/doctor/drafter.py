@@ -23,7 +23,7 @@ from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import check_fits
 from outrider.drafters.config import mask_token_id
-from outrider.evaluation.doctor.case import Finding, Inputs, Variant, fault, gain, graded, ok, skipped, warning
+from outrider.evaluation.doctor.case import Finding, Inputs, Variant, fault, gain, graded, ok, skipped, unclear, warning
 from outrider.target.model import Target
 from outrider.training.features import Features
 from outrider.utils.measure import dtype_name
@@ -35,17 +35,25 @@ _COMMON_THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
 
 @dataclass(frozen=True)
 class VariantComparison:
-    """Acceptance of the unchanged drafter against the best of its variants. `level`: see `gain`."""
+    """Acceptance of the unchanged drafter against the best of its variants.
+
+    Args:
+        level: see `gain`.
+        power: None where the comparison can tell (see `Probe.can_tell`), else the finding that it cannot.
+    """
 
     figure: str
     best: Variant
     level: int
+    power: Finding | None
 
     def finding(self, meaning: str, remedy: str, shown: str = "") -> Finding:
-        """A fault where the variant is much better, a warning where it is clearly better, else ok.
+        """A fault where the variant is much better, a warning where it is clearly better, else ok or unclear.
 
         `shown`: what stands before the figures where all is well.
         """
+        if self.power is not None:
+            return self.power
         if self.level == 0:
             return ok(shown + self.figure)
         margin = "By a small but clear margin: " if self.level == 1 else ""
@@ -57,7 +65,8 @@ def _compare(inputs: Inputs, variants: Sequence[Variant], tie: float = 0.0) -> V
     gamma = min(inputs.drafter.config.gamma, theirs.sampled_NK.shape[1])  # layouts differ in it
     own_N, other_N = inputs.probe.own.lengths_N(gamma), theirs.lengths_N(gamma)
     figure = f"{own_N.mean():.2f} tokens a round as it is, {other_N.mean():.2f} with {best.label}"
-    return VariantComparison(figure, best, gain(other_N, own_N))
+    power = None if inputs.probe.can_tell(theirs, gamma) else unclear(own_N.mean().item(), len(own_N))
+    return VariantComparison(figure, best, gain(other_N, own_N), power)
 
 
 def aux_indices(inputs: Inputs) -> Finding:
@@ -440,9 +449,13 @@ def trained_against_served(inputs: Inputs) -> Finding:
         "differ between training and serving."
     )
     remedy = "Compare both on one block (tests/drafters/test_alignment.py does); report it if the code is unchanged."
-    if abs(gap) > max(_GAP * trained_N.mean().item(), noise):
+    least = max(_GAP * trained_N.mean().item(), noise)
+    if abs(gap) > least:
         return fault(figure, meaning, remedy)
-    return warning(figure, meaning, remedy) if differ > _ROUNDS else ok(figure)
+    if differ > _ROUNDS:
+        return warning(figure, meaning, remedy)
+    # A drafter that is accepted by less than the gap that counts agrees with decoding whatever is wrong.
+    return ok(figure) if trained_N.mean().item() - 1 > least else unclear(trained_N.mean().item(), len(gap_N))
 
 
 def training_record(inputs: Inputs) -> Finding:
@@ -451,6 +464,8 @@ def training_record(inputs: Inputs) -> Finding:
     recorded = inputs.checkpoint.metadata.get("held_out", {}).get("expected_length_greedy")
     remedy = "Look at the other findings first; then at target, precision and data."
     if recorded is None:
+        if now >= _NOTHING and not inputs.probe.can_tell(inputs.probe.own, inputs.drafter.config.gamma):
+            return unclear(now, len(inputs.probe.own.greedy_NK))
         if now >= _NOTHING:
             return ok(f"{now:.2f} tokens a round at temperature 0 on this data; no record to compare with")
         meaning = "The drafter's proposals are next to never accepted: it is untrained, or not connected as trained."
@@ -489,4 +504,6 @@ def context_length(inputs: Inputs) -> Finding:
             "training on shorter conversations than these.",
             "Compare RoPE and window with the target's; train on conversations as long as those served.",
         )
+    if (1 - _FALL) * (best.mean().item() - 1) < _STANDARD_ERRORS * error:  # such a fall would be noise
+        return unclear(lengths_N.mean().item(), len(lengths_N))
     return ok(figure)

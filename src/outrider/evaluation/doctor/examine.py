@@ -15,18 +15,25 @@ from rich.text import Text
 from outrider.evaluation.doctor import data, drafter
 from outrider.evaluation.doctor.case import Check, Finding, Inputs, Need, Status, fault, skipped
 
-_STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "fault": "bold red", "skipped": "dim"}
+_STYLES: dict[Status, str] = {
+    "ok": "green",
+    "unclear": "cyan",
+    "warning": "yellow",
+    "fault": "bold red",
+    "skipped": "dim",
+}
 
 
 def verdict(findings: Sequence[Finding]) -> Status:
     """The worst status of the findings; "skipped" only if all were skipped."""
     found = {f.status for f in findings}
-    order: tuple[Status, ...] = ("fault", "warning", "ok")
+    order: tuple[Status, ...] = ("fault", "warning", "unclear", "ok")
     return next((status for status in order if status in found), "skipped")
 
 
 def print_report(findings: Sequence[Finding], console: Console) -> None:
-    """Print one line per check, with meaning and remedy below it for warnings and faults."""
+    """Print one line per check, with meaning and remedy below it; what several share is printed with the first."""
+    said = ""
     for group, members in groupby(findings, key=lambda f: f.group):
         console.print(Text(group, style="bold underline"))
         for finding in members:
@@ -35,15 +42,16 @@ def print_report(findings: Sequence[Finding], console: Console) -> None:
             line.append(finding.figure, style="dim" if finding.status == "skipped" else "default")
             console.print(Padding(line, (0, 0, 0, 2)))
             for label, text in (("means", finding.meaning), ("do", finding.remedy)):
-                if text:
+                if text and said != finding.meaning + finding.remedy:
                     console.print(Padding(Text(f"{label}: {text}"), (0, 0, 0, 12)))
+            said = finding.meaning + finding.remedy or said
     console.print(Text(summary(findings), style=_STYLES[verdict(findings)]))
 
 
 def summary(findings: Sequence[Finding]) -> str:
     """One line: how many of each, and the faults by name."""
     counts = Counter(f.status for f in findings)
-    order: tuple[Status, ...] = ("fault", "warning", "ok", "skipped")
+    order: tuple[Status, ...] = ("fault", "warning", "unclear", "ok", "skipped")
     listed = ", ".join(f"{counts[s]} {s}{'s' if s in ('fault', 'warning') and counts[s] != 1 else ''}" for s in order)
     faults = [f.check for f in findings if f.status == "fault"]
     return f"{listed}" + (f": {', '.join(faults)}" if faults else "")
@@ -95,7 +103,9 @@ CHECKS: tuple[Check, ...] = (
 
 
 def examine(
-    inputs: Inputs, on_check: Callable[[Check], None] = lambda check: None, checks: Sequence[Check] = CHECKS
+    inputs: Inputs,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    checks: Sequence[Check] = CHECKS,
 ) -> list[Finding]:
     """Run every check whose needs are met; a check that raises is a fault and stops nothing.
 
@@ -103,10 +113,11 @@ def examine(
     """
     findings = []
     foreign = inputs.missing("block") if inputs.loaded_checkpoint is not None else None
-    for check in checks:
-        if foreign is None or "block" not in check.needs:
-            on_check(check)
-            findings.append(replace(_outcome(check, inputs), group=check.group, check=check.name))
+    chosen = [check for check in checks if foreign is None or "block" not in check.needs]
+    on_progress(0, len(chosen))
+    for done, check in enumerate(chosen, 1):
+        findings.append(replace(_outcome(check, inputs), group=check.group, check=check.name))
+        on_progress(done, len(chosen))
     if foreign is not None and (names := [check.name for check in checks if "block" in check.needs]):
         reason = f"{foreign}: {', '.join(names)}"
         findings.append(Finding("skipped", reason, group="checkpoint", check="checks of block drafters"))
