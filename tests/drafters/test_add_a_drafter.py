@@ -51,6 +51,7 @@ def _line(monkeypatch: pytest.MonkeyPatch) -> None:
 RECIPE = """
 target: {here}/target
 out: {here}/out
+precision: float32
 data: {{prompts: [{{path: prompts.jsonl}}], max_new_tokens: 16, max_prompt_tokens: 100, held_out: 3}}
 drafter: {{algorithm: bigram, gamma: 4, draft_vocab_size: 100}}
 objective: {{ce: 1.0}}

@@ -68,3 +68,55 @@ def test_a_resumed_run_keeps_the_precision_it_began_with(
 
 def test_another_precision_than_the_runs_is_refused(run: Run, recipe: Path, began: Path) -> None:
     check_error(run(recipe, "precision=float32"), "precision was bfloat16, is now float32")
+
+
+def test_a_finished_run_and_a_changed_one_load_nothing(
+    run: Run, recipe: Path, began: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loads(*_: object, **__: object) -> None:
+        raise AssertionError("a model is loaded")
+
+    def without_loading(*changes: str) -> tuple[int, str, str]:
+        with monkeypatch.context() as patched:
+            patched.setattr(train, "load", loads)
+            return run(recipe, *changes)
+
+    check_error(without_loading("optimizer.steps=5"), "optimizer.steps was 3, is now 5")
+    check_error(without_loading("optimizer.steps=5"), f"start_from={began / 'drafter'}")
+    with pytest.raises(AssertionError, match="a model is loaded"):
+        without_loading()  # two steps are left
+    assert run(recipe)[0] == 0
+    status, said, errors = without_loading()
+    assert status == 0, errors
+    assert "already finished: 3 of 3 steps, held-out expected accepted length 1." in said
+    check_error(without_loading("optimizer.steps=5"), "optimizer.steps was 3, is now 5")
+    (began.parent / "file").write_text("")
+    check_error(without_loading(f"out={began.parent / 'file'}"), "is a file")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [(None, "prompts.jsonl"), ('{"id": "1"}\n', "prompts.jsonl:1"), ("{", "prompts.jsonl:1")]
+)
+def test_prompts_are_read_before_a_model_is(
+    run: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, message: str
+) -> None:
+    prompts = recipe.parent / "prompts.jsonl"
+    prompts.unlink() if text is None else prompts.write_text(text)
+    monkeypatch.setattr(train, "load", lambda *_, **__: pytest.fail("a model is loaded"))
+    check_error(run(recipe), message)
+
+
+def test_the_way_out_of_a_finished_run_never_ends_worse(run: Run, recipe: Path, began: Path) -> None:
+    """Going on with a learning rate that ruins the drafter: the best one is the start, evaluated as step 0."""
+    assert run(recipe)[0] == 0
+    out = recipe.parent / "more"
+    changes = [f"start_from={began / 'drafter'}", f"out={out}", "watch.decode_every=null", "eval_every=1"]
+    status, said, errors = run(recipe, *changes, "optimizer.learning_rate=100")
+    assert status == 0, errors
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    held = [line for line in lines if line["group"] == "held_out"]
+    assert [line["step"] for line in held] == [0, 1, 2, 3]
+    best = json.loads((out / "best" / "outrider.json").read_text())
+    lengths = [line["expected_length_greedy"] for line in held]
+    assert best["step"] == lengths.index(max(lengths)), lengths
+    assert f"best drafter: step {best['step']}" in said

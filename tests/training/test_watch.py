@@ -390,7 +390,7 @@ def continued(
     short = {"prompts": [{"path": "unused"}], "max_prompt_tokens": 64, "max_new_tokens": 64}
     own = {name: section.pop(name) for name in ("start_from", "initialize_from_target") if name in section}
     chosen = recipe(out, drafter=section, data=short, **own)
-    monkeypatch.setattr(run_setup, "recipe_samples", lambda *_: Dataset(samples, samples[:3], {}))
+    monkeypatch.setattr(run_setup, "recipe_samples", lambda *_, **__: Dataset(samples, samples[:3], {}))
     return chosen, prepare(chosen, target)
 
 

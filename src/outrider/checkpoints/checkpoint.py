@@ -37,7 +37,7 @@ from outrider.utils.files import (
     refuse_archive,
     write_atomically,
 )
-from outrider.utils.measure import dtype_name
+from outrider.utils.measure import dtype_name, usable_device
 
 METADATA = "outrider.json"
 FORMAT = 1  # of outrider.json; raised when a field changes its name or meaning
@@ -164,7 +164,7 @@ def load_checkpoint(
             file and the field or tensor.
     """
     directory = Path(directory)
-    weights = load_weights(directory, num_target_layers).folded(torch.float32, device)
+    weights = load_weights(directory, num_target_layers).folded(torch.float32, usable_device(device))
     return Checkpoint(weights, read_metadata(directory))
 
 

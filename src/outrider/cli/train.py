@@ -13,10 +13,12 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from outrider.checkpoints.checkpoint import read_metadata
 from outrider.cli import options as opt
-from outrider.cli.common import load, responding, training_dtype
+from outrider.cli.common import check_outputs, load, responding, training_dtype
 from outrider.cli.options import option
 from outrider.target.model import Target
+from outrider.training.dataset import check_prompt_files
 from outrider.training.feature_store import (
     FeatureWindow,
     StorePlan,
@@ -35,8 +37,7 @@ from outrider.training.logging import plot_training
 from outrider.training.parallel import shard_layers
 from outrider.training.recipe import Recipe, load_recipe
 from outrider.training.setup import Run, prepare
-from outrider.training.state import read_run
-from outrider.training.trainer import Trainer
+from outrider.training.trainer import Trainer, saved_run
 from outrider.utils.distributed import ALONE, Ranks, join
 from outrider.utils.measure import set_up, usable_device
 
@@ -44,11 +45,17 @@ from outrider.utils.measure import set_up, usable_device
 def train(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> None:
     """Train a drafter on the target's responses; run again to go on."""
     chosen = load_recipe(recipe, overrides or [])
-    began = read_run(Path(chosen.out) / "state")
+    check_outputs(Path(chosen.out))
+    began = saved_run(chosen)
+    if not began:  # a run that has begun has its samples
+        check_prompt_files(chosen.data)
     precision = began.get("settings", {}).get("precision")
     with join(chosen.device) as ranks:
         set_up(chosen.threads)
         console = Console(quiet=not ranks.main)
+        if began.get("step", 0) >= chosen.optimizer.steps:
+            _say_finished(chosen, console)
+            return
         if (threads := began.get("threads", torch.get_num_threads())) != torch.get_num_threads():
             console.print(
                 f"threads: {torch.get_num_threads()}; the run was at {threads}. Its weights will differ in the last "
@@ -61,6 +68,20 @@ def train(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> None:
         dtype = training_dtype(chosen.precision, ranks.device, console, began_with=precision, ranks=ranks)
         target = load(chosen.target, ranks.device, dtype, place=place, console=console)
         run_training(chosen, target, console, ranks=ranks)
+
+
+def _say_finished(recipe: Recipe, console: Console) -> None:
+    out = Path(recipe.out)
+    drafter = out / "drafter"
+    length = read_metadata(drafter).get("held_out", {}).get("expected_length_greedy", float("nan"))
+    best = f", the best one in {out / 'best'}" if (out / "best").is_dir() else ""
+    console.print(
+        f"already finished: {recipe.optimizer.steps} of {recipe.optimizer.steps} steps, held-out expected accepted "
+        f"length {length:.2f} (temperature 0); drafter in {drafter}{best}. To train it further: "
+        f"start_from={drafter} out=ANOTHER",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def run_training(recipe: Recipe, target: Target, console: Console, ranks: Ranks | None = None) -> Run:

@@ -65,6 +65,18 @@ def recipe_prompts(data: DataSection) -> list[Conversation]:
     return prompts
 
 
+def check_prompt_files(data: DataSection) -> None:
+    """Read the prompt files of a recipe, before anything is loaded; other sources may be a download and are left out.
+
+    Raises:
+        ValueError: a file does not exist or has a malformed line.
+    """
+    for source in data.prompts:
+        if source.path.endswith(".jsonl"):
+            for _ in islice(iterate_prompts(source.path), source.limit):
+                pass
+
+
 def make_responses(
     data: DataSection,
     chat: Chat,

@@ -32,7 +32,7 @@ from outrider.training.logging import Meters, MetricsLog, progress_bar
 from outrider.training.parallel import LockStep, ParallelStep, whole_drafter
 from outrider.training.recipe import OptimizerSection, Recipe
 from outrider.training.setup import Run, training_precision
-from outrider.training.state import StopSignal, load_state, read_run, save_state
+from outrider.training.state import StopSignal, check_settings, load_state, read_run, save_state
 from outrider.training.watch import Watch, held_out_batches, held_out_metrics
 from outrider.utils.distributed import Ranks, full_tensor
 from outrider.utils.machine import feature_cache_bytes
@@ -89,6 +89,22 @@ _NOT_RECORDED: Any = {  # places and addresses, which a published checkpoint sho
 def fixed_settings(recipe: Recipe) -> dict[str, Any]:
     """The fields of a recipe that must stay as they are when its run is resumed."""
     return recipe.model_dump(mode="json", exclude=_FREE_TO_CHANGE)
+
+
+def saved_run(recipe: Recipe) -> dict[str, Any]:
+    """The state of a recipe's run so far (`read_run`), empty for a new one. No model is loaded.
+
+    Raises:
+        ValueError: the recipe was changed where a resumed run must not be.
+    """
+    directory = Path(recipe.out) / "state"
+    stored = read_run(directory)
+    if stored:
+        settings = fixed_settings(recipe)
+        if recipe.precision == "auto":
+            settings["precision"] = stored["settings"].get("precision")
+        check_settings(directory, stored["settings"], settings)
+    return stored
 
 
 class Trainer:
@@ -149,6 +165,8 @@ class Trainer:
                 self.signal,
                 step_features(source, wanted) as fetched,
             ):
+                if not first and self.run.origin:
+                    self._evaluate_start(log)
                 task = bar.add_task("train", total=self.recipe.optimizer.steps, completed=first, status="")
                 for done in range(first + 1, last + 1):
                     report = self._step(done - 1, fetched)
@@ -238,6 +256,14 @@ class Trainer:
             with meters.evaluation:
                 self.save(done)
         return stop
+
+    def _evaluate_start(self, log: MetricsLog) -> None:
+        """Measure the drafter that training goes on from, as step 0: OUT/best is never worse than it."""
+        with self.meters.evaluation:
+            self.last_metrics = self.evaluate()
+            log.write(0, "held_out", self.last_metrics)
+            self._look(0, log)
+        self.last_metrics = {}  # of the start, not of what is saved before the next evaluation
 
     def _look(self, step: int, log: MetricsLog) -> bool:
         """Let the watch judge the drafter; only the main rank decodes, unless the target needs them all."""
