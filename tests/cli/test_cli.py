@@ -35,6 +35,7 @@ from tests.toys.tokenizer import byte_tokenizer
 
 VERBS = {
     "train": ["RECIPE", "OVERRIDES"],
+    "recipe": ["NAME", "--copy", "--explain", "--schema"],
     "eval": [
         "--target",
         "--drafter",
@@ -328,7 +329,10 @@ def test_mistakes_in_recipes(run: Run, tmp_path: Path) -> None:
     check_error(run("train", tmp_path / "r.yaml", "optimizer.step=3"), "r.yaml: invalid recipe: optimizer.step: Extra")
     twice = run("train", tmp_path / "r.yaml", "optimizer.step=3", "optimizer.steps=many")
     check_error(twice, "optimizer.steps: Input should be a valid integer")
-    check_error(twice, "; optimizer.step: Extra inputs")
+    check_error(twice, "; optimizer.step: Extra inputs are not permitted; did you mean optimizer.steps?")
+    check_error(run("train", tmp_path / "r.yaml", "learning_rate=1"), "did you mean optimizer.learning_rate?")
+    check_error(run("train", tmp_path / "r.yaml", "optimiser.steps=1"), "did you mean optimizer?")
+    check_error(run("train", tmp_path / "r.yaml", "drafter.markov_ranc=1"), "did you mean markov_rank?")
     (tmp_path / "r.yaml").write_text("a: [\n")
     for verb in ("train", "experiment"):
         check_error(run(verb, tmp_path / "r.yaml"), "r.yaml: not valid YAML (while parsing")

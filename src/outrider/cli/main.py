@@ -75,6 +75,8 @@ class _Verbs(LazyGroup):
                function="data.prepare_command", example=f"outrider prepare --recipe {_DEMO} --out runs/mine.jsonl"),
         Listed("Train", "inspect", "Show which tokens are trained on, or what a checkpoint is.",
                function="data.inspect_command", example=f"outrider inspect {_SHIPPED}"),
+        Listed("Train", "recipe", "List the packaged recipes, copy one, or explain the fields.",
+               function="recipe.recipe_command", example="outrider recipe --explain optimizer"),
         Listed("Train", "train", "Train a drafter on the target's responses; run again to go on.",
                function="train.train", example=f"outrider train {_DEMO} out=runs/mine optimizer.steps=200"),
         Listed("Train", "experiment", "Train, evaluate and compare a table of drafters (docs/experiments.md).",

@@ -50,40 +50,61 @@ _COMPACT_BELOW = 0.75  # drop finished sequences once fewer than this share of t
 
 
 class Section(BaseModel):
-    """A section of a recipe: unknown fields are refused."""
+    """A section of a recipe: unknown fields are refused; a field's docstring is its description in the JSON schema."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class PromptSource(Section):
     """A prompt file, shipped set or `hf:owner/name[:split]`; relative paths start at the recipe's directory."""
 
     path: str
+    """A JSONL file, a shipped set or hf:owner/name[:split]; relative paths start at the recipe's directory."""
     limit: int | None = Field(None, ge=1)
+    """Conversations to take; null: all."""
     max_turns: int | None = Field(None, ge=1)
-    max_characters: int | None = Field(None, ge=1)  # before the first response; longer ones are passed over
+    """User turns to take of each conversation; null: all."""
+    max_characters: int | None = Field(None, ge=1)
+    """Before the first response; longer conversations are passed over."""
 
 
 class DataSection(Section):
     """A recipe's `data`: the prompts, how they are answered, and by whom."""
 
-    prompts: list[PromptSource] = []  # none: `responses` exists and is used as it is
-    responses: str | None = None  # where regenerated responses live; OUT/responses.jsonl when null
+    prompts: list[PromptSource] = []
+    """Where prompts come from; none: `responses` exists and is used as it is."""
+    responses: str | None = None
+    """Where regenerated responses live; OUT/responses.jsonl when null."""
     max_new_tokens: int = Field(256, ge=2)
+    """Longest response, in tokens."""
     max_prompt_tokens: int = Field(512, ge=1)
+    """Longer prompts are skipped."""
     temperature: float = Field(0.0, ge=0)
+    """Of the responses; 0: the likeliest token."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the likeliest tokens of this total probability."""
     top_k: int = Field(0, ge=0)
-    thinking: bool = False  # ask the chat template for it
+    """Sample from the k likeliest tokens; 0: all."""
+    thinking: bool = False
+    """Ask the chat template for thinking."""
     batch_size: int = Field(64, ge=1)
-    max_minutes: float | None = Field(None, gt=0)  # stop regenerating after this long, train on what there is
-    held_out: int = Field(32, ge=1)  # conversations kept for the held-out metrics
-    base_urls: list[str] = []  # OpenAI-compatible servers that serve the target; none: decode here
-    served_model: str | None = None  # its name there; null: the one the servers list
-    chat_api: bool = False  # /v1/chat/completions, for servers without /v1/completions
-    concurrency: int = Field(16, ge=1)  # requests in flight per server
-    timeout: float = Field(600.0, gt=0)  # seconds per request
+    """Responses decoded at once here."""
+    max_minutes: float | None = Field(None, gt=0)
+    """Stop regenerating after this long and train on what there is; null: no limit."""
+    held_out: int = Field(32, ge=1)
+    """Conversations kept for the held-out metrics."""
+    base_urls: list[str] = []
+    """OpenAI-compatible servers that serve the target; none: decode here."""
+    served_model: str | None = None
+    """The target's name there; null: the one the servers list."""
+    chat_api: bool = False
+    """Use /v1/chat/completions, for servers without /v1/completions."""
+    concurrency: int = Field(16, ge=1)
+    """Requests in flight per server."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds per request."""
     retries: int = Field(8, ge=0)
+    """Of a failed request."""
 
     @model_validator(mode="after")
     def _has_a_source(self) -> DataSection:

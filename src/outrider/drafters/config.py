@@ -20,6 +20,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.fields import FieldInfo
 
 from outrider.target.model import Target
 
@@ -29,7 +30,15 @@ Config = TypeVar("Config", bound="DrafterConfig")
 NOT_IN_RECIPE = "not in recipes"
 NotInRecipe = Annotated[T, NOT_IN_RECIPE]
 Count = Annotated[int, Field(ge=1)]
-DraftVocabulary = Annotated[int, Field(ge=2)]
+DraftVocabulary = Annotated[
+    int, Field(ge=2, description="Tokens that can be drafted, the most frequent ones; null: the target's vocabulary.")
+]
+MaskToken = Annotated[
+    str | None, Field(description="Fills the block; null: the tokenizer's, or a special token no chat template uses.")
+]
+AuxLayers = Annotated[
+    T, Field(description="Layers of the target whose outputs the drafter reads, from 0; null: the method's choice.")
+]
 
 
 class DrafterSection(BaseModel):
@@ -173,11 +182,20 @@ def mask_token_id(target: Target, wanted: str | None) -> int:
 @cache
 def section_of(config: Any) -> type[DrafterSection]:
     """The model of a method's recipe section, with the bounds that its config class declares."""
-    kinds: dict[str, Any] = {name: (kind | None, default) for name, (kind, default) in _recipe_fields(config).items()}
-    kinds["algorithm"] = (Literal[config.algorithm], config.algorithm)
+    kinds: dict[str, Any] = {
+        name: (kind | None, Field(default, description=_description(kind)))
+        for name, (kind, default) in _recipe_fields(config).items()
+    }
+    kinds["algorithm"] = (Literal[config.algorithm], Field(config.algorithm, description="The drafting method."))
     section = create_model(f"{config.__name__}Section", __base__=DrafterSection, **kinds)
     section.config = config
     return section
+
+
+def _description(kind: Any) -> str | None:
+    """What the annotation of a field says that it is."""
+    marks = getattr(kind, "__metadata__", ())
+    return next((mark.description for mark in marks if isinstance(mark, FieldInfo) and mark.description), None)
 
 
 def _recipe_fields(config: type[DrafterConfig]) -> dict[str, tuple[Any, Any]]:

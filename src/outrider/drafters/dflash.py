@@ -17,9 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from outrider.drafters.base import (
@@ -35,7 +36,7 @@ from outrider.drafters.base import (
     longest_draft,
 )
 from outrider.drafters.chain import sample_chain
-from outrider.drafters.config import Count, NotInRecipe, check_mask_token, draft_vocabulary, mask_token_id
+from outrider.drafters.config import Count, MaskToken, NotInRecipe, check_mask_token, draft_vocabulary, mask_token_id
 from outrider.drafters.draft import Draft
 from outrider.drafters.layers import (
     Attention,
@@ -85,17 +86,24 @@ class DFlashConfig(LayerConfig):
     algorithm: ClassVar[str] = "dflash"
     layouts: ClassVar[tuple[bool, ...]] = (False,)  # values of sample_from_anchor that the method's checkpoints have
 
-    num_hidden_layers: Count = 2
+    num_hidden_layers: Annotated[Count, Field(description="Draft layers.")] = 2
     mask_token_id: NotInRecipe[int]
-    block_size: Count = 7
-    sample_from_anchor: bool = False
+    block_size: Annotated[Count, Field(description="Rows of a block, the anchor included.")] = 7
+    sample_from_anchor: Annotated[
+        bool, Field(description="Whether the anchor's row drafts, too: block_size drafts instead of one less.")
+    ] = False
     rope_theta: NotInRecipe[float] = 10000.0
     rms_norm_eps: NotInRecipe[float] = 1e-6
-    sliding_window: Count | None = None
+    sliding_window: Annotated[Count | None, Field(description="Context tokens that attention sees; null: all.")] = None
     max_position_embeddings: NotInRecipe[int] = 8192
     # Not in the repr, by which profiles know what they are of: these change no shape.
-    layer_types: tuple[LayerType, ...] = field(default=(), repr=False)
-    is_causal: bool | None = field(default=False, repr=False)
+    layer_types: Annotated[tuple[LayerType, ...], Field(description="Which layers have the window; empty: all.")] = (
+        field(default=(), repr=False)
+    )
+    is_causal: Annotated[
+        bool | None,
+        Field(description="Whether rows of a block see earlier rows only; null: in windowed layers."),
+    ] = field(default=False, repr=False)
     output_multiplier: NotInRecipe[float] = field(default=1.0, repr=False)
     final_logit_softcapping: NotInRecipe[float | None] = field(default=None, repr=False)
 
@@ -130,9 +138,11 @@ class DFlashConfig(LayerConfig):
         target: Target,
         *,
         target_layer_ids: Sequence[int] | None = None,
-        num_aux_layers: Count = 4,
+        num_aux_layers: Annotated[
+            Count, Field(description="Aux layers, evenly spaced, where target_layer_ids is left out.")
+        ] = 4,
         draft_vocab_size: int | None = None,
-        mask_token: str | None = None,
+        mask_token: MaskToken = None,
         **chosen: Any,
     ) -> Block:
         """The target's layer shapes and the recipe's choices.

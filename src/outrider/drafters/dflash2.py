@@ -163,11 +163,11 @@ class DFlash2Config(DFlashConfig):
 
     algorithm: ClassVar[str] = "dflash2"
 
-    block_size: Annotated[int, Field(ge=2)] = 8
-    conv_kernel_size: Count = 2
-    conv_group_size: Count = 16
-    selector_rank: Count = 64
-    selector_top_k: Count = 16
+    block_size: Annotated[int, Field(ge=2, description="Rows of a block, the anchor included.")] = 8
+    conv_kernel_size: Annotated[Count, Field(description="Rows that the causal convolution sees.")] = 2
+    conv_group_size: Annotated[Count, Field(description="Channels of a group of the convolution.")] = 16
+    selector_rank: Annotated[Count, Field(description="Rank of the selector's scores.")] = 64
+    selector_top_k: Annotated[Count, Field(description="Likeliest tokens of a row that the selector rescores.")] = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -26,11 +26,20 @@ class DSparkConfig(DFlashConfig):
     algorithm: ClassVar[str] = "dspark"
     layouts: ClassVar[tuple[bool, ...]] = (False, True)
 
-    sample_from_anchor: bool = True
-    markov_rank: Annotated[int, Field(ge=0)] = 64
-    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
-    enable_confidence_head: bool = True
-    confidence_head_with_markov: bool = True
+    sample_from_anchor: Annotated[
+        bool, Field(description="Whether the anchor's row drafts, too: block_size drafts instead of one less.")
+    ] = True
+    markov_rank: Annotated[int, Field(ge=0, description="Rank of the sequential head; 0: none.")] = 64
+    markov_head_type: Annotated[
+        Literal["vanilla", "gated", "rnn"],
+        Field(description="What sees the tokens drafted before."),
+    ] = "vanilla"
+    enable_confidence_head: Annotated[
+        bool, Field(description="Whether drafts come with a confidence of being accepted.")
+    ] = True
+    confidence_head_with_markov: Annotated[
+        bool, Field(description="Whether that head reads the token before, too.")
+    ] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

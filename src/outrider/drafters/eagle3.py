@@ -27,10 +27,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from outrider.drafters.base import (
@@ -84,7 +85,7 @@ class Eagle3Config(LayerConfig):
 
     algorithm: ClassVar[str] = "eagle3"
 
-    gamma: Count = 7
+    gamma: Annotated[Count, Field(description="Draft tokens of a chain, and steps of the unrolled training.")] = 7
     rope_theta: NotInRecipe[float] = 10000.0
     rms_norm_eps: NotInRecipe[float] = 1e-6
     max_position_embeddings: NotInRecipe[int] = 8192

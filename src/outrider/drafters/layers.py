@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.drafters.config import DrafterConfig, DraftVocabulary, NotInRecipe
+from outrider.drafters.config import AuxLayers, DrafterConfig, DraftVocabulary, NotInRecipe
 from outrider.target.lean import rotate, signed_sin
 from outrider.target.linear import Packable
 from outrider.target.model import Target
@@ -33,7 +33,7 @@ class LayerConfig(DrafterConfig):
     head_dim: NotInRecipe[int]
     vocab_size: NotInRecipe[int]
     draft_vocab_size: DraftVocabulary
-    target_layer_ids: tuple[int, ...]
+    target_layer_ids: AuxLayers[tuple[int, ...]]
     num_target_layers: NotInRecipe[int]
 
     def __post_init__(self) -> None:

@@ -22,10 +22,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from outrider.drafters.base import (
@@ -62,8 +63,8 @@ class MedusaConfig(DrafterConfig):
     vocab_size: NotInRecipe[int]
     draft_vocab_size: DraftVocabulary
     num_target_layers: NotInRecipe[int]
-    num_heads: Count = 5
-    num_layers: Count = 1
+    num_heads: Annotated[Count, Field(description="Draft heads, one token each.")] = 5
+    num_layers: Annotated[Count, Field(description="Residual layers of each head.")] = 1
 
     @classmethod
     def from_target(cls: type[Heads], target: Target, *, draft_vocab_size: int | None = None, **chosen: Any) -> Heads:

@@ -30,10 +30,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from outrider.drafters.base import (
@@ -75,8 +76,10 @@ class MTPConfig(LayerConfig):
     algorithm: ClassVar[str] = "mtp"
 
     target_layer_ids: NotInRecipe[tuple[int, ...]]
-    num_modules: Count = 1
-    gamma: Count = 1
+    num_modules: Annotated[
+        Count, Field(description="Modules with weights of their own; the last one drafts what is left of gamma.")
+    ] = 1
+    gamma: Annotated[Count, Field(description="Draft tokens of a round.")] = 1
     qk_norm: NotInRecipe[bool] = False
     rope_theta: NotInRecipe[float] = 10000.0
     rms_norm_eps: NotInRecipe[float] = 1e-6

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from outrider.drafters.base import BlockInputs, DraftCalibration, DraftCall, DrafterWeights, DraftRows, longest_draft
 from outrider.drafters.chain import sample_chain
-from outrider.drafters.config import NotInRecipe, check_mask_token, mask_token_id
+from outrider.drafters.config import MaskToken, NotInRecipe, check_mask_token, mask_token_id
 from outrider.drafters.draft import Draft
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter
 from outrider.drafters.layers import Attention, AttentionPattern, ChainKeys, DraftSession, split_attention
@@ -40,7 +40,7 @@ class PEagleConfig(Eagle3Config):
 
     algorithm: ClassVar[str] = "peagle"
 
-    gamma: Annotated[int, Field(ge=2)] = 7
+    gamma: Annotated[int, Field(ge=2, description="Draft tokens of a round.")] = 7
     mask_token_id: NotInRecipe[int] = 0
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class PEagleConfig(Eagle3Config):
         check_mask_token(self.mask_token_id, self.vocab_size)
 
     @classmethod
-    def from_target(cls, target: Target, *, mask_token: str | None = None, **chosen: Any) -> PEagleConfig:
+    def from_target(cls, target: Target, *, mask_token: MaskToken = None, **chosen: Any) -> PEagleConfig:
         """EAGLE-3's choices and a mask token; None: a special token that no chat template uses."""
         return super().from_target(target, mask_token_id=mask_token_id(target, mask_token), **chosen)
 

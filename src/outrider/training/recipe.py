@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
 
 import torch
 import yaml
@@ -18,12 +19,14 @@ from pydantic import (
     SerializeAsAny,
     SerializerFunctionWrapHandler,
     ValidationError,
+    create_model,
     model_serializer,
     model_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from outrider.data.regenerate import DataSection, Section
+from outrider.drafters import registry
 from outrider.drafters.config import DrafterSection
 from outrider.drafters.registry import method_of
 from outrider.utils.files import invalid_fields
@@ -45,7 +48,10 @@ def _drafter_section(value: object) -> object:
     fields = section.model_fields
     for unknown in value:
         if unknown not in fields:
-            raise _refusal(unknown, value[unknown], f"no field of {name} drafters, which have {', '.join(fields)}")
+            near = get_close_matches(str(unknown), fields, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            reason = f"no field of {name} drafters, which have {', '.join(fields)}{hint}"
+            raise _refusal(unknown, value[unknown], reason)
     return section.model_validate(value)
 
 
@@ -58,9 +64,13 @@ class ObjectiveConfig(Section):
     """Weights of the three terms of the loss and the decay length in positions (training/loss.py)."""
 
     ce: float = Field(0.1, ge=0)
-    l1: float = Field(0.9, ge=0)  # of the 1-norm ||p_d - p_t||_1, DeepSpec's l1_loss_alpha
+    """Weight of the cross-entropy with the response's tokens."""
+    l1: float = Field(0.9, ge=0)
+    """Weight of the 1-norm ||p_d - p_t||_1, DeepSpec's l1_loss_alpha."""
     confidence: float = Field(1.0, ge=0)
+    """Weight of the confidence head's loss; 0 for drafters without one."""
     decay: float = Field(4.0, gt=0)
+    """Positions after which a draft position's weight has fallen to 1/e."""
 
     def position_weights(self, gamma: int, device: torch.device) -> torch.Tensor:
         """w_k = exp(-(k - 1) / decay) for k = 1..gamma."""
@@ -69,19 +79,29 @@ class ObjectiveConfig(Section):
 
 class OptimizerSection(Section):
     steps: int = Field(1000, ge=1)
+    """Optimizer steps of the whole run."""
     sequences_per_step: int = Field(4, ge=1)
-    anchors_per_step: int | None = Field(None, ge=1)  # as many sequences as bring that many, instead
+    """Conversations of one step."""
+    anchors_per_step: int | None = Field(None, ge=1)
+    """As many sequences as bring that many anchors, instead of sequences_per_step."""
     anchors_per_sequence: int = Field(28, ge=1)
-    # Any response token, or only those before each gamma-th one, as in plain block diffusion (training/batches.py).
+    """Anchors drawn from each conversation; each brings gamma draft positions."""
     anchors: Literal["random", "blocks"] = "random"
+    """random: any response token; blocks: only those before each gamma-th one, as in plain block diffusion."""
     learning_rate: float = Field(6e-4, gt=0)
+    """The highest one, after the warm-up."""
     weight_decay: float = Field(0.01, ge=0)
+    """AdamW's weight decay."""
     warmup_fraction: float = Field(0.04, ge=0, lt=1)
+    """Part of the steps in which the learning rate rises from 0."""
     clip: float = Field(1.0, gt=0)
-    # A rank's share of a step is accumulated over forwards of at most this size; null: one forward.
+    """Largest norm of the gradient."""
     max_anchors_per_forward: int | None = Field(None, ge=1)
-    max_context_per_forward: int | None = Field(None, ge=1)  # context tokens, of all its sequences
-    checkpoint_activations: bool = False  # recompute each draft layer in the backward
+    """A rank's share of a step is accumulated over forwards of at most this size; null: one forward."""
+    max_context_per_forward: int | None = Field(None, ge=1)
+    """The same in context tokens of all sequences of a forward."""
+    checkpoint_activations: bool = False
+    """Recompute each draft layer in the backward: less memory, slower."""
 
     @model_serializer(mode="wrap")
     def _omit_default_anchors(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -94,13 +114,18 @@ class OptimizerSection(Section):
 
 class FeaturesSection(Section):
     mode: Literal["online", "store"] = "online"
-    directory: str | None = None  # OUT/features when null
-    dtype: Literal["bf16", "int8", "fp8"] = "bf16"  # on disk; int8 and fp8 with a scale per row
-    max_gb: float | None = Field(None, gt=0)  # keep at most this much on disk, as a window that training refreshes
-    shard_tokens: int = Field(16384, ge=1)  # one shard is in memory while it is written
-    # Layers a complete store holds, so that drafters with different aux hidden states can share it; null: the drafter's
-    # own.
+    """online: the target's features are computed when needed; store: written to disk before training."""
+    directory: str | None = None
+    """Where the store is; OUT/features when null."""
+    dtype: Literal["bf16", "int8", "fp8"] = "bf16"
+    """On disk; int8 and fp8 with a scale per row."""
+    max_gb: float | None = Field(None, gt=0)
+    """Keep at most this much on disk, as a window that training refreshes; null: the whole store."""
+    shard_tokens: int = Field(16384, ge=1)
+    """Tokens of a shard; one shard is in memory while it is written."""
     aux_layers: list[int] | None = None
+    """Layers a complete store holds, so that drafters with different aux hidden states can share it; null: the
+    drafter's own."""
 
     @model_validator(mode="after")
     def _store_options_have_a_store(self) -> FeaturesSection:
@@ -116,43 +141,66 @@ class FeaturesSection(Section):
 class WatchSection(Section):
     """Real decoding of held-out prompts during training, the best drafter, early stopping (training/watch.py)."""
 
-    decode_every: int | None = Field(500, ge=1)  # steps; null: never, and held-out metrics choose the best drafter
-    decode_prompts: int = Field(4, ge=1)  # 4 of 64 tokens are some 100 rounds: tau to about 0.2
+    decode_every: int | None = Field(500, ge=1)
+    """Steps between decodings of held-out prompts; null: never, and held-out metrics choose the best drafter."""
+    decode_prompts: int = Field(4, ge=1)
+    """Held-out prompts of each decoding; 4 of 64 tokens are some 100 rounds: tau to about 0.2."""
     decode_tokens: int = Field(64, ge=1)
+    """Tokens decoded for each of them."""
     temperature: float = Field(0.0, ge=0)
-    patience: int | None = Field(None, ge=1)  # checks in a row that may fail to improve; null: no early stopping
-    min_delta: float = Field(0.0, ge=0)  # the least that counts as an improvement there, in tokens per round
+    """Of that decoding; 0: the likeliest token."""
+    patience: int | None = Field(None, ge=1)
+    """Checks in a row that may fail to improve before training stops; null: no early stopping."""
+    min_delta: float = Field(0.0, ge=0)
+    """The least that counts as an improvement there, in tokens per round."""
 
 
 class Recipe(Section):
     target: str
+    """The language model to draft for: a model id or a directory."""
     out: str
+    """The directory of the run: responses, checkpoints, metrics and the drafter."""
     seed: int = 0
-    threads: int | None = Field(None, ge=1)  # CPU threads; null: $OMP_NUM_THREADS, else as many as the machine has
-    device: str = "auto"  # CUDA where there is one, else cpu; under torchrun each rank has its own
-    # Of target and matrix products; parameters stay float32. auto: the faster one here, or what the run began with.
+    """Of weights, the order of samples, and anchors."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads; null: $OMP_NUM_THREADS, else as many as the machine has."""
+    device: str = "auto"
+    """auto: CUDA where there is one, else cpu; under torchrun each rank has its own."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # under torchrun; auto is ddp
-    shard_target: bool = False  # spread the target's layers over the ranks
-    compile: bool = False  # torch.compile the draft layers (CUDA)
-    # Features in memory, wherever they come from; auto: a quarter of the free memory (utils/machine.py).
+    """Of target and matrix products; parameters stay float32. auto: the faster one here, or what the run began with."""
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    """Under torchrun; auto is ddp."""
+    shard_target: bool = False
+    """Spread the target's layers over the ranks."""
+    compile: bool = False
+    """torch.compile the draft layers (CUDA)."""
     feature_cache_gb: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
+    """Features in memory, wherever they come from; auto: a quarter of the free memory (utils/machine.py)."""
     features: FeaturesSection = FeaturesSection()
+    """Whether the target's features are stored on disk."""
     data: DataSection
-    # A drafter directory to go on from, relative to the recipe or to where you are: its config and weights. Fields of
-    # `drafter` may then be left out, and those that are set must agree with it.
+    """The prompts, how they are answered, and by whom."""
     start_from: str | None = None
-    initialize_from_target: bool = True  # where the method knows how and there is no start_from; noise otherwise
-    # Fields of the method's config (drafters/NAME.py); the default method where `algorithm` is left out.
+    """A drafter directory to go on from, relative to the recipe or to where you are: its config and weights. Fields
+    of `drafter` may then be left out, and those that are set must agree with it."""
+    initialize_from_target: bool = True
+    """Fresh weights from the target's where the method knows how and there is no start_from; noise otherwise."""
     drafter: Annotated[SerializeAsAny[DrafterSection], BeforeValidator(_drafter_section)] = Field(
         default_factory=method_of(_DEFAULT_METHOD).section
     )
+    """Fields of the method's config (drafters/NAME.py); dspark where `algorithm` is left out."""
     objective: ObjectiveConfig = ObjectiveConfig()
+    """Weights of the terms of the loss."""
     optimizer: OptimizerSection = OptimizerSection()
+    """Steps, batches and learning rate."""
     watch: WatchSection = WatchSection()
+    """Decoding of held-out prompts during training, the best drafter, early stopping."""
     log_every: int = Field(10, ge=1)
+    """Steps between lines of metrics."""
     eval_every: int = Field(250, ge=1)
+    """Steps between held-out metrics."""
     save_every: int = Field(500, ge=1)
+    """Steps between checkpoints to resume from."""
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -192,7 +240,13 @@ def read_yaml(path: Path, model: type[Model], overrides: Sequence[str], *, kind:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        raise ValueError(f"{path}: invalid {kind}: {'; '.join(invalid_fields(error))}") from error
+        known = [field.name for field in fields_of(recipe_schema() if model is Recipe else model.model_json_schema())]
+        reasons = []
+        for wrong, reason in zip(error.errors(), invalid_fields(error), strict=True):
+            near = nearest_field(".".join(part for part in wrong["loc"] if isinstance(part, str)), known)
+            unknown = wrong["type"] == "extra_forbidden"
+            reasons.append(f"{reason}; did you mean {near}?" if unknown and near else reason)
+        raise ValueError(f"{path}: invalid {kind}: {'; '.join(reasons)}") from error
 
 
 def _beside(recipe: Path, source: str) -> str:
@@ -220,3 +274,96 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"override {override!r}: the value is not valid YAML ({reason}).") from error
+
+
+# ----------------------------------------------------------------------------
+# What a recipe may have, for editors and people.
+# ----------------------------------------------------------------------------
+
+
+class RecipeField(NamedTuple):
+    """A field by its dotted name; `only` names the drafters that have it, "" where all do."""
+
+    name: str
+    kind: str
+    required: bool
+    default: Any
+    meaning: str
+    only: str = ""
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The JSON schema of recipes; `drafter` is the section of any method."""
+    sections: Any = Union[tuple(method.section for method in registry.METHODS)]  # noqa: UP007 - of a tuple
+    section, meaning = method_of(_DEFAULT_METHOD).section, Recipe.model_fields["drafter"].description
+    drafter = Field(default_factory=section, description=meaning)
+    model: Any = create_model("Recipe", __base__=Recipe, drafter=(sections, drafter))
+    schema: dict[str, Any] = model.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def recipe_fields() -> list[RecipeField]:
+    """Every field of a recipe; a drafter's field is listed once for all methods that agree on it."""
+    found: dict[tuple[str, ...], RecipeField] = {}
+    owners: dict[tuple[str, ...], list[str]] = {}
+    for field in fields_of(recipe_schema()):
+        chosen = field.name == "drafter.algorithm"
+        alike = (field.name,) if chosen else (field.name, field.kind, repr(field.default), field.meaning)
+        owners.setdefault(alike, []).append(field.only)
+        found.setdefault(alike, field)
+        if chosen:
+            names = " | ".join(owners[alike])
+            found[alike] = field._replace(kind=names, default=_DEFAULT_METHOD)
+    shared = len(registry.METHODS)
+    return [
+        field._replace(only="" if len(owners[alike]) == shared else ", ".join(owners[alike]))
+        for alike, field in found.items()
+    ]
+
+
+def fields_of(schema: Mapping[str, Any]) -> Iterator[RecipeField]:
+    """The fields of a pydantic model's JSON schema; one of several alternative sections is named in `only`."""
+    yield from _fields_of(schema, schema.get("$defs", {}), prefix="", only="")
+
+
+def _fields_of(schema: Mapping[str, Any], known: Mapping[str, Any], prefix: str, only: str) -> Iterator[RecipeField]:
+    for name, field in schema.get("properties", {}).items():
+        alternatives = _alternatives(field)
+        referred = [known.get(str(one.get("$ref", "")).rsplit("/", 1)[-1], {}) for one in alternatives]
+        sections = [section for section in referred if "properties" in section]
+        kinds = ["list of sections" if "items" in field else "section"] if sections else map(_kind, alternatives)
+        yield RecipeField(
+            prefix + name,
+            kind=" or ".join(dict.fromkeys(kinds)),
+            required=name in schema.get("required", ()),
+            default=field.get("default"),
+            meaning=" ".join(field.get("description", "").split()),
+            only=only,
+        )
+        for section in sections:
+            algorithm = section["properties"].get("algorithm", {}).get("const", "") if len(sections) > 1 else only
+            yield from _fields_of(section, known, prefix=f"{prefix}{name}.", only=algorithm)
+
+
+def _alternatives(field: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if "$ref" in field.get("items", {}):
+        return [field["items"]]
+    return [inner for one in field.get("anyOf", ()) for inner in _alternatives(one)] or [field]
+
+
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+
+def _kind(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema or "const" in schema:
+        return " | ".join(map(str, schema.get("enum", [schema.get("const")])))
+    if "items" in schema:
+        return f"list of {_kind(schema['items'])}"
+    bounds = [f"{sign} {schema[name]}" for name, sign in _BOUNDS.items() if name in schema]
+    return " ".join([str(schema.get("type", "any")), *bounds])
+
+
+def nearest_field(name: str, known: Sequence[str]) -> str | None:
+    """The known dotted name that was probably meant: the same word in another section, or one spelt alike."""
+    same = [other for other in known if other.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
+    return next(iter([*same, *get_close_matches(name, known, 1)]), None)
