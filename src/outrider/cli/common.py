@@ -228,7 +228,7 @@ class JobProgress:
 def _progress(console: Console, title: str, unit: str = "") -> Iterator[JobProgress]:
     errors = Console(stderr=True, quiet=console.quiet)
     if not errors.is_terminal:
-        yield JobProgress(errors, title, unit, None)
+        yield JobProgress(errors, title, unit, bar=None)
         return
     columns = (
         TextColumn("[bold]{task.description}"),
@@ -239,7 +239,7 @@ def _progress(console: Console, title: str, unit: str = "") -> Iterator[JobProgr
     )
     # What goes to a file stays there: only output to the terminal is moved above the bar.
     with Progress(*columns, console=errors, redirect_stdout=console.is_terminal) as bar:
-        yield JobProgress(errors, title, unit, bar)
+        yield JobProgress(errors, title, unit, bar=bar)
 
 
 @contextmanager
