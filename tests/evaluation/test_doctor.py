@@ -528,6 +528,19 @@ def test_the_command_reports_and_exits(home: Path, call: Callable[..., Any]) -> 
     assert json.loads((home / "doctor.json").read_text())["verdict"] == "fault"
 
 
+def test_a_quick_examination_says_what_it_left_out(home: Path, call: Callable[..., Any]) -> None:
+    edit_config(home, sample_from_anchor=False)
+    options = ["--target", home / "target", "--drafter", home / "drafter", "--data", home / "responses.jsonl"]
+    found = call(*options, "--quick", "--json", home / "doctor.json")
+    assert found.exit_code == 1 and "block layout" in found.stdout
+    total = len(read_responses(home / "responses.jsonl")[1])
+    assert f"left out: aux layer order, mask token, RoPE base, context length; 2 of {total} conv" in found.stdout
+    written = json.loads((home / "doctor.json").read_text())
+    names = {finding["check"] for finding in written["findings"]}
+    assert "aux layer indices" in names and "RoPE base" not in names and written["inputs"]["quick"] == "True"
+    assert call("--drafter", home / "drafter", "--quick").exit_code == 0, "no data, nothing to count"
+
+
 def test_one_part_alone_can_be_examined(home: Path, call: Callable[..., Any]) -> None:
     for options in (["--data", home / "responses.jsonl"], ["--drafter", home / "drafter"]):
         result = call(*options, "--json", home / "doctor.json")

@@ -38,7 +38,17 @@ from outrider.evaluation.comparison import (
     write_comparison,
 )
 from outrider.evaluation.doctor.case import Inputs, read_data, read_drafter
-from outrider.evaluation.doctor.examine import as_json, examine, print_report, verdict
+from outrider.evaluation.doctor.examine import (
+    CHECKS,
+    QUICK,
+    QUICK_SAMPLES,
+    QUICK_TOKENS,
+    as_json,
+    examine,
+    left_out,
+    print_report,
+    verdict,
+)
 from outrider.evaluation.draft_cost import cost_table, load_costs, measure_costs
 from outrider.evaluation.evaluate import evaluate
 from outrider.evaluation.report import table, write_report
@@ -46,7 +56,7 @@ from outrider.evaluation.results import Results
 from outrider.sampling import SamplingParams
 from outrider.target.hub import EMBEDDED_ID
 from outrider.utils.distributed import join
-from outrider.utils.measure import set_up, versions
+from outrider.utils.measure import set_up, usable_device, versions
 
 
 def evaluate_command(
@@ -258,6 +268,7 @@ def doctor(
     samples: Annotated[int, option(PROMPTS, "conversations run through the models", min=1)] = 8,
     max_new_tokens: Annotated[int, option(PROMPTS, "tokens decoded per conversation", min=1)] = 48,
     thinking: Annotated[bool, option(PROMPTS, "the mode the drafter is to serve in")] = False,
+    quick: Annotated[bool, option(GENERAL, "under a minute for a small model: fewer checks and conversations")] = False,
     json_out: Annotated[Path | None, option(FILES, "file for the findings", "--json")] = None,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
@@ -268,23 +279,33 @@ def doctor(
     check_outputs(files=[json_out])
     set_up(threads)
     console = Console()
+    if quick:
+        samples, max_new_tokens = min(samples, QUICK_SAMPLES), min(max_new_tokens, QUICK_TOKENS)
     inputs = Inputs(thinking=thinking, samples=samples, max_new_tokens=max_new_tokens)
     if target is not None:
         inputs.loaded_target = load(target, device)
     if evaluation is not None:
         inputs.eval_prompts = load_prompts(evaluation)
     unread = [
-        read_drafter(inputs, drafter, device) if drafter is not None else None,
+        read_drafter(inputs, drafter, str(usable_device(device))) if drafter is not None else None,
         read_data(inputs, data) if data is not None else None,
     ]
     with counting(console, "doctor") as on_progress:
-        found = examine(inputs, partial(on_progress, "doctor"))
+        found = examine(inputs, partial(on_progress, "doctor"), QUICK if quick else CHECKS)
     findings = [finding for finding in unread if finding is not None] + found
     print_report(findings, console)
+    if quick:
+        rest = f"{left_out(inputs)}. The same command without --quick examines them."
+        console.print(rest, highlight=False, markup=False, soft_wrap=True)
     if json_out is not None:
         paths = {"target": target, "drafter": drafter, "data": data, "eval": evaluation}
         examined = {name: None if value is None else str(value) for name, value in paths.items()}
-        examined |= {"samples": str(samples), "max_new_tokens": str(max_new_tokens), "thinking": str(thinking)}
+        examined |= {
+            "samples": str(samples),
+            "max_new_tokens": str(max_new_tokens),
+            "thinking": str(thinking),
+            "quick": str(quick),
+        }
         json_out.parent.mkdir(parents=True, exist_ok=True)
         json_out.write_text(json.dumps({**as_json(findings, examined), "versions": versions()}, indent=1) + "\n")
     if verdict(findings) == "fault":

@@ -53,12 +53,14 @@ class Check:
     """One check. `needs`: what it runs on; without it the check is skipped.
 
     "working" means a finite drafter that fits the target, "block" a block drafter (listed after "drafter").
+    `slow`: it takes long for what it usually finds; left out of a quick examination.
     """
 
     group: str
     name: str
     needs: tuple[Need, ...]
     run: Callable[[Inputs], Finding]
+    slow: bool = False
 
 
 def ok(figure: str) -> Finding:

@@ -460,7 +460,8 @@ def trained_against_served(inputs: Inputs) -> Finding:
 
 def training_record(inputs: Inputs) -> Finding:
     """Check the accepted length against the one recorded in training."""
-    now = inputs.probe.own.greedy_lengths_N.mean().item()
+    lengths_N = inputs.probe.own.greedy_lengths_N
+    now, error = lengths_N.mean().item(), lengths_N.std().item() / len(lengths_N) ** 0.5
     recorded = inputs.checkpoint.metadata.get("held_out", {}).get("expected_length_greedy")
     remedy = "Look at the other findings first; then at target, precision and data."
     if recorded is None:
@@ -472,7 +473,7 @@ def training_record(inputs: Inputs) -> Finding:
         return warning(f"{now:.2f} tokens a round at temperature 0; no record to compare with", meaning, remedy)
     figure = f"{now:.2f} tokens a round at temperature 0 on this data, {recorded:.2f} recorded on held-out data"
     return graded(
-        sum(now - 1 < limit * (recorded - 1) for limit in _RECORD),
+        sum(now + _STANDARD_ERRORS * error - 1 < limit * (recorded - 1) for limit in _RECORD),
         figure,
         "The drafter is worth much less here than in training. Data of another kind (code beside chat, say) explains "
         "some of it; a drafter that is wired differently, or another target, the rest.",

@@ -90,16 +90,26 @@ CHECKS: tuple[Check, ...] = (
     Check("data", "repeated prompts", ("data",), run=data.duplicates),
     Check("data", "evaluation prompts", (*_TEXT, "eval"), run=data.contamination),
     Check("wiring", "aux layer indices", _MODEL, run=drafter.aux_indices),
-    Check("wiring", "aux layer order", _MODEL, run=drafter.aux_order),
-    Check("wiring", "mask token", _BLOCK, run=drafter.mask_token),
+    Check("wiring", "aux layer order", _MODEL, run=drafter.aux_order, slow=True),
+    Check("wiring", "mask token", _BLOCK, run=drafter.mask_token, slow=True),
     Check("wiring", "block layout", _BLOCK, run=drafter.block_layout),
-    Check("wiring", "RoPE base", _BLOCK, run=drafter.rope_base),
+    Check("wiring", "RoPE base", _BLOCK, run=drafter.rope_base, slow=True),
     Check("wiring", "draft vocabulary order", _MODEL, run=drafter.draft_vocabulary_order),
     Check("serving", "leak", _BLOCK, run=drafter.leak),
     Check("serving", "trained = served", _MODEL, run=drafter.trained_against_served),
     Check("serving", "training record", _MODEL, run=drafter.training_record),
-    Check("serving", "context length", _MODEL, run=drafter.context_length),
+    Check("serving", "context length", _MODEL, run=drafter.context_length, slow=True),
 )
+
+QUICK = tuple(check for check in CHECKS if not check.slow)
+QUICK_SAMPLES, QUICK_TOKENS = 2, 16  # at most, in a quick examination
+
+
+def left_out(inputs: Inputs) -> str:
+    """What a quick examination leaves out, of checks and conversations."""
+    names = ", ".join(check.name for check in CHECKS if check.slow)
+    seen = f"; {len(inputs.chosen)} of {len(inputs.conversations)} conversations" if inputs.replies else ""
+    return f"left out: {names}{seen}"
 
 
 def examine(
