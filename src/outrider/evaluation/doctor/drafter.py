@@ -66,7 +66,7 @@ def _compare(inputs: Inputs, variants: Sequence[Variant], tie: float = 0.0) -> V
     own_N, other_N = inputs.probe.own.lengths_N(gamma), theirs.lengths_N(gamma)
     figure = f"{own_N.mean():.2f} tokens a round as it is, {other_N.mean():.2f} with {best.label}"
     power = None if inputs.probe.can_tell(theirs, gamma) else unclear(own_N.mean().item(), len(own_N))
-    return VariantComparison(figure, best, gain(other_N, own_N), power)
+    return VariantComparison(figure, best, gain(other_N, own_N), power=power)
 
 
 def aux_indices(inputs: Inputs) -> Finding:
