@@ -348,7 +348,7 @@ def test_the_demo_measures_the_shipped_drafter_too(monkeypatch: pytest.MonkeyPat
     measured: list[tuple[object, object]] = []
     monkeypatch.setattr(demo, "set_up", lambda threads: None)
     monkeypatch.setattr(demo, "run_training", lambda recipe, target, console: None)
-    monkeypatch.setattr(demo, "load", lambda target, device: demo_target)
+    monkeypatch.setattr(demo, "load", lambda target, device, **_: demo_target)
     monkeypatch.setattr(demo, "report", lambda results, out, console: None)
     monkeypatch.setattr(
         demo,
