@@ -40,7 +40,7 @@ def served(toy: Path) -> Target:
 
 
 def command(toy: Path, out: Path, *more: object) -> tuple[object, ...]:
-    fixed = (
+    fixed: tuple[object, ...] = (
         "--threads",
         1,
         "--max-new-tokens",
@@ -54,6 +54,10 @@ def command(toy: Path, out: Path, *more: object) -> tuple[object, ...]:
         "--batch-size",
         3,
     )
+    recipe = toy / "float32.yaml"  # bfloat16 rounds differently for another number of rows, and than the toy servers
+    section = {"prompts": [{"path": "-"}]}
+    recipe.write_text(json.dumps({"target": "-", "out": "-", "precision": "float32", "data": section}))
+    fixed += ("--recipe", recipe)
     return ("prepare", "--target", toy / "target", "--prompts", toy / "prompts.jsonl", "--out", out, *fixed, *more)
 
 
@@ -131,7 +135,7 @@ def test_what_was_finished_inside_a_batch_is_kept(
         return sum(len(json.loads(line)["replies"]) for line in lines if line.endswith("]}"))
 
     status, output = zygote.run(*args("whole.jsonl"))
-    assert status == 0 and output.startswith(f"loading {toy / 'target'}\nanswering 24 prompts with"), output
+    assert status == 0 and f"loading {toy / 'target'}\nanswering 24 prompts with" in output, output
     assert "the first one, as the target reads it:\n  <|im_start|>user\\n\n  word a<|im_end|>\\n\n" in output
     assert re.search(r"warning: \d+ of 24 responses \(\d+%\) were cut off at max_new_tokens 200", output)
     status, output = zygote.run(*args("out.jsonl"), kill_when=lambda: kept() >= 3, by=by)
