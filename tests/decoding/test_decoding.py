@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from outrider.decoding.generate import Chunk, generate, stream
 from outrider.decoding.request import StopRules
@@ -47,6 +48,24 @@ def test_policies_and_acceptance_never_change_the_output(policy: Policy, spoil: 
         assert all(r.accepted == 0 for r in result.rounds)
     if spoil == 0.0 and policy == FixedPolicy():
         assert len(result.rounds) == 40 // (GAMMA + 1), "a perfect drafter fills every round"
+
+
+def test_the_repetition_penalty_is_that_of_transformers_prompt_included() -> None:
+    target = toy_target()
+    prompt = [*PROMPT, *generate(target, PROMPT, rules=NO_STOPS).tokens]  # of tokens that the target likes
+
+    def penalised(seen_from: int) -> list[int]:
+        tokens, processor = list(prompt), RepetitionPenaltyLogitsProcessor(3.0)
+        for _ in range(12):
+            with torch.inference_mode():
+                logits_1V = target.model(torch.tensor([tokens])).logits[:, -1]
+            tokens.append(int(processor(torch.tensor([tokens[seen_from:]]), logits_1V).argmax()))
+        return tokens[len(prompt) :]
+
+    expected = penalised(seen_from=0)
+    assert expected != penalised(seen_from=len(prompt) - 1), "the prompt matters"
+    params, rules = SamplingParams(repetition_penalty=3.0), StopRules(12, stop_ids=())
+    assert generate(target, prompt, params=params, rules=rules).tokens == expected
 
 
 @pytest.mark.parametrize("params", [SamplingParams(repetition_penalty=1.4), SamplingParams(top_k=1, temperature=0.7)])
