@@ -1,4 +1,4 @@
-"""What a checkpoint is, in words: (label, value) pairs for people.
+"""Describes a checkpoint for people, as (label, value) pairs.
 
 Aux layers are given in both conventions: as layer outputs counted from 0 (ours, z-lab, DeepSpec, SGLang), and as
 hidden states, one more (speculators, vLLM's EAGLE-3), where 0 is the embedding's.

@@ -25,11 +25,15 @@ from outrider.drafters import registry
 from outrider.drafters.registry import Method
 
 _MAKERS: tuple[Dialect, ...] = (Speculators(), ZLab(), ZLab2(), DeepSpec(), Eagle3Dialect(), MedusaDialect())
-_NATIVE: tuple[Dialect, ...] = (ZLab(), ZLab2(), DeepSpec())  # carry all there is of a method; ours does for the others
+_NATIVE: tuple[Dialect, ...] = (
+    ZLab(),
+    ZLab2(),
+    DeepSpec(),
+)  # carry every field of their method; the other methods are saved in ours
 
 
 def dialects() -> tuple[Dialect, ...]:
-    """All there are: the makers', and ours for each method that none of theirs carries whole."""
+    """All dialects: the makers', and our own for each method that no maker's carries in full."""
     return (*_MAKERS, *(Own(method) for method in registry.METHODS if isinstance(dialect_for(method), Own)))
 
 

@@ -1,6 +1,7 @@
-"""Reading one JSON mapping field by field: what is missing or of the wrong kind is a ValueError that names it.
+"""What every dialect shares: the fields of config.json, read one by one, and the types that are read and written.
 
-null counts as absent, as in every engine; a bool is no integer; every number has its bounds.
+A field that is missing or of the wrong kind is a ValueError that names it. null counts as absent, as in every engine;
+a bool is no integer; every number has its bounds.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class ExportedCheckpoint:
 
 
 class Dialect(Protocol):
-    """One maker's spelling.
+    """One maker's way to write config.json and to name tensors.
 
     Attributes:
         name: as users call it.
@@ -262,19 +263,19 @@ SECTION = "outrider"
 
 
 class UnknownDepth(ValueError):
-    """Nobody says how many layers the target has."""
+    """Neither the config nor the caller says how many layers the target has."""
 
 
 def write_extras(config: Any) -> dict[str, Any]:
-    """The section, as a field of config.json."""
+    """`outrider` in config.json: what other dialects have no field for."""
     return {SECTION: {"num_target_layers": config.num_target_layers, "gamma": config.gamma}}
 
 
 def target_depth(fields: Fields, source: Source) -> int:
-    """How many layers the target has: the config's word, in our section or at the top, or else the caller's.
+    """How many layers the target has: by the config, in `outrider` or at the top level, or else by the caller.
 
     Raises:
-        UnknownDepth: nobody says.
+        UnknownDepth: by neither.
     """
     ours = fields.section(SECTION, {})
     for place in (ours, fields):
