@@ -96,7 +96,7 @@ def test_help_of_the_command() -> None:
     text = shown("--help")
     assert len(text.splitlines()) <= 40
     panels = re.findall(r"^╭─ (\w+) ─", text, re.MULTILINE)
-    assert panels == ["Options", "Decode", "Train", "Measure", "Serve"]
+    assert panels == ["Options", "Use", "Train", "Measure"]
     top = {verb.split()[0] for verb in VERBS}
     assert set(parser("").commands) == top and all(f"│ {verb} " in text for verb in top)
     assert set(parser("features").commands) == {"plan", "write", "check"}

@@ -51,9 +51,10 @@ class LazyGroup(TyperGroup):
         self.commands = {**shown, **self.commands}
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the help, without the kind of flags."""
-        for param in self.get_params(ctx):
-            param.metavar = ""
+        """Print the help, without the kind of flags, and without what only prints what another option installs."""
+        params: list[Any] = self.get_params(ctx)
+        for param in params:
+            param.metavar, param.hidden = "", param.name == "show_completion"
         super().format_help(ctx, formatter)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -65,10 +66,14 @@ class LazyGroup(TyperGroup):
 
 class _Verbs(LazyGroup):
     listed = (
-        Listed("Decode", "generate", "Answer a prompt, streamed.",
+        Listed("Use", "generate", "Answer a prompt, streamed.",
                function="generate.generate_command", example='outrider generate "Name three rivers." --show-rounds'),
-        Listed("Decode", "models", "List drafters by target, on this machine and published.",
+        Listed("Use", "models", "List drafters by target, on this machine and published.",
                function="generate.models", example="outrider models SmolLM2"),
+        Listed("Use", "export", "Write a drafter for an engine, with the command that serves it.",
+               function="checkpoints.export_command", example=f"outrider export {_SHIPPED} --to vllm --out runs/vllm"),
+        Listed("Use", "package", "Write a drafter to ship, with a model card made from measurements.",
+               function="checkpoints.package_command", example=f"outrider package {_SHIPPED} runs/smollm2-135m-dspark"),
         Listed("Train", "demo", "Generate responses, train and evaluate a small drafter, in under ten minutes.",
                function="experiment.demo", example="outrider demo"),
         Listed("Train", "prepare", "Generate the target's responses for training; run again to go on.",
@@ -97,20 +102,16 @@ class _Verbs(LazyGroup):
                example="outrider profile --max-requests 2 --max-tokens 16 --out runs/profile.json"),
         Listed("Measure", "bench-drafters", "Time drafts by their length, drafters taking turns.",
                function="evaluate.bench_drafters", example=f"outrider bench-drafters {_SHIPPED} ngram --repeats 5"),
-        Listed("Serve", "bench", "Put load on an engine, ours or another: throughput against user speed.",
+        Listed("Measure", "bench", "Put load on an engine, ours or another: throughput against user speed.",
                function="bench.bench_command",
                example="outrider bench --tasks eval_math --concurrency 1,2 --variants fixed-4 --repeats 1 "
                "--out runs/bench"),
-        Listed("Serve", "bench-table", "Compare engines that bench measured, each with itself without speculation.",
+        Listed("Measure", "bench-table", "Compare engines that bench measured, each with itself without speculation.",
                function="bench.bench_table", example="outrider bench-table runs/bench"),
-        Listed("Serve", "simulate", "Predict a load test from a profile and recorded drafts.",
+        Listed("Measure", "simulate", "Predict a load test from a profile and recorded drafts.",
                function="bench.simulate_command",
                example="outrider simulate --record runs/traces.npz --tasks eval_math --max-samples 4\n"
                "outrider simulate --traces runs/traces.npz --profile runs/profile.json --out runs/simulated"),
-        Listed("Serve", "export", "Write a drafter for an engine, with the command that serves it.",
-               function="checkpoints.export_command", example=f"outrider export {_SHIPPED} --to vllm --out runs/vllm"),
-        Listed("Serve", "package", "Write a drafter to ship, with a model card made from measurements.",
-               function="checkpoints.package_command", example=f"outrider package {_SHIPPED} runs/smollm2-135m-dspark"),
     )  # fmt: skip
 
 
