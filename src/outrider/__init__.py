@@ -3,7 +3,7 @@
     from outrider import SamplingParams, StopRules, generate, load_drafter, load_target
 
     target = load_target("SmolLM2-135M-Instruct")
-    drafter = load_drafter("models/smollm2-135m-dspark", target)
+    drafter = load_drafter("smollm2-135m-dspark", target)
     prompt = target.tokenizer("Three large rivers of Europe are").input_ids
     print(generate(target, prompt, drafter, SamplingParams(), StopRules(32)).text)
 

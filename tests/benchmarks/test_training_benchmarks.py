@@ -108,7 +108,7 @@ def test_too_few_samples_are_refused() -> None:
     ],
 )
 def test_mistakes_are_named(command: Callable[..., None], arguments: list[str], message: str) -> None:
-    recipe = str(Path(__file__).parents[2] / "recipes" / "smollm2-135m" / "dspark.yaml")
+    recipe = "smollm2-135m/dspark"
     with pytest.raises(ValueError, match=message):
         run(command, *(argument.replace("{recipe}", recipe) for argument in arguments))
 

@@ -244,5 +244,5 @@ def test_users_mistakes_are_named() -> None:
 
 
 def test_the_recipe_asks_for_it() -> None:
-    recipe = load_recipe(Path(__file__).parents[2] / "recipes/smollm2-135m/eagle3.yaml")
+    recipe = load_recipe(Path("smollm2-135m/eagle3"))
     assert recipe.drafter.config is Eagle3Config and recipe.drafter.gamma == 7

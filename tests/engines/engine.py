@@ -23,9 +23,10 @@ from outrider.drafters.base import DraftCall, Drafter
 from outrider.loadtest.load import mixed_prompts
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
+from outrider.utils.packaged import PACKAGE
 
-# Drafters for SmolLM2 that are there already: those of models/ and others that are named, separated as in PATH.
-MODELS = Path(__file__).parents[2] / "models"
+# Drafters for SmolLM2 that are there already: the packaged ones and others that are named, separated as in PATH.
+MODELS = PACKAGE / "models"
 NAMED = [Path(name) for name in os.environ.get("OUTRIDER_DRAFTERS", "").split(os.pathsep) if name]
 DIRECTORIES = [*sorted(MODELS.glob("*/")), *NAMED]
 WORKER = Path(__file__).with_name("vllm_worker.py")

@@ -4,7 +4,7 @@
     server     as `outrider bench --launch` starts it, with keys and values in float32 too; one request at a time
 
 Drafters: a DFlash and a DSpark trained here on the whole vocabulary, until they know the answers to half of the
-prompts; those of models/ (the shipped DSpark has a reduced vocabulary) and the directories named in
+prompts; the packaged ones (the shipped DSpark has a reduced vocabulary) and the directories named in
 OUTRIDER_DRAFTERS, where llama.cpp serves them.
 """
 

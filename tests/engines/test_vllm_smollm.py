@@ -1,6 +1,6 @@
 """SmolLM2 in vLLM 0.32 on a CPU against our own decoding: the text, the blocks, and how many drafts are accepted.
 
-Drafters: those of models/ and the directories named in OUTRIDER_DRAFTERS (separated as in PATH). Where none is named,
+Drafters: the packaged ones and the directories named in OUTRIDER_DRAFTERS (separated as in PATH). Where none is named,
 one of each method is trained here, until it knows the answers to half of the prompts. DSpark runs in Triton's
 interpreter and is given a few prompts only.
 """

@@ -22,10 +22,11 @@ import outrider.cli.train as train
 from outrider.cli.experiment import check_experiment
 from outrider.evaluation.comparison import Comparison
 from outrider.evaluation.experiment import ExperimentTable, Row, Stage, load_table, plan
+from outrider.utils.packaged import PACKAGE
 from tests.toys.command_line import Run, check_error
 
 ROOT = Path(__file__).parents[2]
-TABLES = sorted((ROOT / "experiments").glob("**/*.yaml"))
+TABLES = sorted((PACKAGE / "experiments").glob("*.yaml"))
 RECIPE: dict[str, Any] = {
     "target": "some/model",
     "out": "unused",

@@ -32,12 +32,10 @@ from tests.toys.targets import randomise, toy_config, toy_target
 
 @pytest.fixture(autouse=True)
 def nothing_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty working directory, and no models/ of this checkout."""
+    """An empty working directory, and no packaged drafters."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OUTRIDER_MODELS", raising=False)
-    monkeypatch.setattr(
-        shipped_module, "__file__", str(tmp_path / "checkout" / "src" / "outrider" / "checkpoints" / "x.py")
-    )
+    monkeypatch.setattr(shipped_module, "PACKAGE", tmp_path / "package")
 
 
 def marked(directory: Path, target: str) -> Path:
@@ -48,8 +46,8 @@ def marked(directory: Path, target: str) -> Path:
 
 def test_the_places_are_searched_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert shipped_drafter(EMBEDDED_ID) is None
-    checkout = marked(tmp_path / "checkout" / "models" / "a", EMBEDDED_ID)
-    assert shipped_drafter(EMBEDDED_ID) == shipped_drafter("SmolLM2-135M-Instruct") == checkout
+    packaged = marked(tmp_path / "package" / "models" / "a", EMBEDDED_ID)
+    assert shipped_drafter(EMBEDDED_ID) == shipped_drafter("SmolLM2-135M-Instruct") == packaged
     local = marked(tmp_path / "models" / "b", "SmolLM2-135M-Instruct")
     assert shipped_drafter(EMBEDDED_ID) == local.relative_to(tmp_path)
     marked(tmp_path / "models" / "a-other", "someone/else")

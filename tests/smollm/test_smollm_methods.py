@@ -24,11 +24,12 @@ from outrider.drafters.draft import TreeSize
 from outrider.drafters.registry import method_of
 from outrider.evaluation.evaluate import compare_greedy
 from outrider.target.model import Target
+from outrider.utils.packaged import PACKAGE
 from tests.toys.alignment import check_alignment
 from tests.toys.small_training import STEPS, TOKENS, Answer, answer, train
 
 NODES, SHIPPED = (16, 60), "dspark"  # the method of the drafter that ships; the others are slow tests
-RECIPES = sorted((Path(__file__).parents[2] / "recipes" / "smollm2-135m").glob("*.yaml"))
+RECIPES = sorted((PACKAGE / "recipes" / "smollm2-135m").glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")

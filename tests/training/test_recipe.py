@@ -12,7 +12,6 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-import outrider.cli
 from outrider.data.regenerate import DataSection, PromptSource
 from outrider.drafters.config import mask_token_id
 from outrider.drafters.dflash import DFlashConfig
@@ -22,10 +21,10 @@ from outrider.target.model import Target
 from outrider.training.dataset import recipe_prompts
 from outrider.training.recipe import Recipe, apply_override, load_recipe
 from outrider.training.setup import prepare
+from outrider.utils.packaged import PACKAGE
 from tests.toys.targets import toy_target
 
-ROOT = Path(__file__).parents[2]
-RECIPES = [*sorted((ROOT / "recipes").glob("**/*.yaml")), Path(outrider.cli.__file__).parent / "demo.yaml"]
+RECIPES = sorted((PACKAGE / "recipes").glob("**/*.yaml"))
 MINIMAL = "target: some/model\nout: runs/x\ndata: {prompts: [{path: train_math}]}\n"
 
 
@@ -46,7 +45,7 @@ def test_every_recipe_of_the_project_loads(path: Path) -> None:
 
 
 def test_every_method_has_a_recipe_for_the_embedded_model() -> None:
-    found = {load_recipe(path).drafter.algorithm for path in (ROOT / "recipes" / "smollm2-135m").glob("*.yaml")}
+    found = {load_recipe(path).drafter.algorithm for path in (PACKAGE / "recipes" / "smollm2-135m").glob("*.yaml")}
     assert found == {method.name for method in METHODS}
 
 
@@ -54,12 +53,12 @@ def test_every_method_has_a_recipe_for_the_embedded_model() -> None:
 def test_recipes_that_comments_name_exist(path: Path) -> None:
     comments = " ".join(line for line in path.read_text().splitlines() if line.startswith("#"))
     for name in re.findall(r"[\w./-]+\.yaml", comments):
-        assert any((folder / name).is_file() for folder in (path.parent, ROOT)), name
+        assert (path.parent / name).is_file(), name
 
 
 def test_there_are_recipes_and_the_demo_uses_shipped_prompts_only() -> None:
     assert len(RECIPES) >= 2
-    prompts = recipe_prompts(load_recipe(RECIPES[-1]).data)
+    prompts = recipe_prompts(load_recipe(Path("demo")).data)
     assert len(prompts) == 240 and all(len(p.turns) == 1 for p in prompts if p.id.startswith("train-chat"))
 
 
@@ -137,8 +136,21 @@ def test_mistakes_in_the_file_name_the_field(tmp_path: Path, text: str, message:
 
 
 def test_a_missing_recipe_says_where_recipes_are(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no recipe .*nope\.yaml.*recipes/"):
+    with pytest.raises(ValueError, match=r"no recipe .*nope\.yaml.*outrider recipe lists"):
         load_recipe(tmp_path / "nope.yaml")
+
+
+def test_a_packaged_recipe_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no such file is; it may go on from the packaged drafter."""
+    monkeypatch.chdir(tmp_path)
+    name, file = Path("smollm2-135m/dspark"), PACKAGE / "recipes" / "smollm2-135m" / "dspark.yaml"
+    for spelled in (name, name.with_suffix(".yaml"), "recipes" / name.with_suffix(".yaml")):
+        assert load_recipe(spelled) == load_recipe(file)
+    start = load_recipe(name, ["start_from=smollm2-135m-dspark"]).start_from
+    assert start == str(PACKAGE / "models" / "smollm2-135m-dspark")
+    name.parent.mkdir()
+    name.write_text(MINIMAL)
+    assert load_recipe(name).target == "some/model", "a file of that name comes first"
 
 
 def prompt_file(path: Path, prompts: dict[str, list[str]]) -> str:

@@ -38,6 +38,7 @@ from outrider.utils.files import (
     write_atomically,
 )
 from outrider.utils.measure import dtype_name, usable_device
+from outrider.utils.packaged import packaged
 
 METADATA = "outrider.json"
 FORMAT = 1  # of outrider.json; raised when a field changes its name or meaning
@@ -154,7 +155,7 @@ def add_metadata(directory: Path, **fields: object) -> None:
 def load_checkpoint(
     directory: str | Path, device: str | torch.device = "cpu", num_target_layers: int | None = None
 ) -> Checkpoint:
-    """Read a drafter in any dialect we know.
+    """Read a drafter in any dialect we know, from its directory or, for a packaged one, by its name.
 
     Args:
         num_target_layers: of the target it will serve; some dialects do not state it.
@@ -163,13 +164,13 @@ def load_checkpoint(
         ValueError: not a drafter, another dialect, missing or unknown tensors, wrong shapes; the message names the
             file and the field or tensor.
     """
-    directory = Path(directory)
+    directory = packaged(directory, "models")
     weights = load_weights(directory, num_target_layers).folded(torch.float32, usable_device(device))
     return Checkpoint(weights, read_metadata(directory))
 
 
 def load_drafter(directory: str | Path, target: Target) -> Drafter:
-    """A drafter from its directory, ready to draft for `target`; its calibration is used if it has one.
+    """A drafter from its directory or by its name, ready to draft for `target`; its calibration is used if it has one.
 
     Raises:
         ValueError: see `load_checkpoint`, or it was made for another target.

@@ -1,6 +1,6 @@
 """target -> the drafter that comes with Outrider, or that you keep beside your work:
 
-    $OUTRIDER_MODELS/*/    ./models/*/    models/*/ of the checkout this package was installed from
+    $OUTRIDER_MODELS/*/    ./models/*/    outrider/models/*/ in the installed package
 
 the first directory, in this order and then by name, whose outrider.json says it was trained on the target.
 """
@@ -20,6 +20,7 @@ from huggingface_hub.utils import HfHubHTTPError, LocalEntryNotFoundError
 from outrider.checkpoints.checkpoint import METADATA, read_metadata
 from outrider.checkpoints.dialects import UnknownDialect, dialect_of
 from outrider.target.hub import canonical_id, complete_model
+from outrider.utils.packaged import PACKAGE
 
 
 def shipped_drafter(target: str) -> Path | None:
@@ -43,12 +44,12 @@ def shipped_drafters() -> Iterator[tuple[str, Path]]:
         for directory in sorted(path.parent for path in folder.glob(f"[!.]*/{METADATA}")):
             made_for = read_metadata(directory).get("target")
             if isinstance(made_for, str) and directory.resolve() not in seen:
-                seen.add(directory.resolve())  # models/ here may be the checkout's
+                seen.add(directory.resolve())  # $OUTRIDER_MODELS may be models/
                 yield canonical_id(made_for), directory
 
 
 def _places() -> list[Path]:
-    places = [Path("models"), Path(__file__).resolve().parents[3] / "models"]  # src/outrider/checkpoints/ of a checkout
+    places = [Path("models"), PACKAGE / "models"]
     configured = os.environ.get("OUTRIDER_MODELS")
     if not configured:
         return places

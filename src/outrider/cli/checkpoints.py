@@ -19,6 +19,7 @@ from outrider.cli.options import DRAFTS, FILES, MODELS, option
 from outrider.evaluation.model_card import model_card
 from outrider.evaluation.results import Results
 from outrider.scheduling.policies import ThresholdPolicy
+from outrider.utils.packaged import packaged
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -37,6 +38,7 @@ def export_command(
     engine = engine_of(to)
     if out.exists():
         raise ValueError(f"--out {out} exists: export to a new directory.")
+    drafter = packaged(drafter, "models")
     raw, _ = read_config(drafter)
     named = target or named_target(raw, read_metadata(drafter))
     if named is None:

@@ -29,6 +29,7 @@ from outrider.target.model import count_layers
 from outrider.training.dataset import make_responses, responses_path
 from outrider.training.recipe import load_recipe
 from outrider.utils.measure import set_up, usable_device
+from outrider.utils.packaged import packaged
 
 
 def prepare_command(
@@ -175,6 +176,7 @@ def inspect_command(
     """Show which tokens are trained on, or what a checkpoint is."""
     transformers_logging.set_verbosity_error()
     console = Console(highlight=False, soft_wrap=True)
+    path = packaged(path, "models")
     if path.suffix == ".jsonl":
         inspect_responses(path, target, row, limit=limit, tokens=tokens, html=html, console=console)
     elif path.exists():

@@ -2,7 +2,7 @@
 
 auto                      the shipped drafter of the target, or else a published one (outrider models)
 none                      plain decoding
-DIR                       a trained drafter (a directory of one of these names is ./NAME)
+DIR                       a trained drafter (a directory of one of these names is ./NAME), or the packaged one
 MAKER/NAME                one of those that `outrider models` lists, downloaded
 ngram[@GAMMA]             copies from the text so far; nothing is trained or loaded
 lm:ID_OR_DIR[@GAMMA]      a smaller language model with the target's tokenizer
@@ -36,12 +36,13 @@ from outrider.evaluation.draft_cost import with_block_size
 from outrider.evaluation.results import DrafterInfo, TrainingInfo
 from outrider.target.hub import resolve_model
 from outrider.target.model import Target, count_layers
+from outrider.utils.packaged import packaged
 
 if TYPE_CHECKING:
     from outrider.backends.mlx.target import MLXTarget
 
 AUTO, NONE = "auto", "none"
-HOW_TO_TRAIN = "train one: outrider train recipes/smollm2-135m/dspark.yaml with your target and prompts in it"
+HOW_TO_TRAIN = "train one: outrider train smollm2-135m/dspark with your target and prompts in it"
 _UNTRAINED = re.compile(r"(?:(?P<ngram>ngram)|lm:(?P<model>[^@].*?))(?:@(?P<gamma>\d+))?")
 
 
@@ -210,9 +211,10 @@ def choose_drafter(choice: str, target: str, thinking: bool = False) -> DrafterC
             f"--drafter {choice}: write ngram, ngram@8, lm:ID_OR_DIR or lm:ID_OR_DIR@4, the number being the draft "
             f"length; a directory of that name is ./{choice}."
         )
-    if not Path(choice).is_dir() and (entry := published_by(choice)) is not None:
+    directory = packaged(choice, "models")
+    if not directory.is_dir() and (entry := published_by(choice)) is not None:
         return _downloaded(entry)
-    return DrafterChoice("directory", choice)
+    return DrafterChoice("directory", choice if directory == Path(choice) else str(directory))
 
 
 def _downloaded(entry: Published) -> DrafterChoice:

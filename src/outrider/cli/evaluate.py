@@ -57,6 +57,7 @@ from outrider.sampling import SamplingParams
 from outrider.target.hub import EMBEDDED_ID
 from outrider.utils.distributed import join
 from outrider.utils.measure import set_up, usable_device, versions
+from outrider.utils.packaged import packaged
 
 
 def evaluate_command(
@@ -281,6 +282,7 @@ def doctor(
     console = Console()
     if quick:
         samples, max_new_tokens = min(samples, QUICK_SAMPLES), min(max_new_tokens, QUICK_TOKENS)
+    drafter = None if drafter is None else packaged(drafter, "models")
     inputs = Inputs(thinking=thinking, samples=samples, max_new_tokens=max_new_tokens)
     if target is not None:
         inputs.loaded_target = load(target, device)

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -112,7 +111,7 @@ def _check_drafts(table: ExperimentTable, name: str, options: dict[str, Any]) ->
 
 
 def experiment(
-    table: Annotated[Path, typer.Argument(help="YAML with rows of recipes, seeds and tasks; see experiments/")],
+    table: Annotated[Path, typer.Argument(help="YAML with rows of recipes, seeds and tasks, or a packaged one")],
     overrides: Annotated[list[str] | None, typer.Argument(help="fields to change: seeds=[0] threads=1 ...")] = None,
     *,
     dry_run: Annotated[bool, option(GENERAL, "only print the commands, done ones too", "--dry-run")] = False,
@@ -182,8 +181,7 @@ def demo(
     console = Console()
     started = time.perf_counter()
     set_up(threads)
-    path = Path(str(resources.files("outrider.cli") / "demo.yaml"))
-    recipe = load_recipe(path, overrides or []).model_copy(update={"out": str(out)})
+    recipe = load_recipe(Path("demo"), overrides or []).model_copy(update={"out": str(out)})
     target = load(recipe.target, recipe.device, console=console)
     run_training(recipe, target, console)
     config = TaskSettings(eval_samples, eval_tokens)

@@ -18,8 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from outrider.cli.options import UsageError, command_of
 
 _SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
-_SHIPPED = "models/smollm2-135m-dspark"
-_DEMO = "src/outrider/cli/demo.yaml"
+_SHIPPED = "smollm2-135m-dspark"
 
 
 class Listed(NamedTuple):
@@ -77,15 +76,15 @@ class _Verbs(LazyGroup):
         Listed("Train", "demo", "Generate responses, train and evaluate a small drafter, in under ten minutes.",
                function="experiment.demo", example="outrider demo"),
         Listed("Train", "prepare", "Generate the target's responses for training; run again to go on.",
-               function="data.prepare_command", example=f"outrider prepare --recipe {_DEMO} --out runs/mine.jsonl"),
+               function="data.prepare_command", example="outrider prepare --recipe demo --out runs/mine.jsonl"),
         Listed("Train", "inspect", "Show which tokens are trained on, or what a checkpoint is.",
                function="data.inspect_command", example=f"outrider inspect {_SHIPPED}"),
         Listed("Train", "recipe", "List the packaged recipes, copy one, or explain the fields.",
                function="recipe.recipe_command", example="outrider recipe --explain optimizer"),
         Listed("Train", "train", "Train a drafter on the target's responses; run again to go on.",
-               function="train.train", example=f"outrider train {_DEMO} out=runs/mine optimizer.steps=200"),
+               function="train.train", example="outrider train demo out=runs/mine optimizer.steps=200"),
         Listed("Train", "experiment", "Train, evaluate and compare a table of drafters (docs/experiments.md).",
-               function="experiment.experiment", example="outrider experiment experiments/smollm2-135m.yaml --dry-run"),
+               function="experiment.experiment", example="outrider experiment smollm2-135m --dry-run"),
         Listed("Measure", "eval", "Decode tasks with and without a drafter: speedup, accepted length, same output.",
                function="evaluate.evaluate_command",
                example=f"outrider eval --target {_SMOLLM2} --tasks eval_math --out runs/eval"),
@@ -95,7 +94,7 @@ class _Verbs(LazyGroup):
                function="evaluate.doctor", example=f"outrider doctor --target {_SMOLLM2} --drafter {_SHIPPED}"),
         Listed("Measure", "calibrate", "Fit confidences to acceptance; of medusa and hydra, measure accuracies.",
                function="calibrate.calibrate_command",
-               example=f"cp -r {_SHIPPED} mine\n"
+               example=f"outrider package {_SHIPPED} mine\n"
                f"outrider calibrate --target {_SMOLLM2} --drafter mine --tasks eval_math"),
         Listed("Measure", "profile", "Measure the cost of a step on this machine, for load-aware policies.",
                function="calibrate.profile_command",
@@ -119,12 +118,12 @@ class _FeatureVerbs(LazyGroup):
     listed = (
         Listed(None, "plan", "Say exactly how large the recipe's store will be. Writes no features; makes responses "
                "that are missing.",
-               function="train.plan_features", example=f"outrider features plan {_DEMO} out=runs/mine"),
+               function="train.plan_features", example="outrider features plan demo out=runs/mine"),
         Listed(None, "write", "Write the store, or what is missing of it. Processes i of N write the shards i, i + N, "
                "...",
-               function="train.write_features", example=f"outrider features write {_DEMO} out=runs/mine"),
+               function="train.write_features", example="outrider features write demo out=runs/mine"),
         Listed(None, "check", "Compare every shard with its SHA-256 and name what is damaged, missing or foreign.",
-               function="train.check_features", example=f"outrider features check {_DEMO} out=runs/mine"),
+               function="train.check_features", example="outrider features check demo out=runs/mine"),
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ DrafterOrNone = Annotated[str, option(MODELS, f"none, {CHOICES}")]
 Backend = Annotated[
     Literal["local", "mlx"], option(MODELS, "local: PyTorch; mlx: mlx-lm, for Apple silicon", metavar="ENGINE")
 ]
-RecipePath = Annotated[Path, typer.Argument(help="a recipe, see recipes/")]
+RecipePath = Annotated[Path, typer.Argument(help="a recipe: a YAML file, or one that outrider recipe lists")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="fields to change: optimizer.steps=200 ...")]
 
 Tasks = Annotated[str, option(PROMPTS, "JSONL files, shipped sets or tasks (gsm8k,mbpp)")]

@@ -12,19 +12,18 @@ from rich.console import Console
 from rich.markup import escape
 
 from outrider.cli.options import FILES, GENERAL, option
-
-_DEMO = Path(__file__).with_name("demo.yaml")
+from outrider.utils.packaged import PACKAGE
 
 
 def recipes_directory() -> Path:
-    """The directory of the project's recipes; it may be absent from an installed package."""
-    return Path(__file__).parents[3] / "recipes"
+    """The directory of the packaged recipes."""
+    return PACKAGE / "recipes"
 
 
 def packaged_recipes() -> dict[str, Path]:
     """{name: file}; a name is the path below the recipes' directory, without its suffix."""
     top = recipes_directory()
-    return {"demo": _DEMO, **{str(file.relative_to(top).with_suffix("")): file for file in sorted(top.rglob("*.yaml"))}}
+    return {file.relative_to(top).with_suffix("").as_posix(): file for file in sorted(top.rglob("*.yaml"))}
 
 
 def recipe_command(

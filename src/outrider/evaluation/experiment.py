@@ -24,6 +24,7 @@ from pydantic import Field, model_validator
 
 from outrider.data.regenerate import Section
 from outrider.training.recipe import Recipe, load_recipe, read_yaml
+from outrider.utils.packaged import packaged
 
 Option = str | int | float | bool | list[str]
 _SET_BY_TABLE = {"target", "drafter", "tasks", "label", "out"}  # options of outrider eval that rows may not set
@@ -137,8 +138,9 @@ def load_table(path: Path, overrides: Sequence[str] = ()) -> ExperimentTable:
     Raises:
         ValueError: unreadable, unknown or invalid fields, or an invalid recipe.
     """
+    path = packaged(path, "experiments")
     if not path.is_file():
-        raise ValueError(f"no table {path}.")
+        raise ValueError(f"no table {path}: give a YAML file, or smollm2-135m, which is packaged.")
     table = read_yaml(path, ExperimentTable, overrides, kind="table", needs="out, recipe, tasks and rows")
     table = _with_paths(table, path.parent)
     for name, row in table.rows.items():
@@ -148,20 +150,26 @@ def load_table(path: Path, overrides: Sequence[str] = ()) -> ExperimentTable:
 
 
 def _with_paths(table: ExperimentTable, directory: Path) -> ExperimentTable:
-    """The table with each recipe and task file as a path: in `directory` if it is there, else as it was given."""
+    """The table with each recipe and task file as a path: in `directory` if it is there, else as it was given.
+
+    A recipe may also be a packaged one.
+    """
 
     def found(name: str) -> str:
         return str(directory / name if (directory / name).is_file() else Path(name))
+
+    def recipe(name: str) -> str:
+        return str(packaged(found(name), "recipes"))
 
     rows = {}
     for name, row in table.rows.items():
         calibrate = row.calibrate
         if calibrate is not None and isinstance(tasks := calibrate.get("tasks"), list):
             calibrate = calibrate | {"tasks": [found(task) for task in tasks]}
-        recipe = None if row.recipe is None else found(row.recipe)
-        rows[name] = row.model_copy(update={"recipe": recipe, "calibrate": calibrate})
+        own = None if row.recipe is None else recipe(row.recipe)
+        rows[name] = row.model_copy(update={"recipe": own, "calibrate": calibrate})
     tasks = [found(task) for task in table.tasks]
-    return table.model_copy(update={"recipe": found(table.recipe), "tasks": tasks, "rows": rows})
+    return table.model_copy(update={"recipe": recipe(table.recipe), "tasks": tasks, "rows": rows})
 
 
 def _as_overrides(fields: Mapping[str, Any]) -> list[str]:

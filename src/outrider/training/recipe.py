@@ -30,6 +30,7 @@ from outrider.drafters import registry
 from outrider.drafters.config import DrafterSection
 from outrider.drafters.registry import method_of
 from outrider.utils.files import invalid_fields
+from outrider.utils.packaged import packaged
 
 _DEFAULT_METHOD = "dspark"
 Precision = Literal["float32", "bfloat16"]
@@ -204,18 +205,21 @@ class Recipe(Section):
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe and apply `key.path=value` overrides (values are YAML).
+    """Read a recipe, a file or a packaged one's name, and apply `key.path=value` overrides (values are YAML).
 
     Raises:
         ValueError: unreadable YAML, unknown or invalid fields, or a malformed override.
     """
+    path = packaged(path, "recipes")
     if not path.is_file():
-        raise ValueError(f"no recipe {path}; the project's own are in recipes/.")
+        raise ValueError(f"no recipe {path}: give a YAML file, or one that outrider recipe lists.")
     recipe = read_yaml(path, Recipe, overrides, kind="recipe", needs="target, out and data")
     sources = [s.model_copy(update={"path": _beside(path, s.path)}) for s in recipe.data.prompts]
     found: dict[str, Any] = {"data": recipe.data.model_copy(update={"prompts": sources})}
-    if recipe.start_from is not None and (path.parent / recipe.start_from / "config.json").is_file():
-        found["start_from"] = str(path.parent / recipe.start_from)
+    if recipe.start_from is not None:
+        beside = path.parent / recipe.start_from
+        there = (beside / "config.json").is_file()
+        found["start_from"] = str(beside if there else packaged(recipe.start_from, "models"))
     return recipe.model_copy(update=found)
 
 

@@ -1,0 +1,25 @@
+"""What comes with the package as files: recipes, tables of experiments, a trained drafter. Imports no PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+PACKAGE = Path(__file__).parents[1]
+Kind = Literal["recipes", "experiments", "models"]
+
+
+def packaged(path: str | Path, kind: Kind) -> Path:
+    """`path` if it is there, else the packaged recipe, table or drafter of that name, else `path` again.
+
+    packaged("smollm2-135m/dspark", "recipes")        .../outrider/recipes/smollm2-135m/dspark.yaml
+    packaged("recipes/qwen3-8b-dspark.yaml", "recipes")  the same way: the name may begin with the kind and end in .yaml
+    packaged("smollm2-135m-dspark", "models")         .../outrider/models/smollm2-135m-dspark, a directory
+    """
+    path = Path(path)
+    if path.exists() or path.is_absolute():
+        return path
+    name = path.relative_to(kind) if path.parts[:1] == (kind,) else path
+    below = PACKAGE / kind
+    found = (place for place in (below / f"{name}.yaml", below / name) if place.exists())
+    return next(found, path)

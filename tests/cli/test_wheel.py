@@ -1,0 +1,41 @@
+"""The built wheel holds what the commands need beside code: recipes, tables, prompts and the trained drafter."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_generates_and_lists_recipes(tmp_path: Path) -> None:
+    """From an empty directory, with nothing of the checkout on the path."""
+    source, site, here = (tmp_path / name for name in ("source", "site", "here"))
+    here.mkdir()
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "src", source / "src", ignore=ignored)  # a build leaves files in its source
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source], check=True)
+    (wheel,) = tmp_path.glob("outrider-*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", site, wheel], check=True)
+
+    def outrider(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "outrider.cli.main", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(site)}
+        return subprocess.run(command, cwd=here, env=environment, text=True, capture_output=True, check=True)
+
+    assert "smollm2-135m/dspark" in outrider("recipe").stdout
+    drafted = outrider("generate", "Name three rivers.", "--max-new-tokens", "8")
+    assert drafted.stdout.strip() and f"drafter {site}" in drafted.stderr, "the wheel's drafter, not the checkout's"
+    assert "outrider train" in outrider("experiment", "smollm2-135m", "--dry-run").stdout
+    kept = {path.relative_to(ROOT / "src") for path in (ROOT / "src" / "outrider").rglob("*") if path.suffix != ".pyc"}
+    lost = [path for path in kept if (ROOT / "src" / path).is_file() and not (site / path).is_file()]
+    assert not lost, "package-data in pyproject.toml leaves these out"
