@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -14,11 +16,23 @@ import outrider.checkpoints.published as shipped
 from outrider.checkpoints.checkpoint import add_metadata
 from outrider.checkpoints.dialects import dialects
 from outrider.checkpoints.published import PUBLISHED, fetch, published_by, published_for
-from outrider.cli.drafter import DrafterChoice, choose_drafter, require_drafter, warn_of_thinking
+from outrider.cli.drafter import DrafterChoice, choose_drafter, require_directory, require_drafter, warn_of_thinking
 from outrider.cli.main import app
+from outrider.target import hub
+from tests.toys.command_line import Run
 
 DSPARK = "deepseek-ai/dspark_qwen3_4b_block7"
 ZLAB = "z-lab/Qwen3-4B-DFlash-b16"
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets' own files are looked for on this machine only."""
+
+    def offline(repo: str, local_files_only: bool = False, allow_patterns: object = None) -> str:
+        raise LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(hub, "snapshot_download", offline)
 
 
 def test_the_catalogue() -> None:
@@ -130,3 +144,63 @@ def test_the_verb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert str(tmp_path / "b") in some.output
     none = run.invoke(app, ["models", "gpt-9"])
     assert isinstance(none.exception, ValueError) and "no published one for a target like" in str(none.exception)
+
+
+def fine_tune(toy: Path, place: Path, card: str) -> str:
+    """A copy of the toy target whose card says this."""
+    shutil.copytree(toy / "target", place)
+    (place / "README.md").write_text(f"---\n{card}\n---\n")
+    return str(place)
+
+
+def test_auto_follows_a_fine_tune_to_its_base(
+    run: Run, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    base, drafter = str(toy / "target"), tmp_path / "models" / "a"
+    shutil.copytree(toy / "drafter", drafter)
+    add_metadata(drafter, target=base)
+    monkeypatch.setattr(shipped, "_places", lambda: [tmp_path / "models"])
+    assert choose_drafter("auto", base) == DrafterChoice("directory", str(drafter))
+    named = fine_tune(toy, tmp_path / "named", f"base_model: {base}")
+    second = fine_tune(toy, tmp_path / "second", f"base_model: {named}")
+    for target in (named, second):
+        assert choose_drafter("auto", target) == DrafterChoice("directory", str(drafter), base=base)
+        assert capfd.readouterr().err == f"{target} is a fine-tune of {base}: drafter {drafter}\n"
+    with pytest.raises(ValueError, match=rf"made for {base}: copy it \(cp -r {drafter} mine\)"):
+        require_directory("auto", named)
+    silent = fine_tune(toy, tmp_path / "silent", "license: mit")
+    assert choose_drafter("auto", silent) == DrafterChoice("directory", str(drafter), base=base)
+    assert f"{silent} has the shapes and vocabulary of {base}: drafter" in capfd.readouterr().err
+    answers = [
+        run("generate", "ab", "--target", named, "--max-new-tokens", 12, "--drafter", d) for d in ("auto", "none")
+    ]
+    assert answers[0][:2] == (0, answers[1][1]) and f"drafter {drafter}" in answers[0][2], "the output is the target's"
+    shown = CliRunner().invoke(app, ["models", named], env={"COLUMNS": "400"})
+    assert str(drafter) in shown.output and f"{named} is a fine-tune of {base}" in shown.output
+
+
+def test_auto_leaves_out_what_does_not_fit(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = str(toy / "target")
+    for name in ("a", "b"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        add_metadata(tmp_path / "models" / name, target=base)
+    monkeypatch.setattr(shipped, "_places", lambda: [tmp_path / "models"])
+    for number, card in enumerate((f"base_model: {base}", "license: mit")):
+        wider = Path(fine_tune(toy, tmp_path / str(number), card))
+        fields = json.loads((wider / "config.json").read_text())
+        (wider / "config.json").write_text(json.dumps({**fields, "hidden_size": 64}))
+        assert choose_drafter("auto", str(wider)) is None
+        said = f"{wider} is a fine-tune of {base}, whose drafters do not fit it: hidden_size is 64, there 32\n"
+        assert capsys.readouterr().err == ("" if number else said)
+
+
+def test_auto_follows_a_fine_tune_to_a_published_drafter(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipped, "_places", lambda: [])
+    monkeypatch.setattr(published, "snapshot_download", lambda repo, **_: str(toy / "drafter"))
+    target = fine_tune(toy, tmp_path / "mine", "base_model: Qwen/Qwen3-4B")
+    wanted = DrafterChoice("directory", str(toy / "drafter"), repo=DSPARK, base="Qwen/Qwen3-4B")
+    assert choose_drafter("auto", target) == wanted

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
@@ -19,7 +19,7 @@ from huggingface_hub.utils import HfHubHTTPError, LocalEntryNotFoundError
 
 from outrider.checkpoints.checkpoint import METADATA, read_metadata
 from outrider.checkpoints.dialects import UnknownDialect, dialect_of
-from outrider.target.hub import canonical_id, complete_model
+from outrider.target.hub import canonical_id, complete_model, lineage, shape_differences
 from outrider.utils.packaged import PACKAGE
 
 
@@ -176,6 +176,55 @@ def published_for(target: str, thinking: bool = False) -> list[Published]:
     """
     found = [entry for entry in PUBLISHED if entry.target.lower() == target.lower() and entry.obstacle is None]
     return sorted(found, key=lambda entry: thinking and entry.thinking is False)
+
+
+class Offer(NamedTuple):
+    """A drafter that was made for a target or for a model like it.
+
+    Attributes:
+        made_for: the target itself, a model that it was fine-tuned from, or one of the same shapes and vocabulary.
+        drafter: a directory on this machine, or a published checkpoint.
+        named: whether the target's files name `made_for`; else only shapes and vocabulary agree.
+        misfit: why it cannot serve the target; "" if it can, as far as files here tell.
+    """
+
+    made_for: str
+    drafter: Path | Published
+    named: bool = True
+    misfit: str = ""
+
+    def relation(self, target: str) -> str:
+        """What the target is to `made_for`, in words; "" where they are the same."""
+        if self.made_for == canonical_id(target):
+            return ""
+        if self.misfit:
+            return f"{target} is a fine-tune of {self.made_for}, whose drafters do not fit it: {self.misfit}"
+        return f"{target} {'is a fine-tune of' if self.named else 'has the shapes and vocabulary of'} {self.made_for}"
+
+
+def drafters_for(target: str, thinking: bool = False) -> Iterator[Offer]:
+    """Drafters for a target, best first: its own, its base models', then those for models of the same shapes.
+
+    Of each model those on this machine come before published ones. Output is the target's whatever drafts for it.
+
+    Raises:
+        ValueError: see `shipped_drafter`.
+    """
+    here = list(shipped_drafters())
+
+    def made_for(model: str) -> Iterator[Path | Published]:
+        yield from (directory for its_target, directory in here if its_target == model)
+        yield from published_for(model, thinking)
+
+    own = canonical_id(target)
+    yield from (Offer(own, drafter) for drafter in made_for(own))  # before any file of the target is looked for
+    models = lineage(target)
+    for base in models[1:]:
+        misfit = "; ".join(shape_differences(target, base) or ())
+        yield from (Offer(base, drafter, misfit=misfit) for drafter in made_for(base))
+    for model, directory in here:
+        if model not in models and shape_differences(target, model) == []:
+            yield Offer(model, directory, named=False)
 
 
 def published_by(repo: str) -> Published | None:

