@@ -38,8 +38,8 @@ def test_worse_temperatures_are_not_stored(
 ) -> None:
     drafter, tasks = trained(toy, tmp_path / "d"), tasks_file(tmp_path / "mine.jsonl", 8)
     before = {path.name: path.read_bytes() for path in drafter.iterdir()}
-    for module in ("calibration.fit", "cli.calibrate"):
-        monkeypatch.setattr(f"outrider.{module}.fit_sts", lambda rounds, offsets=True: Scaling([1.0] * 7, [3.0] * 7))
+    worse = Scaling([1.0] * 7, [3.0] * 7)
+    monkeypatch.setattr("outrider.calibration.fit.fit_sts", lambda rounds, offsets=True: worse)
     command = ("calibrate", "--target", toy / "target", "--drafter", drafter, "--tasks", tasks)
     status, out, err = run(*command, "--max-new-tokens", 32, "--export-sglang", tmp_path / "sglang")
     assert status == 0, err

@@ -19,15 +19,23 @@ from typer.testing import CliRunner
 
 import outrider.checkpoints.published as published
 import outrider.cli.main as main
+from outrider.backends.registry import exporters
 from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, save_drafter
 from outrider.checkpoints.published import published_for
+from outrider.cli import options as opt
+from outrider.cli.bench import kinds
 from outrider.drafters.base import DrafterWeights
+from outrider.drafters.draft import TREE_FORM
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config
 from outrider.drafters.hydra import Hydra, HydraConfig
 from outrider.drafters.medusa import Medusa, MedusaConfig
 from outrider.drafters.registry import tree_methods
+from outrider.engine.scheduler import EngineConfig
 from outrider.evaluation.model_card import measured
+from outrider.evaluation.profile import ProfileConfig
 from outrider.evaluation.results import Results
+from outrider.loadtest.metrics import Sla
+from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import load_target
 from outrider.utils.packaged import Kind, packaged
 from tests.toys.command_line import Run, check_error
@@ -126,8 +134,6 @@ def test_help_of_a_verb_fits_a_screen(verb: str) -> None:
     assert all(option.opts[0] in full for option in options) and all(option.help for option in options)
     for word in VERBS[verb]:
         assert word.lower() in full.lower(), word
-    if "--tree" in VERBS[verb]:
-        assert f"({', '.join(tree_methods())})" in " ".join(full.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -425,15 +431,52 @@ except SystemExit as end:
 
 @pytest.mark.parametrize(
     ("words", "status"),
-    [("--help", 0), ("--version", 0), ("", 2), ("genrate", 2), ("features --help", 0), ("features plam", 2)],
-)
-def test_what_runs_no_verb_imports_none(words: str, status: int) -> None:
-    """Help and misspelt verbs take about 0.15 s where PyTorch takes seconds; the bound has room for slow machines."""
+    [("--help", 0), ("--version", 0), ("", 2), ("genrate", 2), ("features --help", 0), ("features plam", 2),
+     ("bench --help", 0), ("eval --tmperature 1", 2)],
+)  # fmt: skip
+def test_what_runs_no_verb_imports_no_pytorch(words: str, status: int) -> None:
+    """Help and typos take about 0.2 s where PyTorch takes seconds; the bound has room for slow machines."""
     found = subprocess.run([sys.executable, "-c", STARTED, *words.split()], capture_output=True, text=True)
     code, seconds, *modules = found.stdout[found.stdout.rindex("ended") :].split()[1:]
     assert int(code) == status, found.stderr
     assert not set(HEAVY) & set(modules)
     assert float(seconds) < 1.0
+
+
+HELPED = """
+import sys
+from outrider.cli.main import main
+verbs, heavy = sys.argv[1].split(","), sys.argv[2].split(",")
+for verb in verbs:
+    for option, status in (("--help", 0), ("--hlep", 2)):
+        sys.argv = ["outrider", *verb.split(), option]
+        try:
+            main()
+        except SystemExit as end:
+            assert (end.code or 0) == status, (verb, end.code)
+        assert not set(heavy) & set(sys.modules), verb
+"""
+
+
+def test_help_and_options_of_all_verbs_import_no_pytorch() -> None:
+    """In one process: what one verb imports is found there, and named."""
+    command = [sys.executable, "-c", HELPED, ",".join(VERBS), ",".join(HEAVY)]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr.splitlines()[-1]
+
+
+def test_names_and_defaults_that_help_writes_out_are_the_ones_in_use() -> None:
+    assert (opt.SMOLLM2, opt.TREE_FORM) == (EMBEDDED_ID, TREE_FORM)
+    assert opt.TREE_METHODS.split(", ") == tree_methods()
+    assert opt.BACKENDS.split(", ") == kinds()
+    assert opt.EXPORTERS.split(", ") == [engine.name for engine in exporters()]
+    engine = {"sla_ttft": Sla.ttft, "sla_tokens_per_second": Sla.tokens_per_second, "token_budget": 512}
+    assert EngineConfig.token_budget == 512
+    steps = {name: getattr(ProfileConfig, name) for name in ("max_requests", "max_tokens", "repeats", "seconds")}
+    contexts = ",".join(map(str, ProfileConfig.contexts))
+    for verb, wanted in (("bench", engine), ("simulate", engine), ("profile", {**steps, "contexts": contexts})):
+        found = {param.name: param.default for param in parser(verb).params}
+        assert {name: found[name] for name in wanted} == wanted, verb
 
 
 def test_the_version_is_the_package_s(run: Run) -> None:

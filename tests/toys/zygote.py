@@ -17,7 +17,8 @@ from tests.toys.target_directory import save_toy_target
 # Imports once, then forks a child for every command it reads: a process that can be killed, without ten slow starts.
 ZYGOTE = """
 import json, os, signal, sys
-from outrider.cli import data, main, train
+import outrider.data.inspection, outrider.training.trainer  # else every child would import PyTorch
+from outrider.cli import main
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests in the background
 print("ready", flush=True)
 for line in sys.stdin:

@@ -21,60 +21,26 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig
 
-from outrider.backends.base import ExternalEngine, Launch
-from outrider.backends.local import (
-    KNOWN,
-    NO_SPECULATION,
-    default_variants,
-    engine_config,
-)
-from outrider.backends.openai import Endpoint
-from outrider.backends.registry import server_of, servers
-from outrider.backends.transformers import load_causal_lm
 from outrider.cli import options as opt
 from outrider.cli.common import check_outputs, choose_tree, counting, load, show_paths, split_names, split_numbers
 from outrider.cli.drafter import AUTO, DrafterChoice, require_drafter, warn_of_thinking
-from outrider.cli.options import CHOICES, DRAFTS, FILES, GENERAL, MODELS, PROMPTS, option, rare
-from outrider.data.chat import Chat
-from outrider.decoding.request import StopRules
-from outrider.engine.scheduler import EngineConfig
-from outrider.evaluation.profile import setting_of
-from outrider.loadtest.engines import (
-    SPECULATIVE,
-    MeasuredEngine,
-    launched_engine,
-    local_engine,
-    mlx_engine,
-    running_servers,
-    transformers_engine,
-)
-from outrider.loadtest.load import mixed_prompts
-from outrider.loadtest.metrics import Frontier, Journal, PointSummary, Sla
-from outrider.loadtest.plots import write_plots
-from outrider.loadtest.simulate import (
-    Cluster,
-    Comparison,
-    Routing,
-    check_comparable,
-    compare,
-    load_machine,
-    serve,
-    simulate_sweep,
-)
-from outrider.loadtest.sweep import HEADINGS, Sweep, Workload, check_levels, run_workload, side_by_side
-from outrider.loadtest.traces import Traces, record
-from outrider.target.hub import EMBEDDED_ID, resolve_model
-from outrider.utils.distributed import join
+from outrider.cli.options import BACKENDS, CHOICES, DRAFTS, FILES, GENERAL, MODELS, PROMPTS, SMOLLM2, option, rare
 from outrider.utils.measure import default_dtype, dtype_name, machine, set_up, versions
 from outrider.utils.tables import terminal_table
+
+if TYPE_CHECKING:
+    from outrider.backends.base import ExternalEngine
+    from outrider.backends.openai import Endpoint
+    from outrider.loadtest.engines import MeasuredEngine
+    from outrider.loadtest.metrics import Frontier, PointSummary
+    from outrider.loadtest.simulate import Cluster, Comparison, Routing
+    from outrider.loadtest.traces import Traces
 
 LOAD, SERVER, RECORD, PREDICT, MACHINE = "Load", "Servers", "Record", "Predict", "Machine"
 _CONCURRENCY = "1,2,4,8,16,32"
@@ -83,6 +49,8 @@ ONE_AT_A_TIME = ("transformers", "mlx")
 
 def kinds() -> list[str]:
     """What `--backend` can be."""
+    from outrider.backends.registry import servers
+
     return ["local", "transformers", *(engine.name for engine in servers()), "mlx"]
 
 
@@ -128,6 +96,8 @@ def report(frontier: Frontier, out: Path, console: Console, exact: bool = True) 
     Raises:
         ValueError: it had to be and was not: a bug worth reporting.
     """
+    from outrider.loadtest.plots import write_plots
+
     path = frontier.save(out)
     _print(frontier, console)
     show_paths(console, path, *write_plots(frontier, out))
@@ -171,9 +141,9 @@ def _print(frontier: Frontier, console: Console) -> None:
 
 def bench_command(
     *,
-    target: opt.TargetName = EMBEDDED_ID,
+    target: opt.TargetName = SMOLLM2,
     drafter: opt.DrafterName = AUTO,
-    backend: Annotated[str, option(MODELS, ", ".join(kinds()), metavar="ENGINE", show_default=False)] = "local",
+    backend: Annotated[str, option(MODELS, BACKENDS, metavar="ENGINE", show_default=False)] = "local",
     tasks: opt.Tasks,
     prompts: Annotated[int, rare(PROMPTS, "how many conversations there are in all", min=1)] = 100,
     turns: Annotated[int, rare(PROMPTS, "of each; the baseline answers the earlier ones", min=1)] = 1,
@@ -190,8 +160,8 @@ def bench_command(
     seconds_per_point: Annotated[float | None, rare(LOAD, "a window of that length instead")] = None,
     max_requests: Annotated[int, rare(LOAD, "served at once (poisson)", min=1)] = 32,
     token_budget: Annotated[int, rare(LOAD, "most rows of one forward (local)", min=1)] = 512,
-    sla_ttft: opt.SlaTtft = Sla.ttft,
-    sla_tokens_per_second: opt.SlaTokensPerSecond = Sla.tokens_per_second,
+    sla_ttft: opt.SlaTtft = 2.0,
+    sla_tokens_per_second: opt.SlaTokensPerSecond = 5.0,
     variants: opt.Variants = None,
     profile: Annotated[Path | None, option(DRAFTS, "from outrider profile; adaptive variants need it")] = None,
     confidence_threshold: Annotated[float | None, rare(DRAFTS, "of variant threshold")] = None,
@@ -219,6 +189,28 @@ def bench_command(
     threads: opt.Threads = None,
 ) -> None:
     """Put load on an engine, ours or another: throughput against user speed."""
+    from transformers import AutoConfig
+
+    from outrider.backends.base import Launch
+    from outrider.backends.local import KNOWN, NO_SPECULATION, engine_config
+    from outrider.backends.openai import Endpoint
+    from outrider.backends.registry import server_of
+    from outrider.backends.transformers import load_causal_lm
+    from outrider.data.chat import Chat
+    from outrider.loadtest.engines import (
+        SPECULATIVE,
+        launched_engine,
+        local_engine,
+        mlx_engine,
+        running_servers,
+        transformers_engine,
+    )
+    from outrider.loadtest.load import mixed_prompts
+    from outrider.loadtest.metrics import Frontier, Journal, Sla
+    from outrider.loadtest.sweep import Sweep, Workload, check_levels, run_workload
+    from outrider.target.hub import resolve_model
+    from outrider.utils.distributed import join
+
     if backend not in kinds():
         raise ValueError(f"--backend {backend} is none of {', '.join(kinds())}.")
     set_up(threads)
@@ -377,6 +369,8 @@ def bench_table(
     out: Annotated[Path | None, option(FILES, "Markdown file for the table")] = None,
 ) -> None:
     """Compare engines that bench measured, each with itself without speculation."""
+    from outrider.loadtest.sweep import HEADINGS, side_by_side
+
     rows, console = side_by_side(directories), Console()
     console.print(terminal_table(HEADINGS, rows, text=HEADINGS[:2], box=None, padding=(0, 1, 0, 0)))
     if out is not None:
@@ -391,7 +385,7 @@ def simulate_command(
     recording: Annotated[
         Path | None, option(RECORD, "decode --tasks here, write traces to this .npz, and stop", "--record")
     ] = None,
-    target: Annotated[str, option(RECORD, "model id or directory")] = EMBEDDED_ID,
+    target: Annotated[str, option(RECORD, "model id or directory")] = SMOLLM2,
     drafter: Annotated[str, option(RECORD, CHOICES)] = AUTO,
     tasks: Annotated[str | None, option(RECORD, "JSONL files or shipped sets; first turns")] = None,
     max_samples: Annotated[int, option(RECORD, "prompts in all, mixed from the tasks", min=1)] = 100,
@@ -408,8 +402,8 @@ def simulate_command(
     max_new_tokens: Annotated[int, option(LOAD, "per response; no more than was recorded", min=1)] = 64,
     repeats: Annotated[int, rare(LOAD, "other arrivals each; a closed loop needs one", min=1)] = 1,
     seed: Annotated[int, rare(LOAD, "of the mix of prompts, and of arrivals")] = 0,
-    sla_ttft: opt.SlaTtft = Sla.ttft,
-    sla_tokens_per_second: opt.SlaTokensPerSecond = Sla.tokens_per_second,
+    sla_ttft: opt.SlaTtft = 2.0,
+    sla_tokens_per_second: opt.SlaTokensPerSecond = 5.0,
     variants: opt.Variants = None,
     confidence_threshold: Annotated[
         float | None, rare(DRAFTS, "of variant threshold; as recommended if not given")
@@ -419,11 +413,21 @@ def simulate_command(
     max_requests: Annotated[
         int | None, rare(MACHINE, "running at once, per engine; all users, or 32 of Poisson arrivals", min=1)
     ] = None,
-    token_budget: Annotated[int, rare(MACHINE, "rows per step", min=1)] = EngineConfig.token_budget,
+    token_budget: Annotated[int, rare(MACHINE, "rows per step", min=1)] = 512,
     scale_verify: Annotated[float, option(MACHINE, "target forwards take so many times as long")] = 1.0,
     scale_draft: Annotated[float, option(MACHINE, "drafts take so many times as long")] = 1.0,
 ) -> None:
     """Predict a load test from a profile and recorded drafts."""
+    import numpy as np
+
+    from outrider.backends.local import KNOWN, default_variants, engine_config
+    from outrider.engine.scheduler import EngineConfig
+    from outrider.loadtest.metrics import Frontier, Sla
+    from outrider.loadtest.plots import write_plots
+    from outrider.loadtest.simulate import check_comparable, compare, load_machine, serve, simulate_sweep
+    from outrider.loadtest.sweep import Sweep
+    from outrider.loadtest.traces import Traces
+
     console = Console()
     if recording is not None:
         if tasks is None:
@@ -492,6 +496,11 @@ def record_traces(
     console: Console,
 ) -> Traces:
     """Decode the prompts a load test would ask, with a draft at every position."""
+    from outrider.decoding.request import StopRules
+    from outrider.evaluation.profile import setting_of
+    from outrider.loadtest.load import mixed_prompts
+    from outrider.loadtest.traces import record
+
     choice = require_drafter(drafter, target, thinking)
     warn_of_thinking(choice, thinking)
     loaded = load(target, device)
@@ -546,6 +555,8 @@ def report_simulation(compared: list[Comparison], path: Path, console: Console) 
 
 
 def _routing(name: str) -> Routing:
+    from outrider.loadtest.simulate import Routing
+
     for known in get_args(Routing):
         if name == known:
             return known

@@ -7,44 +7,23 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 from rich.console import Console
 from rich.table import Table
 
-from outrider.backends.sglang import CALIBRATION_FILE, TABLE_FILE, write_confidence_sts, write_sps_table
-from outrider.calibration.candidates import Candidates, expected_lengths, measure_candidates
-from outrider.calibration.collect import collect_tasks, load_rounds, save_rounds
-from outrider.calibration.fit import (
-    Calibration,
-    CalibrationResult,
-    Rounds,
-    Scaling,
-    SweepPoint,
-    calibrate,
-    fit_sts,
-    quality,
-    refusal,
-)
-from outrider.calibration.fit import sweep as sweep_thresholds
-from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_checkpoint
 from outrider.cli import options as opt
 from outrider.cli.common import check_outputs, choose_tree, counting, load, show_paths, split_names
 from outrider.cli.drafter import AUTO, choose_drafter, require_directory
-from outrider.cli.options import FILES, MODELS, PROMPTS, SAMPLING, option
-from outrider.data.sources import TaskSettings
-from outrider.drafters import registry
-from outrider.drafters.dflash import BlockDrafter
-from outrider.drafters.medusa import HeadsDrafter
-from outrider.evaluation.profile import ProfileConfig, measure_profile, plot_profile
-from outrider.evaluation.report import plot_reliability, plot_sweep
-from outrider.sampling import SamplingParams
-from outrider.scheduling.cost import Cell, Curve, Profile
-from outrider.target.hub import EMBEDDED_ID
-from outrider.target.model import count_layers
-from outrider.utils.files import weight_files
+from outrider.cli.options import FILES, MODELS, PROMPTS, SAMPLING, SMOLLM2, option
 from outrider.utils.measure import set_up, versions
 from outrider.utils.tables import terminal_table
+
+if TYPE_CHECKING:
+    from outrider.calibration.candidates import Candidates
+    from outrider.calibration.fit import Calibration, CalibrationResult, Scaling, SweepPoint
+    from outrider.checkpoints.checkpoint import Checkpoint
+    from outrider.scheduling.cost import Cell, Curve, Profile
 
 
 def calibrate_command(
@@ -72,6 +51,18 @@ def calibrate_command(
     threads: opt.Threads = None,
 ) -> None:
     """Fit confidences to acceptance; of medusa and hydra, measure accuracies."""
+    from outrider.calibration.candidates import measure_candidates
+    from outrider.calibration.collect import collect_tasks, load_rounds, save_rounds
+    from outrider.calibration.fit import Rounds, calibrate, fit_sts, refusal
+    from outrider.calibration.fit import sweep as sweep_thresholds
+    from outrider.checkpoints.checkpoint import add_metadata, load_checkpoint
+    from outrider.data.sources import TaskSettings
+    from outrider.drafters.dflash import BlockDrafter
+    from outrider.drafters.medusa import HeadsDrafter
+    from outrider.evaluation.report import plot_reliability, plot_sweep
+    from outrider.sampling import SamplingParams
+    from outrider.target.model import count_layers
+
     set_up(threads)
     console = Console()
     params = SamplingParams(
@@ -159,12 +150,16 @@ def _check(checkpoint: Checkpoint, directory: Path, about_confidences: bool) -> 
 
 
 def _methods(measured: str) -> str:
+    from outrider.drafters import registry
+
     methods = registry.METHODS
     return ", ".join(method.name for method in methods if getattr(method.module, "calibratable", None) == measured)
 
 
 def _digest(directory: Path) -> str:
     """Of the weights, in one file or several."""
+    from outrider.utils.files import weight_files
+
     digest = hashlib.sha256()
     for path in weight_files(directory):
         digest.update(path.read_bytes())
@@ -173,6 +168,9 @@ def _digest(directory: Path) -> str:
 
 def _export(found: CalibrationResult, alone: Scaling, directory: Path) -> Path:
     """SGLang's calibration file, from temperatures that were fitted without offsets."""
+    from outrider.backends.sglang import CALIBRATION_FILE, write_confidence_sts
+    from outrider.calibration.fit import Rounds, quality
+
     path = directory / CALIBRATION_FILE
     write_confidence_sts(
         path,
@@ -222,6 +220,8 @@ def quality_table(calibration: Calibration) -> Table:
 
 def candidates_table(candidates: Candidates) -> Table:
     """Expected accepted drafts by tree size: of the tree these accuracies give, and of the one used without them."""
+    from outrider.calibration.candidates import expected_lengths
+
     first, temperature = ", ".join(f"{row[0]:.2f}" for row in candidates.accuracy), candidates.sampling["temperature"]
     drawn = f" and the likeliest tokens were tried; at temperature {temperature:g} they are drawn, so a guide only"
     lengths = expected_lengths(candidates.accuracy)
@@ -241,18 +241,21 @@ def profile_command(
     out: Annotated[Path, option(FILES, "JSON file for the profile")],
     plot: Annotated[bool, option(FILES, "a PNG beside the profile")] = False,
     export_sglang: Annotated[Path | None, option(FILES, "directory for SGLang's table of steps per second")] = None,
-    target: opt.TargetName = EMBEDDED_ID,
+    target: opt.TargetName = SMOLLM2,
     drafter: opt.DrafterOrNone = AUTO,
     tree: opt.Tree = None,
-    max_requests: Annotated[int, option("Steps", "in one step", min=1)] = ProfileConfig.max_requests,
-    max_tokens: Annotated[int, option("Steps", "of one forward", min=1)] = ProfileConfig.max_tokens,
+    max_requests: Annotated[int, option("Steps", "in one step", min=1)] = 32,
+    max_tokens: Annotated[int, option("Steps", "of one forward", min=1)] = 256,
     contexts: Annotated[str, option("Steps", "cached tokens per request")] = "64,256,768",
-    repeats: Annotated[int, option("Steps", "of every measurement", min=1)] = ProfileConfig.repeats,
+    repeats: Annotated[int, option("Steps", "of every measurement", min=1)] = 7,
     seconds: Annotated[float, option("Steps", "fewer repeats, but three, rather than longer", min=0)] = 120.0,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
 ) -> None:
     """Measure the cost of a step on this machine, for load-aware policies."""
+    from outrider.backends.sglang import TABLE_FILE, write_sps_table
+    from outrider.evaluation.profile import ProfileConfig, measure_profile, plot_profile
+
     set_up(threads)
     console = Console()
     config = ProfileConfig(

@@ -6,33 +6,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
-from outrider.backends.export import export_drafter, target_facts
-from outrider.backends.registry import engine_of, exporters
-from outrider.checkpoints.checkpoint import METADATA, load_checkpoint, read_config, read_metadata, save_drafter
-from outrider.checkpoints.describe import named_target
-from outrider.checkpoints.dialects.base import UnknownDepth
-from outrider.cli.options import DRAFTS, FILES, MODELS, option
-from outrider.evaluation.model_card import model_card
-from outrider.evaluation.results import Results
-from outrider.scheduling.policies import ThresholdPolicy
+from outrider.cli.options import DRAFTS, EXPORTERS, FILES, MODELS, option
 from outrider.utils.packaged import packaged
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def export_command(
     drafter: Annotated[Path, typer.Argument(help="drafter directory, in any dialect")],
     *,
-    to: Annotated[str, option(FILES, "; ".join(f"{one.name}: {', '.join(one.dialects)}" for one in exporters()))],
+    to: Annotated[str, option(FILES, EXPORTERS)],
     out: Annotated[Path, option(FILES, "a new directory")],
     dtype: Annotated[str, option(FILES, "of the weights: float32, bfloat16 or float16")] = "float32",
     target: Annotated[str | None, option(MODELS, "id or directory; the one that the files name by default")] = None,
 ) -> None:
     """Write a drafter for an engine, with the command that serves it."""
+    import torch
+
+    from outrider.backends.export import export_drafter, target_facts
+    from outrider.backends.registry import engine_of
+    from outrider.checkpoints.checkpoint import load_checkpoint, read_config, read_metadata
+    from outrider.checkpoints.describe import named_target
+
     if dtype not in _DTYPES:
         raise ValueError(f"--dtype {dtype} is not one of {', '.join(_DTYPES)}.")
     engine = engine_of(to)
@@ -43,9 +41,10 @@ def export_command(
     named = target or named_target(raw, read_metadata(drafter))
     if named is None:
         raise ValueError(f"{drafter} does not say which target it is for: name it with --target.")
-    facts = target_facts(named, _DTYPES[dtype])
+    kind = getattr(torch, dtype)
+    facts = target_facts(named, kind)
     checkpoint = load_checkpoint(drafter, num_target_layers=facts.num_layers)
-    exported = export_drafter(checkpoint, engine, out, target=facts, dtype=_DTYPES[dtype])
+    exported = export_drafter(checkpoint, engine, out, target=facts, dtype=kind)
     console = Console(highlight=False, soft_wrap=True)
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     console.print(f"{out}: {size:.1f} MB, {len(exported.written.tensors)} tensors", markup=False)
@@ -55,8 +54,7 @@ def export_command(
         console.print(command, markup=False)
 
 
-_PACKAGE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_FILES = {"config.json", "model.safetensors", "README.md", METADATA}
+_PACKAGE_DTYPES = ("bfloat16", "float32")
 
 
 def package_command(
@@ -72,6 +70,14 @@ def package_command(
     ] = None,
 ) -> None:
     """Write a drafter to ship, with a model card made from measurements."""
+    import torch
+
+    from outrider.checkpoints.checkpoint import load_checkpoint, save_drafter
+    from outrider.checkpoints.dialects.base import UnknownDepth
+    from outrider.evaluation.model_card import model_card
+    from outrider.evaluation.results import Results
+    from outrider.scheduling.policies import ThresholdPolicy
+
     if dtype not in _PACKAGE_DTYPES:
         raise ValueError(f"--dtype {dtype} is not one of {', '.join(_PACKAGE_DTYPES)}.")
     if lost := foreign(out):
@@ -93,19 +99,22 @@ def package_command(
     card = model_card(
         checkpoint,
         name=out.resolve().name,
-        dtype=_PACKAGE_DTYPES[dtype],
+        dtype=getattr(torch, dtype),
         results=measured,
         sources=source or [],
         license=license,
     )
-    save_drafter(checkpoint, out, _PACKAGE_DTYPES[dtype], card=card)
+    save_drafter(checkpoint, out, getattr(torch, dtype), card=card)
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     Console().print(f"{out}: {size:.1f} MB, model card in README.md", highlight=False, markup=False, soft_wrap=True)
 
 
 def foreign(out: Path) -> list[str]:
     """Names of what is at `out`, as no part of a drafter of ours, and would be lost if one were written there."""
+    from outrider.checkpoints.checkpoint import METADATA
+
     if not out.is_dir():
         return [out.name] if out.exists() else []
     names = sorted(path.name for path in out.iterdir())
-    return [name for name in names if name not in _FILES] if METADATA in names else names
+    ours = {"config.json", "model.safetensors", "README.md", METADATA}
+    return [name for name in names if name not in ours] if METADATA in names else names

@@ -9,20 +9,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from outrider.drafters.draft import TreeSize
-from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
-from outrider.target.model import Target, load_target
-from outrider.utils import machine
-from outrider.utils.distributed import ALONE, Ranks
 from outrider.utils.measure import default_dtype, dtype_name
-from outrider.verification import TypicalAcceptance
+
+if TYPE_CHECKING:
+    import torch
+
+    from outrider.drafters.draft import TreeSize
+    from outrider.scheduling.policies import Policy
+    from outrider.target.model import Target
+    from outrider.utils.distributed import Ranks
+    from outrider.verification import TypicalAcceptance
 
 
 def load(
@@ -33,13 +35,15 @@ def load(
     console: Console | None = None,
 ) -> Target:
     """The target on a device; the console is told before. `dtype` null: see `default_dtype`."""
+    from outrider.target.model import load_target
+
     if console is not None:
         console.print(f"loading {target}", highlight=False, markup=False, soft_wrap=True)
     return load_target(target, dtype or default_dtype(device), device, place=place)
 
 
 def training_dtype(
-    precision: str, device: torch.device, console: Console, began_with: str | None = None, ranks: Ranks = ALONE
+    precision: str, device: torch.device, console: Console, began_with: str | None = None, ranks: Ranks | None = None
 ) -> torch.dtype:
     """The type that a recipe's precision means on a device; a line says what `auto` became.
 
@@ -47,12 +51,17 @@ def training_dtype(
         began_with: the precision of the run that is resumed; None for a new one.
         ranks: all take the type that the main one finds; a collective where the precision is auto.
     """
+    import torch
+
+    from outrider.utils import machine
+    from outrider.utils.distributed import ALONE
+
     if precision != "auto":
         return getattr(torch, precision)  # type: ignore[no-any-return]
     if began_with is not None:
         dtype, reason = getattr(torch, began_with), "as the run began"
     else:
-        dtype, reason = ranks.from_main(lambda: machine.training_dtype(device))
+        dtype, reason = (ranks or ALONE).from_main(lambda: machine.training_dtype(device))
     console.print(f"precision: {dtype_name(dtype)} ({reason})", highlight=False, soft_wrap=True)
     return dtype
 
@@ -63,6 +72,8 @@ def choose_policy(draft_length: int | None, confidence_threshold: float | None) 
     Raises:
         ValueError: both are given.
     """
+    from outrider.scheduling.policies import FixedPolicy, ThresholdPolicy
+
     if confidence_threshold is None:
         return FixedPolicy(draft_length)
     if draft_length is not None:
@@ -76,6 +87,8 @@ def choose_typical(text: str | None) -> TypicalAcceptance | None:
     Raises:
         ValueError: not two numbers in (0, 1].
     """
+    from outrider.verification import TypicalAcceptance
+
     if text is None or text == "default":
         return None if text is None else TypicalAcceptance()
     thresholds = split_numbers("--typical", text)
@@ -90,6 +103,8 @@ def choose_tree(text: str | None, confidence_threshold: float | None = None) -> 
     Raises:
         ValueError: not of its form, or a confidence threshold is given, too.
     """
+    from outrider.drafters.draft import TreeSize
+
     if text is None:
         return None
     if confidence_threshold is not None:

@@ -7,29 +7,20 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console
-from transformers import AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
-from outrider.checkpoints.describe import describe, describe_unknown, tensor_rows
-from outrider.checkpoints.dialects import UnknownDialect
 from outrider.cli import options as opt
 from outrider.cli.common import load, responding, training_dtype
 from outrider.cli.options import FILES, GENERAL, MODELS, SAMPLING, option, rare
-from outrider.data.chat import Chat
-from outrider.data.inspection import Row, html_page, rows_of, terminal_text
-from outrider.data.regenerate import DataSection, PromptSource, Regeneration
-from outrider.data.responses import companion_file, read_responses, sole_writer, truncation_warning
-from outrider.target.hub import resolve_model
-from outrider.target.model import count_layers
-from outrider.training.dataset import make_responses, responses_path
-from outrider.training.recipe import load_recipe
 from outrider.utils.measure import set_up, usable_device
 from outrider.utils.packaged import packaged
+
+if TYPE_CHECKING:
+    from outrider.data.inspection import Row
+    from outrider.data.regenerate import DataSection, Regeneration
 
 
 def prepare_command(
@@ -65,6 +56,12 @@ def prepare_command(
     threads: opt.Threads = None,
 ) -> None:
     """Generate the target's responses for training; run again to go on."""
+    from pydantic import ValidationError
+
+    from outrider.data.regenerate import DataSection, PromptSource
+    from outrider.training.dataset import responses_path
+    from outrider.training.recipe import load_recipe
+
     base = load_recipe(recipe) if recipe else None
     set_up(threads or (base.threads if base else None))
     given: dict[str, Any] = {
@@ -112,6 +109,10 @@ def run(data: DataSection, target: str, path: Path, seed: int, device: str, prec
         ValueError: a prompt and its response may not fit the target's context, or see `make_responses`.
         typer.Exit: every request failed; the status is 1.
     """
+    from outrider.data.chat import Chat
+    from outrider.data.responses import sole_writer, truncation_warning
+    from outrider.training.dataset import make_responses
+
     loaded = None
     if not data.base_urls:
         place = usable_device(device)
@@ -136,6 +137,8 @@ def run(data: DataSection, target: str, path: Path, seed: int, device: str, prec
 
 def report(made: Regeneration, path: Path, seconds: float, console: Console) -> None:
     """Counts, speed, lengths, and what to look out for."""
+    from outrider.data.responses import companion_file
+
     counts = made.summary
     lines = [
         f"{counts.total} turns = {counts.done} done + {counts.skipped} skipped (prompt too long) "
@@ -174,6 +177,8 @@ def inspect_command(
     tensors: Annotated[bool, option("Drafter", "list its tensors", "--tensors")] = False,
 ) -> None:
     """Show which tokens are trained on, or what a checkpoint is."""
+    from transformers.utils import logging as transformers_logging
+
     transformers_logging.set_verbosity_error()
     console = Console(highlight=False, soft_wrap=True)
     path = packaged(path, "models")
@@ -191,6 +196,10 @@ def inspect_checkpoint(path: Path, target: str | None, tensors: bool, console: C
     Raises:
         ValueError: it is in no dialect we read (told after what can be said of it), or damaged.
     """
+    from outrider.checkpoints.describe import describe, describe_unknown, tensor_rows
+    from outrider.checkpoints.dialects import UnknownDialect
+    from outrider.target.model import count_layers
+
     depth = None if target is None else count_layers(target)
     try:
         facts = describe(path, depth)
@@ -220,6 +229,12 @@ def inspect_responses(
     Raises:
         ValueError: no such file or row, or its target's tokenizer cannot be found.
     """
+    from transformers import AutoTokenizer
+
+    from outrider.data.inspection import html_page, rows_of, terminal_text
+    from outrider.data.responses import read_responses
+    from outrider.target.hub import resolve_model
+
     settings, replies = read_responses(path)
     rows = rows_of(replies)
     if row is not None and row >= len(rows):

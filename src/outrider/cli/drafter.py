@@ -24,25 +24,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
-from outrider.backends.base import ExternalEngine, Speculation
-from outrider.backends.export import embedding_factor
-from outrider.backends.mlx import require_mlx
-from outrider.checkpoints.checkpoint import load_checkpoint, load_weights, read_config, read_metadata
-from outrider.checkpoints.published import Published, drafters_for, fetch, published_by
 from outrider.cli.common import load
-from outrider.drafters.base import Drafter, DraftModule, draft_slots
-from outrider.drafters.draft import TreeSize
-from outrider.drafters.language_model import StandaloneConfig, StandaloneDrafter
-from outrider.drafters.ngram import NgramConfig, NgramDrafter
-from outrider.drafters.registry import tree_methods
-from outrider.evaluation.draft_cost import with_block_size
-from outrider.evaluation.results import DrafterInfo, TrainingInfo
-from outrider.target.hub import resolve_model
-from outrider.target.model import Target, count_layers
 from outrider.utils.packaged import packaged
 
 if TYPE_CHECKING:
+    from outrider.backends.base import ExternalEngine, Speculation
     from outrider.backends.mlx.target import MLXTarget
+    from outrider.checkpoints.published import Published
+    from outrider.drafters.base import Drafter, DraftModule
+    from outrider.drafters.draft import TreeSize
+    from outrider.evaluation.results import DrafterInfo
+    from outrider.target.model import Target
 
 AUTO, NONE = "auto", "none"
 HOW_TO_TRAIN = "train one: outrider train smollm2-135m/dspark with your target and prompts in it"
@@ -71,6 +63,9 @@ class OpenedDrafter:
 
     def info(self, label: str | None = None) -> DrafterInfo:
         """Who drafts, for results and comparisons; called `label`, or as its algorithm and the shape of its trees."""
+        from outrider.drafters.base import draft_slots
+        from outrider.evaluation.results import DrafterInfo, TrainingInfo
+
         training = TrainingInfo.of(self.metadata)
         shape = f" {self.tree}" if self.tree is not None and self.tree.shaped else ""
         name = label or f"{self.algorithm}{shape}"
@@ -105,6 +100,9 @@ class DrafterChoice:
     @property
     def knows_thinking(self) -> bool | None:
         """Whether the texts it was trained on had thinking in them; None: not known, or nothing was trained."""
+        from outrider.checkpoints.checkpoint import read_metadata
+        from outrider.checkpoints.published import published_by
+
         if self.directory is None:
             return None
         if self.repo is not None and (entry := published_by(self.repo)) is not None:
@@ -127,6 +125,10 @@ class DrafterChoice:
         Raises:
             ValueError: no drafter or model there, it does not fit the target, or it has no such blocks or trees.
         """
+        from outrider.checkpoints.checkpoint import load_checkpoint
+        from outrider.drafters.language_model import StandaloneConfig, StandaloneDrafter
+        from outrider.evaluation.draft_cost import with_block_size
+
         if self.kind == "directory":
             checkpoint = load_checkpoint(self.where, num_target_layers=target.num_layers)
             if block_size is not None:
@@ -155,6 +157,8 @@ class DrafterChoice:
 
     def open_ngram(self) -> OpenedDrafter:
         """A drafter that copies from the text so far, for any target."""
+        from outrider.drafters.ngram import NgramConfig, NgramDrafter
+
         config = NgramConfig() if self.gamma is None else NgramConfig(self.gamma)
         return OpenedDrafter(NgramDrafter(config), f"ngram@{config.gamma}", "ngram", parameters=0)
 
@@ -168,6 +172,14 @@ class DrafterChoice:
         Raises:
             ValueError: not a drafter, or not one that the engine loads as it is.
         """
+        from outrider.backends.base import Speculation
+        from outrider.backends.export import embedding_factor
+        from outrider.checkpoints.checkpoint import load_weights, read_config
+        from outrider.drafters.language_model import StandaloneConfig
+        from outrider.drafters.ngram import NgramConfig
+        from outrider.target.hub import resolve_model
+        from outrider.target.model import count_layers
+
         if self.kind == "ngram":
             return Speculation("ngram", self.gamma or NgramConfig.gamma)
         if self.directory is None:
@@ -185,6 +197,8 @@ class DrafterChoice:
 
 
 def _branched(module: DraftModule, served: Any, size: TreeSize) -> Drafter:
+    from outrider.drafters.registry import tree_methods
+
     if not module.drafts_trees:
         raise ValueError(f"--tree {size}: {module.algorithm} drafts chains; trees are for {', '.join(tree_methods())}.")
     drafter: Drafter = served.with_trees(size)
@@ -200,6 +214,8 @@ def choose_drafter(choice: str, target: str, thinking: bool = False) -> DrafterC
     Raises:
         ValueError: half a choice, as `lm:` without a model, or a published drafter that cannot be had.
     """
+    from outrider.checkpoints.published import published_by
+
     if choice == NONE:
         return None
     if choice == AUTO:
@@ -220,6 +236,8 @@ def choose_drafter(choice: str, target: str, thinking: bool = False) -> DrafterC
 
 def _best_offer(target: str, thinking: bool) -> DrafterChoice | None:
     """What `auto` means; a line on standard error says so where the drafter was made for another model."""
+    from outrider.checkpoints.published import drafters_for
+
     say = partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True)
     refused = set()
     for offer in drafters_for(target, thinking):
@@ -241,6 +259,8 @@ def _best_offer(target: str, thinking: bool) -> DrafterChoice | None:
 
 
 def _downloaded(entry: Published) -> DrafterChoice:
+    from outrider.checkpoints.published import fetch
+
     return DrafterChoice("directory", str(fetch(entry)), repo=entry.repo)
 
 
@@ -294,6 +314,8 @@ def load_for_mlx(target: str) -> MLXTarget:
     Raises:
         ValueError: MLX is not installed, or it cannot load this model.
     """
+    from outrider.backends.mlx import require_mlx
+
     require_mlx()
     from outrider.backends.mlx.target import load_mlx_target
 
@@ -309,6 +331,7 @@ def open_for_mlx(
         ValueError: a drafter that MLX does not run, or one made for another target.
     """
     from outrider.backends.mlx.drafter import MLXDrafter
+    from outrider.checkpoints.checkpoint import load_checkpoint
 
     if block_size is not None or tree is not None:
         raise ValueError("--backend mlx drafts chains of the trained block size: leave --block-size and --tree out.")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -25,39 +25,12 @@ from outrider.cli.common import (
     split_names,
 )
 from outrider.cli.drafter import AUTO, load_for_mlx, mlx_versions, open_for_mlx, require_drafter, warn_of_thinking
-from outrider.cli.options import CHOICES, DRAFTS, FILES, GENERAL, MODELS, PROMPTS, option, rare
-from outrider.data.sources import TaskSettings, load_prompts
-from outrider.drafters.draft import TREE_FORM, TreeSize
-from outrider.evaluation.comparison import (
-    compare,
-    load_results,
-    notes,
-    plot_draft_cost,
-    split_label,
-    terminal,
-    write_comparison,
-)
-from outrider.evaluation.doctor.case import Inputs, read_data, read_drafter
-from outrider.evaluation.doctor.examine import (
-    CHECKS,
-    QUICK,
-    QUICK_SAMPLES,
-    QUICK_TOKENS,
-    as_json,
-    examine,
-    left_out,
-    print_report,
-    verdict,
-)
-from outrider.evaluation.draft_cost import cost_table, load_costs, measure_costs
-from outrider.evaluation.evaluate import evaluate
-from outrider.evaluation.report import table, write_report
-from outrider.evaluation.results import Results
-from outrider.sampling import SamplingParams
-from outrider.target.hub import EMBEDDED_ID
-from outrider.utils.distributed import join
+from outrider.cli.options import CHOICES, DRAFTS, FILES, GENERAL, MODELS, PROMPTS, SMOLLM2, option, rare
 from outrider.utils.measure import set_up, usable_device, versions
 from outrider.utils.packaged import packaged
+
+if TYPE_CHECKING:
+    from outrider.evaluation.results import Results
 
 
 def evaluate_command(
@@ -90,6 +63,11 @@ def evaluate_command(
     threads: opt.Threads = None,
 ) -> None:
     """Decode tasks with and without a drafter: speedup, accepted length, same output."""
+    from outrider.data.sources import TaskSettings
+    from outrider.evaluation.evaluate import evaluate
+    from outrider.sampling import SamplingParams
+    from outrider.utils.distributed import join
+
     set_up(threads)
     policy, lossy = choose_policy(draft_length, confidence_threshold), choose_typical(typical)
     size = choose_tree(tree, confidence_threshold)
@@ -140,6 +118,8 @@ def report(results: Results, out: Path, console: Console) -> None:
     Raises:
         ValueError: greedy output differed from plain decoding and no lossy rule was asked for: a bug worth reporting.
     """
+    from outrider.evaluation.report import table, write_report
+
     paths = write_report(results, out)
     console.print(table(results))
     show_paths(console, *paths)
@@ -158,6 +138,9 @@ def compare_command(
     ] = False,
 ) -> None:
     """Compare results of eval; those of one name are seeds of one drafter."""
+    from outrider.evaluation.comparison import compare, load_results, notes, terminal, write_comparison
+    from outrider.evaluation.draft_cost import cost_table, load_costs
+
     console = Console()
     loaded = [load_results(argument) for argument in results]
     costs = None if draft_cost is None else load_costs(draft_cost)
@@ -184,10 +167,10 @@ Size = TypeVar("Size")
 def bench_drafters(
     drafters: Annotated[list[str], typer.Argument(help=f"each as CHOICE or NAME=CHOICE. CHOICE: {CHOICES}")],
     *,
-    target: opt.TargetName = EMBEDDED_ID,
+    target: opt.TargetName = SMOLLM2,
     tree: Annotated[
         list[str] | None,
-        option(DRAFTS, f"that drafter drafts trees: {TREE_FORM}; repeatable", metavar="NAME=SIZE"),
+        option(DRAFTS, f"that drafter drafts trees: {opt.TREE_FORM}; repeatable", metavar="NAME=SIZE"),
     ] = None,
     block_size: Annotated[
         list[str] | None,
@@ -200,6 +183,10 @@ def bench_drafters(
     threads: opt.Threads = None,
 ) -> None:
     """Time drafts by their length, drafters taking turns."""
+    from outrider.drafters.draft import TreeSize
+    from outrider.evaluation.comparison import plot_draft_cost
+    from outrider.evaluation.draft_cost import cost_table, measure_costs
+
     check_outputs(files=[out])
     named = name_drafters(drafters)
     trees = sizes("--tree", tree, named, read=TreeSize.parse)
@@ -226,6 +213,8 @@ def name_drafters(arguments: Sequence[str]) -> dict[str, str]:
     Raises:
         ValueError: one name for two.
     """
+    from outrider.evaluation.comparison import split_label
+
     pairs = [(label or choice, choice) for label, choice in map(split_label, arguments)]
     names = [name for name, _ in pairs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -275,6 +264,20 @@ def doctor(
     threads: opt.Threads = None,
 ) -> None:
     """Check target, drafter and data against each other; status 1 if a fault is found."""
+    from outrider.data.sources import load_prompts
+    from outrider.evaluation.doctor.case import Inputs, read_data, read_drafter
+    from outrider.evaluation.doctor.examine import (
+        CHECKS,
+        QUICK,
+        QUICK_SAMPLES,
+        QUICK_TOKENS,
+        as_json,
+        examine,
+        left_out,
+        print_report,
+        verdict,
+    )
+
     if target is None and drafter is None and data is None:
         raise ValueError("nothing to examine: give --target, --drafter or --data, best all three.")
     check_outputs(files=[json_out])

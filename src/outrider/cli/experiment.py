@@ -10,13 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from outrider.checkpoints.checkpoint import load_checkpoint, read_metadata
-from outrider.checkpoints.published import shipped_drafter
 from outrider.cli import options as opt
 from outrider.cli.calibrate import calibrate_command
 from outrider.cli.common import choose_policy, choose_tree, choose_typical, counting, load, split_names
@@ -24,16 +22,12 @@ from outrider.cli.drafter import recommended_threshold, require_drafter
 from outrider.cli.evaluate import bench_drafters, evaluate_command, report
 from outrider.cli.options import FILES, GENERAL, PROMPTS, option, verb_options
 from outrider.cli.train import run_training
-from outrider.data.sources import TaskSettings, load_prompts, load_tasks
-from outrider.drafters.registry import method_of
-from outrider.evaluation.comparison import differences
-from outrider.evaluation.evaluate import evaluate
-from outrider.evaluation.experiment import ExperimentTable, Stage, load_table, plan
-from outrider.evaluation.results import DrafterInfo, TrainingInfo
-from outrider.sampling import SamplingParams
-from outrider.target.model import Target
-from outrider.training.recipe import load_recipe
 from outrider.utils.measure import set_up, versions
+
+if TYPE_CHECKING:
+    from outrider.data.sources import TaskSettings
+    from outrider.evaluation.experiment import ExperimentTable, Stage
+    from outrider.target.model import Target
 
 _VERBS: dict[str, Callable[..., None]] = {
     "eval": evaluate_command,
@@ -53,6 +47,9 @@ def check_experiment(table: ExperimentTable, path: Path, stages: Sequence[Stage]
     Raises:
         ValueError: the first that is wrong; the message names the row.
     """
+    from outrider.data.sources import load_prompts, load_tasks
+    from outrider.evaluation.comparison import differences
+
     load_tasks(table.tasks)
     _check_drafters(table, path)
     asked: dict[str, dict[str, str]] = {}
@@ -94,6 +91,9 @@ def _options(stage: Stage) -> dict[str, Any]:
 
 def _check_drafts(table: ExperimentTable, name: str, options: dict[str, Any]) -> None:
     """How a row's drafts are verified, and whether it can draft so: a directory tells only when it is opened."""
+    from outrider.drafters.registry import method_of
+    from outrider.sampling import SamplingParams
+
     tree, block_size = options["tree"], options["block_size"]
     choose_policy(options["draft_length"], options["confidence_threshold"])
     choose_tree(tree, options["confidence_threshold"])
@@ -117,6 +117,8 @@ def experiment(
     dry_run: Annotated[bool, option(GENERAL, "only print the commands, done ones too", "--dry-run")] = False,
 ) -> None:
     """Train, evaluate and compare a table of drafters (docs/experiments.md)."""
+    from outrider.evaluation.experiment import load_table, plan
+
     console = Console()
     loaded = load_table(table, overrides or ())
     stages = plan(loaded)
@@ -178,6 +180,11 @@ def demo(
     threads: opt.Threads = None,
 ) -> None:
     """Generate responses, train and evaluate a small drafter, in under ten minutes."""
+    from outrider.checkpoints.checkpoint import read_metadata
+    from outrider.checkpoints.published import shipped_drafter
+    from outrider.data.sources import TaskSettings
+    from outrider.training.recipe import load_recipe
+
     console = Console()
     started = time.perf_counter()
     set_up(threads)
@@ -198,6 +205,10 @@ def demo(
 def _measure(
     directory: Path, target: Target, config: TaskSettings, threshold: float | None, out: Path, console: Console
 ) -> None:
+    from outrider.checkpoints.checkpoint import load_checkpoint
+    from outrider.evaluation.evaluate import evaluate
+    from outrider.evaluation.results import DrafterInfo, TrainingInfo
+
     checkpoint, policy = load_checkpoint(directory), choose_policy(None, threshold)
     packed, training = checkpoint.serve(target), TrainingInfo.of(checkpoint.metadata)
     algorithm = checkpoint.algorithm

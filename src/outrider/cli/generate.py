@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,19 +12,16 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from outrider.checkpoints.published import PUBLISHED, Published, drafters_for, shipped_drafters
 from outrider.cli import options as opt
 from outrider.cli.common import choose_policy, choose_tree, choose_typical, load
 from outrider.cli.drafter import AUTO, HOW_TO_TRAIN, choose_drafter, load_for_mlx, open_for_mlx, warn_of_thinking
-from outrider.cli.options import DRAFTS, PROMPTS, SAMPLING, option
-from outrider.data.chat import render
-from outrider.decoding.generate import Chunk, stream
-from outrider.decoding.request import StopRules
-from outrider.sampling import SamplingParams
-from outrider.target.hub import EMBEDDED_ID
-from outrider.target.model import DecodingTarget
+from outrider.cli.options import DRAFTS, PROMPTS, SAMPLING, SMOLLM2, option
 from outrider.utils.measure import set_up
-from outrider.verification import lossy_note
+
+if TYPE_CHECKING:
+    from outrider.checkpoints.published import Published
+    from outrider.decoding.generate import Chunk
+    from outrider.target.model import DecodingTarget
 
 STYLES = {"draft": "green", "correction": "bold red", "bonus": "bold blue"}
 
@@ -32,7 +29,7 @@ STYLES = {"draft": "green", "correction": "bold red", "bonus": "bold blue"}
 def generate_command(
     prompt: Annotated[str, typer.Argument(help="what to answer")],
     *,
-    target: opt.TargetName = EMBEDDED_ID,
+    target: opt.TargetName = SMOLLM2,
     drafter: opt.DrafterOrNone = AUTO,
     backend: opt.Backend = "local",
     raw: Annotated[bool, option(PROMPTS, "no chat template: continue the text")] = False,
@@ -55,6 +52,12 @@ def generate_command(
     threads: opt.Threads = None,
 ) -> None:
     """Answer a prompt, streamed."""
+    from outrider.data.chat import render
+    from outrider.decoding.generate import stream
+    from outrider.decoding.request import StopRules
+    from outrider.sampling import SamplingParams
+    from outrider.verification import lossy_note
+
     set_up(threads)
     console = Console(highlight=False, soft_wrap=True)
     if not prompt.strip():
@@ -142,6 +145,8 @@ def models(
 
     Repository, kind, dialect, rows of a block, and whether the training texts had thinking in them.
     """
+    from outrider.checkpoints.published import PUBLISHED, drafters_for, shipped_drafters
+
     console = Console(highlight=False)
     wanted = (target or "").lower()
     # Of a directory: the drafters of the models that it may be a fine-tune of.

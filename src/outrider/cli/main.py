@@ -1,7 +1,8 @@
 """The `outrider` command: its verbs, and errors of users as one line on stderr with exit status 2.
 
-A verb's module is imported when the verb is run or asked for its help: PyTorch and transformers take seconds to import,
-which `outrider --help` and a misspelt verb need not wait for.
+PyTorch and transformers take seconds to import, which help and misspelt verbs and options need not wait for. So a
+verb's module is imported when the verb is run or asked for its help, and the modules in cli/ import what needs PyTorch
+inside the functions that use it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
-from outrider.cli.options import UsageError, command_of
+from outrider.cli.options import SMOLLM2, UsageError, command_of
 
-_SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _SHIPPED = "smollm2-135m-dspark"
 
 
@@ -87,15 +87,15 @@ class _Verbs(LazyGroup):
                function="experiment.experiment", example="outrider experiment smollm2-135m --dry-run"),
         Listed("Measure", "eval", "Decode tasks with and without a drafter: speedup, accepted length, same output.",
                function="evaluate.evaluate_command",
-               example=f"outrider eval --target {_SMOLLM2} --tasks eval_math --out runs/eval"),
+               example=f"outrider eval --target {SMOLLM2} --tasks eval_math --out runs/eval"),
         Listed("Measure", "compare", "Compare results of eval; those of one name are seeds of one drafter.",
                function="evaluate.compare_command", example="outrider compare docs/results/shipped-greedy"),
         Listed("Measure", "doctor", "Check target, drafter and data against each other; status 1 if a fault is found.",
-               function="evaluate.doctor", example=f"outrider doctor --target {_SMOLLM2} --drafter {_SHIPPED}"),
+               function="evaluate.doctor", example=f"outrider doctor --target {SMOLLM2} --drafter {_SHIPPED}"),
         Listed("Measure", "calibrate", "Fit confidences to acceptance; of medusa and hydra, measure accuracies.",
                function="calibrate.calibrate_command",
                example=f"outrider package {_SHIPPED} mine\n"
-               f"outrider calibrate --target {_SMOLLM2} --drafter mine --tasks eval_math"),
+               f"outrider calibrate --target {SMOLLM2} --drafter mine --tasks eval_math"),
         Listed("Measure", "profile", "Measure the cost of a step on this machine, for load-aware policies.",
                function="calibrate.profile_command",
                example="outrider profile --max-requests 2 --max-tokens 16 --out runs/profile.json"),

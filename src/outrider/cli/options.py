@@ -12,6 +12,12 @@ from typer.core import TyperCommand
 
 MODELS, PROMPTS, SAMPLING, DRAFTS, FILES, GENERAL = "Models", "Prompts", "Sampling", "Drafts", "Files", "General"
 CHOICES = "auto, directory, ngram@K, lm:MODEL@K, published"
+# Names that other modules define, written out: those import PyTorch, and help need not wait. A test compares them.
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # target.hub.EMBEDDED_ID
+TREE_FORM = "NODES[,depth=D][,top_k=K]"  # drafters.draft
+TREE_METHODS = "eagle3, medusa, hydra"  # drafters.registry.tree_methods()
+BACKENDS = "local, transformers, openai, vllm, sglang, llama.cpp, mlx"  # cli.bench.kinds()
+EXPORTERS = "vllm, sglang, llama.cpp, zlab, deepspec, speculators"  # backends.registry.exporters()
 
 
 def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
@@ -46,8 +52,7 @@ RepetitionPenalty = Annotated[float, rare(SAMPLING, "divide positive logits of s
 Seed = Annotated[int, option(SAMPLING, "of random numbers")]
 
 ConfidenceThreshold = Annotated[float | None, option(DRAFTS, "verify drafts while at least as confident")]
-# `tree_methods()`, written out: the registry imports PyTorch. A test compares them.
-Tree = Annotated[str | None, option(DRAFTS, "NODES[,depth=D][,top_k=K] (eagle3, medusa, hydra)", metavar="SIZE")]
+Tree = Annotated[str | None, option(DRAFTS, f"{TREE_FORM} ({TREE_METHODS})", metavar="SIZE")]
 Typical = Annotated[
     str | None,
     option(DRAFTS, "LOSSY typical acceptance: 0.09,0.3 or default", metavar="E,D"),

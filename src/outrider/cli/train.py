@@ -6,44 +6,35 @@ import os
 import signal
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from outrider.checkpoints.checkpoint import read_metadata
 from outrider.cli import options as opt
 from outrider.cli.common import check_outputs, load, responding, training_dtype
 from outrider.cli.options import option
-from outrider.target.model import Target
-from outrider.training.dataset import check_prompt_files
-from outrider.training.feature_store import (
-    FeatureWindow,
-    StorePlan,
-    begin_store,
-    check_space,
-    check_store,
-    extent,
-    free_bytes,
-    missing_bytes,
-    open_features,
-    recipe_plan,
-    store_directory,
-    write_store,
-)
-from outrider.training.logging import plot_training
-from outrider.training.parallel import shard_layers
-from outrider.training.recipe import Recipe, load_recipe
-from outrider.training.setup import Run, prepare
-from outrider.training.trainer import Trainer, saved_run
-from outrider.utils.distributed import ALONE, Ranks, join
 from outrider.utils.measure import set_up, usable_device
+
+if TYPE_CHECKING:
+    from outrider.target.model import Target
+    from outrider.training.feature_store import StorePlan
+    from outrider.training.recipe import Recipe
+    from outrider.training.setup import Run
+    from outrider.utils.distributed import Ranks
 
 
 def train(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> None:
     """Train a drafter on the target's responses; run again to go on."""
+    import torch
+
+    from outrider.training.dataset import check_prompt_files
+    from outrider.training.parallel import shard_layers
+    from outrider.training.recipe import load_recipe
+    from outrider.training.trainer import saved_run
+    from outrider.utils.distributed import join
+
     chosen = load_recipe(recipe, overrides or [])
     check_outputs(Path(chosen.out))
     began = saved_run(chosen)
@@ -71,6 +62,8 @@ def train(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> None:
 
 
 def _say_finished(recipe: Recipe, console: Console) -> None:
+    from outrider.checkpoints.checkpoint import read_metadata
+
     out = Path(recipe.out)
     drafter = out / "drafter"
     length = read_metadata(drafter).get("held_out", {}).get("expected_length_greedy", float("nan"))
@@ -90,6 +83,10 @@ def run_training(recipe: Recipe, target: Target, console: Console, ranks: Ranks 
     Raises:
         typer.Exit: a signal ended it early; the status is 128 + its number.
     """
+    from outrider.training.logging import plot_training
+    from outrider.training.trainer import Trainer
+    from outrider.utils.distributed import Ranks
+
     ranks = ranks or Ranks(device=target.device)
     run = prepare_with_progress(recipe, target, console, ranks=ranks)
     tokens = sum(s.num_supervised for s in run.samples)
@@ -117,10 +114,13 @@ def run_training(recipe: Recipe, target: Target, console: Console, ranks: Ranks 
     return run
 
 
-def prepare_with_progress(recipe: Recipe, target: Target, console: Console, ranks: Ranks = ALONE) -> Run:
+def prepare_with_progress(recipe: Recipe, target: Target, console: Console, ranks: Ranks | None = None) -> Run:
     """`prepare`, and how far it is."""
+    from outrider.training.setup import prepare
+    from outrider.utils.distributed import ALONE
+
     with responding(console) as progress:
-        return prepare(recipe, target, progress.update, ranks=ranks, say=progress.say)
+        return prepare(recipe, target, progress.update, ranks=ranks or ALONE, say=progress.say)
 
 
 # Without --limit-gb the question comes above 20 GB, or a tenth of the free disk where that is less: a store below both
@@ -150,6 +150,8 @@ def write_features(
     yes: Annotated[bool, option("Size", "write whatever the size", "--yes")] = False,
 ) -> None:
     """Write the store, or what is missing of it. Processes i of N write the shards i, i + N, ..."""
+    from outrider.training.feature_store import begin_store, check_space, missing_bytes, store_directory, write_store
+
     console = Console()
     number, count = _process(shard, of)
     chosen, run = _prepare(recipe, overrides, max_bytes, console=console)
@@ -180,6 +182,8 @@ def write_features(
 
 def check_features(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> None:
     """Compare every shard with its SHA-256 and name what is damaged, missing or foreign."""
+    from outrider.training.feature_store import check_store, store_directory
+
     console = Console()
     chosen, run = _prepare(recipe, overrides, None, console=console)
     wrong = check_store(store_directory(chosen), _plan(chosen, run))
@@ -189,6 +193,8 @@ def check_features(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> N
 
 
 def _prepare(path: Path, overrides: list[str] | None, max_bytes: int | None, console: Console) -> tuple[Recipe, Run]:
+    from outrider.training.recipe import load_recipe
+
     extra = [] if max_bytes is None else [f"features.max_gb={max_bytes / 2**30!r}"]
     recipe = load_recipe(path, ["features.mode=store", *(overrides or []), *extra])
     set_up(recipe.threads)
@@ -198,6 +204,8 @@ def _prepare(path: Path, overrides: list[str] | None, max_bytes: int | None, con
 
 
 def _plan(recipe: Recipe, run: Run) -> StorePlan:
+    from outrider.training.feature_store import recipe_plan
+
     return recipe_plan(
         recipe,
         run.target,
@@ -218,6 +226,8 @@ def _process(shard: int | None, of: int | None) -> tuple[int, int]:
 
 
 def _describe(recipe: Recipe, run: Run, plan: StorePlan, console: Console) -> None:
+    from outrider.training.feature_store import extent, store_directory
+
     slots, rows = extent(run.samples)
     console.print(
         f"{store_directory(recipe)}: {plan.bytes} bytes ({plan.bytes / 2**30:.2f} GB) in {len(plan.shards)} shards, "
@@ -229,6 +239,8 @@ def _describe(recipe: Recipe, run: Run, plan: StorePlan, console: Console) -> No
 
 
 def _ask(directory: Path, needed: int, limit_gb: float | None, yes: bool) -> None:
+    from outrider.training.feature_store import free_bytes
+
     limit = min(_LIMIT_GB * 2**30, _FREE_SHARE * free_bytes(directory)) if limit_gb is None else limit_gb * 2**30
     if needed > limit and not yes:
         raise ValueError(
@@ -238,6 +250,8 @@ def _ask(directory: Path, needed: int, limit_gb: float | None, yes: bool) -> Non
 
 
 def _fill_window(recipe: Recipe, run: Run, number: int, count: int, console: Console) -> None:
+    from outrider.training.feature_store import FeatureWindow, check_space, open_features
+
     aux_layers, scale_L = run.drafter.config.target_layer_ids, run.drafter.aux_scale_L
     window = open_features(
         recipe, run.target, run.samples, aux_layers=aux_layers, aux_scale_L=scale_L, rank=number, world_size=count

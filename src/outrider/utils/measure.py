@@ -9,10 +9,10 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers.utils import logging as transformers_logging
+if TYPE_CHECKING:  # PyTorch takes seconds to import; help and misspelt options do without
+    import torch
 
 
 class Clock:
@@ -24,6 +24,8 @@ class Clock:
 
     def _now(self) -> float:
         if self.device.type == "cuda":
+            import torch
+
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
@@ -52,6 +54,8 @@ def quartiles(values: Sequence[float]) -> Quartiles:
 
 def machine() -> dict[str, Any]:
     """Description of the machine: processor, cores, threads, memory; no host names."""
+    import torch
+
     cpu = platform.processor()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -77,6 +81,8 @@ def usable_device(name: str | torch.device) -> torch.device:
     Raises:
         ValueError: PyTorch knows none of that name, or CUDA is not there.
     """
+    import torch
+
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -95,6 +101,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def default_dtype(device: str | torch.device) -> torch.dtype:
     """float32 on a CPU (most emulate bf16), bfloat16 elsewhere."""
+    import torch
+
     return torch.float32 if usable_device(device).type == "cpu" else torch.bfloat16
 
 
@@ -117,6 +125,9 @@ def set_up(threads: int | None) -> None:
 
     `threads` None: $OMP_NUM_THREADS, else every core this process may use, shared with the machine's other ranks.
     """
+    import torch
+    from transformers.utils import logging as transformers_logging
+
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(threads or _default_threads())
