@@ -10,9 +10,9 @@ import torch
 
 import outrider.calibration.candidates as candidates
 import outrider.cli.calibrate as calibrate
+from outrider.api.drafter import DrafterChoice
 from outrider.calibration.candidates import expected_lengths, true_ranks
 from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_checkpoint, read_metadata, save_drafter
-from outrider.cli.drafter import DrafterChoice
 from outrider.data.sources import TaskSettings
 from outrider.drafters.base import DraftCalibration, DrafterWeights
 from outrider.drafters.draft import TreeSize

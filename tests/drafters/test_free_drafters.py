@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from outrider.cli.drafter import DrafterChoice, choose_drafter, require_directory, require_drafter
+from outrider.api.drafter import DrafterChoice, choose_drafter, require_directory, require_drafter
 from outrider.data.chat import render
 from outrider.data.sources import load_prompts
 from outrider.decoding.generate import generate, stream

@@ -27,9 +27,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from outrider.api.drafter import AUTO, DrafterChoice, require_drafter, warn_of_thinking
 from outrider.cli import options as opt
 from outrider.cli.common import check_outputs, choose_tree, counting, load, show_paths, split_names, split_numbers
-from outrider.cli.drafter import AUTO, DrafterChoice, require_drafter, warn_of_thinking
 from outrider.cli.options import BACKENDS, CHOICES, DRAFTS, FILES, GENERAL, MODELS, PROMPTS, SMOLLM2, option, rare
 from outrider.utils.measure import default_dtype, dtype_name, machine, set_up, versions
 from outrider.utils.tables import terminal_table

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, cast
 from rich.console import Console
 from rich.table import Table
 
+from outrider.api.drafter import AUTO, choose_drafter, require_directory
 from outrider.cli import options as opt
 from outrider.cli.common import check_outputs, choose_tree, counting, load, show_paths, split_names
-from outrider.cli.drafter import AUTO, choose_drafter, require_directory
 from outrider.cli.options import FILES, MODELS, PROMPTS, SAMPLING, SMOLLM2, option
 from outrider.utils.measure import set_up, versions
 from outrider.utils.tables import terminal_table

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from outrider.api.drafter import AUTO, load_for_mlx, mlx_versions, open_for_mlx, require_drafter, warn_of_thinking
 from outrider.cli import options as opt
 from outrider.cli.common import (
     check_outputs,
@@ -24,7 +25,6 @@ from outrider.cli.common import (
     show_paths,
     split_names,
 )
-from outrider.cli.drafter import AUTO, load_for_mlx, mlx_versions, open_for_mlx, require_drafter, warn_of_thinking
 from outrider.cli.options import CHOICES, DRAFTS, FILES, GENERAL, MODELS, PROMPTS, SMOLLM2, option, rare
 from outrider.utils.measure import set_up, usable_device, versions
 from outrider.utils.packaged import packaged

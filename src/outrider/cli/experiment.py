@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from outrider.api.drafter import recommended_threshold, require_drafter
 from outrider.cli import options as opt
 from outrider.cli.calibrate import calibrate_command
 from outrider.cli.common import choose_policy, choose_tree, choose_typical, counting, load, split_names
-from outrider.cli.drafter import recommended_threshold, require_drafter
 from outrider.cli.evaluate import bench_drafters, evaluate_command, report
 from outrider.cli.options import FILES, GENERAL, PROMPTS, option, verb_options
 from outrider.cli.train import run_training

@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from outrider.api.drafter import AUTO, HOW_TO_TRAIN, choose_drafter, load_for_mlx, open_for_mlx, warn_of_thinking
 from outrider.cli import options as opt
 from outrider.cli.common import choose_policy, choose_tree, choose_typical, load
-from outrider.cli.drafter import AUTO, HOW_TO_TRAIN, choose_drafter, load_for_mlx, open_for_mlx, warn_of_thinking
 from outrider.cli.options import DRAFTS, PROMPTS, SAMPLING, SMOLLM2, option
 from outrider.utils.measure import set_up
 

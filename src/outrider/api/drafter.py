@@ -1,4 +1,4 @@
-"""`--drafter CHOICE`: which drafter a verb decodes with.
+"""Which drafter decodes: `--drafter CHOICE`, and `outrider.load(MODEL, CHOICE)`.
 
 auto                      a drafter of the target, or else of its base model (outrider models): see `drafters_for`
 none                      plain decoding
@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
-from outrider.cli.common import load
 from outrider.utils.packaged import packaged
 
 if TYPE_CHECKING:
@@ -128,6 +127,7 @@ class DrafterChoice:
         from outrider.checkpoints.checkpoint import load_checkpoint
         from outrider.drafters.language_model import StandaloneConfig, StandaloneDrafter
         from outrider.evaluation.draft_cost import with_block_size
+        from outrider.target.model import load_target
 
         if self.kind == "directory":
             checkpoint = load_checkpoint(self.where, num_target_layers=target.num_layers)
@@ -148,7 +148,7 @@ class DrafterChoice:
             return self.open_ngram()
         gamma = StandaloneConfig.gamma if self.gamma is None else self.gamma
         try:
-            model = load(self.where, target.device, target.dtype)
+            model = load_target(self.where, target.dtype, target.device)
             small = StandaloneDrafter(model, target, gamma)
         except ValueError as error:  # what loading says would be taken for the target's
             raise ValueError(f"--drafter lm:{self.where}: {error}") from error

@@ -1,0 +1,1 @@
+"""Which drafter a choice means: shared by the command line and the Python API."""
