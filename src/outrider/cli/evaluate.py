@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -258,7 +259,7 @@ def doctor(
     samples: Annotated[int, option(PROMPTS, "conversations run through the models", min=1)] = 8,
     max_new_tokens: Annotated[int, option(PROMPTS, "tokens decoded per conversation", min=1)] = 48,
     thinking: Annotated[bool, option(PROMPTS, "the mode the drafter is to serve in")] = False,
-    quick: Annotated[bool, option(GENERAL, "under a minute for a small model: fewer checks and conversations")] = False,
+    quick: Annotated[bool, option(GENERAL, "end after the quick checks, under a minute for a small model")] = False,
     json_out: Annotated[Path | None, option(FILES, "file for the findings", "--json")] = None,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
@@ -267,14 +268,16 @@ def doctor(
     from outrider.data.sources import load_prompts
     from outrider.evaluation.doctor.case import Inputs, read_data, read_drafter
     from outrider.evaluation.doctor.examine import (
-        CHECKS,
+        LONG,
         QUICK,
         QUICK_SAMPLES,
         QUICK_TOKENS,
         as_json,
         examine,
         left_out,
-        print_report,
+        print_findings,
+        print_summary,
+        replaced,
         verdict,
     )
 
@@ -283,10 +286,9 @@ def doctor(
     check_outputs(files=[json_out])
     set_up(threads)
     console = Console()
-    if quick:
-        samples, max_new_tokens = min(samples, QUICK_SAMPLES), min(max_new_tokens, QUICK_TOKENS)
     drafter = None if drafter is None else packaged(drafter, "models")
-    inputs = Inputs(thinking=thinking, samples=samples, max_new_tokens=max_new_tokens)
+    few, short = min(samples, QUICK_SAMPLES), min(max_new_tokens, QUICK_TOKENS)
+    inputs = Inputs(thinking=thinking, samples=few, max_new_tokens=short)
     if target is not None:
         inputs.loaded_target = load(target, device)
     if evaluation is not None:
@@ -296,11 +298,22 @@ def doctor(
         read_data(inputs, data) if data is not None else None,
     ]
     with counting(console, "doctor") as on_progress:
-        found = examine(inputs, partial(on_progress, "doctor"), QUICK if quick else CHECKS)
+        found = examine(inputs, partial(on_progress, "quick checks"), QUICK)
     findings = [finding for finding in unread if finding is not None] + found
-    print_report(findings, console)
+    print_findings(findings, console)
+    rest = left_out(inputs)
     if quick:
-        rest = f"{left_out(inputs)}. The same command without --quick examines them."
+        samples, max_new_tokens = few, short
+    else:
+        console.print(f"{rest}. Now these, which take longer:", highlight=False, markup=False, soft_wrap=True)
+        inputs = replace(inputs, samples=samples, max_new_tokens=max_new_tokens)
+        with counting(console, "doctor") as on_progress:
+            longer = examine(inputs, partial(on_progress, "longer checks"), LONG)
+        print_findings([finding for finding in longer if finding not in findings], console)
+        findings = replaced(findings, longer)
+    print_summary(findings, console)
+    if quick:
+        rest += ". The same command without --quick examines them."
         console.print(rest, highlight=False, markup=False, soft_wrap=True)
     if json_out is not None:
         paths = {"target": target, "drafter": drafter, "data": data, "eval": evaluation}

@@ -62,13 +62,13 @@ class Reply:
     exact: bool = True
 
 
-_TRUNCATED_SHARE = 0.2  # more is said: a drafter that learns from beginnings alone never sees how responses end
+TRUNCATED_SHARE = 0.2  # more is said: a drafter that learns from beginnings alone never sees how responses end
 
 
 def truncation_warning(replies: Sequence[Reply], max_new_tokens: int) -> str | None:
     """What to say where more than a fifth of the responses were cut off at their longest length."""
     cut = sum(not reply.finished for reply in replies)
-    if cut <= _TRUNCATED_SHARE * len(replies):
+    if cut <= TRUNCATED_SHARE * len(replies):
         return None
     return (
         f"warning: {cut} of {len(replies)} responses ({cut / len(replies):.0%}) were cut off at max_new_tokens "

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.data.chat import Chat, render
 from outrider.data.conversations import messages_of
-from outrider.data.responses import Reply, Sample
+from outrider.data.responses import TRUNCATED_SHARE, Reply, Sample
 from outrider.evaluation.doctor.case import Finding, Inputs, fault, graded, ok, skipped, warning
 from outrider.target.model import Target
 
@@ -191,7 +191,6 @@ def _share(prompts: Sequence[list[int]], test: Any) -> float:
 # ----------------------------------------------------------------------------
 
 
-_TRUNCATED = 0.9  # share of responses without an end above which a drafter sees too few ends
 _REPEATED = 0.05  # share of conversations with the prompt of another
 _GRAM = 8  # words
 _NEAR = 0.8  # share of an evaluation prompt's word sequences found in one training prompt
@@ -236,10 +235,10 @@ def ends(inputs: Inputs) -> Finding:
         )
     cut = 1 - len(finished) / len(inputs.replies)
     figure = f"{cut:.0%} of {len(inputs.replies)} responses were cut off before their end"
-    if cut > _TRUNCATED:
+    if cut > TRUNCATED_SHARE:
         return warning(
             figure,
-            "The drafter sees hardly any end of a response.",
+            "The drafter learns from the beginnings of responses, and how they go on and end it seldom or never sees.",
             "Raise data.max_new_tokens, unless the target never stops by itself.",
         )
     return ok(figure)

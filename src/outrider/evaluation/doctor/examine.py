@@ -31,7 +31,7 @@ def verdict(findings: Sequence[Finding]) -> Status:
     return next((status for status in order if status in found), "skipped")
 
 
-def print_report(findings: Sequence[Finding], console: Console) -> None:
+def print_findings(findings: Sequence[Finding], console: Console) -> None:
     """Print one line per check, with meaning and remedy below it; what several share is printed with the first."""
     said = ""
     for group, members in groupby(findings, key=lambda f: f.group):
@@ -45,7 +45,18 @@ def print_report(findings: Sequence[Finding], console: Console) -> None:
                 if text and said != finding.meaning + finding.remedy:
                     console.print(Padding(Text(f"{label}: {text}"), (0, 0, 0, 12)))
             said = finding.meaning + finding.remedy or said
+
+
+def print_summary(findings: Sequence[Finding], console: Console) -> None:
+    """Print how many findings there are of each status."""
     console.print(Text(summary(findings), style=_STYLES[verdict(findings)]))
+
+
+def replaced(findings: Sequence[Finding], newer: Sequence[Finding]) -> list[Finding]:
+    """The findings with those of the same check replaced by the newer ones, in the order of the report."""
+    found = {(f.group, f.check): f for f in (*findings, *newer)}
+    order = [(check.group, check.name) for check in CHECKS]
+    return sorted(found.values(), key=lambda f: order.index((f.group, f.check)) if (f.group, f.check) in order else -1)
 
 
 def summary(findings: Sequence[Finding]) -> str:
@@ -103,12 +114,15 @@ CHECKS: tuple[Check, ...] = (
 
 QUICK = tuple(check for check in CHECKS if not check.slow)
 QUICK_SAMPLES, QUICK_TOKENS = 2, 16  # at most, in a quick examination
+# After a quick examination: what it left out, and what it saw on few conversations.
+LONG = tuple(check for check in CHECKS if check.slow or check.needs in (_MODEL, _BLOCK) or check.run is data.on_policy)
 
 
 def left_out(inputs: Inputs) -> str:
     """What a quick examination leaves out, of checks and conversations."""
     names = ", ".join(check.name for check in CHECKS if check.slow)
-    seen = f"; {len(inputs.chosen)} of {len(inputs.conversations)} conversations" if inputs.replies else ""
+    count = len(inputs.conversations)
+    seen = f"; {min(inputs.samples, count)} of {count} conversations were run through the models" if count else ""
     return f"left out: {names}{seen}"
 
 
@@ -128,7 +142,7 @@ def examine(
     for done, check in enumerate(chosen, 1):
         findings.append(replace(_outcome(check, inputs), group=check.group, check=check.name))
         on_progress(done, len(chosen))
-    if foreign is not None and (names := [check.name for check in checks if "block" in check.needs]):
+    if foreign is not None and (names := [check.name for check in CHECKS if "block" in check.needs]):
         reason = f"{foreign}: {', '.join(names)}"
         findings.append(Finding("skipped", reason, group="checkpoint", check="checks of block drafters"))
     return findings
