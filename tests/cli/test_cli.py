@@ -237,6 +237,10 @@ def test_eval_writes_results_with_identical_output(run: Run, toy: Path, tmp_path
     assert task.greedy_identical and task.greedy_mismatches == 0
     assert "FixedPolicy(length=3)" in str(results.settings["policy"]) and results.versions["outrider"]
     assert sum(task.acceptance_histogram) == task.rounds and not any(task.acceptance_histogram[4:])
+    lines = found[1].splitlines()
+    verdict = next(i for i, line in enumerate(lines) if line.startswith("Verdict: "))
+    assert lines[-1].startswith("Next: outrider ") and "That is 3 turns: measure more" in lines[verdict + 1]
+    assert "keep it" in lines[verdict] or any(line.startswith("`--drafter ngram` on 3 ") for line in lines[verdict:])
 
 
 def test_drafters_without_training(run: Run, toy: Path, tmp_path: Path) -> None:

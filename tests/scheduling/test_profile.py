@@ -23,7 +23,15 @@ from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_dr
 from outrider.drafters.base import Drafter, DrafterWeights
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape
-from outrider.evaluation.profile import ProfileConfig, forward_jobs, measure_profile, setting_of, shape_digest, sweep
+from outrider.evaluation.profile import (
+    ProfileConfig,
+    break_even,
+    forward_jobs,
+    measure_profile,
+    setting_of,
+    shape_digest,
+    sweep,
+)
 from outrider.scheduling.cost import Additive, Profile
 from outrider.scheduling.policies import PrefixScheduler, StepView
 from outrider.target.model import Target, load_target
@@ -237,7 +245,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def test_the_verb_measures_what_fits_its_own_setting(run: Run, toy: Path, tmp_path: Path) -> None:
     out = tmp_path / "p" / "profile.json"
-    sizes = ("--max-requests", 3, "--max-tokens", 20, "--contexts", "16,5", "--repeats", 2, "--plot")
+    sizes = ("--max-requests", 3, "--max-tokens", 20, "--contexts", "16,5", "--repeats", 2, "--plot", "--tables")
     printed = run("--target", toy / "target", "--drafter", toy / "drafter", "--out", out, *sizes)
     assert "(2 repeats)" in printed and out.with_suffix(".png").stat().st_size > 10_000
     for words in (
@@ -250,6 +258,10 @@ def test_the_verb_measures_what_fits_its_own_setting(run: Run, toy: Path, tmp_pa
         "per cent",
     ):
         assert words in printed, printed
+    *_, step, draft, verify, pays, form, verdict = printed.splitlines()
+    assert step.startswith("plain step after 16 tokens: ") and "with 1 request, " in step and "3 requests" in step
+    assert draft.startswith("4 drafts: ") and verify.startswith("verifying them: ") and form.startswith("additive form")
+    assert pays.startswith("accepted length at which they pay: ") and verdict.startswith("Verdict: drafts ")
 
     profile = Profile.load(out)
     assert {(c.requests, c.context) for c in profile.cells} == set(product((1, 2, 3), (5, 16)))
@@ -315,6 +327,17 @@ def test_trees_are_profiled_by_their_nodes(monkeypatch: pytest.MonkeyPatch) -> N
     for other in (TreeShape(3, 4, 24), TreeShape(3, 3, 25)):  # narrower rows cost less to draft
         with pytest.raises(ValueError, match="drafter is Eagle3, tree of 25, depth 3"):
             profile.check(setting_of(target, DynamicTreeDrafter(drafter.drafter, other)))
+
+
+def test_break_even_is_where_drafting_is_as_fast_as_plain_decoding() -> None:
+    profile = profile_of(cells_of(linear))
+    for count, tau in break_even(profile, 64, 8).items():
+        around = 0.001 + 0.0002 * count
+        plain = linear(count, count, 64) + around
+        drafts = linear(count, 8 * count, 64) + around + 0.002 + 0.0011 * count
+        assert tau == pytest.approx(drafts / plain, rel=1e-6)
+    free = break_even(profile.plain(), 64, 8)
+    assert list(free) == [1, 2, 4, 8] and free[1] < break_even(profile, 64, 8)[1]
 
 
 def test_what_a_step_does_besides_is_repeated_as_often_as_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,18 @@ from rich.table import Table
 
 from outrider.api.drafter import AUTO, DrafterChoice, require_drafter, warn_of_thinking
 from outrider.cli import options as opt
-from outrider.cli.common import check_outputs, choose_tree, counting, load, show_paths, split_names, split_numbers
+from outrider.cli.common import (
+    check_outputs,
+    choose_tree,
+    counting,
+    load,
+    show_lines,
+    show_paths,
+    split_names,
+    split_numbers,
+)
 from outrider.cli.options import BACKENDS, CHOICES, DRAFTS, FILES, GENERAL, MODELS, PROMPTS, SMOLLM2, option, rare
+from outrider.evaluation.verdict import load_verdict
 from outrider.utils.measure import default_dtype, dtype_name, machine, set_up, versions
 from outrider.utils.tables import terminal_table
 
@@ -106,6 +116,7 @@ def report(frontier: Frontier, out: Path, console: Console, exact: bool = True) 
         raise ValueError(
             f"output differs from plain decoding with {', '.join(wrong)}; this is a bug, please report it."
         )
+    show_lines(console, *_verdict(frontier))
 
 
 def _print(frontier: Frontier, console: Console) -> None:
@@ -131,12 +142,24 @@ def _print(frontier: Frontier, console: Console) -> None:
             f"{verdict.worst_ratio:.3f}x at worst",
             highlight=False,
         )
-    statics = [v for v in frontier.overall if not v.adaptive]
-    if frontier.overall and statics and frontier.overall[0].adaptive and len(statics) < len(frontier.overall):
-        best, beaten = frontier.overall[0], statics[0]
-        console.print(
-            f"{best.variant} beats every static choice over the sweep; {beaten.variant} is the best of those."
+
+
+def _verdict(frontier: Frontier) -> list[str]:
+    """What the measured ratios say, and the next command."""
+    from outrider.backends.local import is_adaptive
+    from outrider.loadtest.metrics import speedups
+
+    ratios, settings = speedups(frontier), frontier.settings
+    if not ratios:
+        return ["No verdict: add `none` to --variants, and loads at which it meets the service level."]
+    adapt = ""
+    if settings["backend"] == "local" and not any(map(is_adaptive, ratios)):
+        models = shlex.join(["--target", settings["target"], "--drafter", settings["drafter"]])
+        adapt = (
+            f"outrider profile {models} --out profile.json, then this command with --profile profile.json and another"
         )
+        adapt += " --out: variants that choose by the load"
+    return load_verdict(ratios, "plain" if frontier.arrivals == "closed" else "plain's goodput", adapt=adapt)
 
 
 def bench_command(

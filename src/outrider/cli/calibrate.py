@@ -14,8 +14,9 @@ from rich.table import Table
 
 from outrider.api.drafter import AUTO, choose_drafter, require_directory
 from outrider.cli import options as opt
-from outrider.cli.common import check_outputs, choose_tree, counting, load, show_paths, split_names
+from outrider.cli.common import check_outputs, choose_tree, counting, load, show_lines, show_paths, split_names
 from outrider.cli.options import FILES, MODELS, PROMPTS, SAMPLING, SMOLLM2, option
+from outrider.evaluation.verdict import cost_verdict
 from outrider.utils.measure import set_up, versions
 from outrider.utils.tables import terminal_table
 
@@ -240,6 +241,7 @@ def profile_command(
     *,
     out: Annotated[Path, option(FILES, "JSON file for the profile")],
     plot: Annotated[bool, option(FILES, "a PNG beside the profile")] = False,
+    tables: Annotated[bool, option(FILES, "print all that was measured", "--tables")] = False,
     export_sglang: Annotated[Path | None, option(FILES, "directory for SGLang's table of steps per second")] = None,
     target: opt.TargetName = SMOLLM2,
     drafter: opt.DrafterOrNone = AUTO,
@@ -254,7 +256,8 @@ def profile_command(
 ) -> None:
     """Measure the cost of a step on this machine, for load-aware policies."""
     from outrider.backends.sglang import TABLE_FILE, write_sps_table
-    from outrider.evaluation.profile import ProfileConfig, measure_profile, plot_profile
+    from outrider.drafters.base import draft_slots
+    from outrider.evaluation.profile import PLAIN_WIDTH, ProfileConfig, measure_profile, plot_profile
 
     set_up(threads)
     console = Console()
@@ -270,15 +273,18 @@ def profile_command(
     with counting(console, "profile") as on_progress:
         profile = measure_profile(loaded, ready, config, on_progress=on_progress)
     profile.save(out)
-    show(profile, config.middle, console)
-    console.print(f"  {out} ({profile.repeats} repeats)", highlight=False, markup=False, soft_wrap=True)
+    rows = PLAIN_WIDTH if ready is None else draft_slots(ready) + 1
+    if tables:
+        print_tables(profile, config.middle, console)
+    show_lines(console, f"  {out} ({profile.repeats} repeats)")
     if export_sglang is not None:
         one = sorted((c.tokens, c.median) for c in profile.cells if (c.requests, c.context) == (1, config.middle))
         write_sps_table(export_sglang / TABLE_FILE, one)
         show_paths(console, export_sglang / TABLE_FILE)
     if plot:
-        plot_profile(profile, config.middle, out.with_suffix(".png"))
+        plot_profile(profile, config.middle, out.with_suffix(".png"), rows=rows)
         show_paths(console, out.with_suffix(".png"))
+    show_lines(console, *summary(profile, config.middle, rows))
 
 
 def _contexts(text: str) -> tuple[int, ...]:
@@ -288,27 +294,51 @@ def _contexts(text: str) -> tuple[int, ...]:
         raise ValueError(f"--contexts {text!r}: give numbers of tokens, as 64,256,768.") from error
 
 
-def show(profile: Profile, context: int, console: Console) -> None:
+def summary(profile: Profile, context: int, rows: int) -> list[str]:
+    """Five lines (plain step, drafts, their verification, break-even, fit of the additive form) and the verdict."""
+    import numpy as np
+
+    from outrider.evaluation.profile import break_even
+
+    counts = (profile.other.requests[0], profile.other.requests[-1])
+    forwards = {n: [float(profile.table.seconds(np.array([n * k]), n, context)[0]) for k in (1, rows)] for n in counts}
+    drafts, fit, even = rows - 1, profile.fit, break_even(profile, context, rows)
+
+    def by_requests(text: Callable[[int], str]) -> str:
+        return ", ".join(f"{text(n)} with {n} request{'s' * (n > 1)}" for n in dict.fromkeys(counts))
+
+    def step(n: int) -> str:
+        seconds = forwards[n][0] + profile.other_seconds(n)
+        return f"{1e3 * seconds:.1f} ms ({n / seconds:.0f} tokens/s)"
+
+    drafter = by_requests(lambda n: f"{1e3 * profile.draft_seconds(n):.1f} ms")
+    return [
+        f"plain step after {context} tokens: {by_requests(step)}",
+        f"{drafts} drafts: {drafter}" if profile.draft else f"{drafts} drafts: no drafter was measured",
+        f"verifying them: a forward is {by_requests(lambda n: f'{forwards[n][1] / forwards[n][0]:.2f}x a plain one')}",
+        f"accepted length at which they pay: {', '.join(f'{tau:.2f} with {n}' for n, tau in even.items())} requests",
+        f"additive form: off by {100 * fit.spread:.1f} % (rms), {100 * max(map(abs, fit.residuals)):.1f} % at worst",
+        *cost_verdict(even, (profile.gamma or drafts) + 1),
+    ]
+
+
+def print_tables(profile: Profile, context: int, console: Console) -> None:
     """Forwards at one context, what a step costs besides, and how far the additive form is off."""
     title = f"one forward after {context} cached tokens each"
-    console.print(
-        grid_table(profile, context, f"{title}: milliseconds", text=lambda cell, _: f"{1e3 * cell.median:.1f}")
-    )
-    console.print(
-        grid_table(
-            profile, context, f"{title}: forwards per second (SPS)", text=lambda cell, _: f"{1 / cell.median:.1f}"
-        )
-    )
+    cells: dict[str, Callable[[Cell, float], str]] = {
+        f"{title}: milliseconds": lambda cell, _: f"{1e3 * cell.median:.1f}",
+        f"{title}: forwards per second (SPS)": lambda cell, _: f"{1 / cell.median:.1f}",
+        f"additive form against measured after {context} cached tokens: per cent": lambda _, off: f"{100 * off:+.1f}",
+    }
+    for heading, text in cells.items():
+        console.print(grid_table(profile, context, heading, text=text))
     console.print(requests_table(profile))
     fit = profile.fit
-    console.print(
+    show_lines(
+        console,
         f"additive form: {1e3 * fit.bias:.2f} ms + {1e3 * fit.alpha:.3f} per request + {1e3 * fit.theta:.3f} per token "
-        f"+ {1e6 * fit.sigma:.3f} per 1000 cached tokens; off by {100 * fit.spread:.1f} % (rms), "
-        f"{100 * max(map(abs, fit.residuals)):.1f} % at worst",
-        highlight=False,
+        f"+ {1e6 * fit.sigma:.3f} per 1000 cached tokens",
     )
-    title = f"additive form against measured after {context} cached tokens: per cent"
-    console.print(grid_table(profile, context, title, text=lambda _, residual: f"{100 * residual:+.1f}"))
 
 
 def grid_table(profile: Profile, context: int, title: str, text: Callable[[Cell, float], str]) -> Table:

@@ -157,10 +157,15 @@ def check_outputs(*directories: Path | None, files: Sequence[Path | None] = ()) 
             raise ValueError(f"nothing can be written to {place}: {there} {kind}.")
 
 
+def show_lines(console: Console, *lines: str) -> None:
+    """Print text as it is: without colours or line breaks of our own."""
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 def show_paths(console: Console, *paths: Path) -> None:
     """What was written, a line each."""
-    for path in paths:
-        console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
+    show_lines(console, *(f"  {path}" for path in paths))
 
 
 # ----------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,14 +25,18 @@ from outrider.cli.common import (
     choose_typical,
     counting,
     load,
+    show_lines,
     show_paths,
     split_names,
 )
 from outrider.cli.options import CHOICES, DRAFTS, FILES, GENERAL, MODELS, PROMPTS, SMOLLM2, option, rare
+from outrider.evaluation.verdict import Speedup, comparison_verdict, drafter_verdict, grade, pooled
 from outrider.utils.measure import set_up, usable_device, versions
 from outrider.utils.packaged import packaged
 
 if TYPE_CHECKING:
+    from outrider.api.drafter import DrafterChoice
+    from outrider.data.sources import TaskSettings
     from outrider.evaluation.results import Results
 
 
@@ -66,6 +72,7 @@ def evaluate_command(
     """Decode tasks with and without a drafter: speedup, accepted length, same output."""
     from outrider.data.sources import TaskSettings
     from outrider.evaluation.evaluate import evaluate
+    from outrider.evaluation.report import speedups
     from outrider.sampling import SamplingParams
     from outrider.utils.distributed import join
 
@@ -95,26 +102,94 @@ def evaluate_command(
             "tree": None if size is None else size.setting,
             **({"backend": mlx_versions()} if on_mlx else {}),
         }
+        measure = partial(evaluate, loaded, tasks=split_names(tasks), typical=lossy, ranks=ranks)
         with counting(console, "eval") as on_progress:
-            results = evaluate(
-                loaded,
+            results = measure(
                 opened.drafter,
-                split_names(tasks),
                 settings=config,
                 drafter_info=opened.info(label),
                 policy=policy,
                 recorded=about,
                 versions=versions(),
                 on_progress=on_progress,
-                typical=lossy,
-                ranks=ranks,
             )
+        others: dict[str, list[Speedup]] = {}
+        if choice.kind != "ngram" and grade(*pooled(speedups(results))) != "faster":
+            with counting(console, "eval --drafter ngram") as on_progress:
+                others = _measure_ngram(partial(measure, on_progress=on_progress), results, config, console=console)
         if ranks.main:
-            report(results, out, console)
+            advice = drafter_verdict(
+                speedups(results),
+                others,
+                fewer=_fewer_drafts(results, opened.recommended_threshold),
+                train=_how_to_train(choice, target),
+                keep=_under_load(choice, target, tasks, out=out),
+            )
+            report(results, out, console, verdict=advice)
 
 
-def report(results: Results, out: Path, console: Console) -> None:
-    """Write the files, print the table and say where the plots are.
+_NGRAM_SECONDS = 60.0  # most that measuring ngram, too, may take
+
+
+def _measure_ngram(
+    measure: Callable[..., Results], results: Results, settings: TaskSettings, console: Console
+) -> dict[str, list[Speedup]]:
+    """Speedups of `--drafter ngram` on the first prompts of each task; {} where two of each would take too long."""
+    from outrider.api.drafter import DrafterChoice
+    from outrider.evaluation.report import speedups
+
+    # Both ways of decoding a prompt, at worst each as slow as plain decoding.
+    seconds = sum(2 * task.baseline_seconds / task.samples for task in results.tasks)
+    count = min(int(_NGRAM_SECONDS / seconds), max(task.samples for task in results.tasks))
+    if count < 2:
+        return {}
+    console.print(
+        f"the drafter is not faster than plain decoding: --drafter ngram on up to {count} prompts of each task",
+        highlight=False,
+        soft_wrap=True,
+    )
+    ngram = DrafterChoice("ngram", "").open_ngram()
+    found = measure(ngram.drafter, settings=replace(settings, max_samples=count), drafter_info=ngram.info())
+    return {"--drafter ngram": speedups(found)}
+
+
+def _fewer_drafts(results: Results, threshold: float | None) -> str:
+    """The option that verifies fewer drafts than all; "" where one was given."""
+    settings = results.settings
+    if settings["draft_length"] is not None or settings["confidence_threshold"] is not None:
+        return ""
+    if threshold is not None and settings["tree"] is None:
+        return f"--confidence-threshold {threshold:g}"
+    length = math.ceil(min(task.accepted_length for task in results.tasks))
+    return f"--draft-length {length}" if length < results.drafter.gamma else ""
+
+
+def _how_to_train(choice: DrafterChoice, target: str) -> str:
+    if choice.directory is None:
+        return f"outrider init --target {shlex.quote(target)}, for a drafter of its own"
+    origin = shlex.quote(str(choice.directory))
+    return f"outrider train RECIPE start_from={origin} out=ANOTHER, longer and on prompts like these"
+
+
+def _under_load(choice: DrafterChoice, target: str, tasks: str, out: Path) -> str:
+    drafter = str(choice.directory or "ngram")
+    words = [
+        "outrider",
+        "bench",
+        "--target",
+        target,
+        "--drafter",
+        drafter,
+        "--tasks",
+        tasks,
+        "--out",
+        str(out / "bench"),
+    ]
+    return f"{shlex.join(words)} measures it with several users at once"
+
+
+def report(results: Results, out: Path, console: Console, verdict: Sequence[str]) -> None:
+    """Write the files, print the table, where the plots are, and the verdict.
 
     Raises:
         ValueError: greedy output differed from plain decoding and no lossy rule was asked for: a bug worth reporting.
@@ -127,6 +202,7 @@ def report(results: Results, out: Path, console: Console) -> None:
     wrong = [t.task for t in results.tasks if t.greedy_mismatches]
     if wrong and not results.lossy:
         raise ValueError(f"output differs from plain decoding on {', '.join(wrong)}; this is a bug, please report it.")
+    show_lines(console, *verdict)
 
 
 def compare_command(
@@ -139,7 +215,7 @@ def compare_command(
     ] = False,
 ) -> None:
     """Compare results of eval; those of one name are seeds of one drafter."""
-    from outrider.evaluation.comparison import compare, load_results, notes, terminal, write_comparison
+    from outrider.evaluation.comparison import compare, load_results, notes, speedups_of, terminal, write_comparison
     from outrider.evaluation.draft_cost import cost_table, load_costs
 
     console = Console()
@@ -147,12 +223,12 @@ def compare_command(
     costs = None if draft_cost is None else load_costs(draft_cost)
     comparison = compare(loaded, allow_different, costs)
     _print_whole(console, terminal(comparison))
-    for line in notes(comparison):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    show_lines(console, *notes(comparison))
     if costs is not None:
         _print_whole(console, cost_table(costs))
     if out is not None:
         show_paths(console, *write_comparison(comparison, out))
+    show_lines(console, *comparison_verdict(speedups_of(comparison)))
 
 
 def _print_whole(console: Console, view: Table) -> None:

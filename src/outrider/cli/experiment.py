@@ -22,6 +22,7 @@ from outrider.cli.common import choose_policy, choose_tree, choose_typical, coun
 from outrider.cli.evaluate import bench_drafters, evaluate_command, report
 from outrider.cli.options import FILES, GENERAL, PROMPTS, option, verb_options
 from outrider.cli.train import run_training
+from outrider.evaluation.verdict import drafter_verdict
 from outrider.utils.measure import set_up, versions
 
 if TYPE_CHECKING:
@@ -207,6 +208,7 @@ def _measure(
 ) -> None:
     from outrider.checkpoints.checkpoint import load_checkpoint
     from outrider.evaluation.evaluate import evaluate
+    from outrider.evaluation.report import speedups
     from outrider.evaluation.results import DrafterInfo, TrainingInfo
 
     checkpoint, policy = load_checkpoint(directory), choose_policy(None, threshold)
@@ -225,4 +227,4 @@ def _measure(
             versions=versions(),
             on_progress=on_progress,
         )
-    report(results, out, console)
+    report(results, out, console, verdict=drafter_verdict(speedups(results), {}))

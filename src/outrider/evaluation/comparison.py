@@ -22,8 +22,9 @@ from rich.table import Table
 
 from outrider.evaluation.draft_cost import DraftCosts, cost_markdown
 from outrider.evaluation.model_card import WHOLE, listed, verified
-from outrider.evaluation.report import save_figure
 from outrider.evaluation.results import DrafterInfo, Results, TaskResult
+from outrider.evaluation.verdict import Speedup
+from outrider.utils.plots import save_figure
 from outrider.utils.tables import markdown_table, terminal_table
 
 _DATA = {"anchors", "samples", "response_tokens", "samples_sha256"}
@@ -144,6 +145,7 @@ class Figures(BaseModel):
     sampled: bool  # temperature > 0: not compared with plain decoding
     conditional_acceptance: list[float | None] = []  # [] in a mean
     reached: list[int] = []  # rounds in which position k was verified after k-1 accepted drafts; [] in a mean
+    speedup_quartiles: list[float] = []  # over turns; [] in a mean
 
 
 class Spread(BaseModel):
@@ -260,13 +262,7 @@ def _figures(one: LabelledResults, tasks: Sequence[str]) -> list[Figures]:
 
 def figures_of(task: TaskResult) -> Figures:
     """The figures of one task."""
-    histogram, conditional = task.acceptance_histogram, task.conditional_acceptance
-    accepted = sum(k * count for k, count in enumerate(histogram))
-    at_least = [sum(histogram[k:]) for k in range(len(histogram))]  # rounds with k accepted drafts or more
-    # None: never verified. Where nothing was accepted, the count is not recorded: an upper bound.
-    reached = [
-        0 if c is None else round(at_least[k] / c) if c else at_least[k - 1] for k, c in enumerate(conditional, start=1)
-    ]
+    accepted = sum(k * count for k, count in enumerate(task.acceptance_histogram))
     return Figures(
         task=task.task,
         accepted_length=task.accepted_length,
@@ -278,9 +274,21 @@ def figures_of(task: TaskResult) -> Figures:
         ties=task.greedy_ties,
         mismatches=task.greedy_mismatches,
         sampled=task.greedy_identical is None,
-        conditional_acceptance=conditional,
-        reached=reached,
+        conditional_acceptance=task.conditional_acceptance,
+        reached=task.reached,
+        speedup_quartiles=task.speedup_quartiles,
     )
+
+
+def speedups_of(comparison: Comparison) -> dict[str, list[Speedup]]:
+    """The speedups of each drafter, one of each result and task, for a verdict."""
+    found: dict[str, list[Speedup]] = {}
+    for group in comparison.groups:
+        mine = found.setdefault(group.name, [])
+        for figures in (figures for entry in group.entries for figures in entry.figures if figures.task != MEAN):
+            low, _, high = figures.speedup_quartiles
+            mine.append(Speedup(figures.task, figures.speedup, low, high=high, samples=figures.turns))
+    return found
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -30,7 +30,7 @@ from outrider.evaluation.profile import READ
 from outrider.evaluation.results import DrafterInfo
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
-from outrider.utils.measure import Clock, Quartiles, machine, quartiles
+from outrider.utils.measure import Clock, Quartiles, machine, quartiles, today
 from outrider.utils.tables import markdown_table, terminal_table
 
 _WARM_UP = 2  # repeats that are not counted
@@ -62,6 +62,7 @@ class DraftCosts(BaseModel):
     drafters: list[DrafterCost]
     machine: dict[str, Any]
     versions: dict[str, str]
+    date: str | None = None  # of the measurement; None: not recorded
 
 
 def load_costs(path: Path) -> DraftCosts:
@@ -120,7 +121,13 @@ def measure_costs(
         for i, (info, _) in enumerate(drafters)
     ]
     return DraftCosts(
-        target=target.name, context=context, repeats=repeats, drafters=costs, machine=machine(), versions=versions
+        target=target.name,
+        context=context,
+        repeats=repeats,
+        drafters=costs,
+        machine=machine(),
+        versions=versions,
+        date=today(),
     )
 
 

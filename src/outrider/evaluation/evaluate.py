@@ -25,7 +25,7 @@ from outrider.evaluation.results import DrafterInfo, Results, TaskResult
 from outrider.scheduling.policies import FixedPolicy, Policy
 from outrider.target.model import Target
 from outrider.utils.distributed import ALONE, Ranks
-from outrider.utils.measure import dtype_name, machine, quartiles
+from outrider.utils.measure import dtype_name, machine, quartiles, today
 from outrider.verification import TypicalAcceptance
 
 TIE_GAP = 1e-3  # logits
@@ -94,7 +94,14 @@ def evaluate(
     described |= {"thinking": settings.thinking, "world": ranks.world}
     described |= {"sampling": asdict(settings.params), "gamma": drafter.gamma, **(recorded or {})}
     described["lossy"] = None if typical is None else typical.settings
-    return Results(tasks=results, settings=described, versions=versions or {}, machine=machine(), drafter=drafter_info)
+    return Results(
+        tasks=results,
+        settings=described,
+        versions=versions or {},
+        machine=machine(),
+        drafter=drafter_info,
+        date=today(),
+    )
 
 
 def prompts_digest(prompts: Sequence[Conversation]) -> str:

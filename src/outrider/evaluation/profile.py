@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
 
 from outrider.decoding.request import StopRules
@@ -34,18 +35,18 @@ from outrider.drafters.base import DraftCall, Drafter, draft_slots
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
-from outrider.evaluation.report import save_figure
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.scheduling.cost import Additive, Cell, Curve, Profile, Setting
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, Span
-from outrider.utils.measure import Clock, dtype_name, machine, quartiles, versions
+from outrider.utils.measure import Clock, dtype_name, machine, quartiles, today, versions
+from outrider.utils.plots import COLOURS, LineEnd, label_ends, plain_ticks, powers_of_two, save_figure, set_title, shade
 
 Shape = tuple[int, int, int]  # R, B, S
 Key = tuple[str, Shape]
 Jobs = dict[Key, Callable[[], float]]  # each returns its seconds
 DENSE = 32  # tokens of one request up to which every count is measured
-_PLAIN_WIDTH = 8  # rows per request where no drafter says how many
+PLAIN_WIDTH = 8  # rows per request where no drafter says how many
 _EVERY = 16  # rows per request up to which every count is measured; beyond it, every eighth
 _BLOCK_SIZE = 16  # of the KV pool
 READ = 2  # committed tokens of a request that its drafter reads after a step
@@ -254,7 +255,7 @@ def measure_profile(
     Raises:
         ValueError: the contexts do not fit the target, or its family cannot be batched.
     """
-    width = _PLAIN_WIDTH if drafter is None else draft_slots(drafter) + 1
+    width = PLAIN_WIDTH if drafter is None else draft_slots(drafter) + 1
     shapes = grid(config, width)
     longest = max(s + -(-b // r) for r, b, s in shapes)
     if longest > target.max_context:
@@ -286,6 +287,7 @@ def measure_profile(
         repeats=repeats,
         machine=machine(),
         versions=versions(),
+        date=today(),
     )
 
 
@@ -294,27 +296,63 @@ def _curve(name: str, timed: dict[Key, list[float]]) -> Curve | None:
     return Curve(requests=[n for n, _ in found], seconds=[q for _, q in found]) if found else None
 
 
-def plot_profile(profile: Profile, context: int, path: Path) -> None:
-    """Plot forwards at one context (quartiles shaded, additive form dashed), and other costs by requests."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    fit = profile.fit
-    for requests in profile.table.requests:
+def break_even(profile: Profile, context: int, rows: int) -> dict[int, float]:
+    """By number of requests, the accepted length at which drafts pay: seconds of a round of them / of a plain step.
+
+    `rows`: of a request that drafts, its anchor included. A drafter that was not measured costs nothing.
+    """
+    found = {}
+    for count in profile.other.requests:
+        (drafting,) = profile.seconds(np.array([count * rows]), count, count, context=context)
+        (plain,) = profile.seconds(np.array([count]), count, 0, context=context)
+        found[count] = float(drafting / plain)
+    return found
+
+
+def plot_profile(profile: Profile, context: int, path: Path, rows: int) -> None:
+    """Plot, after `context` tokens each: forwards (quartiles shaded, additive form dashed), other costs, break-even.
+
+    `rows`: see `break_even`.
+    """
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    fit, counts, ends = profile.fit, profile.table.requests, list[LineEnd]()
+    for number, requests in enumerate(counts):
         cells = [c for c in profile.cells if (c.requests, c.context) == (requests, context)]
-        tokens = [c.tokens for c in cells]
-        (line,) = left.plot(tokens, [1e3 * c.median for c in cells], marker=".", label=f"{requests}")
+        tokens, color = [c.tokens for c in cells], shade(number, len(counts))
+        left.plot(tokens, [1e3 * c.median for c in cells], marker=".", color=color)
         low, high = [1e3 * c.low for c in cells], [1e3 * c.high for c in cells]
-        left.fill_between(tokens, low, high, alpha=0.2, color=line.get_color())
+        left.fill_between(tokens, low, high, alpha=0.2, color=color, linewidth=0)
         fixed = fit.bias + fit.alpha * requests + fit.sigma * requests * context
-        left.plot(tokens, [1e3 * (fixed + fit.theta * b) for b in tokens], "--", lw=0.8, color=line.get_color())
+        left.plot(tokens, [1e3 * (fixed + fit.theta * b) for b in tokens], "--", lw=0.8, color=color)
+        ends.append(
+            LineEnd(tokens[-1], 1e3 * cells[-1].median, text=f"{requests} request{'s' * (requests > 1)}", color=color)
+        )
     left.set(xlabel="tokens of a forward", ylabel="ms", xscale="log", yscale="log")
-    left.set_title(f"Target forward after {context} tokens (dashed: additive form)")
-    left.legend(title="requests", frameon=False)
+    left.set_title("Target forward (dashed: additive form)", fontsize=10)
+    powers_of_two(left, max(c.tokens for c in profile.cells))
+    plain_ticks(left)
+    label_ends(left, ends)
     curves = {"draft": profile.draft, "drafter reads": profile.extend, "other": profile.other}
-    for label, curve in curves.items():
+    ends = []
+    for number, (label, curve) in enumerate(curves.items()):
         if curve is not None:
-            right.plot(curve.requests, [1e3 * median for _, median, _ in curve.seconds], marker="o", label=label)
-    right.set(xlabel="requests", ylabel="ms", title="Besides the target")
-    right.legend(frameon=False)
-    for axes in (left, right):
+            medians, color = [1e3 * median for _, median, _ in curve.seconds], COLOURS[number]
+            middle.plot(curve.requests, medians, marker="o", color=color)
+            ends.append(LineEnd(curve.requests[-1], medians[-1], text=label, color=color))
+    middle.set(xlabel="requests", ylabel="ms", xscale="log", ylim=(0, None))
+    middle.set_title("Besides the target", fontsize=10)
+    label_ends(middle, ends)
+    even = break_even(profile, context, rows)
+    right.plot(list(even), list(even.values()), marker="o", color=COLOURS[0])
+    right.axhline(1, color="grey", linewidth=0.8)
+    right.fill_between(list(even), list(even.values()), 1, color=COLOURS[3], alpha=0.12, linewidth=0)
+    right.set(xlabel="requests", ylabel="accepted length (\u03c4)", xscale="log")
+    right.set_title(f"Break-even: {rows - 1} drafts pay above the line", fontsize=10)
+    for axes in (middle, right):
+        powers_of_two(axes, max(even))
+    for axes in (left, middle, right):
         axes.grid(alpha=0.3)
+    setting = profile.setting
+    facts = (setting.target, setting.drafter or "no drafter", setting.processor, profile.date)
+    set_title(figure, f"Cost of a step after {context} tokens per request", *facts)
     save_figure(figure, path)

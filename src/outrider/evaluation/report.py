@@ -6,23 +6,15 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from outrider.calibration.fit import Rounds, Scaling, SweepPoint, at_position, ece, reliability
 from outrider.evaluation.results import Results, TaskResult
+from outrider.evaluation.verdict import Speedup
 from outrider.utils.files import write_atomically
+from outrider.utils.plots import save_figure
 from outrider.utils.tables import terminal_table
-
-matplotlib.use("Agg")
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG and close it."""
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def plot_acceptance(results: Results, path: Path) -> None:
@@ -106,6 +98,16 @@ def write_report(results: Results, out: Path) -> list[Path]:
     plot_acceptance(results, paths[1])
     plot_histogram(results, paths[2])
     return paths
+
+
+def speedups(results: Results) -> list[Speedup]:
+    """The speedup of each task with its quartiles over turns, for a verdict."""
+    found = []
+    for task in results.tasks:
+        low, _, high = task.speedup_quartiles
+        seconds = task.tokens / task.tokens_per_second
+        found.append(Speedup(task.task, task.speedup, low, high=high, samples=task.turns, seconds=seconds))
+    return found
 
 
 def table(results: Results) -> Table:

@@ -91,6 +91,19 @@ class TaskResult(BaseModel):
     verified_drafts: int | None  # drafts the target verified; None: not recorded
     prompts_sha256: str | None  # None: not recorded
 
+    @property
+    def reached(self) -> list[int]:
+        """By draft position, the rounds in which it was verified after all before it were accepted.
+
+        Where none of them was accepted, the count was not recorded: an upper bound.
+        """
+        histogram, conditional = self.acceptance_histogram, self.conditional_acceptance
+        at_least = [sum(histogram[k:]) for k in range(len(histogram))]  # rounds with k accepted drafts or more
+        return [
+            0 if c is None else round(at_least[k] / c) if c else at_least[k - 1]
+            for k, c in enumerate(conditional, start=1)
+        ]
+
 
 class Results(BaseModel):
     """The contents of results.json."""
@@ -100,6 +113,7 @@ class Results(BaseModel):
     versions: dict[str, str]
     machine: dict[str, Any]
     drafter: DrafterInfo
+    date: str | None = None  # of the evaluation; None: not recorded
 
     @property
     def lossy(self) -> str:

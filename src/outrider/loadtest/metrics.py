@@ -12,6 +12,7 @@ goodput       finished requests per second * share of the counted that met the l
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 from collections.abc import Sequence
@@ -25,9 +26,10 @@ from pydantic import BaseModel, ValidationError
 
 from outrider.backends.base import Acceptance
 from outrider.backends.local import NO_SPECULATION, is_adaptive
+from outrider.evaluation.verdict import Speedup
 from outrider.loadtest.load import MeasuredRequest, Window
 from outrider.utils.files import invalid_fields, write_atomically
-from outrider.utils.measure import Quartiles, machine, quartiles, versions
+from outrider.utils.measure import Quartiles, machine, quartiles, today, versions
 
 
 @dataclass(frozen=True)
@@ -337,6 +339,7 @@ class Frontier(BaseModel):
     settings: dict[str, Any]
     machine: dict[str, Any]
     versions: dict[str, str]
+    date: str | None = None  # of the last point; None: not recorded
 
     @staticmethod
     def of(arrivals: str, points: Sequence[Point], settings: dict[str, Any]) -> Frontier:
@@ -350,6 +353,7 @@ class Frontier(BaseModel):
             settings=settings,
             machine=machine(),
             versions=versions(),
+            date=today(),
         )
 
     def save(self, directory: Path) -> Path:
@@ -429,6 +433,31 @@ def overall_verdicts(points: Sequence[PointSummary]) -> list[VariantVerdict]:
                 )
             )
     return sorted(verdicts, key=lambda v: -v.mean_ratio)
+
+
+def speedups(frontier: Frontier) -> dict[str, list[Speedup]]:
+    """By variant and load, throughput (of Poisson arrivals: goodput) over that without speculation, for a verdict.
+
+    Of the variants that were measured wherever no speculation was; {} where it was not, or met no limit.
+    """
+    closed = frontier.arrivals == "closed"
+    figure = "tokens_per_second" if closed else "goodput"
+    unit, plural = ("user", "users") if closed else ("request/s", "requests/s")
+    found: dict[str, list[Speedup]] = {}
+    plain = {p.level: p for p in frontier.points if p.variant == NO_SPECULATION and p.median(figure)}
+    for point in frontier.points:
+        if point.variant == NO_SPECULATION or point.level not in plain:
+            continue
+        mine, base = point.quartiles[figure], plain[point.level].quartiles[figure]
+        assert mine is not None and base is not None
+        ratio = mine[1] / base[1]
+        # Quartiles of a ratio of two independent figures: their relative widths add up in squares.
+        width = ratio * math.hypot(*((high - low) / (2 * median) for low, median, high in (mine, base) if median))
+        name = f"{point.level:g} {unit if point.level == 1 else plural}"
+        found.setdefault(point.variant, []).append(
+            Speedup(name, ratio, ratio - width, high=ratio + width, samples=point.repeats)
+        )
+    return {variant: levels for variant, levels in found.items() if len(levels) == len(plain)}
 
 
 def _known_quartiles(values: Sequence[float | None]) -> Quartiles | None:

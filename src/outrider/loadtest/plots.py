@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Colormap
 
 from outrider.backends.local import NO_SPECULATION, is_adaptive
-from outrider.evaluation.report import save_figure
 from outrider.loadtest.metrics import Frontier, PointSummary
+from outrider.utils.plots import save_figure
 
 _UNITS = {"closed": "concurrent users", "poisson": "requests per second"}
 

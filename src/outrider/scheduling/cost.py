@@ -285,6 +285,7 @@ class Profile(BaseModel):
     repeats: int
     machine: dict[str, Any]
     versions: dict[str, str]
+    date: str | None = None  # of the measurement; None: not recorded
 
     @cached_property
     def table(self) -> ForwardTable:

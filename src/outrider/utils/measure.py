@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
 import importlib.metadata
 import os
 import platform
@@ -73,6 +74,11 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Versions of the packages results depend on."""
     return {name: importlib.metadata.version(name) for name in ("outrider", "torch", "transformers")}
+
+
+def today() -> str:
+    """The date, as 2026-11-22, by which results and pictures say when they were measured."""
+    return datetime.date.today().isoformat()
 
 
 def usable_device(name: str | torch.device) -> torch.device:

@@ -1,0 +1,210 @@
+"""Verdicts: sentences from plain figures, each kind once; that the verbs end in one."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.evaluation.verdict import (
+    Speedup,
+    comparison_verdict,
+    cost_verdict,
+    drafter_verdict,
+    grade,
+    load_verdict,
+    pooled,
+)
+
+
+def speedup(ratio: float, half: float = 0.05, count: int = 12, name: str = "gsm8k", seconds: float = 1.0) -> Speedup:
+    return Speedup(name, ratio, ratio - half, high=ratio + half, samples=count, seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        (speedup(1.82), "faster"),
+        (speedup(0.77), "slower"),
+        (speedup(1.01), "same"),  # within 2 %, whatever the quartiles
+        (speedup(1.01, 0.0, 1000), "same"),
+        (speedup(1.1, 0.3), "same"),  # 0.6 / 1.35 standard deviations of 12 turns: an error of 0.26
+        (speedup(1.1, 0.3, 120), "faster"),
+        (speedup(1.08, 0.0, 1), "same"),  # one turn may be off by 10 %
+        (speedup(1.3, 0.0, 1), "faster"),
+    ],
+)
+def test_a_difference_is_one_beyond_the_error(measured: Speedup, expected: str) -> None:
+    assert grade(measured.ratio, measured.error) == expected
+
+
+def test_pooled_is_the_ratio_of_all_seconds() -> None:
+    # 2 s instead of 4 s, and 6 s instead of 3 s: 8 s instead of 7 s
+    ratio, error = pooled([speedup(2.0, 0.0, seconds=2.0), speedup(0.5, 0.0, seconds=6.0)])
+    assert ratio == pytest.approx(7 / 8)
+    assert error == pytest.approx(((2.0 * 0.02 * 2) ** 2 + (0.5 * 0.02 * 6) ** 2) ** 0.5 / 8)
+
+
+TRAIN = "outrider train RECIPE start_from=runs/mine/best"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "others", "lines"),
+    [
+        (
+            [speedup(1.82, 0.15)],
+            {},
+            ["Verdict: 1.82x plain (quartiles 1.67-1.97): keep it.", "Next: outrider bench"],
+        ),
+        (
+            [speedup(1.0, 0.1)],
+            {},
+            [
+                "Verdict: no difference from plain decoding can be seen: 1.00x (quartiles 0.90-1.10).",
+                "Verifying fewer drafts may help: --draft-length 2.",
+                "Serve without a drafter (--drafter none) until a better one is there.",
+                f"Next: {TRAIN}",
+            ],
+        ),
+        (
+            [speedup(0.77)],
+            {"--drafter ngram": [speedup(1.11, count=4)]},
+            [
+                "Verdict: slower than plain decoding: 0.77x (quartiles 0.72-0.82).",
+                "Verifying fewer drafts may help: --draft-length 2.",
+                "`--drafter ngram` on 4 of these turns: 1.11x (quartiles 1.06-1.16).",
+                "Use `--drafter ngram` until a better drafter is there.",
+                f"Next: {TRAIN}",
+            ],
+        ),
+        (
+            [speedup(0.77)],
+            {"--drafter ngram": [speedup(0.9)]},
+            [
+                "Verdict: slower than plain decoding: 0.77x (quartiles 0.72-0.82).",
+                "Verifying fewer drafts may help: --draft-length 2.",
+                "`--drafter ngram` on 12 of these turns: 0.90x (quartiles 0.85-0.95).",
+                "Serve without a drafter (--drafter none) until a better one is there.",
+                f"Next: {TRAIN}",
+            ],
+        ),
+        (
+            [speedup(1.8), speedup(0.8, name="mt-bench")],
+            {},
+            [
+                "Verdict: 1.30x plain over 24 turns (gsm8k 1.80x, mt-bench 0.80x): keep it.",
+                "Slower than plain on mt-bench 0.80x.",
+                "Verifying fewer drafts may help: --draft-length 2.",
+                "Next: outrider bench",
+            ],
+        ),
+        (
+            [speedup(1.15), speedup(0.85, name="mt-bench")],
+            {},
+            [
+                "Verdict: no difference from plain decoding can be seen: 1.00x over 24 turns (gsm8k 1.15x, mt-bench "
+                "0.85x).",
+                "Faster than plain on gsm8k 1.15x.",
+                "Slower than plain on mt-bench 0.85x.",
+                "Verifying fewer drafts may help: --draft-length 2.",
+                "Serve without a drafter (--drafter none) until a better one is there.",
+                f"Next: {TRAIN}",
+            ],
+        ),
+        (
+            [speedup(1.5, 0.0, 1)],
+            {},
+            [
+                "Verdict: 1.50x plain: keep it.",
+                "That is 1 turn: measure more before you rely on it (--max-samples).",
+                "Next: outrider bench",
+            ],
+        ),
+    ],
+)
+def test_a_drafter(tasks: list[Speedup], others: dict[str, list[Speedup]], lines: list[str]) -> None:
+    found = drafter_verdict(tasks, others, fewer="--draft-length 2", train=TRAIN, keep="outrider bench")
+    assert found == lines
+
+
+def users(*ratios: float, count: int = 5) -> list[Speedup]:
+    return [speedup(ratio, 0.02, count, f"{8**i} users") for i, ratio in enumerate(ratios)]
+
+
+@pytest.mark.parametrize(
+    ("variants", "lines"),
+    [
+        (
+            {"fixed-1": users(1.2, 1.1), "fixed-3": users(1.6, 0.9)},
+            [
+                "Verdict: fixed-3: 1.25x plain on average over the loads (0.90x with 8 users, 1.60x with 1 users): "
+                "keep it.",
+                "Slower than plain with 8 users 0.90x: serve without a drafter there.",
+                "Next: outrider profile",
+            ],
+        ),
+        ({"fixed-1": users(1.2, 1.1)}, ["Verdict: fixed-1: 1.15x plain on average over the loads (1.10x with 8 users, "
+                                        "1.20x with 1 users): keep it."]),
+        (
+            {"fixed-1": users(1.0, count=1)},
+            [
+                "Verdict: no difference from plain can be seen. The best is fixed-1: 1.00x plain with 1 users.",
+                "Measured once: more --repeats show the spread.",
+                "Serve without a drafter under these loads (--drafter none).",
+                "Next: outrider profile",
+            ],
+        ),
+        (
+            {"fixed-1": users(0.8), "fixed-3": users(0.5)},
+            [
+                "Verdict: every variant is slower than plain. The best is fixed-1: 0.80x plain with 1 users.",
+                "Serve without a drafter under these loads (--drafter none).",
+                "Next: outrider profile",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_a_load(variants: dict[str, list[Speedup]], lines: list[str]) -> None:
+    assert load_verdict(variants, adapt="outrider profile") == lines
+
+
+@pytest.mark.parametrize(
+    ("drafters", "lines"),
+    [
+        (
+            {"a": 1.2, "b": 1.6, "c": 0.7},
+            [
+                "Verdict: b is the fastest, 1.60x plain on average over the tasks.",
+                "Next is a 1.20x.",
+                "Slower than plain: c 0.70x.",
+            ],
+        ),
+        (
+            {"a": 1.59, "b": 1.6},
+            [
+                "Verdict: b is the fastest, 1.60x plain on average over the tasks.",
+                "No difference from b can be seen: a 1.59x.",
+            ],
+        ),
+        (
+            {"a": 0.9, "b": 0.5},
+            [
+                "Verdict: every drafter is slower than plain. The best is a, 0.90x plain on average over the tasks.",
+                "Next is b 0.50x.",
+            ],
+        ),
+        ({"a": 1.4}, ["Verdict: a, 1.40x plain on average over the tasks."]),
+    ],
+)
+def test_a_comparison(drafters: dict[str, float], lines: list[str]) -> None:
+    assert comparison_verdict({name: [speedup(ratio)] for name, ratio in drafters.items()}) == lines
+
+
+@pytest.mark.parametrize(
+    ("break_even", "line"),
+    [
+        ({1: 1.2, 8: 1.9, 32: 4.0}, "of 1.5 up to 1 request, of 2 up to 8, of 3 up to 8, of 5 up to 32 at once"),
+        ({1: 2.5, 8: 1.9}, "of 3 up to 8"),  # what one request does not pay for, eight do not
+        ({1: 9.0}, "drafts hardly pay here: a round of them costs 9.0 plain steps."),
+    ],
+)
+def test_what_drafts_cost(break_even: dict[int, float], line: str) -> None:
+    assert line in cost_verdict(break_even, 8)[0]
