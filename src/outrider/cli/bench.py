@@ -210,6 +210,7 @@ def bench_command(
     out: Annotated[Path, option(GENERAL, "directory for points and plots; run again to go on")],
     device: opt.Device = "auto",
     threads: opt.Threads = None,
+    dry_run: Annotated[bool, rare(GENERAL, "only say what it would take: time, memory, disk", "--dry-run")] = False,
 ) -> None:
     """Put load on an engine, ours or another: throughput against user speed."""
     from transformers import AutoConfig
@@ -256,6 +257,19 @@ def bench_command(
     )
 
     most_users = max(users.values())
+    if dry_run:
+        from outrider.cli.dry_run import bench_variants, measurements, of_bench
+
+        if backend != "local":
+            raise ValueError(f"--dry-run knows our own engine; how fast {backend} is only a run of it can tell.")
+        found = require_drafter(drafter, target, thinking)
+        times = repeats * len(bench_variants(found, names, target))
+        counts = [(level, users[level], times * max(requests_per_point or 0, users[level])) for level in levels]
+        of_bench(
+            measurements(target, device, Console()), work.prompts, max_new_tokens,
+            counts=counts, seconds=seconds_per_point and times * seconds_per_point, out=out, console=Console(),
+        )  # fmt: skip
+        return
 
     def pick() -> DrafterChoice:
         found = require_drafter(drafter, target, thinking)

@@ -50,6 +50,7 @@ def calibrate_command(
     export_sglang: Annotated[Path | None, option(FILES, "directory for SGLang's calibration file")] = None,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
+    dry_run: opt.DryRun = False,
 ) -> None:
     """Fit confidences to acceptance; of medusa and hydra, measure accuracies."""
     from outrider.calibration.candidates import measure_candidates
@@ -78,6 +79,13 @@ def calibrate_command(
     if both := sorted(set(measured) & set(fitted)):
         raise ValueError(f"{', '.join(both)}: in --tasks and --fit-tasks; measure on what was not fitted on.")
     names = list(dict.fromkeys((*fitted, *measured)))
+    if dry_run:
+        from outrider.cli.dry_run import measurements, of_calibration, task_texts
+
+        rates = measurements(target, device, console)
+        texts = task_texts(rates, ",".join(names), max_samples, max_new_tokens=max_new_tokens, thinking=thinking)
+        of_calibration(rates, texts, checkpoint.weights.module, temperature=temperature, console=console)
+        return
     about = {"target": target, "drafter": _digest(directory), "settings": asdict(config), "tasks": names}
     if rounds is not None and rounds.exists():
         collected = load_rounds(rounds, about)

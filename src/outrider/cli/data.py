@@ -54,6 +54,7 @@ def prepare_command(
     max_minutes: Annotated[float | None, option(GENERAL, "stop after this long; run again to go on")] = None,
     device: Annotated[str | None, option(GENERAL, "auto, cpu, cuda, ...; the recipe's, else auto")] = None,
     threads: opt.Threads = None,
+    dry_run: opt.DryRun = False,
 ) -> None:
     """Generate the target's responses for training; run again to go on."""
     from pydantic import ValidationError
@@ -99,6 +100,12 @@ def prepare_command(
     chosen_seed = seed if seed is not None else base.seed if base else 0
     precision = base.precision if base else "auto"
     place = device or (base.device if base else "auto")
+    if dry_run:
+        from outrider.cli.dry_run import measurements, of_prepare
+
+        measured = measurements(name, place, Console(), precision=precision)
+        of_prepare(data, measured, path, console=Console())
+        return
     run(data, name, path, seed=chosen_seed, device=place, precision=precision, console=Console())
 
 

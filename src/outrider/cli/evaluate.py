@@ -68,6 +68,7 @@ def evaluate_command(
     out: Annotated[Path, option(GENERAL, "directory for results.json and plots")],
     device: opt.Device = "auto",
     threads: opt.Threads = None,
+    dry_run: opt.DryRun = False,
 ) -> None:
     """Decode tasks with and without a drafter: speedup, accepted length, same output."""
     from outrider.data.sources import TaskSettings
@@ -86,6 +87,15 @@ def evaluate_command(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
     )
     on_mlx = backend == "mlx"
+    if dry_run:
+        from outrider.cli.dry_run import measurements, of_evaluation, task_texts
+
+        if on_mlx:
+            raise ValueError("--dry-run measures PyTorch: leave out --backend mlx.")
+        measured = measurements(target, device, Console())
+        texts = task_texts(measured, tasks, max_samples, max_new_tokens=max_new_tokens, thinking=thinking)
+        of_evaluation(measured, texts, out, console=Console())
+        return
     with join(device) as ranks:
         console = Console(quiet=not ranks.main)
         loaded: Any = load_for_mlx(target) if on_mlx else load(target, ranks.device)
@@ -339,6 +349,7 @@ def doctor(
     json_out: Annotated[Path | None, option(FILES, "file for the findings", "--json")] = None,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
+    dry_run: opt.DryRun = False,
 ) -> None:
     """Check target, drafter and data against each other; status 1 if a fault is found."""
     from outrider.data.sources import load_prompts
@@ -363,6 +374,14 @@ def doctor(
     set_up(threads)
     console = Console()
     drafter = None if drafter is None else packaged(drafter, "models")
+    if dry_run:
+        from outrider.cli.dry_run import measurements, of_doctor
+
+        if target is None:
+            raise ValueError("--dry-run: give --target; without one only files are read, which takes seconds.")
+        measured = measurements(target, device, console)
+        of_doctor(measured, drafter, data, quick=quick, samples=samples, most=max_new_tokens, console=console)
+        return
     few, short = min(samples, QUICK_SAMPLES), min(max_new_tokens, QUICK_TOKENS)
     inputs = Inputs(thinking=thinking, samples=few, max_new_tokens=short)
     if target is not None:

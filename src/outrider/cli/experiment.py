@@ -179,6 +179,7 @@ def demo(
     eval_samples: Annotated[int, option(PROMPTS, "held-out prompts per task and drafter", min=1)] = 3,
     eval_tokens: Annotated[int, option(PROMPTS, "new tokens per response", min=1)] = 96,
     threads: opt.Threads = None,
+    dry_run: opt.DryRun = False,
 ) -> None:
     """Generate responses, train and evaluate a small drafter, in under ten minutes."""
     from outrider.checkpoints.checkpoint import read_metadata
@@ -190,6 +191,12 @@ def demo(
     started = time.perf_counter()
     set_up(threads)
     recipe = load_recipe(Path("demo"), overrides or []).model_copy(update={"out": str(out)})
+    if dry_run:
+        from outrider.cli.dry_run import of_demo
+
+        evaluations = 1 if shipped_drafter(recipe.target) is None else 2
+        of_demo(recipe, evaluations, eval_samples, tokens=eval_tokens, tasks=",".join(_TASKS), console=console)
+        return
     target = load(recipe.target, recipe.device, console=console)
     run_training(recipe, target, console)
     config = TaskSettings(eval_samples, eval_tokens)

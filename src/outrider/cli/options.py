@@ -62,6 +62,7 @@ Variants = Annotated[str | None, option(DRAFTS, "none,fixed-3,threshold,prefix,.
 SlaTtft = Annotated[float, rare("Service level", "seconds to the first token that a good request may take")]
 SlaTokensPerSecond = Annotated[float, rare("Service level", "tokens per second that a good request must have")]
 
+DryRun = Annotated[bool, option(GENERAL, "only say what it would take: time, memory, disk", "--dry-run")]
 Device = Annotated[str, option(GENERAL, "auto (cuda where there is one), cpu, cuda, ...")]
 Threads = Annotated[int | None, option(GENERAL, "CPU threads; $OMP_NUM_THREADS, else all", min=1)]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from outrider.utils.distributed import Ranks
 
 
-def train(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> None:
+def train(recipe: opt.RecipePath, overrides: opt.Overrides = None, *, dry_run: opt.DryRun = False) -> None:
     """Train a drafter on the target's responses; run again to go on."""
     import torch
 
@@ -46,6 +46,11 @@ def train(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> None:
         console = Console(quiet=not ranks.main)
         if began.get("step", 0) >= chosen.optimizer.steps:
             _say_finished(chosen, console)
+            return
+        if dry_run:
+            from outrider.cli.dry_run import of_training
+
+            of_training(chosen, console)
             return
         if (threads := began.get("threads", torch.get_num_threads())) != torch.get_num_threads():
             console.print(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -179,6 +180,25 @@ class Trainer:
         finally:
             source.close()
         return self.last_metrics
+
+    def rehearse(self, steps: int) -> dict[str, float]:
+        """`Meters.window` of the first `steps` steps after one that is not counted, with held-out metrics behind them.
+
+        Nothing is written. Features are computed in the step that is not counted, where every sample is in each step.
+        """
+        aux_layers, scale_L = self.run.drafter.config.target_layer_ids, self.run.drafter.aux_scale_L
+        source = FeatureSource(
+            self.run.target, self.run.samples, aux_layers, aux_scale_L=scale_L, budget_bytes=sys.maxsize
+        )
+        wanted = [[index for part in self._share(step) for index, _ in part] for step in range(steps + 1)]
+        with step_features(source, wanted) as fetched:
+            self._step(0, fetched)
+            self.meters.window()
+            for step in range(1, steps + 1):
+                self._step(step, fetched)
+        with self.meters.evaluation:
+            self.evaluate()
+        return self.meters.window()
 
     def _share(self, step: int) -> list[list[Chosen]]:
         """This rank's micro-batches of a step."""

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,18 +69,27 @@ def _cached_ratio() -> float:
     # Environment variables can take instructions from ATen and oneDNN that the processor has.
     limits = torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "")
     key = " | ".join(map(str, (machine()["cpu"], *limits, torch.__version__, torch.get_num_threads())))
-    path = cache_dir() / "precision.json"
+    ratio: float = remembered("precision.json", key, bfloat16_ratio, kind=float)
+    return ratio
+
+
+def remembered(file: str, key: str, measure: Callable[[], Any], kind: type) -> Any:
+    """The value under `key` of a JSON file in the user's cache directory; measured where it is not there.
+
+    Args:
+        kind: of the value; another one is measured again.
+    """
+    path = cache_dir() / file
     known: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(path.read_text(encoding="utf-8"))
         known = found if isinstance(found, dict) else {}
-    if not isinstance(known.get(key), float):
-        known[key] = bfloat16_ratio()
+    if not isinstance(known.get(key), kind):
+        known[key] = measure()
         with contextlib.suppress(OSError):  # a read-only home: measured again next time
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(known, indent=1))
-    ratio: float = known[key]
-    return ratio
+    return known[key]
 
 
 def feature_cache_bytes(gigabytes: float | str) -> int:

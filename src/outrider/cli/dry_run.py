@@ -1,0 +1,213 @@
+"""`--dry-run`: what a verb would take on this machine, as one table (training/estimate.py says how it is known)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from outrider.backends.local import NO_SPECULATION, default_variants
+from outrider.checkpoints.checkpoint import load_checkpoint
+from outrider.cli.common import split_names
+from outrider.cli.drafter import DrafterChoice, recommended_threshold
+from outrider.data.regenerate import DataSection
+from outrider.data.responses import join_turns, read_responses
+from outrider.data.sources import load_tasks
+from outrider.drafters.base import DraftModule
+from outrider.drafters.ngram import NgramConfig
+from outrider.evaluation.doctor.examine import QUICK_SAMPLES, QUICK_TOKENS
+from outrider.target.model import count_layers
+from outrider.training.dataset import recipe_prompts
+from outrider.training.estimate import (
+    Estimate,
+    Measurements,
+    Texts,
+    decoding,
+    drafting,
+    estimate,
+    loading,
+    measure_texts,
+    responding,
+)
+from outrider.training.feature_store import free_bytes
+from outrider.training.recipe import Recipe
+from outrider.utils.machine import free_memory_bytes, training_dtype
+from outrider.utils.measure import default_dtype, usable_device
+
+_ANCHORS = 24  # of a conversation, in doctor's comparisons
+_VARIANTS, _QUICK_VARIANTS = (40, 6), (3, 4)  # that doctor compares on _SCREENED conversations, and on all
+_SCREENED = 2
+_CALIBRATED_TOGETHER = 16  # texts decoded at once by calibrate
+
+
+def show(found: Estimate, out: Path | None, console: Console) -> None:
+    """The table, with what is free. `out`: where results would go."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("part", no_wrap=True)
+    for heading in ("time", "memory", "disk"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("from")
+    for part in found.parts:
+        table.add_row(part.name, _time(part.seconds), _size(part.memory), _size(part.disk), part.source)
+    memory, disk = free_memory_bytes(), free_bytes(out or Path())
+    free = f"free now: {_size(memory)} of memory, {_size(disk)} on disk"
+    table.add_row("total", _time(found.seconds), _size(found.memory), _size(found.disk), free, style="bold")
+    console.print(table, highlight=False)
+    for what, wanted, there in (("memory", found.memory, memory), ("disk", found.disk, disk)):
+        if wanted > there:
+            console.print(f"warning: not enough {what}: {_size(wanted)} wanted, {_size(there)} free", highlight=False)
+    console.print("dry run: nothing was written", highlight=False)
+
+
+def _time(seconds: float) -> str:
+    if not seconds:
+        return "-"
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 1 else "< 1 s"
+
+
+def _size(size: float) -> str:
+    if not size:
+        return "-"
+    return f"{size / 2**30:.1f} GB" if size >= 0.1 * 2**30 else f"{max(1.0, size / 2**20):.0f} MB"
+
+
+def measurements(target: str, device: str, console: Console, precision: str | None = None) -> Measurements:
+    """Of the target as a verb loads it: in a recipe's precision, else as it is decoded with."""
+    place = usable_device(device)
+    if precision is None:
+        dtype = default_dtype(place)
+    else:
+        dtype = training_dtype(place)[0] if precision == "auto" else getattr(torch, precision)
+    return Measurements(
+        target, place, dtype, say=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)
+    )
+
+
+def of_training(recipe: Recipe, console: Console) -> None:
+    """`outrider train`."""
+    show(
+        estimate(recipe, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)),
+        Path(recipe.out),
+        console,
+    )
+
+
+def of_prepare(data: DataSection, measured: Measurements, path: Path, console: Console) -> None:
+    """`outrider prepare`."""
+    texts = measure_texts(measured, recipe_prompts(data), data, known=path)
+    first = () if data.base_urls else (loading(measured),)
+    show(Estimate((*first, responding(measured, texts, data)[0])), path, console)
+
+
+def task_texts(measured: Measurements, tasks: str, most: int | None, max_new_tokens: int, thinking: bool) -> Texts:
+    """Sizes of the prompts of `--tasks`, at most so many of each."""
+    conversations = list(chain.from_iterable(prompts for _, prompts in load_tasks(split_names(tasks), most)))
+    # Prompts of tasks are never too long to be used.
+    longest = max(2, max_new_tokens)
+    data = DataSection(responses=tasks, max_new_tokens=longest, max_prompt_tokens=2**31, thinking=thinking)
+    return measure_texts(measured, conversations, data)
+
+
+def of_evaluation(measured: Measurements, texts: Texts, out: Path, console: Console) -> None:
+    """`outrider eval`."""
+    show(Estimate((loading(measured), decoding(measured, "decoding", texts, times=2))), out, console)
+
+
+def of_calibration(
+    measured: Measurements, texts: Texts, module: DraftModule, temperature: float, console: Console
+) -> None:
+    """`outrider calibrate`: at temperature 0 the target's texts together, then a draft after every token."""
+    parts = [loading(measured)]
+    if temperature > 0:
+        parts.append(decoding(measured, "decoding", texts, times=1))
+    else:
+        parts.append(decoding(measured, "texts", texts, times=1, at_once=min(_CALIBRATED_TOGETHER, int(texts.turns))))
+        positions = texts.turns * texts.response
+        rows = positions * (module.config.gamma + 1)
+        parts.append(drafting(measured, module, rows, source=f"{positions:.0f} drafts, one after every token"))
+    show(Estimate(tuple(parts)), None, console)
+
+
+def of_doctor(
+    measured: Measurements,
+    drafter: Path | None,
+    data: Path | None,
+    *,
+    quick: bool,
+    samples: int,
+    most: int,
+    console: Console,
+) -> None:
+    """`outrider doctor`, where it has a drafter and data; without one of them it reads files."""
+    parts = [loading(measured)]
+    if drafter is not None and data is not None:
+        module = load_checkpoint(drafter, num_target_layers=count_layers(measured.name)).weights.module
+        texts = join_turns(read_responses(data)[1])
+        length = sum(len(text.tokens) for text in texts) / max(1, len(texts))
+        passes = [("quick checks", _QUICK_VARIANTS, min(samples, QUICK_SAMPLES), min(most, QUICK_TOKENS))]
+        passes += [] if quick else [("longer checks", _VARIANTS, samples, most)]
+        for name, (few, whole), conversations, tokens in passes:
+            count = min(conversations, len(texts))
+            runs = few * min(_SCREENED, count) + whole * count
+            rows = runs * (length + _ANCHORS * module.config.gamma)
+            source = f"a drafter and its variants on {runs} conversations in all"
+            decoded = decoding(measured, name, Texts(count, count, 0, prompt=3 * length, response=tokens), times=1)
+            parts += [
+                replace(decoded, source=f"{count} conversations"),
+                drafting(measured, module, rows, source=source),
+            ]
+    show(Estimate(tuple(parts)), None, console)
+
+
+def bench_variants(choice: DrafterChoice, names: list[str] | None, target: str) -> list[str]:
+    """The variants of a sweep without opening the drafter; `target` says how deep it is where its files do not."""
+    if names is not None:
+        return [NO_SPECULATION, *(name for name in names if name != NO_SPECULATION)]
+    if choice.directory is None:
+        return default_variants(choice.gamma or NgramConfig.gamma, None, confident=choice.kind == "lm")
+    checkpoint = load_checkpoint(choice.directory, num_target_layers=count_layers(target))
+    module, threshold = checkpoint.weights.module, recommended_threshold(checkpoint.metadata)
+    return default_variants(module.config.gamma, threshold, confident=module.calibratable == "confidences")
+
+
+def of_bench(
+    measured: Measurements,
+    prompts: Sequence[Sequence[int]],
+    most: int,
+    counts: Sequence[tuple[float, int, int]],
+    *,
+    seconds: float | None,
+    out: Path,
+    console: Console,
+) -> None:
+    """`outrider bench` on our engine.
+
+    Args:
+        counts: (load, requests served at once, requests in all) of each level.
+        seconds: of each level, where windows of time are asked for instead.
+    """
+    rates = measured.rates
+    prompt = sum(map(len, prompts)) / len(prompts)
+    parts = [loading(measured)]
+    for level, users, requests in counts:
+        texts = Texts(requests, requests, 0, prompt=prompt, response=rates.reply_tokens(most))
+        part = decoding(measured, f"load {level:g}", texts, times=1, at_once=min(users, requests))
+        parts.append(part if seconds is None else replace(part, seconds=seconds, source="windows of time, as asked"))
+    show(Estimate(tuple(parts)), out, console)
+
+
+def of_demo(recipe: Recipe, evaluations: int, samples: int, tokens: int, tasks: str, *, console: Console) -> None:
+    """`outrider demo`: training, then so many evaluations."""
+    measured = measurements(recipe.target, recipe.device, console)
+    training = estimate(recipe, measured.say).parts
+    texts = task_texts(measured, tasks, samples, max_new_tokens=tokens, thinking=False)
+    decoded = decoding(measured, "evaluation", texts, times=2 * evaluations)
+    show(Estimate((*training, decoded)), Path(recipe.out), console)

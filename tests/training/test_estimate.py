@@ -1,0 +1,161 @@
+"""What a run would take: measured on the target once, and a function of its counts; nothing of the run is written."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import outrider.training.estimate as estimates
+from outrider.cli import calibrate, data, evaluate, train
+from outrider.training.estimate import Estimate, Measurements, Rates, Texts, estimate, responding, training
+from outrider.training.recipe import Recipe, load_recipe
+from tests.toys.command_line import Run, check_error, in_process
+from tests.toys.target_directory import save_toy_recipe
+
+RATES = Rates(load=1.0, prefill=100.0, steps=[(1, 0.1), (8, 0.15), (64, 0.71)], ended=0.01, parameters=10, memory=1e9)
+RECIPE = "optimizer: {steps: 6, sequences_per_step: 2, anchors_per_sequence: 2}\nprecision: float32\n"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The user's cache directory: the toy target is measured once for all tests."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def directory(tmp_path: Path, toy: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A target, its drafter, prompts and a recipe."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(cache))
+    for name in ("target", "drafter"):
+        (tmp_path / name).symlink_to(toy / name)
+    save_toy_recipe(tmp_path, RECIPE)
+    return tmp_path
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    for module in (calibrate, data, evaluate, train):
+        monkeypatch.setattr(module, "set_up", lambda threads: None)
+    return in_process(monkeypatch, capfd)
+
+
+def recipe_of(directory: Path, *overrides: str) -> Recipe:
+    return load_recipe(directory / "recipe.yaml", overrides)
+
+
+def parts(found: Estimate) -> dict[str, estimates.Part]:
+    return {part.name: part for part in found.parts}
+
+
+def test_steps_between_measured_batches_and_the_length_of_replies() -> None:
+    assert RATES.step(1) == 0.1 and RATES.step(8) == 0.15
+    assert RATES.step(36) == pytest.approx(0.43) and RATES.step(120) == pytest.approx(0.71 + 0.56)
+    assert RATES.reply_tokens(1000) == pytest.approx(100, rel=1e-3) and RATES.reply_tokens(1) == pytest.approx(
+        1, rel=0.01
+    )
+    forever = Rates(**{**RATES.__dict__, "ended": 0.0})
+    assert forever.reply_tokens(77) == 77 and forever.batch(8, 10) == pytest.approx(1.5)
+    assert RATES.batch(64, 500) < 500 * RATES.step(64)  # sequences leave as they end
+
+
+def test_an_estimate_follows_its_counts(directory: Path) -> None:
+    """More steps, prompts, tokens or precision of stored features: more of what they cost, and of nothing else."""
+    base = parts(estimate(recipe_of(directory)))
+    assert list(base) == ["load", "responses", "features", "steps", "checks"]
+    assert all(part.seconds > 0 and part.memory > 0 for part in base.values())
+    longer = parts(estimate(recipe_of(directory, "optimizer.steps=12", "watch.decode_every=3")))
+    assert longer["steps"].seconds == pytest.approx(2 * base["steps"].seconds)
+    assert longer["checks"].seconds > base["checks"].seconds
+    assert longer["responses"] == base["responses"] and longer["load"] == base["load"]
+    more = directory / "more.jsonl"
+    more.write_text("".join(json.dumps({"turns": [f"prompt {i % 10}"]}) + "\n" for i in range(20)))
+    doubled = parts(estimate(recipe_of(directory, f"data.prompts=[{{path: {more}}}]")))
+    assert doubled["responses"].disk == pytest.approx(2 * base["responses"].disk)
+    assert doubled["responses"].seconds > base["responses"].seconds
+    bf16 = parts(estimate(recipe_of(directory, "features.mode=store")))
+    int8 = parts(estimate(recipe_of(directory, "features.mode=store", "features.dtype=int8")))
+    assert bf16["features"].disk == pytest.approx(2 * int8["features"].disk) and not base["features"].disk
+
+
+def test_features_that_memory_does_not_hold_are_computed_again(directory: Path) -> None:
+    many = "optimizer.steps=400"
+    kept = parts(estimate(recipe_of(directory, many)))
+    none = parts(estimate(recipe_of(directory, many, "feature_cache_gb=0")))
+    assert none["features"].seconds > 50 * kept["features"].seconds
+    assert none["steps"].memory < kept["steps"].memory and none["steps"].seconds == kept["steps"].seconds
+
+
+def test_replies_that_are_there_are_not_made_again(directory: Path) -> None:
+    rows = [{"format": 2, "settings": {"target": "t", "max_new_tokens": 12}}]
+    rows += [{"id": f"p{i}", "turn": 0, "prompt": [5] * 9, "response": [7] * 4, "finished": True} for i in range(8)]
+    (directory / "there.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = parts(estimate(recipe_of(directory, f"data.responses={directory / 'there.jsonl'}")))
+    assert found["responses"].source.startswith("2 of about 4 tokens")
+
+
+def test_max_minutes_bounds_responses_and_what_is_trained_on(directory: Path) -> None:
+    measured = Measurements(str(directory / "target"), torch.device("cpu"), torch.float32)
+    measured.__dict__["rates"] = RATES
+    texts, recipe = (
+        Texts(100, 100, 100, prompt=20, response=60),
+        recipe_of(directory, "data.max_minutes=0.5", "optimizer.steps=90"),
+    )
+    part, there = responding(measured, texts, recipe.data)
+    assert part.seconds == 30 and "max_minutes" in part.source and 0 < there.turns < 100
+    whole = training(measured, recipe, texts)
+    assert sum(p.seconds for p in training(measured, recipe, there)) < sum(p.seconds for p in whole)
+    assert sum(p.seconds for p in training(measured, recipe, texts, first_step=5)) < sum(p.seconds for p in whole)
+
+
+def test_a_measurement_is_kept(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By target, precision and recipe: where it is there no weights are loaded."""
+    said: list[str] = []
+    before = estimate(recipe_of(directory), said.append)
+    monkeypatch.setattr(estimates, "load_target", lambda *_: pytest.fail("loaded again"))
+    said.clear()
+    assert estimate(recipe_of(directory), said.append).seconds == before.seconds and not said
+    with pytest.raises(pytest.fail.Exception, match="loaded again"):
+        estimate(recipe_of(directory, "drafter.num_hidden_layers=2"))
+
+
+def commands(directory: Path) -> dict[str, list[object]]:
+    target, out = ["--target", directory / "target"], ["--out", directory / "made"]
+    drafter, tasks = ["--drafter", directory / "drafter"], ["--tasks", directory / "prompts.jsonl"]
+    (directory / "replies.jsonl").write_text(
+        json.dumps({"format": 2, "settings": {}})
+        + "\n"
+        + json.dumps({"id": "a", "turn": 0, "prompt": [5] * 9, "response": [7] * 9, "finished": True})
+        + "\n"
+    )
+    return {
+        "train": [directory / "recipe.yaml"],
+        "prepare": [*target, "--prompts", directory / "prompts.jsonl", "--out", directory / "made.jsonl"],
+        "eval": [*target, *drafter, *tasks, *out],
+        "calibrate": [*target, *drafter, *tasks],
+        "doctor": [*target, *drafter, "--data", directory / "replies.jsonl"],
+        "bench": [*target, *drafter, *tasks, *out, "--concurrency", "1,4"],
+    }
+
+
+@pytest.mark.parametrize("verb", ["train", "prepare", "eval", "calibrate", "doctor", "bench"])
+def test_a_dry_run_shows_a_table_and_writes_nothing(directory: Path, run: Run, verb: str) -> None:
+    arguments = commands(directory)[verb]
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    status, said, errors = run(verb, *arguments, "--dry-run")
+    assert status == 0, errors
+    assert re.search(r"^part +time +memory +disk +from", said, re.MULTILINE) and re.search(
+        r"^load ", said, re.MULTILINE
+    )
+    assert re.search(r"^total +(< )?\S+ \w+ +\S+ GB", said, re.MULTILINE) and "nothing was written" in said
+    assert max(map(len, said.splitlines())) <= 80 or "loading" in said
+    assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
+
+
+def test_what_cannot_be_estimated_is_said(directory: Path, run: Run) -> None:
+    verbs = commands(directory)
+    check_error(run("bench", *verbs["bench"], "--backend", "vllm", "--dry-run"), "only a run of it can tell")
+    check_error(run("doctor", "--data", directory / "replies.jsonl", "--dry-run"), "give --target")
