@@ -43,6 +43,7 @@ from tests.toys.targets import randomise
 from tests.toys.tokenizer import byte_tokenizer
 
 VERBS = {
+    "init": ["--target", "--prompts", "--out", "--force"],
     "train": ["RECIPE", "OVERRIDES"],
     "recipe": ["NAME", "--copy", "--explain", "--schema"],
     "eval": [

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from outrider.data.chat import Chat, printable_lines, render, render_text
-from outrider.data.conversations import Conversation, Turn, content_id, number_copies, parse_row
+from outrider.data.conversations import Conversation, Turn, content_id, number_copies, parse_row, row_of
 from outrider.data.regenerate import DataSection, PromptSource
 from outrider.data.responses import Reply, Sample, join_turns, truncation_warning
 from outrider.data.sources import load_prompts
@@ -56,12 +56,14 @@ def said(text: str) -> dict[str, Any]:
 def test_what_is_said_before_each_response(row: dict[str, Any], turns: tuple[Turn, ...]) -> None:
     for given in (row, json.dumps(row)):
         assert parse_row(given) == Conversation(content_id(turns, ()), turns)
+    assert parse_row(row_of(parse_row(row))) == parse_row(row)
     assert parse_row({**row, "id": 4}).id == "4"
 
 
 def test_tools_are_objects_or_their_json() -> None:
     row = {"messages": [user("a")], "tools": [TOOL]}
     assert parse_row(row).tools == (TOOL,) == parse_row({**row, "tools": json.dumps([TOOL])}).tools
+    assert parse_row(row_of(parse_row(row))) == parse_row(row)
     assert parse_row({**row, "tools": None}).tools == () == parse_row({**row, "tools": ""}).tools
 
 

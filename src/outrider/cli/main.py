@@ -75,6 +75,8 @@ class _Verbs(LazyGroup):
                function="checkpoints.package_command", example=f"outrider package {_SHIPPED} runs/smollm2-135m-dspark"),
         Listed("Train", "demo", "Generate responses, train and evaluate a small drafter, in under ten minutes.",
                function="experiment.demo", example="outrider demo"),
+        Listed("Train", "init", "Look at a model and prompts; write a recipe and say what to run.",
+               function="init.init", example=f"outrider init --target {SMOLLM2} --out runs/first"),
         Listed("Train", "prepare", "Generate the target's responses for training; run again to go on.",
                function="data.prepare_command", example="outrider prepare --recipe demo --out runs/mine.jsonl"),
         Listed("Train", "inspect", "Show which tokens are trained on, or what a checkpoint is.",

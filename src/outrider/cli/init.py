@@ -1,0 +1,148 @@
+"""`outrider init`: a look at a target and its prompts, files to train from, and the commands that come next."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from rich.console import Console
+
+from outrider.cli import options as opt
+from outrider.cli.options import FILES, option
+from outrider.utils.measure import set_up, usable_device
+from outrider.utils.packaged import PACKAGE
+
+if TYPE_CHECKING:
+    from outrider.checkpoints.published import Offer
+    from outrider.data.conversations import Conversation
+    from outrider.training.plan import Plan
+
+_MOST = 20000  # conversations read of each source
+_SHOWN = 4  # drafters that are listed
+_TESTED = 16  # prompts that eval decodes
+
+
+def init(
+    *,
+    target: opt.TargetName,
+    prompts: Annotated[
+        list[str] | None, option(FILES, "JSONL file, shipped set, hf:owner/name[:split]; repeatable")
+    ] = None,
+    out: Annotated[Path | None, option(FILES, "directory for recipe and prompts; runs/NAME by default")] = None,
+    force: Annotated[bool, option(FILES, "write over files that are there", "--force")] = False,
+    device: opt.Device = "auto",
+) -> None:
+    """Look at a model and prompts; write a recipe and say what to run."""
+    from transformers import AutoConfig
+
+    from outrider.checkpoints.published import drafters_for
+    from outrider.data.chat import Chat
+    from outrider.data.conversations import row_of
+    from outrider.target.hub import base_of, resolve_model
+    from outrider.target.model import family_of
+    from outrider.training.plan import PACKAGED, Plan, split_prompts
+    from outrider.utils.files import write_atomically
+
+    set_up(None)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    directory = out or Path("runs") / Path(target).expanduser().resolve().name
+    files = {name: directory / f"{name}.jsonl" for name in ("train", "held_out", "test")}
+    recipe = directory / "recipe.yaml"
+    if (there := [str(path) for path in (recipe, *files.values()) if path.exists()]) and not force:
+        raise ValueError(f"{', '.join(there)}: there already. --force writes over them, --out DIR goes elsewhere.")
+    gpu = usable_device(device).type == "cuda"
+    config = AutoConfig.from_pretrained(resolve_model(target, weights=False)).get_text_config()
+    family_of(config)
+    chat = Chat.load(target)
+    offers = list(drafters_for(target))
+    split = split_prompts(_read(prompts))
+    fitting = [offer for offer in offers if not offer.misfit]
+    start = next((offer for offer in fitting if isinstance(offer.drafter, Path)), None)
+    plan = Plan(
+        chat,
+        directory,
+        split.train,
+        layers=config.num_hidden_layers,
+        start_from=None if start is None else (_name(start), start.made_for),
+        gpu=gpu,
+        mixed=not set(prompts or PACKAGED) & set(PACKAGED),
+    )
+    text = plan.recipe()
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, path in files.items():
+        rows = (json.dumps(row_of(conversation), ensure_ascii=False) for conversation in getattr(split, name))
+        write_atomically(path, "".join(f"{row}\n" for row in rows))
+    write_atomically(recipe, text)
+
+    def say(label: str, *lines: str) -> None:
+        for number, line in enumerate(lines):
+            console.print(f"{'' if number else label:10}{line}")
+
+    shape = f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}, {config.vocab_size:,} tokens"
+    say("target", f"{target}: {config.model_type}, {shape}", *chat.notes(thinking=False))
+    relations = dict.fromkeys(relation for offer in offers if (relation := offer.relation(target)))
+    base = base_of(target)
+    say("base", *(relations or [f"{base}, no drafter known" if base else "none is named in its files"]))
+    more = len(fitting) - _SHOWN
+    listed = [f"{_name(offer)}, made for {offer.made_for}" for offer in fitting[:_SHOWN]]
+    say("drafters", *listed, *([f"{more} more: outrider models"] if more > 0 else []), "ngram: nothing to train")
+    source = ", ".join(prompts) if prompts else f"none given, so packaged ones are used ({', '.join(PACKAGED)})"
+    left_out = f"; {split.duplicates} left out, there twice" if split.duplicates else ""
+    counts = f"{len(split.train)} to train, {len(split.held_out)} held out, {len(split.test)} to test{left_out}"
+    say("prompts", source, counts)
+    say("written", str(recipe), *map(str, files.values()))
+    console.print("\nnext, in this order (stop where the speed is enough):")
+    for reason, command in commands(target, plan, fitting[:1], tested=len(split.test)):
+        console.print(f"\n# {reason}\n{command}")
+
+
+def _read(prompts: list[str] | None) -> list[Conversation]:
+    """The prompts, or packaged ones, those of one turn."""
+    from outrider.data.sources import iterate_prompts
+    from outrider.training.plan import PACKAGED
+
+    if prompts:
+        return [conversation for source in prompts for conversation in islice(iterate_prompts(source), _MOST)]
+    return [conversation.first_turns(1) for name in PACKAGED for conversation in iterate_prompts(name)]
+
+
+def _name(offer: Offer) -> str:
+    """What `--drafter` and `start_from` call it."""
+    if not isinstance(offer.drafter, Path):
+        return offer.drafter.repo
+    inside = offer.drafter.is_relative_to(PACKAGE / "models")
+    return f"models/{offer.drafter.name}" if inside else str(offer.drafter)
+
+
+def commands(target: str, plan: Plan, offers: list[Offer], tested: int) -> list[tuple[str, str]]:
+    """(reason, command) from the cheapest measurement to an export."""
+
+    def path(below: str) -> str:
+        return shlex.quote(str(plan.directory / below))
+
+    model, best = f"--target {shlex.quote(target)}", path("run/best")
+    few = f" --max-samples {_TESTED}" if tested > _TESTED else ""
+
+    def measure(drafter: str, out: str) -> str:
+        tests = f"--tasks {path('test.jsonl')}{few} --max-new-tokens 128"
+        return f"outrider eval {model} --drafter {drafter} {tests} --out {path(out)}"
+
+    found = [
+        (f"the drafter made for {offer.made_for}, as it is", measure(shlex.quote(_name(offer)), "eval-as-it-is"))
+        for offer in offers
+    ]
+    learns = "train it further" if plan.adapts else "train a drafter"
+    doctor = f"outrider doctor --quick {model} --drafter {best} --data {path('run/responses.jsonl')}"
+    calibrate = f"outrider calibrate {model} --drafter {best} --tasks {path('held_out.jsonl')} --max-new-tokens 128"
+    return [
+        ("copying from the text so far: nothing to train", measure("ngram", "eval-ngram")),
+        *found,
+        (f"if that is not enough, {learns} on this target's answers", f"outrider train {path('recipe.yaml')}"),
+        ("whether a mistake costs acceptance", doctor),
+        ("fit its confidences", calibrate),
+        ("what it is worth", measure(best, "eval")),
+        ("for an engine", f"outrider export {best} --to vllm --out {path('vllm')}"),
+    ]

@@ -1,0 +1,153 @@
+"""`outrider init`: the split, the recipe and the commands, for a toy fine-tune whose base has a drafter."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+import outrider.checkpoints.published as published
+import outrider.cli.init as init
+import outrider.cli.main as main
+import outrider.cli.train as train
+from outrider.checkpoints.checkpoint import add_metadata, load_checkpoint
+from outrider.data.chat import Chat, render
+from outrider.data.conversations import Conversation, content_id
+from outrider.data.sources import load_prompts
+from outrider.training.plan import Plan, prompt_tokens, split_prompts
+from outrider.training.recipe import Recipe, load_recipe
+from tests.toys.command_line import Run, check_error
+
+
+def conversations(count: int, start: int = 0) -> list[Conversation]:
+    """Different prompts with ids of their content."""
+    turns = [(f"What is {number} + 1?",) for number in range(start, start + count)]
+    return [Conversation(content_id(turn, ()), turn) for turn in turns]
+
+
+def write(place: Path, prompts: Sequence[str]) -> Path:
+    place.write_text("".join(json.dumps({"turns": [prompt]}) + "\n" for prompt in prompts))
+    return place
+
+
+@pytest.fixture
+def place(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with models/a, a drafter for the toy target, and mine/, a fine-tune of that target."""
+    shutil.copytree(toy / "drafter", tmp_path / "models" / "a")
+    add_metadata(tmp_path / "models" / "a", target=str(toy / "target"))
+    shutil.copytree(toy / "target", tmp_path / "mine")
+    (tmp_path / "mine" / "README.md").write_text(f"---\nbase_model: {toy / 'target'}\n---\n")
+    monkeypatch.setattr(published, "_places", lambda: [Path("models")])
+    for module in (init, train):
+        monkeypatch.setattr(module, "set_up", lambda threads: None)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_adding_prompts_moves_none() -> None:
+    before, after = split_prompts(conversations(60, start=20)), split_prompts(conversations(400)[::-1])
+    for name in ("train", "held_out", "test"):
+        known, now = set(getattr(before, name)), set(getattr(after, name))
+        assert known and known < now, name
+    shares = [len(part) / 400 for part in after[:3]]
+    assert shares == pytest.approx([0.7, 0.1, 0.2], abs=0.05)
+    assert sum(map(len, after[:3])) == 400 and after.duplicates == 0
+    again = split_prompts([*conversations(60, start=20), Conversation("other id", ("What is 20 + 1?",))])
+    assert again == before._replace(duplicates=1), "a copy is one by its content, and the first one's id stays"
+
+
+def test_every_part_has_a_prompt_and_every_prompt_an_id_of_its_own() -> None:
+    for start in range(30):
+        assert all(split_prompts(conversations(3, start))[:3])
+    with pytest.raises(ValueError, match="2 different prompts cannot be split into three parts"):
+        split_prompts(conversations(2) * 3)
+    same = [Conversation("a", (text,)) for text in ("one", "two", "three")]
+    ids = [conversation.id for part in split_prompts(same)[:3] for conversation in part]
+    assert sorted(ids) == sorted(content_id((text,), ()) for text in ("one", "two", "three"))
+
+
+def test_a_fine_tune_goes_on_from_the_drafter_of_its_base(place: Path, toy: Path, run: Run) -> None:
+    """Files, what is said, commands that their verbs read, and a recipe that trains."""
+    prompts = write(place / "prompts.jsonl", [f"Name {n} rivers." for n in range(30)] + ["Name 3 rivers."])
+    status, said, _ = run("init", "--target", "mine", "--prompts", prompts)
+    assert status == 0
+    files = {name: load_prompts(Path("runs/mine") / f"{name}.jsonl") for name in ("train", "held_out", "test")}
+    assert sorted(c.turns[0] for part in files.values() for c in part) == sorted(f"Name {n} rivers." for n in range(30))
+    for line in (
+        f"base      mine is a fine-tune of {toy / 'target'}\n",
+        f"drafters  models/a, made for {toy / 'target'}\n",
+        f"{len(files['train'])} to train, {len(files['held_out'])} held out, {len(files['test'])} to test; 1 left out",
+    ):
+        assert line in said
+    given = [shlex.split(line) for line in said.splitlines() if line.startswith("outrider ")]
+    assert [words[1] for words in given] == ["eval", "eval", "train", "doctor", "calibrate", "eval", "export"]
+    group: Any = get_command(main.app)
+    for _, name, *arguments in given:
+        group.resolve_command(group.context_class(group), [name])[1].make_context(name, arguments)
+    drafters = [words[words.index("--drafter") + 1] for words in given if "--drafter" in words]
+    assert drafters[:2] == ["ngram", "models/a"] and set(drafters[2:]) == {"runs/mine/run/best"}
+
+    recipe = load_recipe(Path("runs/mine/recipe.yaml"))
+    assert recipe.start_from == "models/a" and recipe.target == "mine" and recipe.out == "runs/mine/run"
+    short = ("optimizer.steps=2", "data.max_new_tokens=8", "data.held_out=1", "data.prompts=[{path: train.jsonl}]")
+    assert run("train", "runs/mine/recipe.yaml", *short, "watch.decode_tokens=4")[0] == 0
+    assert load_checkpoint("runs/mine/run/drafter").metadata["history"], "it went on from another"
+
+
+def test_nothing_is_written_over(place: Path, run: Run) -> None:
+    command = ("init", "--target", "mine", "--prompts", write(place / "p.jsonl", "abcdefgh"), "--out", "first")
+    assert run(*command)[0] == 0
+    Path("first/recipe.yaml").write_text("mine")
+    check_error(
+        run(*command), "first/recipe.yaml, first/train.jsonl, first/held_out.jsonl, first/test.jsonl: there already"
+    )
+    assert Path("first/recipe.yaml").read_text() == "mine"
+    assert run(*command, "--force")[0] == 0 and Path("first/recipe.yaml").read_text() != "mine"
+    check_error(run("init", "--target", "mine", "--prompts", "none.jsonl", "--out", "second"), "no prompt file")
+    assert not Path("second").exists()
+
+
+def test_without_prompts_packaged_ones_are_split_and_not_added_again(place: Path, run: Run) -> None:
+    status, said, _ = run("init", "--target", "mine", "--out", "first")
+    assert status == 0 and "none given, so packaged ones are used" in said
+    assert [source.path for source in load_recipe(Path("first/recipe.yaml")).data.prompts] == ["first/train.jsonl"]
+
+
+def recipe_of(plan: Plan) -> Recipe:
+    plan.directory.mkdir(exist_ok=True)
+    (plan.directory / "recipe.yaml").write_text(plan.recipe())
+    return load_recipe(plan.directory / "recipe.yaml")
+
+
+def test_the_recipe_follows_prompts_and_machine(toy: Path, tmp_path: Path) -> None:
+    chat = Chat.load(str(toy / "target"))
+    few, many = conversations(20), conversations(4000)
+    start = (str(toy / "drafter"), "base")
+
+    def made(prompts: Sequence[Conversation], **more: Any) -> Recipe:
+        return recipe_of(Plan(chat, tmp_path / "a: b", prompts, 5, **more))
+
+    adapted, fresh = made(few, start_from=start), made(few)
+    assert adapted.start_from == start[0] and fresh.start_from is None and fresh.drafter.algorithm == "dspark"
+    assert adapted.optimizer.steps < fresh.optimizer.steps and [s.limit for s in fresh.data.prompts] == [
+        None,
+        60,
+        60,
+        60,
+    ]
+    assert made(many, start_from=start).start_from is None, "enough for a drafter of its own"
+    assert made(many).optimizer.steps > fresh.optimizer.steps and len(made(many).data.prompts) == 1
+    assert made(few, gpu=True).data.max_minutes is None and made(few).data.max_minutes == 10
+    assert fresh.data.max_prompt_tokens + fresh.data.max_new_tokens <= chat.max_context
+
+
+def test_the_longest_prompt_counts_earlier_responses(toy: Path) -> None:
+    chat, turns, replies = Chat.load(str(toy / "target")), ("a first turn", "and more", "and again"), ["x" * 50] * 2
+    counted = prompt_tokens(chat, Conversation("c", turns), max_new_tokens=50)
+    assert counted == len(render(chat.tokenizer, turns, replies)), "a token per byte"
