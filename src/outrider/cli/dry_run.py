@@ -11,10 +11,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from outrider.api.drafter import DrafterChoice, recommended_threshold
 from outrider.backends.local import NO_SPECULATION, default_variants
 from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.cli.common import split_names
-from outrider.cli.drafter import DrafterChoice, recommended_threshold
 from outrider.data.regenerate import DataSection
 from outrider.data.responses import join_turns, read_responses
 from outrider.data.sources import load_tasks
