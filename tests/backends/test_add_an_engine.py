@@ -56,8 +56,8 @@ def test_the_guides_engine(
             "export", tmp_path / name, "--to", "forge", "--target", target, "--out", tmp_path / f"forge-{name}"
         )
 
-    check_error(export("reduced"), f"--to forge: draft_vocab_size {VD} and its tensor d2t have no place there")
-    check_error(export("eagle3"), "--to forge: no dialect there carries a eagle3 drafter; it reads dflash.")
+    check_error(export("reduced"), f"--to forge: draft_vocab_size {VD} has no place there")
+    check_error(export("eagle3"), "--to forge: it takes no eagle3 drafters: train one of dflash (drafter.algorithm).")
     status, shown, errors = export("drafter")
     assert status == 0, errors
     exported, gamma = tmp_path / "forge-drafter", 3

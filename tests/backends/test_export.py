@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,16 +15,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from outrider.backends.export import export_drafter, target_facts
-from outrider.backends.registry import engine_of, exporters
+from outrider.backends.export import export_drafter, refusals, target_facts
+from outrider.backends.registry import MARKS, engine_of, export_table, exporters
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
 from outrider.checkpoints.dialects.base import TargetFacts
 from outrider.cli.main import app
 from outrider.drafters.base import DraftCall, DrafterWeights
+from outrider.drafters.draft import Draft
 from outrider.drafters.eagle3 import Eagle3
+from outrider.drafters.registry import METHODS
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.training.setup import load_start
+from outrider.utils.tables import markdown_table
 from tests.toys.alignment import check_alignment
 from tests.toys.dialects import FACTS, VD, L, config_of, made
 from tests.toys.targets import randomise, toy_samples, toy_target
@@ -37,38 +41,90 @@ def facts_of(target: Target) -> TargetFacts:
     return TargetFacts("toys/target", ("LlamaForCausalLM",), L, target.embed_VD, target.head_VD)
 
 
-def drafts(checkpoint: Checkpoint, target: Target) -> list[list[int]]:
-    """Greedy drafts after contexts of three lengths."""
+def proposals(checkpoint: Checkpoint, target: Target, params: SamplingParams) -> list[Draft]:
+    """Drafts after contexts of three lengths."""
     drafter = checkpoint.serve(target)
-    found: list[list[int]] = []
+    found: list[Draft] = []
     for length, seed in ((9, 1), (1, 2), (14, 3)):
         generator = torch.Generator().manual_seed(seed)
         aux_TLD = 3 * torch.randn(length, len(drafter.aux_layers), 32, generator=generator)
         tokens: Sequence[int] = torch.randint(4, 97, (length + 1,), generator=generator).tolist()
         session = drafter.new_session(32)
         drafter.extend([session], [tokens[:-1]], aux_TLD)
-        params = SamplingParams()
         call = DraftCall(session, tokens[-1], params, SeenTokens(97), SeededSource(params.seed), None)
-        found.append(drafter.propose([call])[0].tokens)
+        found.append(drafter.propose([call])[0])
     return found
+
+
+def drafts(checkpoint: Checkpoint, target: Target) -> list[list[int]]:
+    """Greedy drafts after contexts of three lengths."""
+    return [draft.tokens for draft in proposals(checkpoint, target, SamplingParams())]
 
 
 @pytest.mark.parametrize(("engine", "method"), PAIRS)
 @torch.inference_mode()
 def test_an_export_drafts_as_its_source(tmp_path: Path, engine: str, method: str) -> None:
     target = toy_target("qwen3")
-    refused = engine in ("deepspec", "zlab") or method in ("mtp", "dflash2")
-    whole = refused or (engine, method) in (("sglang", "dflash"), ("llama.cpp", "dflash"))
-    changes: Change = {} if whole else {"draft_vocab_size": VD}
+    changes: Change = {} if method in engine_of(engine).whole_vocabulary else {"draft_vocab_size": VD}
     before = made(method, **changes)
     exported = export_drafter(before, engine_of(engine), tmp_path / "out", facts_of(target))
     after = load_checkpoint(tmp_path / "out")
     assert drafts(after, target) == drafts(before, target)
-    assert not exported.written.fallbacks or method == "medusa"
+    assert bool(exported.written.fallbacks) == (method == "medusa" or method in engine_of(engine).widens)
     card = (tmp_path / "out" / "README.md").read_text()
     assert all(command in card for command in exported.commands) and "base_model: toys/target" in card
     assert all(sentence in card for sentence in exported.written.fallbacks)
     assert str(tmp_path / "out") in " ".join(exported.commands)
+
+
+@pytest.mark.parametrize(
+    ("change", "own"),
+    [
+        ({}, ""),
+        ({"markov_head_type": "gated"}, "head embedding"),
+        ({"markov_head_type": "rnn", "confidence_head_with_markov": False}, ""),
+        ({"markov_rank": 0, "markov_head_type": "rnn", "enable_confidence_head": False}, "head"),
+    ],
+)
+@torch.inference_mode()
+def test_a_widened_drafter_drafts_as_before(tmp_path: Path, change: Change, own: str) -> None:
+    """Tokens, their distributions and confidences; what could not be drafted has a probability of exactly 0."""
+    target = toy_target("qwen3")
+    before = made("dspark", own, draft_vocab_size=VD, **change)
+    export_drafter(before, engine_of("deepspec"), tmp_path / "out", facts_of(target), dtype=torch.float32)
+    after = load_checkpoint(tmp_path / "out")
+    assert after.weights.draft_ids_Vd is None and after.config.markov_rank == before.config.markov_rank + 1
+    ids = before.weights.draft_ids_Vd
+    assert ids is not None
+    params = SamplingParams(temperature=2.0, seed=5)
+    for old, new in zip(proposals(before, target, params), proposals(after, target, params), strict=True):
+        assert new.tokens == old.tokens
+        torch.testing.assert_close(torch.tensor(new.confidences), torch.tensor(old.confidences))
+        for node, siblings in old.siblings.items():
+            row_V = new.siblings[node].row()
+            torch.testing.assert_close(row_V, siblings.row())
+            assert not row_V.index_fill(0, ids, 0.0).any()
+
+
+@pytest.mark.parametrize("method", [method.name for method in METHODS])
+def test_the_table_of_engines_says_what_exports_do(method: str) -> None:
+    headings, *rows = export_table()
+    cells = dict(zip(headings, next(row for row in rows if row[0] == method), strict=True))
+    for reduced in (False, True):
+        change: Change = {"draft_vocab_size": VD} if reduced else {}
+        reasons = refusals(made(method, **change).weights.folded(), FACTS)
+        assert list(reasons) == headings[1:]
+        for engine, reason in reasons.items():
+            able = cells[engine] != "-" and not (reduced and "*" in cells[engine])
+            assert able == (reason is None), (engine, reason)
+            if reason is not None:
+                assert re.fullmatch(rf"--to {engine}: .*: train .*drafter\.\w+.*\.", reason), reason
+
+
+def test_the_table_of_engines_is_in_the_documentation() -> None:
+    headings, *rows = export_table()
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text(encoding="utf-8")
+    assert "\n".join(markdown_table(headings, rows, text=headings)) in page
 
 
 OWN = {"eagle3": "head", "dspark": "head embedding", "medusa": "heads", "mtp": "head embedding", "hydra": "embedding"}
@@ -139,24 +195,17 @@ MIXED: Change = {
     "is_causal": None,
 }
 UNSERVED: list[tuple[str, str, Change, str]] = [
-    ("vllm", "hydra", {}, "no dialect there carries a hydra drafter; it reads dflash, dflash2, dspark, eagle3, medusa"),
-    ("vllm", "mtp", {}, "no dialect there carries a mtp drafter"),
-    ("vllm", "dspark", {"markov_head_type": "rnn"}, "markov_head_type 'rnn' is not served there, only 'vanilla'"),
+    ("vllm", "hydra", {}, "it takes no hydra drafters: train one of dflash, .*As it is, Outrider alone serves it"),
+    ("vllm", "dspark", {"markov_head_type": "rnn"}, "'rnn' is not served .* --to sglang, deepspec, speculators, or"),
     ("vllm", "dspark", {"markov_rank": 0, "confidence_head_with_markov": False}, "markov_rank 0 has no place"),
     ("llama.cpp", "dspark", {"markov_head_type": "gated"}, "markov_head_type 'gated' is not served there"),
     ("llama.cpp", "dspark", {"target_layer_ids": (0, 2, 4)}, r"target_layer_ids \[0, 2, 4\] reach the last layer"),
     ("llama.cpp", "dspark", {"confidence_head_with_markov": False}, "confidence_head_with_markov false has no place"),
-    ("llama.cpp", "dflash", {"draft_vocab_size": VD}, "its tensor d2t have no place there"),
-    ("llama.cpp", "dflash2", {"draft_vocab_size": VD}, "its tensor d2t have no place there"),
+    ("llama.cpp", "dflash", {"draft_vocab_size": VD}, "40 has no place .* drafter.draft_vocab_size=null"),
     ("llama.cpp", "dflash2", {"selector_top_k": 6}, "selector_top_k 6 does not fit; its selector keeps 42 numbers"),
     ("vllm", "dflash", {"sample_from_anchor": True}, "sample_from_anchor true is not served there"),
-    ("vllm", "dflash2", {"draft_vocab_size": VD}, "draft_vocab_size 40 has no place"),
-    ("speculators", "dflash2", {"draft_vocab_size": VD}, "draft_vocab_size 40 has no place"),
-    ("sglang", "dflash2", {"draft_vocab_size": VD}, "draft_vocab_size 40 and its tensor d2t have no place there"),
-    ("sglang", "dflash", {"draft_vocab_size": VD}, "draft_vocab_size 40 and its tensor d2t have no place there"),
-    ("zlab", "dflash2", {"draft_vocab_size": VD}, "draft_vocab_size 40 and its tensor d2t have no place there"),
-    ("zlab", "dflash", {"draft_vocab_size": VD}, "draft_vocab_size 40 and its tensor d2t have no place there"),
-    ("deepspec", "dflash2", {}, "no dialect there carries a dflash2 drafter; it reads dspark, dflash"),
+    ("sglang", "dspark", {"markov_rank": 0, "confidence_head_with_markov": False}, "markov_rank 0 has no place"),
+    ("deepspec", "dspark", {"sample_from_anchor": False}, "sample_from_anchor false is not heeded there"),
     ("sglang", "dspark", {"sample_from_anchor": False}, "sample_from_anchor false is not served there"),
     ("sglang", "eagle3", {"norm_output": True}, "norm_output true has no place"),
     ("sglang", "eagle3", {"target_layer_ids": (0, 1)}, r"target_layer_ids \[0, 1\] must be three"),
@@ -170,12 +219,9 @@ UNSERVED: list[tuple[str, str, Change, str]] = [
     ("sglang", "dspark", {"is_causal": True}, "is_causal True is not heeded there"),
     ("vllm", "dflash", MIXED, r"is_causal null .* would become true for all layers.*--to zlab"),
     ("vllm", "dflash", {"final_logit_softcapping": 3.0}, "final_logit_softcapping are not heeded there"),
-    ("vllm", "dflash", {"final_logit_softcapping": 3.0}, "final_logit_softcapping are not heeded there"),
     ("llama.cpp", "dflash", MIXED, "is_causal null .* has no place there"),
     ("deepspec", "dspark", MIXED, "is_causal must be false"),
     ("speculators", "dflash", {"is_causal": True}, "is_causal true has no place in the speculators dialect"),
-    ("zlab", "dspark", {}, "no dialect there carries a dspark drafter; it reads dflash"),
-    ("deepspec", "dspark", {"draft_vocab_size": VD}, "draft_vocab_size must be the target's"),
 ]
 
 
@@ -199,16 +245,23 @@ def test_llama_cpp_is_given_no_tensors_of_the_targets(tmp_path: Path) -> None:
         reduced.tensors["lm_head.weight"], FACTS.head_VH[made("dspark", draft_vocab_size=VD).weights.draft_ids_Vd]
     )
     assert "embed_tokens.weight" not in reduced.tensors
-    for method, own in (("dspark", "embedding"), ("dflash", "head")):
-        with pytest.raises(ValueError, match="of the drafter's own have no place there"):
-            engine.write(made(method, own).weights.folded(), FACTS)
+
+
+@pytest.mark.parametrize("engine", ["llama.cpp", "sglang", "zlab"])
+def test_engines_that_take_the_targets_head_and_embedding_refuse_other_ones(tmp_path: Path, engine: str) -> None:
+    for own in ("embedding", "head"):
+        with pytest.raises(ValueError, match=r"of the drafter's own .* --to vllm, speculators, or serve"):
+            export_drafter(made("dflash", own), engine_of(engine), tmp_path / own, FACTS)
+    copies = replace(made("dflash").weights, head_VdH=FACTS.head_VH.clone(), embedding_VH=FACTS.embedding_VH.clone())
+    export_drafter(Checkpoint(copies), engine_of(engine), tmp_path / "copies", FACTS)
 
 
 def test_every_head_has_an_engine_or_a_dialect(tmp_path: Path) -> None:
     """SGLang and DeepSpec know the gated and the recurrent head, which vLLM and llama.cpp do not."""
+    tied = replace(FACTS, head_VH=FACTS.embedding_VH)
     for kind in ("gated", "rnn"):
         for engine in ("sglang", "deepspec", "speculators"):
-            export_drafter(made("dspark", markov_head_type=kind), engine_of(engine), tmp_path / kind / engine, FACTS)
+            export_drafter(made("dspark", markov_head_type=kind), engine_of(engine), tmp_path / kind / engine, tied)
 
 
 def test_sglang_finds_the_block_in_its_section_and_at_the_top() -> None:
@@ -227,7 +280,10 @@ def test_the_commands(tmp_path: Path) -> None:
     assert words[:4] == ["VLLM_USE_V2_MODEL_RUNNER=1", "vllm", "serve", "org/target"]
     assert json.loads(words[-1]) == {"method": "dspark", "model": "my drafter", "num_speculative_tokens": 4}
     assert "--speculative-algorithm DSPARK --speculative-dspark-block-size 4" in commands["sglang"]
-    assert "--target-model-dir TARGET" in commands["llama.cpp"]
+    assert "hf download org/target" in commands["llama.cpp"] and "--target-model-dir TARGET" in commands["llama.cpp"]
+    local = engine_of("llama.cpp").serve(made("dspark").weights.folded(), "my drafter", str(tmp_path))
+    assert f"convert_hf_to_gguf.py {tmp_path} " in local[0] and f"--target-model-dir {tmp_path} " in local[1]
+    assert "TARGET" not in " ".join(local) and "hf download" not in " ".join(local)
     assert "--spec-type draft-dspark --spec-draft-n-max 4" in commands["llama.cpp"]
     eagle = engine_of("sglang").serve(made("eagle3").weights.folded(), "d", "t")[0]
     assert "--speculative-algorithm EAGLE3 --speculative-num-steps 4" in eagle and "draft-tokens 5" in eagle
@@ -308,7 +364,23 @@ def test_a_targets_facts_come_from_its_files(toy: Path) -> None:
     assert torch.equal(facts.head_VH, model.get_output_embeddings().weight)
 
 
-def test_the_commands_line(tmp_path: Path, toy: Path) -> None:
+def test_without_an_engine_export_shows_who_takes_the_drafter(tmp_path: Path, toy: Path) -> None:
+    save_drafter(replace(made("dspark", draft_vocab_size=VD), metadata={"target": str(toy)}), tmp_path / "d")
+    shown = CliRunner().invoke(app, ["export", str(tmp_path / "d")], env={"COLUMNS": "80"})
+    assert shown.exit_code == 0, shown.exception
+    table, answers = shown.output.split(MARKS)
+    assert all(len(line.rstrip()) <= 80 for line in table.splitlines())
+    assert re.search(r"dspark +speculators +DeepSpec\+ +DeepSpec +- +DeepSpec\+ +speculators", table)
+    able, unable = [engine.name for engine in exporters() if engine.name != "zlab"], "--to zlab: it takes no dspark"
+    assert all(f"--to {name} --out OUT writes {tmp_path / 'd'}" in answers for name in able) and unable in answers
+    half = CliRunner().invoke(app, ["export", str(tmp_path / "d"), "--to", "vllm"])
+    assert "--to ENGINE and --out OUT go together" in str(half.exception)
+    save_drafter(replace(made("dspark"), metadata={"target": str(tmp_path / "moved")}), tmp_path / "e")
+    gone = CliRunner().invoke(app, ["export", str(tmp_path / "e")])
+    assert f"{tmp_path / 'e'} names this target: give another with --target." in str(gone.exception)
+
+
+def test_the_commands_line(tmp_path: Path, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = CliRunner()
     save_drafter(replace(made("eagle3"), metadata={"target": str(toy), "step": 3}), tmp_path / "d")
     out = tmp_path / "out"
@@ -338,6 +410,12 @@ def test_the_commands_line(tmp_path: Path, toy: Path) -> None:
     (out / "outrider.json").unlink()
     verifier = ["export", str(out), "--to", "sglang", "--out", str(tmp_path / "y")]
     assert runner.invoke(app, verifier).exit_code == 0, "speculators' verifier names the target, as inspect says"
+    monkeypatch.chdir(tmp_path)
+    for engine in exporters():
+        made_for = "eagle3" if "eagle3" in engine.dialects else "dflash" if "dflash" in engine.dialects else "dspark"
+        save_drafter(made(made_for), tmp_path / "any")
+        local = runner.invoke(app, ["export", "any", "--to", engine.name, "--out", engine.name, "--target", toy.name])
+        assert str(toy) in local.output, "a target of a relative path is named by its directory"
 
 
 def test_inspect_says_what_it_can_of_what_it_does_not_know(tmp_path: Path, toy: Path) -> None:

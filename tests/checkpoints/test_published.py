@@ -50,6 +50,7 @@ def test_auto_offers_what_a_dialect_reads() -> None:
     """Every entry's architecture is asked of the readers; `algorithm` must be one that the dialect carries."""
     carried = {dialect.name: set(dialect.methods) for dialect in dialects() if dialect.name != "Outrider"}
     carried["z-lab"] = {"dflash", "dflash2"}  # two dialects of one name
+    carried["DeepSpec"] |= {"dflash"}  # as DSpark without heads
     for entry in PUBLISHED:
         if entry.obstacle is None:
             assert entry.dialect is not None and entry.algorithm in carried[entry.dialect], entry.repo

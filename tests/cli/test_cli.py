@@ -76,7 +76,7 @@ VERBS = {
     "bench-table": ["DIRECTORIES", "--out"],
     "models": ["TARGET"],
     "simulate": ["--record", "--traces", "--profile", "--validate", "--thinking"],
-    "package": ["DRAFTER", "--dtype", "--results", "--license"],
+    "package": ["DRAFTER", "--out", "--target", "--dtype", "--results", "--license"],
     "demo": ["--out", "--eval-samples"],
     "prepare": ["--target", "--prompts", "--out", "--recipe", "--base-url", "--thinking", "--max-minutes"],
     "inspect": ["PATH", "--target", "--row", "--limit", "--html"],

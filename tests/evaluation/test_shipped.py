@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from outrider.target.model import load_target
 from tests.toys.command_line import Run, check_error
 from tests.toys.dialects import released_medusa
 from tests.toys.shipped import TRAINED, tasks_file, trained
+from tests.toys.target_directory import save_toy_target
 from tests.toys.targets import randomise, toy_config, toy_target
 
 
@@ -219,7 +221,7 @@ def test_package_writes_a_card_of_what_was_measured(run: Run, toy: Path, tmp_pat
     assert run(*command, "--max-new-tokens", 8, "--temperature", 1, "--out", tmp_path / "e2")[0] == 0
     files = [tmp_path / name / "results.json" for name in ("e1", "e2")]
     found = run(
-        "package", drafter, out, "--results", files[0], "--results", files[1], "--source", "poems of one word",
+        "package", drafter, "--out", out, "--results", files[0], "--results", files[1], "--source", "poems of one word",
         "--license", "apache-2.0", "--confidence-threshold", 0.25,
     )  # fmt: skip
     assert found[0] == 0, found[2]
@@ -246,22 +248,34 @@ def test_package_writes_a_card_of_what_was_measured(run: Run, toy: Path, tmp_pat
     assert str(tmp_path) not in card and str(toy) not in card, "no paths of this machine"
     generated = run("generate", "hi", "--target", toy / "target", "--max-new-tokens", 4)
     assert generated[0] == 0 and "drafter models/toy-dspark" in generated[2]
-    assert run("package", out, out)[0] == 0 and "chat" not in (out / "README.md").read_text()
+    assert run("package", out, "--out", out)[0] == 0 and "chat" not in (out / "README.md").read_text()
+    shutil.copytree(toy / "target", tmp_path / "published")
+    renamed = run(
+        "package", drafter, "--out", out, "--target", tmp_path / "published", "--results", files[0],
+    )  # fmt: skip
+    assert renamed[0] == 0, renamed[2]
+    assert read_metadata(out)["target"] == str(tmp_path / "published")
+    assert (out / "README.md").read_text().count("--target published") == 3, "generate, eval, and the measurement"
 
 
 def test_package_refuses_what_it_cannot_vouch_for(run: Run, toy: Path, tmp_path: Path) -> None:
     drafter, out = trained(toy, tmp_path / "d"), tmp_path / "out"
-    elsewhere = released_medusa(tmp_path / "medusa", 97)
-    check_error(run("package", elsewhere, out), "was made elsewhere; package a drafter that outrider train wrote")
-    check_error(run("package", toy / "drafter", out), "outrider.json has no target, recipe, step")
-    check_error(run("package", drafter, out, "--dtype", "int8"), "--dtype int8 is not one of bfloat16, float32")
-    check_error(run("package", drafter, out, "--results", tmp_path / "no.json"), "no.json; give results.json")
+    other = released_medusa(tmp_path / "medusa", 97)
+    check_error(run("package", other, "--out", out), "was made elsewhere; package a drafter that outrider train wrote")
+    check_error(run("package", toy / "drafter", "--out", out), "outrider.json has no target, recipe, step")
+    save_toy_target(tmp_path / "deeper", layers=6)
+    deeper = run("package", drafter, "--out", out, "--target", tmp_path / "deeper")
+    check_error(deeper, "this drafter was made for another target: num_target_layers is")
+    check_error(run("package", drafter, "--out", out, "--dtype", "int8"), "int8 is not one of bfloat16, float32")
+    check_error(run("package", drafter, "--out", out, "--results", tmp_path / "no"), "no; give results.json")
     (tmp_path / "bad.json").write_text('{"tasks": 3}')
-    check_error(run("package", drafter, out, "--results", tmp_path / "bad.json"), "is not a results.json")
-    check_error(run("package", drafter, out, "--confidence-threshold", 2), "threshold=2.0 must be in [0, 1]")
+    bad = run("package", drafter, "--out", out, "--results", tmp_path / "bad.json")
+    check_error(bad, "is not a results.json")
+    unsure = run("package", drafter, "--out", out, "--confidence-threshold", 2)
+    check_error(unsure, "threshold=2.0 must be in [0, 1]")
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"meow")
-    check_error(run("package", drafter, tmp_path / "photos"), "holds something other than a drafter")
+    check_error(run("package", drafter, "--out", tmp_path / "photos"), "holds something other than a drafter")
     assert (tmp_path / "photos" / "cat.jpg").is_file() and not out.exists()
 
 

@@ -150,12 +150,13 @@ def test_drafters_of_other_makers_are_launched_and_their_types_told(toy: Path, t
 
 
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
-    ("vllm", "eagle3", {}, "not load eagle3 drafters in the dialect Outrider, only in speculators or EAGLE-3: export"),
+    ("vllm", "eagle3", {}, "eagle3 drafters are not loaded in the dialect Outrider, only in speculators or EAGLE-3"),
     ("vllm", "medusa", {}, r"in the dialect Outrider, only in Medusa: export it first .outrider export DIR --to vllm"),
-    ("vllm", "mtp", {}, "no dialect there carries a mtp drafter"),
+    ("vllm", "mtp", {}, "vllm: it takes no mtp drafters"),
     ("vllm", "dspark", {"markov_head_type": "rnn"}, "markov_head_type 'rnn' is not served there"),
-    ("sglang", "dflash", {"draft_vocab_size": VD}, "draft_vocab_size 40 and its tensor d2t have no place there"),
-    ("sglang", "medusa", {}, "no dialect there carries a medusa drafter"),
+    ("sglang", "dflash", {"draft_vocab_size": VD}, "sglang: draft_vocab_size 40 has no place there"),
+    ("sglang", "dspark", {"draft_vocab_size": VD}, "draft_vocab_size 40 has no place there: export it first"),
+    ("sglang", "medusa", {}, "sglang: it takes no medusa drafters"),
     ("llama.cpp", "dspark", {}, r"reads GGUF files, not .*--engine-drafter D\.gguf"),
     ("llama.cpp", "hydra", {}, "llama.cpp has no drafters of kind hydra"),
 ]

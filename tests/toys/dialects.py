@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,12 @@ from outrider.checkpoints.checkpoint import Checkpoint, load_weights
 from outrider.checkpoints.dialects.base import ExportedCheckpoint, TargetFacts
 from outrider.checkpoints.dialects.medusa import MedusaDialect
 from outrider.drafters.base import DrafterWeights
-from outrider.drafters.dflash import DFlashConfig
 from outrider.drafters.dflash2 import DFlash2Config
 from outrider.drafters.eagle3 import Eagle3Config
 from outrider.drafters.hydra import HydraConfig
 from outrider.drafters.medusa import MedusaConfig
 from outrider.drafters.mtp import MTPConfig
+from outrider.drafters.peagle import PEagleConfig
 from outrider.drafters.registry import method_of
 from tests.toys.targets import randomise, toy_config
 
@@ -57,8 +56,9 @@ def config_of(method: str, **changes: Any) -> Any:
     if method == "dflash2":
         shared = {name: value for name, value in changes.items() if name not in DFLASH2_SIZES}
         return DFlash2Config(**{**vars(toy_config(False, **shared)), **DFLASH2_SIZES, **changes})
-    if method == "eagle3":
-        return Eagle3Config(**{**SHAPES, "target_layer_ids": (0, 1, 3), "gamma": 4, **changes})
+    if method in ("eagle3", "peagle"):
+        eagle = Eagle3Config if method == "eagle3" else PEagleConfig
+        return eagle(**{**SHAPES, "target_layer_ids": (0, 1, 3), "gamma": 4, **changes})
     if method == "mtp":
         return MTPConfig(**{**SHAPES, "target_layer_ids": (L - 1,), "gamma": 3, "qk_norm": True, **changes})
     heads = HydraConfig if method == "hydra" else MedusaConfig
@@ -132,19 +132,6 @@ def assert_same(found: DrafterWeights, expected: DrafterWeights) -> None:
         mine, theirs = getattr(found, name), getattr(expected, name)
         assert (mine is None) == (theirs is None), name
         assert mine is None or torch.equal(mine, theirs), name
-
-
-def stored_as(parts: DrafterWeights, method: str, **fields: Any) -> DrafterWeights:
-    """What a reader must find of parts that a writer changed on purpose: another method, or the target's tensors."""
-    config = replace(parts.config) if method == parts.algorithm else _dspark_without_heads(parts.config)
-    module = method_of(method).module(config)
-    module.load_state_dict(parts.tensors)
-    return replace(parts, module=module, **fields)
-
-
-def _dspark_without_heads(config: DFlashConfig) -> Any:
-    none = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
-    return method_of("dspark").config(**{**asdict(config), **none})
 
 
 def reread(directory: Path) -> DrafterWeights:

@@ -192,7 +192,7 @@ class DrafterChoice:
             elif parts.algorithm in engine.dialects:  # what --engine-drafter names was made of it
                 engine.limits(parts, embedding_factor(target))
         except ValueError as error:
-            raise ValueError(f"--launch with the drafter {self.directory}: {error}") from error
+            raise ValueError(f"--launch with the drafter {self.directory}: {engine.name}: {error}") from error
         return Speculation.of(parts, file or str(self.directory))
 
 

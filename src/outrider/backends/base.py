@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from outrider.checkpoints.dialects.base import Dialect, ExportedCheckpoint, TargetFacts
+from outrider.checkpoints.dialects.deepspec import widened
 from outrider.drafters.base import DrafterWeights
 from outrider.engine.batch import Output, Request, StepRecord
 
@@ -111,6 +112,8 @@ class ExternalEngine:
     Attributes:
         dialects: by method, the checkpoint dialect in which a drafter is exported for it.
         also_reads: by method, a further dialect that it loads as its maker wrote it.
+        whole_vocabulary: methods whose drafters it serves with the target's whole vocabulary only.
+        widens: methods of which the same holds, and whose drafters are given the whole vocabulary on export.
         scales_embeddings: methods whose drafters are given embeddings with the factor that the target multiplies
             them by (Gemma's).
         calibration: what becomes of a DSpark drafter's calibrated confidences, the end of a sentence.
@@ -125,6 +128,8 @@ class ExternalEngine:
     name: ClassVar[str]
     dialects: ClassVar[Mapping[str, Dialect]] = {}
     also_reads: ClassVar[Mapping[str, Dialect]] = {}
+    whole_vocabulary: ClassVar[Collection[str]] = ()
+    widens: ClassVar[Collection[str]] = ()
     scales_embeddings: ClassVar[Collection[str]] = ()
     calibration: ClassVar[str] = "reads them as they are"
     method_names: ClassVar[Mapping[str, str]] = {}
@@ -139,7 +144,8 @@ class ExternalEngine:
         """What the engine does without in serving this drafter, a sentence each.
 
         Raises:
-            ValueError: it cannot serve the drafter; the message names the field.
+            ValueError: it cannot serve the drafter; the message names the field and what to train instead. Callers
+                put the engine's name before it.
         """
         return []
 
@@ -193,16 +199,22 @@ class ExternalEngine:
             factor: by which the target multiplies its embeddings.
 
         Raises:
-            ValueError: it has no such method, or cannot serve this drafter; the message names the field.
+            ValueError: it has no such method, or cannot serve this drafter; the message is as that of `check`.
         """
-        name = parts.algorithm
+        name, config = parts.algorithm, parts.config
         if name not in self.dialects:
-            able = ", ".join(self.dialects)
-            raise ValueError(f"--to {self.name}: no dialect there carries a {name} drafter; it reads {able}.")
+            raise ValueError(
+                f"it takes no {name} drafters: train one of {', '.join(self.dialects)} (drafter.algorithm)."
+            )
         if factor != 1.0 and name not in self.scales_embeddings and name not in _READ_NO_EMBEDDING:
             raise ValueError(
-                f"--to {self.name}: input_embedding_scale {factor:g} has no place there: the target multiplies "
-                f"embeddings by it, the drafter was trained with that, and its {name} would not be given it."
+                f"input_embedding_scale {factor:g} has no place there: the target multiplies embeddings by it, the "
+                f"drafter was trained with that, and its {name} would not be given it."
+            )
+        if name in self.whole_vocabulary and config.draft_vocab_size != config.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size {config.draft_vocab_size} has no place there; its {name} drafts from all "
+                f"{config.vocab_size} tokens: train with drafter.draft_vocab_size=null."
             )
         return self.check(parts)
 
@@ -210,28 +222,40 @@ class ExternalEngine:
         """Whether a checkpoint can be given to the engine as it is; `factor` as in `limits`.
 
         Raises:
-            ValueError: it cannot serve this drafter, or must have it in another dialect.
+            ValueError: it cannot serve this drafter, or must have it exported; the message is as that of `check`.
         """
         self.limits(parts, factor)
         name = parts.algorithm
         known = [each.name for each in (self.dialects[name], self.also_reads.get(name)) if each is not None]
+        first = f"export it first (outrider export DIR --to {self.name} --out OUT)."
         if dialect.name not in known:
             raise ValueError(
-                f"{self.name} does not load {name} drafters in the dialect {dialect.name}, only in "
-                f"{' or '.join(known)}: export it first (outrider export DIR --to {self.name} --out OUT)."
+                f"{name} drafters are not loaded in the dialect {dialect.name}, only in {' or '.join(known)}: {first}"
             )
+        if name in self.widens and parts.draft_ids_Vd is not None:
+            raise ValueError(f"draft_vocab_size {parts.config.draft_vocab_size} has no place there: {first}")
         self.check_dialect(parts, dialect)
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         """The checkpoint that the engine loads.
 
         Raises:
-            ValueError: it has no such method, or cannot serve this drafter; the message names the field.
+            ValueError: it has no such method, or cannot serve this drafter; the message names engine and field.
         """
-        left_out = self.limits(parts, 1.0 if target is None else target.embedding_scale)
-        dialect = self.dialects[parts.algorithm]
-        self.check_dialect(parts, dialect)
-        written = self.finish(dialect.write(parts, target))
+        try:
+            left_out = self.limits(parts, 1.0 if target is None else target.embedding_scale)
+            dialect = self.dialects[parts.algorithm]
+            self.check_dialect(parts, dialect)
+            if parts.algorithm in self.widens and parts.draft_ids_Vd is not None:
+                parts = widened(parts)
+                left_out = [
+                    f"d2t, which {self.name} does not read: the draft vocabulary is the target's there, and tokens "
+                    f"outside it have a probability of 0, by column {parts.config.markov_rank} of the sequential head.",
+                    *left_out,
+                ]
+            written = self.finish(dialect.write(parts, target))
+        except ValueError as error:
+            raise ValueError(f"--to {self.name}: {error}") from error
         return replace(written, fallbacks=[*written.fallbacks, *left_out])
 
 
@@ -243,36 +267,42 @@ _READ_NO_EMBEDDING = ("medusa",)
 # ----------------------------------------------------------------------------
 
 
-def check_vanilla_head(engine: str, parts: DrafterWeights) -> None:
+def check_sequential_head(parts: DrafterWeights) -> None:
+    """Refuse DSpark without a sequential head.
+
+    Raises:
+        ValueError: the drafter has none.
+    """
+    if parts.algorithm == "dspark" and parts.config.markov_rank == 0:
+        raise ValueError(
+            "markov_rank 0 has no place there; its DSpark needs a sequential head: train with drafter.markov_rank=64."
+        )
+
+
+def check_vanilla_head(parts: DrafterWeights) -> None:
     """Refuse DSpark without the vanilla sequential head, the first of three and the only one served there.
 
     Raises:
         ValueError: the drafter has another one, or none.
     """
-    if parts.algorithm != "dspark":
-        return
-    config = parts.config
-    if config.markov_rank == 0:
-        raise ValueError(f"--to {engine}: markov_rank 0 has no place there; its DSpark needs a sequential head.")
-    if config.markov_head_type != "vanilla":
+    check_sequential_head(parts)
+    if parts.algorithm == "dspark" and parts.config.markov_head_type != "vanilla":
         raise ValueError(
-            f"--to {engine}: markov_head_type {config.markov_head_type!r} is not served there, only 'vanilla': train "
-            "with that head, or serve with Outrider."
+            f"markov_head_type {parts.config.markov_head_type!r} is not served there: train with "
+            "drafter.markov_head_type=vanilla."
         )
 
 
-def check_whole_vocabulary(engine: str, parts: DrafterWeights) -> None:
-    """Refuse DFlash and DFlash 2 with a draft vocabulary of their own.
+def check_targets_vocabulary(parts: DrafterWeights) -> None:
+    """Refuse an LM head or embedding of the drafter's own, where the target's are taken whatever the checkpoint has.
 
     Raises:
         ValueError: the drafter has one.
     """
-    config = parts.config
-    if parts.algorithm in ("dflash", "dflash2") and config.draft_vocab_size != config.vocab_size:
+    if parts.head_VdH is not None or parts.embedding_VH is not None:
         raise ValueError(
-            f"--to {engine}: draft_vocab_size {config.draft_vocab_size} and its tensor d2t have no place there; its "
-            f"{parts.algorithm} drafts from the target's whole vocabulary, {config.vocab_size}: train with that, or "
-            "serve with Outrider."
+            "lm_head.weight and embed_tokens.weight of the drafter's own have no place there, where the target's are "
+            "taken: train a drafter here, whose head and embedding are the target's."
         )
 
 

@@ -1,7 +1,7 @@
 """Packages that exchange drafters and serve no HTTP: z-lab's dflash 0.1.0, DeepSpec, the speculators library 0.9.0.
 
 --to zlab           dflash, dflash2                               z-lab
---to deepspec       dspark, dflash                                DeepSpec
+--to deepspec       dspark                                        DeepSpec
 --to speculators    dflash, dflash2, dspark, eagle3, mtp          speculators
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 
-from outrider.backends.base import ExternalEngine, check_whole_vocabulary
+from outrider.backends.base import ExternalEngine, check_targets_vocabulary
 from outrider.backends.vllm import VLLM
 from outrider.checkpoints.dialects.deepspec import DeepSpec
 from outrider.checkpoints.dialects.speculators import Speculators
@@ -22,11 +22,11 @@ class ZLabPackage(ExternalEngine):
 
     name = "zlab"
     dialects = {"dflash": ZLab(), "dflash2": ZLab2()}
-    scales_embeddings = tuple(dialects)
+    whole_vocabulary = scales_embeddings = tuple(dialects)
     over_http = False
 
     def check(self, parts: DrafterWeights) -> list[str]:
-        check_whole_vocabulary(self.name, parts)
+        check_targets_vocabulary(parts)
         return []
 
     def serve(self, parts: DrafterWeights, directory: str, target: str) -> list[str]:
@@ -34,19 +34,24 @@ class ZLabPackage(ExternalEngine):
 
 
 class DeepSpecCode(ExternalEngine):
-    """DeepSpec's repository, whose eval.py decodes its benchmarks."""
+    """DeepSpec's repository, whose eval.py decodes its benchmarks: every row of a block drafts, the anchor's too."""
 
     name = "deepspec"
-    dialects = dict.fromkeys(("dspark", "dflash"), DeepSpec())
+    dialects = {"dspark": DeepSpec()}
+    widens = ("dspark",)
     over_http = False
 
     def check(self, parts: DrafterWeights) -> list[str]:
         if parts.config.is_causal is not False:
             raise ValueError(
-                "--to deepspec: is_causal must be false; rows of its blocks see each other in both directions."
+                "is_causal must be false; rows of its blocks see each other in both directions: train with "
+                "drafter.is_causal=false."
             )
-        if parts.draft_ids_Vd is not None:
-            raise ValueError("--to deepspec: draft_vocab_size must be the target's; its classes have no d2t.")
+        if not parts.config.sample_from_anchor:
+            raise ValueError(
+                "sample_from_anchor false is not heeded there; its blocks draft from the anchor: train with "
+                "drafter.sample_from_anchor=true."
+            )
         return []
 
     def serve(self, parts: DrafterWeights, directory: str, target: str) -> list[str]:
@@ -61,6 +66,7 @@ class SpeculatorsLibrary(ExternalEngine):
 
     name = "speculators"
     dialects = dict.fromkeys(Speculators.methods, Speculators())
+    whole_vocabulary = ("dflash2", "mtp")
     over_http = False
 
     def serve(self, parts: DrafterWeights, directory: str, target: str) -> list[str]:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outrider.backends.base import ExternalEngine
+from outrider.backends.registry import exporters
 from outrider.checkpoints.checkpoint import Checkpoint, write_files
 from outrider.checkpoints.describe import spoken
 from outrider.checkpoints.dialects.base import MOST_LAYERS, ExportedCheckpoint, Fields, TargetFacts
@@ -127,15 +128,42 @@ def export_drafter(
     """
     if out.exists():
         raise ValueError(f"{out} exists: export to a new directory.")
-    parts = checkpoint.weights.folded(dtype)
-    check_target(parts, target)
-    written = engine.write(parts, target)
+    parts = to_export(checkpoint, target, dtype)
+    try:
+        written = engine.write(parts, target)
+    except ValueError as error:
+        able = [name for name, reason in refusals(parts, target).items() if reason is None]
+        named = f"export it --to {', '.join(able)}, or serve it with Outrider" if able else "Outrider alone serves it"
+        raise ValueError(f"{error} As it is, {named}.") from error
     written.fallbacks.extend(_unread(checkpoint.metadata, engine, parts.algorithm))
     commands = engine.serve(parts, str(out), target.name_or_path)
     card = model_card(out.resolve().name, parts, written, engine=engine, target=target, commands=commands, dtype=dtype)
     with atomic_directory(out) as staging:
         write_files(staging, written, dtype, metadata=checkpoint.metadata, card=card)
     return Exported(written, commands)
+
+
+def to_export(checkpoint: Checkpoint, target: TargetFacts, dtype: torch.dtype = torch.float32) -> DrafterWeights:
+    """A drafter's weights in `dtype`, without what is only a copy of the target's tensors.
+
+    Raises:
+        ValueError: the target is another one.
+    """
+    parts = checkpoint.weights.folded(dtype)
+    check_target(parts, target)
+    return parts.without_copies(target.head_VH, target.embedding_VH)
+
+
+def refusals(parts: DrafterWeights, target: TargetFacts) -> dict[str, str | None]:
+    """By engine, why `parts` cannot be exported for it; None: they can."""
+    found: dict[str, str | None] = {}
+    for engine in exporters():
+        try:
+            engine.write(parts, target)
+            found[engine.name] = None
+        except ValueError as error:
+            found[engine.name] = str(error)
+    return found
 
 
 def _unread(metadata: Mapping[str, Any], engine: ExternalEngine, method: str) -> list[str]:

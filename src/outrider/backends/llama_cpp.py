@@ -12,6 +12,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from outrider.backends.base import (
@@ -21,8 +22,8 @@ from outrider.backends.base import (
     MetricNames,
     Speculation,
     causal_in_sliding_layers_alone,
+    check_targets_vocabulary,
     check_vanilla_head,
-    check_whole_vocabulary,
 )
 from outrider.checkpoints.dialects.base import ExportedCheckpoint
 from outrider.checkpoints.dialects.deepspec import DeepSpec
@@ -35,6 +36,7 @@ class LlamaCpp(ExternalEngine):
 
     name = "llama.cpp"
     dialects = {"dflash": ZLab(), "dflash2": ZLab2(), "dspark": DeepSpec()}
+    whole_vocabulary = ("dflash", "dflash2")
     scales_embeddings = ("dflash", "dflash2", "dspark")
     calibration = "reads no confidences unless it is told to (--spec-draft-p-min), and then as they are"
     method_names = {
@@ -49,32 +51,31 @@ class LlamaCpp(ExternalEngine):
 
     def check(self, parts: DrafterWeights) -> list[str]:
         """See `ExternalEngine`; its loaders take a lone embedding for the head too."""
-        check_vanilla_head(self.name, parts)
+        check_vanilla_head(parts)
+        check_targets_vocabulary(parts if parts.draft_ids_Vd is None else replace(parts, head_VdH=None))
         config = parts.config
-        if parts.embedding_VH is not None or (parts.head_VdH is not None and parts.draft_ids_Vd is None):
-            raise ValueError(
-                "--to llama.cpp: lm_head.weight and embed_tokens.weight of the drafter's own have no place there, but "
-                "for the head of a reduced vocabulary: serve it with Outrider."
-            )
         if max(config.target_layer_ids) >= config.num_target_layers - 1:
             raise ValueError(
-                f"--to llama.cpp: target_layer_ids {list(config.target_layer_ids)} reach the last layer, whose output "
-                "its graphs do not give: choose earlier layers."
+                f"target_layer_ids {list(config.target_layer_ids)} reach the last layer, whose output its graphs do "
+                "not give: train with earlier ones (drafter.target_layer_ids)."
             )
         if getattr(config, "enable_confidence_head", False) and not config.confidence_head_with_markov:
-            raise ValueError("--to llama.cpp: confidence_head_with_markov false has no place in its confidence head.")
+            raise ValueError(
+                "confidence_head_with_markov false has no place in its confidence head: train with "
+                "drafter.confidence_head_with_markov=true."
+            )
         if causal_in_sliding_layers_alone(parts):
             raise ValueError(
-                "--to llama.cpp: is_causal null (sliding layers alone) has no place there; it has one answer for all "
-                "layers: train with true or false, or serve with Outrider."
+                "is_causal null (sliding layers alone) has no place there; it has one answer for all layers: train "
+                "with drafter.is_causal=false or true."
             )
-        check_whole_vocabulary(self.name, parts)
         if parts.algorithm == "dflash2":
             pairs = config.selector_top_k * (config.selector_top_k + 1)
             if pairs > config.hidden_size:
                 raise ValueError(
-                    f"--to llama.cpp: selector_top_k {config.selector_top_k} does not fit; its selector keeps {pairs} "
-                    f"numbers a position in a row of hidden_size {config.hidden_size}."
+                    f"selector_top_k {config.selector_top_k} does not fit; its selector keeps {pairs} numbers a "
+                    f"position in a row of hidden_size {config.hidden_size}: train with a smaller "
+                    "drafter.selector_top_k."
                 )
         return []
 
@@ -85,12 +86,14 @@ class LlamaCpp(ExternalEngine):
         return replace(written, tensors={name: t for name, t in written.tensors.items() if name not in dropped})
 
     def serve(self, parts: DrafterWeights, directory: str, target: str) -> list[str]:
-        """See `ExternalEngine`; its converter takes the tokenizer from the target's directory, not from a hub id."""
+        """See `ExternalEngine`; its converter takes the target's directory, not a hub id."""
+        local, quoted = Path(target).is_dir(), shlex.quote(target)
+        where = quoted if local else "TARGET"
+        download = [] if local else [f"# TARGET: the directory that this prints: hf download {quoted}"]
         return [
-            "# TARGET: the target's Hugging Face directory; a hub id is downloaded with: hf download "
-            + shlex.quote(target),
-            "python convert_hf_to_gguf.py TARGET --outtype f16 --outfile target.gguf",
-            f"python convert_hf_to_gguf.py {shlex.quote(directory)} --target-model-dir TARGET --outtype f16 "
+            *download,
+            f"python convert_hf_to_gguf.py {where} --outtype f16 --outfile target.gguf",
+            f"python convert_hf_to_gguf.py {shlex.quote(directory)} --target-model-dir {where} --outtype f16 "
             "--outfile drafter.gguf",
             shlex.join(["llama-server", "-m", "target.gguf", *self._flags(Speculation.of(parts, "drafter.gguf"))]),
         ]

@@ -8,6 +8,7 @@ from outrider.backends.llama_cpp import LlamaCpp
 from outrider.backends.openai import OpenAICompatible
 from outrider.backends.sglang import SGLang
 from outrider.backends.vllm import VLLM
+from outrider.drafters.registry import METHODS
 
 _SERVERS: tuple[ExternalEngine, ...] = (
     VLLM(),
@@ -31,6 +32,21 @@ def exporters() -> list[ExternalEngine]:
 def servers() -> list[ExternalEngine]:
     """The engines that serve over HTTP (`--backend`)."""
     return [engine for engine in ENGINES if engine.over_http]
+
+
+MARKS = "*: with the whole vocabulary only (drafter.draft_vocab_size=null). +: a reduced one is widened on export."
+
+
+def export_table() -> list[list[str]]:
+    """The dialect in which each engine is given each method's drafters, with `MARKS`, headings first; "-": in none."""
+    rows = [["drafter", *(engine.name for engine in exporters())]]
+    for method in METHODS:
+        cells = []
+        for engine in exporters():
+            mark = "*" * (method.name in engine.whole_vocabulary) + "+" * (method.name in engine.widens)
+            cells.append(engine.dialects[method.name].name + mark if method.name in engine.dialects else "-")
+        rows.append([method.name, *cells])
+    return rows
 
 
 def engine_of(name: str) -> ExternalEngine:

@@ -26,7 +26,8 @@ from outrider.backends.base import (
     Launch,
     MetricNames,
     Speculation,
-    check_whole_vocabulary,
+    check_sequential_head,
+    check_targets_vocabulary,
 )
 from outrider.checkpoints.dialects.base import ExportedCheckpoint
 from outrider.checkpoints.dialects.deepspec import DeepSpec
@@ -51,6 +52,8 @@ class SGLang(ExternalEngine):
 
     name = "sglang"
     dialects = {"dflash": ZLab(), "dflash2": ZLab2(), "dspark": DeepSpec(), "eagle3": Eagle3Dialect()}
+    whole_vocabulary = ("dflash", "dflash2")
+    widens = ("dspark",)
     scales_embeddings = ("dflash", "dflash2", "dspark")
     calibration = (
         "reads the file that outrider calibrate --export-sglang DIR writes (--speculative-dspark-confidence-sts-path)"
@@ -68,27 +71,27 @@ class SGLang(ExternalEngine):
         if parts.algorithm == "eagle3":
             for name in (*FLAGS, "qk_norm"):
                 if getattr(config, name):
-                    raise ValueError(f"--to sglang: {name} true has no place in its EAGLE-3 model.")
+                    raise ValueError(f"{name} true has no place in its EAGLE-3 model: train without it.")
             if len(config.target_layer_ids) != 3:
                 raise ValueError(
-                    f"--to sglang: target_layer_ids {list(config.target_layer_ids)} must be three; its EAGLE-3 fuses "
-                    "three."
+                    f"target_layer_ids {list(config.target_layer_ids)} must be three; its EAGLE-3 fuses three: train "
+                    "with three (drafter.target_layer_ids)."
                 )
             return []
+        check_sequential_head(parts)
+        check_targets_vocabulary(parts)
         if parts.algorithm == "dspark" and not config.sample_from_anchor:
             raise ValueError(
-                "--to sglang: sample_from_anchor false is not served there; its DSpark blocks draft from the anchor."
+                "sample_from_anchor false is not served there; its DSpark blocks draft from the anchor: train with "
+                "drafter.sample_from_anchor=true."
             )
         if any(pattern.causal != (pattern.window is not None) for pattern in config.attention_patterns):
             raise ValueError(
-                f"--to sglang: is_causal {config.is_causal} is not heeded there; block rows see those after them "
-                "in layers without a window, and only there: train like that, or serve with Outrider."
+                f"is_causal {config.is_causal} is not heeded there; block rows see those after them in layers without "
+                "a window, and only there: train like that (drafter.is_causal)."
             )
         if not config.plain_logits:
-            raise ValueError(
-                "--to sglang: whether output_multiplier and final_logit_softcapping are heeded is not known."
-            )
-        check_whole_vocabulary(self.name, parts)
+            raise ValueError("whether output_multiplier and final_logit_softcapping are heeded is not known.")
         return []
 
     def finish(self, written: ExportedCheckpoint) -> ExportedCheckpoint:

@@ -44,6 +44,7 @@ class VLLM(ExternalEngine):
         **dict.fromkeys(("dflash", "dflash2", "dspark", "eagle3"), Speculators()),
         "medusa": MedusaDialect(),
     }
+    whole_vocabulary = ("dflash2",)
     also_reads = {"dflash": ZLab(), "dflash2": ZLab2(), "dspark": DeepSpec(), "eagle3": Eagle3Dialect()}
     method_names = {
         **{name: name for name in ("dflash", "dspark", "eagle3", "medusa", "ngram")},
@@ -54,15 +55,16 @@ class VLLM(ExternalEngine):
     request_fields = {"return_token_ids": True, "repetition_penalty": 1.0, **NO_PENALTIES}
 
     def check(self, parts: DrafterWeights) -> list[str]:
-        check_vanilla_head(self.name, parts)
+        check_vanilla_head(parts)
         if parts.algorithm == "dflash" and parts.config.sample_from_anchor:
             raise ValueError(
-                "--to vllm: sample_from_anchor true is not served there; its DFlash drafts from masks alone."
+                "sample_from_anchor true is not served there; its DFlash drafts from masks alone: train with "
+                "drafter.sample_from_anchor=false."
             )
         if parts.algorithm == "dflash" and not parts.config.plain_logits:
             raise ValueError(
-                "--to vllm: output_multiplier and final_logit_softcapping are not heeded there; its DFlash drafts with "
-                "the head's own logits: serve it with Outrider, llama.cpp or z-lab's package."
+                "output_multiplier and final_logit_softcapping are not heeded there; its DFlash drafts with the head's "
+                "own logits."
             )
         if getattr(parts.config, "layer_types", ()):
             return ["vLLM mixes sliding and full layers in its model runner V2 alone (VLLM_USE_V2_MODEL_RUNNER=1)."]
@@ -79,7 +81,7 @@ class VLLM(ExternalEngine):
         causal_sliding = parts.algorithm != "dspark" and causal_in_sliding_layers_alone(parts)
         if dialect.name == "speculators" and causal_sliding:
             raise ValueError(
-                "vllm: is_causal null (sliding layers alone) would become true for all layers in speculators' dialect; "
+                "is_causal null (sliding layers alone) would become true for all layers in speculators' dialect; "
                 "z-lab's is the one that vLLM reads right (outrider export DIR --to zlab --out OUT)."
             )
 

@@ -116,6 +116,9 @@ def write_files(
     """The files of a checkpoint, into a directory that is there."""
     config = {**written.config, "dtype": dtype_name(dtype)}
     tensors = {name: tensor.contiguous() for name, tensor in written.tensors.items()}
+    names = {tensor.data_ptr(): name for name, tensor in tensors.items()}
+    # safetensors refuses tensors that share memory, as embedding and LM head of a tied target do.
+    tensors = {name: t if names[t.data_ptr()] == name else t.clone() for name, t in tensors.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (directory / METADATA).write_text(_metadata_text(metadata))

@@ -7,45 +7,67 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
 from outrider.cli.options import DRAFTS, EXPORTERS, FILES, MODELS, option
 from outrider.utils.packaged import packaged
+from outrider.utils.tables import terminal_table
 
 _DTYPES = ("bfloat16", "float16", "float32")
+DrafterDirectory = Annotated[Path, typer.Argument(help="drafter directory, in any dialect")]
+CheckpointTarget = Annotated[str | None, option(MODELS, "id or directory; the one that the files name by default")]
 
 
 def export_command(
-    drafter: Annotated[Path, typer.Argument(help="drafter directory, in any dialect")],
+    drafter: DrafterDirectory,
     *,
-    to: Annotated[str, option(FILES, EXPORTERS)],
-    out: Annotated[Path, option(FILES, "a new directory")],
+    to: Annotated[str | None, option(FILES, EXPORTERS, metavar="ENGINE")] = None,
+    out: Annotated[Path | None, option(FILES, "a new directory")] = None,
     dtype: Annotated[str, option(FILES, "of the weights: float32, bfloat16 or float16")] = "float32",
-    target: Annotated[str | None, option(MODELS, "id or directory; the one that the files name by default")] = None,
+    target: CheckpointTarget = None,
 ) -> None:
-    """Write a drafter for an engine, with the command that serves it."""
+    """Write a drafter for an engine, with the command that serves it.
+
+    Without --to and --out, show which engines take which drafters, and whether they take this one.
+    """
     import torch
 
-    from outrider.backends.export import export_drafter, target_facts
-    from outrider.backends.registry import engine_of
+    from outrider.backends.export import export_drafter, refusals, target_facts, to_export
+    from outrider.backends.registry import MARKS, engine_of, export_table
     from outrider.checkpoints.checkpoint import load_checkpoint, read_config, read_metadata
     from outrider.checkpoints.describe import named_target
 
     if dtype not in _DTYPES:
         raise ValueError(f"--dtype {dtype} is not one of {', '.join(_DTYPES)}.")
-    engine = engine_of(to)
-    if out.exists():
+    if (to is None) != (out is None):
+        raise ValueError("--to ENGINE and --out OUT go together; without both, the engines that take it are shown.")
+    engine = None if to is None else engine_of(to)
+    if out is not None and out.exists():
         raise ValueError(f"--out {out} exists: export to a new directory.")
     drafter = packaged(drafter, "models")
     raw, _ = read_config(drafter)
     named = target or named_target(raw, read_metadata(drafter))
+    console = Console(highlight=False, soft_wrap=True)
+    if engine is None:
+        headings, *rows = export_table()
+        console.print(terminal_table(headings, rows, text=headings, box=SIMPLE_HEAD, padding=(0, 1, 0, 0)))
+        console.print(f"{MARKS}\n")
     if named is None:
         raise ValueError(f"{drafter} does not say which target it is for: name it with --target.")
     kind = getattr(torch, dtype)
-    facts = target_facts(named, kind)
+    try:
+        facts = target_facts(named, kind)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}{'' if target else f' {drafter} names this target: give another with --target.'}"
+        ) from error
     checkpoint = load_checkpoint(drafter, num_target_layers=facts.num_layers)
+    if engine is None or out is None:
+        for name, reason in refusals(to_export(checkpoint, facts, kind), facts).items():
+            console.print(reason or f"--to {name} --out OUT writes {drafter} for it.", markup=False)
+        return
     exported = export_drafter(checkpoint, engine, out, target=facts, dtype=kind)
-    console = Console(highlight=False, soft_wrap=True)
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     console.print(f"{out}: {size:.1f} MB, {len(exported.written.tensors)} tensors", markup=False)
     for sentence in exported.written.fallbacks:
@@ -58,9 +80,9 @@ _PACKAGE_DTYPES = ("bfloat16", "float32")
 
 
 def package_command(
-    drafter: Annotated[Path, typer.Argument(help="drafter directory")],
-    out: Annotated[Path, typer.Argument(help="where to; its name is the model's. May be DRAFTER itself")],
+    drafter: DrafterDirectory,
     *,
+    out: Annotated[Path, option(FILES, "where to; its name is the model's. May be DRAFTER itself")],
     dtype: Annotated[str, option(FILES, "of the weights on disk: bfloat16 or float32")] = "bfloat16",
     results: Annotated[list[Path] | None, option("Model card", "results.json of outrider eval; repeatable")] = None,
     source: Annotated[list[str] | None, option("Model card", "a source of training prompts; repeatable")] = None,
@@ -68,15 +90,21 @@ def package_command(
     confidence_threshold: Annotated[
         float | None, option(DRAFTS, "threshold that outrider generate uses by default")
     ] = None,
+    target: CheckpointTarget = None,
 ) -> None:
-    """Write a drafter to ship, with a model card made from measurements."""
+    """Write a drafter to ship, with a model card made from measurements.
+
+    --target names the target anew, as where it was trained from a directory and is on the hub now.
+    """
     import torch
 
+    from outrider.backends.export import check_target, target_facts
     from outrider.checkpoints.checkpoint import load_checkpoint, save_drafter
     from outrider.checkpoints.dialects.base import UnknownDepth
     from outrider.evaluation.model_card import model_card
     from outrider.evaluation.results import Results
     from outrider.scheduling.policies import ThresholdPolicy
+    from outrider.target.hub import canonical_id
 
     if dtype not in _PACKAGE_DTYPES:
         raise ValueError(f"--dtype {dtype} is not one of {', '.join(_PACKAGE_DTYPES)}.")
@@ -85,8 +113,10 @@ def package_command(
             f"{out} holds something other than a drafter ({', '.join(lost[:3])}) and would be replaced; choose another "
             "place."
         )
+    drafter = packaged(drafter, "models")
+    facts = None if target is None else target_facts(target, torch.float32)
     try:
-        checkpoint = load_checkpoint(drafter)
+        checkpoint = load_checkpoint(drafter, num_target_layers=None if facts is None else facts.num_layers)
     except UnknownDepth as error:
         raise ValueError(
             f"{drafter} was made elsewhere; package a drafter that outrider train wrote. To write it for an engine: "
@@ -96,6 +126,13 @@ def package_command(
         recommended = {"confidence_threshold": ThresholdPolicy(confidence_threshold).threshold}
         checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, "recommended": recommended})
     measured = [Results.load(path) for path in results or []]
+    if facts is not None:
+        check_target(checkpoint.weights, facts)
+        before = canonical_id(str(checkpoint.metadata.get("target")))
+        for one in measured:
+            if canonical_id(str(one.settings.get("target"))) == before:
+                one.settings["target"] = facts.name_or_path
+        checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, "target": facts.name_or_path})
     card = model_card(
         checkpoint,
         name=out.resolve().name,

@@ -72,7 +72,8 @@ class _Verbs(LazyGroup):
         Listed("Use", "export", "Write a drafter for an engine, with the command that serves it.",
                function="checkpoints.export_command", example=f"outrider export {_SHIPPED} --to vllm --out runs/vllm"),
         Listed("Use", "package", "Write a drafter to ship, with a model card made from measurements.",
-               function="checkpoints.package_command", example=f"outrider package {_SHIPPED} runs/smollm2-135m-dspark"),
+               function="checkpoints.package_command",
+               example=f"outrider package {_SHIPPED} --out runs/smollm2-135m-dspark"),
         Listed("Train", "demo", "Generate responses, train and evaluate a small drafter, in under ten minutes.",
                function="experiment.demo", example="outrider demo"),
         Listed("Train", "init", "Look at a model and prompts; write a recipe and say what to run.",
@@ -96,7 +97,7 @@ class _Verbs(LazyGroup):
                function="evaluate.doctor", example=f"outrider doctor --target {SMOLLM2} --drafter {_SHIPPED}"),
         Listed("Measure", "calibrate", "Fit confidences to acceptance; of medusa and hydra, measure accuracies.",
                function="calibrate.calibrate_command",
-               example=f"outrider package {_SHIPPED} mine\n"
+               example=f"outrider package {_SHIPPED} --out mine\n"
                f"outrider calibrate --target {SMOLLM2} --drafter mine --tasks eval_math"),
         Listed("Measure", "profile", "Measure the cost of a step on this machine, for load-aware policies.",
                function="calibrate.profile_command",

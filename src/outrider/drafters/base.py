@@ -232,10 +232,16 @@ class DrafterWeights:
             ValueError: the drafter is made for embeddings multiplied by another factor than this target's.
         """
         check_embedding_scale(self.embedding_scale, target.embed_scale, target.name)
-        rows_VdH = target.head_VD if self.draft_ids_Vd is None else target.head_VD[self.draft_ids_Vd.to(target.device)]
-        head = None if _equal(self.head_VdH, rows_VdH) else self.head_VdH
-        embedding_VH = None if _equal(self.embedding_VH, target.embed_VD) else self.embedding_VH
-        return replace(self, head_VdH=head, embedding_VH=embedding_VH)
+        return self.without_copies(target.head_VD, target.embed_VD)
+
+    def without_copies(self, head_VH: Tensor, embedding_VH: Tensor) -> DrafterWeights:
+        """Without a head and an embedding that are only copies of these, the target's."""
+        rows_VdH = head_VH if self.draft_ids_Vd is None else head_VH[self.draft_ids_Vd.to(head_VH.device)]
+        return replace(
+            self,
+            head_VdH=None if _equal(self.head_VdH, rows_VdH) else self.head_VdH,
+            embedding_VH=None if _equal(self.embedding_VH, embedding_VH) else self.embedding_VH,
+        )
 
     def check(self) -> None:
         """The draft ids fit the config.

@@ -5,18 +5,27 @@
 
 SpecForge writes `DSparkDraftModel` and keeps the block and the heads in `dflash_config`, where SGLang looks first.
 `markov_rank: 0` without a confidence head is DeepSpec's spelling of DFlash; it is read as what it is, a DSpark
-drafter without heads. Source: DSpark, arXiv 2607.05147, and its checkpoints.
+drafter without heads. `d2t` of a reduced draft vocabulary is ours and llama.cpp's: DeepSpec and SGLang have none, and
+`widened` makes a drafter for them. Source: DSpark, arXiv 2607.05147, its checkpoints and code; SGLang's dspark.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from outrider.checkpoints.dialects.base import WIDEST, ExportedCheckpoint, Fields, Source, TargetFacts
+from outrider.checkpoints.dialects.base import (
+    WIDEST,
+    ExportedCheckpoint,
+    Fields,
+    Source,
+    TargetFacts,
+    module_of,
+)
 from outrider.checkpoints.dialects.blocks import (
     BlockFields,
     check_plain_logits,
@@ -27,7 +36,6 @@ from outrider.checkpoints.dialects.blocks import (
     write_vocabulary,
 )
 from outrider.drafters.base import DrafterWeights
-from outrider.drafters.dflash import DFlashConfig
 from outrider.drafters.dspark import DSparkConfig
 
 
@@ -58,18 +66,12 @@ def write_heads(config: DSparkConfig) -> dict[str, Any]:
     }
 
 
-def as_dspark(config: DFlashConfig) -> DSparkConfig:
-    """A DFlash drafter as a DSpark drafter without heads, which drafts the same; a DSpark drafter as it is."""
-    without = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
-    return DSparkConfig(**{**without, **asdict(config)})
-
-
 class DeepSpec:
     """DSpark as DeepSpec publishes it."""
 
     name = "DeepSpec"
     spelling = "Qwen3DSparkModel"
-    methods: tuple[str, ...] = (DSparkConfig.algorithm, DFlashConfig.algorithm)
+    methods: tuple[str, ...] = (DSparkConfig.algorithm,)
 
     def reads(self, raw: Mapping[str, Any]) -> bool:
         named = raw.get("architectures") or []
@@ -92,7 +94,7 @@ class DeepSpec:
 
     def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
         """With a target, embedding and head are written too: DeepSpec's own loader has them as parameters."""
-        config = as_dspark(parts.config)
+        config = parts.config
         check_plain_logits(config, self.name)
         fields = {
             **write_backbone(config),
@@ -105,3 +107,58 @@ class DeepSpec:
             **write_heads(config),
         }
         return ExportedCheckpoint(fields, write_vocabulary(with_target_tensors(parts, target)))
+
+
+# ----------------------------------------------------------------------------
+# A DSpark drafter of a reduced draft vocabulary over the target's whole one.
+#
+#     logits_k = U_k + W2 l_k                  U_k, W2: rows of all V tokens; l_k has one more entry, which is always 1
+#     W2[i] = [W2[i], 0]       a token that could be drafted: its logit is what it was
+#     W2[j] = [0, -2^14]       another one: softmax gives it a probability of exactly 0, since exp(-104) is 0 in float32
+#
+# The entry is 1 as W1[x] = 1 in a vanilla head, as W1[x] = 1 behind a gate of sigmoid(100) = 1 in a gated one, and as
+# tanh(100) = 1 in a recurrent one; all of these and 2^14 are exact in bfloat16 and float16, too. Tokens, their
+# probabilities and their confidences are those of the drafter before. Shapes: V target vocab, Vd draft vocab, H draft
+# hidden, r rank.
+# ----------------------------------------------------------------------------
+
+_LOWER, _SATURATED = 2.0**14, 100.0
+_HEAD, _CONFIDENCE = "markov_head.", "confidence_head.proj.weight"
+
+
+def widened(parts: DrafterWeights) -> DrafterWeights:
+    """A DSpark drafter whose draft vocabulary is the target's and that drafts as `parts`, whose vocabulary is reduced.
+
+    The sequential head gets a rank more, or rank 1 where there is none; an LM head of the drafter's own gets rows of
+    zeros.
+    """
+    ids_Vd, config, old = parts.draft_ids_Vd, parts.config, parts.tensors
+    assert ids_Vd is not None, "the whole vocabulary cannot be widened"
+    r, V, H = config.markov_rank, config.vocab_size, config.hidden_size
+    new = {name: tensor for name, tensor in old.items() if not name.startswith(_HEAD)}
+    like = old["fc.weight"]
+    w1_Vr, w2_Vr = like.new_ones(V, r + 1), like.new_zeros(V, r + 1)
+    w2_Vr[:, r] = -_LOWER
+    w2_Vr[ids_Vd, r] = 0
+    if r:
+        w1_Vr[:, :r] = old[_HEAD + "markov_w1.weight"]
+        w2_Vr[ids_Vd, :r] = old[_HEAD + "markov_w2.weight"]
+    new |= {_HEAD + "markov_w1.weight": w1_Vr, _HEAD + "markov_w2.weight": w2_Vr}
+    if _HEAD + "gate_proj.weight" in old:  # reads [hidden state, embedding]
+        weight, bias = like.new_zeros(r + 1, H + r + 1), like.new_full((r + 1,), _SATURATED)
+        weight[:r, : H + r], bias[:r] = old[_HEAD + "gate_proj.weight"], old[_HEAD + "gate_proj.bias"]
+        new |= {_HEAD + "gate_proj.weight": weight, _HEAD + "gate_proj.bias": bias}
+    if _HEAD + "joint_proj.weight" in old:  # [state, embedding, hidden state] -> [gate, candidate, output]
+        weight, bias = like.new_zeros(3, r + 1, 2 * (r + 1) + H), like.new_full((3, r + 1), _SATURATED)
+        kept = [*range(r), *range(r + 1, 2 * r + 1), *range(2 * r + 2, 2 * r + 2 + H)]
+        weight[:, :r, kept] = old[_HEAD + "joint_proj.weight"].view(3, r, 2 * r + H)
+        bias[:, :r] = old[_HEAD + "joint_proj.bias"].view(3, r)
+        new |= {_HEAD + "joint_proj.weight": weight.flatten(0, 1), _HEAD + "joint_proj.bias": bias.flatten()}
+    if config.enable_confidence_head and config.confidence_head_with_markov:  # reads [hidden state, embedding]
+        new[_CONFIDENCE] = torch.cat([old[_CONFIDENCE], like.new_zeros(1, 1)], dim=-1)
+    head_VH = parts.head_VdH
+    if head_VH is not None:
+        head_VH = like.new_zeros(V, H).index_copy(0, ids_Vd, head_VH)
+    kind = config.markov_head_type if r else "vanilla"
+    config = replace(config, draft_vocab_size=V, markov_rank=r + 1, markov_head_type=kind)
+    return replace(parts, module=module_of(config, new, Source("widened")), draft_ids_Vd=None, head_VdH=head_VH)
