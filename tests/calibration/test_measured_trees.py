@@ -103,6 +103,8 @@ def test_a_measured_shape_is_never_worse_by_its_own_measure() -> None:
     assert all(mine >= default for _, mine, default in found) and any(mine > default for _, mine, default in found)
     assert found[0][1] == pytest.approx(expected_length(best_tree(accuracy, 4), accuracy))
     assert [nodes for nodes, _, _ in expected_lengths([[0.5] * 10])] == [4, 8], "one head has ten candidates"
+    few = expected_lengths(accuracy)  # three ranks a head: the default tree has no more
+    assert [nodes for nodes, _, _ in few] == [4, 8, 16, 32] and few[0][1] == found[0][1]
 
 
 def test_all_prompts_are_read_before_any_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

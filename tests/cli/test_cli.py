@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -384,6 +385,15 @@ def test_mistakes_in_prompts_and_targets(run: Run, toy: Path, tmp_path: Path) ->
     check_error(run("generate", "hi", *target, "--top-p", 0), "top_p=0.0 must be in (0, 1]")
     check_error(run("generate", "x" * 300, *target), "reads 256")
     check_error(run("generate", "hi", "--target", tmp_path), "without config.json")
+    config, toy_config = tmp_path / "config.json", json.loads((toy / "target" / "config.json").read_text())
+    for text, message in (
+        ("{", "config.json: not valid JSON"),
+        ("{}", "config.json is no config of a model that transformers knows: Unrecognized model"),
+        (json.dumps({**toy_config, "hidden_size": "x"}), "knows: Validation error for field 'hidden_size'"),
+    ):
+        config.write_text(text)
+        check_error(run("generate", "hi", "--target", tmp_path, "--drafter", "ngram"), message)
+        check_error(run("bench", "--target", tmp_path, "--tasks", "eval_math", "--out", tmp_path / "out"), message)
     check_error(run("generate", "hi", *target, "--max-new-tokens", 0), "--max-new-tokens")
 
 

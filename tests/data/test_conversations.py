@@ -109,6 +109,10 @@ def test_a_directory_with_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
     other = data_set(tmp_path / "texts", [{"text": "a"}])
     with pytest.raises(ValueError, match="has the columns text; conversations are looked for in messages"):
         load_prompts(other)
+    (tmp_path / "blank").mkdir()
+    (tmp_path / "blank" / "a.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="blank' has no rows; of a directory, give a JSONL file"):
+        load_prompts(tmp_path / "blank")
     with pytest.raises(ValueError, match=r"no data set .*with a split 'dev'.*JSONL file"):
         load_prompts(f"hf:{folder}:dev")
 

@@ -278,5 +278,9 @@ def test_training_uses_a_finished_file_as_it_is(zygote: Zygote, toy: Path, serve
     plain.chat_template = str(plain.chat_template) + " "
     with pytest.raises(ValueError, match="another chat template"):
         existing_responses(responses, Target(served.model, plain, served.name))
+    untold = tmp_path / "untold.jsonl"
+    untold.write_text(responses.read_text().replace("chat_template_sha256", "other_sha256", 1))
+    with pytest.raises(ValueError, match=r"untold\.jsonl does not say with which chat template"):
+        existing_responses(untold, Target(served.model, served.tokenizer, served.name))
     with pytest.raises(ValueError, match="another target"):
         existing_responses(responses, Target(served.model, served.tokenizer, "other"))

@@ -220,6 +220,13 @@ def test_long_names_that_differ_at_their_ends() -> None:
         compare(pair)
 
 
+def test_a_directory_counts_once(run: Run) -> None:
+    """Given twice it would be taken for two seeds."""
+    shipped = SHIPPED / "shipped-greedy"
+    assert run("compare", shipped)[0] == 0
+    check_error(run("compare", shipped, f"other={shipped}/"), "shipped-greedy is given twice")
+
+
 def test_a_directory_may_have_an_equals_sign(tmp_path: Path) -> None:
     directory = save(results("a"), tmp_path / "lr=1" / "eval")
     assert load_results(str(directory)).label == "a"

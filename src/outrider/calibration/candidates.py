@@ -128,11 +128,16 @@ def _ranks(logits_NVd: Tensor, true_N: Tensor, draft_ids_Vd: Tensor | None) -> T
 
 
 def expected_lengths(accuracy: Sequence[Sequence[float]]) -> list[tuple[int, float, float]]:
-    """(nodes, expected accepted drafts of the tree chosen by `accuracy`, and of the default tree) for several sizes."""
+    """(nodes, expected accepted drafts of the tree chosen by `accuracy`, and of the default tree) for several sizes.
+
+    The default tree has no more ranks of a head than were measured.
+    """
     paths = sum(accumulate((len(row) for row in accuracy), operator.mul))
+    assumed = assumed_accuracy(len(accuracy), ranks=max(map(len, accuracy)))
+    assumed = [default[: len(row)] for default, row in zip(assumed, accuracy, strict=True)]
     found = []
     for nodes in (size for size in SIZES if size <= paths):
-        trees = (best_tree(table, nodes) for table in (accuracy, assumed_accuracy(len(accuracy))))
+        trees = (best_tree(table, nodes) for table in (accuracy, assumed))
         mine, default = (expected_length(tree, accuracy) for tree in trees)
         found.append((nodes, mine, default))
     return found

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -213,8 +213,6 @@ def bench_command(
     dry_run: Annotated[bool, rare(GENERAL, "only say what it would take: time, memory, disk", "--dry-run")] = False,
 ) -> None:
     """Put load on an engine, ours or another: throughput against user speed."""
-    from transformers import AutoConfig
-
     from outrider.backends.base import Launch
     from outrider.backends.local import KNOWN, NO_SPECULATION, engine_config
     from outrider.backends.openai import Endpoint
@@ -232,7 +230,7 @@ def bench_command(
     from outrider.loadtest.load import mixed_prompts
     from outrider.loadtest.metrics import Frontier, Journal, Sla
     from outrider.loadtest.sweep import Sweep, Workload, check_levels, run_workload
-    from outrider.target.hub import resolve_model
+    from outrider.target.hub import model_config, resolve_model
     from outrider.utils.distributed import join
 
     if backend not in kinds():
@@ -306,7 +304,7 @@ def bench_command(
                     f"--backend mlx decodes with a trained drafter, not with {choice.kind}: give its directory."
                 )
             # mlx-lm computes in the type that the model is stored in.
-            stored = AutoConfig.from_pretrained(resolve_model(target)).get_text_config().dtype
+            stored: Any = model_config(resolve_model(target)).get_text_config().dtype
             about = {"dtype": None if stored is None else dtype_name(stored)}
             return mlx_engine(target, choice.directory, names=names, settings=about)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:

@@ -230,6 +230,11 @@ def compare_command(
 
     console = Console()
     loaded = [load_results(argument) for argument in results]
+    known: set[Path] = set()
+    for one in loaded:
+        if one.path.resolve() in known:
+            raise ValueError(f"{one.path} is given twice; the results of one directory are those of one seed.")
+        known.add(one.path.resolve())
     costs = None if draft_cost is None else load_costs(draft_cost)
     comparison = compare(loaded, allow_different, costs)
     _print_whole(console, terminal(comparison))

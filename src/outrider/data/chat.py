@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jinja2.exceptions import TemplateError
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from outrider.data.conversations import Conversation, Turn, chat_messages, messages_of
 from outrider.data.responses import Reply
-from outrider.target.hub import resolve_model
+from outrider.target.hub import model_config, resolve_model
 from outrider.target.model import Target
 
 
@@ -131,7 +131,7 @@ class Chat:
             ValueError: the model cannot be found.
         """
         path = resolve_model(id_or_dir, weights=False)
-        config: Any = AutoConfig.from_pretrained(path)
+        config: Any = model_config(path)
         found: Any = config.eos_token_id
         if (path / "generation_config.json").is_file():
             found = GenerationConfig.from_pretrained(path).eos_token_id or found

@@ -38,6 +38,8 @@ def dataset_conversations(source: str) -> Iterator[Conversation]:
     name, _, split = source.removeprefix(PREFIX).partition(":")
     rows = open_dataset(name, split or "train")
     known = list(rows.column_names or next(iter(rows), {}))
+    if not known:
+        raise ValueError(f"data set {name!r} has no rows; of a directory, give a JSONL file in it.")
     if not set(_COLUMNS) & set(known):
         raise ValueError(
             f"data set {name!r} has the columns {', '.join(known)}; conversations are looked for in "

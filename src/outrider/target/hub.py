@@ -26,7 +26,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import HfHubHTTPError, LocalEntryNotFoundError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from outrider.utils.files import cache_dir, file_sha256, read_mapping
 
@@ -72,6 +72,22 @@ def resolve_model(id_or_dir: str, weights: bool = True, download: bool = True) -
     """
     found = _locate(id_or_dir, weights, download)
     return _merged(found, weights, download) if is_adapter(found) else found
+
+
+def model_config(directory: Path) -> PretrainedConfig:
+    """config.json of a model's directory.
+
+    Raises:
+        ValueError: it is damaged, or of a model that transformers does not know.
+    """
+    path = directory / "config.json"
+    read_mapping(path)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(directory)
+    except Exception as error:  # ValueError, KeyError, TypeError, and what validates its fields
+        reason = " ".join(" ".join(str(error).splitlines()[:2]).split())
+        raise ValueError(f"{path} is no config of a model that transformers knows: {reason}") from error
+    return config
 
 
 def is_adapter(directory: Path) -> bool:

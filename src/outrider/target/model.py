@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import Mxfp4Config
 
 from outrider.target.attention import Branches
 from outrider.target.cache import KVCache, recurrent_modules
 from outrider.target.hf import FamilyDecoder, text_decoder
-from outrider.target.hub import resolve_model
+from outrider.target.hub import model_config, resolve_model
 from outrider.target.lean import LeanDecoder
 from outrider.target.linear import PackedLinear
 from outrider.target.paged import PagedKV, RaggedOutput, RaggedStep, Span
@@ -367,7 +367,7 @@ def count_layers(id_or_dir: str) -> int:
     Raises:
         ValueError: the model cannot be found.
     """
-    return int(AutoConfig.from_pretrained(resolve_model(id_or_dir, weights=False)).get_text_config().num_hidden_layers)
+    return int(model_config(resolve_model(id_or_dir, weights=False)).get_text_config().num_hidden_layers)
 
 
 def load_target(
@@ -388,7 +388,7 @@ def load_target(
     """
     device = usable_device(device)
     path = resolve_model(str(id_or_dir))
-    config = AutoConfig.from_pretrained(path)
+    config = model_config(path)
     family_of(config.get_text_config())  # refuse before reading gigabytes
     quantized = getattr(config, "quantization_config", None) or {}
     # gpt-oss is published in MXFP4; its kernels would round otherwise for other numbers of rows.

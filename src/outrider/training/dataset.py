@@ -123,12 +123,16 @@ def existing_responses(path: Path, target: Target) -> tuple[dict[str, Any], list
     """Settings and replies of a file as they are, whatever sampling made them.
 
     Raises:
-        ValueError: no such file, or made by another target or with another chat template.
+        ValueError: no such file, made by another target or with another chat template, or it does not say with which.
     """
     settings, replies = read_responses(path)
-    ours = Chat.of(target)
-    theirs = settings.get("chat_template_sha256", ours.template_sha256)
+    ours, theirs = Chat.of(target), settings.get("chat_template_sha256")
     same_model = canonical_id(str(settings.get("target"))) == canonical_id(ours.name)
+    if same_model and theirs is None:
+        raise ValueError(
+            f"{path} does not say with which chat template it was made (chat_template_sha256 in its first line); write "
+            "the responses with outrider prepare."
+        )
     if not same_model or theirs != ours.template_sha256:
         what = "chat template" if same_model else f"target {settings.get('target')!r}"
         raise ValueError(
