@@ -1,21 +1,22 @@
 """Outrider trains, calibrates, evaluates, serves and exports draft models for lossless speculative decoding.
 
-    from outrider import SamplingParams, StopRules, generate, load_drafter, load_target
+    import outrider
 
-    target = load_target("SmolLM2-135M-Instruct")
-    drafter = load_drafter("smollm2-135m-dspark", target)
-    prompt = target.tokenizer("Three large rivers of Europe are").input_ids
-    print(generate(target, prompt, drafter, SamplingParams(), StopRules(32)).text)
+    model = outrider.load("HuggingFaceTB/SmolLM2-135M-Instruct")
+    print(model.generate("Name three rivers.", max_new_tokens=32))
 
-`stream` yields the same text round by round, and `Engine` decodes many requests at once.
+`model.stream` yields the same text round by round, and `model.generate` takes a list of prompts, too. The parts are
+public as well: `load_target`, `load_drafter`, `generate` and `stream` for one request, and `Engine` for many.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from outrider.api.model import Model, Response, load
     from outrider.checkpoints.checkpoint import load_drafter
     from outrider.decoding.generate import generate, stream
     from outrider.decoding.request import StopRules
@@ -23,21 +24,43 @@ if TYPE_CHECKING:
     from outrider.sampling import SamplingParams
     from outrider.target.model import load_target
 
-__all__ = ["Engine", "SamplingParams", "StopRules", "generate", "load_drafter", "load_target", "stream"]
+__all__ = [
+    "Engine",
+    "Model",
+    "Response",
+    "SamplingParams",
+    "StopRules",
+    "generate",
+    "load",
+    "load_drafter",
+    "load_target",
+    "stream",
+]
 
 _MODULES = {
     "Engine": "engine.engine",
+    "Model": "api.model",
+    "Response": "api.model",
     "SamplingParams": "sampling",
     "StopRules": "decoding.request",
     "generate": "decoding.generate",
+    "load": "api.model",
     "load_drafter": "checkpoints.checkpoint",
     "load_target": "target.model",
     "stream": "decoding.generate",
 }
+__version__: str
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first asked for, so that `import outrider` costs nothing."""
+    if name == "__version__":
+        return version("outrider")
     if name not in _MODULES:
         raise AttributeError(f"module 'outrider' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(f"outrider.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion."""
+    return [*__all__, "__version__"]

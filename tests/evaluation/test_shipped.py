@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import outrider.api.model as api
 import outrider.checkpoints.published as shipped_module
 import outrider.cli.experiment as demo
-import outrider.cli.generate as generate
+import outrider.evaluation.evaluate as evaluation
 from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_checkpoint, read_metadata, save_drafter
 from outrider.checkpoints.published import shipped_drafter
-from outrider.cli.common import choose_policy
+from outrider.decoding.generate import Chunk
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dspark import DSpark
 from outrider.evaluation.model_card import model_card
@@ -100,18 +102,19 @@ def test_generate_and_eval_use_the_shipped_drafter(run: Run, toy: Path, tmp_path
 def test_generate_follows_the_recommended_threshold(
     monkeypatch: pytest.MonkeyPatch, run: Run, toy: Path, tmp_path: Path
 ) -> None:
-    chosen: list[float | None] = []
+    chosen: list[Policy] = []
 
-    def choose(draft_length: int | None, confidence_threshold: float | None) -> Policy:
-        chosen.append(confidence_threshold)
-        return choose_policy(draft_length, confidence_threshold)
+    def stream(*values: Any, policy: Policy, **named: Any) -> Iterator[Chunk]:
+        chosen.append(policy)
+        return decode(*values, policy=policy, **named)
 
-    monkeypatch.setattr(generate, "choose_policy", choose)
+    decode = api.stream
+    monkeypatch.setattr(api, "stream", stream)
     trained(toy, tmp_path / "models" / "d", recommended={"confidence_threshold": 1.0})
     command = ("generate", "say a word", "--target", toy / "target", "--max-new-tokens", 12)
     assert "tau 1.00" in run(*command)[2], "no confidence reaches 1: nothing is verified"
     assert run(*command, "--confidence-threshold", 0.5)[0] == run(*command, "--drafter", "none")[0] == 0
-    assert chosen == [1.0, 0.5, None]
+    assert chosen == [ThresholdPolicy(1.0), ThresholdPolicy(0.5), FixedPolicy()]
 
 
 def test_calibrate_stores_temperatures_that_are_then_served(run: Run, toy: Path, tmp_path: Path) -> None:
@@ -362,11 +365,13 @@ def test_the_demo_measures_the_shipped_drafter_too(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(demo, "run_training", lambda recipe, target, console: None)
     monkeypatch.setattr(demo, "load", lambda target, device, **_: demo_target)
     monkeypatch.setattr(demo, "report", lambda results, out, console: None)
-    monkeypatch.setattr(
-        demo,
-        "evaluate",
-        lambda *_, recorded, policy, **__: measured.append((recorded["drafter"], policy)),
-    )
+
+    def evaluate(*values: Any, recorded: dict[str, object], policy: Policy, **named: Any) -> Results:
+        measured.append((recorded["drafter"], policy))
+        return measure(*values, recorded=recorded, policy=policy, **named)
+
+    measure = evaluation.evaluate
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
     demo.demo([f"target={toy / 'target'}"], out=tmp_path / "out", eval_samples=2, eval_tokens=8)
     assert measured == [(str(fresh), ThresholdPolicy(0.25))]
     shipped = trained(toy, tmp_path / "models" / "toy")

@@ -1,1 +1,1 @@
-"""Which drafter a choice means: shared by the command line and the Python API."""
+"""`outrider.load` (model.py), and which drafter a choice means (drafter.py); the command line uses both."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from outrider.api.drafter import AUTO, HOW_TO_TRAIN, choose_drafter, load_for_mlx, open_for_mlx, warn_of_thinking
+from outrider.api.drafter import AUTO, HOW_TO_TRAIN, choose_drafter
 from outrider.cli import options as opt
-from outrider.cli.common import choose_policy, choose_tree, choose_typical, load
+from outrider.cli.common import choose_tree, choose_typical
 from outrider.cli.options import DRAFTS, PROMPTS, SAMPLING, SMOLLM2, option
 from outrider.utils.measure import set_up
 
@@ -52,10 +52,7 @@ def generate_command(
     threads: opt.Threads = None,
 ) -> None:
     """Answer a prompt, streamed."""
-    from outrider.data.chat import render
-    from outrider.decoding.generate import stream
-    from outrider.decoding.request import StopRules
-    from outrider.sampling import SamplingParams
+    from outrider.api.model import load
     from outrider.verification import lossy_note
 
     set_up(threads)
@@ -66,39 +63,36 @@ def generate_command(
         raise ValueError("--thinking asks the chat template for it, and --raw has none: leave one of them out.")
     size = choose_tree(tree, confidence_threshold)
     lossy, choice = choose_typical(typical), choose_drafter(drafter, target, thinking)
-    if choice is not None:
-        warn_of_thinking(choice, thinking)
-    elif size is not None or lossy is not None:
+    if choice is None and (size is not None or lossy is not None):
         raise ValueError(f"--drafter {drafter}: nothing is drafted, so --tree and --typical have no meaning.")
-    loaded: Any = load_for_mlx(target) if backend == "mlx" else load(target, device)
-    opened, used = None, "plain decoding"
-    if choice is not None:
-        on_mlx = backend == "mlx"
-        opened = open_for_mlx(choice, loaded, None, tree=size) if on_mlx else choice.open(loaded, tree=size)
-        used = f"drafter {opened.name}"
-        if confidence_threshold is None and size is None:
-            confidence_threshold = opened.recommended_threshold
+    model = load(target, choice, device, thinking=thinking, tree=size, backend=backend)
+    used = "plain decoding"
+    if model.drafter is not None:
+        used = f"drafter {model.drafter.name}"
     elif drafter == AUTO:
         used = f"plain decoding, no drafter for {target}: none in models/, none published that is read here "
         used += f"(outrider models); {HOW_TO_TRAIN}"
-    assert loaded.tokenizer is not None
-    if raw:
-        tokens = list(loaded.tokenizer(prompt)["input_ids"])
-    else:
-        tokens = render(loaded.tokenizer, [prompt], [], thinking=thinking)
-    chunks = []
-    params = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
-    )
-    rules = StopRules(max_new_tokens, stop_strings=stop or ())
-    ready = None if opened is None else opened.drafter
     if lossy is not None:
         used += f"; {lossy_note(lossy.settings)}"
-    policy = choose_policy(None, confidence_threshold)
-    for chunk in stream(loaded, tokens, ready, params=params, rules=rules, policy=policy, typical=lossy):
+    chunks = []
+    for chunk in model.stream(
+        prompt,
+        raw=raw,
+        thinking=thinking,
+        max_new_tokens=max_new_tokens,
+        stop=stop or (),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        confidence_threshold=confidence_threshold,
+        typical=lossy,
+    ):
         chunks.append(chunk)
         if show_rounds:
-            console.print(coloured(chunk, loaded), end="")
+            console.print(coloured(chunk, model.target), end="")
         else:
             sys.stdout.write(chunk.text)
             sys.stdout.flush()

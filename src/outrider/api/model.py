@@ -1,0 +1,311 @@
+"""`outrider.load`: a target and its drafter as one object that answers prompts, as `outrider generate` does.
+
+    model = outrider.load("HuggingFaceTB/SmolLM2-135M-Instruct")
+    print(model.generate("Name three rivers."))
+
+A prompt is a text (one user turn), chat messages, or token ids; a list of prompts is a batch.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, Literal, TypeAlias, overload
+
+import torch
+from torch import Tensor
+
+from outrider.api.drafter import (
+    AUTO,
+    HOW_TO_TRAIN,
+    DrafterChoice,
+    OpenedDrafter,
+    choose_drafter,
+    load_for_mlx,
+    open_for_mlx,
+    warn_of_thinking,
+)
+from outrider.data.chat import render
+from outrider.data.conversations import Message
+from outrider.decoding.generate import Chunk, stream
+from outrider.decoding.request import FinishReason, StopRules
+from outrider.drafters.base import draft_slots
+from outrider.drafters.draft import TreeSize
+from outrider.engine.batch import Output, Request
+from outrider.engine.engine import Engine
+from outrider.engine.scheduler import EngineConfig
+from outrider.sampling import SamplingParams
+from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
+from outrider.target.model import DecodingTarget, Target, load_target
+from outrider.target.paged import check_pageable
+from outrider.utils.measure import default_dtype
+from outrider.verification import TypicalAcceptance
+
+Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Response:
+    """A whole response; `str()` of it is its text.
+
+    `rounds`: forwards of the target that gave tokens. `seconds`: from the call to the last token, prefill included; in
+    a batch others were decoded meanwhile.
+    """
+
+    text: str
+    tokens: list[int]
+    finish: FinishReason
+    rounds: int
+    seconds: float
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens per round, the target's own included (tau); 1 in plain decoding."""
+        return len(self.tokens) / self.rounds
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded target with its drafter; `drafter` None decodes plainly.
+
+    Keywords of `stream` and `generate`:
+
+        max_new_tokens        of one response; 256
+        stop                  a text that ends the response, or several
+        temperature, top_k, top_p, min_p, repetition_penalty, seed, coupled        see SamplingParams; greedy by default
+        thinking              ask the chat template for it; False
+        tools                 JSON schemas, for chat templates that know them
+        raw                   continue the text, without chat template; False
+        confidence_threshold  verify drafts while so confident; None: the drafter's own, else all
+        typical               a lossy rule (TypicalAcceptance); None: the output is distributed as the target's
+    """
+
+    target: DecodingTarget
+    drafter: OpenedDrafter | None = None
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        confidence_threshold: float | None = None,
+        typical: TypicalAcceptance | None = None,
+        **options: Any,
+    ) -> Iterator[Chunk]:
+        """Answer one prompt; a chunk with text and tokens per round. Keywords: see the class.
+
+        Raises:
+            ValueError: an empty prompt or one that does not fit the target's context, or a keyword out of its range.
+            TypeError: no such keyword.
+        """
+        request, policy = self._request(prompt, **options), self._policy(confidence_threshold)
+        return self._chunks(request, policy, typical)
+
+    @overload
+    def generate(self, prompt: Prompt, **options: Any) -> Response: ...
+
+    @overload
+    def generate(self, prompt: Sequence[str] | Sequence[Sequence[Message]], **options: Any) -> list[Response]: ...
+
+    def generate(self, prompt: Any, **options: Any) -> Response | list[Response]:
+        """Answer one prompt, or a list of prompts together. Keywords: see the class.
+
+        A batch is decoded by `Engine`, prompt i with `seed + i`; one by one where that cannot be (`typical`, MLX,
+        targets whose layers keep a state).
+
+        Raises:
+            ValueError, TypeError: see `stream`.
+        """
+        if not _is_batch(prompt):
+            return self._generate(prompt, **options)
+        seed = options.pop("seed", 0)
+        each = [(one, {**options, "seed": seed + number}) for number, one in enumerate(prompt)]
+        if options.get("typical") is not None or not isinstance(self.target, Target) or not _pageable(self.target):
+            return [self._generate(one, **own) for one, own in each]
+        policy = self._policy(options.pop("confidence_threshold", None))
+        options.pop("typical", None)
+        requests = [self._request(one, id=str(number), **own) for number, (one, own) in enumerate(each)]
+        return self._together(self.target, requests, policy)
+
+    def spec_generate(
+        self,
+        target: Any = None,
+        input_ids: Tensor | None = None,
+        max_new_tokens: int = 256,
+        stop_token_ids: Sequence[int] | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+    ) -> Tensor:
+        """The call of `spec_generate` of z-lab's dflash drafters: prompt and response ids [1, T] from `input_ids`.
+
+        Args:
+            target: the transformers model that dflash decodes with. Here the loaded target does: it is only compared.
+            stop_token_ids: None: the response has `max_new_tokens`, as there.
+            temperature: above 0 the draws follow `torch.manual_seed`, as there, but are not the same.
+
+        Raises:
+            ValueError: `input_ids` is not [1, T], or `target` is of another shape than the loaded one.
+        """
+        if input_ids is None or input_ids.shape[0] != 1 or input_ids.dim() != 2:
+            raise ValueError("input_ids must be the tokens of one prompt, of shape [1, T].")
+        if target is not None:
+            theirs = target.config.get_text_config()
+            for name, ours in (("vocab_size", self.target.vocab_size), ("hidden_size", self.target.hidden_size)):
+                if getattr(theirs, name) != ours:
+                    raise ValueError(
+                        f"target has {name} {getattr(theirs, name)}, {self.target.name}, which was loaded, has {ours}: "
+                        "load the drafter for that target."
+                    )
+        params = SamplingParams(
+            temperature=temperature, top_p=top_p, top_k=top_k, seed=int(torch.randint(2**32, ())) if temperature else 0
+        )
+        rules = StopRules(max_new_tokens, stop_token_ids or ())
+        request = Request("", input_ids[0].tolist(), params, rules=rules)
+        new = [token for chunk in self._chunks(request, self._policy(None), None) for token in chunk.tokens]
+        return torch.cat([input_ids, input_ids.new_tensor([new])], dim=1)
+
+    def _request(
+        self,
+        prompt: Any,
+        *,
+        id: str = "",
+        max_new_tokens: int = 256,
+        stop: str | Sequence[str] = (),
+        thinking: bool = False,
+        tools: Sequence[dict[str, Any]] = (),
+        raw: bool = False,
+        **sampling: Any,
+    ) -> Request:
+        params = SamplingParams(**sampling)
+        rules = StopRules(max_new_tokens, stop_strings=(stop,) if isinstance(stop, str) else tuple(stop))
+        tokenizer = self.target.tokenizer
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Integral):
+            tokens = [int(token) for token in prompt]
+        elif tokenizer is None:
+            raise ValueError(f"{self.target.name} has no tokenizer: give token ids.")
+        elif raw:
+            if not isinstance(prompt, str):
+                raise ValueError("raw continues a text: give a text, or leave raw out.")
+            tokens = list(tokenizer(prompt)["input_ids"])
+        else:
+            turn = prompt if isinstance(prompt, str) else tuple({"content": "", **message} for message in prompt)
+            tokens = render(tokenizer, [turn], [], tools=tools, thinking=thinking)
+        return Request(id, tokens, params, rules=rules)
+
+    def _policy(self, threshold: float | None) -> Policy:
+        if threshold is None and self.drafter is not None and self.drafter.tree is None:
+            threshold = self.drafter.recommended_threshold
+        return FixedPolicy() if threshold is None else ThresholdPolicy(threshold)
+
+    def _chunks(self, request: Request, policy: Policy, typical: TypicalAcceptance | None) -> Iterator[Chunk]:
+        drafter = None if self.drafter is None else self.drafter.drafter
+        return stream(
+            self.target,
+            request.prompt,
+            drafter,
+            params=request.params,
+            rules=request.rules,
+            policy=policy,
+            typical=typical,
+        )
+
+    def _generate(
+        self,
+        prompt: Prompt,
+        *,
+        confidence_threshold: float | None = None,
+        typical: TypicalAcceptance | None = None,
+        **options: Any,
+    ) -> Response:
+        started = time.perf_counter()
+        chunks = list(self.stream(prompt, confidence_threshold=confidence_threshold, typical=typical, **options))
+        return _response(chunks, time.perf_counter() - started)
+
+    def _together(self, target: Target, requests: Sequence[Request], policy: Policy) -> list[Response]:
+        started = time.perf_counter()
+        drafter = None if self.drafter is None else self.drafter.drafter
+        engine = Engine(target, drafter, policy, config=_engine_config(requests, draft_slots(drafter)))
+        outputs: dict[str, list[Output]] = {request.id: [] for request in requests}
+        found: dict[str, Response] = {}
+        for request in requests:
+            engine.submit(request)
+        while not engine.idle:
+            for output in engine.step():
+                outputs[output.id].append(output)
+                if output.finish is not None:
+                    found[output.id] = _response(outputs[output.id], time.perf_counter() - started)
+        return [found[request.id] for request in requests]
+
+
+def load(
+    model: str,
+    drafter: str | DrafterChoice | None = AUTO,
+    device: str = "auto",
+    *,
+    thinking: bool = False,
+    tree: TreeSize | None = None,
+    backend: Literal["local", "mlx"] = "local",
+) -> Model:
+    """Load a target and its drafter.
+
+    Args:
+        model: id or directory of the target.
+        drafter: as `--drafter` takes it: auto, a directory or name, ngram, lm:MODEL, "none"; or None.
+        device: auto (CUDA where there is one), cpu, cuda, ...; float32 on a CPU, bfloat16 elsewhere.
+        thinking: whether responses will think: `auto` then prefers a drafter that has seen it.
+        tree: draft trees of this size, for methods that have them.
+        backend: local (PyTorch) or mlx.
+
+    Raises:
+        ValueError: no such model or drafter, or they do not fit each other.
+    """
+    choice = choose_drafter(drafter, model, thinking) if isinstance(drafter, str) else drafter
+    if choice is not None:
+        warn_of_thinking(choice, thinking)
+    elif drafter == AUTO:
+        warnings.warn(f"no drafter for {model}, so decoding is plain; {HOW_TO_TRAIN}.", stacklevel=2)
+    if backend == "mlx":
+        target: Any = load_for_mlx(model)
+        opened = None if choice is None else open_for_mlx(choice, target, tree=tree)
+    else:
+        target = load_target(model, default_dtype(device), device)
+        opened = None if choice is None else choice.open(target, tree=tree)
+    return Model(target, opened)
+
+
+def _is_batch(prompt: Sequence[Any]) -> bool:
+    """Whether these are several prompts: neither a text, nor messages, nor token ids."""
+    return not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], (Integral, dict)))
+
+
+def _pageable(target: Target) -> bool:
+    try:
+        check_pageable(target.config)
+    except ValueError:
+        return False
+    return True
+
+
+def _engine_config(requests: Sequence[Request], slots: int) -> EngineConfig:
+    """Blocks for all requests at once, but no more than usual unless one alone needs them."""
+    tokens = [len(request.prompt) + request.rules.max_new_tokens + slots for request in requests]
+    blocks = [-(-count // EngineConfig.block_size) for count in tokens]
+    return EngineConfig(num_blocks=max(1, *blocks, min(sum(blocks), EngineConfig.num_blocks)))
+
+
+def _response(parts: Sequence[Chunk] | Sequence[Output], seconds: float) -> Response:
+    finish = parts[-1].finish
+    assert finish is not None
+    return Response(
+        "".join(part.text for part in parts),
+        [token for part in parts for token in part.tokens],
+        finish,
+        rounds=len(parts),
+        seconds=seconds,
+    )
