@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -36,17 +37,23 @@ def write(place: Path, prompts: Sequence[str]) -> Path:
     return place
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the toy's measurements are kept."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def place(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(cache: Path, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with models/a, a drafter for the toy target, and mine/, a fine-tune of that target."""
     shutil.copytree(toy / "drafter", tmp_path / "models" / "a")
     add_metadata(tmp_path / "models" / "a", target=str(toy / "target"))
     shutil.copytree(toy / "target", tmp_path / "mine")
     (tmp_path / "mine" / "README.md").write_text(f"---\nbase_model: {toy / 'target'}\n---\n")
-    monkeypatch.setattr(published, "_places", lambda: [Path("models")])
+    monkeypatch.setattr(published, "_places", lambda: [tmp_path / "models"])
     for module in (init, train):
         monkeypatch.setattr(module, "set_up", lambda threads: None)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(cache))
     return tmp_path
 
 
@@ -75,13 +82,14 @@ def test_every_part_has_a_prompt_and_every_prompt_an_id_of_its_own() -> None:
 def test_a_fine_tune_goes_on_from_the_drafter_of_its_base(place: Path, toy: Path, run: Run) -> None:
     """Files, what is said, commands that their verbs read, and a recipe that trains."""
     prompts = write(place / "prompts.jsonl", [f"Name {n} rivers." for n in range(30)] + ["Name 3 rivers."])
-    status, said, _ = run("init", "--target", "mine", "--prompts", prompts)
+    status, said, _ = run("init", "--target", place / "mine", "--prompts", prompts, "--out", place / "first")
     assert status == 0
-    files = {name: load_prompts(Path("runs/mine") / f"{name}.jsonl") for name in ("train", "held_out", "test")}
+    files = {name: load_prompts(place / "first" / f"{name}.jsonl") for name in ("train", "held_out", "test")}
     assert sorted(c.turns[0] for part in files.values() for c in part) == sorted(f"Name {n} rivers." for n in range(30))
+    assert re.search(r"estimate  training .+ of memory, .+ on disk \(free: .+\); an evaluation ", said)
     for line in (
-        f"base      mine is a fine-tune of {toy / 'target'}\n",
-        f"drafters  models/a, made for {toy / 'target'}\n",
+        f"base      {place / 'mine'} is a fine-tune of {toy / 'target'}\n",
+        f"drafters  {place / 'models' / 'a'}, made for {toy / 'target'}\n",
         f"{len(files['train'])} to train, {len(files['held_out'])} held out, {len(files['test'])} to test; 1 left out",
     ):
         assert line in said
@@ -91,32 +99,39 @@ def test_a_fine_tune_goes_on_from_the_drafter_of_its_base(place: Path, toy: Path
     for _, name, *arguments in given:
         group.resolve_command(group.context_class(group), [name])[1].make_context(name, arguments)
     drafters = [words[words.index("--drafter") + 1] for words in given if "--drafter" in words]
-    assert drafters[:2] == ["ngram", "models/a"] and set(drafters[2:]) == {"runs/mine/run/best"}
+    assert drafters[:2] == ["ngram", f"{place}/models/a"] and set(drafters[2:]) == {f"{place}/first/run/best"}
 
-    recipe = load_recipe(Path("runs/mine/recipe.yaml"))
-    assert recipe.start_from == "models/a" and recipe.target == "mine" and recipe.out == "runs/mine/run"
+    recipe = load_recipe(place / "first" / "recipe.yaml")
+    assert recipe.start_from == f"{place}/models/a" and recipe.out == f"{place}/first/run"
     short = ("optimizer.steps=2", "data.max_new_tokens=8", "data.held_out=1", "data.prompts=[{path: train.jsonl}]")
-    assert run("train", "runs/mine/recipe.yaml", *short, "watch.decode_tokens=4")[0] == 0
-    assert load_checkpoint("runs/mine/run/drafter").metadata["history"], "it went on from another"
+    assert run("train", place / "first" / "recipe.yaml", *short, "watch.decode_tokens=4")[0] == 0
+    assert load_checkpoint(place / "first" / "run" / "drafter").metadata["history"], "it went on from another"
 
 
-def test_nothing_is_written_over(place: Path, run: Run) -> None:
-    command = ("init", "--target", "mine", "--prompts", write(place / "p.jsonl", "abcdefgh"), "--out", "first")
+def test_nothing_is_written_over(place: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init, "_estimated", lambda *_, **__: "not asked for")
+    out, prompts = place / "first", write(place / "p.jsonl", "abcdefgh")
+    command = ("init", "--target", place / "mine", "--prompts", prompts, "--out", out)
     assert run(*command)[0] == 0
-    Path("first/recipe.yaml").write_text("mine")
+    (out / "recipe.yaml").write_text("mine")
+    check_error(run(*command), f"{out / 'recipe.yaml'}, {out / 'train.jsonl'}, ")
+    assert (out / "recipe.yaml").read_text() == "mine"
+    assert run(*command, "--force")[0] == 0 and (out / "recipe.yaml").read_text() != "mine"
     check_error(
-        run(*command), "first/recipe.yaml, first/train.jsonl, first/held_out.jsonl, first/test.jsonl: there already"
+        run("init", "--target", place / "mine", "--prompts", "none.jsonl", "--out", place / "second"), "no prompt file"
     )
-    assert Path("first/recipe.yaml").read_text() == "mine"
-    assert run(*command, "--force")[0] == 0 and Path("first/recipe.yaml").read_text() != "mine"
-    check_error(run("init", "--target", "mine", "--prompts", "none.jsonl", "--out", "second"), "no prompt file")
-    assert not Path("second").exists()
+    assert not (place / "second").exists()
 
 
-def test_without_prompts_packaged_ones_are_split_and_not_added_again(place: Path, run: Run) -> None:
-    status, said, _ = run("init", "--target", "mine", "--out", "first")
+def test_without_prompts_packaged_ones_are_split_and_not_added_again(
+    place: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(init, "_estimated", lambda *_, **__: "not asked for")
+    status, said, _ = run("init", "--target", place / "mine", "--out", place / "first")
     assert status == 0 and "none given, so packaged ones are used" in said
-    assert [source.path for source in load_recipe(Path("first/recipe.yaml")).data.prompts] == ["first/train.jsonl"]
+    assert [source.path for source in load_recipe(place / "first" / "recipe.yaml").data.prompts] == [
+        f"{place}/first/train.jsonl"
+    ]
 
 
 def recipe_of(plan: Plan) -> Recipe:
@@ -145,6 +160,15 @@ def test_the_recipe_follows_prompts_and_machine(toy: Path, tmp_path: Path) -> No
     assert made(many).optimizer.steps > fresh.optimizer.steps and len(made(many).data.prompts) == 1
     assert made(few, gpu=True).data.max_minutes is None and made(few).data.max_minutes == 10
     assert fresh.data.max_prompt_tokens + fresh.data.max_new_tokens <= chat.max_context
+
+
+def test_steps_are_as_many_as_there_is_time_for(toy: Path, tmp_path: Path) -> None:
+    few = Plan(Chat.load(str(toy / "target")), tmp_path, conversations(20), 5)
+    assert few.budget == 1200 and few.within_budget(200, fixed=200, seconds_per_step=5) is few
+    slow = few.within_budget(200, fixed=200, seconds_per_step=10)
+    assert recipe_of(slow).optimizer.steps == 100 and recipe_of(few).optimizer.steps == 300
+    assert recipe_of(few.within_budget(200, fixed=2000, seconds_per_step=10)).optimizer.steps == 20
+    assert recipe_of(few.within_budget(999, fixed=200, seconds_per_step=1.1)).optimizer.steps == 300, "never more"
 
 
 def test_the_longest_prompt_counts_earlier_responses(toy: Path) -> None:

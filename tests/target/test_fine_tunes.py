@@ -139,7 +139,7 @@ def test_adapters_that_cannot_be_merged(toy: Path, tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "peft", None)
         with pytest.raises(ValueError, match=r"adapter of .*target: pip install peft.*merge_and_unload"):
-            load_target(adapter)
+            count_layers(str(adapter))
     prompts = tmp_path / "prompts"
     tuned = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), tuned).save_pretrained(prompts)

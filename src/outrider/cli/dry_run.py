@@ -53,18 +53,25 @@ def show(found: Estimate, out: Path | None, console: Console) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("from")
     for part in found.parts:
-        table.add_row(part.name, _time(part.seconds), _size(part.memory), _size(part.disk), part.source)
+        table.add_row(
+            part.name, spoken_time(part.seconds), spoken_size(part.memory), spoken_size(part.disk), part.source
+        )
     memory, disk = free_memory_bytes(), free_bytes(out or Path())
-    free = f"free now: {_size(memory)} of memory, {_size(disk)} on disk"
-    table.add_row("total", _time(found.seconds), _size(found.memory), _size(found.disk), free, style="bold")
+    free = f"free now: {spoken_size(memory)} of memory, {spoken_size(disk)} on disk"
+    table.add_row(
+        "total", spoken_time(found.seconds), spoken_size(found.memory), spoken_size(found.disk), free, style="bold"
+    )
     console.print(table, highlight=False)
     for what, wanted, there in (("memory", found.memory, memory), ("disk", found.disk, disk)):
         if wanted > there:
-            console.print(f"warning: not enough {what}: {_size(wanted)} wanted, {_size(there)} free", highlight=False)
+            console.print(
+                f"warning: not enough {what}: {spoken_size(wanted)} wanted, {spoken_size(there)} free", highlight=False
+            )
     console.print("dry run: nothing was written", highlight=False)
 
 
-def _time(seconds: float) -> str:
+def spoken_time(seconds: float) -> str:
+    """`2.5 h`, `12.0 min`, `40 s`, `< 1 s`; `-` for none."""
     if not seconds:
         return "-"
     for unit, size in (("h", 3600.0), ("min", 60.0)):
@@ -73,7 +80,8 @@ def _time(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 1 else "< 1 s"
 
 
-def _size(size: float) -> str:
+def spoken_size(size: float) -> str:
+    """`1.5 GB`, `120 MB`; `-` for none."""
     if not size:
         return "-"
     return f"{size / 2**30:.1f} GB" if size >= 0.1 * 2**30 else f"{max(1.0, size / 2**20):.0f} MB"

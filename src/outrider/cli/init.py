@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _MOST = 20000  # conversations read of each source
 _SHOWN = 4  # drafters that are listed
-_TESTED = 16  # prompts that eval decodes
+_TESTED, _TOKENS = 16, 128  # prompts that eval decodes, tokens of each
 
 
 def init(
@@ -33,7 +33,6 @@ def init(
     ] = None,
     out: Annotated[Path | None, option(FILES, "directory for recipe and prompts; runs/NAME by default")] = None,
     force: Annotated[bool, option(FILES, "write over files that are there", "--force")] = False,
-    device: opt.Device = "auto",
 ) -> None:
     """Look at a model and prompts; write a recipe and say what to run."""
     from transformers import AutoConfig
@@ -53,7 +52,7 @@ def init(
     recipe = directory / "recipe.yaml"
     if (there := [str(path) for path in (recipe, *files.values()) if path.exists()]) and not force:
         raise ValueError(f"{', '.join(there)}: there already. --force writes over them, --out DIR goes elsewhere.")
-    gpu = usable_device(device).type == "cuda"
+    gpu = usable_device("auto").type == "cuda"
     config = AutoConfig.from_pretrained(resolve_model(target, weights=False)).get_text_config()
     family_of(config)
     chat = Chat.load(target)
@@ -70,12 +69,12 @@ def init(
         gpu=gpu,
         mixed=not set(prompts or PACKAGED) & set(PACKAGED),
     )
-    text = plan.recipe()
     directory.mkdir(parents=True, exist_ok=True)
     for name, path in files.items():
         rows = (json.dumps(row_of(conversation), ensure_ascii=False) for conversation in getattr(split, name))
         write_atomically(path, "".join(f"{row}\n" for row in rows))
-    write_atomically(recipe, text)
+    write_atomically(recipe, plan.recipe())
+    estimate = _estimated(plan, recipe, files["test"], console=console)
 
     def say(label: str, *lines: str) -> None:
         for number, line in enumerate(lines):
@@ -93,6 +92,7 @@ def init(
     left_out = f"; {split.duplicates} left out, there twice" if split.duplicates else ""
     counts = f"{len(split.train)} to train, {len(split.held_out)} held out, {len(split.test)} to test{left_out}"
     say("prompts", source, counts)
+    say("estimate", estimate)
     say("written", str(recipe), *map(str, files.values()))
     console.print("\nnext, in this order (stop where the speed is enough):")
     for reason, command in commands(target, plan, fitting[:1], tested=len(split.test)):
@@ -107,6 +107,51 @@ def _read(prompts: list[str] | None) -> list[Conversation]:
     if prompts:
         return [conversation for source in prompts for conversation in islice(iterate_prompts(source), _MOST)]
     return [conversation.first_turns(1) for name in PACKAGED for conversation in iterate_prompts(name)]
+
+
+def _estimated(plan: Plan, recipe: Path, tests: Path, console: Console) -> str:
+    """What training and an evaluation take, measured with the target if it is here; writes a recipe of fewer steps if
+    there is no time for all.
+    """
+    from outrider.cli.dry_run import measurements, spoken_size, spoken_time, task_texts
+    from outrider.target.hub import resolve_model
+    from outrider.training.estimate import decoding, estimate
+    from outrider.training.feature_store import free_bytes
+    from outrider.training.recipe import load_recipe
+    from outrider.utils.files import write_atomically
+    from outrider.utils.machine import free_memory_bytes
+
+    later = f"outrider train {shlex.quote(str(recipe))} --dry-run"
+    try:
+        directory = resolve_model(plan.chat.name, download=False)
+    except ValueError:
+        return f"not known before the weights are here: {later}"
+    weights, free = sum(file.stat().st_size for file in directory.glob("*.safetensors")), free_memory_bytes()
+    if 2 * weights > free:  # bfloat16 becomes float32 on a CPU
+        return f"not measured: weights of {spoken_size(weights)}, {spoken_size(free)} of memory free; {later}"
+
+    def say(line: str) -> None:
+        console.print(line, style="dim")
+
+    try:
+        chosen = load_recipe(recipe)
+        found = estimate(chosen, say)
+        if (stepping := next((part.seconds for part in found.parts if part.name == "steps"), 0.0)) > 0:
+            steps = chosen.optimizer.steps
+            fitting = plan.within_budget(steps, found.seconds - stepping, seconds_per_step=stepping / steps)
+            if fitting is not plan:
+                write_atomically(recipe, fitting.recipe())
+                found = estimate(load_recipe(recipe), say)
+        measured = measurements(plan.chat.name, chosen.device, console)
+        texts = task_texts(measured, str(tests), _TESTED, max_new_tokens=_TOKENS, thinking=False)
+        each = decoding(measured, "eval", texts, times=2).seconds + measured.rates.load
+    except ValueError as error:
+        return f"none: {error}"
+    there = f"free: {spoken_size(free)}, {spoken_size(free_bytes(plan.directory))}"
+    return (
+        f"training {spoken_time(found.seconds)}, {spoken_size(found.memory)} of memory, "
+        f"{spoken_size(found.disk)} on disk ({there}); an evaluation {spoken_time(each)}"
+    )
 
 
 def _name(offer: Offer) -> str:
@@ -127,7 +172,7 @@ def commands(target: str, plan: Plan, offers: list[Offer], tested: int) -> list[
     few = f" --max-samples {_TESTED}" if tested > _TESTED else ""
 
     def measure(drafter: str, out: str) -> str:
-        tests = f"--tasks {path('test.jsonl')}{few} --max-new-tokens 128"
+        tests = f"--tasks {path('test.jsonl')}{few} --max-new-tokens {_TOKENS}"
         return f"outrider eval {model} --drafter {drafter} {tests} --out {path(out)}"
 
     found = [
@@ -136,7 +181,9 @@ def commands(target: str, plan: Plan, offers: list[Offer], tested: int) -> list[
     ]
     learns = "train it further" if plan.adapts else "train a drafter"
     doctor = f"outrider doctor --quick {model} --drafter {best} --data {path('run/responses.jsonl')}"
-    calibrate = f"outrider calibrate {model} --drafter {best} --tasks {path('held_out.jsonl')} --max-new-tokens 128"
+    calibrate = (
+        f"outrider calibrate {model} --drafter {best} --tasks {path('held_out.jsonl')} --max-new-tokens {_TOKENS}"
+    )
     return [
         ("copying from the text so far: nothing to train", measure("ngram", "eval-ngram")),
         *found,

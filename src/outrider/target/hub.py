@@ -286,6 +286,15 @@ def _merged(adapter: Path, weights: bool, download: bool) -> Path:
         raise ValueError(
             f"{adapter / _ADAPTER} names no base model on this machine or the hub: correct its base_model_name_or_path."
         )
+    if importlib.util.find_spec("peft") is None:
+        merge = (
+            "from peft import AutoPeftModelForCausalLM as A; "
+            f"A.from_pretrained('{adapter}').merge_and_unload().save_pretrained('merged')"
+        )
+        raise ValueError(
+            f"{adapter} is an adapter of {base}: pip install peft, and it is merged when it is loaded. Or, where peft "
+            f'is: python -c "{merge}", then copy the tokenizer into merged/ and give that.'
+        )
     source = resolve_model(base, weights, download)
     files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(adapter.iterdir())]
     made_of = json.dumps([str(source), files])
@@ -313,17 +322,8 @@ def _copy_texts(source: Path, staging: Path) -> None:
 
 def _merge(adapter: Path, base: str, source: Path, staging: Path) -> None:
     """Save the base model at `source` with the adapter merged in, in the base's type."""
-    try:
-        from peft import PeftModel  # here: an optional package
-    except ImportError as error:
-        merge = (
-            "from peft import AutoPeftModelForCausalLM as A; "
-            f"A.from_pretrained('{adapter}').merge_and_unload().save_pretrained('merged')"
-        )
-        raise ValueError(
-            f"{adapter} is an adapter of {base}: pip install peft, and it is merged when it is loaded. Or, where peft "
-            f'is: python -c "{merge}", then copy the tokenizer into merged/ and give that.'
-        ) from error
+    from peft import PeftModel  # here: an optional package
+
     if not any(adapter.glob("*.safetensors")):
         raise ValueError(f"{adapter} has no adapter_model.safetensors: save the adapter again as safetensors.")
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")

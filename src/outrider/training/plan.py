@@ -24,6 +24,7 @@ PACKAGED = ("train_chat", "train_code", "train_math")
 _TEST, _HELD_OUT = 0.2, 0.1  # shares of the prompts; the rest is trained on
 _FEW = 200  # conversations to train on, below which packaged prompts are added
 _ENOUGH = 3000  # conversations to train on, from which a new drafter is worth it though another fits
+_LEAST_STEPS = 20
 _COUNTED = 1000  # conversations whose tokens are counted
 
 
@@ -79,6 +80,7 @@ class Plan:
         layers: of the target.
         start_from: a drafter on this machine that fits, and whom it was made for.
         gpu: whether training is to run on one.
+        most_steps: of training; None: as many as the prompts are worth.
         mixed: whether packaged prompts may be added; not where some of them are held out or tested on.
     """
 
@@ -89,6 +91,7 @@ class Plan:
     start_from: tuple[str, str] | None = None
     gpu: bool = False
     mixed: bool = True
+    most_steps: int | None = None
 
     @property
     def out(self) -> Path:
@@ -105,6 +108,20 @@ class Plan:
         """Whether training goes on from `start_from`."""
         return self.start_from is not None and len(self.conversations) < _ENOUGH
 
+    @property
+    def budget(self) -> float:
+        """Seconds that training may take: of few prompts nobody wants to wait for long."""
+        return 3600.0 * (1 / 3 if len(self.conversations) < _FEW else 12)
+
+    def within_budget(self, steps: int, fixed: float, seconds_per_step: float) -> Plan:
+        """The same plan with as many steps as there is time for, where `steps` take longer.
+
+        Args:
+            fixed: seconds that pass whatever the number of steps.
+        """
+        fitting = int((self.budget - fixed) / seconds_per_step)
+        return self if steps <= fitting else replace(self, most_steps=max(_LEAST_STEPS, fitting))
+
     def recipe(self) -> str:
         """The recipe as YAML, with the reason beside what was chosen."""
         own, total = len(self.conversations), len(self.conversations) + self.packaged * len(PACKAGED)
@@ -116,6 +133,7 @@ class Plan:
         per_step = 16 if self.gpu else 4
         passes, least, most = (3, 60, 2000) if self.adapts else (6, 200, 20000 if self.gpu else 6000)
         steps = max(least, min(most, passes * total // per_step))
+        steps = min(steps, self.most_steps or steps)
         held_out = max(1, min(32, total // 12))
 
         sources = ["    - {path: train.jsonl}"]
