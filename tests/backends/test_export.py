@@ -229,8 +229,12 @@ UNSERVED: list[tuple[str, str, Change, str]] = [
 def test_what_an_engine_cannot_serve_is_an_error_and_nothing_is_written(
     tmp_path: Path, engine: str, method: str, change: Change, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refused:
         export_drafter(made(method, **change), engine_of(engine), tmp_path / "out", FACTS)
+    advised = (
+        rf"--to {engine}: .*(train|outrider export).* As it is, (export it --to .*, or serve it with|.* alone).*\."
+    )
+    assert re.fullmatch(advised, str(refused.value)), "one line that says what to do"
     assert not list(tmp_path.iterdir())
 
 

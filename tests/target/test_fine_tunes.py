@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from outrider.target import hub
-from outrider.target.hub import base_of, is_adapter, lineage, resolve_model, shape_differences
+from outrider.target.hub import base_of, is_adapter, lineage, loadable_name, resolve_model, shape_differences
 from outrider.target.model import count_layers, load_target
 
 
@@ -127,6 +127,7 @@ def test_a_merged_adapter_is_kept_until_it_changes(toy: Path, tmp_path: Path) ->
     assert place.is_relative_to(tmp_path / "cache") and (place / "chat_template.jinja").read_text() == "mine"
     made = (place / "model.safetensors").stat().st_mtime_ns
     assert resolve_model(str(adapter)) == resolve_model(str(adapter), weights=False) == place
+    assert loadable_name(str(adapter)) == str(place) and loadable_name(str(base)) == str(base), "engines merge nothing"
     assert (place / "model.safetensors").stat().st_mtime_ns == made, "not merged again"
     shutil.rmtree(adapter)
     save_adapter(base, adapter, lora_alpha=9)

@@ -209,7 +209,7 @@ class ExternalEngine:
         if factor != 1.0 and name not in self.scales_embeddings and name not in _READ_NO_EMBEDDING:
             raise ValueError(
                 f"input_embedding_scale {factor:g} has no place there: the target multiplies embeddings by it, the "
-                f"drafter was trained with that, and its {name} would not be given it."
+                f"drafter was trained with that, and its {name} would not be given it; no training changes this."
             )
         if name in self.whole_vocabulary and config.draft_vocab_size != config.vocab_size:
             raise ValueError(

@@ -21,7 +21,7 @@ from outrider.checkpoints.checkpoint import Checkpoint, write_files
 from outrider.checkpoints.describe import spoken
 from outrider.checkpoints.dialects.base import MOST_LAYERS, ExportedCheckpoint, Fields, TargetFacts
 from outrider.drafters.base import DrafterWeights, check_embedding_scale
-from outrider.target.hub import canonical_id, resolve_model
+from outrider.target.hub import loadable_name, resolve_model
 from outrider.target.model import FAMILIES
 from outrider.utils.files import atomic_directory, read_mapping, weight_files
 from outrider.utils.measure import dtype_name
@@ -40,9 +40,12 @@ def target_facts(id_or_dir: str, dtype: torch.dtype) -> TargetFacts:
     embedding_VH = _tensor(directory, "embed_tokens.weight")
     head_VH = _tensor(directory, "lm_head.weight")
     if embedding_VH is None:
-        raise ValueError(f"{directory}: no tensor is named *embed_tokens.weight; exports need the target's embedding.")
+        raise ValueError(
+            f"{directory}: no tensor is named *embed_tokens.weight, and exports need the target's embedding: save the "
+            "target as Hugging Face does (save_pretrained)."
+        )
     return TargetFacts(
-        name_or_path=canonical_id(id_or_dir),
+        name_or_path=loadable_name(id_or_dir),
         architectures=Fields(raw, fields.where, fields.dialect).texts("architectures"),
         num_layers=fields.integer("num_hidden_layers", high=MOST_LAYERS),
         embedding_VH=embedding_VH.to(dtype),

@@ -91,7 +91,10 @@ class SGLang(ExternalEngine):
                 "a window, and only there: train like that (drafter.is_causal)."
             )
         if not config.plain_logits:
-            raise ValueError("whether output_multiplier and final_logit_softcapping are heeded is not known.")
+            raise ValueError(
+                "whether output_multiplier and final_logit_softcapping are heeded is not known; drafters trained here "
+                "have neither."
+            )
         return []
 
     def finish(self, written: ExportedCheckpoint) -> ExportedCheckpoint:

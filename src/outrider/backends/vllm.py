@@ -64,7 +64,7 @@ class VLLM(ExternalEngine):
         if parts.algorithm == "dflash" and not parts.config.plain_logits:
             raise ValueError(
                 "output_multiplier and final_logit_softcapping are not heeded there; its DFlash drafts with the head's "
-                "own logits."
+                "own logits, as drafters trained here do."
             )
         if getattr(parts.config, "layer_types", ()):
             return ["vLLM mixes sliding and full layers in its model runner V2 alone (VLLM_USE_V2_MODEL_RUNNER=1)."]

@@ -126,13 +126,13 @@ def package_command(
         recommended = {"confidence_threshold": ThresholdPolicy(confidence_threshold).threshold}
         checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, "recommended": recommended})
     measured = [Results.load(path) for path in results or []]
-    if facts is not None:
+    if target is not None and facts is not None:
         check_target(checkpoint.weights, facts)
         before = canonical_id(str(checkpoint.metadata.get("target")))
         for one in measured:
             if canonical_id(str(one.settings.get("target"))) == before:
-                one.settings["target"] = facts.name_or_path
-        checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, "target": facts.name_or_path})
+                one.settings["target"] = canonical_id(target)
+        checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, "target": canonical_id(target)})
     card = model_card(
         checkpoint,
         name=out.resolve().name,

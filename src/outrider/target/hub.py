@@ -49,6 +49,16 @@ def canonical_id(id_or_dir: str) -> str:
     return str(path.resolve()) if path.is_dir() else id_or_dir
 
 
+def loadable_name(id_or_dir: str) -> str:
+    """The name by which another engine loads a model: its canonical id, or the directory of a merged adapter.
+
+    Raises:
+        ValueError: see `resolve_model`.
+    """
+    adapter = is_adapter(_locate(id_or_dir, weights=True, download=True))
+    return str(resolve_model(id_or_dir).resolve()) if adapter else canonical_id(id_or_dir)
+
+
 def complete_model(directory: Path, weights: bool = True) -> bool:
     """Whether a snapshot has what a model or adapter cannot do without: its config and weights, or else a tokenizer.
 

@@ -77,7 +77,8 @@ def check_plain_logits(config: DFlashConfig, dialect: str) -> None:
     if not config.plain_logits:
         raise ValueError(
             f"output_multiplier {config.output_multiplier:g} and final_logit_softcapping "
-            f"{config.final_logit_softcapping} have no place in the {dialect} dialect, only in z-lab's (--to zlab)."
+            f"{config.final_logit_softcapping} have no place in the {dialect} dialect, only in z-lab's; drafters "
+            "trained here have neither."
         )
 
 

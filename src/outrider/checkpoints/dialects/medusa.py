@@ -83,7 +83,10 @@ class MedusaDialect:
             raise ValueError("the Medusa dialect has no place for embed_tokens.weight: heads read no token.")
         config, shared = parts.config, parts.head_VdH.dim() == 2
         if not shared and parts.draft_ids_Vd is not None:
-            raise ValueError("vLLM's Medusa has no draft_vocab_size for heads with an LM head each: use the whole one.")
+            raise ValueError(
+                "vLLM's Medusa has no draft_vocab_size for heads with an LM head each: train with "
+                "drafter.draft_vocab_size=null."
+            )
         fields = {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",

@@ -135,7 +135,7 @@ def _write_dflash2(parts: DrafterWeights) -> Fragments:
         if getattr(config, name) != wanted:
             raise ValueError(
                 f"{name} {getattr(config, name)} has no place in the speculators dialect of DFlash 2, which has "
-                f"{wanted}: train with that, or serve with Outrider."
+                f"{wanted}: train with that (drafter.{name})."
             )
     fields, layers, tensors = _write_dflash(parts)
     return {**fields, **write_own(config)}, layers, tensors
@@ -164,8 +164,8 @@ def _write_block(config: DFlashConfig) -> dict[str, Any]:
 def _sliding_is_causal(config: DFlashConfig) -> bool:
     if any(pattern.causal and pattern.window is None for pattern in config.attention_patterns):
         raise ValueError(
-            "is_causal true has no place in the speculators dialect but for sliding layers: its full ones never are. "
-            "Train with is_causal false, or serve with Outrider."
+            "is_causal true has no place in the speculators dialect but for sliding layers: its full ones never are; "
+            "train with drafter.is_causal=false."
         )
     return any(pattern.causal for pattern in config.attention_patterns)
 
@@ -224,10 +224,13 @@ def _write_mtp(parts: DrafterWeights) -> Fragments:
         if getattr(config, name) != wanted:
             raise ValueError(
                 f"{name} {getattr(config, name)} has no place in the speculators dialect of MTP, which has one module "
-                f"of a Qwen3-shaped target and the whole vocabulary ({name} {wanted})."
+                f"of a Qwen3-shaped target and the whole vocabulary: train with {name} {wanted}."
             )
     if parts.head_VdH is not None or parts.embedding_VH is not None:
-        raise ValueError("lm_head.weight and embed_tokens.weight have no place in the speculators dialect of MTP.")
+        raise ValueError(
+            "lm_head.weight and embed_tokens.weight have no place in the speculators dialect of MTP: train a drafter "
+            "here, whose head and embedding are the target's."
+        )
     layers = {
         "model_type": "qwen3",
         "hidden_size": config.hidden_size,

@@ -72,8 +72,8 @@ class ZLab:
         config = parts.config
         if config.sample_from_anchor:
             raise ValueError(
-                "the z-lab dialect has one block layout, anchor + masks: train with sample_from_anchor=false, "
-                "or save as DSpark (DeepSpec dialect, markov_rank 0)."
+                "the z-lab dialect has one block layout, anchor + masks: train with "
+                "drafter.sample_from_anchor=false, or with drafter.algorithm=dspark."
             )
         section: dict[str, Any] = {"mask_token_id": config.mask_token_id}
         section |= {"target_layer_ids": list(config.target_layer_ids), "output_multiplier": config.output_multiplier}
