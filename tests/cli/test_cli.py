@@ -47,6 +47,7 @@ VERBS = {
     "init": ["--target", "--prompts", "--out", "--force"],
     "train": ["RECIPE", "OVERRIDES"],
     "recipe": ["NAME", "--copy", "--explain", "--schema"],
+    "runs": ["DIRECTORY", "--json"],
     "eval": [
         "--target",
         "--drafter",

@@ -86,6 +86,8 @@ class _Verbs(LazyGroup):
                function="recipe.recipe_command", example="outrider recipe --explain optimizer"),
         Listed("Train", "train", "Train a drafter on the target's responses; run again to go on.",
                function="train.train", example="outrider train demo out=runs/mine optimizer.steps=200"),
+        Listed("Train", "runs", "List trainings: how far they are, how good, whether they run.",
+               function="runs.runs", example="outrider runs runs"),
         Listed("Train", "experiment", "Train, evaluate and compare a table of drafters (docs/experiments.md).",
                function="experiment.experiment", example="outrider experiment smollm2-135m --dry-run"),
         Listed("Measure", "eval", "Decode tasks with and without a drafter: speedup, accepted length, same output.",

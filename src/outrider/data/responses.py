@@ -7,17 +7,17 @@ A position is supervised exactly when generation produced its token; nothing is 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from outrider.target.hub import canonical_id
 from outrider.utils.files import write_atomically
+from outrider.utils.locks import sole_process
 
 
 @dataclass(frozen=True)
@@ -282,13 +282,9 @@ class ResponseFile:
             )
 
 
-@contextmanager
-def sole_writer(path: Path) -> Iterator[None]:
-    """Wait until no other process completes the responses at `path`; the lock of one that died is free."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".{path.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def sole_writer(path: Path) -> AbstractContextManager[None]:
+    """Wait until no other process completes the responses at `path`."""
+    return sole_process(path.with_name(f".{path.name}.lock"))
 
 
 def _write_lines(path: Path, entries: Iterable[Mapping[str, object]]) -> None:

@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from outrider.training.setup import Run, training_precision
 from outrider.training.state import StopSignal, check_settings, load_state, read_run, save_state
 from outrider.training.watch import Watch, held_out_batches, held_out_metrics
 from outrider.utils.distributed import Ranks, full_tensor
+from outrider.utils.locks import LOCK, sole_process
 from outrider.utils.machine import feature_cache_bytes
 from outrider.utils.measure import versions
 
@@ -159,8 +161,10 @@ class Trainer:
             world_size=self.ranks.world,
         )
         wanted = ([index for part in self._share(step) for index, _ in part] for step in range(first, last))
+        taken = f"{self.out} is being trained by another process; choose another out, or wait."
         try:
             with (
+                sole_process(self.out / LOCK, taken=taken) if main else nullcontext(),
                 MetricsLog(self.out, first, active=main) as log,
                 progress_bar(main) as bar,
                 self.signal,

@@ -1,0 +1,170 @@
+"""`outrider runs`: the trainings below a directory, how far they are and how good.
+
+    OUT/state/state.json       step, steps, target, algorithm, the best drafter so far
+    OUT/metrics.jsonl          later steps than the saved one, held-out expected length
+    OUT/.lock                  held while it is trained (training/trainer.py); responses have a lock of their own
+    .../results.json           of outrider eval, whose drafter is in OUT or that is in OUT itself
+
+Read as JSON: no PyTorch is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cli.options import GENERAL, option
+from outrider.utils.locks import LOCK, is_held
+
+_MARKS = ("state/state.json", "metrics.jsonl", "responses.jsonl", "responses.journal.jsonl")
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """One training. `best`: tokens per round, decoded (`decode_tau`) or expected on held-out text; `speedup`: of all
+    tasks of the latest evaluation, tokens per second over plain decoding's; `seconds`: since it last wrote."""
+
+    run: str
+    target: str | None
+    algorithm: str | None
+    step: int
+    steps: int | None
+    status: str
+    best: float | None
+    metric: str | None
+    speedup: float | None
+    seconds: float
+    bytes: int
+
+
+def runs(
+    directory: Annotated[Path, typer.Argument(help="where the runs are")] = Path("runs"),
+    *,
+    json_out: Annotated[bool, option(GENERAL, "print a JSON list", "--json")] = False,
+) -> None:
+    """List trainings: how far they are, how good, whether they run."""
+    if not directory.is_dir():
+        raise ValueError(f"no directory {directory}: give the one that holds the runs.")
+    found = list(find_runs(directory))
+    if json_out:
+        print(json.dumps([asdict(one) for one in found], indent=1))
+        return
+    console = Console()
+    if not found:
+        console.print(f"no trainings in {directory}; outrider train RECIPE begins one", highlight=False)
+        return
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for heading in ("run", "target"):
+        table.add_column(heading, overflow="ellipsis")
+    table.add_column("drafter", no_wrap=True)
+    for heading in ("step", "best", "speedup", "state", "age", "size"):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
+    for one in found:
+        table.add_row(*_cells(one))
+    console.print(table, highlight=False)
+    console.print("best: tokens per round on held-out prompts", style="dim", highlight=False)
+
+
+def _cells(one: TrainingRun) -> list[str]:
+    return [
+        one.run,
+        Path(one.target or "-").name,
+        one.algorithm or "-",
+        f"{one.step}/{one.steps or '-'}",
+        "-" if one.best is None else f"{one.best:.2f}",
+        "-" if one.speedup is None else f"{one.speedup:.2f}x",
+        one.status,
+        _age(one.seconds),
+        f"{one.bytes / 2**30:.1f}G" if one.bytes >= 2**30 else f"{one.bytes / 2**20:.0f}M",
+    ]
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+def find_runs(top: Path) -> Iterator[TrainingRun]:
+    """The trainings at and below a directory, in the order of names."""
+    evaluations = sorted(top.rglob("results.json"), key=lambda path: path.stat().st_mtime)
+    measured = [(path, _mapping(path)) for path in evaluations]
+    for name, below, _ in os.walk(top):
+        below.sort()
+        if any((Path(name) / mark).is_file() for mark in _MARKS):
+            below.clear()
+            yield read_run(Path(name), top, measured)
+
+
+def read_run(directory: Path, top: Path, measured: Sequence[tuple[Path, dict[str, Any]]] = ()) -> TrainingRun:
+    """What the files of a training say. `measured`: results.json files, the latest last."""
+    state, recorded = _mapping(directory / "state/state.json"), _mapping(directory / "drafter/outrider.json")
+    settings = state.get("settings", {})
+    entries = _entries(directory / "metrics.jsonl")
+    step = max([state.get("step", 0), *(entry["step"] for entry in entries)])
+    steps, watch = settings.get("optimizer", {}).get("steps"), state.get("watch", {})
+    best, metric = watch.get("best"), watch.get("measure", {}).get("metric")
+    if best is None:
+        lengths = [e["expected_length_greedy"] for e in entries if "expected_length_greedy" in e]
+        best, metric = (max(lengths), "expected_length_greedy") if lengths else (None, None)
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    ours = [results for path, results in measured if _is_of(directory, path, results)]
+    return TrainingRun(
+        run=directory.resolve().name if directory == top else str(directory.relative_to(top)),
+        target=settings.get("target") or recorded.get("target"),
+        algorithm=settings.get("drafter", {}).get("algorithm"),
+        step=step,
+        steps=steps,
+        status=_status(directory, step, steps),
+        best=best,
+        metric=metric,
+        speedup=_speedup(ours[-1]) if ours else None,
+        seconds=time.time() - max(path.stat().st_mtime for path in files),
+        bytes=sum(path.stat().st_size for path in files),
+    )
+
+
+def _status(directory: Path, step: int, steps: int | None) -> str:
+    if is_held(directory / LOCK) or any(map(is_held, directory.glob(".*.jsonl.lock"))):
+        return "running"
+    return "done" if steps is not None and step >= steps else "stopped"
+
+
+def _is_of(directory: Path, path: Path, results: dict[str, Any]) -> bool:
+    """Whether results are in this run or of its drafter."""
+    drafter = results.get("settings", {}).get("drafter")
+    return any(Path(place).resolve().is_relative_to(directory.resolve()) for place in (path, drafter) if place)
+
+
+def _speedup(results: dict[str, Any]) -> float | None:
+    tasks = results.get("tasks", [])
+    seconds, plain = (
+        sum(task["tokens"] / task[name] for task in tasks)
+        for name in ("tokens_per_second", "baseline_tokens_per_second")
+    )
+    return plain / seconds if seconds else None
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file; none where it is missing or damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl; one that a killed process cut short is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
