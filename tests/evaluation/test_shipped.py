@@ -364,7 +364,7 @@ def test_the_demo_measures_the_shipped_drafter_too(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(demo, "set_up", lambda threads: None)
     monkeypatch.setattr(demo, "run_training", lambda recipe, target, console: None)
     monkeypatch.setattr(demo, "load", lambda target, device, **_: demo_target)
-    monkeypatch.setattr(demo, "report", lambda results, out, console: None)
+    monkeypatch.setattr(demo, "report", lambda results, out, console, verdict: None)
 
     def evaluate(*values: Any, recorded: dict[str, object], policy: Policy, **named: Any) -> Results:
         measured.append((recorded["drafter"], policy))
