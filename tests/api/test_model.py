@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from importlib import metadata
@@ -26,7 +27,7 @@ PROMPTS = ["say a word", "and another one", "hi"]
 
 @pytest.fixture(scope="module")
 def model(toy: Path) -> outrider.Model:
-    return outrider.load(str(toy / "target"), drafter=str(toy / "drafter"), device="cpu")
+    return outrider.load(toy / "target", drafter=toy / "drafter", device="cpu")
 
 
 def test_import_and_version_need_no_pytorch() -> None:
@@ -38,6 +39,7 @@ def test_import_and_version_need_no_pytorch() -> None:
 def test_a_response_is_that_of_the_decoder(model: outrider.Model) -> None:
     """Text, chat messages and token ids say the same, streamed or whole."""
     assert model.target.tokenizer is not None and model.drafter is not None
+    assert repr(model) == f"<outrider.Model {model.target.name}, drafter {model.drafter.name}>"
     tokens = render(model.target.tokenizer, [PROMPTS[0]], [])
     params, rules = SamplingParams(temperature=0.9, top_k=5, seed=4), StopRules(20)
     wanted = generate(model.target, tokens, model.drafter.drafter, params=params, rules=rules)
@@ -119,6 +121,7 @@ def test_spec_generate_answers_the_call_of_z_labs(tmp_path: Path) -> None:
     assert torch.equal(ours.spec_generate(**call), drawn[0]) and not torch.equal(*drawn)
     with pytest.raises(ValueError, match="shape"):
         ours.spec_generate(input_ids=prompt.repeat(2, 1), max_new_tokens=4)
-    causal.config.vocab_size = 12
+    other = copy.deepcopy(causal)
+    other.config.vocab_size = 12
     with pytest.raises(ValueError, match="vocab_size 12"):
-        ours.spec_generate(**call)
+        ours.spec_generate(**{**call, "target": other})

@@ -148,7 +148,9 @@ def test_a_packaged_recipe_is_found_by_its_name(tmp_path: Path, monkeypatch: pyt
         assert load_recipe(spelled) == load_recipe(file)
     start = load_recipe(name, ["start_from=smollm2-135m-dspark"]).start_from
     assert start == str(PACKAGE / "models" / "smollm2-135m-dspark")
-    name.parent.mkdir()
+    name.mkdir(parents=True)
+    assert load_recipe(name) == load_recipe(file), "a directory is no recipe"
+    name.rmdir()
     name.write_text(MINIMAL)
     assert load_recipe(name).target == "some/model", "a file of that name comes first"
 

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, overload
 
 import torch
@@ -70,7 +71,7 @@ class Response:
         return self.text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Model:
     """A loaded target with its drafter; `drafter` None decodes plainly.
 
@@ -88,6 +89,10 @@ class Model:
 
     target: DecodingTarget
     drafter: OpenedDrafter | None = None
+
+    def __repr__(self) -> str:
+        drafter = "plain decoding" if self.drafter is None else f"drafter {self.drafter.name}"
+        return f"<outrider.Model {self.target.name}, {drafter}>"
 
     def stream(
         self,
@@ -244,12 +249,12 @@ class Model:
 
 
 def load(
-    model: str,
-    drafter: str | DrafterChoice | None = AUTO,
+    model: str | Path,
+    drafter: str | Path | DrafterChoice | None = AUTO,
     device: str = "auto",
     *,
     thinking: bool = False,
-    tree: TreeSize | None = None,
+    tree: str | TreeSize | None = None,
     backend: Literal["local", "mlx"] = "local",
 ) -> Model:
     """Load a target and its drafter.
@@ -259,23 +264,25 @@ def load(
         drafter: as `--drafter` takes it: auto, a directory or name, ngram, lm:MODEL, "none"; or None.
         device: auto (CUDA where there is one), cpu, cuda, ...; float32 on a CPU, bfloat16 elsewhere.
         thinking: whether responses will think: `auto` then prefers a drafter that has seen it.
-        tree: draft trees of this size, for methods that have them.
+        tree: draft trees of this size ("16"), for methods that have them.
         backend: local (PyTorch) or mlx.
 
     Raises:
         ValueError: no such model or drafter, or they do not fit each other.
     """
-    choice = choose_drafter(drafter, model, thinking) if isinstance(drafter, str) else drafter
+    model = str(model)
+    choice = choose_drafter(str(drafter), model, thinking) if isinstance(drafter, (str, Path)) else drafter
+    size = TreeSize.parse(tree) if isinstance(tree, str) else tree
     if choice is not None:
         warn_of_thinking(choice, thinking)
     elif drafter == AUTO:
         warnings.warn(f"no drafter for {model}, so decoding is plain; {HOW_TO_TRAIN}.", stacklevel=2)
     if backend == "mlx":
         target: Any = load_for_mlx(model)
-        opened = None if choice is None else open_for_mlx(choice, target, tree=tree)
+        opened = None if choice is None else open_for_mlx(choice, target, tree=size)
     else:
         target = load_target(model, default_dtype(device), device)
-        opened = None if choice is None else choice.open(target, tree=tree)
+        opened = None if choice is None else choice.open(target, tree=size)
     return Model(target, opened)
 
 

@@ -10,16 +10,16 @@ Kind = Literal["recipes", "experiments", "models"]
 
 
 def packaged(path: str | Path, kind: Kind) -> Path:
-    """`path` if it is there, else the packaged recipe, table or drafter of that name, else `path` again.
+    """`path` if such a file (of models: directory) is there, else the packaged one of that name, else `path` again.
 
     packaged("smollm2-135m/dspark", "recipes")        .../outrider/recipes/smollm2-135m/dspark.yaml
     packaged("recipes/qwen3-8b-dspark.yaml", "recipes")  the same way: the name may begin with the kind and end in .yaml
     packaged("smollm2-135m-dspark", "models")         .../outrider/models/smollm2-135m-dspark, a directory
     """
     path = Path(path)
-    if path.exists() or path.is_absolute():
+    is_there = Path.is_dir if kind == "models" else Path.is_file
+    if is_there(path) or path.is_absolute():
         return path
     name = path.relative_to(kind) if path.parts[:1] == (kind,) else path
     below = PACKAGE / kind
-    found = (place for place in (below / f"{name}.yaml", below / name) if place.exists())
-    return next(found, path)
+    return next((place for place in (below / f"{name}.yaml", below / name) if is_there(place)), path)
