@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+import outrider.cli.data as data_verbs
 from outrider.data.responses import companion_file, read_responses
 from outrider.target.model import Target, load_target
 from outrider.training.dataset import existing_responses, recipe_samples
 from outrider.training.recipe import Recipe
+from tests.toys.command_line import check_error, in_process
 from tests.toys.openai_server import ToyServer, dead_url, serving
 from tests.toys.tokenizer import byte_tokenizer
 from tests.toys.zygote import Zygote, run_killed, size, write_toy, zygote_in
@@ -284,3 +286,17 @@ def test_training_uses_a_finished_file_as_it_is(zygote: Zygote, toy: Path, serve
         existing_responses(untold, Target(served.model, served.tokenizer, served.name))
     with pytest.raises(ValueError, match="another target"):
         existing_responses(responses, Target(served.model, served.tokenizer, "other"))
+
+
+def test_what_cannot_be_is_refused_before_the_target_is_loaded(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(data_verbs, "set_up", lambda threads: None)
+    monkeypatch.setattr(data_verbs, "load", lambda *_, **__: pytest.fail("the target is loaded"))
+    run, out = in_process(monkeypatch, capfd), tmp_path / "out" / "r.jsonl"
+    check_error(run(*command(toy, out, "--max-new-tokens", 9999)), "--max-prompt-tokens + --max-new-tokens is 10199")
+    (tmp_path / "bad.jsonl").write_text('{"id": "1"}\n')
+    check_error(run(*command(toy, out, "--prompts", tmp_path / "bad.jsonl")), "bad.jsonl:1")
+    monkeypatch.setattr("outrider.utils.files.free_bytes", lambda directory: 36 * 12 * 7 - 1)
+    check_error(run(*command(toy, out)), "a file of the longest responses needs 3024 bytes")
+    assert not out.parent.exists()

@@ -21,7 +21,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import outrider.training.feature_store as store_module
 from outrider.data.responses import Sample
 from outrider.target.model import Target
 from outrider.training.feature_store import (
@@ -30,8 +29,8 @@ from outrider.training.feature_store import (
     StoreDtype,
     StorePlan,
     begin_store,
-    check_space,
     check_store,
+    check_store_space,
     decode,
     encode,
     missing_bytes,
@@ -307,10 +306,10 @@ def test_a_store_of_another_run_is_refused(tmp_path: Path, target: Target) -> No
 
 
 def test_a_full_disk_is_an_error_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "free_bytes", lambda directory: 999)
-    check_space(tmp_path / "store", 999)
+    monkeypatch.setattr("outrider.utils.files.free_bytes", lambda directory: 999)
+    check_store_space(tmp_path / "store", 999)
     with pytest.raises(ValueError, match=r"needs 1000 bytes .*has 999 .*nothing was written"):
-        check_space(tmp_path / "store", 1000)
+        check_store_space(tmp_path / "store", 1000)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 import outrider.cli.main as main
 import outrider.cli.train as features
-import outrider.training.feature_store as store_module
 from tests.toys.command_line import Run, in_process
 from tests.toys.target_directory import save_toy_recipe, save_toy_target
 
@@ -94,9 +93,11 @@ def test_mistakes(run: Run, recipe: Path, store: Path, monkeypatch: pytest.Monke
     assert "processes are numbered 0 to 1" in run("write", recipe, "--shard", 2, "--of", 2)[2]
     assert "--only 77: the store has the shards 0 to" in run("write", recipe, "--only", 77)[2]
     assert "holds no feature store" in run("check", recipe)[2]
-    monkeypatch.setattr(store_module, "free_bytes", lambda directory: 5)
+    monkeypatch.setattr("outrider.utils.files.free_bytes", lambda directory: 5)
+    monkeypatch.setattr(features, "load", lambda *_, **__: pytest.fail("a model is loaded"))
+    monkeypatch.setattr("outrider.training.setup._CHECKPOINT_BYTES", 0)
     status, _, errors = run("write", recipe, "--yes")
-    assert status == 2 and "nothing was written" in errors and not store.exists()
+    assert status == 2 and "the store still needs" in errors and "nothing was written" in errors and not store.exists()
 
 
 def test_a_byte_budget_fills_a_window(run: Run, recipe: Path, store: Path) -> None:

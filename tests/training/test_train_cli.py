@@ -106,6 +106,54 @@ def test_prompts_are_read_before_a_model_is(
     check_error(run(recipe), message)
 
 
+@pytest.fixture
+def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "load", lambda *_, **__: pytest.fail("a model is loaded"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["start_from=TOY/other"], "made for another target: vocab_size is"),
+        (["start_from=TOY/drafter", "drafter.block_size=16"], "contradicts TOY/drafter: block_size is 16, there 7"),
+        (["start_from=TOY/drafter", "drafter={algorithm: eagle3}"], "algorithm is eagle3, there dspark"),
+        (["start_from=TOY/drafter", "drafter.num_hidden_layers=3"], "num_hidden_layers is 3, there"),
+        (["start_from=TOY/target"], "TOY/target/config.json"),
+        (["drafter.target_layer_ids=[0, 9]"], "do not fit a target of 5 layers"),
+        (["drafter.mask_token=<|nowhere|>"], "is not one token of"),
+        (["data.max_new_tokens=9999"], "reads 256 tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_model_is_loaded(
+    run: Run, recipe: Path, toy: Path, nothing_loads: None, changes: list[str], message: str
+) -> None:
+    text = recipe.read_text()
+    if changes[0].startswith("start_from"):  # whose fields are taken from there
+        recipe.write_text("".join(line for line in text.splitlines(True) if not line.startswith("drafter")))
+    check_error(run(recipe, *(change.replace("TOY", str(toy)) for change in changes)), message.replace("TOY", str(toy)))
+
+
+def test_a_full_disk_is_said_before_a_model_is_loaded(
+    run: Run, recipe: Path, nothing_loads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.utils.files.free_bytes", lambda directory: 1000)
+    check_error(run(recipe), "training, for its checkpoints, needs")
+    assert not (recipe.parent / "out").exists()
+
+
+def test_a_run_that_patience_ended_is_finished(run: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = ["watch.decode_every=null", "eval_every=1", "watch.min_delta=100"]
+    status, said, errors = run(recipe, *ended, "watch.patience=1")
+    assert status == 0 and "patience of 1 checks spent" in said, errors
+    with monkeypatch.context() as patched:
+        patched.setattr(train, "load", lambda *_, **__: pytest.fail("a model is loaded"))
+        status, said, errors = run(recipe, *ended, "watch.patience=1")
+        assert status == 0, errors
+        assert "already finished: 2 of 3 steps" in said and "raise watch.patience=1 to go on" in said
+    status, said, errors = run(recipe, *ended, "watch.patience=2")
+    assert status == 0 and state(recipe.parent / "out")["step"] == 3, errors
+
+
 def test_the_way_out_of_a_finished_run_never_ends_worse(run: Run, recipe: Path, began: Path) -> None:
     """Going on with a learning rate that ruins the drafter: the best one is the start, evaluated as step 0."""
     assert run(recipe)[0] == 0

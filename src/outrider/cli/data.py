@@ -117,21 +117,24 @@ def run(data: DataSection, target: str, path: Path, seed: int, device: str, prec
         typer.Exit: every request failed; the status is 1.
     """
     from outrider.data.chat import Chat
-    from outrider.data.responses import sole_writer, truncation_warning
-    from outrider.training.dataset import make_responses
+    from outrider.data.responses import TOKEN_BYTES, sole_writer, truncation_warning
+    from outrider.training.dataset import check_prompt_files, make_responses
+    from outrider.utils.files import check_space
 
-    loaded = None
-    if not data.base_urls:
-        place = usable_device(device)
-        # The type in which training would compute: the responses' settings name it.
-        loaded = load(target, place, training_dtype(precision, place, console), console=console)
-    chat = Chat.of(loaded) if loaded is not None else Chat.load(target)
+    chat, loaded = Chat.load(target), None
     longest = data.max_prompt_tokens + data.max_new_tokens
     if longest > chat.max_context:
         raise ValueError(
             f"--max-prompt-tokens + --max-new-tokens is {longest} and {chat.name} reads {chat.max_context} tokens; "
             "lower one of them."
         )
+    size = check_prompt_files(data) * data.max_new_tokens * TOKEN_BYTES
+    check_space(path, size, "a file of the longest responses", "Free some, or choose another --out.")
+    if not data.base_urls:
+        place = usable_device(device)
+        # The type in which training would compute: the responses' settings name it.
+        loaded = load(target, place, training_dtype(precision, place, console), console=console)
+        chat = Chat.of(loaded)
     started = time.monotonic()
     with responding(console) as progress, sole_writer(path):
         made = make_responses(data, chat, loaded, seed=seed, path=path, on_progress=progress.update, say=progress.say)

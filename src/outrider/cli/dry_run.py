@@ -34,8 +34,8 @@ from outrider.training.estimate import (
     measure_texts,
     responding,
 )
-from outrider.training.feature_store import free_bytes
 from outrider.training.recipe import Recipe
+from outrider.utils.files import free_bytes
 from outrider.utils.machine import free_memory_bytes, training_dtype
 from outrider.utils.measure import default_dtype, usable_device
 

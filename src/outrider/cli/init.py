@@ -116,9 +116,8 @@ def _estimated(plan: Plan, recipe: Path, tests: Path, console: Console) -> str:
     from outrider.cli.dry_run import measurements, spoken_size, spoken_time, task_texts
     from outrider.target.hub import resolve_model
     from outrider.training.estimate import decoding, estimate
-    from outrider.training.feature_store import free_bytes
     from outrider.training.recipe import load_recipe
-    from outrider.utils.files import write_atomically
+    from outrider.utils.files import free_bytes, write_atomically
     from outrider.utils.machine import free_memory_bytes
 
     later = f"outrider train {shlex.quote(str(recipe))} --dry-run"

@@ -30,9 +30,12 @@ def train(recipe: opt.RecipePath, overrides: opt.Overrides = None, *, dry_run: o
     import torch
 
     from outrider.training.dataset import check_prompt_files
+    from outrider.training.feature_store import check_store_fits
     from outrider.training.parallel import shard_layers
     from outrider.training.recipe import load_recipe
+    from outrider.training.setup import check_recipe
     from outrider.training.trainer import saved_run
+    from outrider.training.watch import patience_spent
     from outrider.utils.distributed import join
 
     chosen = load_recipe(recipe, overrides or [])
@@ -44,14 +47,17 @@ def train(recipe: opt.RecipePath, overrides: opt.Overrides = None, *, dry_run: o
     with join(chosen.device) as ranks:
         set_up(chosen.threads)
         console = Console(quiet=not ranks.main)
-        if began.get("step", 0) >= chosen.optimizer.steps:
-            _say_finished(chosen, console)
+        step = began.get("step", 0)
+        if step >= chosen.optimizer.steps or patience_spent(chosen.watch, began.get("watch", {})):
+            _say_finished(chosen, step, console)
             return
         if dry_run:
             from outrider.cli.dry_run import of_training
 
             of_training(chosen, console)
             return
+        if not began:
+            check_store_fits(chosen, check_recipe(chosen))
         if (threads := began.get("threads", torch.get_num_threads())) != torch.get_num_threads():
             console.print(
                 f"threads: {torch.get_num_threads()}; the run was at {threads}. Its weights will differ in the last "
@@ -66,17 +72,19 @@ def train(recipe: opt.RecipePath, overrides: opt.Overrides = None, *, dry_run: o
         run_training(chosen, target, console, ranks=ranks)
 
 
-def _say_finished(recipe: Recipe, console: Console) -> None:
+def _say_finished(recipe: Recipe, step: int, console: Console) -> None:
     from outrider.checkpoints.checkpoint import read_metadata
 
     out = Path(recipe.out)
     drafter = out / "drafter"
     length = read_metadata(drafter).get("held_out", {}).get("expected_length_greedy", float("nan"))
     best = f", the best one in {out / 'best'}" if (out / "best").is_dir() else ""
+    further = f"To train it further: start_from={drafter} out=ANOTHER"
+    if step < recipe.optimizer.steps:
+        further = f"Patience ended it: raise watch.patience={recipe.watch.patience} to go on, or null for all steps"
     console.print(
-        f"already finished: {recipe.optimizer.steps} of {recipe.optimizer.steps} steps, held-out expected accepted "
-        f"length {length:.2f} (temperature 0); drafter in {drafter}{best}. To train it further: "
-        f"start_from={drafter} out=ANOTHER",
+        f"already finished: {step} of {recipe.optimizer.steps} steps, held-out expected accepted length {length:.2f} "
+        f"(temperature 0); drafter in {drafter}{best}. {further}",
         highlight=False,
         soft_wrap=True,
     )
@@ -155,18 +163,24 @@ def write_features(
     yes: Annotated[bool, option("Size", "write whatever the size", "--yes")] = False,
 ) -> None:
     """Write the store, or what is missing of it. Processes i of N write the shards i, i + N, ..."""
-    from outrider.training.feature_store import begin_store, check_space, missing_bytes, store_directory, write_store
+    from outrider.training.feature_store import (
+        begin_store,
+        check_store_space,
+        missing_bytes,
+        store_directory,
+        write_store,
+    )
 
     console = Console()
     number, count = _process(shard, of)
-    chosen, run = _prepare(recipe, overrides, max_bytes, console=console)
+    chosen, run = _prepare(recipe, overrides, max_bytes, console=console, writes=True)
     if chosen.features.max_gb is not None:
         _fill_window(chosen, run, number, count=count, console=console)
         return
     plan, directory = _plan(chosen, run), store_directory(chosen)
     _describe(chosen, run, plan, console=console)
     needed = missing_bytes(directory, plan)
-    check_space(directory, needed)
+    check_store_space(directory, needed)
     _ask(directory, needed, limit_gb, yes=yes)
     beyond = [n for n in only or [] if not 0 <= n < len(plan.shards)]
     if beyond:
@@ -197,13 +211,20 @@ def check_features(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> N
     console.print(f"the store in {store_directory(chosen)} is complete and undamaged")
 
 
-def _prepare(path: Path, overrides: list[str] | None, max_bytes: int | None, console: Console) -> tuple[Recipe, Run]:
+def _prepare(
+    path: Path, overrides: list[str] | None, max_bytes: int | None, console: Console, writes: bool = False
+) -> tuple[Recipe, Run]:
+    from outrider.training.feature_store import check_store_fits
     from outrider.training.recipe import load_recipe
+    from outrider.training.setup import check_recipe
 
     extra = [] if max_bytes is None else [f"features.max_gb={max_bytes / 2**30!r}"]
     recipe = load_recipe(path, ["features.mode=store", *(overrides or []), *extra])
     set_up(recipe.threads)
     device = usable_device(recipe.device)
+    drafter = check_recipe(recipe)
+    if writes:
+        check_store_fits(recipe, drafter)
     target = load(recipe.target, device, training_dtype(recipe.precision, device, console), console=console)
     return recipe, prepare_with_progress(recipe, target, console)
 
@@ -244,7 +265,7 @@ def _describe(recipe: Recipe, run: Run, plan: StorePlan, console: Console) -> No
 
 
 def _ask(directory: Path, needed: int, limit_gb: float | None, yes: bool) -> None:
-    from outrider.training.feature_store import free_bytes
+    from outrider.utils.files import free_bytes
 
     limit = min(_LIMIT_GB * 2**30, _FREE_SHARE * free_bytes(directory)) if limit_gb is None else limit_gb * 2**30
     if needed > limit and not yes:
@@ -255,13 +276,13 @@ def _ask(directory: Path, needed: int, limit_gb: float | None, yes: bool) -> Non
 
 
 def _fill_window(recipe: Recipe, run: Run, number: int, count: int, console: Console) -> None:
-    from outrider.training.feature_store import FeatureWindow, check_space, open_features
+    from outrider.training.feature_store import FeatureWindow, check_store_space, open_features
 
     aux_layers, scale_L = run.drafter.config.target_layer_ids, run.drafter.aux_scale_L
     window = open_features(
         recipe, run.target, run.samples, aux_layers=aux_layers, aux_scale_L=scale_L, rank=number, world_size=count
     )
     assert isinstance(window, FeatureWindow)
-    check_space(window.directory, max(0, min(window.max_bytes, _plan(recipe, run).bytes) - window.bytes))
+    check_store_space(window.directory, max(0, min(window.max_bytes, _plan(recipe, run).bytes) - window.bytes))
     window.warm()
     console.print(f"window of {window.bytes} bytes (at most {window.max_bytes}) in {window.directory}", highlight=False)

@@ -62,6 +62,7 @@ class Reply:
     exact: bool = True
 
 
+TOKEN_BYTES = 7  # of a token in a responses file, its comma included
 TRUNCATED_SHARE = 0.2  # more is said: a drafter that learns from beginnings alone never sees how responses end
 
 

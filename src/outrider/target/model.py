@@ -10,7 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import Mxfp4Config
 
@@ -368,6 +374,22 @@ def count_layers(id_or_dir: str) -> int:
         ValueError: the model cannot be found.
     """
     return int(model_config(resolve_model(id_or_dir, weights=False)).get_text_config().num_hidden_layers)
+
+
+def outline_target(id_or_dir: str | Path) -> Target:
+    """A target without weights, which are on the meta device: its shapes, config and tokenizer, in a second.
+
+    Raises:
+        ValueError: the model cannot be found, or its family is not supported.
+    """
+    path = resolve_model(str(id_or_dir), weights=False)
+    config = model_config(path)
+    family_of(config.get_text_config())
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    if (path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return Target(model, AutoTokenizer.from_pretrained(path), name=str(id_or_dir))
 
 
 def load_target(

@@ -65,16 +65,20 @@ def recipe_prompts(data: DataSection) -> list[Conversation]:
     return prompts
 
 
-def check_prompt_files(data: DataSection) -> None:
+def check_prompt_files(data: DataSection) -> int:
     """Read the prompt files of a recipe, before anything is loaded; other sources may be a download and are left out.
+
+    Returns the number of their turns.
 
     Raises:
         ValueError: a file does not exist or has a malformed line.
     """
-    for source in data.prompts:
-        if source.path.endswith(".jsonl"):
-            for _ in islice(iterate_prompts(source.path), source.limit):
-                pass
+    files = [source for source in data.prompts if source.path.endswith(".jsonl")]
+    return sum(
+        len(conversation.first_turns(source.max_turns).turns)
+        for source in files
+        for conversation in islice(iterate_prompts(source.path), source.limit)
+    )
 
 
 def make_responses(
@@ -154,6 +158,22 @@ def responses_path(recipe: Recipe) -> Path:
     return Path(recipe.data.responses) if recipe.data.responses else Path(recipe.out) / "responses.jsonl"
 
 
+def _wanted(data: DataSection, replies: list[Reply]) -> list[Reply]:
+    """The replies to the recipe's prompts; all where it names none."""
+    if not data.prompts:
+        return replies
+    wanted = {c.id: len(c.turns) for c in recipe_prompts(data)}
+    return [r for r in replies if r.turn < wanted.get(r.id, 0)]
+
+
+def known_samples(recipe: Recipe) -> list[Sample]:
+    """The samples to train on of the responses that are there; no model is loaded and none is made."""
+    path = responses_path(recipe)
+    samples = join_turns(_wanted(recipe.data, read_responses(path)[1])) if path.is_file() else []
+    enough = len({sample.id for sample in samples}) > recipe.data.held_out
+    return split_samples(samples, recipe.data.held_out, path)[0] if enough else []
+
+
 def recipe_samples(
     recipe: Recipe,
     target: Target,
@@ -176,9 +196,7 @@ def recipe_samples(
         with sole_writer(path):  # the processes of `outrider features write` come here one after another
             make_responses(data, Chat.of(target), target, seed=recipe.seed, path=path, on_progress=on_progress, say=say)
     settings, replies = existing_responses(path, target)
-    if data.prompts:
-        wanted = {c.id: len(c.turns) for c in recipe_prompts(data)}
-        replies = [r for r in replies if r.turn < wanted.get(r.id, 0)]
+    replies = _wanted(data, replies)
     if warning := truncation_warning(replies, settings.get("max_new_tokens", data.max_new_tokens)):
         say(warning)
     return Dataset(*split_samples(join_turns(replies), data.held_out, path), settings)

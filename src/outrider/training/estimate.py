@@ -30,7 +30,7 @@ from transformers import AutoConfig
 from outrider.data.chat import Chat, render
 from outrider.data.conversations import Conversation
 from outrider.data.regenerate import DataSection, decode_batch
-from outrider.data.responses import Sample, read_responses
+from outrider.data.responses import TOKEN_BYTES, Sample, read_responses
 from outrider.data.sources import load_prompts
 from outrider.drafters.base import DraftModule
 from outrider.sampling import SamplingParams
@@ -57,7 +57,6 @@ _STEPS = 2  # timed of a recipe, after one that is not
 _HELD_OUT = 2  # conversations that the held-out metrics are timed on
 _RENDERED = 32  # prompts whose tokens are counted
 _KNOWN_REPLIES = 8  # so many and more tell how long replies are
-_JSON_BYTES = 7  # of a token in a responses file
 _STATE_BYTES = 12  # of a parameter: float32 weight and two moments
 
 Kind = TypeVar("Kind", "Rates", "StepCost")
@@ -356,7 +355,7 @@ def loading(measured: Measurements) -> Part:
 def responding(measured: Measurements, texts: Texts, data: DataSection) -> tuple[Part, Texts]:
     """Answering what waits, in batches; and the texts that are there afterwards."""
     rates, waiting = measured.rates, round(texts.waiting)
-    disk = waiting * (texts.context + texts.response) * _JSON_BYTES
+    disk = waiting * (texts.context + texts.response) * TOKEN_BYTES
     answered = replace(texts, waiting=0.0)
     if data.base_urls or not waiting:
         source = f"{waiting} by servers, whose speed is not known" if waiting else "all there"

@@ -34,7 +34,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from outrider.data.responses import Sample
+from outrider.drafters.base import DraftModule
 from outrider.target.model import Target
+from outrider.training.dataset import known_samples
 from outrider.training.features import (
     LARGEST_FLOAT16,
     FeatureCache,
@@ -46,7 +48,7 @@ from outrider.training.features import (
 )
 from outrider.training.recipe import Recipe
 from outrider.training.setup import CALIBRATION_SAMPLES
-from outrider.utils.files import file_sha256, write_atomically
+from outrider.utils.files import check_space, file_sha256, write_atomically
 from outrider.utils.machine import feature_cache_bytes
 from outrider.utils.measure import dtype_name
 
@@ -387,21 +389,30 @@ def missing_bytes(directory: Path, plan: StorePlan) -> int:
     return sum(size for path, size in paths.items() if not path.is_file() or path.stat().st_size != size)
 
 
-def free_bytes(directory: Path) -> int:
-    """Free on the disk that `directory` is on, or will be."""
-    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    return shutil.disk_usage(existing).free
-
-
-def check_space(directory: Path, needed: int) -> None:
+def check_store_space(directory: Path, needed: int) -> None:
     """Raises ValueError when the disk does not have `needed` bytes free."""
-    free = free_bytes(directory)
-    if needed > free:
-        raise ValueError(
-            f"the store still needs {needed} bytes ({needed / 2**30:.1f} GB) and the disk of {directory} has {free} "
-            f"({free / 2**30:.1f} GB) free: nothing was written. Choose another features.directory, "
-            "features.dtype=int8, or a window with features.max_gb."
-        )
+    remedy = "Choose another features.directory, features.dtype=int8, or a window with features.max_gb."
+    check_space(directory, needed, "the store still", remedy)
+
+
+def check_store_fits(recipe: Recipe, drafter: DraftModule) -> None:
+    """Refuse, before a model is loaded, a store for which the disk has no room; of the responses that are there.
+
+    Args:
+        drafter: with or without its weights.
+
+    Raises:
+        ValueError: see `check_space`.
+    """
+    section, directory = recipe.features, store_directory(recipe)
+    if section.mode != "store":
+        return
+    layers = len(section.aux_layers or drafter.config.target_layer_ids)
+    needed = shard_bytes(known_samples(recipe), layers, drafter.config.hidden_size, dtype=section.dtype)
+    if section.max_gb is not None:
+        needed = min(needed, int(section.max_gb * 2**30))
+    written = sum(path.stat().st_size for path in directory.rglob("*.safetensors"))
+    check_store_space(directory, needed - written)
 
 
 def write_store(

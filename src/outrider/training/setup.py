@@ -28,14 +28,14 @@ from outrider.data.regenerate import Progress, no_progress
 from outrider.data.responses import Sample
 from outrider.drafters.base import DraftModule, check_fits
 from outrider.drafters.registry import method_of
-from outrider.target.model import Target
+from outrider.target.model import Target, outline_target
 from outrider.training.dataset import choose_draft_ids, recipe_samples
 from outrider.training.features import measure_aux_scale
 from outrider.training.loss import BlockObjective
 from outrider.training.parallel import check_layers
 from outrider.training.recipe import Precision, Recipe
 from outrider.utils.distributed import ALONE, Ranks
-from outrider.utils.files import weight_files
+from outrider.utils.files import check_space, weight_files
 
 CALIBRATION_SAMPLES = 16  # that aux layer scales and starting weights are measured on
 _REMEMBERED = ("target", "step", "samples", "response_tokens", "anchors", "training_seconds")
@@ -155,6 +155,41 @@ def training_precision(recipe: Recipe, target: Target) -> Precision:
     return "bfloat16" if target.dtype == torch.bfloat16 else "float32"
 
 
+# Of a parameter on disk, at most at one time: float32 in OUT/drafter and OUT/best, weight and two moments in OUT/state,
+# which is written beside the former one.
+_CHECKPOINT_BYTES = 2 * 4 + 2 * 12
+
+
+def check_recipe(recipe: Recipe) -> DraftModule:
+    """Refuse what the target's config, the drafter to go on from and the free disk rule out, before a model is loaded.
+
+    Returns the drafter without its weights.
+
+    Raises:
+        ValueError: as `prepare`, or checkpoints would not fit on the disk.
+    """
+    target = outline_target(recipe.target)
+    if recipe.start_from is None:
+        with torch.device("meta"):
+            drafter = new_drafter(recipe, target)
+    else:
+        drafter = load_start(recipe, target).drafter
+    _check_drafter(recipe, target, drafter)
+    size = _CHECKPOINT_BYTES * sum(p.numel() for p in drafter.parameters())
+    check_space(Path(recipe.out), size, "training, for its checkpoints,", "Free some, or choose another out.")
+    return drafter
+
+
+def _check_drafter(recipe: Recipe, target: Target, drafter: DraftModule) -> None:
+    check_layers(drafter, recipe)
+    longest = recipe.data.max_prompt_tokens + recipe.data.max_new_tokens
+    if longest > target.max_context:
+        raise ValueError(
+            f"data.max_prompt_tokens + data.max_new_tokens is {longest} and {target.name} reads {target.max_context} "
+            "tokens; lower one of them."
+        )
+
+
 def prepare(
     recipe: Recipe,
     target: Target,
@@ -172,13 +207,7 @@ def prepare(
     # First: a mistake here should not cost the responses' minutes.
     start = load_start(recipe, target) if recipe.start_from is not None else None
     drafter = new_drafter(recipe, target) if start is None else start.drafter
-    check_layers(drafter, recipe)
-    longest = recipe.data.max_prompt_tokens + recipe.data.max_new_tokens
-    if longest > target.max_context:
-        raise ValueError(
-            f"data.max_prompt_tokens + data.max_new_tokens is {longest} and {target.name} reads {target.max_context} "
-            "tokens; lower one of them."
-        )
+    _check_drafter(recipe, target, drafter)
     samples, held_out, responses = ranks.from_main(lambda: recipe_samples(recipe, target, on_progress, say=say))
     if start is None:
         start = fresh(drafter, recipe, target, samples=samples)

@@ -25,7 +25,7 @@ from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.features import FeatureCache, Features
 from outrider.training.loss import BlockObjective, scatter
-from outrider.training.recipe import Recipe
+from outrider.training.recipe import Recipe, WatchSection
 from outrider.training.setup import Run
 
 
@@ -143,13 +143,30 @@ class Look:
     best: bool
 
 
+def _measure_of(config: WatchSection) -> dict[str, Any]:
+    """What makes two values comparable."""
+    if not config.decode_every:
+        return {"metric": "expected_length_greedy"}
+    decoding = {name: getattr(config, name) for name in ("decode_prompts", "decode_tokens", "temperature")}
+    return {"metric": "decode_tau", **decoding}
+
+
+def patience_spent(config: WatchSection, memory: Mapping[str, Any]) -> bool:
+    """Whether a run with this memory (`Watch.state_dict`) stopped early; False where it was measured otherwise."""
+    return (
+        config.patience is not None
+        and memory.get("measure") == _measure_of(config)
+        and memory["failed"] >= config.patience
+    )
+
+
 class Watch:
     """Picks the best drafter of a run and stops early. The trainer asks `due`, calls `look` and ends when `stopped`."""
 
     def __init__(self, recipe: Recipe, run: Run) -> None:
         self.config, self.run = recipe.watch, run
         self.last_step = recipe.optimizer.steps
-        self.metric = "decode_tau" if self.config.decode_every else "expected_length_greedy"
+        self.metric = _measure_of(self.config)["metric"]
         self.every = self.config.decode_every or recipe.eval_every
         self.best: float | None = None
         self.best_step = 0
@@ -201,21 +218,16 @@ class Watch:
         patience = f"patience of {self.config.patience} checks spent; " if self.stopped else ""
         return f"{patience}best drafter: step {self.best_step}, {self.metric} {self.best:.2f}"
 
-    def _measure(self) -> dict[str, Any]:
-        """What makes two values comparable."""
-        decoding = ("decode_prompts", "decode_tokens", "temperature") if self.config.decode_every else ()
-        return {"metric": self.metric, **{name: getattr(self.config, name) for name in decoding}}
-
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON; empty before the first check."""
         if self.best is None:
             return {}
         memory = {"best": self.best, "best_step": self.best_step, "mark": self._mark, "failed": self._failed}
-        return {"measure": self._measure(), **memory}
+        return {"measure": _measure_of(self.config), **memory}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up the memory of `state_dict`, unless it was measured otherwise: then the search begins anew."""
-        if state.get("measure") != self._measure():
+        if state.get("measure") != _measure_of(self.config):
             return
         self.best, self.best_step = state["best"], state["best_step"]
         self._mark, self._failed = state["mark"], state["failed"]

@@ -74,6 +74,30 @@ def write_atomically(
             os.close(directory)
 
 
+def free_bytes(directory: Path) -> int:
+    """Free on the disk that `directory` is on, or will be."""
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
+def check_space(directory: Path, needed: int, what: str, remedy: str) -> None:
+    """Refuse work that the disk has no room for.
+
+    Args:
+        what: takes `needed` bytes.
+        remedy: a sentence that says what to do.
+
+    Raises:
+        ValueError: fewer bytes are free.
+    """
+    free = free_bytes(directory)
+    if needed > free:
+        raise ValueError(
+            f"{what} needs {needed} bytes ({needed / 2**30:.1f} GB) and the disk of {directory} has {free} "
+            f"({free / 2**30:.1f} GB) free: nothing was written. {remedy}"
+        )
+
+
 def read_mapping(path: Path) -> dict[str, Any]:
     """The fields of a JSON file.
 
