@@ -141,7 +141,7 @@ def _estimated(plan: Plan, recipe: Path, tests: Path, console: Console) -> str:
             if fitting is not plan:
                 write_atomically(recipe, fitting.recipe())
                 found = estimate(load_recipe(recipe), say)
-        measured = measurements(plan.chat.name, chosen.device, console)
+        measured = measurements(plan.chat.name, chosen.device, console, precision=chosen.precision)
         texts = task_texts(measured, str(tests), _TESTED, max_new_tokens=_TOKENS, thinking=False)
         each = decoding(measured, "eval", texts, times=2).seconds + measured.rates.load
     except ValueError as error:
