@@ -79,6 +79,7 @@ VERBS = {
     "models": ["TARGET"],
     "simulate": ["--record", "--traces", "--profile", "--validate", "--thinking"],
     "package": ["DRAFTER", "--out", "--target", "--dtype", "--results", "--license"],
+    "push": ["DRAFTER", "REPO", "--public"],
     "demo": ["--out", "--eval-samples"],
     "prepare": ["--target", "--prompts", "--out", "--recipe", "--base-url", "--thinking", "--max-minutes"],
     "inspect": ["PATH", "--target", "--row", "--limit", "--html"],

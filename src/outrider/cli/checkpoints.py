@@ -1,10 +1,10 @@
-"""`outrider export` (a drafter in the dialect that an engine loads) and `outrider package` (a drafter to ship)."""
+"""`outrider export` (a drafter as an engine loads it), `package` (a drafter to ship), `push` (it goes to the hub)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -146,12 +146,51 @@ def package_command(
     Console().print(f"{out}: {size:.1f} MB, model card in README.md", highlight=False, markup=False, soft_wrap=True)
 
 
+_OURS = ("config.json", "model.safetensors", "README.md", "outrider.json")
+
+
+def push_command(
+    drafter: Annotated[Path, typer.Argument(help="what outrider package wrote")],
+    repo: Annotated[str, typer.Argument(help="OWNER/NAME on the hub; made where it is not there")],
+    *,
+    public: Annotated[bool, option(FILES, "for everyone to read; otherwise for you alone", "--public")] = False,
+) -> None:
+    """Put a packaged drafter on the Hugging Face hub, with its model card."""
+    missing = [name for name in _OURS if not (drafter / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{drafter} lacks {', '.join(missing)}: outrider package {drafter} --out DIR writes a drafter with its "
+            "model card; push that."
+        )
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    no_answer: Any = HfHubHTTPError.__mro__[1]  # of the HTTP library in use: httpx, or httpx2 in later releases
+    api = HfApi()
+    try:
+        api.create_repo(repo, private=not public, exist_ok=True)
+        if not public and not api.model_info(repo).private:
+            raise ValueError(f"{repo} is public already: --public adds to it; for a private one choose another name.")
+        done = api.upload_folder(
+            repo_id=repo, folder_path=drafter, allow_patterns=[*_OURS], commit_message="Drafter of outrider package"
+        )
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        remedy = "; hf auth login, or HF_TOKEN with the right to write" if status in (401, 403) else ""
+        reason = error.server_message or error.response.reason_phrase
+        raise ValueError(f"the hub at {api.endpoint} refuses {repo}: {status} {reason}{remedy}.") from error
+    except no_answer as error:
+        raise ValueError(f"no answer from the hub at {api.endpoint}: {error}.") from error
+    except HFValidationError as error:
+        raise ValueError(f"{repo}: {' '.join(str(error).split())}") from error
+    size = sum((drafter / name).stat().st_size for name in _OURS) / 1e6
+    who = "for everyone" if public else "private"
+    Console().print(f"{done.repo_url}: {size:.1f} MB, {who}", highlight=False, markup=False, soft_wrap=True)
+
+
 def foreign(out: Path) -> list[str]:
     """Names of what is at `out`, as no part of a drafter of ours, and would be lost if one were written there."""
-    from outrider.checkpoints.checkpoint import METADATA
-
     if not out.is_dir():
         return [out.name] if out.exists() else []
     names = sorted(path.name for path in out.iterdir())
-    ours = {"config.json", "model.safetensors", "README.md", METADATA}
-    return [name for name in names if name not in ours] if METADATA in names else names
+    return [name for name in names if name not in _OURS] if "outrider.json" in names else names

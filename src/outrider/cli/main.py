@@ -74,6 +74,8 @@ class _Verbs(LazyGroup):
         Listed("Use", "package", "Write a drafter to ship, with a model card made from measurements.",
                function="checkpoints.package_command",
                example=f"outrider package {_SHIPPED} --out runs/smollm2-135m-dspark"),
+        Listed("Use", "push", "Put a packaged drafter on the Hugging Face hub, with its model card.",
+               function="checkpoints.push_command", example="outrider push runs/smollm2-135m-dspark ME/smollm2-dspark"),
         Listed("Train", "demo", "Generate responses, train and evaluate a small drafter, in under ten minutes.",
                function="experiment.demo", example="outrider demo"),
         Listed("Train", "init", "Look at a model and prompts; write a recipe and say what to run.",
