@@ -17,10 +17,15 @@ from typing import Protocol
 import torch
 from torch import BoolTensor, Tensor
 
+# Below it two logits of float32 near 10 that differ in their last bit are as good as infinitely far apart.
+_LEAST_TEMPERATURE = 1e-6
+_MOST_TEMPERATURE = 1e30  # every finite logit is 0 from here on, and it is still a float32
+_LEAST_PENALTY, _MOST_PENALTY = 0.01, 100.0
+
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request's tokens are drawn from the target's logits.
+    """How a request's tokens are drawn from the target's logits. A temperature below 1e-6 is greedy decoding: 0.
 
     Raises:
         ValueError: a parameter is outside its range.
@@ -47,8 +52,13 @@ class SamplingParams:
             raise ValueError(f"top_p={self.top_p} must be in (0, 1]; use 1 to keep every token")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p} must be in [0, 1]; use 0 to keep every token")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be finite and > 0; use 1 for none")
+        if not _LEAST_PENALTY <= self.repetition_penalty <= _MOST_PENALTY:
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty} must be from {_LEAST_PENALTY:g} to {_MOST_PENALTY:g}; "
+                "use 1 for none"
+            )
+        if self.temperature < _LEAST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
 
 
 # ----------------------------------------------------------------------------
@@ -75,7 +85,7 @@ def warp(logits_KV: Tensor, params: SamplingParams, seen_KV: BoolTensor | Tensor
     if params.temperature == 0.0:
         return torch.zeros_like(logits_KV).scatter_(-1, logits_KV.argmax(-1, keepdim=True), 1.0)
     # The maximum goes first: at a tiny temperature logits / T overflows, (logits - max) / T does not.
-    logits_KV = (logits_KV - logits_KV.amax(-1, keepdim=True)) / params.temperature
+    logits_KV = (logits_KV - logits_KV.amax(-1, keepdim=True)) / min(params.temperature, _MOST_TEMPERATURE)
     if 0 < params.top_k < logits_KV.shape[-1]:
         last_kept_K1 = logits_KV.topk(params.top_k, dim=-1).values[..., -1:]
         logits_KV = logits_KV.masked_fill(logits_KV < last_kept_K1, -torch.inf)
@@ -97,7 +107,8 @@ def _nucleus_floor(probs_KV: Tensor, top_p: float) -> Tensor:
         before_KS = sorted_KS.cumsum(-1) - sorted_KS
         if size == vocab or bool((before_KS[..., -1] >= top_p).all()):
             break
-    kept_K1 = (before_KS < top_p).sum(-1, keepdim=True)
+    # The likeliest stays in any case: a tiny top_p is 0 in float32.
+    kept_K1 = (before_KS < top_p).sum(-1, keepdim=True).clamp(min=1)
     return sorted_KS.gather(-1, kept_K1 - 1)
 
 

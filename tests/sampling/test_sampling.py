@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -74,6 +77,38 @@ def test_temperature_zero_is_the_limit() -> None:
     assert warp(tied_V, SamplingParams(top_k=1, top_p=0.1, min_p=1.0)).tolist() == [0, 1, 0]
 
 
+EXTREMES = {
+    "temperature": (0.0, 5e-324, 1e-50, 1e-38, 1e-7, 1e-6, 1e-3, 1.0, 1e30, 3e38, 1e39, 1.7e308),
+    "top_k": (0, 1, 10**30),
+    "top_p": (5e-324, 1e-50, 1e-46, 1e-38, 0.5, 1 - 1e-16, 1.0),
+    "min_p": (0.0, 5e-324, 1e-50, 1e-40, 0.1, 1.0),
+    "repetition_penalty": (0.01, 1.0, 100.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_parameters_give_a_distribution(dtype: torch.dtype) -> None:
+    """Values that are 0 or infinite in float32 behave as their limits; a row may have tokens that are ruled out."""
+    logits_KV = 4 * torch.randn(3, 40, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    logits_KV[1] = 0
+    logits_KV[2, 5:] = -torch.inf
+    seen = SeenTokens(40, 2.0, range(20)).with_tokens()
+    source = SeededSource(0)
+    for values in itertools.product(*EXTREMES.values()):
+        params = SamplingParams(**dict(zip(EXTREMES, values, strict=True)))
+        probs_KV = warp(logits_KV, params, seen)
+        assert probs_KV.isfinite().all() and (probs_KV >= 0).all(), params
+        assert (probs_KV.sum(-1) - 1).abs().max() < 1e-5, params
+        assert probs_KV[0, source.choose(probs_KV[0])] > 0, params
+        if params.temperature < 1e-3 or (params.temperature <= 1 and (params.top_p < 1e-6 or params.min_p == 1.0)):
+            assert probs_KV[0].max() == 1.0, f"{params}: the likeliest token alone, which is nobody's equal"
+
+
+def test_a_temperature_that_float32_cannot_tell_from_0_is_0() -> None:
+    assert SamplingParams(temperature=1e-50) == SamplingParams(temperature=9e-7) == SamplingParams()
+    assert SamplingParams(temperature=1e-6).temperature == 1e-6
+
+
 def test_greedy_obeys_the_repetition_penalty() -> None:
     params = SamplingParams(repetition_penalty=2.0)
     seen = SeenTokens(3, 2.0, [1])
@@ -129,10 +164,13 @@ def test_seen_tokens() -> None:
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-50),
+        ("repetition_penalty", 1e30),
+        ("repetition_penalty", float("nan")),
     ],
 )
 def test_bad_parameters_are_named(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{field}={value}"):
+    with pytest.raises(ValueError, match=re.escape(f"{field}={value}")):
         SamplingParams(**{field: value})
 
 
