@@ -129,7 +129,7 @@ def run(data: DataSection, target: str, path: Path, seed: int, device: str, prec
             "lower one of them."
         )
     size = check_prompt_files(data) * data.max_new_tokens * TOKEN_BYTES
-    check_space(path, size, "a file of the longest responses", "Free some, or choose another --out.")
+    check_space(path, size, "a file of the longest responses", remedy="Free some, or choose another --out.")
     if not data.base_urls:
         place = usable_device(device)
         # The type in which training would compute: the responses' settings name it.

@@ -392,7 +392,7 @@ def missing_bytes(directory: Path, plan: StorePlan) -> int:
 def check_store_space(directory: Path, needed: int) -> None:
     """Raises ValueError when the disk does not have `needed` bytes free."""
     remedy = "Choose another features.directory, features.dtype=int8, or a window with features.max_gb."
-    check_space(directory, needed, "the store still", remedy)
+    check_space(directory, needed, "the store still", remedy=remedy)
 
 
 def check_store_fits(recipe: Recipe, drafter: DraftModule) -> None:

@@ -176,7 +176,7 @@ def check_recipe(recipe: Recipe) -> DraftModule:
         drafter = load_start(recipe, target).drafter
     _check_drafter(recipe, target, drafter)
     size = _CHECKPOINT_BYTES * sum(p.numel() for p in drafter.parameters())
-    check_space(Path(recipe.out), size, "training, for its checkpoints,", "Free some, or choose another out.")
+    check_space(Path(recipe.out), size, "training, for its checkpoints,", remedy="Free some, or choose another out.")
     return drafter
 
 
