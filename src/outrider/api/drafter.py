@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from outrider.target.model import Target
 
 AUTO, NONE = "auto", "none"
-HOW_TO_TRAIN = "train one: outrider train smollm2-135m/dspark with your target and prompts in it"
+HOW_TO_TRAIN = "train one: outrider init --target MODEL --prompts FILE says how"
 _UNTRAINED = re.compile(r"(?:(?P<ngram>ngram)|lm:(?P<model>[^@].*?))(?:@(?P<gamma>\d+))?")
 
 

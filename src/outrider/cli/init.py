@@ -18,11 +18,12 @@ from outrider.utils.packaged import PACKAGE
 if TYPE_CHECKING:
     from outrider.checkpoints.published import Offer
     from outrider.data.conversations import Conversation
-    from outrider.training.plan import Plan
+    from outrider.training.plan import Plan, Split
 
 _MOST = 20000  # conversations read of each source
 _SHOWN = 4  # drafters that are listed
 _TESTED, _TOKENS = 16, 128  # prompts that eval decodes, tokens of each
+_CALIBRATED = 12  # held-out prompts, below which packaged ones are calibrated on as well
 
 
 def init(
@@ -95,7 +96,7 @@ def init(
     say("estimate", estimate)
     say("written", str(recipe), *map(str, files.values()))
     console.print("\nnext, in this order (stop where the speed is enough):")
-    for reason, command in commands(target, plan, fitting[:1], tested=len(split.test)):
+    for reason, command in commands(target, plan, fitting[:1], split=split):
         console.print(f"\n# {reason}\n{command}")
 
 
@@ -161,14 +162,16 @@ def _name(offer: Offer) -> str:
     return f"models/{offer.drafter.name}" if inside else str(offer.drafter)
 
 
-def commands(target: str, plan: Plan, offers: list[Offer], tested: int) -> list[tuple[str, str]]:
+def commands(target: str, plan: Plan, offers: list[Offer], split: Split) -> list[tuple[str, str]]:
     """(reason, command) from the cheapest measurement to an export."""
 
     def path(below: str) -> str:
         return shlex.quote(str(plan.directory / below))
 
     model, best = f"--target {shlex.quote(target)}", path("run/best")
-    few = f" --max-samples {_TESTED}" if tested > _TESTED else ""
+    few = f" --max-samples {_TESTED}" if len(split.test) > _TESTED else ""
+    # Calibrate fits on half of its prompts' rounds and wants a hundred.
+    more = f",eval_chat --max-samples {_CALIBRATED}" if len(split.held_out) < _CALIBRATED else ""
 
     def measure(drafter: str, out: str) -> str:
         tests = f"--tasks {path('test.jsonl')}{few} --max-new-tokens {_TOKENS}"
@@ -181,14 +184,14 @@ def commands(target: str, plan: Plan, offers: list[Offer], tested: int) -> list[
     learns = "train it further" if plan.adapts else "train a drafter"
     doctor = f"outrider doctor --quick {model} --drafter {best} --data {path('run/responses.jsonl')}"
     calibrate = (
-        f"outrider calibrate {model} --drafter {best} --tasks {path('held_out.jsonl')} --max-new-tokens {_TOKENS}"
+        f"outrider calibrate {model} --drafter {best} --tasks {path('held_out.jsonl')}{more} --max-new-tokens {_TOKENS}"
     )
     return [
         ("copying from the text so far: nothing to train", measure("ngram", "eval-ngram")),
         *found,
         (f"if that is not enough, {learns} on this target's answers", f"outrider train {path('recipe.yaml')}"),
         ("whether a mistake costs acceptance", doctor),
-        ("fit its confidences", calibrate),
+        (f"fit its confidences{', on packaged prompts too since few are held out' if more else ''}", calibrate),
         ("what it is worth", measure(best, "eval")),
         ("for an engine", f"outrider export {best} --to vllm --out {path('vllm')}"),
     ]
