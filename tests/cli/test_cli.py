@@ -180,6 +180,14 @@ def test_options_from_a_file(run: Run, toy: Path, tmp_path: Path) -> None:
     check_error(run(*command, "--config", tmp_path / "absent.yaml"), "absent.yaml")
 
 
+def test_the_packaged_drafter_is_found_by_its_name(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, shown, _ = run("inspect", "smollm2-135m-dspark")
+    assert status == 0 and "dspark" in shown
+    made = run("export", "smollm2-135m-dspark", "--to", "vllm", "--out", "out")
+    assert made[0] == 0 and (tmp_path / "out" / "model.safetensors").is_file(), made[2]
+
+
 def test_misspelt_commands_end_in_one_line(run: Run) -> None:
     check_error(run("evaluate"), "No such command 'evaluate'")
     check_error(run("eval", "--out", "there"), "Missing option '--target'")

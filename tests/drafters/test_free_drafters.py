@@ -31,6 +31,7 @@ from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeenT
 from outrider.scheduling.policies import FixedPolicy, ThresholdPolicy
 from outrider.target.model import Target
 from outrider.target.paged import Span
+from outrider.utils.packaged import PACKAGE
 from tests.proof.cases import TOLERANCE, VISIBLE, WARPS, deviation
 from tests.proof.enumeration import RequestFactory, Tokens
 from tests.proof.toys import ToyTarget
@@ -563,6 +564,8 @@ def test_what_the_option_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert choose_drafter("ngram@6", "t") == DrafterChoice("ngram", "", 6)
     assert choose_drafter("lm:owner/small-1.5B", "t") == DrafterChoice("lm", "owner/small-1.5B")
     assert choose_drafter("lm:/models/a@b@3", "t") == DrafterChoice("lm", "/models/a@b", 3)
+    shipped = str(PACKAGE / "models" / "smollm2-135m-dspark")
+    assert choose_drafter("smollm2-135m-dspark", "t") == DrafterChoice("directory", shipped)
     assert choose_drafter("./ngram", "t") == DrafterChoice("directory", "./ngram")
     assert choose_drafter("models/mine", "t") == DrafterChoice("directory", "models/mine")
     for wrong in ("lm:", "lm", "ngram:6", "ngram@", "ngram@six", "lm:@3"):

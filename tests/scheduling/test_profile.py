@@ -37,7 +37,6 @@ from outrider.scheduling.policies import PrefixScheduler, StepView
 from outrider.target.model import Target, load_target
 from outrider.target.paged import PagedKV, Span
 from outrider.utils.measure import machine
-from outrider.utils.packaged import PACKAGE
 from tests.toys.eagle3 import make_drafter
 from tests.toys.profiles import SETTING, cells_of, linear, profile_of
 from tests.toys.target_directory import save_toy_target
@@ -190,7 +189,7 @@ def test_a_committed_profile_is_still_of_the_shipped_drafter() -> None:
     """Fields that change no shape come and go without making profiles useless."""
     root = Path(__file__).parents[2]
     stored = json.loads((root / "docs" / "results" / "load" / "profile.json").read_text())["setting"]["drafter"]
-    config = load_checkpoint(PACKAGE / "models" / "smollm2-135m-dspark").config
+    config = load_checkpoint("smollm2-135m-dspark").config
     assert stored == f"DSpark, gamma 7, shape {shape_digest(config)}"
 
 
