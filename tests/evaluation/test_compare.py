@@ -16,10 +16,8 @@ from outrider.drafters.medusa import Medusa, MedusaConfig
 from outrider.evaluation.comparison import (
     HEADINGS,
     LabelledResults,
-    bar_style,
     compare,
     figures_of,
-    line_style,
     load_results,
     markdown,
     notes,
@@ -344,13 +342,6 @@ def test_draft_costs_of_another_machine_are_refused_or_told() -> None:
     assert "Differs: machine cpu: a (results), b (draft costs)." in notes(told)
 
 
-def test_thirty_drafters_look_different() -> None:
-    for style in (line_style, bar_style):
-        assert len({tuple(style(number).items()) for number in range(30)}) == 30
-        pairs = [(style(number)["color"], style(number + 10)["color"]) for number in range(10)]
-        assert all(first == second for first, second in pairs), "by dashes and hatches, not by a shade"
-
-
 def test_drafters_are_named_before_the_target_is_loaded(run: Run) -> None:
     command = ("bench-drafters", "--target", "no/such-target")
     check_error(run(*command, "a=ngram", "a=ngram@3"), "two drafters are called a; name them: NAME=CHOICE.")
@@ -395,6 +386,7 @@ def test_from_eval_to_pictures(run: Run, toy: Path, tmp_path: Path) -> None:
     assert found[0] == 0, found[2]
     assert "dspark" in found[1] and "three" in found[1] and "identical" in found[1] and "…" not in found[1]
     names = {"comparison.json", "comparison.md", "conditional_acceptance.png", "tau_speedup.png", "draft_cost.png"}
+    names |= {"tau_speedup_all.png"}
     assert {path.name for path in out.iterdir()} == names
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in out.glob("*.png"))
     assert len(json.loads((out / "comparison.json").read_text())["groups"]) == 2

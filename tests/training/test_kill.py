@@ -13,7 +13,7 @@ from tests.toys.zygote import Zygote, run_killed, size, write_toy, zygote_in
 
 KILLS = 10
 STEPS = 80
-TIMES = {"seconds", "share_of_time", "tokens_per_second"}
+TIMES = {"seconds", "share_of_time", "tokens_per_second", "break_even"}
 
 
 def recipe_file(toy: Path, out: Path, features: dict[str, object]) -> Path:

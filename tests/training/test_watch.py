@@ -92,7 +92,7 @@ def entries(out: Path, group: str) -> list[dict[str, Any]]:
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    timed = ("tokens_per_second", "seconds", "share_of_time")
+    timed = ("tokens_per_second", "seconds", "share_of_time", "break_even")
     return [{name: value for name, value in line.items() if name not in timed} for line in lines]
 
 
@@ -343,7 +343,7 @@ def test_the_picture_shows_the_run(tmp_path: Path, target: Target, samples: list
     with metrics.open("a") as file:
         file.write('{"step": 13, "group": "tr')  # a killed process cut this line
     assert set(read_metrics(metrics)) == {"train", "held_out", "decode", "speed"}
-    plot_training(metrics, tmp_path / "all.png", best_step=4)
+    plot_training(metrics, tmp_path / "all.png", ["toy", "2026-11-22"], best_step=4)
     lines = metrics.read_text().splitlines(keepends=True)[:-1]
     fewer = tmp_path / "fewer.jsonl"
     fewer.write_text("".join(line for line in lines if '"decode"' not in line))

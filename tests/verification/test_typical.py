@@ -162,6 +162,6 @@ def test_results_and_pictures_name_it(tmp_path: Path, monkeypatch: pytest.Monkey
         found.settings["lossy"] = rule
         for plot in (plots.plot_acceptance, plots.plot_histogram):
             plot(found, tmp_path / "plot.png")
-            assert (note in plots.plt.gcf().axes[0].get_title()) == (rule is not None)
+            assert (note in plots.plt.gcf().get_suptitle().replace("\n", " ")) == (rule is not None)
     monkeypatch.undo()
     plots.plt.close("all")

@@ -138,8 +138,8 @@ def _print(frontier: Frontier, console: Console) -> None:
     for verdict in frontier.overall:
         kind = "adaptive" if verdict.adaptive else "static"
         console.print(
-            f"{verdict.variant} ({kind}): {verdict.mean_ratio:.3f}x no speculation on average over the loads, "
-            f"{verdict.worst_ratio:.3f}x at worst",
+            f"{verdict.variant} ({kind}): {verdict.mean_ratio:.2f}x no speculation (mean of loads), "
+            f"{verdict.worst_ratio:.2f}x at worst",
             highlight=False,
         )
 
@@ -407,12 +407,19 @@ def bench_table(
     from outrider.loadtest.sweep import HEADINGS, side_by_side
 
     rows, console = side_by_side(directories), Console()
-    console.print(terminal_table(HEADINGS, rows, text=HEADINGS[:2], box=None, padding=(0, 1, 0, 0)))
+    console.print(engines_table(rows))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         lines = [HEADINGS, ("---", "---", *("---:" for _ in HEADINGS[2:])), *rows]
         out.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8")
         show_paths(console, out)
+
+
+def engines_table(rows: list[tuple[str, ...]]) -> Table:
+    """The rows of `side_by_side` for the terminal."""
+    from outrider.loadtest.sweep import HEADINGS
+
+    return terminal_table(HEADINGS, rows, text=HEADINGS[:2], box=None, padding=(0, 1, 0, 0))
 
 
 def simulate_command(

@@ -17,7 +17,7 @@ from outrider.cli import options as opt
 from outrider.cli.common import check_outputs, choose_tree, counting, load, show_lines, show_paths, split_names
 from outrider.cli.options import FILES, MODELS, PROMPTS, SAMPLING, SMOLLM2, option
 from outrider.evaluation.verdict import cost_verdict
-from outrider.utils.measure import set_up, versions
+from outrider.utils.measure import set_up, today, versions
 from outrider.utils.tables import terminal_table
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def calibrate_command(
     from outrider.evaluation.report import plot_reliability, plot_sweep
     from outrider.sampling import SamplingParams
     from outrider.target.model import count_layers
+    from outrider.utils.plots import short_name
 
     set_up(threads)
     console = Console()
@@ -121,14 +122,14 @@ def calibrate_command(
     else:
         outcome = f"not stored: {found.refused}; {directory} is unchanged. More prompts may help."
     console.print(outcome, highlight=False, markup=False, soft_wrap=True)
-    written = []
+    written, facts = [], (short_name(target), f"drafter {short_name(drafter)}", f"temperature {temperature:g}", today())
     if plot is not None:
         plot.parent.mkdir(parents=True, exist_ok=True)
-        plot_reliability(Rounds.joined(found.held_out), found.calibration.scaling, plot)
+        plot_reliability(Rounds.joined(found.held_out), found.calibration.scaling, plot, facts=facts)
         written.append(plot)
     if sweep is not None:
         points = sweep_thresholds(found.measured, found.serving, replay=temperature == 0.0)
-        plot_sweep(points, sweep)
+        plot_sweep(points, sweep, facts)
         sweep.with_suffix(".json").write_text(json.dumps([point.model_dump() for point in points], indent=2) + "\n")
         console.print(sweep_table(points))
         written += [sweep, sweep.with_suffix(".json")]
@@ -195,7 +196,7 @@ def _export(found: CalibrationResult, alone: Scaling, directory: Path) -> Path:
 
 def sweep_table(points: Sequence[SweepPoint]) -> Table:
     """A row per task and threshold."""
-    headings = ("task", "threshold", "tokens per step", "verified per step", "acceptance rate")
+    headings = ("task", "threshold", "tokens per step", "verified", "accepted / verified")
     view = terminal_table(headings, text=("task",), title="Verify while c_k >= threshold")
     for point in points:
         rate = "-" if point.acceptance_rate is None else f"{point.acceptance_rate:.3f}"

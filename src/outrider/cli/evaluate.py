@@ -35,7 +35,7 @@ from outrider.utils.measure import set_up, usable_device, versions
 from outrider.utils.packaged import packaged
 
 if TYPE_CHECKING:
-    from outrider.api.drafter import DrafterChoice
+    from outrider.api.drafter import DrafterChoice, OpenedDrafter
     from outrider.data.sources import TaskSettings
     from outrider.evaluation.results import Results
 
@@ -124,43 +124,65 @@ def evaluate_command(
                 on_progress=on_progress,
             )
         others: dict[str, list[Speedup]] = {}
-        if choice.kind != "ngram" and grade(*pooled(speedups(results))) != "faster":
-            with counting(console, "eval --drafter ngram") as on_progress:
-                others = _measure_ngram(partial(measure, on_progress=on_progress), results, config, console=console)
+        if grade(*pooled(speedups(results))) != "faster":
+            ready = {
+                name: open_for_mlx(other, loaded) if on_mlx else other.open(loaded)
+                for name, other in _other_choices(choice, target).items()
+            }
+            with counting(console, "eval of other drafters") as on_progress:
+                again = partial(measure, on_progress=on_progress)
+                others = _measure_others(again, ready, results, settings=config, console=console)
         if ranks.main:
+            faster = [name for name, found in others.items() if pooled(found)[0] > pooled(speedups(results))[0]]
             advice = drafter_verdict(
                 speedups(results),
                 others,
                 fewer=_fewer_drafts(results, opened.recommended_threshold),
-                train=_how_to_train(choice, target),
+                train=_how_to_train(choice, target, faster),
                 keep=_under_load(choice, target, tasks, out=out),
             )
             report(results, out, console, verdict=advice)
 
 
-_NGRAM_SECONDS = 60.0  # most that measuring ngram, too, may take
+_OTHERS_SECONDS = 60.0  # most that measuring other drafters, too, may take
 
 
-def _measure_ngram(
-    measure: Callable[..., Results], results: Results, settings: TaskSettings, console: Console
-) -> dict[str, list[Speedup]]:
-    """Speedups of `--drafter ngram` on the first prompts of each task; {} where two of each would take too long."""
+def _other_choices(choice: DrafterChoice, target: str) -> dict[str, DrafterChoice]:
+    """By option: ngram, and the best other drafter on this machine for the target or its base model."""
     from outrider.api.drafter import DrafterChoice
+    from outrider.checkpoints.published import drafters_for
+
+    found = {} if choice.kind == "ngram" else {"--drafter ngram": DrafterChoice("ngram", "")}
+    for offer in drafters_for(target):
+        here = offer.drafter
+        if isinstance(here, Path) and not offer.misfit and here.resolve() != Path(choice.where).resolve():
+            return found | {f"--drafter {shlex.quote(str(here))}": DrafterChoice("directory", str(here))}
+    return found
+
+
+def _measure_others(
+    measure: Callable[..., Results],
+    others: Mapping[str, OpenedDrafter],
+    results: Results,
+    settings: TaskSettings,
+    console: Console,
+) -> dict[str, list[Speedup]]:
+    """Speedups of other drafters on the first prompts of each task; {} where two of each would take too long."""
     from outrider.evaluation.report import speedups
 
-    # Both ways of decoding a prompt, at worst each as slow as plain decoding.
-    seconds = sum(2 * task.baseline_seconds / task.samples for task in results.tasks)
-    count = min(int(_NGRAM_SECONDS / seconds), max(task.samples for task in results.tasks))
-    if count < 2:
+    # Both ways of decoding a prompt, as long as they took with the drafter that is no faster.
+    seconds = sum((t.baseline_seconds + t.tokens / t.tokens_per_second) / t.samples for t in results.tasks)
+    count = min(int(_OTHERS_SECONDS / seconds / max(1, len(others))), max(t.samples for t in results.tasks))
+    names = " and ".join(others)
+    if count < 2 or not others:
+        show_lines(console, *[f"not faster than plain decoding; on your prompts try {names}"] * bool(others))
         return {}
-    console.print(
-        f"the drafter is not faster than plain decoding: --drafter ngram on up to {count} prompts of each task",
-        highlight=False,
-        soft_wrap=True,
-    )
-    ngram = DrafterChoice("ngram", "").open_ngram()
-    found = measure(ngram.drafter, settings=replace(settings, max_samples=count), drafter_info=ngram.info())
-    return {"--drafter ngram": speedups(found)}
+    show_lines(console, f"not faster than plain decoding: {names} on up to {count} prompts of each task")
+    few = replace(settings, max_samples=count)
+    return {
+        name: speedups(measure(other.drafter, settings=few, drafter_info=other.info()))
+        for name, other in others.items()
+    }
 
 
 def _fewer_drafts(results: Results, threshold: float | None) -> str:
@@ -174,28 +196,20 @@ def _fewer_drafts(results: Results, threshold: float | None) -> str:
     return f"--draft-length {length}" if length < results.drafter.gamma else ""
 
 
-def _how_to_train(choice: DrafterChoice, target: str) -> str:
-    if choice.directory is None:
+def _how_to_train(choice: DrafterChoice, target: str, faster: Sequence[str]) -> str:
+    """The command that trains: from a directory among the options that were `faster`, else from this drafter."""
+    directories = [option.removeprefix("--drafter ") for option in faster if option != "--drafter ngram"]
+    if choice.directory is not None and not directories:
+        directories = [shlex.quote(str(choice.directory))]
+    if not directories:
         return f"outrider init --target {shlex.quote(target)}, for a drafter of its own"
-    origin = shlex.quote(str(choice.directory))
-    return f"outrider train RECIPE start_from={origin} out=ANOTHER, longer and on prompts like these"
+    return f"outrider train RECIPE start_from={directories[0]} out=ANOTHER, on prompts like these"
 
 
 def _under_load(choice: DrafterChoice, target: str, tasks: str, out: Path) -> str:
-    drafter = str(choice.directory or "ngram")
-    words = [
-        "outrider",
-        "bench",
-        "--target",
-        target,
-        "--drafter",
-        drafter,
-        "--tasks",
-        tasks,
-        "--out",
-        str(out / "bench"),
-    ]
-    return f"{shlex.join(words)} measures it with several users at once"
+    drafter = choice.where if choice.directory else f"lm:{choice.where}" if choice.where else choice.kind
+    words = ("outrider", "bench", "--target", target, "--drafter", drafter, "--tasks", tasks)
+    return f"{shlex.join(words)} --out {shlex.quote(str(out / 'bench'))} measures it with several users at once"
 
 
 def report(results: Results, out: Path, console: Console, verdict: Sequence[str]) -> None:
@@ -237,7 +251,8 @@ def compare_command(
         known.add(one.path.resolve())
     costs = None if draft_cost is None else load_costs(draft_cost)
     comparison = compare(loaded, allow_different, costs)
-    _print_whole(console, terminal(comparison))
+    for view in terminal(comparison):
+        _print_whole(console, view)
     show_lines(console, *notes(comparison))
     if costs is not None:
         _print_whole(console, cost_table(costs))

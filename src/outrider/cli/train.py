@@ -15,7 +15,7 @@ from rich.progress import Progress
 from outrider.cli import options as opt
 from outrider.cli.common import check_outputs, load, responding, training_dtype
 from outrider.cli.options import option
-from outrider.utils.measure import set_up, usable_device
+from outrider.utils.measure import set_up, today, usable_device
 
 if TYPE_CHECKING:
     from outrider.target.model import Target
@@ -99,6 +99,7 @@ def run_training(recipe: Recipe, target: Target, console: Console, ranks: Ranks 
     from outrider.training.logging import plot_training
     from outrider.training.trainer import Trainer
     from outrider.utils.distributed import Ranks
+    from outrider.utils.plots import short_name
 
     ranks = ranks or Ranks(device=target.device)
     run = prepare_with_progress(recipe, target, console, ranks=ranks)
@@ -123,7 +124,11 @@ def run_training(recipe: Recipe, target: Target, console: Console, ranks: Ranks 
         console.print(f"{summary} (in {Path(recipe.out) / 'best'})")
     metrics_file = Path(recipe.out) / "metrics.jsonl"
     if ranks.main and metrics_file.is_file():
-        plot_training(metrics_file, metrics_file.with_name("training.png"), trainer.watch.best_step or None)
+        drafts = f"{run.drafter.algorithm}, gamma {run.drafter.config.gamma}"
+        facts = (short_name(recipe.target), f"drafter {short_name(recipe.out)} ({drafts})", today())
+        plot_training(
+            metrics_file, metrics_file.with_name("training.png"), facts, best_step=trainer.watch.best_step or None
+        )
     return run
 
 

@@ -18,13 +18,25 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from pydantic import BaseModel
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from outrider.evaluation.draft_cost import DraftCosts, cost_markdown
 from outrider.evaluation.model_card import WHOLE, listed, verified
 from outrider.evaluation.results import DrafterInfo, Results, TaskResult
 from outrider.evaluation.verdict import Speedup
-from outrider.utils.plots import save_figure
+from outrider.utils.plots import (
+    COLOURS,
+    FEWEST_ROUNDS,
+    GREY,
+    MOST_SERIES,
+    LineEnd,
+    label_ends,
+    label_point,
+    save_figure,
+    set_title,
+    short_name,
+)
 from outrider.utils.tables import markdown_table, terminal_table
 
 _DATA = {"anchors", "samples", "response_tokens", "samples_sha256"}
@@ -187,6 +199,7 @@ class Comparison(BaseModel):
         differences: conditions that are not the same throughout.
         budgets: where training budgets differ.
         draft_cost: the cost of drafting by draft length, where it was measured.
+        dates: of the results that tell, sorted.
     """
 
     conditions: dict[str, Any]
@@ -194,6 +207,7 @@ class Comparison(BaseModel):
     budgets: list[str]
     groups: list[Group]
     draft_cost: DraftCosts | None = None
+    dates: list[str] = []
 
 
 def compare(
@@ -219,6 +233,7 @@ def compare(
         budgets=budgets_of(loaded),
         groups=groups,
         draft_cost=costs,
+        dates=sorted({one.results.date for one in loaded if one.results.date}),
     )
 
 
@@ -303,118 +318,129 @@ def _spread(values: Sequence[float | None]) -> Spread | None:
 
 
 # ----------------------------------------------------------------------------
-# Plots of a comparison: acceptance by position (as Figure 2 of DSpark, arXiv 2607.05147), tau, accepted per verified
-# draft and speedup by task, and the cost of a draft by its length (as Figure 3 of DFlash, arXiv 2602.06036).
+# Plots of a comparison: acceptance by position (as Figure 2 of DSpark, arXiv 2607.05147), tau and speedup by task, and
+# the cost of a draft by its length (as Figure 3 of DFlash, arXiv 2602.06036).
 #
-# A line (over all rounds) or a bar (mean) is one drafter, a small point one of its results. From the eleventh drafter
-# on colours repeat, with dashes and hatches.
+# Drafters are ranked by their mean speedup. The first eight have lines, the first five bars; tau_speedup_all has all
+# bars. A line (over all rounds) or a bar (mean) is one drafter, a small point one of its results.
 # ----------------------------------------------------------------------------
 
 
-_COLOURS = 10  # of matplotlib's cycle
-_MARKERS = "osD^vP*Xd<>h"
-_NAME_INCHES = 0.26  # height of a legend's line
-_DASHES, _HATCHES = ("-", "--", ":"), ("", "////", "xxxx")
-_FEWEST_ROUNDS = 20  # positions that fewer rounds reached are not drawn: their rate is mostly noise
+BEST = 5  # drafters with bars
 
 
-def line_style(number: int) -> dict[str, Any]:
-    """Line style of the drafter with that number, the same in all plots."""
-    dashes = _DASHES[number // _COLOURS % len(_DASHES)]
-    marker = _MARKERS[number % len(_MARKERS)]
-    return {"color": f"C{number % _COLOURS}", "linestyle": dashes, "marker": marker, "markersize": 5}
+def ranked(comparison: Comparison) -> list[Group]:
+    """The groups by mean speedup, the fastest first."""
+    means = {group.label: group.spreads[MEAN]["speedup"] for group in comparison.groups}
+    return sorted(comparison.groups, key=lambda group: -(found.mean if (found := means[group.label]) else 0.0))
 
 
-def bar_style(number: int) -> dict[str, Any]:
-    """Bar style of the drafter with that number."""
-    hatch = _HATCHES[number // _COLOURS % len(_HATCHES)]
-    return {"color": f"C{number % _COLOURS}", "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+def _facts(comparison: Comparison, most: int) -> tuple[str | None, ...]:
+    """Target, temperature, that the `most` fastest drafters are shown where there are more, and the dates."""
+    count, dates = len(comparison.groups), comparison.dates
+    temperature = comparison.conditions.get("sampling temperature")
+    shown = f"the {most} fastest of {count} drafters" if count > most else None
+    days = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else None
+    return short_name(comparison.conditions["target"]), f"temperature {temperature or 0:g}", shown, days
 
 
 def plot_conditional(comparison: Comparison, path: Path) -> None:
     """Plot P(accept k | 1..k-1 accepted): a panel per task, a line per drafter."""
-    tasks = [task for task in comparison.groups[0].spreads if task != MEAN]
+    tasks, groups = [task for task in comparison.groups[0].spreads if task != MEAN], ranked(comparison)[:MOST_SERIES]
     columns = min(len(tasks), 3)
     lines = math.ceil(len(tasks) / columns)
-    size = (4.4 * columns + 1.6, max(3.6 * lines, _NAME_INCHES * len(comparison.groups)))
+    size = (max(7.2, 5.2 * columns), 3.6 * lines + 0.6)
     figure, grid = plt.subplots(lines, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
     for unused in grid.flat[len(tasks) :]:
         unused.set_axis_off()
     for i, (task, axes) in enumerate(zip(tasks, grid.flat, strict=False)):
-        for number, group in enumerate(comparison.groups):
-            _conditional_line(axes, group, i, number=number)
-        axes.set(xlabel="draft position k", ylim=(0, 1), title=task)
-        axes.set_xticks(range(1, max(group.entries[0].drafter.gamma for group in comparison.groups) + 1))
+        axes.set(xlabel="draft position k", ylim=(0, 1))
+        axes.set_title(task, fontsize=10)
+        gamma = max(group.entries[0].drafter.gamma for group in groups)
+        axes.set_xticks(range(1, gamma + 1))
+        axes.set_xlim(0.5, gamma + 0.5)
         axes.grid(alpha=0.3)
-    figure.supxlabel(
-        f"positions that fewer than {_FEWEST_ROUNDS} rounds reached are left out", fontsize=8, color="grey"
-    )
+        ends = [_conditional_line(axes, group, i, color=COLOURS[number]) for number, group in enumerate(groups)]
+        label_ends(axes, [end for end in ends if end is not None])
+    figure.supxlabel(f"positions that fewer than {FEWEST_ROUNDS} rounds reached are left out", fontsize=8, color="grey")
     grid[0][0].set_ylabel("P(accept k | 1..k-1 accepted)")
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside right center")
+    set_title(figure, "Conditional acceptance by position", *_facts(comparison, MOST_SERIES))
     save_figure(figure, path)
 
 
-def _conditional_line(axes: Axes, group: Group, task: int, number: int) -> None:
+def _conditional_line(axes: Axes, group: Group, task: int, color: str) -> LineEnd | None:
+    """Draw a drafter's line; its end, None where every position was reached by few rounds."""
     found = [entry.figures[task] for entry in group.entries]
-    style = line_style(number)
-    heights = []
+    drawn: list[tuple[int, float]] = []
     for k in range(max(len(figures.reached) for figures in found)):
         known = [(f.conditional_acceptance[k], f.reached[k]) for f in found if k < len(f.reached)]
         judged = [(height, rounds) for height, rounds in known if height is not None and rounds]
         rounds = sum(count for _, count in judged)
-        enough = rounds >= _FEWEST_ROUNDS
-        heights.append(sum(height * count for height, count in judged) / rounds if enough else math.nan)
-        if enough and len(found) > 1:
-            axes.scatter([k + 1] * len(judged), [height for height, _ in judged], s=8, color=style["color"], alpha=0.5)
-    axes.plot(range(1, len(heights) + 1), heights, label=group.name, **style)
+        if rounds < FEWEST_ROUNDS:
+            continue
+        drawn.append((k + 1, sum(height * count for height, count in judged) / rounds))
+        if len(found) > 1:
+            axes.scatter([k + 1] * len(judged), [height for height, _ in judged], s=8, color=color, alpha=0.5)
+    axes.plot([k for k, _ in drawn], [height for _, height in drawn], color=color, marker="o", markersize=4)
+    return LineEnd(*drawn[-1], text=group.name, color=color) if drawn else None
 
 
-def plot_tau_and_speedup(comparison: Comparison, path: Path) -> None:
-    """Plot bars per task and drafter: tau, the accepted share of verified drafts (or nodes), and the speedup."""
-    tasks = list(comparison.groups[0].spreads)
-    # The width is limited, because the text of a wider figure is too small to read.
-    width = min(14.0, max(6.4, 0.28 * len(tasks) * len(comparison.groups) + 2.6))
-    figure, panels = plt.subplots(3, 1, figsize=(width, 8.0), sharex=True, layout="constrained")
-    titles = {"accepted_length": "\u03c4, tokens per target pass", "acceptance_rate": "accepted / verified drafts"}
-    titles["speedup"] = "speedup over plain decoding"
-    for axes, (name, title) in zip(panels, titles.items(), strict=True):
-        bar = 0.8 / len(comparison.groups)
-        for number, group in enumerate(comparison.groups):
-            places = [i + (number - (len(comparison.groups) - 1) / 2) * bar for i in range(len(tasks))]
-            spreads = [group.spreads[task][name] for task in tasks]
+def plot_tau_and_speedup(comparison: Comparison, path: Path, most: int = BEST) -> None:
+    """Plot tau and speedup by task as bars of the `most` fastest drafters, sorted by their mean speedup."""
+    tasks, groups = list(comparison.groups[0].spreads), ranked(comparison)[:most]
+    size = (2.6 * len(tasks) + 2.2, 2 * (0.27 * len(groups) + 0.9) + 0.6)
+    figure, grid = plt.subplots(2, len(tasks), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    names = {"accepted_length": "\u03c4, tokens per target pass", "speedup": "speedup over plain decoding"}
+    places = list(range(len(groups)))
+    for panels, (name, title) in zip(grid, names.items(), strict=True):
+        for axes, task in zip(panels, tasks, strict=True):
+            spreads = [group.spreads[task][name] for group in groups]
             heights = [math.nan if spread is None else spread.mean for spread in spreads]
-            axes.bar(places, heights, width=0.9 * bar, label=group.name, **bar_style(number))
-            if len(group.entries) > 1:
-                for entry in group.entries:
-                    found = [getattr(figures, name) for figures in entry.figures]
-                    points = [math.nan if figure is None else figure for figure in found]
-                    axes.scatter(places, points, s=9, color="black", alpha=0.7, zorder=3)
-        if name != "acceptance_rate":
-            axes.axhline(1, color="grey", linewidth=0.8)
-        axes.set(ylabel=title)
-        axes.set_xticks(range(len(tasks)), tasks)
-        axes.margins(x=0.02)
-        axes.grid(alpha=0.3, axis="y")
-    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside right center")
+            colours = [GREY if name == "speedup" and height < 1 else COLOURS[0] for height in heights]
+            axes.barh(places, heights, height=0.75, color=colours)
+            for place, group, height in zip(places, groups, heights, strict=True):
+                points = [getattr(f, name) for entry in group.entries for f in entry.figures if f.task == task]
+                if len(points) > 1:
+                    axes.scatter(points, [place] * len(points), s=7, color="black", alpha=0.7, zorder=3)
+                label_point(axes, f"{height:.2f}", x=max([height, *points]), y=place)
+            axes.axvline(1, color="black", linewidth=0.8)
+            axes.set_title(task, fontsize=10)
+            axes.set_xlabel(title, fontsize=8)
+            axes.margins(x=0.18)
+            axes.set_xlim(0, None)
+            axes.grid(alpha=0.3, axis="x")
+        panels[0].set_yticks(places, [group.name for group in groups], fontsize=8)
+    grid[0][0].invert_yaxis()  # of all panels, which share it
+    set_title(figure, "Accepted length and speedup (grey: slower than plain decoding)", *_facts(comparison, most))
     save_figure(figure, path)
 
 
-def plot_draft_cost(costs: DraftCosts, path: Path) -> None:
-    """Plot milliseconds per round against the length of the draft: medians, with the quartiles as a band."""
-    height = max(4.0, _NAME_INCHES * len(costs.drafters))
-    figure, axes = plt.subplots(figsize=(8.4, height), layout="constrained")
-    for number, drafter in enumerate(costs.drafters):
-        gammas = [point.gamma for point in drafter.points]
-        low, middle, high = ([1e3 * point.whole[i] for point in drafter.points] for i in range(3))
-        style = line_style(number)
-        axes.plot(gammas, middle, label=drafter.info.label, **style)
-        axes.fill_between(gammas, low, high, color=style["color"], alpha=0.15, linewidth=0)
-    axes.set_xticks(range(1, max(drafter.info.gamma for drafter in costs.drafters) + 1))
+def plot_draft_cost(costs: DraftCosts, path: Path, first: Sequence[str] = ()) -> None:
+    """Plot milliseconds per round against the length of the draft: medians, with the quartiles as a band.
+
+    `first`: labels in the order of their importance; beyond eight drafters the others are grey.
+    """
+    known = {drafter.info.label: drafter for drafter in costs.drafters}
+    shown = [*(label for label in first if label in known), *(label for label in known if label not in first)]
+    figure, axes = plt.subplots(figsize=(8.4, 4.6), layout="constrained")
+    ends = []
+    for number, label in enumerate(shown):
+        points = known[label].points
+        color = COLOURS[number] if number < MOST_SERIES else GREY
+        gammas = [point.gamma for point in points]
+        low, middle, high = ([1e3 * point.whole[i] for point in points] for i in range(3))
+        axes.plot(gammas, middle, color=color, marker="." if color == GREY else "o", markersize=4, zorder=2)
+        if number < MOST_SERIES:
+            axes.fill_between(gammas, low, high, color=color, alpha=0.15, linewidth=0)
+            ends.append(LineEnd(gammas[-1], middle[-1], text=label, color=color))
+        else:
+            label_point(axes, label, x=gammas[-1], y=middle[-1])
     axes.set(xlabel="draft tokens in a row (of a tree: its depth)", ylabel="milliseconds per round", ylim=(0, None))
-    axes.set_title(f"Cost of drafting after {costs.context} tokens ({costs.machine.get('cpu', 'unknown processor')})")
+    axes.set_xticks(range(1, max(drafter.info.gamma for drafter in costs.drafters) + 1))
     axes.grid(alpha=0.3)
-    figure.legend(frameon=False, loc="outside right center")
+    label_ends(axes, ends)
+    facts = (short_name(costs.target), costs.machine.get("cpu"), costs.date)
+    set_title(figure, f"Cost of drafting after {costs.context} tokens", *facts)
     save_figure(figure, path)
 
 
@@ -455,17 +481,26 @@ def rows(comparison: Comparison) -> list[list[str]]:
     return found
 
 
-def terminal(comparison: Comparison) -> Table:
-    """The table for the terminal; wider than 80 characters."""
-    title, text = "Drafters side by side", HEADINGS[:2]
-    view = terminal_table(HEADINGS, text=text, title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+_SHOWN = ("tau", "per verified", "speedup", "draft ms", "verify ms", "identical")  # on the terminal
+
+
+def terminal(comparison: Comparison) -> list[Table]:
+    """Tables for a terminal of 80 columns: figures by task, with means alone, and what each drafter is."""
+    style: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
+    figures = terminal_table(("drafter", "tau", "acc.", "speedup", "draft", "verify", "identical"), text=("drafter",),
+                             title="Drafters side by side (draft, verify: ms a round)", **style)  # fmt: skip
+    made = terminal_table(("drafter", "gamma", "parameters", "minutes"), text=("drafter",), **style)
     last = None
     for row in rows(comparison):
-        if last not in (None, row[0]):
-            view.add_section()
-        view.add_row("" if row[0] == last else row[0], *row[1:])
+        cells = dict(zip(HEADINGS, row, strict=True))
+        if row[0] != last:
+            figures.add_section()
+            figures.add_row(f"[bold]{escape(row[0])}[/bold]")
         last = row[0]
-    return view
+        figures.add_row(escape(cells["drafter"]), *(cells[name].partition(" (")[0] for name in _SHOWN))
+        if cells["parameters"]:
+            made.add_row(*(escape(cells[name]) for name in ("drafter", "gamma", "parameters", "minutes")))
+    return [figures, made]
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -509,15 +544,16 @@ def markdown(comparison: Comparison) -> str:
 def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
     """Write comparison.json, comparison.md and the plots to `out`; returns their paths."""
     out.mkdir(parents=True, exist_ok=True)
-    names = ["comparison.json", "comparison.md", "conditional_acceptance.png", "tau_speedup.png"]
+    names = ["comparison.json", "comparison.md", "conditional_acceptance.png", "tau_speedup.png", "tau_speedup_all.png"]
     paths = [out / name for name in names]
     paths[0].write_text(comparison.model_dump_json(indent=1) + "\n", encoding="utf-8")
     paths[1].write_text(markdown(comparison), encoding="utf-8")
     plot_conditional(comparison, paths[2])
     plot_tau_and_speedup(comparison, paths[3])
+    plot_tau_and_speedup(comparison, paths[4], most=len(comparison.groups))
     if comparison.draft_cost is not None:
         paths.append(out / "draft_cost.png")
-        plot_draft_cost(comparison.draft_cost, paths[-1])
+        plot_draft_cost(comparison.draft_cost, paths[-1], [group.label for group in ranked(comparison)])
     return paths
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from outrider.checkpoints.checkpoint import Checkpoint
@@ -223,9 +224,13 @@ def cost_title(costs: DraftCosts) -> str:
 
 
 def cost_table(costs: DraftCosts) -> Table:
-    """The table for the terminal; may be wider than 80 characters."""
+    """The table for the terminal: of more than nine draft lengths 1, 2, 3, 4, 6, 8, 12, 16, ... and the longest."""
     headings, *rows = cost_cells(costs)
-    return terminal_table(headings, rows, text=("drafter",), title=cost_title(costs))
+    lengths = range(1, len(headings) - 1)
+    few = [k for k in lengths if len(lengths) <= 9 or k in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) or k == lengths[-1]]
+    shown = [[row[0], *(row[k] for k in few), row[-1]] for row in (headings, *rows)]
+    title = cost_title(costs)
+    return terminal_table(shown[0], shown[1:], text=("drafter",), title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def cost_markdown(costs: DraftCosts) -> list[str]:

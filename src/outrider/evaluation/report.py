@@ -7,86 +7,133 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from outrider.calibration.fit import Rounds, Scaling, SweepPoint, at_position, ece, reliability
 from outrider.evaluation.results import Results, TaskResult
 from outrider.evaluation.verdict import Speedup
 from outrider.utils.files import write_atomically
-from outrider.utils.plots import save_figure
+from outrider.utils.plots import (
+    COLOURS,
+    FEWEST_ROUNDS,
+    MOST_SERIES,
+    LineEnd,
+    label_ends,
+    save_figure,
+    set_title,
+    short_name,
+)
 from outrider.utils.tables import terminal_table
 
 
+def facts_of(results: Results) -> tuple[str | None, ...]:
+    """Target, drafter, temperature, lossy rule and date, for the title of a picture."""
+    settings, drafter = results.settings, results.drafter
+    name = short_name(settings.get("drafter", drafter.label))
+    drafts = f"drafter {name} ({drafter.algorithm}, gamma {drafter.gamma})"
+    temperature = f"temperature {settings.get('temperature', 0):g}"
+    return short_name(settings.get("target")), drafts, temperature, results.lossy, results.date
+
+
 def plot_acceptance(results: Results, path: Path) -> None:
-    """Plot conditional acceptance by draft position, one line per task."""
-    figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
-    for task in results.tasks:
-        positions = range(1, len(task.conditional_acceptance) + 1)
+    """Plot conditional acceptance by draft position with 95 % intervals, one line per task."""
+    figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
+    ends, tasks = [], results.tasks[:MOST_SERIES]
+    for number, task in enumerate(tasks):
+        known = [
+            (k, c, 1.96 * math.sqrt(c * (1 - c) / rounds))
+            for k, (c, rounds) in enumerate(zip(task.conditional_acceptance, task.reached, strict=True), start=1)
+            if c is not None and rounds >= FEWEST_ROUNDS
+        ]
+        if not known:
+            continue
+        places = [k + 0.06 * (number - (len(tasks) - 1) / 2) for k, _, _ in known]
+        heights, errors = [c for _, c, _ in known], [error for _, _, error in known]
+        axes.errorbar(places, heights, errors, color=COLOURS[number], marker="o", capsize=2, elinewidth=0.8)
         label = f"{task.task} (\u03c4 {task.accepted_length:.2f})"
-        heights = [math.nan if c is None else c for c in task.conditional_acceptance]
-        axes.plot(positions, heights, marker="o", label=label)
-        axes.set_xticks(list(positions))
+        ends.append(LineEnd(places[-1], heights[-1], text=label, color=COLOURS[number]))
     axes.set(xlabel="draft position k", ylabel="P(accept k | 1..k-1 accepted)", ylim=(0, 1))
-    axes.set_title("\n".join(filter(None, ("Conditional acceptance by position", results.lossy))))
+    axes.set_xticks(range(1, results.drafter.gamma + 1))
+    axes.set_xlim(0.5, results.drafter.gamma + 0.5)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    label_ends(axes, ends)
+    figure.supxlabel(f"positions that fewer than {FEWEST_ROUNDS} rounds reached are left out", fontsize=8, color="grey")
+    set_title(figure, "Conditional acceptance by position", *facts_of(results))
     save_figure(figure, path)
 
 
 def plot_histogram(results: Results, path: Path) -> None:
     """Plot the share of rounds by number of accepted drafts, grouped by task."""
-    figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
-    width = 0.8 / len(results.tasks)
-    for number, task in enumerate(results.tasks):
+    figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
+    tasks = results.tasks[:MOST_SERIES]
+    width = 0.8 / len(tasks)
+    for number, task in enumerate(tasks):
         counts = task.acceptance_histogram
-        offset = (number - (len(results.tasks) - 1) / 2) * width
+        offset = (number - (len(tasks) - 1) / 2) * width
         places = [k + offset for k in range(len(counts))]
-        axes.bar(places, [c / task.rounds for c in counts], width=width, label=task.task)
+        axes.bar(places, [c / task.rounds for c in counts], width=width, label=task.task, color=COLOURS[number])
         axes.set_xticks(range(len(counts)))
     axes.set(xlabel="accepted drafts in a round", ylabel="share of rounds")
-    axes.set_title("\n".join(filter(None, ("Accepted length, without the bonus token", results.lossy))))
     axes.grid(alpha=0.3, axis="y")
     axes.legend(frameon=False)
+    set_title(figure, "Accepted drafts by round, without the bonus token", *facts_of(results))
     save_figure(figure, path)
 
 
-def plot_reliability(rounds: Rounds, scaling: Scaling, path: Path) -> None:
-    """Plot predicted against observed survival, a column per position: raw above, calibrated below."""
-    gamma = len(scaling.temperatures)
-    size = (1.9 * gamma + 0.6, 4.4)
-    figure, grid = plt.subplots(2, gamma, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained")
-    for row, (name, used) in enumerate((("raw", Scaling.identity(gamma)), ("calibrated", scaling))):
-        for k in range(1, gamma + 1):
-            axes, pair = grid[row][k - 1], at_position(rounds, used, k)
+def plot_reliability(rounds: Rounds, scaling: Scaling, path: Path, facts: Sequence[str]) -> None:
+    """Plot predicted against observed survival, a column per position: raw above, calibrated below.
+
+    Positions that few rounds reached are left out.
+    """
+    pairs = {
+        (name, k): at_position(rounds, used, k)
+        for name, used in (("raw", Scaling.identity(len(scaling.temperatures))), ("calibrated", scaling))
+        for k in range(1, len(scaling.temperatures) + 1)
+    }
+    positions = [k for name, k in pairs if name == "raw" and len(pairs[name, k][0]) >= FEWEST_ROUNDS] or [1]
+    size = (1.9 * len(positions) + 0.6, 4.8)
+    figure, grid = plt.subplots(
+        2, len(positions), figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
+    for row, name in enumerate(("raw", "calibrated")):
+        for column, k in enumerate(positions):
+            axes, pair = grid[row][column], pairs[name, k]
             found = reliability(*pair)
             full = found.count_M > 0
             count_M = found.count_M[full]
             axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
             share_M = 160 * count_M / count_M.sum()
-            axes.scatter(found.predicted_M[full] / count_M, found.happened_M[full] / count_M, s=share_M + 4, alpha=0.8)
+            happened_M = found.happened_M[full] / count_M
+            axes.scatter(found.predicted_M[full] / count_M, happened_M, s=share_M + 4, alpha=0.8, color=COLOURS[row])
             axes.set_title(f"k = {k}, {name}: ECE {ece(*pair):.3f}", fontsize=8)
             axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
             axes.grid(alpha=0.3)
     figure.supxlabel("predicted survival (area: share of rounds)", fontsize=9)
     figure.supylabel("rounds with positions 1..k accepted", fontsize=9)
+    set_title(figure, "Reliability of the confidences", *facts)
     save_figure(figure, path)
 
 
-def plot_sweep(points: Sequence[SweepPoint], path: Path) -> None:
+def plot_sweep(points: Sequence[SweepPoint], path: Path, facts: Sequence[str]) -> None:
     """Plot tokens per step (left) and acceptance rate (right) against the threshold, a line per task."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for task in dict.fromkeys(point.task for point in points):
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    ends: dict[bool, list[LineEnd]] = {True: [], False: []}
+    for number, task in enumerate(list(dict.fromkeys(point.task for point in points))[:MOST_SERIES]):
         mine = [point for point in points if point.task == task]
-        thresholds = [point.threshold for point in mine]
-        left.plot(thresholds, [point.tokens_per_step for point in mine], marker="o", markersize=3, label=task)
-        rates = [math.nan if point.acceptance_rate is None else point.acceptance_rate for point in mine]
-        right.plot(thresholds, rates, marker="o", markersize=3, label=task)
+        thresholds, color = [point.threshold for point in mine], COLOURS[number]
+        left.plot(thresholds, [point.tokens_per_step for point in mine], marker="o", markersize=3, color=color)
+        ends[True].append(LineEnd(thresholds[-1], mine[-1].tokens_per_step, text=task, color=color))
+        known = [(point.threshold, point.acceptance_rate) for point in mine if point.acceptance_rate is not None]
+        right.plot([x for x, _ in known], [y for _, y in known], marker="o", markersize=3, color=color)
+        ends[False] += [LineEnd(x, y, text=task, color=color) for x, y in known[-1:]]
     left.set(xlabel="threshold", ylabel="tokens per step", ylim=(1, None))
     right.set(xlabel="threshold", ylabel="accepted / verified", ylim=(0, 1))
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    left.legend(frameon=False)
+        label_ends(axes, ends[axes is left])
+    set_title(figure, "Verify while confidence >= threshold", *facts)
     save_figure(figure, path)
 
 
@@ -114,7 +161,8 @@ def table(results: Results) -> Table:
     """The table for the terminal, one row per task."""
     title = " - ".join(filter(None, ("Speculative against plain decoding, same run", results.lossy)))
     headings = ("task", "tokens", "tau", "tok/s", "plain", "speedup", "quartiles", "identical")
-    return terminal_table(headings, [_row(task, results) for task in results.tasks], text=("task",), title=title)
+    rows = [_row(task, results) for task in results.tasks]
+    return terminal_table(headings, rows, text=("task",), title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def _row(task: TaskResult, results: Results) -> list[str]:

@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple
 _LEAST_ERROR = 0.02  # of a ratio: what the machine's clock drifts between two runs
 _FEW, _FEW_ERROR = 4, 0.10  # quartiles of fewer values say little about their spread
 
+_WIDE = 0.10  # an error that hides differences worth having
+
 Grade = Literal["faster", "same", "slower"]
 
 
@@ -79,6 +81,8 @@ def drafter_verdict(
     }[found]
     if turns < _FEW:
         lines.append(f"That is {turns} turn{'s' * (turns > 1)}: measure more before you rely on it (--max-samples).")
+    elif found == "same" and error > _WIDE:
+        lines.append("The turns differ too much to see less: measure more of them (--max-samples).")
     for kind, said in (
         ("faster", "Faster than plain on"), ("same", "No difference can be seen on"), ("slower", "Slower than plain on")
     ):  # fmt: skip

@@ -1,88 +1,111 @@
-"""Figures 7 and 8 of DSpark (arXiv 2607.05147): the frontier, and what load does to throughput and budget."""
+"""Figures 7 and 8 of DSpark (arXiv 2607.05147): the frontier, and what load does to throughput and budget.
+
+Three variants are highlighted: none, the best static one and the best that chooses by the load. The others are grey.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.colors import Colormap
 
 from outrider.backends.local import NO_SPECULATION, is_adaptive
 from outrider.loadtest.metrics import Frontier, PointSummary
-from outrider.utils.plots import save_figure
+from outrider.utils.plots import COLOURS, GREY, LineEnd, label_ends, powers_of_two, save_figure, set_title, short_name
 
 _UNITS = {"closed": "concurrent users", "poisson": "requests per second"}
+_BLACK, _STATIC, _ADAPTIVE = "#000000", COLOURS[0], COLOURS[1]
+_OTHERS = 5  # grey lines at most: eight in all
 
 
 def plot_frontier(frontier: Frontier, path: Path) -> None:
-    """Plot throughput against the median user's speed; levels are written at the points of one variant."""
+    """Plot throughput against the median user's speed; levels are written at the points without speculation."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for variant, points in _by_variant(frontier).items():
+    colours, ends = _colours(frontier), []
+    for variant, color in colours.items():
+        points = [p for p in frontier.points if p.variant == variant]
         places = [(_number(p, "user_p50"), p.throughput, p.level) for p in points]
-        axes.plot([x for x, _, _ in places], [y for _, y, _ in places], label=variant, **_style(frontier, variant))
-    best = frontier.points and max(frontier.points, key=lambda p: p.throughput).variant
-    for point in frontier.points:
-        if point.variant == best:
-            place = (_number(point, "user_p50"), point.throughput)
-            axes.annotate(f"{point.level:g}", place, xytext=(5, 5), textcoords="offset points", fontsize=8)
+        _draw(axes, [x for x, _, _ in places], [y for _, y, _ in places], color=color)
+        if color != GREY:
+            ends.append(LineEnd(*places[0][:2], text=variant, color=color))
+        if variant == next(reversed(colours)):
+            for x, y, level in places:
+                axes.annotate(f"{level:g}", (x, y), xytext=(-6, -12), textcoords="offset points", fontsize=8)
     axes.set(xlabel="tokens/s of the median user", ylabel="tokens/s of all users", xlim=(0, None), ylim=(0, None))
-    axes.set_title(f"Throughput against user speed (numbers: {_UNITS[frontier.arrivals]})")
-    _finish(axes)
+    axes.grid(alpha=0.3)
+    label_ends(axes, ends)
+    grey = [variant for variant, color in colours.items() if color == GREY]
+    facts = [*_facts(frontier), f"grey: {', '.join(grey)}" if grey else None]
+    set_title(figure, f"Throughput against user speed (numbers: {_UNITS[frontier.arrivals]})", *facts)
     save_figure(figure, path)
 
 
 def plot_load(frontier: Frontier, path: Path) -> None:
     """Plot throughput with its quartiles, and rows verified per request and step, against the load."""
-    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 8), sharex=True, layout="constrained")
-    for variant, points in _by_variant(frontier).items():
-        levels, style = [p.level for p in points], _style(frontier, variant)
-        quartiles = [p.quartiles["tokens_per_second"] or (math.nan,) * 3 for p in points]
-        above.plot(levels, [p.throughput for p in points], label=variant, **style)
-        above.fill_between(
-            levels, [q[0] for q in quartiles], [q[2] for q in quartiles], color=style["color"], alpha=0.12, linewidth=0
-        )
-        below.plot(levels, [_number(p, "budget") for p in points], **style)
+    figure, panels = plt.subplots(2, 1, figsize=(8, 8), sharex=True, layout="constrained")
+    shown: list[tuple[Axes, str, Callable[[PointSummary], float]]] = [
+        (panels[0], "tokens/s of all users (band: quartiles over repeats)", lambda p: p.throughput),
+        (panels[1], "rows verified per request and step", lambda p: _number(p, "budget")),
+    ]
     levels = sorted({p.level for p in frontier.points})
-    above.set(ylabel="tokens/s of all users", ylim=(0, None), xscale="log")
-    below.set(ylabel="rows verified per request and step", xlabel=_UNITS[frontier.arrivals], ylim=(0, None))
-    below.set_xticks(levels, [f"{level:g}" for level in levels])
-    below.minorticks_off()
-    above.set_title("Throughput and verification budget under load (band: quartiles over repeats)")
-    below.grid(alpha=0.3)
-    _finish(above)
+    for axes, label, height in shown:
+        ends = []
+        for variant, color in _colours(frontier).items():
+            points = [p for p in frontier.points if p.variant == variant]
+            _draw(axes, [p.level for p in points], [height(p) for p in points], color=color)
+            if not math.isnan(height(points[-1])):
+                ends.append(LineEnd(points[-1].level, height(points[-1]), text=variant, color=color))
+            if axes is panels[0] and color != GREY:
+                quartiles = [p.quartiles["tokens_per_second"] or (math.nan,) * 3 for p in points]
+                low, high = [q[0] for q in quartiles], [q[2] for q in quartiles]
+                axes.fill_between([p.level for p in points], low, high, color=color, alpha=0.12, linewidth=0)
+        axes.set(ylabel=label, ylim=(0, None))
+        axes.grid(alpha=0.3)
+        if frontier.arrivals == "closed":
+            axes.set_xscale("log")
+            powers_of_two(axes, max(levels))
+        else:
+            axes.set_xticks(levels, [f"{level:g}" for level in levels])
+        label_ends(axes, ends)
+    panels[1].set_xlabel(_UNITS[frontier.arrivals])
+    set_title(figure, "Throughput and verification budget under load", *_facts(frontier))
     save_figure(figure, path)
 
 
-def _by_variant(frontier: Frontier) -> dict[str, list[PointSummary]]:
-    found: dict[str, list[PointSummary]] = {}
+def _facts(frontier: Frontier) -> tuple[str | None, ...]:
+    """Target, drafter, engine and date, as far as the settings tell."""
+    known = [frontier.settings.get(name) for name in ("target", "drafter", "backend")]
+    target, drafter, backend = (None if name is None else short_name(name) for name in known)
+    return target, drafter and f"drafter {drafter}", backend and f"engine {backend}", frontier.date
+
+
+def _colours(frontier: Frontier) -> dict[str, str]:
+    """The colour of each variant that is drawn, in the order to draw them: grey ones first, none last."""
+    totals: dict[str, float] = {}
     for point in frontier.points:
-        found.setdefault(point.variant, []).append(point)
-    return found
+        totals[point.variant] = totals.get(point.variant, 0.0) + point.throughput
+    judged = [verdict.variant for verdict in frontier.overall]  # best first
+    ranked = [*judged, *sorted(totals.keys() - set(judged), key=lambda variant: -totals[variant])]
+    found = {NO_SPECULATION: _BLACK} if NO_SPECULATION in totals else {}
+    for adaptive, color in ((False, _STATIC), (True, _ADAPTIVE)):
+        kin = (v for v in ranked if v != NO_SPECULATION and is_adaptive(v) == adaptive)
+        if (best := next(kin, None)) is not None:
+            found[best] = color
+    others = {variant: GREY for variant in ranked if variant not in found}
+    return dict(reversed((found | dict(list(others.items())[:_OTHERS])).items()))
 
 
-def _style(frontier: Frontier, variant: str) -> dict[str, Any]:
-    """Line style: dotted black without speculation, dashed and cold for static variants, solid and warm for others."""
-    if variant == NO_SPECULATION:
-        return {"color": "black", "linestyle": ":", "marker": "s", "markersize": 4}
-    adaptive = is_adaptive(variant)
-    kin = [v for v in _by_variant(frontier) if v != NO_SPECULATION and is_adaptive(v) == adaptive]
-    shades: Colormap = matplotlib.colormaps["autumn" if adaptive else "winter"]
-    color = shades(0.85 * kin.index(variant) / max(1, len(kin) - 1))
-    return {"color": color, "linestyle": "-" if adaptive else "--", "marker": "o" if adaptive else "^", "markersize": 4}
+def _draw(axes: Axes, x: list[float], y: list[float], color: str) -> None:
+    grey = color == GREY
+    axes.plot(x, y, color=color, marker="." if grey else "o", linewidth=1 if grey else 2, markersize=4 if grey else 5)
 
 
 def _number(point: PointSummary, figure: str) -> float:
     found = point.median(figure)
     return math.nan if found is None else found
-
-
-def _finish(axes: Axes) -> None:
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def write_plots(frontier: Frontier, directory: Path) -> list[Path]:

@@ -429,7 +429,7 @@ def run_workload(
 # ----------------------------------------------------------------------------
 
 
-HEADINGS = ("engine", "variant", "load", "type", "tok/s", "user", "TTFT ms", "gap ms", "tau", "x none")
+HEADINGS = ("engine", "variant", "load", "type", "tok/s", "user", "TTFT", "gap", "tau", "x none")  # times in ms
 _SAME = ("target", "prompts_sha256", "max_new_tokens", "thinking", "turns", "arrivals", "device")
 
 

@@ -12,16 +12,27 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import matplotlib.pyplot as plt
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
 from outrider.utils.measure import Clock
+from outrider.utils.plots import (
+    COLOURS,
+    FEWEST_ROUNDS,
+    GREY,
+    MOST_SERIES,
+    LineEnd,
+    label_ends,
+    save_figure,
+    set_title,
+    shade,
+)
 
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
 
@@ -140,8 +151,6 @@ def progress_bar(shown: bool) -> Progress:
 # ----------------------------------------------------------------------------
 
 
-matplotlib.use("Agg")
-
 Groups = dict[str, list[dict[str, Any]]]
 
 
@@ -155,50 +164,65 @@ def read_metrics(path: Path) -> Groups:
     return groups
 
 
-def plot_training(metrics: Path, picture: Path, best_step: int | None = None) -> None:
-    """Draw `metrics` (a metrics.jsonl) to `picture`; a dotted line marks the best drafter's step."""
+def plot_training(metrics: Path, picture: Path, facts: Sequence[str] = (), best_step: int | None = None) -> None:
+    """Draw `metrics` (a metrics.jsonl) to `picture`; a dotted line marks the best drafter's step.
+
+    `facts`: target, drafter and date, for the title.
+    """
     groups = read_metrics(metrics)
-    figure, axes = plt.subplots(2, 2, figsize=(10, 6.4), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(13, 7), sharex=True, layout="constrained")
     loss, length, acceptance, rate = axes.flat
-    _draw(loss, groups, "train", name="loss", label="training", alpha=0.5, linewidth=1)
-    _draw(loss, groups, "held_out", name="loss", label="held out", marker="o")
+    black = "#000000"
+    panels = {
+        loss: [("train", "loss", "training", GREY), ("held_out", "loss", "held out", COLOURS[0])],
+        length: [
+            ("held_out", "expected_length_greedy", "expected, T = 0", COLOURS[0]),
+            ("held_out", "expected_length_sampled", "expected, T = 1", COLOURS[2]),
+            ("decode", "tau", "decoded", COLOURS[1]),
+            ("decode", "break_even", "break-even", black),
+        ],
+        acceptance: _positions(groups),
+        rate: [("train", "learning_rate", "", COLOURS[0])],
+    }
+    titles = (
+        "Loss",
+        "Tokens per round (\u03c4); drafting pays above break-even",
+        "Held-out P(accept k | 1..k-1 accepted)",
+    )
     if best_step is not None:
-        length.axvline(best_step, color="black", linestyle=":", linewidth=1, label="best drafter")
-    _draw(length, groups, "held_out", name="expected_length_greedy", label="expected, temperature 0", marker="o")
-    _draw(length, groups, "held_out", name="expected_length_sampled", label="expected, temperature 1", marker="o")
-    _draw(length, groups, "decode", name="tau", label="decoded", marker="s", linestyle="--")
-    _draw_positions(acceptance, groups)
-    _draw(rate, groups, "train", name="learning_rate", label="", color="tab:gray")
-    loss.set_title("Loss")
-    length.set_title("Tokens per round (\u03c4)")
-    acceptance.set_title("Held-out P(accept k | 1..k-1 accepted)")
-    rate.set_title("Learning rate")
-    for panel in axes.flat:
+        length.axvline(best_step, color="black", linestyle=":", linewidth=1)
+    for panel, title in zip(axes.flat, (*titles, "Learning rate"), strict=True):
+        drawn = [_draw(panel, groups, group, name=name, label=label, color=color)
+                 for group, name, label, color in panels[panel]]  # fmt: skip
+        panel.set_title(title, fontsize=10)
         panel.grid(alpha=0.3)
-        if panel is not rate and panel.get_legend_handles_labels()[0]:
-            panel.legend(frameon=False, fontsize="small", ncols=3 if panel is acceptance else 1)
-    acceptance.set(ylim=(0, 1), xlabel="step")
-    rate.set(xlabel="step")
+        if panel is acceptance:
+            panel.set_ylim(0, 1)
+        label_ends(panel, [end for end in drawn if end is not None and end.text])
+    acceptance.set_xlabel("step")
+    rate.set_xlabel("step")
     rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    figure.savefig(picture, dpi=150)
-    plt.close(figure)
+    best = None if best_step is None else f"dotted: best drafter, step {best_step}"
+    set_title(figure, "Training", *facts, best)
+    save_figure(figure, picture)
 
 
-def _draw_positions(panel: Any, groups: Groups) -> None:
+def _positions(groups: Groups) -> list[tuple[str, str, str, str]]:
+    """(group, name, label, colour) of at most eight draft positions, the first ones and the last."""
     names = [n for n in groups.get("held_out", [{}])[-1] if n.startswith("conditional_acceptance_")]
-    for k, name in enumerate(names, 1):
-        _draw(
-            panel,
-            groups,
-            "held_out",
-            name=name,
-            label=f"k = {k}",
-            marker=".",
-            color=plt.get_cmap("viridis")(k / len(names)),
-        )
+    numbers = range(1, len(names) + 1)
+    shown = [k for k in numbers if len(names) <= MOST_SERIES or k in (1, 2, 3, 4, 6, 8, 12) or k == len(names)]
+    return [("held_out", names[k - 1], f"k = {k}", shade(i, len(shown))) for i, k in enumerate(shown[-MOST_SERIES:])]
 
 
-def _draw(panel: Any, groups: Groups, group: str, name: str, label: str, **style: Any) -> None:
-    entries = [entry for entry in groups.get(group, []) if name in entry]
-    if entries:
-        panel.plot([e["step"] for e in entries], [e[name] for e in entries], label=label, **style)
+def _draw(panel: Any, groups: Groups, group: str, name: str, label: str, *, color: str) -> LineEnd | None:
+    """Draw one figure by step and give the line's end; None where there is nothing to draw."""
+    rounds = name.replace("conditional_acceptance_", "reached_")
+    entries = [e for e in groups.get(group, []) if name in e and e.get(rounds, FEWEST_ROUNDS) >= FEWEST_ROUNDS]
+    if not entries:
+        return None
+    few, dashed = color == GREY or not label, name == "break_even"
+    steps, heights = [e["step"] for e in entries], [e[name] for e in entries]
+    style = {"linestyle": "--" if dashed else "-", "marker": "" if few or dashed else "o", "markersize": 4}
+    panel.plot(steps, heights, color=color, linewidth=1 if few else 1.6, **style)
+    return LineEnd(steps[-1], heights[-1], text=label, color=color)

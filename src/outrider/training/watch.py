@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.data.responses import Sample
-from outrider.decoding.generate import acceptance, generate
+from outrider.decoding.generate import RoundStats, acceptance, generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DrafterWeights, DraftModule
 from outrider.sampling import SamplingParams
@@ -45,7 +45,10 @@ def held_out_batches(
 
 @torch.no_grad()
 def held_out_metrics(drafter: DraftModule, compute: BlockObjective, batches: Iterable[BlockBatch]) -> dict[str, float]:
-    """Means over held-out anchors: loss, expected accepted length at temperatures 0 and 1, acceptance per position."""
+    """Means over held-out anchors: loss, expected accepted length at temperatures 0 and 1, acceptance per position.
+
+    `reached_k`: anchors of which the drafts before k were all accepted at temperature 0.
+    """
     losses: list[float] = []
     greedy, sampled, counted = [], [], []
     for batch in batches:
@@ -64,6 +67,7 @@ def held_out_metrics(drafter: DraftModule, compute: BlockObjective, batches: Ite
     for k in range(counted_NK.shape[1]):
         reached_N = reached_NK[:, k]
         result[f"conditional_acceptance_{k + 1}"] = greedy_NK[reached_N, k].mean().item() if reached_N.any() else 0.0
+        result[f"reached_{k + 1}"] = int(reached_N.sum())
     return result
 
 
@@ -86,6 +90,13 @@ def first_prompts(samples: Sequence[Sample], count: int) -> list[list[int]]:
     return [s.tokens[: s.spans[0][0]] for s in list(firsts.values())[:count]]
 
 
+_PLAIN_TOKENS = 24  # decoded without drafts, to know what a plain round costs
+
+
+def _round_seconds(rounds: Sequence[RoundStats]) -> float:
+    return sum(r.draft_seconds + r.verify_seconds + r.other_seconds for r in rounds) / len(rounds)
+
+
 @torch.no_grad()
 def decode_check(
     drafter: DraftModule,
@@ -97,8 +108,10 @@ def decode_check(
 ) -> dict[str, float]:
     """Decode the prompts and count.
 
-    `tau` is tokens per round, bonus included; `conditional_acceptance_k` is there for positions that some round
-    reached; `tokens_per_second` includes the prefills, `seconds` also the time to pack the weights.
+    `tau` is tokens per round, bonus included; `break_even` the tau at which drafting is as fast as plain decoding, the
+    mean seconds of a round / those of a plain one (of the first prompt); `conditional_acceptance_k` is there for
+    positions that some round reached; `tokens_per_second` includes the prefills, `seconds` also the time to pack the
+    weights.
     """
     started = time.perf_counter()
     served = DrafterWeights(drafter, draft_ids_Vd).serve(target)
@@ -107,6 +120,7 @@ def decode_check(
         generate(target, prompt, served, params=SamplingParams(temperature=temperature, seed=number), rules=rules)
         for number, prompt in enumerate(prompts)
     ]
+    plain = generate(target, prompts[0], None, rules=StopRules(min(_PLAIN_TOKENS, max_new_tokens)))
     rounds = [r for generation in decoded for r in generation.rounds]
     tokens = sum(len(generation.tokens) for generation in decoded)
     tau, conditional, _ = acceptance(rounds, drafter.config.gamma)
@@ -115,6 +129,7 @@ def decode_check(
         "rounds": len(rounds),
         "tokens": tokens,
         "tokens_per_second": tokens / sum(generation.seconds for generation in decoded),
+        "break_even": _round_seconds(rounds) / _round_seconds(plain.rounds),
     }
     figures |= {f"conditional_acceptance_{k}": c for k, c in enumerate(conditional, 1) if c is not None}
     return {**figures, "seconds": time.perf_counter() - started}

@@ -19,8 +19,9 @@ matplotlib.use("Agg")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 GREY = "#B0B0B0"
 MOST_SERIES = len(COLOURS)  # of one picture
+FEWEST_ROUNDS = 20  # positions that fewer rounds reached are not drawn: their rate is mostly noise
 _LABEL_POINTS = 8.0
-_TITLE_WIDTH = 14  # characters per inch of a figure's width
+_TITLE_WIDTH = 12  # characters per inch of a figure's width
 
 
 class LineEnd(NamedTuple):
@@ -40,9 +41,10 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 def set_title(figure: Figure, title: str, *facts: str | None) -> None:
     """The title, and below it what was measured: target, drafter, date; what is not known is left out."""
-    known = " | ".join(fact for fact in facts if fact)
     width = int(_TITLE_WIDTH * figure.get_figwidth())
-    figure.suptitle("\n".join([*textwrap.wrap(title, width), *textwrap.wrap(known, width)]), fontsize=10)
+    known = [fact.replace(" ", "\xa0") for fact in facts if fact]  # a line ends between two facts
+    lines = [line.removeprefix("| ").removesuffix(" |") for line in textwrap.wrap(" | ".join(known), width)]
+    figure.suptitle("\n".join([*textwrap.wrap(title, width), *lines]).replace("\xa0", " "), fontsize=10)
 
 
 def short_name(name: object) -> str:
@@ -70,6 +72,22 @@ def shade(number: int, count: int) -> str:
     return matplotlib.colors.to_hex(colours(0.85 * number / max(1, count - 1)))
 
 
+def label_point(axes: Axes, text: str, x: float, y: float) -> None:
+    """Write a small label to the right of a point."""
+    axes.annotate(text, (x, y), xytext=(4, 0), textcoords="offset points", fontsize=7, va="center", color="#505050")
+
+
+def apart(heights: Sequence[float], gap: float) -> list[float]:
+    """Rising heights moved as little as possible (in squares) until neighbours are `gap` apart."""
+    groups: list[tuple[float, int]] = []  # (lowest, how many) of labels that touch
+    for height in heights:
+        groups.append((height, 1))
+        while len(groups) > 1 and groups[-2][0] + groups[-2][1] * gap > groups[-1][0]:
+            (above, more), (low, count) = groups.pop(), groups.pop()
+            groups.append(((low * count + (above - count * gap) * more) / (count + more), count + more))
+    return [low + i * gap for low, count in groups for i in range(count)]
+
+
 def label_ends(axes: Axes, ends: Sequence[LineEnd]) -> None:
     """Write labels to the right of the axes at the heights of their lines, moved apart where they would overlap.
 
@@ -82,14 +100,7 @@ def label_ends(axes: Axes, ends: Sequence[LineEnd]) -> None:
     figure = axes.get_figure(root=True)
     assert figure is not None
     height = 72 * figure.get_figheight() * box.height  # points, before the layout
-    gap, heights = 1.25 * _LABEL_POINTS / height, list[float]()
-    for at, _ in wanted:
-        heights.append(max(at, heights[-1] + gap) if heights else max(at, 0.0))
-    if heights and heights[-1] > 1.0:  # push down from the top what was pushed up
-        heights[-1] = 1.0
-        for i in range(len(heights) - 2, -1, -1):
-            heights[i] = min(heights[i], heights[i + 1] - gap)
-    for (at, end), place in zip(wanted, heights, strict=True):
+    for (at, end), place in zip(wanted, apart([at for at, _ in wanted], 1.25 * _LABEL_POINTS / height), strict=True):
         x = float(to_axes.transform((end.x, end.y))[0])
         axes.annotate(
             end.text,
