@@ -8,12 +8,12 @@ The defaults are greedy decoding. Speculative decoding is lossless with respect 
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import BoolTensor, Tensor
 
@@ -97,6 +97,11 @@ def warp(logits_KV: Tensor, params: SamplingParams, seen_KV: BoolTensor | Tensor
     if params.min_p > 0.0:
         probs_KV = probs_KV.masked_fill(probs_KV < params.min_p * probs_KV.amax(-1, keepdim=True), 0.0)
     return probs_KV / probs_KV.sum(-1, keepdim=True)
+
+
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Logits in a type that `warp` takes: float64 stays, everything else becomes float32."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _nucleus_floor(probs_KV: Tensor, top_p: float) -> Tensor:
@@ -214,7 +219,8 @@ class SeededSource:
 # drafter that races with the same noise agrees with the target at least (1 - d) / (1 + d) of the time at total
 # variation d; rejection sampling reaches 1 - d, so this costs some acceptance.
 #
-# Source: Daliri, Musco and Suresh, arXiv 2408.07978 (drafter-invariant speculative decoding). Shapes: V vocab.
+# Sources: Daliri, Musco and Suresh, arXiv 2408.07978 (drafter-invariant speculative decoding); Philox: Salmon et al.,
+# SC 2011. Shapes: V vocab.
 # ----------------------------------------------------------------------------
 
 
@@ -233,10 +239,11 @@ class PositionNoise:
         if position not in self._rows:
             while len(self._rows) >= _KEPT:
                 del self._rows[next(iter(self._rows))]
-            # Hashed: two requests with other seeds must not share noise at shifted positions. PyTorch uses 32 bits.
-            digest = hashlib.blake2b(f"{self.seed} {position}".encode(), digest_size=4).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-            self._rows[position] = torch.empty(self.vocab_size).exponential_(generator=generator)
+            # Philox has a key of 128 bits, a half for each, so no two pairs share a row; PyTorch's generator uses 32.
+            generator = np.random.Generator(np.random.Philox(key=self.seed + (position << 64)))
+            # Drawn in float64: in float32 one number in 2^23 is 0, and 0 / 0 would win the race.
+            row = torch.from_numpy(generator.standard_exponential(self.vocab_size)).float()
+            self._rows[position] = row.clamp_(min=torch.finfo(torch.float32).tiny)
         return self._rows[position]
 
     def pick(self, probs: Tensor, position: int, ids: Tensor | None = None) -> int:
@@ -252,3 +259,19 @@ class PositionNoise:
     def _race(self, probs: Tensor, position: int, ids: Tensor | None) -> Tensor:
         noise = self.row(position).to(probs.device)
         return probs / (noise if ids is None else noise[ids])
+
+
+# ----------------------------------------------------------------------------
+# What a request draws with.
+# ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """How requests get their random draws: `source(seed)`, and `noise(seed, vocab_size)` where they are coupled.
+
+    Decoding takes it as an argument, because the proof runs the engine with its own (tests/proof/enumeration.py).
+    """
+
+    source: Callable[[int], RandomSource] = SeededSource
+    noise: Callable[[int, int], PositionNoise] = PositionNoise

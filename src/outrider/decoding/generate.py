@@ -15,7 +15,7 @@ import torch
 from outrider.decoding.request import FinishReason, SingleRequest, StopRules
 from outrider.decoding.round import RoundResult, run_round
 from outrider.drafters.base import Drafter
-from outrider.sampling import SamplingParams
+from outrider.sampling import Randomness, SamplingParams
 from outrider.scheduling.policies import FixedPolicy, Policy
 from outrider.target.model import DecodingTarget
 from outrider.verification import TypicalAcceptance
@@ -78,6 +78,8 @@ def stream(
     rules: StopRules | None = None,
     policy: Policy | None = None,
     typical: TypicalAcceptance | None = None,
+    *,
+    randomness: Randomness | None = None,
 ) -> Iterator[Chunk]:
     """Decode one request and yield one chunk per round.
 
@@ -86,6 +88,7 @@ def stream(
         drafter: None for plain decoding.
         policy: how many drafts to verify; all of them by default.
         typical: a lossy rule that accepts more; the output is then not distributed as the target's.
+        randomness: where random draws come from; the generators of `params.seed` by default.
 
     Raises:
         ValueError: the prompt is empty or does not fit the target's context; or a lossy rule for coupled sampling,
@@ -96,7 +99,7 @@ def stream(
         raise ValueError("typical acceptance lets drafts change tokens, coupled sampling does not: choose one of them.")
     started = time.perf_counter()
     with torch.inference_mode():
-        batch = SingleRequest(target, drafter, prompt, params=params, rules=rules)
+        batch = SingleRequest(target, drafter, prompt, params=params, rules=rules, randomness=randomness)
     finish: FinishReason | None = None
     try:
         while finish is None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from outrider.decoding.round import RoundResult
 from outrider.drafters.base import DraftCall, Drafter, draft_slots
 from outrider.drafters.draft import Draft
-from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeededSource, SeenTokens, warp
+from outrider.sampling import Randomness, RandomSource, SamplingParams, SeenTokens, at_least_float32, warp
 from outrider.scheduling.policies import StepView
 from outrider.target.model import DecodingTarget
 from outrider.utils.measure import Clock
@@ -168,13 +168,21 @@ class RequestState:
         ValueError: the prompt is empty or does not fit the target, or stop strings without a tokenizer.
     """
 
-    def __init__(self, target: DecodingTarget, prompt: Sequence[int], params: SamplingParams, rules: StopRules) -> None:
+    def __init__(
+        self,
+        target: DecodingTarget,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        rules: StopRules,
+        randomness: Randomness | None = None,
+    ) -> None:
         check_prompt(target, prompt)
         self.params = params
         self.tokens = list(prompt)
         self.capacity = min(len(prompt) + rules.max_new_tokens, target.max_context)
-        self.source: RandomSource = SeededSource(params.seed)
-        self.noise = PositionNoise(params.seed, target.vocab_size) if params.coupled else None
+        randomness = randomness or Randomness()
+        self.source: RandomSource = randomness.source(params.seed)
+        self.noise = randomness.noise(params.seed, target.vocab_size) if params.coupled else None
         self.seen = SeenTokens(target.vocab_size, params.repetition_penalty, prompt, device=target.device)
         self.text = TextStream(target.tokenizer, rules.stop_strings)
         self.stop_ids = rules.ids(target)
@@ -218,7 +226,7 @@ class RequestState:
         """The target's rows after the anchor and `draft`, from their logits; `likeliest`: their argmax, where known."""
 
         def row(k: int) -> Tensor:
-            return warp(logits_KV[k].float(), self.params, self.seen.with_tokens(draft.tokens_before(k)))
+            return warp(at_least_float32(logits_KV[k]), self.params, self.seen.with_tokens(draft.tokens_before(k)))
 
         if self.noise is not None:
             noise, position = self.noise, len(self.tokens)
@@ -259,9 +267,10 @@ class SingleRequest:
         prompt: Sequence[int],
         params: SamplingParams,
         rules: StopRules,
+        randomness: Randomness | None = None,
     ) -> None:
         self.target, self.drafter = target, drafter
-        self.state = RequestState(target, prompt, params, rules=rules)
+        self.state = RequestState(target, prompt, params, rules=rules, randomness=randomness)
         if drafter is not None and drafter.trees:
             target.check_trees()
         self.aux_layers = () if drafter is None else drafter.aux_layers

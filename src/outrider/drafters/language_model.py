@@ -26,6 +26,7 @@ from outrider.drafters.base import DraftCall, Drafter
 from outrider.drafters.chain import sample_steps
 from outrider.drafters.draft import Draft
 from outrider.drafters.heads import CertaintyEstimator, ChainHeads
+from outrider.sampling import at_least_float32
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, Span
 
@@ -243,5 +244,4 @@ class StandaloneDrafter(Drafter):
 
     def _logits(self, hidden_ND: Tensor) -> Tensor:
         """Over the tokens both models have, [N, Vd]; in float32 at least."""
-        logits_NV = self.model.logits(hidden_ND)[:, : self.shared]
-        return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+        return at_least_float32(self.model.logits(hidden_ND)[:, : self.shared])

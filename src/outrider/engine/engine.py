@@ -19,6 +19,7 @@ from outrider.decoding.round import RoundResult, run_round
 from outrider.drafters.base import Drafter, draft_slots
 from outrider.engine.batch import Output, Request, StepBatch, StepRecord
 from outrider.engine.scheduler import EngineConfig, Scheduler
+from outrider.sampling import Randomness
 from outrider.scheduling.gate import AlwaysDraft, DraftGate, History
 from outrider.scheduling.policies import FixedPolicy, Policy
 from outrider.target.model import Target
@@ -32,6 +33,7 @@ class Engine:
         drafter: None for plain decoding.
         policy: how many drafts to verify; all of them by default.
         gate: which requests draft at all; every one by default.
+        randomness: where random draws come from; generators of the requests' seeds by default.
     """
 
     def __init__(
@@ -41,11 +43,14 @@ class Engine:
         policy: Policy | None = None,
         gate: DraftGate | None = None,
         config: EngineConfig | None = None,
+        *,
+        randomness: Randomness | None = None,
     ) -> None:
         self.target, self.drafter = target, drafter
         self.policy: Policy = policy or FixedPolicy()
         self.gate: DraftGate = gate or AlwaysDraft()
         self.config = config or EngineConfig()
+        self.randomness = randomness
         if self.policy.min_confidence > 0 and not isinstance(self.gate, AlwaysDraft):
             raise ValueError(
                 f"{self.policy} ends drafts at its min_confidence, so a gate would learn from the better ones only: "
@@ -70,7 +75,9 @@ class Engine:
         """
         if request.id in self._states:
             raise ValueError(f"request id {request.id!r} is in use; give every request its own.")
-        state = RequestState(self.target, request.prompt, request.params, rules=request.rules)
+        state = RequestState(
+            self.target, request.prompt, request.params, rules=request.rules, randomness=self.randomness
+        )
         self.scheduler.add(request.id, len(state.tokens), state.remaining)
         self._states[request.id] = state
 
