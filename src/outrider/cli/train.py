@@ -31,6 +31,7 @@ def train(recipe: opt.RecipePath, overrides: opt.Overrides = None, *, dry_run: o
 
     from outrider.training.dataset import check_prompt_files
     from outrider.training.feature_store import check_store_fits
+    from outrider.training.logging import check_boards
     from outrider.training.parallel import shard_layers
     from outrider.training.recipe import load_recipe
     from outrider.training.setup import check_recipe
@@ -40,6 +41,7 @@ def train(recipe: opt.RecipePath, overrides: opt.Overrides = None, *, dry_run: o
 
     chosen = load_recipe(recipe, overrides or [])
     check_outputs(Path(chosen.out))
+    check_boards(chosen.log)
     began = saved_run(chosen)
     if not began:  # a run that has begun has its samples
         check_prompt_files(chosen.data)

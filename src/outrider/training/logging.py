@@ -1,4 +1,4 @@
-"""Time, throughput and memory of training, metrics.jsonl, TensorBoard, the progress bar and the plot.
+"""Time, throughput and memory of training, metrics.jsonl, TensorBoard and W&B, the progress bar and the plot.
 
     step = features + forward_backward + optimizer + the rest;      evaluation (checks and saving) is kept apart
     supervised tokens/s, anchors/s = counted / (window - evaluation)
@@ -9,10 +9,13 @@ Counts are per process. On CUDA a phase ends when the GPU is done with it.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -86,19 +89,82 @@ class Meters:
 
 
 # ----------------------------------------------------------------------------
-# OUT/metrics.jsonl and TensorBoard, side by side, and the progress bar. Only the main rank keeps them.
+# OUT/metrics.jsonl, the boards of the recipe's `log` beside it, and the progress bar. Only the main rank keeps them.
 # ----------------------------------------------------------------------------
+
+
+def check_boards(names: Sequence[str]) -> None:
+    """Whether what writes them is installed.
+
+    Raises:
+        ValueError: W&B is asked for and is not.
+    """
+    if "wandb" in names and find_spec("wandb") is None:
+        raise ValueError("log: wandb is not installed: pip install wandb, or leave it out of log.")
+
+
+class _TensorBoard:
+    """OUT/tensorboard."""
+
+    def __init__(self, out: Path, first: int) -> None:
+        self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=first + 1)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class _WeightsAndBiases:
+    """A run of W&B, which goes on when training does: OUT/wandb-id names it. Project: $WANDB_PROJECT, else outrider.
+
+    Raises:
+        ValueError: W&B refuses to begin it.
+    """
+
+    def __init__(self, out: Path, first: int, settings: Mapping[str, Any]) -> None:
+        import wandb  # here: an optional dependency
+
+        name = out / "wandb-id"
+        if not first or not name.is_file():
+            name.write_text(uuid.uuid4().hex[:8] + "\n")
+        project = os.environ.get("WANDB_PROJECT", "outrider")
+        try:
+            self.run = wandb.init(
+                project=project,
+                name=out.name,
+                id=name.read_text().strip(),
+                dir=str(out),
+                resume="allow",
+                config=dict(settings),
+            )
+        except wandb.Error as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"wandb: {reason} WANDB_MODE=offline keeps the run in {out / 'wandb'}.") from error
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
 
 
 class MetricsLog:
     """One line per entry; entries after the step that a run resumes from are dropped first.
 
-    `active` False: nothing is written, for the other ranks.
+    Args:
+        boards: `log` of the recipe, written to as well.
+        settings: of the run, for boards that show them.
+        active: False: nothing is written, for the other ranks.
     """
 
     speed = ""  # of the latest window, for the progress bar
 
-    def __init__(self, out: Path, first: int, *, active: bool = True) -> None:
+    def __init__(
+        self, out: Path, first: int, boards: Sequence[str], settings: Mapping[str, Any], *, active: bool = True
+    ) -> None:
         self.active = active
         if not active:
             return
@@ -108,7 +174,11 @@ class MetricsLog:
         whole = [line for line in kept if line.endswith("\n")]  # a killed process may have cut the last one
         path.write_text("".join(line for line in whole if json.loads(line)["step"] <= first))
         self.file = path.open("a")
-        self.board = SummaryWriter(str(out / "tensorboard"), purge_step=first + 1)
+        self.boards: list[_TensorBoard | _WeightsAndBiases] = []
+        if "tensorboard" in boards:
+            self.boards.append(_TensorBoard(out, first))
+        if "wandb" in boards:
+            self.boards.append(_WeightsAndBiases(out, first, settings))
 
     def write(self, step: int, group: str, values: dict[str, float]) -> None:
         """An entry; none where there are no values."""
@@ -119,8 +189,8 @@ class MetricsLog:
         rounded = {name: round(value, 6) for name, value in values.items()}
         self.file.write(json.dumps({"step": step, "group": group, **rounded}) + "\n")
         self.file.flush()
-        for name, value in values.items():
-            self.board.add_scalar(f"{group}/{name}", value, step)
+        for board in self.boards:
+            board.write(step, {f"{group}/{name}": value for name, value in values.items()})
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -128,7 +198,8 @@ class MetricsLog:
     def __exit__(self, *_: object) -> None:
         if self.active:
             self.file.close()
-            self.board.close()
+            for board in self.boards:
+                board.close()
 
 
 def progress_bar(shown: bool) -> Progress:

@@ -196,6 +196,8 @@ class Recipe(Section):
     """Steps, batches and learning rate."""
     watch: WatchSection = WatchSection()
     """Decoding of held-out prompts during training, the best drafter, early stopping."""
+    log: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    """Where metrics go beside metrics.jsonl. wandb needs pip install wandb; WANDB_MODE=offline sends nothing."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of metrics."""
     eval_every: int = Field(250, ge=1)

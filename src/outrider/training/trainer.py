@@ -74,6 +74,7 @@ _HELD_OUT_ANCHORS = 24
 # What may differ between a run and its resumption: where, how often, by how many and with how much memory it is done.
 _FREE_TO_CHANGE: Any = {
     **dict.fromkeys(("out", "threads", "device", "feature_cache_gb", "log_every", "eval_every", "save_every"), True),
+    "log": True,
     **dict.fromkeys(("parallel", "shard_target", "compile", "watch"), True),
     "features": {"directory", "max_gb", "shard_tokens"},
     # The samples themselves are compared; who made them, and how fast, does not matter.
@@ -86,6 +87,7 @@ _NOT_RECORDED: Any = {  # places and addresses, which a published checkpoint sho
     "data": {"prompts", "responses", "base_urls"},
     "features": {"directory"},
     "start_from": True,
+    "log": True,
 }
 
 
@@ -165,7 +167,7 @@ class Trainer:
         try:
             with (
                 sole_process(self.out / LOCK, taken=taken) if main else nullcontext(),
-                MetricsLog(self.out, first, active=main) as log,
+                MetricsLog(self.out, first, self.recipe.log, settings=self._recorded(), active=main) as log,
                 progress_bar(main) as bar,
                 self.signal,
                 step_features(source, wanted) as fetched,
@@ -329,13 +331,17 @@ class Trainer:
             watch=memory,
         )
 
-    def checkpoint(self, step: int) -> Checkpoint:
-        """The drafter as it is, gathered from all ranks, with how it was made; a collective."""
+    def _recorded(self) -> dict[str, Any]:
+        """The recipe as a published checkpoint may name it, with the drafter's whole config."""
         recipe = self.recipe.model_dump(mode="json", exclude=_NOT_RECORDED)
         recipe["drafter"] = self.run.drafter.config.as_recipe()
         recipe["initialize_from_target"] &= not self.run.origin
+        return recipe
+
+    def checkpoint(self, step: int) -> Checkpoint:
+        """The drafter as it is, gathered from all ranks, with how it was made; a collective."""
         metadata = {
-            "recipe": recipe,
+            "recipe": self._recorded(),
             "target": self.run.target.name,
             "history": self.run.history,
             "step": step,
