@@ -6,7 +6,7 @@ import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_dr
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.dspark import DSpark, DSparkConfig
-from outrider.utils.files import write_atomically
 from tests.toys.targets import randomise, toy_config, toy_target
 
 LINEARS = {"self_attn.q_proj": [32, 32], "self_attn.k_proj": [16, 32], "self_attn.v_proj": [16, 32]}
@@ -180,29 +179,6 @@ def test_saving_again_replaces_the_whole_directory(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "a" / "d").config == toy_config(dspark=False)
     names = sorted(p.name for p in (tmp_path / "a").rglob("*"))
     assert names == ["config.json", "d", "model.safetensors", "outrider.json"]
-
-
-def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
-    def half(file: IO[bytes]) -> None:
-        file.write(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    path = tmp_path / "file"
-    write_atomically(path, "old\n")
-    for options in ({}, {"durable": True}, {"unique": False}, {"keep_first": True}):
-        with pytest.raises(OSError, match="No space"):
-            write_atomically(path, half, **options)
-        assert path.read_text() == "old\n" and [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
-def test_of_several_writers_the_last_decides_or_the_first(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    write_atomically(path, b"first", durable=True, keep_first=True)
-    write_atomically(path, b"second", keep_first=True)
-    assert path.read_bytes() == b"first"
-    (tmp_path / ".file.tmp").write_bytes(b"what a killed process left")
-    write_atomically(path, b"third", unique=False)
-    assert path.read_bytes() == b"third" and [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def set_config(**changes: object) -> Callable[[Path], None]:

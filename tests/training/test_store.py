@@ -209,7 +209,7 @@ def test_resuming_writes_only_what_is_missing(tmp_path: Path, target: Target) ->
     (tmp_path / "manifest.json").unlink()
     (tmp_path / plan.shards[1].file).unlink()
     (tmp_path / "shard-00002.json").write_text("{")
-    (tmp_path / ".plan.json.0123abcd.tmp").write_text("left by a killed process")
+    (tmp_path / f".plan.json.outrider-{'0a' * 16}.tmp").write_text("left by a killed process")
     assert write_store(tmp_path, plan, target, samples, range(len(plan.shards))) == [1, 2]
     assert contents(tmp_path) == before
 

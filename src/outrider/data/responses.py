@@ -290,5 +290,5 @@ def sole_writer(path: Path) -> AbstractContextManager[None]:
 
 def _write_lines(path: Path, entries: Iterable[Mapping[str, object]]) -> None:
     lines = ((json.dumps(entry) + "\n").encode() for entry in entries)
-    # Durable: the journal goes next. Not unique: there is one writer (`sole_writer`), and a killed one leaves much.
-    write_atomically(path, lambda file: file.writelines(lines), durable=True, unique=False)
+    # Durable: the journal goes next. There is one writer (`sole_writer`), and a killed one leaves much.
+    write_atomically(path, lambda file: file.writelines(lines), durable=True, sole_writer=True)

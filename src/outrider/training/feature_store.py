@@ -48,7 +48,7 @@ from outrider.training.features import (
 )
 from outrider.training.recipe import Recipe
 from outrider.training.setup import CALIBRATION_SAMPLES
-from outrider.utils.files import check_space, file_sha256, write_atomically
+from outrider.utils.files import check_space, file_sha256, unfinished_writes, write_atomically
 from outrider.utils.machine import feature_cache_bytes
 from outrider.utils.measure import dtype_name
 
@@ -262,7 +262,7 @@ def read_plan(directory: Path, wanted: StorePlan) -> StorePlan:
 # ----------------------------------------------------------------------------
 # One shard: a safetensors file and its sidecar, each written whole or not at all.
 #
-#     .shard-00003.safetensors.tmp  --fsync, rename-->  shard-00003.safetensors, then shard-00003.json {key, sha256, ..}
+#     a temporary file  --fsync, rename-->  shard-00003.safetensors, then shard-00003.json {key, sha256, ..}
 #
 # The sidecar comes last: a shard counts once it is there. A process killed at any time leaves at most a temporary file,
 # and the next one goes on with the shards that have no valid sidecar.
@@ -331,10 +331,10 @@ def write_shard(path: Path, key: str, indices: Sequence[int], encoded: Sequence[
     data = save(tensors)
     shard = Shard(path, indices, len(data), sha256=hashlib.sha256(data).hexdigest())
     sidecar(path).unlink(missing_ok=True)  # while the file changes there is no shard
-    # Not unique: what a killed process left is as large as a shard, and whoever makes this one again writes over it.
-    write_atomically(path, data, durable=True, unique=False)
+    # Sole writer: what a killed process left is as large as a shard, and whoever makes this one again removes it.
+    write_atomically(path, data, durable=True, sole_writer=True)
     entry = {"key": key, "samples": list(indices), "bytes": shard.bytes, "sha256": shard.sha256}
-    write_atomically(sidecar(path), json.dumps(entry) + "\n", durable=True, unique=False)
+    write_atomically(sidecar(path), json.dumps(entry) + "\n", durable=True, sole_writer=True)
     return shard
 
 
@@ -469,7 +469,7 @@ def _complete_shards(directory: Path, plan: StorePlan) -> list[Shard]:
         raise DamagedShard(f"the feature store in {directory} is not complete: {'; '.join(wrong[:3])}{more}.")
     text = json.dumps(_manifest(plan, [shard.sha256 for shard in shards]), indent=1) + "\n"
     path = directory / "manifest.json"
-    for leftover in (*directory.glob(".plan.json.*.tmp"), *directory.glob(".manifest.json.*.tmp")):
+    for leftover in unfinished_writes(directory, "plan.json", path.name):
         leftover.unlink(missing_ok=True)  # of processes that were killed inside `write_atomically`
     if not path.is_file() or path.read_text() != text:
         path.unlink(missing_ok=True)
@@ -617,7 +617,7 @@ class FeatureWindow(FeatureCache):
 
     def _scan(self) -> None:
         """Take over the shards of an earlier process."""
-        for leftover in self.directory.glob(".*.tmp"):  # of a killed process
+        for leftover in unfinished_writes(self.directory):  # of a killed process
             leftover.unlink(missing_ok=True)
         for path in sorted(self.directory.glob("window-*.safetensors")):
             self._next = max(self._next, int(path.stem.rpartition("-")[2]) + 1)

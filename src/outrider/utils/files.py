@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -26,12 +27,31 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "outrider"
 
 
+# Temporary names: .NAME.outrider-<32 random hex digits>, with .tmp (a file) or .old (what is being replaced) behind it.
+# Nothing with another name is ever removed.
+_TEMPORARY = re.compile(r"\.(.+)\.outrider-[0-9a-f]{32}(\.tmp|\.old)?", re.DOTALL)
+
+
+def _temporary(path: Path, suffix: str = "") -> Path:
+    return path.with_name(f".{path.name}.outrider-{uuid.uuid4().hex}{suffix}")
+
+
+def unfinished_writes(directory: Path, *names: str) -> list[Path]:
+    """What writers of files and directories of these names (none: of any) have not finished, or left when killed."""
+    try:
+        entries = sorted(directory.iterdir())
+    except OSError:
+        return []
+    found = ((path, _TEMPORARY.fullmatch(path.name)) for path in entries)
+    return [path for path, match in found if match and (not names or match[1] in names)]
+
+
 def write_atomically(
     path: Path,
     content: str | bytes | Callable[[IO[bytes]], object],
     *,
     durable: bool = False,
-    unique: bool = True,
+    sole_writer: bool = False,
     keep_first: bool = False,
 ) -> None:
     """Write a file atomically: a temporary file beside `path` is renamed to it.
@@ -39,17 +59,18 @@ def write_atomically(
     Args:
         content: text (written as UTF-8), bytes, or what writes into the open file.
         durable: content and name are on disk when this returns.
-        unique: every writer has a staging file of its own, `.NAME.xxxxxxxx.tmp`. False, where one process at a time
-            writes `path`: it is `.NAME.tmp`, and the next writer writes over what a killed one left.
+        sole_writer: one process at a time writes `path`: what a killed one left is removed first.
         keep_first: several processes may bring the file, and whoever comes first decides.
 
     Raises:
-        OSError: the disk is full or not writable; what was at `path` is untouched, and the staging file is gone.
+        OSError: the disk is full or not writable; what was at `path` is untouched, and the temporary file is gone.
     """
-    mark = f".{uuid.uuid4().hex[:8]}" if unique else ""
-    staging = path.with_name(f".{path.name}{mark}.tmp")
+    if sole_writer:
+        for left in unfinished_writes(path.parent, path.name):
+            _remove(left)
+    staging = _temporary(path, ".tmp")
     try:
-        with staging.open("wb") as file:
+        with staging.open("xb") as file:
             if callable(content):
                 content(file)
             else:
@@ -123,26 +144,27 @@ def atomic_directory(destination: Path) -> Iterator[Path]:
     """A staging directory beside `destination` that takes its place when the block ends well, and vanishes otherwise.
 
     Raises:
-        OSError: the disk is full or not writable; what was at `destination` is untouched.
+        OSError: the disk is full or not writable, or `destination` is a file; what was there is untouched.
     """
+    if destination.is_file():
+        raise NotADirectoryError(errno.ENOTDIR, f"{destination} is a file: choose another place, or move it away.")
     destination.parent.mkdir(parents=True, exist_ok=True)
     recover_interrupted_write(destination)
-    mark = uuid.uuid4().hex[:8]
-    staging = destination.parent / f".{destination.name}.{mark}"
+    staging = _temporary(destination)
     staging.mkdir()  # not mkdtemp: a checkpoint must be readable by whom the umask allows
     try:
         yield staging
         for file in staging.iterdir():
             file.chmod(staging.stat().st_mode & 0o666)  # safetensors writes files for the owner only
-        if destination.exists():
-            retired = destination.parent / f".{destination.name}.{mark}.old"
+        if os.path.lexists(destination):
+            retired = staging.with_name(f"{staging.name}.old")
             destination.rename(retired)
             try:
                 staging.rename(destination)
             except OSError:
                 retired.rename(destination)
                 raise
-            shutil.rmtree(retired, ignore_errors=True)
+            retired.rename(staging)  # not .old any more: it is not restored, should we be killed while it is removed
         else:
             staging.rename(destination)
     except (OSError, SafetensorError) as error:
@@ -154,7 +176,7 @@ def atomic_directory(destination: Path) -> Iterator[Path]:
             ) from error
         raise
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        _remove(staging)
 
 
 def recover_interrupted_write(destination: Path) -> None:
@@ -162,12 +184,22 @@ def recover_interrupted_write(destination: Path) -> None:
 
     For the process that writes `destination`, and only one does.
     """
-    leavings = sorted(destination.parent.glob(f".{destination.name}.????????*"))
-    retired = [path for path in leavings if path.suffix == ".old"]
-    if retired and not destination.exists():
-        retired[0].rename(destination)  # killed between the two renames: it was complete
-    for path in leavings:
+    left = unfinished_writes(destination.parent, destination.name)
+    retired = [path for path in left if path.suffix == ".old"]
+    if retired and not os.path.lexists(destination):
+        last = max(retired, key=lambda path: path.lstat().st_ctime_ns)
+        last.rename(destination)  # killed between the two renames: it was complete
+        left.remove(last)
+    for path in left:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a temporary file or directory, or the link that stood in its place."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 _WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")  # the latter: Medusa's own releases
