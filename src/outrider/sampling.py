@@ -9,6 +9,7 @@ The defaults are greedy decoding. Speculative decoding is lossless with respect 
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,13 +37,13 @@ class SamplingParams:
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off; relative to the most likely token
     repetition_penalty: float = 1.0  # 1: off; over prompt and output, as in Hugging Face
-    seed: int = 0
+    seed: int | None = None  # None: every request draws one of its own and reports it
     coupled: bool = False  # tokens depend on the seed and the target alone, not on drafts (`PositionNoise`)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature={self.temperature} must be finite and >= 0; use 0 for greedy decoding")
-        if not 0 <= self.seed < 2**64:
+        if self.seed is not None and not 0 <= self.seed < 2**64:
             raise ValueError(
                 f"seed={self.seed} must be from 0 to 2^64 - 1 (PyTorch's CPU generator uses the low 32 bits)"
             )
@@ -59,6 +60,14 @@ class SamplingParams:
             )
         if self.temperature < _LEAST_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
+
+    def request_seed(self) -> int:
+        """The seed of one request: the given one, else 0 at temperature 0, where nothing is drawn, else 32 random
+        bits, as many as PyTorch's CPU generator uses.
+        """
+        if self.seed is not None:
+            return self.seed
+        return secrets.randbits(32) if self.temperature > 0 else 0
 
 
 # ----------------------------------------------------------------------------

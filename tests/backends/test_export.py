@@ -51,7 +51,7 @@ def proposals(checkpoint: Checkpoint, target: Target, params: SamplingParams) ->
         tokens: Sequence[int] = torch.randint(4, 97, (length + 1,), generator=generator).tolist()
         session = drafter.new_session(32)
         drafter.extend([session], [tokens[:-1]], aux_TLD)
-        call = DraftCall(session, tokens[-1], params, SeenTokens(97), SeededSource(params.seed), None)
+        call = DraftCall(session, tokens[-1], params, SeenTokens(97), SeededSource(params.seed or 0), None)
         found.append(drafter.propose([call])[0])
     return found
 

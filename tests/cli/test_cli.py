@@ -163,7 +163,7 @@ def test_options_from_a_file(run: Run, toy: Path, tmp_path: Path) -> None:
     assert "7 tokens in 7 rounds" in run(*command, "--config", config)[2]
     assert "9 tokens in 9 rounds" in run(*command, "--config", config, "--max-new-tokens", 9)[2]
     options = parser("generate").make_context("generate", ["hi", "--config", str(config)]).params
-    assert (options["top_k"], options["show_rounds"], options["seed"]) == (5, True, 0)
+    assert (options["top_k"], options["show_rounds"], options["seed"]) == (5, True, None)
     assert list(options["stop"]) == ["absent", "missing"]
     levels = tmp_path / "levels.yaml"
     levels.write_text("concurrency: [1, 2]\ntasks: eval_math\nout: there\nchat: true\n")

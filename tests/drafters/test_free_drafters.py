@@ -200,7 +200,7 @@ SAMPLED = {
 def test_rows_are_the_small_models_warped_distributions(name: str) -> None:
     params, model, target = SAMPLED[name], small_model(), toy_target()
     drafter = StandaloneDrafter(model, target, 4)
-    noise = PositionNoise(params.seed, 97) if params.coupled else None
+    noise = PositionNoise(params.seed or 0, 97) if params.coupled else None
     for text in prompts(4, seed=2):
         proposal = proposal_after(drafter, text, params=params, noise=noise)
         assert len(proposal.tokens) == 4

@@ -123,6 +123,41 @@ def test_coupled_tokens_depend_on_the_seed_alone(target: Target, drafter: BlockD
     assert len(seeds) == 9
 
 
+def test_requests_without_a_seed_differ_and_report_one_that_repeats_them(target: Target) -> None:
+    unseeded = [Request(str(i), [5, 6], SamplingParams(0.8), StopRules(20, stop_ids=())) for i in range(6)]
+    engine = Engine(target)
+    for request in unseeded:
+        engine.submit(request)
+    seeds: dict[str, int] = {}
+    found: dict[str, list[int]] = {request.id: [] for request in unseeded}
+    while not engine.idle:
+        for output in engine.step():
+            assert output.seed is not None
+            assert seeds.setdefault(output.id, output.seed) == output.seed
+            found[output.id] += output.tokens
+    assert len(set(seeds.values())) == len({tuple(tokens) for tokens in found.values()}) == 6
+    for request in unseeded:
+        params = SamplingParams(0.8, seed=seeds[request.id])
+        again = generate(target, request.prompt, None, params, request.rules)
+        assert (again.tokens, again.seed) == (found[request.id], seeds[request.id])
+    alone = [generate(target, [5, 6], None, SamplingParams(0.8), StopRules(20, stop_ids=())) for _ in range(2)]
+    assert alone[0].seed != alone[1].seed and alone[0].tokens != alone[1].tokens
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_preempted_requests_keep_their_randomness(target: Target, drafter: BlockDrafter, coupled: bool) -> None:
+    """Drafts ask the same source, so without coupling the number of questions is fixed in plain decoding alone."""
+    requests = [
+        Request(str(i), prompt, SamplingParams(0.8, seed=i, coupled=coupled), StopRules(40, stop_ids=()))
+        for i, prompt in enumerate(prompts(6, 3, longest=20))
+    ]
+    chosen = drafter if coupled else None
+    tight = Engine(target, chosen, config=EngineConfig(max_requests=6, token_budget=64, block_size=4, num_blocks=28))
+    preempted = watch_preemptions(tight)
+    assert finish(tight, requests) == finish(Engine(target, chosen), requests)
+    assert len(preempted) >= 3
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"])
 def test_other_families(family: str) -> None:
     target = toy_target(family)

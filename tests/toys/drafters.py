@@ -26,7 +26,9 @@ def call_for(
     """Of a request whose committed text, anchor included, is `text`."""
     params = params or SamplingParams()
     seen = SeenTokens(vocab, params.repetition_penalty, text)
-    return DraftCall(session, text[-1], params, seen, source or SeededSource(params.seed), position=len(text), **more)
+    return DraftCall(
+        session, text[-1], params, seen, source or SeededSource(params.seed or 0), position=len(text), **more
+    )
 
 
 # A small model.

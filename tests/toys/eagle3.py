@@ -49,4 +49,4 @@ def call_of(
     session: DraftSession, anchor: int, limit: int | None = None, params: SamplingParams | None = None
 ) -> DraftCall:
     params = params or SamplingParams()
-    return DraftCall(session, anchor, params, SeenTokens(97), SeededSource(params.seed), limit)
+    return DraftCall(session, anchor, params, SeenTokens(97), SeededSource(params.seed or 0), limit)

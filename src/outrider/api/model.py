@@ -53,7 +53,7 @@ class Response:
     """A whole response; `str()` of it is its text.
 
     `rounds`: forwards of the target that gave tokens. `seconds`: from the call to the last token, prefill included; in
-    a batch others were decoded meanwhile.
+    a batch others were decoded meanwhile. `seed`: what it was sampled with, drawn where none was given.
     """
 
     text: str
@@ -61,6 +61,7 @@ class Response:
     finish: FinishReason
     rounds: int
     seconds: float
+    seed: int
 
     @property
     def accepted_length(self) -> float:
@@ -120,16 +121,16 @@ class Model:
     def generate(self, prompt: Any, **options: Any) -> Response | list[Response]:
         """Answer one prompt, or a list of prompts together. Keywords: see the class.
 
-        A batch is decoded by `Engine`, prompt i with `seed + i`; one by one where that cannot be (`typical`, MLX,
-        targets whose layers keep a state).
+        A batch is decoded by `Engine`, prompt i with `seed + i` where a seed is given; one by one where that cannot be
+        (`typical`, MLX, targets whose layers keep a state).
 
         Raises:
             ValueError, TypeError: see `stream`.
         """
         if not _is_batch(prompt):
             return self._generate(prompt, **options)
-        seed = options.pop("seed", 0)
-        each = [(one, {**options, "seed": seed + number}) for number, one in enumerate(prompt)]
+        seed = options.pop("seed", None)
+        each = [(one, {**options, "seed": None if seed is None else seed + i}) for i, one in enumerate(prompt)]
         if options.get("typical") is not None or not isinstance(self.target, Target) or not _pageable(self.target):
             return [self._generate(one, **own) for one, own in each]
         policy = self._policy(options.pop("confidence_threshold", None))
@@ -307,12 +308,13 @@ def _engine_config(requests: Sequence[Request], slots: int) -> EngineConfig:
 
 
 def _response(parts: Sequence[Chunk] | Sequence[Output], seconds: float) -> Response:
-    finish = parts[-1].finish
-    assert finish is not None
+    finish, seed = parts[-1].finish, parts[-1].seed
+    assert finish is not None and seed is not None
     return Response(
         "".join(part.text for part in parts),
         [token for part in parts for token in part.tokens],
         finish,
         rounds=len(parts),
         seconds=seconds,
+        seed=seed,
     )

@@ -41,7 +41,7 @@ def generate_command(
     top_p: opt.TopP = 1.0,
     min_p: opt.MinP = 0.0,
     repetition_penalty: opt.RepetitionPenalty = 1.0,
-    seed: opt.Seed = 0,
+    seed: opt.SeedOrRandom = None,
     confidence_threshold: Annotated[
         float | None, option(DRAFTS, "verify while so confident; else the drafter's own")
     ] = None,
@@ -97,6 +97,8 @@ def generate_command(
             sys.stdout.write(chunk.text)
             sys.stdout.flush()
     print(flush=True)
+    if temperature > 0:
+        used += f"; seed {chunks[-1].seed}"
     summary(chunks, used, Console(stderr=True, highlight=False, soft_wrap=True), legend=show_rounds)
 
 

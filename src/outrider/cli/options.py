@@ -50,6 +50,7 @@ TopP = Annotated[float, rare(SAMPLING, "keep the likeliest tokens of this total 
 MinP = Annotated[float, rare(SAMPLING, "keep tokens of this probability relative to the likeliest")]
 RepetitionPenalty = Annotated[float, rare(SAMPLING, "divide positive logits of seen tokens, multiply negative ones")]
 Seed = Annotated[int, option(SAMPLING, "of random numbers")]
+SeedOrRandom = Annotated[int | None, option(SAMPLING, "of random numbers; another one each time by default")]
 
 ConfidenceThreshold = Annotated[float | None, option(DRAFTS, "verify drafts while at least as confident")]
 Tree = Annotated[str | None, option(DRAFTS, f"{TREE_FORM} ({TREE_METHODS})", metavar="SIZE")]

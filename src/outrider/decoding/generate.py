@@ -50,24 +50,27 @@ class RoundStats:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one round commits. `origins` says where each token comes from; `finish` is set on the last chunk."""
+    """What one round commits. `origins` says where each token comes from; `finish` is set on the last chunk; `seed`
+    is the request's, with which the same call gives the same tokens."""
 
     tokens: list[int]
     origins: list[Origin]
     text: str
     stats: RoundStats
     finish: FinishReason | None
+    seed: int
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A whole response. `seconds` includes the prefill."""
+    """A whole response. `seconds` includes the prefill; `seed` is the one it was sampled with."""
 
     tokens: list[int]
     text: str
     finish: FinishReason
     rounds: list[RoundStats]
     seconds: float
+    seed: int
 
 
 def stream(
@@ -122,7 +125,7 @@ def stream(
                 confidences=tuple(whole.confidences) if whole.is_chain else (),
                 depth=None if whole.is_chain else reach,
             )
-            yield Chunk(tokens, _origins(result, len(tokens)), text, stats=stats, finish=finish)
+            yield Chunk(tokens, _origins(result, len(tokens)), text, stats=stats, finish=finish, seed=batch.state.seed)
             started = time.perf_counter()
     finally:
         batch.end()
@@ -149,12 +152,14 @@ def generate(
     rounds: list[RoundStats] = []
     pieces: list[str] = []
     finish: FinishReason = "length"
+    seed = 0
     for chunk in stream(target, prompt, drafter, params=params, rules=rules, policy=policy, typical=typical):
         tokens += chunk.tokens
         rounds.append(chunk.stats)
         pieces.append(chunk.text)
-        finish = chunk.finish or finish
-    return Generation(tokens, "".join(pieces), finish, rounds=rounds, seconds=time.perf_counter() - started)
+        finish, seed = chunk.finish or finish, chunk.seed
+    seconds = time.perf_counter() - started
+    return Generation(tokens, "".join(pieces), finish, rounds=rounds, seconds=seconds, seed=seed)
 
 
 # ----------------------------------------------------------------------------

@@ -158,6 +158,7 @@ class RequestState:
     Attributes:
         tokens: committed tokens, the prompt first and the anchor last.
         capacity: most committed tokens, the prompt included.
+        seed: of its random draws.
         source, noise: where its random draws come from; `noise` for coupled sampling, else None.
         seen: the tokens so far, as a repetition penalty reads them.
         text: its output text, cut at stop strings.
@@ -180,9 +181,10 @@ class RequestState:
         self.params = params
         self.tokens = list(prompt)
         self.capacity = min(len(prompt) + rules.max_new_tokens, target.max_context)
+        self.seed = params.request_seed()
         randomness = randomness or Randomness()
-        self.source: RandomSource = randomness.source(params.seed)
-        self.noise = randomness.noise(params.seed, target.vocab_size) if params.coupled else None
+        self.source: RandomSource = randomness.source(self.seed)
+        self.noise = randomness.noise(self.seed, target.vocab_size) if params.coupled else None
         self.seen = SeenTokens(target.vocab_size, params.repetition_penalty, prompt, device=target.device)
         self.text = TextStream(target.tokenizer, rules.stop_strings)
         self.stop_ids = rules.ids(target)

@@ -37,12 +37,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Output:
-    """Tokens and text that a step gave a request; `finish` is set on its last output."""
+    """Tokens and text that a step gave a request; `finish` is set on its last output.
+
+    `seed`: what it is sampled with; None where another engine does not say.
+    """
 
     id: str
     tokens: list[int]
     text: str
     finish: FinishReason | None
+    seed: int | None = None
 
 
 @dataclass(frozen=True)

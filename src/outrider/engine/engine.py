@@ -129,7 +129,9 @@ class Engine:
                 self.scheduler.advance(work.id, work.prefill)
                 kept[work.id] = list(range(work.prefill))
                 continue
-            output = Output(work.id, *self._states[work.id].commit(by_id[work.id].tokens))
+            state = self._states[work.id]
+            tokens, text, finish = state.commit(by_id[work.id].tokens)
+            output = Output(work.id, tokens, text, finish=finish, seed=state.seed)
             outputs.append(output)
             if output.finish is None:
                 self.scheduler.commit(work.id, len(output.tokens))
