@@ -28,6 +28,7 @@ def speedup(ratio: float, half: float = 0.05, count: int = 12, name: str = "gsm8
         (speedup(1.01, 0.0, 1000), "same"),
         (speedup(1.1, 0.3), "same"),  # 0.6 / 1.35 standard deviations of 12 turns: an error of 0.26
         (speedup(1.1, 0.3, 120), "faster"),
+        (Speedup("gsm8k", 1.25, 0.88, high=1.17, samples=4), "same"),  # one long turn made the ratio
         (speedup(1.08, 0.0, 1), "same"),  # one turn may be off by 10 %
         (speedup(1.3, 0.0, 1), "faster"),
     ],

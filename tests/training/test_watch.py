@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -343,7 +344,16 @@ def test_the_picture_shows_the_run(tmp_path: Path, target: Target, samples: list
     with metrics.open("a") as file:
         file.write('{"step": 13, "group": "tr')  # a killed process cut this line
     assert set(read_metrics(metrics)) == {"train", "held_out", "decode", "speed"}
-    plot_training(metrics, tmp_path / "all.png", ["toy", "2026-11-22"], best_step=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plt, "close", lambda figure: None)
+        plot_training(metrics, tmp_path / "all.png", ["toy", "2026-11-22"], best_step=4)
+    figure = plt.gcf()
+    labels = [{text.get_text() for text in panel.texts} for panel in figure.axes]
+    expected = {"expected, T = 0", "expected, T = 1", "decoded", "break-even"}
+    assert labels[:2] == [{"training", "held out"}, expected] and labels[2] <= {f"k = {k}" for k in range(1, 8)}
+    assert [len(panel.lines) for panel in figure.axes] == [2, 5, len(labels[2]), 1] and labels[2]
+    assert figure.get_suptitle() == "Training\ntoy | 2026-11-22 | dotted: best drafter, step 4"
+    plt.close(figure)
     lines = metrics.read_text().splitlines(keepends=True)[:-1]
     fewer = tmp_path / "fewer.jsonl"
     fewer.write_text("".join(line for line in lines if '"decode"' not in line))

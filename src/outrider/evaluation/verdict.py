@@ -3,7 +3,8 @@
     ratio = plain seconds / speculative seconds of the same tokens        n: turns of a task, or repeats of a load
     error = two standard errors of a mean, 2 * (high - low) / (1.35 * sqrt(n)), but at least 2 %
 
-(high - low is the distance of the quartiles, 1.35 standard deviations of a normal distribution.) A speedup is faster or
+(high - low is the distance of the quartiles, 1.35 standard deviations of a normal distribution; to the ratio where a
+few long turns put it beyond them.) A speedup is faster or
 slower than plain where it differs from 1 by more than its error, else no difference can be seen.
 """
 
@@ -39,7 +40,8 @@ class Speedup(NamedTuple):
     @property
     def error(self) -> float:
         """Two standard errors of the ratio."""
-        spread = 2 * (self.high - self.low) / (1.35 * math.sqrt(self.samples))
+        width = max(self.high, self.ratio) - min(self.low, self.ratio)
+        spread = 2 * width / (1.35 * math.sqrt(self.samples))
         return max(spread, self.ratio * (_LEAST_ERROR if self.samples >= _FEW else _FEW_ERROR))
 
 

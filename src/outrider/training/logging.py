@@ -288,8 +288,10 @@ def _positions(groups: Groups) -> list[tuple[str, str, str, str]]:
 
 def _draw(panel: Any, groups: Groups, group: str, name: str, label: str, *, color: str) -> LineEnd | None:
     """Draw one figure by step and give the line's end; None where there is nothing to draw."""
-    rounds = name.replace("conditional_acceptance_", "reached_")
-    entries = [e for e in groups.get(group, []) if name in e and e.get(rounds, FEWEST_ROUNDS) >= FEWEST_ROUNDS]
+    entries = [e for e in groups.get(group, []) if name in e]
+    if name.startswith("conditional_acceptance_"):
+        rounds = name.replace("conditional_acceptance_", "reached_")
+        entries = [e for e in entries if e.get(rounds, FEWEST_ROUNDS) >= FEWEST_ROUNDS]
     if not entries:
         return None
     few, dashed = color == GREY or not label, name == "break_even"
