@@ -98,7 +98,7 @@ def test_a_fine_tune_goes_on_from_the_drafter_of_its_base(place: Path, toy: Path
     group: Any = get_command(main.app)
     for _, name, *arguments in given:
         group.resolve_command(group.context_class(group), [name])[1].make_context(name, arguments)
-    few = ("--tasks", f"{place}/first/held_out.jsonl,eval_chat", "--max-samples", "12")
+    few = ("--tasks", f"{place}/first/held_out.jsonl,eval_chat", "--max-samples", "8")
     assert all(word in given[4] for word in few), "calibrate wants a hundred rounds"
     drafters = [words[words.index("--drafter") + 1] for words in given if "--drafter" in words]
     assert drafters[:2] == ["ngram", f"{place}/models/a"] and set(drafters[2:]) == {f"{place}/first/run/best"}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MOST = 20000  # conversations read of each source
 _SHOWN = 4  # drafters that are listed
 _TESTED, _TOKENS = 16, 128  # prompts that eval decodes, tokens of each
-_CALIBRATED = 12  # held-out prompts, below which packaged ones are calibrated on as well
+_CALIBRATED = 8  # held-out prompts, below which packaged ones are calibrated on as well
 
 
 def init(
