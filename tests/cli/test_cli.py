@@ -20,11 +20,13 @@ from typer.testing import CliRunner
 
 import outrider.checkpoints.published as published
 import outrider.cli.main as main
+from outrider.api.drafter import DrafterChoice
 from outrider.backends.registry import exporters
 from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, save_drafter
 from outrider.checkpoints.published import published_for
 from outrider.cli import options as opt
 from outrider.cli.bench import kinds
+from outrider.cli.evaluate import other_choices
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.draft import TREE_FORM
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config
@@ -253,6 +255,14 @@ def test_eval_writes_results_with_identical_output(run: Run, toy: Path, tmp_path
     verdict = next(i for i, line in enumerate(lines) if line.startswith("Verdict: "))
     assert lines[-1].startswith("Next: outrider ") and "That is 3 turns: measure more" in lines[verdict + 1]
     assert "keep it" in lines[verdict] or any(line.startswith("`--drafter ngram` on 3 ") for line in lines[verdict:])
+
+
+def test_eval_compares_with_ngram_and_the_drafter_of_the_target() -> None:
+    shipped = published.shipped_drafter(EMBEDDED_ID)
+    found = other_choices(DrafterChoice("lm", "somewhere"), EMBEDDED_ID)
+    assert list(found) == ["--drafter ngram", f"--drafter {shipped}"]
+    assert list(other_choices(DrafterChoice("ngram", ""), EMBEDDED_ID)) == [f"--drafter {shipped}"]
+    assert list(other_choices(DrafterChoice("directory", str(shipped)), EMBEDDED_ID)) == ["--drafter ngram"]
 
 
 def test_drafters_without_training(run: Run, toy: Path, tmp_path: Path) -> None:

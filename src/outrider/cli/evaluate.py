@@ -127,7 +127,7 @@ def evaluate_command(
         if grade(*pooled(speedups(results))) != "faster":
             ready = {
                 name: open_for_mlx(other, loaded) if on_mlx else other.open(loaded)
-                for name, other in _other_choices(choice, target).items()
+                for name, other in other_choices(choice, target).items()
             }
             with counting(console, "eval of other drafters") as on_progress:
                 again = partial(measure, on_progress=on_progress)
@@ -147,7 +147,7 @@ def evaluate_command(
 _OTHERS_SECONDS = 60.0  # most that measuring other drafters, too, may take
 
 
-def _other_choices(choice: DrafterChoice, target: str) -> dict[str, DrafterChoice]:
+def other_choices(choice: DrafterChoice, target: str) -> dict[str, DrafterChoice]:
     """By option: ngram, and the best other drafter on this machine for the target or its base model."""
     from outrider.api.drafter import DrafterChoice
     from outrider.checkpoints.published import drafters_for

@@ -4,8 +4,8 @@
     error = two standard errors of a mean, 2 * (high - low) / (1.35 * sqrt(n)), but at least 2 %
 
 (high - low is the distance of the quartiles, 1.35 standard deviations of a normal distribution; to the ratio where a
-few long turns put it beyond them.) A speedup is faster or
-slower than plain where it differs from 1 by more than its error, else no difference can be seen.
+few long turns put it beyond them.) A speedup is faster or slower than plain where it differs from 1 by more than its
+error, else no difference can be seen.
 """
 
 from __future__ import annotations
