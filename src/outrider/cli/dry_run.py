@@ -24,6 +24,7 @@ from outrider.evaluation.doctor.examine import QUICK_SAMPLES, QUICK_TOKENS
 from outrider.target.model import count_layers
 from outrider.training.dataset import recipe_prompts
 from outrider.training.estimate import (
+    RATES,
     Estimate,
     Measurements,
     Texts,
@@ -35,7 +36,7 @@ from outrider.training.estimate import (
     responding,
 )
 from outrider.training.recipe import Recipe
-from outrider.utils.files import free_bytes
+from outrider.utils.files import cache_dir, free_bytes
 from outrider.utils.machine import free_memory_bytes, training_dtype
 from outrider.utils.measure import default_dtype, usable_device
 
@@ -67,7 +68,9 @@ def show(found: Estimate, out: Path | None, console: Console) -> None:
             console.print(
                 f"warning: not enough {what}: {spoken_size(wanted)} wanted, {spoken_size(there)} free", highlight=False
             )
-    console.print("dry run: nothing was written", highlight=False)
+    console.print("dry run: nothing of the run was written", highlight=False)
+    kept = f"rates of this machine: {cache_dir() / RATES} (delete it to measure again)"
+    console.print(kept, style="dim", highlight=False, soft_wrap=True)
 
 
 def spoken_time(seconds: float) -> str:

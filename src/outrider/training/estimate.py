@@ -48,9 +48,10 @@ from outrider.utils.distributed import Ranks
 from outrider.utils.measure import Clock, dtype_name, usable_device, versions
 from outrider.utils.measure import machine as describe_machine
 
+RATES = "rates.json"  # in the user's cache directory
 _BATCHES = (1, 8, 64)  # sequences of the decoding steps that are timed
 _SLOW_STEP = 1.0  # seconds: larger batches of such a target are not timed
-_REPLY_TOKENS, _REPLY_SECONDS = 160, 5.0  # of the replies that show how soon they end, whichever is reached first
+_REPLY_TOKENS, _REPLY_SECONDS = 160, 8.0  # of the replies that show how soon they end, whichever is reached first
 _SAMPLE_PROMPTS = {"eval_chat": 3, "eval_math": 3, "eval_code": 2}
 _PREFILL_TOKENS = 768
 _STEPS = 2  # timed of a recipe, after one that is not
@@ -169,7 +170,7 @@ class Measurements:
     @cached_property
     def target(self) -> Target:
         """Loaded when something has to be measured, and only then."""
-        self.say(f"loading {self.name}: it is measured once, the figures are kept")
+        self.say(f"loading {self.name}: it is measured once")
         return load_target(self.name, self.dtype, self.device)
 
     @cached_property
@@ -199,7 +200,14 @@ class Measurements:
         key: list[object] = [kind.__name__, canonical_id(self.name), hashlib.sha256(config).hexdigest()[:16], *about]
         key += [self.device.type, place.get("gpu", place["cpu"]), place["threads"], dtype_name(self.dtype)]
         key += versions().values()
-        return kind(**machine.remembered("rates.json", " | ".join(map(str, key)), lambda: asdict(measure()), kind=dict))
+        names = " | ".join(map(str, key))
+        return kind(**machine.remembered(RATES, names, lambda: asdict(measure()), kind=dict, keep=self._steady))
+
+    def _steady(self) -> bool:
+        """Whether what was measured just now may be kept."""
+        if busy := machine.is_busy():
+            self.say("other programs use this processor: the figures are too slow, and are not kept")
+        return not busy
 
 
 _STEP_FIELDS = {
@@ -230,7 +238,7 @@ def _measure_rates(measured: Measurements) -> Rates:
     began = time.perf_counter()
     target = measured.target
     load = time.perf_counter() - began
-    measured.say("measuring prefill and decoding, about ten seconds")
+    measured.say("measuring prefill and decoding, about fifteen seconds")
     assert target.tokenizer is not None
     longest = target.max_context // 4
     conversations = [c for name, count in _SAMPLE_PROMPTS.items() for c in load_prompts(name, count)]
@@ -241,7 +249,7 @@ def _measure_rates(measured: Measurements) -> Rates:
         batch = decode_batch(target, short, 6, params=params, seeds=[0] * rows)
         next(batch)  # the prefill
         times = [_seconds(target.device, partial(next, batch, None)) for _ in range(4)]
-        steps.append((rows, sorted(times)[1]))
+        steps.append((rows, min(times)))  # what other processes take is no rate of this machine
         if steps[-1][1] > _SLOW_STEP:
             break
     ended = tokens = 0
