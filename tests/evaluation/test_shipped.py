@@ -78,7 +78,7 @@ def test_generate_and_eval_use_the_shipped_drafter(run: Run, toy: Path, tmp_path
     command = ("generate", "say a word", "--target", toy / "target", "--max-new-tokens", 12)
     plain = run(*command)
     assert plain[0] == 0 and "plain decoding, no drafter for" in plain[2]
-    assert "none in models/, none published" in plain[2] and "outrider train" in plain[2]
+    assert "none in models/, none published" in plain[2] and "outrider init" in plain[2]
     trained(toy, tmp_path / "models" / "toy-dspark")
     drafted = run(*command)
     assert drafted[0] == 0 and drafted[1] == plain[1] and "; drafter models/toy-dspark" in drafted[2]

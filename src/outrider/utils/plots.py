@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,6 +96,9 @@ def label_ends(axes: Axes, ends: Sequence[LineEnd]) -> None:
     """
     axes.autoscale_view()
     to_axes = axes.transData + axes.transAxes.inverted()
+    ends = [end for end in ends if math.isfinite(end.x) and math.isfinite(end.y)]  # others have no place
+    if not ends:
+        return
     wanted = sorted(((float(to_axes.transform((end.x, end.y))[1]), end) for end in ends), key=lambda pair: pair[0])
     box = axes.get_position()
     figure = axes.get_figure(root=True)
