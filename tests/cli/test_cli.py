@@ -253,15 +253,18 @@ def test_eval_writes_results_with_identical_output(run: Run, toy: Path, tmp_path
     assert sum(task.acceptance_histogram) == task.rounds and not any(task.acceptance_histogram[4:])
     lines = found[1].splitlines()
     verdict = next(i for i, line in enumerate(lines) if line.startswith("Verdict: "))
-    assert lines[-1].startswith("Next: outrider ") and "That is 3 turns: measure more" in lines[verdict + 1]
+    assert (
+        lines[-1].startswith(("Next: outrider ", "Next, several users at once: outrider bench "))
+        and "That is 3 turns: measure more" in lines[verdict + 1]
+    )
     assert "keep it" in lines[verdict] or any(line.startswith("`--drafter ngram` on 3 ") for line in lines[verdict:])
 
 
 def test_eval_compares_with_ngram_and_the_drafter_of_the_target() -> None:
     shipped = published.shipped_drafter(EMBEDDED_ID)
     found = other_choices(DrafterChoice("lm", "somewhere"), EMBEDDED_ID)
-    assert list(found) == ["--drafter ngram", f"--drafter {shipped}"]
-    assert list(other_choices(DrafterChoice("ngram", ""), EMBEDDED_ID)) == [f"--drafter {shipped}"]
+    assert shipped is not None and list(found) == ["--drafter ngram", f"--drafter {shipped.name}"]
+    assert list(other_choices(DrafterChoice("ngram", ""), EMBEDDED_ID)) == [f"--drafter {shipped.name}"]
     assert list(other_choices(DrafterChoice("directory", str(shipped)), EMBEDDED_ID)) == ["--drafter ngram"]
 
 

@@ -72,6 +72,8 @@ def test_adding_prompts_moves_none() -> None:
 def test_every_part_has_a_prompt_and_every_prompt_an_id_of_its_own() -> None:
     for start in range(30):
         assert all(split_prompts(conversations(3, start))[:3])
+        train, held_out, test, _ = split_prompts(conversations(30, start))
+        assert len(test) >= 10 and len(held_out) >= 4 and len(train) >= 8, "a verdict needs more than three prompts"
     with pytest.raises(ValueError, match="2 different prompts cannot be split into three parts"):
         split_prompts(conversations(2) * 3)
     same = [Conversation("a", (text,)) for text in ("one", "two", "three")]

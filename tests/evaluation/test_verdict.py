@@ -115,14 +115,36 @@ TRAIN = "outrider train RECIPE start_from=runs/mine/best"
             {},
             [
                 "Verdict: 1.50x plain: keep it.",
-                "That is 1 turn: measure more before you rely on it (--max-samples).",
+                "That is 1 turn: measure more before you rely on it (--max-samples, or a longer file of --tasks).",
                 "Next: outrider bench",
+            ],
+        ),
+        (
+            [speedup(1.46, 0.28, 3)],
+            {"--drafter mine": [speedup(1.0)]},
+            [
+                "Verdict: not known yet: 1.46x (quartiles 1.18-1.74), give or take 0.48.",
+                "That is 3 turns: measure more before you rely on it (--max-samples, or a longer file of --tasks).",
+                "Verifying fewer drafts may help: --draft-length 2.",
+                "`--drafter mine` on 12 of these turns: 1.00x (quartiles 0.95-1.05).",
+                f"Next: {TRAIN}",
+            ],
+        ),
+        (
+            [speedup(1.04)],
+            {"--drafter ngram": [speedup(1.39, 0.28, 3)]},
+            [
+                "Verdict: no difference from plain decoding can be seen: 1.04x (quartiles 0.99-1.09).",
+                "Verifying fewer drafts may help: --draft-length 2.",
+                "`--drafter ngram` on 3 of these turns: 1.39x (quartiles 1.11-1.67).",
+                "`--drafter ngram` looks faster: measure it on more prompts.",
+                f"Next: {TRAIN}",
             ],
         ),
     ],
 )
 def test_a_drafter(tasks: list[Speedup], others: dict[str, list[Speedup]], lines: list[str]) -> None:
-    found = drafter_verdict(tasks, others, fewer="--draft-length 2", train=TRAIN, keep="outrider bench")
+    found = drafter_verdict(tasks, others, fewer="--draft-length 2", train=TRAIN, keep=["Next: outrider bench"])
     assert found == lines
 
 

@@ -168,3 +168,4 @@ def test_the_way_out_of_a_finished_run_never_ends_worse(run: Run, recipe: Path, 
     lengths = [line["expected_length_greedy"] for line in held]
     assert best["step"] == lengths.index(max(lengths)), lengths
     assert f"best drafter: step {best['step']}" in said
+    assert f"--drafter {out / 'best'} --out {out / 'eval'} --tasks YOUR_PROMPTS.jsonl" in said.splitlines()[-1]

@@ -32,7 +32,7 @@ from outrider.cli.common import (
 from outrider.cli.options import CHOICES, DRAFTS, FILES, GENERAL, MODELS, PROMPTS, SMOLLM2, option, rare
 from outrider.evaluation.verdict import Speedup, comparison_verdict, drafter_verdict, grade, pooled
 from outrider.utils.measure import set_up, usable_device, versions
-from outrider.utils.packaged import packaged
+from outrider.utils.packaged import name_of, packaged
 
 if TYPE_CHECKING:
     from outrider.api.drafter import DrafterChoice, OpenedDrafter
@@ -138,8 +138,8 @@ def evaluate_command(
                 speedups(results),
                 others,
                 fewer=_fewer_drafts(results, opened.recommended_threshold),
-                train=_how_to_train(choice, target, faster),
-                keep=_under_load(choice, target, tasks, out=out),
+                train=_how_to_train(choice, target, faster, tasks=tasks),
+                keep=_how_to_use(choice, target, tasks, out=out),
             )
             report(results, out, console, verdict=advice)
 
@@ -156,7 +156,7 @@ def other_choices(choice: DrafterChoice, target: str) -> dict[str, DrafterChoice
     for offer in drafters_for(target):
         here = offer.drafter
         if isinstance(here, Path) and not offer.misfit and here.resolve() != Path(choice.where).resolve():
-            return found | {f"--drafter {shlex.quote(str(here))}": DrafterChoice("directory", str(here))}
+            return found | {f"--drafter {shlex.quote(name_of(here))}": DrafterChoice("directory", str(here))}
     return found
 
 
@@ -175,9 +175,11 @@ def _measure_others(
     count = min(int(_OTHERS_SECONDS / seconds / max(1, len(others))), max(t.samples for t in results.tasks))
     names = " and ".join(others)
     if count < 2 or not others:
-        show_lines(console, *[f"not faster than plain decoding; on your prompts try {names}"] * bool(others))
+        show_lines(console, *[f"not seen to be faster than plain decoding; try {names} as well"] * bool(others))
         return {}
-    show_lines(console, f"not faster than plain decoding: {names} on up to {count} prompts of each task")
+    show_lines(
+        console, f"not seen to be faster than plain decoding; for comparison {names}, {count} prompts of each task"
+    )
     few = replace(settings, max_samples=count)
     return {
         name: speedups(measure(other.drafter, settings=few, drafter_info=other.info()))
@@ -196,20 +198,38 @@ def _fewer_drafts(results: Results, threshold: float | None) -> str:
     return f"--draft-length {length}" if length < results.drafter.gamma else ""
 
 
-def _how_to_train(choice: DrafterChoice, target: str, faster: Sequence[str]) -> str:
-    """The command that trains: from a directory among the options that were `faster`, else from this drafter."""
+def _how_to_train(choice: DrafterChoice, target: str, faster: Sequence[str], *, tasks: str) -> str:
+    """The command that trains: the recipe that `outrider init` wrote beside the tasks, or else from a directory among
+    the options that were `faster`, or from this drafter.
+    """
+    from outrider.checkpoints.checkpoint import read_metadata
+
+    recipes = [Path(name).parent / "recipe.yaml" for name in split_names(tasks)]
+    if planned := next((recipe for recipe in recipes if recipe.is_file()), None):
+        command = f"outrider train {shlex.quote(str(planned))}"
+        if choice.directory is None or planned.parent.resolve() not in choice.directory.resolve().parents:
+            return command
+        return f"{command} optimizer.steps={2 * read_metadata(choice.directory)['recipe']['optimizer']['steps']}"
     directories = [option.removeprefix("--drafter ") for option in faster if option != "--drafter ngram"]
     if choice.directory is not None and not directories:
-        directories = [shlex.quote(str(choice.directory))]
+        directories = [shlex.quote(name_of(choice.directory))]
     if not directories:
-        return f"outrider init --target {shlex.quote(target)}, for a drafter of its own"
-    return f"outrider train RECIPE start_from={directories[0]} out=ANOTHER, on prompts like these"
+        return f"outrider init --target {shlex.quote(target)} --prompts YOUR_PROMPTS.jsonl"
+    return f"outrider train RECIPE start_from={directories[0]} out=ANOTHER"
 
 
-def _under_load(choice: DrafterChoice, target: str, tasks: str, out: Path) -> str:
-    drafter = choice.where if choice.directory else f"lm:{choice.where}" if choice.where else choice.kind
-    words = ("outrider", "bench", "--target", target, "--drafter", drafter, "--tasks", tasks)
-    return f"{shlex.join(words)} --out {shlex.quote(str(out / 'bench'))} measures it with several users at once"
+def _how_to_use(choice: DrafterChoice, target: str, tasks: str, out: Path) -> list[str]:
+    """The commands that decode with the drafter, and that measure it with several users at once."""
+    drafter = f"lm:{choice.where}" if choice.kind == "lm" else choice.kind
+    if choice.directory is not None:
+        drafter = name_of(choice.directory)
+    both = ("--target", target, "--drafter", drafter)
+    few = ("--concurrency", "1,4", "--repeats", "1", "--prompts", "8")
+    bench = ("outrider", "bench", *both, "--tasks", tasks, *few, "--out", str(out / "bench"))
+    return [
+        f"Use it: {shlex.join(('outrider', 'generate', *both))} PROMPT",
+        f"Next, several users at once: {shlex.join(bench)}",
+    ]
 
 
 def report(results: Results, out: Path, console: Console, verdict: Sequence[str]) -> None:

@@ -120,8 +120,10 @@ def summary(chunks: list[Chunk], used: str, console: Console, legend: bool) -> N
     if legend:
         marks = ", ".join(f"[{style}]{kind}[/{style}]" for kind, style in STYLES.items())
         console.print(f"[dim]tokens: {marks}[/dim]")
+    seconds = drafting + verifying + other
     console.print(
-        f"[dim]{tokens} tokens in {len(chunks)} rounds (tau {tokens / len(chunks):.2f}); seconds: "
+        f"[dim]{tokens} tokens in {len(chunks)} rounds (tau {tokens / len(chunks):.2f}), {tokens / seconds:.1f} "
+        "tokens/s; seconds: "
         f"draft {drafting:.2f}, verify {verifying:.2f}, other {other:.2f} (prefill included); {escape(used)}[/dim]"
     )
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from outrider.cli import options as opt
 from outrider.cli.options import FILES, option
 from outrider.utils.measure import set_up, usable_device
-from outrider.utils.packaged import PACKAGE
+from outrider.utils.packaged import name_of
 
 if TYPE_CHECKING:
     from outrider.checkpoints.published import Offer
@@ -158,8 +158,7 @@ def _name(offer: Offer) -> str:
     """What `--drafter` and `start_from` call it."""
     if not isinstance(offer.drafter, Path):
         return offer.drafter.repo
-    inside = offer.drafter.is_relative_to(PACKAGE / "models")
-    return f"models/{offer.drafter.name}" if inside else str(offer.drafter)
+    return name_of(offer.drafter)
 
 
 def commands(target: str, plan: Plan, offers: list[Offer], split: Split) -> list[tuple[str, str]]:

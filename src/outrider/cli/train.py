@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 from functools import partial
 from pathlib import Path
@@ -72,6 +73,18 @@ def train(recipe: opt.RecipePath, overrides: opt.Overrides = None, *, dry_run: o
         dtype = training_dtype(chosen.precision, ranks.device, console, began_with=precision, ranks=ranks)
         target = load(chosen.target, ranks.device, dtype, place=place, console=console)
         run_training(chosen, target, console, ranks=ranks)
+        if ranks.main:
+            _say_next(chosen, console)
+
+
+def _say_next(recipe: Recipe, console: Console) -> None:
+    """The command that measures the drafter, on the prompts that `outrider init` put beside the run if any."""
+    out = Path(recipe.out)
+    drafter = out / ("best" if (out / "best").is_dir() else "drafter")
+    tests = out.parent / "test.jsonl"
+    words = ("outrider", "eval", "--target", recipe.target, "--drafter", str(drafter), "--out", str(out / "eval"))
+    tasks = shlex.quote(str(tests)) if tests.is_file() else "YOUR_PROMPTS.jsonl"
+    console.print(f"Next: {shlex.join(words)} --tasks {tasks}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _say_finished(recipe: Recipe, step: int, console: Console) -> None:

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 _LEAST_ERROR = 0.02  # of a ratio: what the machine's clock drifts between two runs
 _FEW, _FEW_ERROR = 4, 0.10  # quartiles of fewer values say little about their spread
+_VAGUE = 0.1  # from this error of a ratio on, no difference seen does not mean that there is none
 
 _WIDE = 0.10  # an error that hides differences worth having
 
@@ -63,7 +64,7 @@ def drafter_verdict(
     *,
     fewer: str = "",
     train: str = "",
-    keep: str = "",
+    keep: Sequence[str] = (),
 ) -> list[str]:
     """The verdict of `outrider eval`.
 
@@ -72,17 +73,23 @@ def drafter_verdict(
         others: speedups of other choices (`--drafter ngram`) on some of the same turns.
         fewer: the option that verifies fewer drafts; "" where there is none.
         train: the command that trains a better drafter.
-        keep: the command to run next where the drafter is worth keeping.
+        keep: what to do next where the drafter is worth keeping, as lines.
     """
     ratio, error = pooled(tasks)
     found, turns, figure = grade(ratio, error), _turns(tasks), _figure(tasks)
+    vague = found == "same" and error >= _VAGUE
     lines = {
         "faster": [f"Verdict: {figure.replace('x', 'x plain', 1)}: keep it."],
         "same": [f"Verdict: no difference from plain decoding can be seen: {figure}."],
         "slower": [f"Verdict: slower than plain decoding: {figure}."],
     }[found]
-    if turns < _FEW:
-        lines.append(f"That is {turns} turn{'s' * (turns > 1)}: measure more before you rely on it (--max-samples).")
+    if vague:
+        lines = [f"Verdict: not known yet: {figure}, give or take {error:.2f}."]
+    if turns < _FEW or vague:
+        lines.append(
+            f"That is {turns} turn{'s' * (turns > 1)}: measure more before you rely on it (--max-samples, or a longer "
+            "file of --tasks)."
+        )
     elif found == "same" and error > _WIDE:
         lines.append("The turns differ too much to see less: measure more of them (--max-samples).")
     for kind, said in (
@@ -94,13 +101,16 @@ def drafter_verdict(
     if fewer and any(grade(task.ratio, task.error) != "faster" for task in tasks):
         lines.append(f"Verifying fewer drafts may help: {fewer}.")
     if found == "faster":
-        return [*lines, f"Next: {keep}"] if keep else lines
+        return [*lines, *keep]
     by_speed = sorted(others.items(), key=lambda other: -pooled(other[1])[0])
     for option, measured in by_speed:
         lines.append(f"`{option}` on {_turns(measured)} of these turns: {_figure(measured)}.")
-    if by_speed and grade(*pooled(by_speed[0][1])) == "faster":
-        lines.append(f"Use `{by_speed[0][0]}` until a better drafter is there.")
-    else:
+    option, (best, best_error) = (by_speed[0][0], pooled(by_speed[0][1])) if by_speed else ("", (0.0, 0.0))
+    if grade(best, best_error) == "faster":
+        lines.append(f"Use `{option}` until a better drafter is there.")
+    elif best > max(1.0, ratio) and best_error >= _VAGUE:
+        lines.append(f"`{option}` looks faster: measure it on more prompts.")
+    elif not vague:
         lines.append("Serve without a drafter (--drafter none) until a better one is there.")
     return [*lines, f"Next: {train}"] if train else lines
 

@@ -116,6 +116,8 @@ def _locate(id_or_dir: str, weights: bool, download: bool) -> Path:
         if not (path / "config.json").is_file() and not is_adapter(path):
             raise ValueError(f"{path} is a directory without config.json: not a Hugging Face model directory.")
         return path
+    if path.is_absolute() or id_or_dir.startswith(".") or len(path.parts) > 2:
+        raise ValueError(f"no directory {path}: --target takes a model's directory or its hub id, OWNER/NAME.")
     embedded = id_or_dir in _EMBEDDED_NAMES
     hub_id = EMBEDDED_ID if embedded else id_or_dir
     patterns = ["*.safetensors", *_TEXTS, _CARD] if weights else [*_TEXTS, _CARD]

@@ -438,7 +438,7 @@ def training(measured: Measurements, recipe: Recipe, texts: Texts, first_step: i
         looks, evaluations = looks + bool(every), evaluations + 1
     reply = texts.prompt / rates.prefill + rates.reply_tokens(recipe.watch.decode_tokens) * rates.step(1)
     seconds = evaluations * held_out * cost.held_out + looks * min(recipe.watch.decode_prompts, held_out) * reply
-    source = f"{evaluations} of {held_out:.0f} held-out conversations, {looks} of them with decoding"
+    source = f"{evaluations} times {held_out:.0f} held-out conversations; {looks} times some are decoded"
     return [features, stepping, Part("checks", source, seconds, memory=memory)]
 
 

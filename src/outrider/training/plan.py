@@ -22,6 +22,7 @@ from outrider.data.conversations import Conversation, content_id
 
 PACKAGED = ("train_chat", "train_code", "train_math")
 _TEST, _HELD_OUT = 0.2, 0.1  # shares of the prompts; the rest is trained on
+_LEAST_TEST, _LEAST_HELD_OUT = 10, 4  # prompts, of which a third and a sixth of all at most
 _FEW = 200  # conversations to train on, below which packaged prompts are added
 _ENOUGH = 3000  # conversations to train on, from which a new drafter is worth it though another fits
 _LEAST_STEPS = 20
@@ -40,7 +41,7 @@ class Split(NamedTuple):
 def split_prompts(conversations: Sequence[Conversation]) -> Split:
     """Split by a hash of the content: adding, removing or moving prompts moves no other one into another part.
 
-    Only where a part would be empty it takes a prompt of the largest one.
+    Only parts of few prompts take more than their share: a verdict on three prompts says nothing.
 
     Raises:
         ValueError: there are fewer than three different conversations.
@@ -50,17 +51,14 @@ def split_prompts(conversations: Sequence[Conversation]) -> Split:
         raise ValueError(f"{len(unique)} different prompts cannot be split into three parts: give at least 3.")
     ids = Counter(c.id for c in unique.values())
     ranks = {key: int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64 for key in unique}
-    train: list[Conversation] = []
-    held_out: list[Conversation] = []
-    test: list[Conversation] = []
-    for key in sorted(unique, key=ranks.__getitem__):
-        part = test if ranks[key] < _TEST else held_out if ranks[key] < _TEST + _HELD_OUT else train
-        found = unique[key]
-        part.append(found if ids[found.id] == 1 else replace(found, id=key))
-    for part in (test, held_out, train):
-        if not part:
-            part.append(max((train, test, held_out), key=len).pop(0))
-    return Split(train, held_out, test, duplicates=len(conversations) - len(unique))
+    keys = sorted(unique, key=ranks.__getitem__)
+    found = [unique[key] if ids[unique[key].id] == 1 else replace(unique[key], id=key) for key in keys]
+    count = len(found)
+    tests = max(sum(rank < _TEST for rank in ranks.values()), min(_LEAST_TEST, count // 3))
+    tests = min(tests, count - 2)
+    others = max(sum(rank < _TEST + _HELD_OUT for rank in ranks.values()) - tests, min(_LEAST_HELD_OUT, count // 6), 1)
+    start = min(tests + others, count - 1)
+    return Split(found[start:], found[tests:start], found[:tests], duplicates=len(conversations) - count)
 
 
 def prompt_tokens(chat: Chat, conversation: Conversation, max_new_tokens: int) -> int:

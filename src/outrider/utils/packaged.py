@@ -23,3 +23,8 @@ def packaged(path: str | Path, kind: Kind) -> Path:
     name = path.relative_to(kind) if path.parts[:1] == (kind,) else path
     below = PACKAGE / kind
     return next((place for place in (below / f"{name}.yaml", below / name) if is_there(place)), path)
+
+
+def name_of(directory: Path) -> str:
+    """What `packaged` finds a drafter's directory by: its name alone where it came with the package."""
+    return directory.name if directory.parent == PACKAGE / "models" else str(directory)
