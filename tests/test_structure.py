@@ -185,3 +185,17 @@ def test_every_module_imports() -> None:
     for path in MODULES:
         if "mlx" not in path.parts:  # an optional dependency with an environment of its own
             importlib.import_module(name_of(path))
+
+
+def test_code_that_comes_with_a_model_is_never_asked_for() -> None:
+    """transformers asks on standard input unless it is told: every call of its Auto classes says no."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in MODULES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call)
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("from_pretrained", "from_config")
+        if isinstance(node.func.value, ast.Name) and node.func.value.id.startswith("Auto")
+        if "trust_remote_code=False" not in map(ast.unparse, node.keywords)
+    ]
+    assert not wrong, "trust_remote_code=False is missing: " + ", ".join(wrong)

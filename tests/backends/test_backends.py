@@ -82,10 +82,12 @@ def test_events() -> None:
     assert (llama.accepted_length, llama.finish_reason) == (3.0, "stop")
     for data, message in (
         ('{"error": {"message": "full"}}', "the server says.*full"),
-        ("{not json", "not an event"),
-        ('{"choices": 3}', "not an event"),
+        ("{not json", "not an answer"),
+        ('{"choices": 3}', "not an answer"),
         ('{"choices": [{"delta": {"tool_calls": [{"index": 0}]}}]}', "without a tool call parser"),
-        ('{"choices": [], "metrics": {"speculative_decoding": {"x": 1}}}', "not an event"),
+        ('{"choices": [], "metrics": {"speculative_decoding": {"x": 1}}}', "not an answer"),
+        ('{"choices": [], "metrics": [1]}', "not an answer"),
+        ('{"choices": [], "timings": {"draft_n": 1, "predicted_n": 1, "draft_n_accepted": 1}}', "not an answer"),
         ('{"choices": [{"token_ids": ["x"]}]}', "token ids that are not a list of numbers"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -120,6 +120,11 @@ def saved(model: Any, directory: Path, **fields: object) -> MLXTarget:
     return load_mlx_target(str(directory))
 
 
+def test_code_that_comes_with_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="never runs code that comes with a model"):
+        saved(toy_target("llama").model, tmp_path, model_file="code.py")
+
+
 def check_same_forward(target: Target, ours: MLXTarget, tolerance: float) -> None:
     aux_layers = (-1, 0, 2, 3)
     tokens = torch.tensor([PROMPT * 2])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.backends.openai import Part, read_answer, retry_after
+import outrider.backends.openai as openai
+import outrider.data.regenerate as regeneration
+from outrider.backends.openai import Endpoint, Part, parse_answer, retry_after, shown_url
 from outrider.backends.registry import server_of
 from outrider.data.chat import Chat
 from outrider.data.conversations import Conversation
@@ -30,6 +35,7 @@ from outrider.data.regenerate import (
 )
 from outrider.data.responses import Reply, companion_file, read_responses
 from outrider.target.model import Target
+from tests.toys.command_line import Run
 from tests.toys.openai_server import ToyServer, dead_url, serving
 from tests.toys.targets import TOY
 from tests.toys.tokenizer import byte_tokenizer
@@ -229,7 +235,8 @@ def test_models_are_found_and_must_agree(target: Target) -> None:
 
 
 def answer(**choice: Any) -> Part:
-    return read_answer({"choices": [{"finish_reason": "stop", "text": "ab", **choice}]}, server_of("openai"))
+    content = {"choices": [{"finish_reason": "stop", "text": "ab", **choice}]}
+    return parse_answer(json.dumps(content), server_of("openai"))
 
 
 @pytest.mark.parametrize(
@@ -265,3 +272,195 @@ def test_the_stop_token_of_a_text_answer_is_put_back(target: Target) -> None:
     ):
         with pytest.raises(ValueError):
             reply_of(answer(**bad), request, chat, False)
+
+
+def http(body: object, head: str = "", status: str = "200 OK") -> Iterable[bytes]:
+    """An answer as a server sends it; text is sent as it is."""
+    content = body if isinstance(body, bytes) else (body if isinstance(body, str) else json.dumps(body)).encode()
+    yield f"HTTP/1.1 {status}\r\n{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+def choice(**fields: Any) -> dict[str, Any]:
+    return {"choices": [{"finish_reason": "stop", "text": "ab", **fields}]}
+
+
+def busy(status: str, header: str) -> Callable[[], Iterable[bytes]]:
+    return lambda: http("busy", f"Retry-After: {header}\r\n", status)
+
+
+def silent() -> Iterator[bytes]:
+    yield b"HTTP/1.1 200 OK\r\n"
+    time.sleep(5)
+
+
+def slower_and_slower() -> Iterator[bytes]:
+    yield b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
+    for _ in range(1000):
+        time.sleep(0.1)
+        yield b"x"
+
+
+DEEP = "[" * 100_000
+BAD_ANSWERS: dict[str, Callable[[], Iterable[bytes]]] = {
+    "null": lambda: http("null"),
+    "number": lambda: http("3"),
+    "list": lambda: http([]),
+    "no choices": lambda: http({}),
+    "choices null": lambda: http({"choices": [None]}),
+    "choices a mapping": lambda: http({"choices": {"text": "ab"}}),
+    "message null": lambda: http({"choices": [{"message": None, "finish_reason": "stop"}]}),
+    "message a list": lambda: http({"choices": [{"message": ["ab"], "finish_reason": "stop"}]}),
+    "deep": lambda: http(DEEP),
+    "deep inside": lambda: http('{"choices": [{"text": ' + DEEP),
+    "digits": lambda: http('{"choices": ' + "9" * 10_000 + "}"),
+    "text a number": lambda: http(choice(text=5)),
+    "half a character": lambda: http(choice(text="\ud800")),
+    "not UTF-8": lambda: http(b'{"choices": "\xff\xfe'),
+    "unknown charset": lambda: http("nothing", "Content-Type: text/plain; charset=nonsense\r\n"),
+    "finish_reason a list": lambda: http(choice(finish_reason=["stop"])),
+    "finish_reason long": lambda: http(choice(finish_reason="\x1b[31m" * 10_000)),
+    "ids fractions": lambda: http(choice(token_ids=[1.5])),
+    "ids negative": lambda: http(choice(token_ids=[-1])),
+    "ids huge": lambda: http(choice(token_ids=[2**70])),
+    "ids nested": lambda: http(choice(token_ids=[[1]])),
+    "ids true": lambda: http(choice(token_ids=[True])),
+    "an error": lambda: http({"error": {"message": "full"}}),
+    "400 with escape codes": lambda: http("\x1b]0;title\x07" * 1000, status="400 Bad Request"),
+    "429 inf": busy("429 Too Many Requests", "inf"),
+    "429 nan": busy("429 Too Many Requests", "nan"),
+    "429 negative": busy("429 Too Many Requests", "-1e9"),
+    "429 huge": busy("429 Too Many Requests", "1e300"),
+    "503 a date": busy("503 Service Unavailable", "Wed, 21 Oct 9999 07:28:00 GMT"),
+    "503 no date": busy("503 Service Unavailable", "Wed, 99 Oct 99999999999 07:28:00 GMT"),
+    "redirect": lambda: http("", "Location: http://u:secret@127.0.0.1:1/\r\n", "302 Found"),
+    "redirect to itself": lambda: http("", "Location: /v1/completions\r\n", "307 Temporary Redirect"),
+    "status 999": lambda: http("", status="999 What"),
+    "no content": lambda: http("", status="204 No Content"),
+    "continue": lambda: [b"HTTP/1.1 100 Continue\r\n\r\n"],
+    "not HTTP": lambda: [b"220 mail.example.com ESMTP\r\n"],
+    "nothing": lambda: [b""],
+    "cut": lambda: [b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"choices": ['],
+    "chunks": lambda: [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n"],
+    "chunks cut": lambda: [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{"],
+    "gzip": lambda: http(b"no gzip", "Content-Encoding: gzip\r\n"),
+    "gzip cut": lambda: http(gzip.compress(b"{}")[:-9], "Content-Encoding: gzip\r\n"),
+    "silent": silent,
+    "slow": slower_and_slower,
+}
+
+
+def within(seconds: float, work: Callable[[], Regeneration]) -> Regeneration:
+    """What `work` gives; a failure where it takes longer."""
+    found: list[Regeneration] = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert found, "it hangs, or ended with an exception"
+    return found[0]
+
+
+def ask_three(target: Target, path: Path, url: str, **options: Any) -> tuple[Regeneration, ServerSource]:
+    """The first three conversations, four turns in all."""
+    data = section(
+        base_urls=[url], **{"concurrency": 2, "retries": 1, "timeout": 0.5, "served_model": "toy", **options}
+    )
+    source = ServerSource(Chat.of(target), data, api_key="key-9876", backoff=0.01)
+    return within(20, lambda: regenerate(source, PROMPTS[:3], path, seed=SEED)), source
+
+
+def printable(lines: Iterable[str]) -> bool:
+    return all(line.isprintable() and len(line) < 2000 for line in lines)
+
+
+@pytest.mark.parametrize("bad", BAD_ANSWERS)
+def test_a_bad_answer_ends_its_own_request_alone(
+    monkeypatch: pytest.MonkeyPatch, target: Target, local: list[Reply], tmp_path: Path, bad: str
+) -> None:
+    monkeypatch.setattr(openai, "_CONNECT_SECONDS", 0.5)
+    path, prompt = tmp_path / "r.jsonl", next(r.prompt for r in local if r.id == "p0")
+    with serving(ToyServer(target, lambda _, body: BAD_ANSWERS[bad]() if body["prompt"] == prompt else None)) as toy:
+        made, source = ask_three(target, path, toy.url)
+    assert source.trouble is None
+    assert [r for r in made.replies if r.id != "p0"] == [r for r in local if r.id in ("p1", "p2")]
+    assert (made.summary.done, made.summary.failed, made.summary.waiting) == (3, 1, 0)
+    failed = [json.loads(line) for line in companion_file(path, "failed").read_text().splitlines()]
+    assert [(f["id"], f["turn"]) for f in failed] == [("p0", 0)]
+    assert failed[0]["reason"] and printable([failed[0]["reason"]]) and "secret" not in failed[0]["reason"]
+
+
+def test_an_exception_that_nobody_foresaw_ends_its_own_request_alone(
+    monkeypatch: pytest.MonkeyPatch, target: Target, local: list[Reply], tmp_path: Path
+) -> None:
+    real = reply_of
+
+    def broken(answer: Part, request: Request, chat: Chat, chat_api: bool) -> Reply:
+        if request.id == "p1":
+            raise RuntimeError("unforeseen")
+        return real(answer, request, chat, chat_api)
+
+    monkeypatch.setattr(regeneration, "reply_of", broken)
+    with serving(ToyServer(target)) as toy:
+        made, _ = ask_three(target, tmp_path / "r.jsonl", toy.url)
+    assert [r.id for r in made.replies] == ["p0", "p2"] and made.summary.failed == 2
+    assert made.failures[0].reason == "RuntimeError: unforeseen"
+
+
+@pytest.mark.parametrize("page", [DEEP, "[]", "3", "null", '{"data": {}}', '{"data": [{"id": 5}]}', "\x1b[31m", ""])
+def test_a_list_of_models_that_is_none(target: Target, page: str) -> None:
+    with serving(ToyServer(target, page=page)) as toy, pytest.raises(ValueError, match="no model is listed") as caught:
+        ServerSource(Chat.of(target), section(base_urls=[toy.url]))
+    assert printable([str(caught.value)])
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(
+            "",
+            "localhost:8000",
+            "ftp://host",
+            "http://",
+            "http://:80",
+            "http://[::1",
+            "http://host\n",
+            "http://host?x=1",
+        ),
+        *("http://host#x", "http://host:port", "http://host:99999", "http://host:0", "http://host:-1"),
+        *("http://user:pw9@host:x", "user:pw9@host", "http://us:p/w9@host", "http://user:p@w9@host:y"),
+    ],
+)
+def test_urls_that_are_none(target: Target, url: str) -> None:
+    with pytest.raises(ValueError, match="must start with http") as caught:
+        Endpoint(url)
+    assert printable([str(caught.value)]) and "w9" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["key\n", " key", "kéy", "k y", "\x1b"])
+def test_a_key_that_no_header_can_hold(key: str) -> None:
+    with pytest.raises(ValueError, match="the server's key holds"):
+        Endpoint("http://host", api_key=key)
+
+
+def test_urls_are_shown_without_passwords() -> None:
+    shown = {"http://host:80/v1": "http://host:80/v1", "https://me:pw@host/v1": "https://***@host/v1"}
+    shown |= {"me:pw@host": "***@host", "http://me:p@w/x@host": "http://***@host", "http://token@h": "http://***@h"}
+    assert {url: shown_url(url) for url in shown} == shown
+    assert "secret" not in repr(Endpoint("http://me:secret@host", api_key="secret"))
+
+
+@pytest.mark.parametrize("status", ["400 Bad Request", "401 Unauthorized", "500 Internal Server Error"])
+def test_what_a_server_repeats_of_key_and_password_is_masked(
+    monkeypatch: pytest.MonkeyPatch, target: Target, toy: Path, tmp_path: Path, run: Run, status: str
+) -> None:
+    key, sent = "sk-12345678", base64.b64encode(b"me:p@ss9").decode()
+    said = f"you said {key} and http://me:p%40ss9@host and p@ss9, Basic {sent}. "
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    (tmp_path / "prompts.jsonl").write_text('{"turns": ["a"]}\n{"turns": ["b"]}\n')
+    with serving(ToyServer(target, lambda *_: http(said * 20, status=status))) as server:
+        url = server.url.replace("//", "//me:p%40ss9@")
+        arguments = ["--target", toy / "target", "--prompts", tmp_path / "prompts.jsonl", "--max-new-tokens", "4"]
+        arguments += ["--max-prompt-tokens", "100"]
+        found = run("prepare", *arguments, "--base-url", url, "--out", tmp_path / "out" / "r.jsonl", "--retries", "0")
+    assert found[0] in (1, 2) and "you said ***" in " ".join(found[1:]).replace("\n", " ")
+    written = [path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert written and all(part not in text for text in (*found[1:], *written) for part in (key, "ss9", sent))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,15 +18,17 @@ from tests.toys.decoding import generate_batch
 
 @dataclass
 class ToyServer:
-    """`fault(number, body)` names what goes wrong with a request: 429, 500, 400, drop, malformed, ... or None.
+    """`fault(number, body)` names what goes wrong with a request: 429, 500, 400, drop, malformed, ... or None; or it
+    gives what is sent in place of an answer, part by part, before the connection ends.
 
-    `ids`: under which name token ids are returned; None: text only.
+    `ids`: under which name token ids are returned; None: text only. `page`: what /v1/models says in place of `model`.
     """
 
     target: Target
-    fault: Callable[[int, dict[str, Any]], str | None] = lambda number, body: None
+    fault: Callable[[int, dict[str, Any]], str | Iterable[bytes] | None] = lambda number, body: None
     ids: str | None = "token_ids"
     model: str = "toy"
+    page: str | None = None
     retry_after: str | None = "0.05"
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -70,7 +72,8 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self._send(200, {"data": [{"id": self.server.toy.model}]})  # type: ignore[attr-defined]
+        toy: ToyServer = self.server.toy  # type: ignore[attr-defined]
+        self._send(200, {"data": [{"id": toy.model}]} if toy.page is None else toy.page)
 
     def do_POST(self) -> None:
         toy: ToyServer = self.server.toy  # type: ignore[attr-defined]
@@ -90,6 +93,11 @@ class Handler(BaseHTTPRequestHandler):
                 self._send(200, "{not json")
             elif fault == "no choices":
                 self._send(200, {"error": "busy"})
+            elif fault is not None and not isinstance(fault, str):
+                self.close_connection = True
+                for part in fault:
+                    self.wfile.write(part)
+                    self.wfile.flush()
             elif fault is not None:
                 retry = toy.retry_after if fault in ("429", "503") else None
                 self._send(int(fault), {"error": f"asked for {fault}"}, {"Retry-After": retry} if retry else {})

@@ -14,11 +14,14 @@ Regeneration (data/regenerate.py) and load tests (loadtest/) ask through it.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import math
+import re
 import ssl
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from functools import cache
@@ -32,7 +35,7 @@ from transformers import PreTrainedTokenizerBase
 from outrider.backends.base import Acceptance, ExternalEngine, MetricNames, RequestStats
 from outrider.engine.batch import Output, Request, StepRecord
 
-LONGEST_REASON = 300  # characters of a server's error that are shown
+_LONGEST_REASON = 300  # characters of a server's error that are shown
 _DONE = "[DONE]"
 _CONNECT_SECONDS = 10.0
 
@@ -64,31 +67,47 @@ def _certificates() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
+def shown_url(url: str) -> str:
+    """A URL as it is printed and stored: without the user and password that may be in it."""
+    return re.sub(r"^(\w+://)?.*@", r"\1***@", url, flags=re.DOTALL)
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """Where a server is and how it is asked.
 
     Args:
-        url: with or without /v1.
+        url: with or without /v1. It is printed by `shown_url` alone, and what the server says by `printable`.
         model: as the server calls it; None: the one it lists.
         engine: what it is.
         chat_of: a prompt's tokens -> `messages` and `tools` of a chat; given, the chat endpoint is asked instead.
         thinking: what the server's chat template is told; None: nothing, for servers that know no such field.
 
     Raises:
-        ValueError: the URL has another scheme.
+        ValueError: the URL is none of a server, or the key cannot be sent.
     """
 
-    url: str
+    url: str = field(repr=False)
     model: str | None = None
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     engine: ExternalEngine = _UNKNOWN
     chat_of: Callable[[Sequence[int]], dict[str, Any]] | None = None
     thinking: bool | None = False
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"base URL {self.url!r} must start with http:// or https://, as in http://localhost:8000")
+        try:
+            found = httpx.URL(self.url)
+            usable = found.scheme in ("http", "https") and bool(found.host) and not found.query and not found.fragment
+            usable = usable and (found.port is None or 0 < found.port < 2**16)
+        except httpx.InvalidURL:
+            usable = False
+        if not usable:
+            raise ValueError(
+                f"base URL {shown_url(self.url)!r} must start with http:// or https:// and name a host, perhaps with a "
+                "port from 1 to 65535, as in http://localhost:8000"
+            )
+        if self.api_key and not re.fullmatch(r"[!-~]+", self.api_key):
+            raise ValueError("the server's key holds spaces, line ends or other characters that no header may hold")
 
     @property
     def root(self) -> str:
@@ -123,6 +142,22 @@ class Endpoint:
         except httpx.HTTPError:
             return {}
 
+    def printable(self, text: object) -> str:
+        """What a server or its client says, in one line that may be printed and stored.
+
+        The key, user and password that it may repeat are masked, and characters that steer a terminal are escaped.
+        """
+        line = " ".join(str(text).split())
+        url = httpx.URL(self.url)
+        user = url.userinfo.decode()
+        secrets = [self.api_key or "", user, url.password or url.username, user.partition(":")[2]]
+        if user:
+            secrets.append(base64.b64encode(f"{url.username}:{url.password}".encode()).decode())  # as it is sent
+        for secret in filter(None, secrets):
+            line = line.replace(secret, "***")
+        cut = line[:_LONGEST_REASON]
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+
     @property
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
@@ -140,13 +175,16 @@ def served_model(endpoints: Sequence[Endpoint]) -> str:
             return endpoint.model
         try:
             listed = endpoint.get(f"{endpoint.base}/models").raise_for_status()
-            found[endpoint.base] = str(listed.json()["data"][0]["id"])
-        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-            reason = f"{type(error).__name__}: {error}"
+            name = listed.json()["data"][0]["id"]
+            if not isinstance(name, str):
+                raise TypeError("a model without a name")
+            found[shown_url(endpoint.base)] = name
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+            reason = endpoint.printable(f"{type(error).__name__}: {error}")
     if not found:
         raise ValueError(
-            f"no model is listed at {', '.join(endpoint.base for endpoint in endpoints)} ({reason}). Start the server, "
-            "or name its model (--served-model; data.served_model of a recipe)."
+            f"no model is listed at {', '.join(shown_url(endpoint.base) for endpoint in endpoints)} ({reason}). Start "
+            "the server, or name its model (--served-model; data.served_model of a recipe)."
         )
     if len(set(found.values())) > 1:
         raise ValueError(f"the servers list different models ({found}); name the one to ask for.")
@@ -168,9 +206,13 @@ class OpenAIClient:
         """The whole answer, of whatever status.
 
         Raises:
-            httpx.HTTPError: there is none.
+            httpx.HTTPError: there is none, or it did not end in time: `timeout` holds for the next byte alone.
         """
-        return await self.http.post(self.url(chat), json=body)
+        patience = (self.http.timeout.read or 0.0) + _CONNECT_SECONDS
+        try:
+            return await asyncio.wait_for(self.http.post(self.url(chat), json=body), patience)
+        except asyncio.TimeoutError as error:
+            raise httpx.ReadTimeout(f"the answer did not end within {patience:g} seconds") from error
 
     async def stream(self, body: Mapping[str, Any], chat: bool) -> AsyncGenerator[Part, None]:
         """The parts of an answer as they come.
@@ -181,7 +223,7 @@ class OpenAIClient:
         """
         async with aconnect_sse(self.http, "POST", self.url(chat), json=body) as source:
             if not source.response.is_success:
-                reason = (await source.response.aread()).decode(errors="replace")[:LONGEST_REASON]
+                reason = (await source.response.aread()).decode(errors="replace")
                 raise ValueError(f"{source.response.status_code}: {reason}")
             async for event in source.aiter_sse():
                 if event.data and event.data != _DONE:
@@ -221,26 +263,30 @@ def parse_event(data: str, engine: ExternalEngine) -> Part:
     """The part in the data of one server-sent event.
 
     Raises:
-        ValueError: an error of the server, or something else than an answer of this protocol.
+        ValueError: see `parse_answer`; or the server hides tool calls from the text.
     """
-    try:
-        event = json.loads(data)
-        if "error" in event:
-            raise ValueError(f"the server says {json.dumps(event['error'])[:LONGEST_REASON]}")
-        part = read_answer(event, engine)
-    except (json.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"not an event of this protocol ({type(error).__name__}): {data[:200]}") from error
+    part = parse_answer(data, engine)
     if "tool_calls" in part.parsed_out:
         raise ValueError("the server parsed tool calls out of the text: start it without a tool call parser")
     return part
 
 
-def read_answer(answer: Mapping[str, Any], engine: ExternalEngine) -> Part:
+def parse_answer(data: str, engine: ExternalEngine) -> Part:
     """The fields of an answer, streamed or whole.
 
     Raises:
-        ValueError, AttributeError, KeyError, IndexError, TypeError: not an answer of this protocol.
+        ValueError: an error of the server, or something else than an answer of this protocol.
     """
+    try:
+        answer = json.loads(data)
+        if answer.get("error"):
+            raise ValueError(f"the server says {json.dumps(answer['error'])}")
+        return _read_answer(answer, engine)
+    except (json.JSONDecodeError, AttributeError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"not an answer of this protocol ({type(error).__name__}): {data}") from error
+
+
+def _read_answer(answer: Mapping[str, Any], engine: ExternalEngine) -> Part:
     choice: Mapping[str, Any] = (answer.get("choices") or [{}])[0]
     message: Mapping[str, Any] = choice.get("delta") or choice.get("message") or choice
     parsed_out = tuple(name for name in (*_REASONING, "tool_calls") if message.get(name))
@@ -274,12 +320,12 @@ def _ids(value: Any) -> list[int] | None:
 
 
 def retry_after(header: str | None) -> float | None:
-    """Seconds from a Retry-After header, which holds seconds or a date."""
+    """Seconds from a Retry-After header, which holds seconds or a date; None where it says neither."""
     if header is None:
         return None
     with suppress(ValueError):
-        return max(0.0, float(header))
-    with suppress(ValueError, TypeError):
+        return max(0.0, float(header)) if math.isfinite(float(header)) else None
+    with suppress(ValueError, TypeError, OverflowError):
         return max(0.0, (parsedate_to_datetime(header) - datetime.now(timezone.utc)).total_seconds())
     return None
 
@@ -297,7 +343,7 @@ def read_metrics(text: str) -> dict[str, list[float]]:
     """Values by name, one for every set of labels; lines that are no samples are passed over."""
     found: dict[str, list[float]] = {}
     for line in text.splitlines():
-        with suppress(ValueError):  # one line at a time: a bad one costs no other
+        with suppress(Exception):  # one line at a time: a bad one costs no other
             for family in text_string_to_metric_families(line):
                 for sample in family.samples:
                     found.setdefault(sample.name, []).append(sample.value)
@@ -411,9 +457,9 @@ class ServerBackend:
             if all(part.finish_reason is None for part in parts):
                 raise ValueError("the answer ends without a finish_reason")
             self._finish(request.id, parts)
-        except (httpx.HTTPError, ValueError) as error:
-            url = self._client.url(chat)
-            self._failure = ValueError(f"{url} did not answer a request: {error or type(error).__name__}")
+        except Exception as error:  # any: nobody else would be told of it, and the load would wait for ever
+            url, reason = shown_url(self._client.url(chat)), self.endpoint.printable(error) or type(error).__name__
+            self._failure = ValueError(f"{url} did not answer a request: {reason}")
             self._arrived.set()
 
     def _body(self, request: Request) -> dict[str, Any]:

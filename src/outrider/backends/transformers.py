@@ -94,6 +94,6 @@ def load_causal_lm(id_or_dir: str, device: str | torch.device, dtype: torch.dtyp
     Raises:
         ValueError: it cannot be found.
     """
-    model: Any = AutoModelForCausalLM.from_pretrained(resolve_model(id_or_dir), dtype=dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(resolve_model(id_or_dir), dtype=dtype, trust_remote_code=False)
     model.generation_config = GenerationConfig()
     return model.to(device).eval().requires_grad_(False)

@@ -215,7 +215,7 @@ def bench_command(
     """Put load on an engine, ours or another: throughput against user speed."""
     from outrider.backends.base import Launch
     from outrider.backends.local import KNOWN, NO_SPECULATION, engine_config
-    from outrider.backends.openai import Endpoint
+    from outrider.backends.openai import Endpoint, shown_url
     from outrider.backends.registry import server_of
     from outrider.backends.transformers import load_causal_lm
     from outrider.data.chat import Chat
@@ -331,7 +331,8 @@ def bench_command(
         endpoints = {SPECULATIVE: endpoint}
         if baseline_url is not None:
             endpoints[NO_SPECULATION] = replace(endpoint, url=baseline_url)
-        about = {"base_url": base_url, "baseline_url": baseline_url, "chat": chat}
+        urls = {"base_url": base_url, "baseline_url": baseline_url}
+        about = {**{name: url and shown_url(url) for name, url in urls.items()}, "chat": chat}
         return running_servers(endpoints, known.tokenizer, names=names, settings=about)
 
     def launch_engine(engine: ExternalEngine, endpoint: Endpoint) -> MeasuredEngine:

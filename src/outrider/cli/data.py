@@ -239,11 +239,9 @@ def inspect_responses(
     Raises:
         ValueError: no such file or row, or its target's tokenizer cannot be found.
     """
-    from transformers import AutoTokenizer
-
     from outrider.data.inspection import html_page, rows_of, terminal_text
     from outrider.data.responses import read_responses
-    from outrider.target.hub import resolve_model
+    from outrider.target.hub import load_tokenizer, resolve_model
 
     settings, replies = read_responses(path)
     rows = rows_of(replies)
@@ -253,7 +251,7 @@ def inspect_responses(
     named = target or settings.get("target")
     if named is None:
         raise ValueError(f"{path} does not name its target: give --target.")
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(str(named), weights=False))
+    tokenizer = load_tokenizer(resolve_model(str(named), weights=False))
     summary = [(str(name), str(value)) for name, value in settings.items()] + figures(rows)
     if html is not None:
         html.parent.mkdir(parents=True, exist_ok=True)

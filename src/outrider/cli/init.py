@@ -36,12 +36,11 @@ def init(
     force: Annotated[bool, option(FILES, "write over files that are there", "--force")] = False,
 ) -> None:
     """Look at a model and prompts; write a recipe and say what to run."""
-    from transformers import AutoConfig
 
     from outrider.checkpoints.published import drafters_for
     from outrider.data.chat import Chat
     from outrider.data.conversations import row_of
-    from outrider.target.hub import base_of, resolve_model
+    from outrider.target.hub import base_of, model_config, resolve_model
     from outrider.target.model import family_of
     from outrider.training.plan import PACKAGED, Plan, split_prompts
     from outrider.utils.files import write_atomically
@@ -54,7 +53,7 @@ def init(
     if (there := [str(path) for path in (recipe, *files.values()) if path.exists()]) and not force:
         raise ValueError(f"{', '.join(there)}: there already. --force writes over them, --out DIR goes elsewhere.")
     gpu = usable_device("auto").type == "cuda"
-    config = AutoConfig.from_pretrained(resolve_model(target, weights=False)).get_text_config()
+    config = model_config(resolve_model(target, weights=False)).get_text_config()
     family_of(config)
     chat = Chat.load(target)
     offers = list(drafters_for(target))

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from outrider.data.conversations import Conversation, Turn, chat_messages, messages_of
 from outrider.data.responses import Reply
-from outrider.target.hub import model_config, resolve_model
+from outrider.target.hub import load_tokenizer, model_config, resolve_model
 from outrider.target.model import Target
 
 
@@ -136,9 +136,7 @@ class Chat:
         if (path / "generation_config.json").is_file():
             found = GenerationConfig.from_pretrained(path).eos_token_id or found
         eos = frozenset([] if found is None else [found] if isinstance(found, int) else found)
-        return cls(
-            id_or_dir, AutoTokenizer.from_pretrained(path), eos, config.vocab_size, config.max_position_embeddings
-        )
+        return cls(id_or_dir, load_tokenizer(path), eos, config.vocab_size, config.max_position_embeddings)
 
     @property
     def template_sha256(self) -> str:

@@ -29,15 +29,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from outrider.backends.openai import (
-    LONGEST_REASON,
-    Endpoint,
-    OpenAIClient,
-    Part,
-    read_answer,
-    retry_after,
-    served_model,
-)
+from outrider.backends.openai import Endpoint, OpenAIClient, Part, parse_answer, retry_after, served_model, shown_url
 from outrider.data.chat import Chat, printable_lines, response_text
 from outrider.data.conversations import Conversation, Message, chat_messages
 from outrider.data.responses import Failure, Reply, ResponseFile
@@ -352,9 +344,11 @@ def _split(answer: Part, chat: Chat, chat_api: bool) -> list[int]:
 # Responses from OpenAI-compatible servers, several at once.
 #
 #     jobs -> [server A: `concurrency` workers] -> reply
-#             [server B: `concurrency` workers] -> 429, 5xx, lost connection: back to the jobs after
+#             [server B: `concurrency` workers] -> 429, 5xx, lost connection, no proper answer: back to the jobs after
 #                                                  min(cap, base 2^n) * (1/2 .. 1) seconds, or what Retry-After says
-#                                               -> other 4xx: failed, not asked again
+#                                                  (at most `timeout`)
+#                                               -> 3xx, other 4xx, an exception of any other kind: failed, not asked
+#                                                  again
 #
 # The next free worker of any server takes a job. A server that cannot be reached, or says 429, rests as a whole while
 # the others go on. One that stays unreachable through all its retries, or refuses our key or model (401, 403, 404), is
@@ -431,7 +425,7 @@ class ServerSource(ResponseSource):
             while not server.given_up and not stop():
                 if not jobs or server.rest_until > time.monotonic():
                     await asyncio.sleep(_IDLE_SECONDS)
-                elif (answer := await self._ask(server, jobs.popleft(), jobs)) is not None:
+                elif (answer := await self._outcome(server, jobs.popleft(), jobs)) is not None:
                     results.put_nowait(answer)
 
         count = len(jobs)
@@ -453,7 +447,16 @@ class ServerSource(ResponseSource):
             for server in servers:
                 await server.client.aclose()
         if all(server.given_up for server in servers):
-            self.trouble = "; ".join(f"{server.client.endpoint.base} {server.given_up}" for server in servers)
+            self.trouble = "; ".join(
+                f"{shown_url(server.client.endpoint.base)} {server.given_up}" for server in servers
+            )
+
+    async def _outcome(self, server: _Server, job: _Job, jobs: deque[_Job]) -> Reply | Failure | None:
+        """`_ask`, where an exception that it does not know is a failure of this one request: the others go on."""
+        try:
+            return await self._ask(server, job, jobs)
+        except Exception as error:
+            return _failure(server, job, f"{type(error).__name__}: {error}")
 
     async def _ask(self, server: _Server, job: _Job, jobs: deque[_Job]) -> Reply | Failure | None:
         """Ask a server for a reply; a final failure; or None when the job goes back to the queue."""
@@ -464,32 +467,34 @@ class ServerSource(ResponseSource):
             got = await server.client.post(payload(request, self.data, self.model), chat_api)
             server.strikes = 0
             if got.status_code == httpx.codes.OK:
-                return reply_of(
-                    read_answer(got.json(), server.client.endpoint.engine), request, self.chat, chat_api=chat_api
-                )
-            reason = f"{got.status_code}: {got.text}"[:LONGEST_REASON]
+                part = parse_answer(got.text, server.client.endpoint.engine)
+                return reply_of(part, request, self.chat, chat_api=chat_api)
+            reason = f"{got.status_code}: {got.text}"
+            if got.has_redirect_location:
+                reason = f"{got.status_code}: it redirects to {shown_url(got.headers['Location'])}, to be given instead"
             if got.status_code in (401, 403, 404):
-                server.given_up = f"refuses the request ({reason})"
+                server.given_up = f"refuses the request ({server.client.endpoint.printable(reason)})"
                 jobs.appendleft(job)
                 return None
             if got.status_code not in (408, 425, 429) and got.status_code < 500:
-                return Failure(request.id, request.turn, reason)
+                return _failure(server, job, reason)
             wait = retry_after(got.headers.get("Retry-After"))
             if wait is not None or got.status_code == 429:  # the server rests; another one may take the job now
-                server.rest_until = max(server.rest_until, time.monotonic() + (delay if wait is None else wait))
+                rest = delay if wait is None else min(wait, self.data.timeout)
+                server.rest_until = max(server.rest_until, time.monotonic() + rest)
                 delay = 0.0
         except Unusable as error:
-            return Failure(request.id, request.turn, str(error))
+            return _failure(server, job, str(error))
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             # It never saw the request: the server's fault, not this job's.
             self._strike(server, started, f"{type(error).__name__}: {error}")
             jobs.appendleft(job)
             return None
-        except (httpx.HTTPError, ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
-            reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
+        except (httpx.HTTPError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
         job.attempts += 1
         if job.attempts > self.data.retries:
-            return Failure(request.id, request.turn, reason)
+            return _failure(server, job, reason)
         asyncio.get_running_loop().call_later(delay, jobs.append, job)
         return None
 
@@ -501,10 +506,14 @@ class ServerSource(ResponseSource):
         server.struck_at = time.monotonic()
         server.rest_until = server.struck_at + self._delay(server.strikes)
         if server.strikes > self.data.retries:
-            server.given_up = f"cannot be reached ({reason})"
+            server.given_up = f"cannot be reached ({server.client.endpoint.printable(reason)})"
 
     def _delay(self, attempt: int) -> float:
-        return min(_BACKOFF_CAP, self.backoff * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+        return min(_BACKOFF_CAP, self.backoff * 2 ** min(attempt - 1, 32)) * random.uniform(0.5, 1.0)
+
+
+def _failure(server: _Server, job: _Job, reason: str) -> Failure:
+    return Failure(job.request.id, job.request.turn, server.client.endpoint.printable(reason))
 
 
 # ----------------------------------------------------------------------------
@@ -608,7 +617,7 @@ def regenerate(
             for note in chat.notes(data.thinking):
                 say(note)
             there = f"; {len(file.replies)} replies are there" if file.replies else ""
-            by = f" at {', '.join(data.base_urls)}" if data.base_urls else ""
+            by = f" at {', '.join(map(shown_url, data.base_urls))}" if data.base_urls else ""
             say(f"answering {len(conversations)} prompts with {chat.name}{by}{there}")
             if not source.renders_prompts:
                 first = next(request.prompt for request in requests if not request.done)

@@ -26,7 +26,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import HfHubHTTPError, LocalEntryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from outrider.utils.files import cache_dir, file_sha256, read_mapping
 
@@ -88,16 +88,35 @@ def model_config(directory: Path) -> PretrainedConfig:
     """config.json of a model's directory.
 
     Raises:
-        ValueError: it is damaged, or of a model that transformers does not know.
+        ValueError: it is damaged, of a model that transformers does not know, or needs code of its own.
     """
     path = directory / "config.json"
     read_mapping(path)
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(directory)
+        config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # ValueError, KeyError, TypeError, and what validates its fields
-        reason = " ".join(" ".join(str(error).splitlines()[:2]).split())
-        raise ValueError(f"{path} is no config of a model that transformers knows: {reason}") from error
+        raise ValueError(f"{path} is no config of a model that transformers knows: {_reason(error)}") from error
     return config
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model's directory.
+
+    Raises:
+        ValueError: there is none that transformers can read, or it needs code of its own.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # as above; and a bare Exception from the parser of tokenizer.json
+        raise ValueError(f"{directory} has no tokenizer that transformers can read: {_reason(error)}") from error
+    return tokenizer
+
+
+def _reason(error: Exception) -> str:
+    """What transformers says of a file, in one line."""
+    if "trust_remote_code" in str(error):
+        return "it needs code of its own (auto_map), and Outrider never runs code that comes with a model."
+    return " ".join(" ".join(str(error).splitlines()[:2]).split())
 
 
 def is_adapter(directory: Path) -> bool:
@@ -181,14 +200,17 @@ def _built(destination: Path, intact: Callable[[Path], bool], build: Callable[[P
 
 
 def _convert(gguf: Path, directory: Path) -> None:
-    source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    source = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
+    )
     # A GGUF-loaded model refuses save_pretrained (its config says "quantized"): copy into a fresh one.
     config = type(source.config)(**{k: v for k, v in source.config.to_dict().items() if k != "quantization_config"})
-    fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     fresh.load_state_dict(source.state_dict())
     fresh.generation_config.eos_token_id = source.generation_config.eos_token_id or config.eos_token_id
     fresh.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
+    tokenizer.save_pretrained(directory)
     files = {p.name: p.stat().st_size for p in sorted(directory.iterdir())}
     manifest = {"sizes": files, "sha256": file_sha256(directory / "model.safetensors")}
     (directory / _MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -338,7 +360,7 @@ def _merge(adapter: Path, base: str, source: Path, staging: Path) -> None:
 
     if not any(adapter.glob("*.safetensors")):
         raise ValueError(f"{adapter} has no adapter_model.safetensors: save the adapter again as safetensors.")
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=False)
     try:
         merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
     except (AttributeError, RuntimeError, ValueError) as error:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
@@ -23,7 +22,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from outrider.target.attention import Branches
 from outrider.target.cache import KVCache, recurrent_modules
 from outrider.target.hf import FamilyDecoder, text_decoder
-from outrider.target.hub import model_config, resolve_model
+from outrider.target.hub import load_tokenizer, model_config, resolve_model
 from outrider.target.lean import LeanDecoder
 from outrider.target.linear import PackedLinear
 from outrider.target.paged import PagedKV, RaggedOutput, RaggedStep, Span
@@ -386,10 +385,10 @@ def outline_target(id_or_dir: str | Path) -> Target:
     config = model_config(path)
     family_of(config.get_text_config())
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
+        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
-    return Target(model, AutoTokenizer.from_pretrained(path), name=str(id_or_dir))
+    return Target(model, load_tokenizer(path), name=str(id_or_dir))
 
 
 def load_target(
@@ -418,10 +417,10 @@ def load_target(
     progress = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **plain)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False, **plain)
         place(model)
         model.to(device)
     finally:
         if progress:
             transformers_logging.enable_progress_bar()
-    return Target(model, AutoTokenizer.from_pretrained(path), name=str(id_or_dir))
+    return Target(model, load_tokenizer(path), name=str(id_or_dir))

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoConfig
 
 from outrider.data.chat import Chat, render
 from outrider.data.conversations import Conversation
@@ -34,7 +33,7 @@ from outrider.data.responses import TOKEN_BYTES, Sample, read_responses
 from outrider.data.sources import load_prompts
 from outrider.drafters.base import DraftModule
 from outrider.sampling import SamplingParams
-from outrider.target.hub import canonical_id, resolve_model
+from outrider.target.hub import canonical_id, model_config, resolve_model
 from outrider.target.model import Target, load_target
 from outrider.training.dataset import recipe_prompts, responses_path
 from outrider.training.features import compute_features
@@ -180,7 +179,7 @@ class Measurements:
     @cached_property
     def config(self) -> Any:
         """Of the language model, in transformers' words."""
-        return AutoConfig.from_pretrained(resolve_model(self.name, weights=False)).get_text_config()
+        return model_config(resolve_model(self.name, weights=False)).get_text_config()
 
     @cached_property
     def rates(self) -> Rates:

@@ -18,9 +18,9 @@ import torch
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_config, load_model
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from outrider.target.hub import resolve_model
+from outrider.target.hub import load_tokenizer, resolve_model
 from outrider.target.model import check_aux_layers
 
 
@@ -331,9 +331,15 @@ def load_mlx_target(id_or_dir: str) -> MLXTarget:
     if mx.default_device() == mx.Device(mx.cpu):
         mx.disable_compile()  # without a GPU it would call a C++ compiler, seconds for every kernel
     try:
-        model, config = load_model(path, model_config=older_fields(load_config(path)))
+        fields = load_config(path)
+        if "model_file" in fields:  # mlx-lm would run it
+            raise ValueError(
+                f"{path / 'config.json'} names code of its own (model_file), and Outrider never runs code that comes "
+                "with a model."
+            )
+        model, config = load_model(path, model_config=older_fields(fields))
     except FileNotFoundError as error:
         raise ValueError(f"{id_or_dir}: {error}; mlx-lm reads directories with model*.safetensors.") from error
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path / 'config.json'}: mlx-lm needs a field that is not there ({error}).") from error
-    return MLXTarget(model, config, AutoTokenizer.from_pretrained(path), name=id_or_dir)
+    return MLXTarget(model, config, load_tokenizer(path), name=id_or_dir)
