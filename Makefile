@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all test-mlx test-engines test-llama-cpp soak lint clean
+.PHONY: demo test test-all test-mlx test-engines test-llama-cpp soak mutants lint clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
@@ -50,6 +50,11 @@ test-llama-cpp: $(READY)
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak
+
+# Broken versions of the code, each of which some test must notice. About an hour on two cores; it goes on where it was
+# interrupted (runs/mutants.jsonl).
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants.run --jobs $(JOBS) --table docs/results/mutants.md
 
 lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks

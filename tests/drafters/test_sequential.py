@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.drafters.base import DraftCall
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.heads import ChainHeads, ConfidenceHead, VanillaMarkov, build_sequential_head
-from outrider.sampling import SamplingParams, SeededSource, SeenTokens, warp
+from outrider.sampling import PositionNoise, SamplingParams, SeededSource, SeenTokens, warp
 from tests.toys.oracle import drafted_with, row_of
 
 V, VD, H, R, N, K = 11, 7, 5, 3, 2, 4
@@ -187,6 +187,16 @@ def test_chain_reports_what_it_samples(kind: str | None, draft_ids: list[int] | 
         assert abs(probs_KV[k].sum() - 1) < 1e-12
     logits_K = features @ confidence.proj.weight[0].numpy() + confidence.proj.bias.numpy()
     np.testing.assert_allclose(confidences, sigmoid(logits_K), rtol=1e-10)
+
+
+@torch.inference_mode()
+def test_coupled_drafts_race_with_the_noise_of_their_positions() -> None:
+    noise, logits_KV = PositionNoise(5, V), 0.1 * torch.randn(K, V, generator=torch.Generator().manual_seed(0))
+    params = SamplingParams(temperature=1.0, coupled=True)
+    for position in (1, 7, 30):
+        call = DraftCall(None, 0, params, SeenTokens(V), SeededSource(0), noise=noise, position=position)
+        (draft,) = sample_chain(lambda _: logits_KV, torch.zeros(1, K, H), [call], ChainHeads(V))
+        assert draft.tokens == [noise.pick(logits_KV[k].softmax(-1), position + k) for k in range(K)]
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig, Scheduler
 from outrider.sampling import SamplingParams
 from outrider.scheduling.cost import Ints
-from outrider.scheduling.gate import History
+from outrider.scheduling.gate import AlwaysDraft, GateView, History
 from outrider.scheduling.policies import FixedPolicy, StepView
 from outrider.target.model import Target
 from tests.toys.engine import finish, prompts, toy_drafter, watch_preemptions
@@ -78,6 +78,65 @@ def test_the_history_is_what_the_policy_was_shown(target: Target, monkeypatch: p
     finish(Engine(target, toy_drafter(target), Watching(1)), requests)
     assert len(shown) > 5 and recorded == shown
     assert any(view.drafted_R.max(initial=0) > 1 for view in recorded), "drafts beyond the one that was verified"
+
+
+def test_policies_and_gates_are_told_of_the_rest_of_the_step(target: Target) -> None:
+    """Rows of prefill, and requests that cannot draft yet, take the step's time too."""
+    shown: list[StepView] = []
+    asked: list[GateView] = []
+    rest: list[tuple[int, int]] = []
+    committed: list[int] = []
+
+    class Shown(FixedPolicy):
+        def lengths(self, view: StepView) -> Ints:
+            shown.append(view)
+            return super().lengths(view)
+
+    class Asked(AlwaysDraft):
+        def depths(self, view: GateView) -> Ints:
+            asked.append(view)
+            return super().depths(view)
+
+    config = EngineConfig(max_requests=6, token_budget=24, block_size=4, num_blocks=200)
+    engine = Engine(target, toy_drafter(target), Shown(1), Asked(), config=config)
+
+    def compare() -> None:
+        assert engine.last is not None
+        for view in shown:
+            assert view.other_tokens == engine.last.prefill_tokens
+        for gate_view in asked:
+            assert gate_view.other_tokens == engine.last.prefill_tokens
+            assert len(gate_view.idle_R) + gate_view.other_requests == engine.last.requests
+            rest.append((gate_view.other_tokens, gate_view.other_requests))
+        committed.append(engine.last.committed)
+        shown.clear()
+        asked.clear()
+
+    requests = [Request(str(i), p, rules=StopRules(12, stop_ids=())) for i, p in enumerate(prompts(8))]
+    found = finish(engine, requests, compare)
+    assert sum(committed) == sum(map(len, found.values()))
+    assert max(tokens for tokens, _ in rest) > 0 and max(others for _, others in rest) > 0
+
+
+def test_what_a_request_held_is_given_back(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every drafter session is ended once, those of preempted requests too, and the history forgets the request."""
+    drafter = toy_drafter(target)
+    opened: list[object] = []
+    ended: list[object] = []
+    new_session = drafter.new_session
+
+    def watched(capacity: int) -> object:
+        opened.append(new_session(capacity))
+        return opened[-1]
+
+    monkeypatch.setattr(drafter, "new_session", watched)
+    monkeypatch.setattr(drafter, "end", ended.append)
+    engine = Engine(target, drafter, config=EngineConfig(max_requests=6, token_budget=64, block_size=4, num_blocks=32))
+    preempted = watch_preemptions(engine)
+    finish(engine, [Request(str(i), [5, 7 + i], rules=StopRules(40, stop_ids=())) for i in range(6)])
+    assert preempted and len(opened) == 6 + len(preempted)
+    assert sorted(map(id, ended)) == sorted(map(id, opened))
+    assert not engine.history._slots and not engine.scheduler.running and not engine.scheduler.waiting
 
 
 def test_a_greedy_penalty_reads_warped_rows(target: Target) -> None:

@@ -91,6 +91,15 @@ def test_choose_at_the_ends_of_the_uniform_numbers(name: str) -> None:
         assert GridSource([uniform]).choose(ROWS[name]) in possible
 
 
+def test_rare_tokens_behind_a_likely_one_keep_their_share() -> None:
+    """A sum in float32 would stand still on them: there 0.99 + 1e-8 is 0.99."""
+    probs_V = torch.cat((torch.tensor([0.99]), torch.full((1000,), 1e-8)))
+    likely = 0.99 / (0.99 + 1e-5)
+    for share in (0.001, 0.5, 0.999):
+        chosen = GridSource([likely + share * (1 - likely)]).choose(probs_V)
+        assert chosen == pytest.approx(1000 * share, abs=3)
+
+
 def chi_square_p(counts: Tensor) -> float:
     """The chance of counts at least as uneven, were all cells equally likely."""
     expected = counts.sum().double() / counts.numel()
@@ -186,6 +195,19 @@ def test_a_race_of_two_tokens_compares_one_uniform_number_with_the_probability()
     for probability in (0.05, 0.5, 0.95):
         probs_V = torch.tensor([probability, 1 - probability], dtype=torch.float64)
         assert [source.pick(probs_V, n) == 0 for n in range(5000)] == (uniforms < probability).tolist()
+
+
+def test_noise_among_some_tokens_is_that_of_their_ids() -> None:
+    source, ids = PositionNoise(3, 40), torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    probs_V = softmax(40, 1.0)
+    for n in range(50):
+        assert int(ids[source.pick(probs_V[ids], n, ids)]) == source.pick(probs_V, n)
+        assert ids[source.ranking(probs_V[ids], n, 5, ids)].tolist() == source.ranking(probs_V, n, 5)
+
+
+def test_a_ranking_leaves_out_what_is_impossible() -> None:
+    probs_V = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3])
+    assert {tuple(sorted(PositionNoise(1, 5).ranking(probs_V, n, 4))) for n in range(20)} == {(1, 3, 4)}
 
 
 # Pairs that shared their noise while 32 bits of a hash seeded it.

@@ -154,6 +154,14 @@ def test_learning_rate_warms_up_and_ends_at_zero() -> None:
     assert rates[9:] == sorted(rates[9:], reverse=True)
 
 
+def test_every_step_is_taken_with_its_own_learning_rate(tmp_path: Path) -> None:
+    chosen = recipe(tmp_path)
+    trainer = Trainer(chosen, make_run(toy_target()))
+    trainer.train(stop_after=3)
+    rates = [learning_rate(step, chosen.optimizer) for step in range(5)]
+    assert {group["lr"] for group in trainer.optimizer.param_groups} == {rates[2]} and len(set(rates[1:4])) == 3
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_initialisation_copies_the_last_layers(family: str) -> None:
     target = toy_target(family)
