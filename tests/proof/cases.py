@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from outrider.sampling import SamplingParams
-from outrider.scheduling.cost import SpsTable
-from outrider.scheduling.policies import FixedPolicy, Policy, PrefixScheduler, ThresholdPolicy
+from outrider.scheduling.cost import Floats, Ints, SpsTable, StepCost
+from outrider.scheduling.gate import DraftGate, GateView
+from outrider.scheduling.policies import (
+    AsyncScheduler,
+    FixedPolicy,
+    GoodputPolicy,
+    LookAhead,
+    Policy,
+    PrefixScheduler,
+    StepView,
+    ThresholdPolicy,
+)
 from tests.proof.enumeration import (
     RequestFactory,
     Tokens,
@@ -33,6 +44,60 @@ POLICIES: list[Policy] = [
     ThresholdPolicy(0.5),
     PrefixScheduler(SpsTable([1.0, 0.68, 0.56, 0.5, 0.46, 0.43, 0.41, 0.39])),
 ]
+
+TABLES = {
+    "smooth": SpsTable([1 / (1 + 0.35 * tokens) for tokens in range(10)]),
+    "jagged": SpsTable([1.0, 1.0, 0.75, 0.7, 0.69, 0.68, 0.67]),
+}
+MEMORYLESS = ["fixed", "threshold", "prefix"]  # read this step alone, so rounds that differ in the past only may merge
+BY_NAME: dict[str, Callable[[StepCost], Policy]] = {
+    "fixed": lambda cost: FixedPolicy(1),
+    "threshold": lambda cost: ThresholdPolicy(0.5),
+    "prefix": PrefixScheduler,
+    "goodput": GoodputPolicy,
+    "async": AsyncScheduler,
+    "look-ahead": LookAhead,
+}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A policy that notes what it decided."""
+
+    policy: Policy
+    decisions: set[tuple[int, ...]] = field(default_factory=set)
+
+    @property
+    def min_confidence(self) -> float:
+        return self.policy.min_confidence
+
+    def lengths(self, view: StepView) -> Ints:
+        lengths_R = self.policy.lengths(view)
+        if view.drafted_R.all():
+            self.decisions.add(tuple(lengths_R.tolist()))
+        return lengths_R
+
+
+@dataclass(frozen=True)
+class DraftsCost:
+    """The seconds of a table and as many again for each draft."""
+
+    table: SpsTable
+    per_draft: float
+
+    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
+        return self.table.seconds(tokens_N, requests, drafting, context) + self.per_draft * drafting
+
+
+@dataclass(frozen=True)
+class WatchedGate:
+    gate: DraftGate
+    decisions: set[tuple[int, ...]] = field(default_factory=set)
+
+    def depths(self, view: GateView) -> Ints:
+        depths_R = self.gate.depths(view)
+        self.decisions.add(tuple(depths_R.tolist()))
+        return depths_R
 
 
 def deviation(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import accumulate, pairwise, product
 from typing import Protocol, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outrider.decoding.round import run_round
 from outrider.drafters.draft import Draft
-from outrider.sampling import RandomSource
+from outrider.sampling import PositionNoise, Randomness, RandomSource
 from outrider.scheduling.gate import DraftGate, History
 from outrider.scheduling.policies import Policy, StepView
 from outrider.verification import TargetRows, TypicalAcceptance
@@ -39,12 +39,12 @@ class EnumeratingSource:
 
     def accept(self, probability: float) -> bool:
         probability = min(max(probability, 0.0), 1.0)
-        return self._decide([(1, probability), (0, 1.0 - probability)]) == 1
+        return self.decide([(1, probability), (0, 1.0 - probability)]) == 1
 
     def choose(self, probs_V: Tensor) -> int:
         probs = probs_V.tolist()
         total = sum(probs)
-        return self._decide([(index, probability / total) for index, probability in enumerate(probs)])
+        return self.decide([(index, probability / total) for index, probability in enumerate(probs)])
 
     def backtrack(self) -> bool:
         """Turn to the next trace; False when all have been seen."""
@@ -56,7 +56,8 @@ class EnumeratingSource:
         self.weight, self._depth = 1.0, 0
         return bool(self._script)
 
-    def _decide(self, options: list[tuple[int, float]]) -> int:
+    def decide(self, options: list[tuple[int, float]]) -> int:
+        """One of the options (outcome, probability), in its turn."""
         possible = [option for option in options if option[1] > 0.0]
         if self._depth == len(self._script):
             self._script.append(0)
@@ -68,7 +69,7 @@ class EnumeratingSource:
         return outcome
 
 
-def enumerate_traces(run: Callable[[RandomSource], T]) -> Iterator[tuple[T, float]]:
+def enumerate_traces(run: Callable[[EnumeratingSource], T]) -> Iterator[tuple[T, float]]:
     """Every outcome of `run`, with the probability of the trace that led to it."""
     source = EnumeratingSource()
     while True:
@@ -76,6 +77,70 @@ def enumerate_traces(run: Callable[[RandomSource], T]) -> Iterator[tuple[T, floa
         yield outcome, source.weight
         if not source.backtrack():
             return
+
+
+class EnumeratedUniforms:
+    """`Randomness` of whole requests in one trace: every uniform number they draw is all numbers at once.
+
+        u in [low, high)     accept(p): u < p?     choose(p_V): the v with p_0 + .. + p_{v-1} <= u < p_0 + .. + p_v
+
+    A number is known by what draws it, number i of a seed's source or a seed's noise at a position, and every question
+    narrows it down. So a source that starts again, or noise that two requests share, gives the same numbers again.
+    """
+
+    def __init__(self, trace: EnumeratingSource) -> None:
+        self.trace = trace
+        self._known: dict[tuple[object, ...], tuple[float, float]] = {}
+
+    @property
+    def randomness(self) -> Randomness:
+        return Randomness(lambda seed: _Source(self, seed), lambda seed, vocab: _Noise(self, seed, vocab))
+
+    def place(self, number: tuple[object, ...], shares: Sequence[float]) -> int:
+        """Which of the `shares` of [0, 1), one after another, a number is in."""
+        low, high = self._known.get(number, (0.0, 1.0))
+        ends = list(accumulate(shares))
+        ends = [end / ends[-1] for end in ends]
+        parts = [(max(low, before), min(high, end)) for before, end in pairwise([0.0, *ends])]
+        place = self.trace.decide([(v, max(0.0, b - a) / (high - low)) for v, (a, b) in enumerate(parts)])
+        self._known[number] = parts[place]
+        return place
+
+
+class _Source:
+    """As `SeededSource`, which draws nothing for certain answers."""
+
+    def __init__(self, uniforms: EnumeratedUniforms, seed: int) -> None:
+        self.uniforms, self.seed, self.drawn = uniforms, seed, 0
+
+    def accept(self, probability: float) -> bool:
+        if not 0.0 < probability < 1.0:
+            return probability >= 1.0
+        return self._place([probability, 1.0 - probability]) == 0
+
+    def choose(self, probs_V: Tensor) -> int:
+        return int(probs_V.argmax()) if probs_V.max() >= 1.0 else self._place(probs_V.tolist())
+
+    def _place(self, shares: Sequence[float]) -> int:
+        self.drawn += 1
+        return self.uniforms.place((self.seed, self.drawn), shares)
+
+
+class _Noise(PositionNoise):
+    """The race of two tokens, which compares one uniform number with a probability (tests/sampling)."""
+
+    def __init__(self, uniforms: EnumeratedUniforms, seed: int, vocab_size: int) -> None:
+        assert vocab_size == 2, "a race of more tokens takes more than one uniform number"
+        super().__init__(seed, vocab_size)
+        self.uniforms = uniforms
+
+    def pick(self, probs: Tensor, position: int, ids: Tensor | None = None) -> int:
+        assert ids is None, "draft ids"
+        return self.uniforms.place((self.seed, "noise", position), probs.tolist())
+
+    def ranking(self, probs: Tensor, position: int, count: int, ids: Tensor | None = None) -> list[int]:
+        first = self.pick(probs, position, ids)
+        return [first, 1 - first][: min(count, int((probs > 0).sum()))]
 
 
 class DraftTree:
@@ -281,6 +346,11 @@ def exact_target_distribution(
             weight *= probability
         joint[tuple(output for output, _ in choice)] = weight
     return joint
+
+
+def total_variation(actual: Mapping[tuple[Tokens, ...], float], expected: Mapping[tuple[Tokens, ...], float]) -> float:
+    """Half of the sum of |actual - expected| over all outputs of either."""
+    return sum(abs(actual.get(key, 0.0) - expected.get(key, 0.0)) for key in actual.keys() | expected.keys()) / 2
 
 
 def max_deviation(actual: Mapping[tuple[Tokens, ...], float], expected: Mapping[tuple[Tokens, ...], float]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -17,13 +17,12 @@ import outrider.verification as chain_module
 from outrider.decoding.round import RoundResult
 from outrider.drafters.draft import Draft
 from outrider.sampling import RandomSource, SamplingParams, residual, warp
-from outrider.scheduling.cost import Floats, Ints, SpsTable, StepCost
-from outrider.scheduling.gate import DraftGate, GateView, History, SkipDrafting
+from outrider.scheduling.cost import Floats, Ints, SpsTable
+from outrider.scheduling.gate import DraftGate, History, SkipDrafting
 from outrider.scheduling.policies import (
     AsyncScheduler,
     CausalPolicy,
     FixedPolicy,
-    GoodputPolicy,
     LookAhead,
     PastStep,
     Policy,
@@ -34,7 +33,22 @@ from outrider.scheduling.policies import (
     step_seconds,
 )
 from outrider.verification import TargetRows, Verdict, verify
-from tests.proof.cases import HEADS, POLICIES, TOLERANCE, VISIBLE, WARPS, deviation, requests_of, toy
+from tests.proof.cases import (
+    BY_NAME,
+    HEADS,
+    MEMORYLESS,
+    POLICIES,
+    TABLES,
+    TOLERANCE,
+    VISIBLE,
+    WARPS,
+    DraftsCost,
+    Watched,
+    WatchedGate,
+    deviation,
+    requests_of,
+    toy,
+)
 from tests.proof.enumeration import (
     EnumeratedBatch,
     EnumeratingSource,
@@ -121,60 +135,7 @@ def test_rows_behind_a_rejection_are_not_asked_for() -> None:
 
 # Several rounds, with what a policy and a gate remember of them.
 
-TABLES = {
-    "smooth": SpsTable([1 / (1 + 0.35 * tokens) for tokens in range(10)]),
-    "jagged": SpsTable([1.0, 1.0, 0.75, 0.7, 0.69, 0.68, 0.67]),
-}
-MEMORYLESS = ["fixed", "threshold", "prefix"]  # read this step alone, so rounds that differ in the past only may merge
-BY_NAME: dict[str, Callable[[StepCost], Policy]] = {
-    "fixed": lambda cost: FixedPolicy(1),
-    "threshold": lambda cost: ThresholdPolicy(0.5),
-    "prefix": PrefixScheduler,
-    "goodput": GoodputPolicy,
-    "async": AsyncScheduler,
-    "look-ahead": LookAhead,
-}
 SHAPES = {1: 4, 2: 3, 3: 2}  # gamma -> new tokens
-
-
-@dataclass(frozen=True)
-class Watched:
-    """A policy that notes what it decided."""
-
-    policy: Policy
-    decisions: set[tuple[int, ...]] = field(default_factory=set)
-
-    @property
-    def min_confidence(self) -> float:
-        return self.policy.min_confidence
-
-    def lengths(self, view: StepView) -> Ints:
-        lengths_R = self.policy.lengths(view)
-        if view.drafted_R.all():
-            self.decisions.add(tuple(lengths_R.tolist()))
-        return lengths_R
-
-
-@dataclass(frozen=True)
-class DraftsCost:
-    """The seconds of a table and as many again for each draft."""
-
-    table: SpsTable
-    per_draft: float
-
-    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
-        return self.table.seconds(tokens_N, requests, drafting, context) + self.per_draft * drafting
-
-
-@dataclass(frozen=True)
-class WatchedGate:
-    gate: DraftGate
-    decisions: set[tuple[int, ...]] = field(default_factory=set)
-
-    def depths(self, view: GateView) -> Ints:
-        depths_R = self.gate.depths(view)
-        self.decisions.add(tuple(depths_R.tolist()))
-        return depths_R
 
 
 def two_requests(policy: Policy, gamma: int, gate: DraftGate | None = None, remember: bool = True) -> float:

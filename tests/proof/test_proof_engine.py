@@ -1,0 +1,249 @@
+"""The engine and `stream` that serve are lossless: every outcome over tiny Llama models, and every broken wiring shows.
+
+`pytest -s` prints the number of traces and the largest deviation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+import outrider.decoding.generate as generate_module
+import outrider.engine.engine as engine_module
+from outrider.decoding.request import RequestState, SingleRequest
+from outrider.drafters.draft import Draft
+from outrider.engine.batch import StepBatch
+from outrider.engine.scheduler import EngineConfig
+from outrider.sampling import SeenTokens
+from outrider.scheduling.cost import SpsTable
+from outrider.scheduling.gate import SkipDrafting
+from outrider.scheduling.policies import (
+    CostPolicy,
+    FixedPolicy,
+    LookAhead,
+    Policy,
+    PrefixScheduler,
+    StepView,
+    ThresholdPolicy,
+)
+from outrider.target.cache import KVCache
+from outrider.target.paged import PagedKV
+from tests.proof.cases import BY_NAME, TABLES, VISIBLE, DraftsCost, Watched, WatchedGate
+from tests.proof.engine_cases import ROOMY, TIGHT, Case, Tally, next_logits, target
+from tests.toys.oracle import drafted_with
+
+TOLERANCE = 1e-10
+CLIFF = SpsTable([1.0, *[1 / 2.19] * 2])  # one request: one draft alone never pays, two do where c_2 is large
+POLICIES: dict[str, Policy] = {
+    "fixed": FixedPolicy(),
+    "threshold": ThresholdPolicy(0.65),
+    "prefix": PrefixScheduler(TABLES["smooth"]),
+    "goodput": BY_NAME["goodput"](TABLES["smooth"]),
+    "async": BY_NAME["async"](TABLES["smooth"]),
+    "look-ahead": LookAhead(TABLES["smooth"]),
+}
+GATED = DraftsCost(TABLES["jagged"], per_draft=0.2)
+REMEMBERING = ["goodput", "async", "look-ahead"]
+KINDS = ["chain", "drawn", "chosen"]
+
+
+@pytest.fixture(scope="module")
+def tally() -> Iterator[Tally]:
+    counts = Tally()
+    yield counts
+    print(f"\nengine: {counts.cases} cases, {counts.traces} traces, total variation {counts.largest:.1e} at most")
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "look-ahead"])
+def test_policies_over_two_requests(name: str, tally: Tally) -> None:
+    """Look-ahead is that of the requests that may skip their drafts."""
+    watched = Watched(POLICIES[name])
+    case = Case(watched)
+    assert tally.deviation(case, case.in_engine) <= TOLERANCE
+    if name == "prefix":  # a policy that always answers alike would prove little
+        assert len({lengths for lengths in watched.decisions if len(lengths) == 2}) >= 2
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+def test_policies_that_remember_over_more_rounds(name: str, tally: Tally) -> None:
+    watched = Watched(POLICIES[name])
+    case = Case(watched, tokens=(5,))
+    assert tally.deviation(case, case.in_engine) <= TOLERANCE
+    assert len(watched.decisions) >= 2
+
+
+@pytest.mark.parametrize("kind", ["drawn", "chosen"])
+def test_trees(kind: str, tally: Tally) -> None:
+    case = Case(POLICIES["prefix"], kind)
+    assert tally.deviation(case, case.in_engine) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_tokens_in_the_vocabulary(kind: str, tally: Tally) -> None:
+    case = Case(POLICIES["prefix"], kind, tokens=(3,), vocab=3)
+    assert tally.deviation(case, case.in_engine) <= TOLERANCE
+
+
+def test_requests_that_may_skip_their_drafts(tally: Tally) -> None:
+    gate = WatchedGate(SkipDrafting(GATED, probe_share=0.3))
+    case = Case(LookAhead(GATED), gate=gate)
+    assert tally.deviation(case, case.in_engine) <= TOLERANCE
+    assert len(gate.decisions) >= 2
+
+
+@dataclass
+class Preemptions:
+    count: int = 0
+
+
+@pytest.fixture
+def preemptions(monkeypatch: pytest.MonkeyPatch) -> Preemptions:
+    found, leave = Preemptions(), RequestState.leave
+
+    def counted(self: RequestState) -> None:
+        found.count += 1
+        leave(self)
+
+    monkeypatch.setattr(RequestState, "leave", counted)
+    return found
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_requests_that_are_preempted(coupled: bool, tally: Tally, preemptions: Preemptions) -> None:
+    case = Case(POLICIES["threshold"], config=TIGHT, coupled=coupled)
+    assert tally.deviation(case, case.in_engine) <= TOLERANCE
+    assert preemptions.count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_coupled_sampling(kind: str, tally: Tally) -> None:
+    case = Case(POLICIES["prefix"], kind, coupled=True, tokens=(3, 3))
+    assert tally.deviation(case, case.in_engine) <= TOLERANCE
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", POLICIES)
+def test_one_request_in_a_stream(name: str, kind: str, coupled: bool, tally: Tally) -> None:
+    case = Case(POLICIES[name], kind, coupled=coupled, tokens=(3,) if coupled else (4,))
+    assert tally.deviation(case, case.in_stream) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("config", [ROOMY, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", POLICIES)
+def test_everything_with_everything(name: str, kind: str, config: EngineConfig, coupled: bool, tally: Tally) -> None:
+    policy = POLICIES[name]
+    gate = SkipDrafting(GATED, probe_share=0.3) if isinstance(policy, CostPolicy) else None
+    case = Case(policy, kind, gate, config=config, coupled=coupled)
+    assert tally.deviation(case, case.in_engine) <= TOLERANCE
+
+
+# Deliberately broken wiring. Each must show.
+
+AT = {"engine": (engine_module, "StepBatch", StepBatch), "stream": (generate_module, "SingleRequest", SingleRequest)}
+
+
+def broken(case: Case, where: str = "engine") -> float:
+    return Tally().deviation(case, case.in_engine if where == "engine" else case.in_stream)
+
+
+@pytest.mark.parametrize("name", ["threshold", "prefix", "look-ahead"])
+@pytest.mark.parametrize("where", AT)
+def test_mutation_a_policy_is_shown_the_probability_of_the_drawn_token(
+    where: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, attribute, batch = AT[where]
+
+    class Peeking(batch):  # type: ignore[misc, valid-type]
+        def view(self, drafts: Sequence[Draft]) -> Any:
+            return super().view([replace(draft, confidences=drafted_with(draft)) for draft in drafts])
+
+    monkeypatch.setattr(module, attribute, Peeking)
+    assert broken(Case(POLICIES[name], tokens=(3,)), where) > VISIBLE
+
+
+@pytest.mark.parametrize("where", AT)
+def test_mutation_a_draft_is_dropped_by_its_last_token(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, attribute, batch = AT[where]
+
+    class Dropping(batch):  # type: ignore[misc, valid-type]
+        def draft(self, min_confidence: float) -> list[Draft]:
+            drafts = super().draft(min_confidence)
+            return [draft.truncated(len(draft.tokens) - (draft.tokens[-1:] == [0])) for draft in drafts]
+
+    monkeypatch.setattr(module, attribute, Dropping)
+    assert broken(Case(tokens=(3,)), where) > VISIBLE
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+def test_mutation_the_history_records_a_step_before_the_policy_looks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(BY_NAME[name](CLIFF), tokens=(4,))
+
+    class Early(StepBatch):
+        def view(self, drafts: Sequence[Draft]) -> StepView:
+            self.history.record(self.ids, super().view(drafts))
+            shown = super().view(drafts)
+            self._view = None
+            return shown
+
+    monkeypatch.setattr(engine_module, "StepBatch", Early)
+    assert broken(case) > VISIBLE
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_mutation_two_requests_share_their_randomness(coupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shared(RequestState):
+        def __init__(self, target: Any, prompt: Any, params: Any, **more: Any) -> None:
+            super().__init__(target, prompt, replace(params, seed=params.seed & 6), **more)
+
+    monkeypatch.setattr(engine_module, "RequestState", Shared)
+    assert broken(Case(coupled=coupled, tokens=(2, 1))) > VISIBLE  # positions 1 and 2, and 2
+
+
+def test_mutation_a_preempted_request_starts_its_randomness_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Restarting(RequestState):
+        def __init__(self, target: Any, prompt: Any, params: Any, **more: Any) -> None:
+            super().__init__(target, prompt, params, **more)
+            self.restart = lambda: more["randomness"].source(params.seed)
+
+        def leave(self) -> None:
+            super().leave()
+            self.source = self.restart()
+
+    monkeypatch.setattr(engine_module, "RequestState", Restarting)
+    assert broken(Case(config=TIGHT)) > VISIBLE
+
+
+@pytest.mark.parametrize("where", AT)
+def test_mutation_the_keys_of_an_accepted_path_stay_where_they_were(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_path = KVCache.keep_path
+    monkeypatch.setattr(PagedKV, "keep_paths", lambda self, kept: None)
+    monkeypatch.setattr(KVCache, "keep_path", lambda self, start, rows: keep_path(self, start, range(len(rows))))
+    assert broken(Case(kind="drawn", tokens=(4,)), where) > VISIBLE
+
+
+@pytest.mark.parametrize("where", AT)
+@pytest.mark.parametrize("forgotten", ["drafts", "committed"])
+def test_mutation_the_penalty_forgets_tokens(forgotten: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_tokens = SeenTokens.with_tokens
+    if forgotten == "drafts":
+        monkeypatch.setattr(SeenTokens, "with_tokens", lambda self, tokens=(): with_tokens(self))
+    else:
+        monkeypatch.setattr(SeenTokens, "add", lambda self, token: None)
+    assert broken(Case(tokens=(4,)), where) > VISIBLE
+
+
+def test_models_of_the_proof_run_in_float64() -> None:
+    """Otherwise deviations would be those of float32."""
+    assert next_logits(target(2), (0, 1)).dtype == torch.float64
