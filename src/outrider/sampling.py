@@ -211,7 +211,11 @@ class SeededSource:
             return int(index)
         cumulative_V = probs_V.cumsum(-1, dtype=torch.float64)
         total = cumulative_V[-1].item()
-        assert total > 0.0, f"probabilities sum to {total}"
+        if not total > 0.0:  # also where it is no number
+            raise ValueError(
+                f"the probabilities to draw from sum to {total}: the model's logits are not finite. Load it in "
+                "float32, or check its weights."
+            )
         # right=True skips tokens of probability 0: they share their predecessor's cumulative sum.
         return int(torch.searchsorted(cumulative_V, self._uniform() * total, right=True))
 

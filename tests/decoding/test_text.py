@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from outrider.decoding.request import TextStream
-from tests.toys.tokenizer import PIECES, SPECIAL, TOKENIZER, ids, piece
+from tests.toys.tokenizer import FALLBACK, PIECES, SPECIAL, TOKENIZER, ids, piece
 
 
 def test_the_tokenizer_splits_characters_and_knows_longer_pieces() -> None:
@@ -116,11 +118,103 @@ def test_a_stop_string_with_a_split_character() -> None:
     assert results == [False, False, False, True] and stream.release(final=True) == "n"
 
 
-def test_a_stop_string_before_an_unfinished_character_is_found_at_the_end() -> None:
+def test_a_stop_string_before_an_unfinished_character_is_found_at_once() -> None:
     stream = TextStream(TOKENIZER, ["STOP"])
-    for token in [*ids("go "), piece("STO"), piece("P\u00e2")]:
-        assert not stream.push(token), "the last character may still change"
-    assert stream.release(final=True) == "go " and stream.stopped
+    results = [stream.push(token) for token in [*ids("go "), piece("STO"), piece("P\u00e2")]]
+    assert results == [False] * 4 + [True] and stream.release(final=True) == "go "
+
+
+def test_bytes_that_are_no_text_are_released_as_they_come() -> None:
+    stream, bad = TextStream(TOKENIZER, ["STOP"]), ids("é")[1]  # a byte that begins no character
+    released = ""
+    for count in range(1, 40):
+        assert not stream.push(bad)
+        released += stream.release()
+        assert released == "�" * max(0, count - 3)
+    assert not stream.push(piece("STO"))
+    assert stream.push(piece("P\u00e2"))
+    assert released + stream.release(final=True) == "�" * 39
+
+
+@pytest.mark.parametrize("kind", ["bad bytes", "text"])
+def test_the_work_for_a_token_does_not_grow(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded, decode = [0], TOKENIZER.decode
+
+    def counting(tokens: list[int], **options: object) -> str:
+        decoded[-1] += len(tokens)
+        return str(decode(tokens, **options))
+
+    monkeypatch.setattr(TOKENIZER, "decode", counting)
+    stream = TextStream(TOKENIZER, ["STOP"])
+    for token in [ids("é")[1]] * 600 if kind == "bad bytes" else ids("abcdefghij" * 60):
+        stream.push(token)
+        stream.release()
+        decoded.append(0)
+    assert max(decoded) <= 24, "two windows at most"
+
+
+@pytest.mark.parametrize(
+    "stops, text, last",
+    [
+        (["<|im_end|>"], "go !", 4),
+        (["!<|im_end|>"], "go ", 4),
+        (["<|im_end|>STOP"], "go !", 5),
+        (["!<|im_end|>STOP"], "go ", 5),
+        (["<|im_end|>ST\u00e9", "!<|im_end|>?"], "go !STOP\u00e9", None),
+        (["im_end"], "go !STOP\u00e9", None),  # a part of a special token is no text
+        (["!STOP"], "go ", 5),  # text as it is in the output
+        (["<|im_start|>", "STOP"], "go !", 5),
+    ],
+)
+def test_a_stop_string_with_a_special_token(stops: list[str], text: str, last: int | None) -> None:
+    """`last`: the token that completes it."""
+    stream, released, found = TextStream(TOKENIZER, stops), "", None
+    for at, token in enumerate([*ids("go !"), piece("<|im_end|>"), piece("STOP"), *ids("é")]):
+        stopped = stream.push(token)
+        released += stream.release(final=stopped)
+        if stopped:
+            found = at
+            break
+    assert released + stream.release(final=True) == stream.text == text
+    assert found == last
+
+
+TOKENS = st.one_of(
+    st.sampled_from(ids("é€🚀 STOP\ufffd")),
+    st.integers(0, 255),
+    st.sampled_from([piece(name) for name in (*PIECES, *SPECIAL)]),
+)
+
+
+@given(st.lists(TOKENS, max_size=60), st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_stream_to_the_decoded_text_up_to_a_stop_string(tokens: list[int], data: st.DataObject) -> None:
+    """The stop string is anywhere in the text, and is found with the token that completes it."""
+    whole = TOKENIZER.decode(tokens, skip_special_tokens=True)
+    start, length = data.draw(st.integers(0, 60)), data.draw(st.integers(0, 5))
+    stop = whole[start : start + length]
+    stream, released, stopped = TextStream(TOKENIZER, [stop] if stop else []), "", False
+    for number, token in enumerate(tokens, 1):
+        stopped = stream.push(token)
+        if data.draw(st.booleans()):  # rounds of several tokens
+            released += stream.release()
+        if "\ufffd" not in stop:
+            assert stopped == (stop != "" and stop in TOKENIZER.decode(tokens[:number], skip_special_tokens=True))
+        if stopped:
+            break
+    released += stream.release(final=True)
+    assert released == stream.text == (whole[: whole.find(stop)] if stop else whole)
+
+
+@given(st.text("a 1é€🚀日", max_size=20))
+@settings(deadline=None)
+def test_characters_in_byte_tokens_after_one_another(text: str) -> None:
+    """Byte fallback decodes a run of bytes as a whole, and strips the first space of what it decodes."""
+    stream, released = TextStream(FALLBACK), ""
+    for token in FALLBACK(text)["input_ids"]:
+        stream.push(token)
+        released += stream.release()
+    assert released + stream.release(final=True) == text
 
 
 def test_what_cannot_work_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import hypothesis.strategies as st
 import numpy as np
@@ -25,7 +26,7 @@ from outrider.engine.batch import Output, Request
 from outrider.engine.blocks import BlockAllocator
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig, Scheduler
-from outrider.sampling import SamplingParams
+from outrider.sampling import SamplingParams, SeededSource
 from outrider.scheduling.cost import SpsTable
 from outrider.scheduling.gate import GateView, SkipDrafting
 from outrider.scheduling.policies import FixedPolicy, Policy, PrefixScheduler, ThresholdPolicy
@@ -204,6 +205,63 @@ def test_cancelling_frees_everything(target: Target, drafter: BlockDrafter) -> N
     left = {output.id for _ in range(60) for output in ([] if engine.idle else engine.step())}
     assert left == {"1", "2"} and engine.idle and engine.scheduler.allocator.used == 0
     assert engine.step() == []
+
+
+class Breaking(SeededSource):
+    """A random source that breaks at the `last`-th question of a kind."""
+
+    def __init__(self, kind: str, last: int) -> None:
+        super().__init__(0)
+        self.kind, self.left = kind, last
+
+    def _ask(self, kind: str) -> None:
+        self.left -= kind == self.kind
+        if self.left == 0:
+            raise RuntimeError("broken on purpose")
+
+    def accept(self, probability: float) -> bool:
+        self._ask("accept")
+        return super().accept(probability)
+
+    def choose(self, probs_V: Tensor) -> int:
+        self._ask("choose")
+        return super().choose(probs_V)
+
+
+@pytest.mark.parametrize("fault", ["session", "drafting", "verification", "plain verification", "text"])
+def test_what_fails_in_one_request_ends_it_alone(
+    target: Target, drafter: BlockDrafter, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> NoReturn:
+        raise RuntimeError("broken on purpose")
+
+    def new_session(capacity: int) -> DraftSession:
+        return broken() if capacity == 7 + 55 else BlockDrafter.new_session(drafter, capacity)
+
+    chosen = None if fault.startswith("plain") else drafter
+    engine = Engine(target, chosen, config=EngineConfig(max_requests=8, token_budget=40, block_size=4, num_blocks=80))
+    greedy = [Request(f"greedy {i}", prompt, rules=StopRules(20, ())) for i, prompt in enumerate(prompts(3))]
+    for request in (others := [*sampled(coupled=True), *greedy]):
+        engine.submit(request)
+        if request.id == "1":
+            engine.submit(Request("bad", [9] * 7, SamplingParams(1.0, seed=1), StopRules(55, stop_ids=())))
+    state = engine._states["bad"]
+    if fault == "session":
+        monkeypatch.setattr(drafter, "new_session", new_session)
+    elif fault == "text":
+        monkeypatch.setattr(state.text, "cut", broken)
+    else:
+        state.source = Breaking("accept" if fault == "verification" else "choose", last=3)
+    outputs: list[Output] = []
+    while not engine.idle:
+        outputs += engine.step()
+    (last,) = [output for output in outputs if output.finish == "error"]
+    assert last.id == "bad" and not last.tokens and str(last.error).endswith("broken on purpose")
+    assert outputs.index(last) == max(i for i, output in enumerate(outputs) if output.id == "bad")
+    assert engine.scheduler.allocator.used == 0 and engine.last is not None and engine.last.running == 0
+    for request in others:
+        tokens = [token for output in outputs if output.id == request.id for token in output.tokens]
+        assert tokens == generate(target, request.prompt, None, request.params, request.rules).tokens
 
 
 def test_refusals(target: Target) -> None:

@@ -104,6 +104,12 @@ def test_extreme_parameters_give_a_distribution(dtype: torch.dtype) -> None:
             assert probs_KV[0].max() == 1.0, f"{params}: the likeliest token alone, which is nobody's equal"
 
 
+@pytest.mark.parametrize("row", [[float("nan"), 0.5], [0.0, 0.0]])
+def test_what_is_no_distribution_is_not_drawn_from(row: list[float]) -> None:
+    with pytest.raises(ValueError, match="logits are not finite"):
+        SeededSource(0).choose(torch.tensor(row))
+
+
 def test_a_temperature_that_float32_cannot_tell_from_0_is_0() -> None:
     assert SamplingParams(temperature=1e-50) == SamplingParams(temperature=9e-7) == SamplingParams()
     assert SamplingParams(temperature=1e-6).temperature == 1e-6

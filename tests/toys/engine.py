@@ -31,6 +31,8 @@ def finish(
     found: dict[str, list[int]] = {request.id: [] for request in requests}
     while not engine.idle:
         for output in engine.step():
+            if output.error is not None:
+                raise output.error
             found[output.id] += output.tokens
         each_step()
     return found

@@ -1,8 +1,8 @@
-"""A byte-level tokenizer whose tokens may end inside a character."""
+"""Tokenizers whose tokens may end inside a character: byte-level, and with byte fallback."""
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = (
@@ -26,7 +26,24 @@ def byte_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
     return fast
 
 
-TOKENIZER = byte_tokenizer()
+def fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """One of Llama 2's kind: pieces with a space, and bytes for characters that it does not know."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "\u2581a", "1"]
+    model = models.BPE(
+        vocab={piece: id for id, piece in enumerate(pieces)},
+        merges=[("\u2581", "a")],
+        unk_token="<unk>",
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+TOKENIZER, FALLBACK = byte_tokenizer(), fallback_tokenizer()
 
 
 def ids(text: str) -> list[int]:

@@ -53,7 +53,8 @@ class Response:
     """A whole response; `str()` of it is its text.
 
     `rounds`: forwards of the target that gave tokens. `seconds`: from the call to the last token, prefill included; in
-    a batch others were decoded meanwhile. `seed`: what it was sampled with, drawn where none was given.
+    a batch others were decoded meanwhile. `seed`: what it was sampled with, drawn where none was given. `error`: of a
+    batch, what ended this one, where `finish` is "error"; the text so far is kept.
     """
 
     text: str
@@ -62,11 +63,12 @@ class Response:
     rounds: int
     seconds: float
     seed: int
+    error: Exception | None = None
 
     @property
     def accepted_length(self) -> float:
-        """Tokens per round, the target's own included (tau); 1 in plain decoding."""
-        return len(self.tokens) / self.rounds
+        """Tokens per round, the target's own included (tau); 1 in plain decoding, 0 without any token."""
+        return len(self.tokens) / max(1, self.rounds)
 
     def __str__(self) -> str:
         return self.text
@@ -308,13 +310,15 @@ def _engine_config(requests: Sequence[Request], slots: int) -> EngineConfig:
 
 
 def _response(parts: Sequence[Chunk] | Sequence[Output], seconds: float) -> Response:
-    finish, seed = parts[-1].finish, parts[-1].seed
+    last = parts[-1]
+    finish, seed = last.finish, last.seed
     assert finish is not None and seed is not None
     return Response(
         "".join(part.text for part in parts),
         [token for part in parts for token in part.tokens],
         finish,
-        rounds=len(parts),
+        rounds=sum(bool(part.tokens) for part in parts),
         seconds=seconds,
         seed=seed,
+        error=last.error if isinstance(last, Output) else None,
     )

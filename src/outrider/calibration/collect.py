@@ -139,6 +139,8 @@ def target_texts(target: Target, prompts: Sequence[list[int]], settings: TaskSet
     texts: list[list[int]] = [[] for _ in prompts]
     while not engine.idle:
         for output in engine.step():
+            if output.error is not None:
+                raise output.error
             texts[int(output.id)] += output.tokens
     return texts
 

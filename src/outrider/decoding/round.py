@@ -67,10 +67,25 @@ def run_round(batch: Batch, policy: Policy, typical: TypicalAcceptance | None = 
     Args:
         typical: a lossy rule instead of the exact one; the output is then not distributed as the target's.
     """
+    results: list[RoundResult] = []
+    for result in attempt_round(batch, policy, typical):
+        if isinstance(result, Exception):
+            raise result
+        results.append(result)
+    return results
+
+
+def attempt_round(
+    batch: Batch, policy: Policy, typical: TypicalAcceptance | None = None
+) -> list[RoundResult | Exception]:
+    """`run_round` where what goes wrong in one request's verification is its result, so that the others have theirs."""
     drafts = batch.draft(policy.min_confidence)
     lengths = policy.lengths(batch.view(drafts)).tolist()
     verified = [draft.truncated(length) for draft, length in zip(drafts, lengths, strict=True)]
-    together = zip(drafts, verified, batch.score(verified), batch.sources, strict=True)
-    return [
-        RoundResult(draft, part, verify(part, rows, source, typical=typical)) for draft, part, rows, source in together
-    ]
+    results: list[RoundResult | Exception] = []
+    for draft, part, rows, source in zip(drafts, verified, batch.score(verified), batch.sources, strict=True):
+        try:
+            results.append(RoundResult(draft, part, verify(part, rows, source, typical=typical)))
+        except Exception as error:
+            results.append(error)
+    return results

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, cast
@@ -47,6 +48,23 @@ class DraftCall:
     noise: PositionNoise | None = None
     position: int = 0
     nodes: int | None = None
+
+
+class FailedCall(ValueError):
+    """Drawing the tokens of one call failed, which says nothing of the others. `session`: the call's."""
+
+    def __init__(self, session: Any, error: Exception) -> None:
+        super().__init__(f"drafting: {error}")
+        self.session = session
+
+
+@contextmanager
+def drawing_for(call: DraftCall) -> Iterator[None]:
+    """What is drawn for one call alone; an exception in it becomes `FailedCall`."""
+    try:
+        yield
+    except Exception as error:
+        raise FailedCall(call.session, error) from error
 
 
 class Drafter(ABC):
@@ -93,7 +111,11 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> Sequence[Draft]:
-        """One chain or tree per call; a chain may stop at the first confidence below `min_confidence`."""
+        """One chain or tree per call; a chain may stop at the first confidence below `min_confidence`.
+
+        Raises:
+            FailedCall: one call's tokens could not be drawn. The others may be asked for again.
+        """
 
     def end(self, session: Any) -> None:  # noqa: B027
         """Free what a session holds; it is not used again. A session that holds tensors of its own needs nothing."""

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall
+from outrider.drafters.base import DraftCall, drawing_for
 from outrider.drafters.draft import Draft, Siblings, over_vocabulary
 from outrider.drafters.heads import ChainHeads
 from outrider.sampling import warp
@@ -183,8 +183,9 @@ def _draw(chains: Sequence[_Chain], logits_AC: Tensor, ids: Sequence[Tensor | No
             index = top
         else:
             seen_C = chain.seen_V if chain.seen_V is None or ids_C is None else chain.seen_V[ids_C]
-            probs_C = warp(logits_C, chain.call.params, seen_C)
-            index = _choose(chain, probs_C, ids_C)
+            with drawing_for(chain.call):
+                probs_C = warp(logits_C, chain.call.params, seen_C)
+                index = _choose(chain, probs_C, ids_C)
             row = partial(over_vocabulary, probs_C, ids_C, vocab_size)
             chain.siblings[len(chain.tokens) - 1] = Siblings(row, first=probs_C[index].item())
         chain.previous = index if ids_C is None else int(ids_C[index])

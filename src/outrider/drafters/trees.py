@@ -22,7 +22,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall
+from outrider.drafters.base import DraftCall, drawing_for
 from outrider.drafters.draft import Draft, Siblings, draw_siblings, over_vocabulary
 from outrider.drafters.heads import ChainHeads
 from outrider.sampling import warp
@@ -215,9 +215,10 @@ class _Drawing:
             return
         call, ids_Vd, before = self.call, self.ids_Vd, self.path(node)[1:]
         seen_V = call.seen.with_tokens(before)
-        row_Vd = warp(logits_Vd, call.params, seen_V if seen_V is None or ids_Vd is None else seen_V[ids_Vd])
         position = call.position + len(before)
-        found = draw_siblings(row_Vd, len(children), call.source, noise=call.noise, position=position, ids=ids_Vd)
+        with drawing_for(call):
+            row_Vd = warp(logits_Vd, call.params, seen_V if seen_V is None or ids_Vd is None else seen_V[ids_Vd])
+            found = draw_siblings(row_Vd, len(children), call.source, noise=call.noise, position=position, ids=ids_Vd)
         self.tokens |= zip(children, found if ids_Vd is None else ids_Vd[found].tolist(), strict=False)
         self.rows[node] = row_Vd
 

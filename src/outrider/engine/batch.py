@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.request import FinishReason, RequestState, StopRules
-from outrider.drafters.base import Drafter
+from outrider.drafters.base import Drafter, FailedCall
 from outrider.drafters.draft import Draft
 from outrider.engine.scheduler import Progress, StepPlan
 from outrider.sampling import RandomSource, SamplingParams
@@ -39,7 +39,8 @@ class Request:
 class Output:
     """Tokens and text that a step gave a request; `finish` is set on its last output.
 
-    `seed`: what it is sampled with; None where another engine does not say.
+    `seed`: what it is sampled with; None where another engine does not say. `error`: what ended it, where `finish` is
+    "error".
     """
 
     id: str
@@ -47,6 +48,7 @@ class Output:
     text: str
     finish: FinishReason | None
     seed: int | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class StepBatch:
 
     Args:
         states, progress: of every request in the plan.
+        failed: requests that end with this step, and why; those whose drafting fails join them.
     """
 
     def __init__(
@@ -109,9 +112,10 @@ class StepBatch:
         plan: StepPlan,
         states: Mapping[str, RequestState],
         progress: Mapping[str, Progress],
+        failed: dict[str, Exception],
     ) -> None:
         self.target, self.kv, self.drafter, self.gate, self.history = target, kv, drafter, gate, history
-        self.work, self.states, self.progress = plan.work, states, progress
+        self.work, self.states, self.progress, self.failed = plan.work, states, progress, failed
         self.deciding = [work for work in plan.work if work.decodes]
         self.ids = [work.id for work in self.deciding]
         self.prefill_tokens = sum(work.prefill for work in plan.work)
@@ -128,7 +132,7 @@ class StepBatch:
     def draft(self, min_confidence: float) -> Sequence[Draft]:
         """A block or tree for every request that may use one and that the gate lets draft."""
         drafts: list[Draft] = [Draft.empty() for _ in self.deciding]
-        able = [i for i, work in enumerate(self.deciding) if work.limit > 0]
+        able = [i for i, work in enumerate(self.deciding) if work.limit > 0 and work.id not in self.failed]
         if self.drafter is None or not able:
             return drafts
         ids = [self.ids[i] for i in able]
@@ -137,14 +141,23 @@ class StepBatch:
         depths = self.gate.depths(view).tolist()
         limits = {i: min(self.deciding[i].limit, depth) for i, depth in zip(able, depths, strict=True)}
         chosen = [i for i in able if limits[i]]
-        self.drafting = len(chosen)
-        if chosen:
+        while chosen:
             with self.draft_clock:
                 self._read([self.states[self.ids[i]] for i in chosen])
                 calls = [self.states[self.ids[i]].draft_call(limits[i]) for i in chosen]
-                found = self.drafter.propose(calls, min_confidence)
+                try:
+                    found = self.drafter.propose(calls, min_confidence)
+                except FailedCall as error:
+                    # Ended, not drafted for again: whether drawing fails may depend on what is drawn. The others draw
+                    # anew, which their own tokens had no part in.
+                    lost = next(i for i, call in zip(chosen, calls, strict=True) if call.session is error.session)
+                    self.failed[self.ids[lost]] = error
+                    chosen.remove(lost)
+                    continue
             for i, draft in zip(chosen, found, strict=True):
                 drafts[i] = draft
+            break
+        self.drafting = len(chosen)
         return drafts
 
     def view(self, drafts: Sequence[Draft]) -> StepView:

@@ -11,11 +11,12 @@ temperature 0 they are plain decoding's (up to ties of rounding, docs/architectu
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import torch
 
 from outrider.decoding.request import RequestState
-from outrider.decoding.round import RoundResult, run_round
+from outrider.decoding.round import RoundResult, attempt_round
 from outrider.drafters.base import Drafter, draft_slots
 from outrider.engine.batch import Output, Request, StepBatch, StepRecord
 from outrider.engine.scheduler import EngineConfig, Scheduler
@@ -90,15 +91,23 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """Run one step and return an output for every request that got tokens."""
+        """Run one step and return an output for every request that got tokens or failed.
+
+        An exception in what is done for one request alone (its session, drawing its drafts, verifying them, its text)
+        ends that request with the finish "error"; one in what is done for all together is raised.
+        """
         started = time.perf_counter()
         plan = self.scheduler.plan()
         for id in plan.preempted:
             self._end_session(id)
             self._states[id].leave()
+        failed: dict[str, Exception] = {}
         if self.drafter is not None:
             for id in plan.admitted:
-                self._states[id].session = self.drafter.new_session(self._states[id].capacity)
+                try:
+                    self._states[id].session = self.drafter.new_session(self._states[id].capacity)
+                except Exception as error:
+                    failed[id] = error
         if not plan.work:
             return []
         batch = StepBatch(
@@ -110,38 +119,51 @@ class Engine:
             plan=plan,
             states=self._states,
             progress=self.scheduler.running,
+            failed=failed,
         )
-        results: list[RoundResult] = []
+        results: dict[str, RoundResult] = {}
         if batch.deciding:
-            results = run_round(batch, self.policy)
+            for id, result in zip(batch.ids, attempt_round(batch, self.policy), strict=True):
+                if isinstance(result, RoundResult):
+                    results[id] = result
+                else:
+                    failed[id] = result
         else:
             batch.score([])
         outputs = self._commit(batch, results)
         self.last = self._record(batch, results, outputs, seconds=time.perf_counter() - started)
         return outputs
 
-    def _commit(self, batch: StepBatch, results: list[RoundResult]) -> list[Output]:
-        by_id = dict(zip(batch.ids, results, strict=True))
+    def _commit(self, batch: StepBatch, results: Mapping[str, RoundResult]) -> list[Output]:
         outputs: list[Output] = []
         kept: dict[str, list[int]] = {}
         for work in batch.work:
-            if not work.decodes:
+            if not work.decodes and work.id not in batch.failed:
                 self.scheduler.advance(work.id, work.prefill)
                 kept[work.id] = list(range(work.prefill))
                 continue
-            state = self._states[work.id]
-            tokens, text, finish = state.commit(by_id[work.id].tokens)
-            output = Output(work.id, tokens, text, finish=finish, seed=state.seed)
+            output = self._output(work.id, results.get(work.id), batch.failed.get(work.id))
             outputs.append(output)
             if output.finish is None:
                 self.scheduler.commit(work.id, len(output.tokens))
-                path = by_id[work.id].verdict.path
+                path = results[work.id].verdict.path
                 kept[work.id] = [*range(work.prefill + 1), *(work.prefill + 1 + node for node in path)]
         batch.close(kept)
         for output in outputs:
             if output.finish is not None:
                 self._forget(output.id)
         return outputs
+
+    def _output(self, id: str, result: RoundResult | None, error: Exception | None) -> Output:
+        """What a step gave a request: the committed tokens of `result`, or the `error` that ends it."""
+        state = self._states[id]
+        if result is not None and error is None:
+            try:
+                tokens, text, finish = state.commit(result.tokens)
+                return Output(id, tokens, text, finish=finish, seed=state.seed)
+            except Exception as raised:
+                error = raised
+        return Output(id, [], "", finish="error", seed=state.seed, error=error)
 
     def _forget(self, id: str) -> None:
         self._end_session(id)
@@ -155,7 +177,7 @@ class Engine:
             self.drafter.end(session)
 
     def _record(
-        self, batch: StepBatch, results: list[RoundResult], outputs: list[Output], seconds: float
+        self, batch: StepBatch, results: Mapping[str, RoundResult], outputs: list[Output], seconds: float
     ) -> StepRecord:
         draft, verify = batch.draft_clock.take(), batch.verify_clock.take()
         return StepRecord(
@@ -167,9 +189,11 @@ class Engine:
             drafting=batch.drafting,
             tokens=batch.rows,
             prefill_tokens=batch.prefill_tokens,
-            proposed=sum(len(result.draft.tokens) for result in results),
-            admitted=sum(len(result.verified.tokens) for result in results),
-            accepted=sum(min(r.verdict.accepted, len(o.tokens)) for r, o in zip(results, outputs, strict=True)),
+            proposed=sum(len(result.draft.tokens) for result in results.values()),
+            admitted=sum(len(result.verified.tokens) for result in results.values()),
+            accepted=sum(
+                min(results[output.id].verdict.accepted, len(output.tokens)) for output in outputs if output.tokens
+            ),
             committed=sum(len(output.tokens) for output in outputs),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),

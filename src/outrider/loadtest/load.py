@@ -230,6 +230,8 @@ class MeasuredRequest:
     accepted_length: float | None = None
 
     def take(self, output: Output, now: float) -> None:
+        if output.error is not None:
+            raise output.error
         self.tokens += output.tokens
         if output.tokens:
             self.times.append(now)

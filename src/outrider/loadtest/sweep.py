@@ -311,6 +311,8 @@ def responses(backend: Backend, prompts: Sequence[Sequence[int]], max_new_tokens
         backend.submit(Request(str(index), list(prompt), rules=rules))
     while not backend.idle:
         for output in backend.step():
+            if output.error is not None:
+                raise output.error
             found[int(output.id)] += output.tokens
             if output.finish is not None and isinstance(backend, ReportsAcceptance):
                 found[int(output.id)] = backend.request_stats(output.id).tokens or found[int(output.id)]
