@@ -147,3 +147,24 @@ def test_links_and_files_in_the_place_of_a_directory(tmp_path: Path) -> None:
     assert tree(tmp_path) == {
         "elsewhere": "", "elsewhere/notes": "mine", "link": "", "link/weights": "new", "file": "mine"
     }  # fmt: skip
+
+
+def test_a_writer_that_is_alive_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`outrider train --dry-run`, say, while that run is trained: it looks at the state at any moment."""
+    place, rename, seen = tmp_path / "state", Path.rename, []
+
+    def looked_at(self: Path, to: Path) -> Path:
+        recover_interrupted_write(place)
+        moved = rename(self, to)
+        recover_interrupted_write(place)
+        seen.append(to)
+        return moved
+
+    for text in ("first", "second", "third"):
+        with atomic_directory(place) as staging:
+            recover_interrupted_write(place)
+            (staging / "weights").write_text(text)
+            monkeypatch.setattr(Path, "rename", looked_at)
+        monkeypatch.setattr(Path, "rename", rename)
+        assert tree(tmp_path) == {"state": "", "state/weights": text}
+    assert len(seen) >= 5

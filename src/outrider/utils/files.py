@@ -10,7 +10,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +18,8 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+
+from outrider.utils.locks import is_held, marked_in_use
 
 
 def cache_dir() -> Path:
@@ -153,20 +155,22 @@ def atomic_directory(destination: Path) -> Iterator[Path]:
     staging = _temporary(destination)
     staging.mkdir()  # not mkdtemp: a checkpoint must be readable by whom the umask allows
     try:
-        yield staging
-        for file in staging.iterdir():
-            file.chmod(staging.stat().st_mode & 0o666)  # safetensors writes files for the owner only
-        if os.path.lexists(destination):
-            retired = staging.with_name(f"{staging.name}.old")
-            destination.rename(retired)
-            try:
+        with marked_in_use(staging):
+            yield staging
+            for file in staging.iterdir():
+                file.chmod(staging.stat().st_mode & 0o666)  # safetensors writes files for the owner only
+            if os.path.lexists(destination):
+                retired = staging.with_name(f"{staging.name}.old")
+                destination.rename(retired)
+                try:
+                    staging.rename(destination)
+                except OSError:
+                    retired.rename(destination)
+                    raise
+                with suppress(FileNotFoundError):  # another process has removed it
+                    retired.rename(staging)  # without .old: nobody restores it, should we be killed while it is removed
+            else:
                 staging.rename(destination)
-            except OSError:
-                retired.rename(destination)
-                raise
-            retired.rename(staging)  # not .old any more: it is not restored, should we be killed while it is removed
-        else:
-            staging.rename(destination)
     except (OSError, SafetensorError) as error:
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         if full:
@@ -182,13 +186,15 @@ def atomic_directory(destination: Path) -> Iterator[Path]:
 def recover_interrupted_write(destination: Path) -> None:
     """Recover from a writer killed inside `atomic_directory`: restore the former directory, remove temporary ones.
 
-    For the process that writes `destination`, and only one does.
+    What belongs to a writer that is alive stays as it is.
     """
-    left = unfinished_writes(destination.parent, destination.name)
+    found = unfinished_writes(destination.parent, destination.name)
+    left = [path for path in found if not is_held(path.with_name(path.name.removesuffix(".old")))]
     retired = [path for path in left if path.suffix == ".old"]
     if retired and not os.path.lexists(destination):
         last = max(retired, key=lambda path: path.lstat().st_ctime_ns)
-        last.rename(destination)  # killed between the two renames: it was complete
+        with suppress(FileNotFoundError):  # another process was faster
+            last.rename(destination)  # killed between the two renames: it was complete
         left.remove(last)
     for path in left:
         _remove(path)

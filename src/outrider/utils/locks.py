@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOCK = ".lock"  # of a training, in its OUT
@@ -36,11 +36,29 @@ def sole_process(path: Path, taken: str | None = None) -> Iterator[None]:
         os.close(file)
 
 
+@contextmanager
+def marked_in_use(directory: Path) -> Iterator[None]:
+    """Hold a lock on a directory of our own, under whatever name it is moved to, so that `is_held` says so.
+
+    On file systems that cannot lock directories it has no effect.
+    """
+    file = _open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(file)
+
+
 def is_held(path: Path) -> bool:
-    """Whether a process holds the lock file."""
-    if path.is_symlink() or not path.is_file():
+    """Whether a process holds the lock file or directory."""
+    if path.is_symlink() or not path.exists():
         return False
-    file = _open(path, os.O_RDONLY)
+    try:
+        file = _open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
