@@ -235,6 +235,27 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing tensor": (set_tensors(norm__weight=None), r"missing norm\.weight"),
     "unknown tensor": (set_tensors(layers__9__x=torch.zeros(2)), r"unknown layers\.9\.x"),
     "wrong shape": (set_tensors(fc__weight=torch.zeros(32, 64)), r"fc\.weight has shape \[32, 64\].*\[32, 96\]"),
+    "integers": (
+        set_tensors(norm__weight=torch.ones(32, dtype=torch.int8)),
+        r"norm\.weight is of type int8: quantised",
+    ),
+    "integers as a head": (
+        set_tensors(lm_head__weight=torch.ones(40, 32, dtype=torch.int64)),
+        r"lm_head\.weight is of type int64: quantised",
+    ),
+    "eight bits": (
+        set_tensors(norm__weight=torch.ones(32).to(torch.float8_e4m3fn)),
+        r"norm\.weight is of type torch\.float8_e4m3fn, config\.json implies torch\.float32",
+    ),
+    "NaN": (set_tensors(norm__weight=torch.full((32,), torch.nan)), r"norm\.weight has NaN or infinity"),
+    "an infinite element": (
+        set_tensors(norm__weight=torch.cat([torch.ones(31), -torch.tensor([torch.inf])]).half()),
+        r"norm\.weight has NaN or infinity",
+    ),
+    "NaN in its own head": (
+        set_tensors(lm_head__weight=torch.full((40, 32), torch.nan)),
+        r"lm_head\.weight has NaN or infinity",
+    ),
     "missing d2t": (set_tensors(d2t=None), "draft_vocab_size 40 of 97 needs the tensor d2t"),
     "short d2t": (set_tensors(d2t=torch.zeros(39, dtype=torch.long)), "d2t has 39 entries.*40 of 97"),
     "d2t beyond": (set_tensors(d2t=torch.full((40,), 80)), "d2t has 40 entries up to id 119"),

@@ -412,7 +412,7 @@ def test_mistakes_in_prompts_and_targets(run: Run, toy: Path, tmp_path: Path) ->
     for text, message in (
         ("{", "config.json: not valid JSON"),
         ("{}", "config.json is no config of a model that transformers knows: Unrecognized model"),
-        (json.dumps({**toy_config, "hidden_size": "x"}), "knows: Validation error for field 'hidden_size'"),
+        (json.dumps({**toy_config, "hidden_size": "x"}), "config.json: hidden_size is 'x'; it must be an integer"),
     ):
         config.write_text(text)
         check_error(run("generate", "hi", "--target", tmp_path, "--drafter", "ngram"), message)

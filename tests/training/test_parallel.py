@@ -249,6 +249,7 @@ def test_devices_that_cannot_be_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match=r"'cuda': PyTorch sees no CUDA device"), join("cuda"):
         pass
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"'cuda:0' names one GPU for 2 ranks; use device=cuda"), join("cuda:0"):
         pass

@@ -32,6 +32,7 @@ from outrider.drafters.registry import method_of
 from outrider.target.model import Target
 from outrider.utils.files import (
     atomic_directory,
+    check_finite,
     read_mapping,
     read_weights,
     refuse_archive,
@@ -164,8 +165,8 @@ def load_checkpoint(
         num_target_layers: of the target it will serve; some dialects do not state it.
 
     Raises:
-        ValueError: not a drafter, another dialect, missing or unknown tensors, wrong shapes; the message names the
-            file and the field or tensor.
+        ValueError: not a drafter, another dialect, tensors that are missing, unknown, not finite, or of the wrong shape
+            or type; the message names the file and the field or tensor.
     """
     directory = packaged(directory, "models")
     weights = load_weights(directory, num_target_layers).folded(torch.float32, usable_device(device))
@@ -188,7 +189,14 @@ def load_weights(directory: Path, num_target_layers: int | None = None) -> Draft
         ValueError: as `load_checkpoint`.
     """
     raw, dialect = read_config(directory)
-    return dialect.read(raw, read_weights(directory), Source(str(directory / "config.json"), num_target_layers))
+    tensors = read_weights(directory)
+    if integers := [n for n, t in tensors.items() if n.endswith(("weight", "bias")) and not t.is_floating_point()]:
+        raise ValueError(
+            f"{directory}: {integers[0]} is of type {dtype_name(tensors[integers[0]].dtype)}: quantised drafters are "
+            "not read; give the one it was made from."
+        )
+    check_finite(directory, tensors)
+    return dialect.read(raw, tensors, Source(str(directory / "config.json"), num_target_layers))
 
 
 def read_config(directory: Path) -> tuple[dict[str, Any], Dialect]:

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from jinja2.exceptions import TemplateError
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from outrider.data.conversations import Conversation, Turn, chat_messages, messages_of
 from outrider.data.responses import Reply
 from outrider.target.hub import load_tokenizer, model_config, resolve_model
+from outrider.target.loading import end_tokens, generation_config
 from outrider.target.model import Target
 
 
@@ -128,14 +129,11 @@ class Chat:
         """Read tokenizer and configs only.
 
         Raises:
-            ValueError: the model cannot be found.
+            ValueError: the model cannot be found, or its files are damaged.
         """
         path = resolve_model(id_or_dir, weights=False)
         config: Any = model_config(path)
-        found: Any = config.eos_token_id
-        if (path / "generation_config.json").is_file():
-            found = GenerationConfig.from_pretrained(path).eos_token_id or found
-        eos = frozenset([] if found is None else [found] if isinstance(found, int) else found)
+        eos = end_tokens(generation_config(path).eos_token_id or config.eos_token_id, path)
         return cls(id_or_dir, load_tokenizer(path), eos, config.vocab_size, config.max_position_embeddings)
 
     @property

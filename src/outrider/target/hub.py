@@ -28,6 +28,7 @@ from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from outrider.target.loading import check_config, load_model
 from outrider.utils.files import cache_dir, file_sha256, read_mapping
 
 EMBEDDED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -88,14 +89,18 @@ def model_config(directory: Path) -> PretrainedConfig:
     """config.json of a model's directory.
 
     Raises:
-        ValueError: it is damaged, of a model that transformers does not know, or needs code of its own.
+        ValueError: it is damaged, of a model that transformers does not know, needs code of its own, or says what no
+            model can be.
     """
     path = directory / "config.json"
-    read_mapping(path)
+    raw = read_mapping(path)
+    section = raw.get("text_config")
+    check_config(section if isinstance(section, dict) else raw, path)  # transformers divides by some of them
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # ValueError, KeyError, TypeError, and what validates its fields
         raise ValueError(f"{path} is no config of a model that transformers knows: {_reason(error)}") from error
+    check_config(config.get_text_config().to_dict(), path)
     return config
 
 
@@ -360,7 +365,7 @@ def _merge(adapter: Path, base: str, source: Path, staging: Path) -> None:
 
     if not any(adapter.glob("*.safetensors")):
         raise ValueError(f"{adapter} has no adapter_model.safetensors: save the adapter again as safetensors.")
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=False)
+    model = load_model(model_config(source), source, dtype="auto")
     try:
         merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
     except (AttributeError, RuntimeError, ValueError) as error:

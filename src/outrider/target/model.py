@@ -11,13 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging as transformers_logging
-from transformers.utils.quantization_config import Mxfp4Config
 
 from outrider.target.attention import Branches
 from outrider.target.cache import KVCache, recurrent_modules
@@ -25,6 +21,7 @@ from outrider.target.hf import FamilyDecoder, text_decoder
 from outrider.target.hub import load_tokenizer, model_config, resolve_model
 from outrider.target.lean import LeanDecoder
 from outrider.target.linear import PackedLinear
+from outrider.target.loading import generation_config, load_model, outline_model
 from outrider.target.paged import PagedKV, RaggedOutput, RaggedStep, Span
 from outrider.utils.measure import usable_device
 
@@ -384,10 +381,8 @@ def outline_target(id_or_dir: str | Path) -> Target:
     path = resolve_model(str(id_or_dir), weights=False)
     config = model_config(path)
     family_of(config.get_text_config())
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    if (path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
+    model = outline_model(config, path)
+    model.generation_config = generation_config(path)
     return Target(model, load_tokenizer(path), name=str(id_or_dir))
 
 
@@ -405,22 +400,17 @@ def load_target(
         place: called with the model before it moves to `device`, to shard its layers.
 
     Raises:
-        ValueError: the model or the device cannot be found, or its family is not supported.
+        ValueError: the model or the device cannot be found, its family is not supported, or config.json or the weights
+            are damaged (target/loading.py says what is refused).
     """
     device = usable_device(device)
+    if device.type == "meta":
+        raise ValueError("device 'meta' keeps shapes and no values; use auto, cpu or cuda.")
     path = resolve_model(str(id_or_dir))
     config = model_config(path)
     family_of(config.get_text_config())  # refuse before reading gigabytes
-    quantized = getattr(config, "quantization_config", None) or {}
-    # gpt-oss is published in MXFP4; its kernels would round otherwise for other numbers of rows.
-    plain = {"quantization_config": Mxfp4Config(dequantize=True)} if quantized.get("quant_method") == "mxfp4" else {}
-    progress = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False, **plain)
-        place(model)
-        model.to(device)
-    finally:
-        if progress:
-            transformers_logging.enable_progress_bar()
+    generation_config(path)
+    model = load_model(config, path, dtype)
+    place(model)
+    model.to(device)
     return Target(model, load_tokenizer(path), name=str(id_or_dir))

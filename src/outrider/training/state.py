@@ -23,7 +23,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from outrider.utils.distributed import Ranks, full_tensor
-from outrider.utils.files import atomic_directory, read_tensors, recover_interrupted_write
+from outrider.utils.files import (
+    atomic_directory,
+    check_finite,
+    check_tensors,
+    read_mapping,
+    read_tensors,
+    recover_interrupted_write,
+)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -60,18 +67,22 @@ def load_state(directory: Path, module: nn.Module, optimizer: torch.optim.Optimi
     """Restore in place and return the step to go on from; 0 where there is nothing to resume.
 
     Raises:
-        ValueError: the state belongs to another recipe, or is damaged.
+        ValueError: the state belongs to another recipe, or a tensor is missing, unknown, not finite, or of another
+            shape or type.
     """
     stored = read_run(directory)
     if not stored:
         return 0
     check_settings(directory, stored["settings"], settings)
-    tensors = read_tensors(directory / "state.safetensors")
-    missing = [n for n, _ in module.named_parameters() if f"weight.{n}" not in tensors]
-    if missing:
-        raise ValueError(
-            f"{directory / 'state.safetensors'} lacks {', '.join(missing)}; delete {directory} to start again."
-        )
+    path = directory / "state.safetensors"
+    tensors = read_tensors(path)
+    wanted: dict[str, Tensor] = {f"weight.{name}": parameter for name, parameter in module.named_parameters()}
+    wanted |= {f"buffer.{name}": buffer for name, buffer in module.named_buffers()}
+    for name, parameter in module.named_parameters():
+        if any(f"{moment}.{name}" in tensors for moment in _MOMENTS):  # none of a parameter without gradients
+            wanted |= {f"{moment}.{name}": parameter for moment in _MOMENTS} | {f"step.{name}": torch.zeros(())}
+    check_tensors(path, tensors, wanted, source="the recipe", exact_types=True)
+    check_finite(path, tensors)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(_placed(tensors[f"weight.{name}"], parameter))
@@ -82,11 +93,31 @@ def load_state(directory: Path, module: nn.Module, optimizer: torch.optim.Optimi
     return int(stored["step"])
 
 
+_FIELDS = {"step": int, "threads": int, "settings": dict, "watch": dict}
+_MEMORY = {"best": float, "best_step": int, "mark": float, "failed": int}  # of `watch`, empty before the first check
+
+
 def read_run(directory: Path) -> dict[str, Any]:
-    """`step`, `threads`, `settings` and `watch` of a saved state; empty where there is none."""
+    """`step`, `threads`, `settings` and `watch` of a saved state; empty where there is none.
+
+    Raises:
+        ValueError: state.json is damaged.
+    """
     recover_interrupted_write(directory)
     path = directory / "state.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    found = read_mapping(path)
+    wrong = {name: found.get(name) for name, kind in _FIELDS.items() if type(found.get(name)) is not kind}
+    if not wrong:
+        wrong |= {name: found[name] for name, least in (("step", 0), ("threads", 1)) if found[name] < least}
+        memory = found["watch"]
+        wrong |= {
+            f"watch.{n}": memory.get(n) for n, kind in _MEMORY.items() if memory and type(memory.get(n)) is not kind
+        }
+    if wrong:
+        named = ", ".join(f"{name} is {value!r}" for name, value in wrong.items())
+        raise ValueError(f"{path} is damaged ({named}); delete {directory} to start again.")
     return found
 
 

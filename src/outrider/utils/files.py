@@ -12,10 +12,11 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
+import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -211,6 +212,7 @@ def _remove(path: Path) -> None:
 _WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")  # the latter: Medusa's own releases
 _MASK = "mask_embedding.pt"  # vLLM reads it beside a DFlash drafter's weights
 _INDEX = "model.safetensors.index.json"
+_FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 _ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".xz", ".7z", ".bz2", ".zst", ".nemo"}
 
@@ -284,25 +286,65 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     return found
 
 
+class StoredTensor(NamedTuple):
+    """A tensor as its file's header has it; `kind` is safetensors' word for the type, as BF16."""
+
+    path: Path
+    shape: list[int]
+    kind: str
+
+
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint directory by name, from the headers of its files: no weights are read.
+
+    Raises:
+        ValueError: see `read_weights`.
+    """
+    found: dict[str, StoredTensor] = {}
+    for path in weight_files(directory):
+        with _readable(path), safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            found |= {name: StoredTensor(path, list(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    return found
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a safetensors file.
 
     Raises:
         ValueError: missing or not a readable safetensors file.
     """
+    with _readable(path):
+        return load_file(path)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turns what safetensors raises for a damaged file into a ValueError that names it."""
     if not path.is_file():
         raise ValueError(f"{path} is missing: not a complete checkpoint directory.")
     try:
-        return load_file(path)
+        yield
     except (SafetensorError, UnicodeDecodeError, KeyError, OverflowError, TypeError) as error:
         raise ValueError(f"{path} is not a readable safetensors file ({error}); save or fetch it again.") from error
 
 
-def check_tensors(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Check names and shapes of the tensors of a file.
+def check_tensors(
+    path: Path,
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    source: str = "config.json",
+    exact_types: bool = False,
+) -> None:
+    """Check names, shapes and types of the tensors of a file.
+
+    Args:
+        wanted: tensors of the right shapes and types; meta tensors will do.
+        source: what `wanted` follows from, for messages.
+        exact_types: whether one floating-point type may not stand for another. Integers never stand for floats.
 
     Raises:
-        ValueError: naming what is missing, unknown, or of another shape.
+        ValueError: naming what is missing, unknown, or of another shape or type.
     """
     missing = sorted(set(wanted) - set(found))
     unknown = sorted(set(found) - set(wanted))
@@ -312,12 +354,35 @@ def check_tensors(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, 
             for what, names in (("missing", missing), ("unknown", unknown))
             if names
         ]
-        raise ValueError(f"{path}: tensors do not match config.json: {'; '.join(parts)}.")
+        raise ValueError(f"{path}: tensors do not match {source}: {'; '.join(parts)}.")
     for name, tensor in wanted.items():
         if found[name].shape != tensor.shape:
             raise ValueError(
-                f"{path}: {name} has shape {list(found[name].shape)}, config.json implies {list(tensor.shape)}."
+                f"{path}: {name} has shape {list(found[name].shape)}, {source} implies {list(tensor.shape)}."
             )
+        same = found[name].dtype == tensor.dtype
+        if not same and (exact_types or not {found[name].dtype, tensor.dtype} <= _FLOATS):
+            raise ValueError(f"{path}: {name} is of type {found[name].dtype}, {source} implies {tensor.dtype}.")
+
+
+def check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse weights that hold NaN or infinity.
+
+    Raises:
+        ValueError: naming the tensors.
+    """
+    # A finite sum has only finite terms, costs one reading and no copy; one that overflows is looked at again.
+    broken = [
+        name
+        for name, tensor in tensors.items()
+        if tensor.dtype in _FLOATS and not tensor.sum().isfinite() and not tensor.isfinite().all()
+    ]
+    if broken:
+        more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+        raise ValueError(
+            f"{path}: {', '.join(broken[:3])}{more} has NaN or infinity: training diverged or the file was damaged. "
+            "Fetch it again or take an earlier checkpoint."
+        )
 
 
 def file_sha256(path: Path) -> str:

@@ -85,7 +85,7 @@ def usable_device(name: str | torch.device) -> torch.device:
     """The device of that name; `auto` is CUDA where there is one, else the CPU.
 
     Raises:
-        ValueError: PyTorch knows none of that name, or CUDA is not there.
+        ValueError: PyTorch knows none of that name, or this machine has none.
     """
     import torch
 
@@ -97,6 +97,14 @@ def usable_device(name: str | torch.device) -> torch.device:
         raise ValueError(f"device {name!r} is none that PyTorch knows; use auto, cpu, cuda or cuda:1.") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {str(name)!r}: PyTorch sees no CUDA device; use cpu.")
+    if device.type == "cuda":  # a tensor there would take memory of the first GPU in every rank
+        if (device.index or 0) >= (count := torch.cuda.device_count()):
+            raise ValueError(f"device {str(name)!r}: PyTorch sees {count} CUDA devices, counted from cuda:0.")
+        return device
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:  # not here, or not built in
+        raise ValueError(f"device {str(name)!r} cannot be used on this machine; use auto, cpu or cuda.") from error
     return device
 
 
