@@ -97,6 +97,8 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def start(self, name: str, policy: Policy, gated: bool, blocks: int) -> None:
         self.drafts, self.number = name != "none", 0
+        if name in ("ngram", "tree"):  # without confidences
+            policy = POLICIES[blocks % 2]
         gate = SkipDrafting(COSTS) if gated and policy.min_confidence == 0 else None
         config = EngineConfig(max_requests=4, token_budget=24, block_size=4, num_blocks=blocks)
         self.engine = Engine(target(), drafter(name), policy, gate, config)
