@@ -51,6 +51,13 @@ def test_thresholds_by_hand() -> None:
     assert TypicalAcceptance(epsilon=0.2, delta=0.1).threshold(half) == pytest.approx(0.05)
 
 
+def test_a_token_right_at_the_threshold_is_kept() -> None:
+    target = rows([0.25, 0.5, 0.25], [0.0, 1.0, 0.0])
+    rule = TypicalAcceptance(epsilon=0.25, delta=1.0)
+    assert rule.threshold(target[0]) == 0.25
+    assert verify(Draft.chain([0]), TargetRows(target.__getitem__), Likeliest(), rule).path == [0]
+
+
 def test_a_chain_is_kept_up_to_its_first_implausible_token() -> None:
     target = rows([0.5, 0.4, 0.1], [0.05, 0.9, 0.05], [1.0, 0.0, 0.0])
     verdict = verify(Draft.chain([1, 0, 0]), TargetRows(target.__getitem__), Likeliest(), TypicalAcceptance())
