@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import outrider.training.estimate as estimates
-from outrider.cli import calibrate, data, evaluate, train
+from outrider.cli import bench, calibrate, data, evaluate, experiment, train
 from outrider.training.estimate import Estimate, Measurements, Rates, Texts, estimate, responding, training
 from outrider.training.recipe import Recipe, load_recipe
 from outrider.utils import machine
@@ -40,7 +41,7 @@ def directory(tmp_path: Path, toy: Path, cache: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    for module in (calibrate, data, evaluate, train):
+    for module in (bench, calibrate, data, evaluate, experiment, train):
         monkeypatch.setattr(module, "set_up", lambda threads: None)
     return in_process(monkeypatch, capfd)
 
@@ -148,14 +149,30 @@ def commands(directory: Path) -> dict[str, list[object]]:
         "calibrate": [*target, *drafter, *tasks],
         "doctor": [*target, *drafter, "--data", directory / "replies.jsonl"],
         "bench": [*target, *drafter, *tasks, *out, "--concurrency", "1,4"],
+        "features write": [directory / "recipe.yaml", "--of", "2"],
+        "profile": [*target, *drafter, "--out", directory / "made.json", "--contexts", "8,16", "--max-requests", "2"],
+        "bench-drafters": [directory / "drafter", "ngram", *target, "--out", directory / "made.json"],
+        "simulate": ["--record", directory / "made.npz", *target, *drafter, *tasks],
+        "demo": [*overrides(directory / "recipe.yaml"), *out],
     }
 
 
-@pytest.mark.parametrize("verb", ["train", "prepare", "eval", "calibrate", "doctor", "bench"])
+def overrides(recipe: Path) -> list[str]:
+    """A recipe as changes of the packaged one, which `outrider demo` takes."""
+    fields = yaml.safe_load(recipe.read_text())
+    fields["data"]["prompts"] = [{"path": str(recipe.with_name("prompts.jsonl"))}]
+    return [f"{name}={json.dumps(value)}" for name, value in fields.items() if name != "out"]
+
+
+VERBS = ["train", "prepare", "eval", "calibrate", "doctor", "bench"]
+VERBS += ["features write", "profile", "bench-drafters", "simulate", "demo"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
 def test_a_dry_run_shows_a_table_and_writes_nothing(directory: Path, run: Run, verb: str) -> None:
     arguments = commands(directory)[verb]
     before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-    status, said, errors = run(verb, *arguments, "--dry-run")
+    status, said, errors = run(*verb.split(), *arguments, "--dry-run")
     assert status == 0, errors
     assert re.search(r"^part +time +memory +disk +from", said, re.MULTILINE) and re.search(
         r"^load ", said, re.MULTILINE
@@ -165,7 +182,25 @@ def test_a_dry_run_shows_a_table_and_writes_nothing(directory: Path, run: Run, v
     assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
 
 
+def test_the_commands_of_an_experiment_and_their_time(directory: Path, run: Run) -> None:
+    """Before anything was made: of what is prepared, trained and evaluated; a target that is not here is said."""
+    table: dict[str, object] = {"out": str(directory / "made"), "recipe": "recipe.yaml", "tasks": ["prompts.jsonl"]}
+    table |= {"evaluate": {"max_new_tokens": 6}, "rows": {"mine": {}, "lookup": {"drafter": "ngram"}}}
+    (directory / "table.yaml").write_text(json.dumps(table))
+    status, said, errors = run("experiment", directory / "table.yaml", "--dry-run")
+    assert status == 0, errors
+    lines = [line for line in said.splitlines() if re.match(r"\[|    (about|time)|in all", line)]
+    verbs = [match[1] if (match := re.search(r"outrider (\S+)", line)) else line.split()[0] for line in lines]
+    timed = [word for verb in ("prepare", "train", "eval", "eval") for word in (verb, "about")]
+    assert verbs == [*timed, "bench-drafters", "compare", "in"], said
+    assert not (directory / "made").exists()
+    (directory / "recipe.yaml").write_text((directory / "recipe.yaml").read_text().replace("/target", "/absent"))
+    status, said, _ = run("experiment", directory / "table.yaml", "--dry-run")
+    assert status == 0 and said.count("\n[") + 1 == 6 and "about" not in said and "is not on this machine" in said
+
+
 def test_what_cannot_be_estimated_is_said(directory: Path, run: Run) -> None:
     verbs = commands(directory)
     check_error(run("bench", *verbs["bench"], "--backend", "vllm", "--dry-run"), "only a run of it can tell")
     check_error(run("doctor", "--data", directory / "replies.jsonl", "--dry-run"), "give --target")
+    check_error(run("simulate", "--dry-run"), "--dry-run is for --record")

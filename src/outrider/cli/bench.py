@@ -210,7 +210,7 @@ def bench_command(
     out: Annotated[Path, option(GENERAL, "directory for points and plots; run again to go on")],
     device: opt.Device = "auto",
     threads: opt.Threads = None,
-    dry_run: Annotated[bool, rare(GENERAL, "only say what it would take: time, memory, disk", "--dry-run")] = False,
+    dry_run: opt.RareDryRun = False,
 ) -> None:
     """Put load on an engine, ours or another: throughput against user speed."""
     from outrider.backends.base import Launch
@@ -435,6 +435,7 @@ def simulate_command(
     thinking: Annotated[bool, rare(RECORD, "ask the chat template for it", "--thinking/--no-thinking")] = False,
     device: Annotated[str, rare(RECORD, "auto, cpu, cuda, ...")] = "auto",
     threads: Annotated[int | None, rare(RECORD, "CPU threads; $OMP_NUM_THREADS, else all", min=1)] = None,
+    dry_run: Annotated[bool, rare(RECORD, "only say what recording would take", "--dry-run")] = False,
     traces: Annotated[Path | None, option(PREDICT, "what --record wrote")] = None,
     profile: Annotated[Path | None, option(PREDICT, 'outrider profile\'s, or {"sps": [...], ...}')] = None,
     validate: Annotated[Path | None, option(PREDICT, "measured frontier.json to compare with")] = None,
@@ -477,6 +478,19 @@ def simulate_command(
             raise ValueError("--record needs --tasks: prompts to decode.")
         check_outputs(files=[recording])
         set_up(threads)
+        if dry_run:
+            from outrider.cli.dry_run import measurements, of_recording
+            from outrider.data.chat import Chat
+            from outrider.loadtest.load import mixed_prompts
+
+            chosen, tokenizer = require_drafter(drafter, target, thinking), Chat.load(target).tokenizer
+            mixed = mixed_prompts(tokenizer, split_names(tasks), max_samples, seed=seed, thinking=thinking)
+            lengths = [len(prompt.tokens) for prompt in mixed]
+            of_recording(
+                measurements(target, device, console), chosen, lengths,
+                most=max_new_tokens, out=recording, console=console,
+            )  # fmt: skip
+            return
         found = record_traces(
             target, drafter, split_names(tasks), count=max_samples, tokens=max_new_tokens, seed=seed,
             thinking=thinking, device=device, console=console,
@@ -484,6 +498,8 @@ def simulate_command(
         found.save(recording)
         show_paths(console, recording)
         return
+    if dry_run:
+        raise ValueError("--dry-run is for --record; a prediction takes seconds.")
     if traces is None or profile is None or out is None:
         raise ValueError("give --traces, --profile and --out; or --record FILE to make traces first.")
     check_outputs(out)

@@ -262,6 +262,7 @@ def profile_command(
     seconds: Annotated[float, option("Steps", "fewer repeats, but three, rather than longer", min=0)] = 120.0,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
+    dry_run: opt.RareDryRun = False,
 ) -> None:
     """Measure the cost of a step on this machine, for load-aware policies."""
     from outrider.backends.sglang import TABLE_FILE, write_sps_table
@@ -277,6 +278,12 @@ def profile_command(
     size, choice = choose_tree(tree), choose_drafter(drafter, target)
     if choice is None and size is not None:
         raise ValueError(f"--drafter {drafter}: nothing is drafted, so --tree has no meaning.")
+    if dry_run:
+        from outrider.cli.dry_run import measurements, of_profile
+
+        rates = measurements(target, device, console)
+        of_profile(rates, choice, None if size is None else size.nodes, config=config, out=out, console=console)
+        return
     loaded = load(target, device)
     ready = None if choice is None else choice.open(loaded, tree=size).drafter
     with counting(console, "profile") as on_progress:

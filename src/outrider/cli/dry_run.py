@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -16,26 +18,42 @@ from outrider.backends.local import NO_SPECULATION, default_variants
 from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.cli.common import split_names
 from outrider.data.regenerate import DataSection
-from outrider.data.responses import join_turns, read_responses
+from outrider.data.responses import TOKEN_BYTES, join_turns, read_responses
 from outrider.data.sources import load_tasks
 from outrider.drafters.base import DraftModule
+from outrider.drafters.language_model import StandaloneConfig
 from outrider.drafters.ngram import NgramConfig
 from outrider.evaluation.doctor.examine import QUICK_SAMPLES, QUICK_TOKENS
+from outrider.evaluation.draft_cost import WARM_UP, with_block_size
+from outrider.evaluation.experiment import ExperimentTable, Stage
+from outrider.evaluation.profile import (
+    FEWEST_SWEEPS,
+    PLAIN_WIDTH,
+    READ,
+    WARM_UP_STEPS,
+    ProfileConfig,
+    grid,
+    request_counts,
+)
 from outrider.target.model import count_layers
-from outrider.training.dataset import recipe_prompts
+from outrider.training.dataset import recipe_prompts, responses_path
 from outrider.training.estimate import (
     RATES,
     Estimate,
     Measurements,
+    Part,
+    Rates,
     Texts,
+    cache_bytes,
     decoding,
+    drafter_share,
     drafting,
     estimate,
     loading,
     measure_texts,
     responding,
 )
-from outrider.training.recipe import Recipe
+from outrider.training.recipe import Recipe, load_recipe
 from outrider.utils.files import cache_dir, free_bytes
 from outrider.utils.machine import free_memory_bytes, training_dtype
 from outrider.utils.measure import default_dtype, usable_device
@@ -213,6 +231,150 @@ def of_bench(
         part = decoding(measured, f"load {level:g}", texts, times=1, at_once=min(users, requests))
         parts.append(part if seconds is None else replace(part, seconds=seconds, source="windows of time, as asked"))
     show(Estimate(tuple(parts)), out, console)
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Of a drafter. `share`: multiplications of a row of it, as a share of the target's; `gamma`: its longest draft.
+
+    A block is one pass; others take one for every token.
+    """
+
+    share: float
+    gamma: int
+    blocks: bool = False
+
+    @staticmethod
+    def of(measured: Measurements, choice: DrafterChoice, block_size: int | None = None) -> _Passes:
+        """Without opening it on the target. Copying n-grams is free, a model (`lm`) takes no more than the target."""
+        if choice.directory is None:
+            usual = NgramConfig.gamma if choice.kind == "ngram" else StandaloneConfig.gamma
+            return _Passes(0.0 if choice.kind == "ngram" else 1.0, choice.gamma or usual)
+        checkpoint = load_checkpoint(choice.directory, num_target_layers=count_layers(measured.name))
+        module = (checkpoint if block_size is None else with_block_size(checkpoint, block_size)).weights.module
+        return _Passes(drafter_share(measured, module), module.config.gamma, module.drafts_blocks)
+
+    def seconds(self, rates: Rates, tokens: int, read: int, requests: int = 1) -> float:
+        """Of reading so many rows of each request, then drafting so many tokens for it."""
+        passes, rows = (1, self.gamma) if self.blocks else (tokens, 1)
+        return self.share * (rates.step(requests * read) + passes * rates.step(requests * rows))
+
+
+def of_drafters(
+    measured: Measurements,
+    choices: Sequence[tuple[DrafterChoice, int | None]],
+    context: int,
+    repeats: int,
+    console: Console,
+) -> None:
+    """`outrider bench-drafters`. `choices`: each with its size of blocks, if another than trained."""
+    rates, parts = measured.rates, [loading(measured)]
+    for choice, block_size in choices:
+        passes, times = _Passes.of(measured, choice, block_size), WARM_UP + repeats
+        rounds = sum(passes.seconds(rates, tokens, READ) for tokens in range(1, passes.gamma + 1))
+        source = f"{times} times drafts of 1 to {passes.gamma} tokens"
+        seconds = times * (rounds + passes.share * context / rates.prefill) + context / rates.prefill
+        parts.append(Part("drafts", source, seconds, memory=rates.memory))
+    show(Estimate(tuple(parts)), None, console)
+
+
+def of_profile(
+    measured: Measurements,
+    choice: DrafterChoice | None,
+    nodes: int | None,
+    *,
+    config: ProfileConfig,
+    out: Path,
+    console: Console,
+) -> None:
+    """`outrider profile`. `nodes`: of the drafter's trees, where it drafts them."""
+    rates, counts = measured.rates, request_counts(config.max_requests)
+    passes = None if choice is None else _Passes.of(measured, choice)
+    slots = 0 if passes is None else nodes or passes.gamma
+    shapes = grid(config, PLAIN_WIDTH if passes is None else slots + 1)
+    sweep = sum(rates.step(tokens) for _, tokens, _ in shapes)
+    if passes is not None:  # drafts, those of one token, and what is read
+        sweep += sum(
+            passes.seconds(rates, passes.gamma, READ, requests=n) + passes.seconds(rates, 1, READ, requests=n)
+            for n in counts
+        )
+    seconds = min(config.repeats * sweep, max(FEWEST_SWEEPS * sweep, config.seconds))
+    source = f"{len(shapes)} shapes of forwards, {max(1, round(seconds / sweep))} times"
+    held = max(requests * context + tokens for requests, tokens, context in shapes) * cache_bytes(measured)
+    steps = round(seconds / sweep) + WARM_UP_STEPS
+    others = steps * sum(rates.step(n * (slots + 1)) for n in counts)
+    memory = rates.memory + held
+    show(
+        Estimate((
+            loading(measured),
+            Part("forwards", source, seconds, memory=memory),
+            Part("engine", f"{steps} steps of up to {counts[-1]} requests", others, memory=memory),
+        )),
+        out,
+        console,
+    )  # fmt: skip
+
+
+def of_recording(
+    measured: Measurements, choice: DrafterChoice, prompts: Sequence[int], *, most: int, out: Path, console: Console
+) -> None:
+    """`outrider simulate --record`: plain decoding, and a draft at every position. `prompts`: their tokens."""
+    rates, count, passes = measured.rates, len(prompts), _Passes.of(measured, choice)
+    texts = Texts(count, count, 0, prompt=sum(prompts) / count, response=rates.reply_tokens(most))
+    positions = count * texts.response
+    seconds = positions * passes.seconds(rates, passes.gamma, 1)
+    disk = positions * (4 * passes.gamma + TOKEN_BYTES) + sum(prompts) * TOKEN_BYTES
+    drafts = Part("drafts", f"{positions:.0f}, one at every position", seconds, memory=rates.memory, disk=disk)
+    show(Estimate((loading(measured), decoding(measured, "decoding", texts, times=1), drafts)), out, console)
+
+
+def of_features(recipe: Recipe, processes: int, console: Console) -> None:
+    """`outrider features write`, by one of so many processes.
+
+    Raises:
+        ValueError: as of `estimate`, or the recipe's run is finished.
+    """
+    measured = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    found = {part.name: part for part in estimate(recipe, measured).parts}
+    if not found:
+        raise ValueError(f"{recipe.out}: the run is finished; its responses and features are not made again.")
+    written = found["features"]
+    written = replace(written, seconds=written.seconds / processes, disk=written.disk / processes)
+    show(Estimate((found["load"], found["responses"], written)), Path(recipe.out), console)
+
+
+def of_stage(table: ExperimentTable, stage: Stage, options: dict[str, Any], console: Console) -> Estimate:
+    """A command of an experiment, before the earlier ones have run; no parts: only its drafters or figures would tell.
+
+    Raises:
+        ValueError: its prompts or its recipe cannot be read.
+    """
+    verb, base = stage.args[0], load_recipe(Path(table.recipe))
+    if verb == "eval":
+        measured = measurements(table.target, options["device"], console)
+        texts = task_texts(
+            measured, options["tasks"], options["max_samples"],
+            max_new_tokens=options["max_new_tokens"], thinking=options["thinking"],
+        )  # fmt: skip
+        return Estimate((loading(measured), decoding(measured, "decoding", texts, times=2)))
+    if verb == "prepare":
+        responses = str(stage.output)
+        recipe = base.model_copy(
+            update={"out": table.out, "data": base.data.model_copy(update={"responses": responses})}
+        )
+        names = {"load", "responses"}
+    elif verb == "features":
+        recipe, names = load_recipe(Path(stage.args[2]), stage.args[3:-1]), {"load", "features"}
+    elif verb == "train":
+        recipe, names = load_recipe(Path(stage.args[1]), stage.args[2:]), {"load", "features", "steps", "checks"}
+        names -= set() if table.feature_aux_layers is None else {"features"}  # stored before
+    else:
+        return Estimate(())
+    if not responses_path(recipe).is_file():
+        data = recipe.data.model_copy(update={"prompts": base.data.prompts})
+        recipe = recipe.model_copy(update={"data": data})
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    return Estimate(tuple(part for part in estimate(recipe, say).parts if part.name in names))
 
 
 def of_demo(recipe: Recipe, evaluations: int, samples: int, tokens: int, tasks: str, *, console: Console) -> None:

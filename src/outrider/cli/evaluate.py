@@ -308,6 +308,7 @@ def bench_drafters(
     out: Annotated[Path | None, option(FILES, "JSON file for the figures, and a PNG beside it")] = None,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
+    dry_run: opt.RareDryRun = False,
 ) -> None:
     """Time drafts by their length, drafters taking turns."""
     from outrider.drafters.draft import TreeSize
@@ -321,6 +322,12 @@ def bench_drafters(
     choices = {name: require_drafter(choice, target) for name, choice in named.items()}
     set_up(threads)
     console = Console()
+    if dry_run:
+        from outrider.cli.dry_run import measurements, of_drafters
+
+        pairs = [(choice, blocks.get(name)) for name, choice in choices.items()]
+        of_drafters(measurements(target, device, console), pairs, context, repeats=repeats, console=console)
+        return
     loaded = load(target, device)
     opened = [(name, choice.open(loaded, blocks.get(name), trees.get(name))) for name, choice in choices.items()]
     measured = [(found.info(name), found.drafter) for name, found in opened]

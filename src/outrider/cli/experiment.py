@@ -18,7 +18,7 @@ from rich.console import Console
 from outrider.api.drafter import recommended_threshold, require_drafter
 from outrider.cli import options as opt
 from outrider.cli.calibrate import calibrate_command
-from outrider.cli.common import choose_policy, choose_tree, choose_typical, counting, load, split_names
+from outrider.cli.common import choose_policy, choose_tree, choose_typical, counting, load, show_lines, split_names
 from outrider.cli.evaluate import bench_drafters, evaluate_command, report
 from outrider.cli.options import FILES, GENERAL, PROMPTS, option, verb_options
 from outrider.cli.train import run_training
@@ -115,7 +115,7 @@ def experiment(
     table: Annotated[Path, typer.Argument(help="YAML with rows of recipes, seeds and tasks, or a packaged one")],
     overrides: Annotated[list[str] | None, typer.Argument(help="fields to change: seeds=[0] threads=1 ...")] = None,
     *,
-    dry_run: Annotated[bool, option(GENERAL, "only print the commands, done ones too", "--dry-run")] = False,
+    dry_run: Annotated[bool, option(GENERAL, "only print the commands, and how long each takes", "--dry-run")] = False,
 ) -> None:
     """Train, evaluate and compare a table of drafters (docs/experiments.md)."""
     from outrider.evaluation.experiment import load_table, plan
@@ -123,14 +123,49 @@ def experiment(
     console = Console()
     loaded = load_table(table, overrides or ())
     stages = plan(loaded)
-    if not dry_run:
-        check_experiment(loaded, table, stages)
+    if dry_run:
+        _dry_run(loaded, stages, console)
+        return
+    check_experiment(loaded, table, stages)
     for number, stage in enumerate(stages, start=1):
         done = "done: " if stage.done else ""
         line = f"[{number}/{len(stages)}] {done}{shlex.join(['outrider', *stage.args])}"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-        if not done and not dry_run:
+        show_lines(console, line)
+        if not done:
             run_stage(stage)
+
+
+def _dry_run(table: ExperimentTable, stages: Sequence[Stage], console: Console) -> None:
+    """The commands, done ones too; below each what it takes, where that is known before the earlier ones have run."""
+    from outrider.cli.dry_run import of_stage, spoken_time
+    from outrider.target.hub import resolve_model
+
+    here, whole = True, 0.0
+    try:
+        resolve_model(table.target, download=False)
+    except ValueError:
+        here = False
+    else:
+        set_up(table.threads)
+    for number, stage in enumerate(stages, start=1):
+        done = "done: " if stage.done else ""
+        show_lines(console, f"[{number}/{len(stages)}] {done}{shlex.join(['outrider', *stage.args])}")
+        if done or not here:
+            continue
+        try:
+            seconds = of_stage(table, stage, _options(stage), console=console).seconds
+        except (ValueError, OSError) as error:
+            show_lines(console, f"    time not known: {error}")
+            continue
+        if seconds:
+            whole += seconds
+            show_lines(console, f"    about {spoken_time(seconds)}")
+    show_lines(
+        console,
+        f"in all about {spoken_time(whole)}, without what has no time above"
+        if here
+        else f"times are not known: the target {table.target} is not on this machine",
+    )
 
 
 def run_stage(stage: Stage) -> None:

@@ -64,6 +64,7 @@ SlaTtft = Annotated[float, rare("Service level", "seconds to the first token tha
 SlaTokensPerSecond = Annotated[float, rare("Service level", "tokens per second that a good request must have")]
 
 DryRun = Annotated[bool, option(GENERAL, "only say what it would take: time, memory, disk", "--dry-run")]
+RareDryRun = Annotated[bool, rare(GENERAL, "only say what it would take: time, memory, disk", "--dry-run")]
 Device = Annotated[str, option(GENERAL, "auto (cuda where there is one), cpu, cuda, ...")]
 Threads = Annotated[int | None, option(GENERAL, "CPU threads; $OMP_NUM_THREADS, else all", min=1)]
 

@@ -181,6 +181,7 @@ def write_features(
         int | None, option("Size", "keep at most this much, as a rolling window (features.max_gb)")
     ] = None,
     yes: Annotated[bool, option("Size", "write whatever the size", "--yes")] = False,
+    dry_run: opt.DryRun = False,
 ) -> None:
     """Write the store, or what is missing of it. Processes i of N write the shards i, i + N, ..."""
     from outrider.training.feature_store import (
@@ -193,6 +194,13 @@ def write_features(
 
     console = Console()
     number, count = _process(shard, of)
+    if dry_run:
+        from outrider.cli.dry_run import of_features
+
+        planned = _store_recipe(recipe, overrides, max_bytes)
+        set_up(planned.threads)
+        of_features(planned, count, console)
+        return
     chosen, run = _prepare(recipe, overrides, max_bytes, console=console, writes=True)
     if chosen.features.max_gb is not None:
         _fill_window(chosen, run, number, count=count, console=console)
@@ -231,15 +239,20 @@ def check_features(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> N
     console.print(f"the store in {store_directory(chosen)} is complete and undamaged")
 
 
+def _store_recipe(path: Path, overrides: list[str] | None, max_bytes: int | None) -> Recipe:
+    from outrider.training.recipe import load_recipe
+
+    extra = [] if max_bytes is None else [f"features.max_gb={max_bytes / 2**30!r}"]
+    return load_recipe(path, ["features.mode=store", *(overrides or []), *extra])
+
+
 def _prepare(
     path: Path, overrides: list[str] | None, max_bytes: int | None, console: Console, writes: bool = False
 ) -> tuple[Recipe, Run]:
     from outrider.training.feature_store import check_store_fits
-    from outrider.training.recipe import load_recipe
     from outrider.training.setup import check_recipe
 
-    extra = [] if max_bytes is None else [f"features.max_gb={max_bytes / 2**30!r}"]
-    recipe = load_recipe(path, ["features.mode=store", *(overrides or []), *extra])
+    recipe = _store_recipe(path, overrides, max_bytes)
     set_up(recipe.threads)
     device = usable_device(recipe.device)
     drafter = check_recipe(recipe)

@@ -34,7 +34,7 @@ from outrider.target.model import Target
 from outrider.utils.measure import Clock, Quartiles, machine, quartiles, today
 from outrider.utils.tables import markdown_table, terminal_table
 
-_WARM_UP = 2  # repeats that are not counted
+WARM_UP = 2  # repeats that are not counted
 
 
 class CostPoint(BaseModel):
@@ -102,7 +102,7 @@ def measure_costs(
     aux_layers = [_aux_hidden_states(target, drafter, tokens[:-1]) for _, drafter in drafters]
     spent: dict[tuple[int, int], list[tuple[float, float, int]]] = {}
     shuffle = random.Random(0).shuffle
-    for repeat in range(_WARM_UP + repeats):
+    for repeat in range(WARM_UP + repeats):
         sessions = [
             TimedSession(target, drafter, tokens, aux_layers=aux_layers[i], rounds=deepest)
             for i, (_, drafter) in enumerate(drafters)
@@ -116,9 +116,9 @@ def measure_costs(
                     spent.setdefault((i, gamma), []).append(sessions[i].round(gamma))
         for timed in sessions:
             timed.drafter.end(timed.session)
-        on_progress("bench-drafters", repeat + 1, _WARM_UP + repeats)
+        on_progress("bench-drafters", repeat + 1, WARM_UP + repeats)
     costs = [
-        DrafterCost(info=info, points=[_point(gamma, spent[i, gamma][_WARM_UP:]) for gamma in rounds_each[i]])
+        DrafterCost(info=info, points=[_point(gamma, spent[i, gamma][WARM_UP:]) for gamma in rounds_each[i]])
         for i, (info, _) in enumerate(drafters)
     ]
     return DraftCosts(

@@ -50,8 +50,8 @@ PLAIN_WIDTH = 8  # rows per request where no drafter says how many
 _EVERY = 16  # rows per request up to which every count is measured; beyond it, every eighth
 _BLOCK_SIZE = 16  # of the KV pool
 READ = 2  # committed tokens of a request that its drafter reads after a step
-_FEWEST_SWEEPS = 3  # fewer give no median
-_WARM_UP_STEPS = 3
+FEWEST_SWEEPS = 3  # fewer give no median
+WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -156,14 +156,14 @@ def sweep(
             timed[key].append(jobs[key]())
             on_progress("profile", number * len(order) + done, repeats * len(order))
         now = time.perf_counter()
-        if number + 1 >= _FEWEST_SWEEPS and now - started + (now - begun) > seconds:
+        if number + 1 >= FEWEST_SWEEPS and now - started + (now - begun) > seconds:
             break
     return timed
 
 
 def other_seconds(target: Target, drafter: Drafter | None, requests: int, repeats: int) -> list[float]:
     """Seconds that greedy engine steps of so many requests spend outside target and drafter."""
-    steps, slots = _WARM_UP_STEPS + repeats, draft_slots(drafter)
+    steps, slots = WARM_UP_STEPS + repeats, draft_slots(drafter)
     length = steps * (1 if drafter is None else drafter.gamma + 1) + 1  # no request ends before the last step
     blocks = -(-(1 + length + slots) // _BLOCK_SIZE)
     config = EngineConfig(requests, requests * (slots + 1), _BLOCK_SIZE, num_blocks=requests * blocks)
@@ -175,7 +175,7 @@ def other_seconds(target: Target, drafter: Drafter | None, requests: int, repeat
         engine.step()
         assert engine.last is not None and engine.last.requests == requests
         found.append(engine.last.other_seconds)
-    return found[_WARM_UP_STEPS:]
+    return found[WARM_UP_STEPS:]
 
 
 def _timed(device: torch.device, call: Callable[[], object]) -> Callable[[], float]:

@@ -378,11 +378,11 @@ def responding(measured: Measurements, texts: Texts, data: DataSection) -> tuple
         answered = replace(answered, conversations=made * texts.conversations, turns=made * texts.turns)
         disk *= share
     slots = min(waiting, data.batch_size) * (texts.context + data.max_new_tokens)
-    memory = rates.memory + slots * _cache_bytes(measured)
+    memory = rates.memory + slots * cache_bytes(measured)
     return Part("responses", source, seconds=seconds, memory=memory, disk=disk), answered
 
 
-def _cache_bytes(measured: Measurements) -> float:
+def cache_bytes(measured: Measurements) -> float:
     """Of the keys and values of one token."""
     config = measured.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -411,7 +411,8 @@ def training(measured: Measurements, recipe: Recipe, texts: Texts, first_step: i
 
     stored = recipe.features.mode == "store"
     row = measured.config.hidden_size * (1 if stored and recipe.features.dtype != "bf16" else 2)
-    size = texts.tokens * cost.aux_layers * row + texts.turns / max(1.0, texts.conversations) * texts.response * row
+    layers = len((stored and recipe.features.aux_layers) or ()) or cost.aux_layers
+    size = texts.tokens * layers * row + texts.turns / max(1.0, texts.conversations) * texts.response * row
     budget = machine.feature_cache_bytes(recipe.feature_cache_gb)
     visits = steps * _sequences(recipe, texts.response)
     missed = max(0.0, 1 - budget / (trained * size))
@@ -465,9 +466,13 @@ def estimate(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> 
     return Estimate((loading(measured), answers, *training(measured, recipe, there, first_step=first_step)))
 
 
+def drafter_share(measured: Measurements, drafter: DraftModule) -> float:
+    """Multiplications of a row of a drafter and of both heads, as a share of the target's."""
+    heads = measured.config.hidden_size * (measured.config.vocab_size + drafter.config.draft_vocab_size)
+    return (sum(p.numel() for p in drafter.parameters()) + heads) / measured.rates.parameters
+
+
 def drafting(measured: Measurements, drafter: DraftModule, rows: float, source: str) -> Part:
     """So many rows of a drafter and of both heads, at the target's multiplications per second."""
-    rates, config = measured.rates, drafter.config
-    heads = measured.config.hidden_size * (measured.config.vocab_size + config.draft_vocab_size)
-    size = sum(p.numel() for p in drafter.parameters()) + heads
-    return Part("drafts", source, rows * size / (rates.parameters * rates.prefill), memory=rates.memory)
+    rates = measured.rates
+    return Part("drafts", source, rows * drafter_share(measured, drafter) / rates.prefill, memory=rates.memory)
