@@ -17,11 +17,11 @@ from outrider.calibration.collect import target_texts
 from outrider.data.chat import render
 from outrider.data.responses import Sample
 from outrider.data.sources import TaskSettings, load_prompts
-from outrider.decoding.generate import generate
+from outrider.decoding.generate import generate, stream
 from outrider.decoding.request import StopRules
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.evaluation.evaluate import compare_greedy
-from outrider.sampling import SamplingParams, SeededSource
+from outrider.sampling import Randomness, SamplingParams, SeededSource
 from outrider.target.model import Target
 from outrider.training.dataset import choose_draft_ids
 from outrider.training.features import measure_aux_scale
@@ -95,27 +95,27 @@ class AcceptAll(SeededSource):
 
 
 @pytest.mark.slow
-def test_two_samples_at_temperature_one(smollm: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_samples_at_temperature_one(smollm: Target) -> None:
     """Speculative and plain sampling agree position by position; a rule that accepts everything does not."""
     assert smollm.tokenizer is not None
     prompt = list(smollm.tokenizer("My favourite season of the year is")["input_ids"])
     rules, gamma, draws = StopRules(3, stop_ids=()), 2, 250
     drafter = SelfDrafter(smollm, temperature=1.8, gamma=gamma)
 
-    def sample(speculative: bool, first_seed: int) -> list[Counter[int]]:
+    def sample(speculative: bool, first_seed: int, randomness: Randomness | None = None) -> list[Counter[int]]:
         counts: list[Counter[int]] = [Counter(), Counter(), Counter()]
         for seed in range(first_seed, first_seed + draws):
             chosen = drafter if speculative else None
             params = SamplingParams(temperature=1.0, seed=seed)
-            for position, token in enumerate(generate(smollm, prompt, chosen, params, rules).tokens):
+            chunks = stream(smollm, prompt, chosen, params, rules, randomness=randomness)
+            for position, token in enumerate(token for chunk in chunks for token in chunk.tokens):
                 counts[position][token] += 1
         return counts
 
     plain, fast = sample(False, 0), sample(True, 10_000)
     p_values = [chi_square(a, b) for a, b in zip(plain, fast, strict=True)]
     assert min(p_values) > 1e-3, p_values
-    monkeypatch.setattr("outrider.decoding.request.SeededSource", AcceptAll)
-    broken = sample(True, 20_000)
+    broken = sample(True, 20_000, Randomness(AcceptAll))
     assert min(chi_square(a, b) for a, b in zip(plain[:2], broken[:2], strict=True)) < 1e-3
 
 

@@ -14,6 +14,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from outrider.checkpoints.checkpoint import load_checkpoint
+from outrider.data.chat import Chat
 from outrider.data.responses import FORMAT
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
@@ -86,7 +87,8 @@ def _recipe(
 ) -> Recipe:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "responses.jsonl"
-    rows: list[dict[str, object]] = [{"format": FORMAT, "settings": {"target": target.name}}]
+    settings = {"target": target.name, "chat_template_sha256": Chat.of(target).template_sha256}
+    rows: list[dict[str, object]] = [{"format": FORMAT, "settings": settings}]
     for number, (prompt, response) in enumerate(answers):
         rows.append({"id": str(number), "turn": 0, "prompt": prompt, "response": response, "finished": True})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
