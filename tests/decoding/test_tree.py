@@ -18,7 +18,7 @@ from outrider.sampling import PositionNoise, SamplingParams
 from outrider.scheduling.policies import FixedPolicy
 from outrider.target.attention import Branches
 from outrider.target.model import Target
-from tests.toys.targets import TOY_CONFIGS, toy_target
+from tests.toys.targets import TOY_DTYPES, toy_target
 from tests.toys.trees import SelfTrees, check_nodes, check_ragged_trees, off, prompt_of, random_tree
 
 
@@ -33,17 +33,17 @@ def test_depths_and_ancestors() -> None:
     assert windowed[4].tolist() == [False, False, False, True, False, True]
 
 
-@pytest.mark.parametrize("family", TOY_CONFIGS)
+@pytest.mark.parametrize(("family", "dtype"), TOY_DTYPES, ids=str)
 @pytest.mark.parametrize("past", [1, 21])
 @torch.inference_mode()
-def test_every_node_is_scored_as_if_its_path_stood_alone(family: str, past: int) -> None:
-    check_nodes(toy_target(family), past)
+def test_every_node_is_scored_as_if_its_path_stood_alone(family: str, past: int, dtype: torch.dtype) -> None:
+    check_nodes(toy_target(family, dtype=dtype), past)
 
 
-@pytest.mark.parametrize("family", TOY_CONFIGS)
+@pytest.mark.parametrize(("family", "dtype"), TOY_DTYPES, ids=str)
 @torch.inference_mode()
-def test_trees_and_chains_of_many_requests_in_one_ragged_pass(family: str) -> None:
-    check_ragged_trees(toy_target(family))
+def test_trees_and_chains_of_many_requests_in_one_ragged_pass(family: str, dtype: torch.dtype) -> None:
+    check_ragged_trees(toy_target(family, dtype=dtype))
 
 
 @pytest.fixture(scope="module")

@@ -19,14 +19,14 @@ from outrider.target.linear import PackedLinear, packing_disabled, warm_up
 from outrider.target.model import Target, count_layers, load_target
 from outrider.utils.files import file_sha256
 from tests.toys.decoding import generate_batch
-from tests.toys.targets import TOY_CONFIGS, toy_target
+from tests.toys.targets import TOY_DTYPES, toy_target
 
 TOLERANCE = 1e-4
 
 
-@pytest.mark.parametrize("family", TOY_CONFIGS)
-def test_forward_equals_transformers_with_cache_aux_layers_and_rollback(family: str) -> None:
-    target = toy_target(family)
+@pytest.mark.parametrize(("family", "dtype"), TOY_DTYPES, ids=str)
+def test_forward_equals_transformers_with_cache_aux_layers_and_rollback(family: str, dtype: torch.dtype) -> None:
+    target = toy_target(family, dtype=dtype)
     tokens = torch.randint(4, 97, (1, 40))
     with torch.no_grad():
         reference = target.model(tokens, output_hidden_states=True)
@@ -44,9 +44,14 @@ def test_forward_equals_transformers_with_cache_aux_layers_and_rollback(family: 
             torch.testing.assert_close(output.aux_BTLD[:, :, place], expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", TOY_CONFIGS)
-def test_left_padded_batch_equals_single_sequences(family: str) -> None:
-    target = toy_target(family)
+# Not Gemma 2 in float64: transformers takes its softmax in float32, where a padding row's mask is -inf: NaN.
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [(family, dtype) for family, dtype in TOY_DTYPES if family != "gemma2" or dtype == torch.float32],
+    ids=str,
+)
+def test_left_padded_batch_equals_single_sequences(family: str, dtype: torch.dtype) -> None:
+    target = toy_target(family, dtype=dtype)
     prompts = [torch.randint(4, 97, (n,)).tolist() for n in (3, 11, 7)]
     params = SamplingParams()
     together = [r.tokens for r in generate_batch(target, prompts, 12, params, [0, 1, 2])]

@@ -51,15 +51,20 @@ TOY_CONFIGS: dict[str, PretrainedConfig] = {
         **{**TOY, "rope_parameters": GEMMA3_ROPE}, sliding_window=16, query_pre_attn_scalar=8
     ),
 }
+# Every family in float32, and in float64 where it runs: experts are products that PyTorch has not in float64.
+TOY_DTYPES: list[tuple[str, torch.dtype]] = [
+    *((family, torch.float32) for family in TOY_CONFIGS),
+    *((family, torch.float64) for family in TOY_CONFIGS if family != "qwen3_moe"),
+]
 
 
-def toy_target(family: str = "llama", seed: int = 0) -> Target:
+def toy_target(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32) -> Target:
     """A random five-layer model of a family, with norms away from one."""
-    return random_target(TOY_CONFIGS[family], f"toy-{family}", seed)
+    return random_target(TOY_CONFIGS[family], f"toy-{family}", seed, dtype)
 
 
-def random_target(config: PretrainedConfig, name: str, seed: int = 0) -> Target:
-    """A random model of that config, with norms away from one."""
+def random_target(config: PretrainedConfig, name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Target:
+    """A random model of that config, with norms away from one; the same weights in any `dtype` but for rounding."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -68,7 +73,7 @@ def random_target(config: PretrainedConfig, name: str, seed: int = 0) -> Target:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.normal_(std=0.15)
-    return Target(model, None, name)
+    return Target(model.to(dtype), None, name)
 
 
 class MaskTokenizer:

@@ -55,8 +55,13 @@ class Branches:
         return visible_TN
 
 
-def additive(visible: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Additive mask, 0 or -inf. Made once, because attention would convert a bool mask in every layer."""
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Additive mask, 0 or -inf. Made once, because attention would convert a bool mask in every layer.
+
+    Args:
+        dtype: of the queries. PyTorch's fused kernel on a CPU accepts a float32 mask for float64 queries and applies it
+            to half of the keys only.
+    """
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
 
 

@@ -54,12 +54,12 @@ def signed_sin(sin: Tensor) -> Tensor:
 
 
 def visibility_mask(
-    cache: KVCache, batch: int, new: int, groups: int, branches: Branches | None = None
+    cache: KVCache, batch: int, new: int, *, groups: int, dtype: torch.dtype, branches: Branches | None = None
 ) -> Tensor | None:
     """Additive mask for `new` tokens after the cached ones, [1 or B, 1, groups * new, S]; None: all is visible."""
     if branches is not None:
         assert cache.pad_B is None, "branches after left padding"
-        return additive(branches.visible(cache.length)).repeat(groups, 1)[None, None]
+        return additive(branches.visible(cache.length), dtype).repeat(groups, 1)[None, None]
     past = cache.length
     slots = torch.arange(past + new)
     if cache.pad_B is None and new == 1:
@@ -71,7 +71,7 @@ def visibility_mask(
         real = slots[None, None, :] >= cache.pad_B[:, None, None]
         own = slots[None, :] == (past + torch.arange(new))[:, None]
         mask = (mask & real) | own[None]
-    return additive(mask).repeat(1, groups, 1)[:, None]
+    return additive(mask, dtype).repeat(1, groups, 1)[:, None]
 
 
 class LeanDecoder:
@@ -113,7 +113,7 @@ class LeanDecoder:
         """Run T new tokens after those in `cache`; the last layer's aux hidden state is the normed one."""
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim
-        mask = visibility_mask(cache, B, T, groups=G, branches=branches)
+        mask = visibility_mask(cache, B, T, groups=G, dtype=self.embed.dtype, branches=branches)
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             store = cache.layers[index]
