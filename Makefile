@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all test-mlx test-engines test-llama-cpp soak mutants lint clean
+.PHONY: demo test fuzz test-all test-mlx test-engines test-llama-cpp soak mutants lint clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
@@ -23,6 +23,10 @@ test: $(READY)
 test-all: $(READY)
 	$(PARALLEL) -m 'not timed and not soak and not engine'
 	$(BIN)/python -m pytest -m timed
+
+# Every reader of files and servers' answers for ten minutes, on random changes; what fails is kept in the user's cache.
+fuzz: $(READY)
+	OUTRIDER_FUZZ_SECONDS=600 $(BIN)/python -m pytest tests/utils/test_readers.py -k changed
 
 # MLX has an environment of its own, kept in the user's cache. With Debian's libopenblas0-pthread its products on Linux
 # are many times as fast as with the BLAS in its wheel.

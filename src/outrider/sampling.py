@@ -44,9 +44,7 @@ class SamplingParams:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature={self.temperature} must be finite and >= 0; use 0 for greedy decoding")
         if self.seed is not None and not 0 <= self.seed < 2**64:
-            raise ValueError(
-                f"seed={self.seed} must be from 0 to 2^64 - 1 (PyTorch's CPU generator uses the low 32 bits)"
-            )
+            raise ValueError(f"seed={self.seed} must be from 0 to 2^64 - 1")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be >= 0; use 0 to keep every token")
         if not 0 < self.top_p <= 1:
@@ -196,7 +194,9 @@ class SeededSource:
     """Draws from a generator of its own: a request's tokens do not depend on who else is in the batch."""
 
     def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+        # PyTorch's CPU generator reads 32 bits of a seed: a longer one is hashed to that many (multiplicative hashing).
+        short = seed if seed < 2**32 else seed * 0x9E3779B97F4A7C15 % 2**64 >> 32
+        self._generator = torch.Generator().manual_seed(short)
 
     def accept(self, probability: float) -> bool:
         if probability >= 1.0:

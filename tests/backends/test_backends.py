@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from outrider.backends.base import Launch, MetricNames, Speculation
@@ -89,6 +90,12 @@ def test_events() -> None:
         ('{"choices": [], "metrics": [1]}', "not an answer"),
         ('{"choices": [], "timings": {"draft_n": 1, "predicted_n": 1, "draft_n_accepted": 1}}', "not an answer"),
         ('{"choices": [{"token_ids": ["x"]}]}', "token ids that are not a list of numbers"),
+        ('{"choices": [{"text": 5}]}', "not an answer"),
+        ('{"choices": [{"delta": {"reasoning": ["hm"]}}]}', "not an answer"),
+        ('{"choices": [{"text": "", "finish_reason": ["stop"]}]}', "finish_reason is no text"),
+        ('{"choices": [], "timings": {"draft_n": 1, "predicted_n": NaN, "draft_n_accepted": 1}}', "length of nan"),
+        ("[" * 200 + "]" * 200, "more than 100 deep"),
+        ('{"choices": ' + "9" * 10_000 + "}", "digits"),
     ):
         with pytest.raises(ValueError, match=message):
             parse_event(data, any_server)
@@ -430,6 +437,21 @@ def test_transformers_decodes_without_the_penalties_of_a_models_files(
     for decoded, same in ((found, True), (penalised, False)):
         said = list(HfDecoder(decoded, [1])(PROMPTS[0], 12))
         assert (said == plain) == same
+
+
+@pytest.mark.parametrize("damage", ["missing", "not finite"])
+def test_transformers_refuses_weights_that_would_be_another_model(
+    models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path, damage: str
+) -> None:
+    models[0].save_pretrained(tmp_path)
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    if damage == "missing":
+        del tensors[name]
+    else:
+        tensors[name][0, 0] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=name):
+        load_causal_lm(str(tmp_path), "cpu", torch.float32)
 
 
 def test_cancelling_transformers(models: tuple[LlamaForCausalLM, LlamaForCausalLM]) -> None:

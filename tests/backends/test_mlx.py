@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as mlx_nn
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
@@ -549,6 +550,21 @@ def test_streaming_stops_inside_a_block() -> None:
 def test_a_model_that_mlx_lm_does_not_know_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match=r"model\*\.safetensors"):
+        load_mlx_target(str(tmp_path))
+
+
+@pytest.mark.parametrize("damage", ["missing", "not finite", "no config"])
+def test_damaged_models_are_refused(tmp_path: Path, damage: str) -> None:
+    saved(toy_target("llama").model, tmp_path)
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    if damage == "missing":
+        del tensors[name]
+    elif damage == "not finite":
+        tensors[name][0, 0] = torch.inf
+    else:
+        (tmp_path / "config.json").write_text('{"hidden_size": "x"}')
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="hidden_size" if damage == "no config" else "up_proj"):
         load_mlx_target(str(tmp_path))
 
 

@@ -178,7 +178,7 @@ def test_options_from_a_file(run: Run, toy: Path, tmp_path: Path) -> None:
     config.write_text("- 7\n")
     check_error(run(*command, "--config", config), "one option per line")
     config.write_text("a: [\n")
-    check_error(run(*command, "--config", config), "is not YAML")
+    check_error(run(*command, "--config", config), "not valid YAML")
     check_error(run(*command, "--config", tmp_path / "absent.yaml"), "absent.yaml")
 
 

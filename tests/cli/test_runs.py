@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.cli import runs
 from outrider.training.trainer import Trainer
 from outrider.utils.locks import LOCK, sole_process
 from tests.toys.command_line import Run, check_error, in_process
@@ -95,3 +96,13 @@ def test_the_table_fits_80_columns(run: Run, top: Path, tmp_path: Path) -> None:
 def test_where_there_is_nothing(run: Run, tmp_path: Path) -> None:
     assert "no trainings" in run(tmp_path)[1] and run(tmp_path, "--json")[1] == "[]\n"
     check_error(run(tmp_path / "absent"), "no directory")
+
+
+def test_a_whole_disk_is_not_walked_through(
+    run: Run, top: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "_MOST_DIRECTORIES", 30)
+    assert len(listed(run, top)) >= 2
+    for number in range(30):
+        (tmp_path / str(number)).mkdir()
+    check_error(run(tmp_path), "has more than 30 directories below it")

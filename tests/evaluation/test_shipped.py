@@ -275,7 +275,7 @@ def test_package_refuses_what_it_cannot_vouch_for(run: Run, toy: Path, tmp_path:
     bad = run("package", drafter, "--out", out, "--results", tmp_path / "bad.json")
     check_error(bad, "is not a results.json")
     unsure = run("package", drafter, "--out", out, "--confidence-threshold", 2)
-    check_error(unsure, "threshold=2.0 must be in [0, 1]")
+    check_error(unsure, "'--confidence-threshold': Input should be less than or equal to 1")
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"meow")
     check_error(run("package", drafter, "--out", tmp_path / "photos"), "holds something other than a drafter")

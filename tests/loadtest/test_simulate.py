@@ -331,7 +331,7 @@ def test_machines_scale_and_extrapolate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is not JSON"),
+        ("{", "not valid JSON"),
         ('{"sps": []}', "sps"),
         ('{"sps": [1, 0]}', r"json: sps: SPS values .* must be positive numbers, one per token count from 1\.$"),
         ('{"sps": [1], "drafts": 2}', "drafts"),

@@ -140,6 +140,12 @@ def test_the_tests_of_uniform_numbers_refuse_others() -> None:
     assert pairs_p(uniforms, (uniforms + 0.9) % 1) < 1e-3
 
 
+def test_every_bit_of_a_seed_counts() -> None:
+    seeds = [7, *(7 + 2**bit for bit in range(3, 64))]
+    alike = torch.full((10**6,), 1e-6)
+    assert len({SeededSource(seed).choose(alike) for seed in seeds}) == len(seeds)
+
+
 MANY = [pytest.param(1), pytest.param(100, marks=pytest.mark.slow)]
 
 

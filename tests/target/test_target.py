@@ -186,11 +186,15 @@ def test_conversion_is_atomic_and_a_corrupt_cache_is_rebuilt(monkeypatch: pytest
     assert len(calls) == 1, "an intact cache is used as it is"
     (destination / "model.safetensors").write_bytes(b"weightz")  # same size, other bytes
     converted(tmp_path / "x.gguf", destination)
-    (destination / "outrider_manifest.json").unlink()  # half-written
+    (destination / "outrider_manifest.json").write_text("{")
     converted(tmp_path / "x.gguf", destination)
     assert len(calls) == 3
     assert (destination / "model.safetensors").read_bytes() == b"weights"
     assert [p.name for p in tmp_path.iterdir()] == ["model"], "nothing half-written is left"
+    (destination / "outrider_manifest.json").unlink()  # somebody else's
+    with pytest.raises(ValueError, match="in the way"):
+        converted(tmp_path / "x.gguf", destination)
+    assert (destination / "model.safetensors").read_bytes() == b"weights"
 
 
 def test_a_failed_conversion_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -22,9 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console
-
 from outrider.utils.packaged import packaged
+from outrider.utils.terminal import Terminal
 
 if TYPE_CHECKING:
     from outrider.backends.base import ExternalEngine, Speculation
@@ -238,7 +237,7 @@ def _best_offer(target: str, thinking: bool) -> DrafterChoice | None:
     """What `auto` means; a line on standard error says so where the drafter was made for another model."""
     from outrider.checkpoints.published import drafters_for
 
-    say = partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True)
+    say = partial(Terminal(stderr=True).print, highlight=False, markup=False, soft_wrap=True)
     refused = set()
     for offer in drafters_for(target, thinking):
         relation = offer.relation(target)

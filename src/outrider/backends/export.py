@@ -23,7 +23,8 @@ from outrider.checkpoints.dialects.base import MOST_LAYERS, ExportedCheckpoint, 
 from outrider.drafters.base import DrafterWeights, check_embedding_scale
 from outrider.target.hub import loadable_name, resolve_model
 from outrider.target.model import FAMILIES
-from outrider.utils.files import atomic_directory, read_mapping, weight_files
+from outrider.utils.documents import read_mapping
+from outrider.utils.files import atomic_directory, weight_files
 from outrider.utils.measure import dtype_name
 
 

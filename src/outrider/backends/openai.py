@@ -34,6 +34,8 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.backends.base import Acceptance, ExternalEngine, MetricNames, RequestStats
 from outrider.engine.batch import Output, Request, StepRecord
+from outrider.utils.documents import parse_json
+from outrider.utils.terminal import printable
 
 _LONGEST_REASON = 300  # characters of a server's error that are shown
 _DONE = "[DONE]"
@@ -155,8 +157,7 @@ class Endpoint:
             secrets.append(base64.b64encode(f"{url.username}:{url.password}".encode()).decode())  # as it is sent
         for secret in filter(None, secrets):
             line = line.replace(secret, "***")
-        cut = line[:_LONGEST_REASON]
-        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+        return printable(line[:_LONGEST_REASON])
 
     @property
     def _headers(self) -> dict[str, str]:
@@ -278,12 +279,13 @@ def parse_answer(data: str, engine: ExternalEngine) -> Part:
         ValueError: an error of the server, or something else than an answer of this protocol.
     """
     try:
-        answer = json.loads(data)
-        if answer.get("error"):
-            raise ValueError(f"the server says {json.dumps(answer['error'])}")
-        return _read_answer(answer, engine)
-    except (json.JSONDecodeError, AttributeError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
-        raise ValueError(f"not an answer of this protocol ({type(error).__name__}): {data}") from error
+        answer = parse_json(data)
+        reported = answer.get("error")
+        if not reported:
+            return _read_answer(answer, engine)
+    except (ValueError, AttributeError, LookupError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"not an answer of this protocol ({type(error).__name__}: {error}): {data}") from error
+    raise ValueError(f"the server says {json.dumps(reported)}")
 
 
 def _read_answer(answer: Mapping[str, Any], engine: ExternalEngine) -> Part:
@@ -291,13 +293,17 @@ def _read_answer(answer: Mapping[str, Any], engine: ExternalEngine) -> Part:
     message: Mapping[str, Any] = choice.get("delta") or choice.get("message") or choice
     parsed_out = tuple(name for name in (*_REASONING, "tool_calls") if message.get(name))
     texts = [message[name] for name in _TEXT if name in message]
-    tokens = choice.get("token_ids")
+    tokens, finish, length = choice.get("token_ids"), choice.get("finish_reason"), engine.accepted_length(answer)
+    if not isinstance(finish, str | None):
+        raise TypeError("finish_reason is no text")
+    if length is not None and not 1 <= length < math.inf:
+        raise ValueError(f"an accepted length of {length}")
     return Part(
         text=_joined(texts) if texts else None,
-        reasoning=_joined([message[name] for name in parsed_out]),
+        reasoning=_joined([message.get(name) for name in _REASONING]),
         tokens=_ids(choice.get("output_ids") if tokens is None else tokens),
-        finish_reason=choice.get("finish_reason"),
-        accepted_length=engine.accepted_length(answer),
+        finish_reason=finish,
+        accepted_length=length,
         prompt=_ids(choice.get("prompt_token_ids") or answer.get("prompt_token_ids")),
         stop=choice.get("stop_reason"),
         parsed_out=parsed_out,
@@ -307,8 +313,8 @@ def _read_answer(answer: Mapping[str, Any], engine: ExternalEngine) -> Part:
 _REASONING, _TEXT = ("reasoning_content", "reasoning"), ("content", "text")
 
 
-def _joined(texts: Sequence[object]) -> str:
-    return "".join(text for text in texts if isinstance(text, str))
+def _joined(texts: Sequence[Any]) -> str:
+    return "".join(text for text in texts if text is not None)  # TypeError for what is neither text nor null
 
 
 def _ids(value: Any) -> list[int] | None:

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation import BaseStreamer, StoppingCriteria, StoppingCriteriaList
 
-from outrider.target.hub import resolve_model
+from outrider.target.hub import model_config, resolve_model
+from outrider.target.loading import load_model
 
 
 class _Rounds(BaseStreamer):
@@ -92,8 +93,9 @@ def load_causal_lm(id_or_dir: str, device: str | torch.device, dtype: torch.dtyp
     the target's likeliest.
 
     Raises:
-        ValueError: it cannot be found.
+        ValueError: it cannot be found, or is damaged (see `load_model`).
     """
-    model: Any = AutoModelForCausalLM.from_pretrained(resolve_model(id_or_dir), dtype=dtype, trust_remote_code=False)
+    path = resolve_model(id_or_dir)
+    model = load_model(model_config(path), path, dtype)
     model.generation_config = GenerationConfig()
     return model.to(device).eval().requires_grad_(False)

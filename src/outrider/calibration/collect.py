@@ -39,6 +39,7 @@ from outrider.engine.scheduler import EngineConfig
 from outrider.sampling import SamplingParams, SeenTokens
 from outrider.target.model import Target
 from outrider.target.paged import check_pageable
+from outrider.utils.documents import parse_json
 from outrider.utils.files import write_atomically
 
 _AT_ONCE = 16  # positions drafted together; more only take memory
@@ -242,17 +243,27 @@ def load_rounds(path: Path, about: Mapping[str, Any]) -> dict[str, list[list[Rou
     Raises:
         ValueError: not such a file, or collected with something else than `about`.
     """
+    if not path.is_file():
+        raise ValueError(f"{path} is no file.")
     try:
         with np.load(path, allow_pickle=False) as file:
-            found = json.loads(str(file["about"]))
+            found = parse_json(str(file["about"]))
             arrays = {name: file[name] for name in file.files if name != "about"}
         everything = Rounds(
             arrays["confidences"], arrays["accepted"], arrays["admitted"], features_NKF=arrays.get("features")
         )
         keys = np.stack([arrays[name] for name in ("task", "conversation", "turn")], axis=1)
+        tasks: list[str] = found["names"]
+        if (
+            not np.issubdtype(keys.dtype, np.integer)
+            or len(keys) != len(everything.accepted_N)
+            or keys.min(initial=0) < 0
+        ):
+            raise ValueError("rounds without their places")
+        if keys[:, 0].max(initial=-1) >= len(tasks):
+            raise ValueError("a round of a task that is not named")
     except (OSError, KeyError, ValueError, TypeError, EOFError, BadZipFile) as error:
         raise ValueError(f"{path}: not a file of rounds ({error}); remove it to collect again.") from error
-    tasks: list[str] = found["names"]
     for name, wanted in json.loads(json.dumps(dict(about))).items():
         if found.get(name) != wanted:
             raise ValueError(

@@ -15,6 +15,7 @@ writes the others (backends/export.py).
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,10 +31,11 @@ from outrider.drafters.base import DraftCalibration, Drafter, DrafterWeights
 from outrider.drafters.heads import CertaintyEstimator
 from outrider.drafters.registry import method_of
 from outrider.target.model import Target
+from outrider.utils.documents import read_mapping
 from outrider.utils.files import (
     atomic_directory,
     check_finite,
-    read_mapping,
+    invalid_fields,
     read_weights,
     refuse_archive,
     write_atomically,
@@ -135,19 +137,23 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     """outrider.json without its format number; {} where a drafter of another maker has none.
 
     Raises:
-        ValueError: not a JSON mapping, or of another format.
+        ValueError: not a JSON mapping, of another format, or a field that is read has another kind.
     """
     path = directory / METADATA
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
     metadata = read_mapping(path)
     found = metadata.pop("format", None)
-    if found != FORMAT:
+    if type(found) is not int or found != FORMAT:
         was = "no format number, as older versions wrote it" if found is None else f"format {found!r}"
         raise ValueError(
             f"{path} has {was}; this version reads format {FORMAT}. Train or package the drafter again with this "
             "version, or delete the file: the weights are then served without calibration."
         )
+    try:
+        _Metadata.model_validate(metadata)
+    except ValidationError as error:
+        raise ValueError(f"{path}: {invalid_fields(error)[0]}; correct it, or delete the file.") from error
     return metadata
 
 
@@ -216,6 +222,36 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Dialect]:
         raise ValueError(f"{directory} has no config.json: give a drafter directory (outrider train writes one).")
     raw = read_mapping(path)
     return raw, dialect_of(raw, path)
+
+
+class _Recommended(BaseModel):
+    """What serving reads of `recommended`."""
+
+    confidence_threshold: Annotated[Number, Field(ge=0, le=1)] | None = None
+
+
+class _Training(BaseModel):
+    """What is read of one training."""
+
+    model_config = ConfigDict(strict=True)
+
+    target: str | None = None
+    step: Annotated[int, Field(ge=0)] | None = None
+    samples: int | None = None
+    response_tokens: int | None = None
+    anchors: int | None = None
+    training_seconds: Number | None = None
+
+
+class _Metadata(_Training):
+    """What is read of outrider.json beside `calibration` and `candidates`, which are checked where they are used."""
+
+    samples_sha256: str | None = None
+    history: list[_Training] = []
+    recipe: dict[str, Any] = {}
+    held_out: dict[str, Any] = {}
+    responses: dict[str, Any] = {}
+    recommended: _Recommended = _Recommended()
 
 
 class _Estimator(BaseModel):

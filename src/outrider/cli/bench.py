@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
@@ -43,6 +44,7 @@ from outrider.cli.options import BACKENDS, CHOICES, DRAFTS, FILES, GENERAL, MODE
 from outrider.evaluation.verdict import load_verdict
 from outrider.utils.measure import default_dtype, dtype_name, machine, set_up, versions
 from outrider.utils.tables import terminal_table
+from outrider.utils.terminal import Terminal
 
 if TYPE_CHECKING:
     from outrider.backends.base import ExternalEngine
@@ -180,14 +182,14 @@ def bench_command(
     requests_per_point: Annotated[
         int | None, rare(LOAD, "counted requests, one per user where that is more; 12 by default", min=1)
     ] = None,
-    seconds_per_point: Annotated[float | None, rare(LOAD, "a window of that length instead")] = None,
+    seconds_per_point: Annotated[float | None, rare(LOAD, "a window of that length instead", min=0.0)] = None,
     max_requests: Annotated[int, rare(LOAD, "served at once (poisson)", min=1)] = 32,
     token_budget: Annotated[int, rare(LOAD, "most rows of one forward (local)", min=1)] = 512,
     sla_ttft: opt.SlaTtft = 2.0,
     sla_tokens_per_second: opt.SlaTokensPerSecond = 5.0,
     variants: opt.Variants = None,
     profile: Annotated[Path | None, option(DRAFTS, "from outrider profile; adaptive variants need it")] = None,
-    confidence_threshold: Annotated[float | None, rare(DRAFTS, "of variant threshold")] = None,
+    confidence_threshold: Annotated[float | None, rare(DRAFTS, "of variant threshold", min=0.0, max=1.0)] = None,
     tree: opt.Tree = None,
     assistant: Annotated[str | None, rare(DRAFTS, "smaller model of variant assisted (transformers)")] = None,
     prompt_lookup: Annotated[int, rare(DRAFTS, "tokens copied per round (transformers)", min=1)] = 10,
@@ -206,7 +208,7 @@ def bench_command(
     engine_args: Annotated[str, rare(SERVER, "further flags, as one string")] = "",
     engine_target: Annotated[str | None, rare(SERVER, "what it loads instead of --target, as T.gguf")] = None,
     engine_drafter: Annotated[str | None, rare(SERVER, "... and instead of --drafter, as D.gguf")] = None,
-    startup_timeout: Annotated[float, rare(SERVER, "seconds until a started engine must serve")] = 600.0,
+    startup_timeout: Annotated[float, rare(SERVER, "seconds until a started engine must serve", min=0.0)] = 600.0,
     out: Annotated[Path, option(GENERAL, "directory for points and plots; run again to go on")],
     device: opt.Device = "auto",
     threads: opt.Threads = None,
@@ -242,7 +244,8 @@ def bench_command(
     known = Chat.load(target)
     names = None if variants is None else split_names(variants, f"variant; there are {KNOWN}")
     if arrivals == "closed":
-        levels = split_numbers("--concurrency", concurrency or ("1" if backend in ONE_AT_A_TIME else _CONCURRENCY))
+        default = "1" if backend in ONE_AT_A_TIME else _CONCURRENCY
+        levels = split_numbers("--concurrency", concurrency if concurrency is not None else default)
     else:
         levels = split_numbers("--rates", rates)
     check_levels(arrivals, levels)
@@ -264,8 +267,8 @@ def bench_command(
         times = repeats * len(bench_variants(found, names, target))
         counts = [(level, users[level], times * max(requests_per_point or 0, users[level])) for level in levels]
         of_bench(
-            measurements(target, device, Console()), work.prompts, max_new_tokens,
-            counts=counts, seconds=seconds_per_point and times * seconds_per_point, out=out, console=Console(),
+            measurements(target, device, Terminal()), work.prompts, max_new_tokens,
+            counts=counts, seconds=seconds_per_point and times * seconds_per_point, out=out, console=Terminal(),
         )  # fmt: skip
         return
 
@@ -369,7 +372,7 @@ def bench_command(
         )
 
     with join(device) as ranks, ExitStack() as stack:
-        console = Console(quiet=not ranks.main)
+        console = Terminal(quiet=not ranks.main)
         engine = measured_engine(str(ranks.device))
         stack.callback(engine.close)
         sweep = Sweep(
@@ -407,7 +410,7 @@ def bench_table(
     """Compare engines that bench measured, each with itself without speculation."""
     from outrider.loadtest.sweep import HEADINGS, side_by_side
 
-    rows, console = side_by_side(directories), Console()
+    rows, console = side_by_side(directories), Terminal()
     console.print(engines_table(rows))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -434,7 +437,7 @@ def simulate_command(
     max_samples: Annotated[int, option(RECORD, "prompts in all, mixed from the tasks", min=1)] = 100,
     thinking: Annotated[bool, rare(RECORD, "ask the chat template for it", "--thinking/--no-thinking")] = False,
     device: Annotated[str, rare(RECORD, "auto, cpu, cuda, ...")] = "auto",
-    threads: Annotated[int | None, rare(RECORD, "CPU threads; $OMP_NUM_THREADS, else all", min=1)] = None,
+    threads: Annotated[int | None, rare(RECORD, "CPU threads; $OMP_NUM_THREADS, else all", min=1, max=1024)] = None,
     dry_run: Annotated[bool, rare(RECORD, "only say what recording would take", "--dry-run")] = False,
     traces: Annotated[Path | None, option(PREDICT, "what --record wrote")] = None,
     profile: Annotated[Path | None, option(PREDICT, 'outrider profile\'s, or {"sps": [...], ...}')] = None,
@@ -450,7 +453,7 @@ def simulate_command(
     sla_tokens_per_second: opt.SlaTokensPerSecond = 5.0,
     variants: opt.Variants = None,
     confidence_threshold: Annotated[
-        float | None, rare(DRAFTS, "of variant threshold; as recommended if not given")
+        float | None, rare(DRAFTS, "of variant threshold; as recommended if not given", min=0.0, max=1.0)
     ] = None,
     replicas: Annotated[int, option(MACHINE, "engines behind one router", min=1)] = 1,
     routing: Annotated[str, rare(MACHINE, "least-loaded or round-robin")] = "least-loaded",
@@ -472,7 +475,7 @@ def simulate_command(
     from outrider.loadtest.sweep import Sweep
     from outrider.loadtest.traces import Traces
 
-    console = Console()
+    console = Terminal()
     if recording is not None:
         if tasks is None:
             raise ValueError("--record needs --tasks: prompts to decode.")
@@ -504,8 +507,11 @@ def simulate_command(
         raise ValueError("give --traces, --profile and --out; or --record FILE to make traces first.")
     check_outputs(out)
     recorded, measured = Traces.load(traces), None if validate is None else Frontier.load(validate)
-    machine = load_machine(profile, recorded.about["setting"], scale_draft, verify=scale_verify)
-    threshold = recorded.about["threshold"] if confidence_threshold is None else confidence_threshold
+    setting, recommended = recorded.about.get("setting"), recorded.about.get("threshold")
+    if not isinstance(setting, dict) or not isinstance(recommended, (int, float, NoneType)):
+        raise ValueError(f"{traces} does not say what was recorded; record again (--record {traces}).")
+    machine = load_machine(profile, setting, scale_draft, verify=scale_verify)
+    threshold = recommended if confidence_threshold is None else confidence_threshold
     allowed = default_variants(recorded.gamma, threshold, not np.isnan(recorded.confidences_NK).any())
     names = allowed if variants is None else split_names(variants, f"variant; there are {KNOWN}")
     kind: Literal["closed", "poisson"] = "closed" if rates is None else "poisson"

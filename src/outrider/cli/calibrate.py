@@ -19,6 +19,7 @@ from outrider.cli.options import FILES, MODELS, PROMPTS, SAMPLING, SMOLLM2, opti
 from outrider.evaluation.verdict import cost_verdict
 from outrider.utils.measure import set_up, today, versions
 from outrider.utils.tables import terminal_table
+from outrider.utils.terminal import Terminal
 
 if TYPE_CHECKING:
     from outrider.calibration.candidates import Candidates
@@ -67,7 +68,7 @@ def calibrate_command(
     from outrider.utils.plots import short_name
 
     set_up(threads)
-    console = Console()
+    console = Terminal()
     params = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
     )
@@ -270,7 +271,7 @@ def profile_command(
     from outrider.evaluation.profile import PLAIN_WIDTH, ProfileConfig, measure_profile, plot_profile
 
     set_up(threads)
-    console = Console()
+    console = Terminal()
     config = ProfileConfig(
         max_requests=max_requests, max_tokens=max_tokens, contexts=_contexts(contexts), repeats=repeats, seconds=seconds
     )

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 
 from outrider.cli.options import DRAFTS, EXPORTERS, FILES, MODELS, option
 from outrider.utils.packaged import packaged
 from outrider.utils.tables import terminal_table
+from outrider.utils.terminal import Terminal
 
 _DTYPES = ("bfloat16", "float16", "float32")
 DrafterDirectory = Annotated[Path, typer.Argument(help="drafter directory, in any dialect")]
@@ -48,7 +48,7 @@ def export_command(
     drafter = packaged(drafter, "models")
     raw, _ = read_config(drafter)
     named = target or named_target(raw, read_metadata(drafter))
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(highlight=False, soft_wrap=True)
     if engine is None:
         headings, *rows = export_table()
         console.print(terminal_table(headings, rows, text=headings, box=SIMPLE_HEAD, padding=(0, 1, 0, 0)))
@@ -88,7 +88,7 @@ def package_command(
     source: Annotated[list[str] | None, option("Model card", "a source of training prompts; repeatable")] = None,
     license: Annotated[str | None, option("Model card", "of the weights, as the hub spells it: apache-2.0")] = None,
     confidence_threshold: Annotated[
-        float | None, option(DRAFTS, "threshold that outrider generate uses by default")
+        float | None, option(DRAFTS, "threshold that outrider generate uses by default", min=0.0, max=1.0)
     ] = None,
     target: CheckpointTarget = None,
 ) -> None:
@@ -143,7 +143,7 @@ def package_command(
     )
     save_drafter(checkpoint, out, getattr(torch, dtype), card=card)
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
-    Console().print(f"{out}: {size:.1f} MB, model card in README.md", highlight=False, markup=False, soft_wrap=True)
+    Terminal().print(f"{out}: {size:.1f} MB, model card in README.md", highlight=False, markup=False, soft_wrap=True)
 
 
 _OURS = ("config.json", "model.safetensors", "README.md", "outrider.json")
@@ -185,7 +185,7 @@ def push_command(
         raise ValueError(f"{repo}: {' '.join(str(error).split())}") from error
     size = sum((drafter / name).stat().st_size for name in _OURS) / 1e6
     who = "for everyone" if public else "private"
-    Console().print(f"{done.repo_url}: {size:.1f} MB, {who}", highlight=False, markup=False, soft_wrap=True)
+    Terminal().print(f"{done.repo_url}: {size:.1f} MB, {who}", highlight=False, markup=False, soft_wrap=True)
 
 
 def foreign(out: Path) -> list[str]:

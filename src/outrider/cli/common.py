@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from outrider.utils.measure import default_dtype, dtype_name
+from outrider.utils.terminal import Terminal
 
 if TYPE_CHECKING:
     import torch
@@ -246,7 +247,7 @@ class JobProgress:
 
 @contextmanager
 def _progress(console: Console, title: str, unit: str = "") -> Iterator[JobProgress]:
-    errors = Console(stderr=True, quiet=console.quiet)
+    errors = Terminal(stderr=True, quiet=console.quiet)
     if not errors.is_terminal:
         yield JobProgress(errors, title, unit, bar=None)
         return

@@ -17,6 +17,7 @@ from outrider.cli.common import load, responding, training_dtype
 from outrider.cli.options import FILES, GENERAL, MODELS, SAMPLING, option, rare
 from outrider.utils.measure import set_up, usable_device
 from outrider.utils.packaged import packaged
+from outrider.utils.terminal import Terminal
 
 if TYPE_CHECKING:
     from outrider.data.inspection import Row
@@ -103,10 +104,10 @@ def prepare_command(
     if dry_run:
         from outrider.cli.dry_run import measurements, of_prepare
 
-        measured = measurements(name, place, Console(), precision=precision)
-        of_prepare(data, measured, path, console=Console())
+        measured = measurements(name, place, Terminal(), precision=precision)
+        of_prepare(data, measured, path, console=Terminal())
         return
-    run(data, name, path, seed=chosen_seed, device=place, precision=precision, console=Console())
+    run(data, name, path, seed=chosen_seed, device=place, precision=precision, console=Terminal())
 
 
 def run(data: DataSection, target: str, path: Path, seed: int, device: str, precision: str, console: Console) -> None:
@@ -190,7 +191,7 @@ def inspect_command(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(highlight=False, soft_wrap=True)
     path = packaged(path, "models")
     if path.suffix == ".jsonl":
         inspect_responses(path, target, row, limit=limit, tokens=tokens, html=html, console=console)
@@ -252,6 +253,9 @@ def inspect_responses(
     if named is None:
         raise ValueError(f"{path} does not name its target: give --target.")
     tokenizer = load_tokenizer(resolve_model(str(named), weights=False))
+    most = max((token for row in rows for token in row.sample.tokens), default=0)
+    if most >= len(tokenizer):
+        raise ValueError(f"{path}: token {most} is none of {named}, which has {len(tokenizer)}: give its own --target.")
     summary = [(str(name), str(value)) for name, value in settings.items()] + figures(rows)
     if html is not None:
         html.parent.mkdir(parents=True, exist_ok=True)

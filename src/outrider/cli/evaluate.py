@@ -33,6 +33,7 @@ from outrider.cli.options import CHOICES, DRAFTS, FILES, GENERAL, MODELS, PROMPT
 from outrider.evaluation.verdict import Speedup, comparison_verdict, drafter_verdict, grade, pooled
 from outrider.utils.measure import set_up, usable_device, versions
 from outrider.utils.packaged import name_of, packaged
+from outrider.utils.terminal import Terminal
 
 if TYPE_CHECKING:
     from outrider.api.drafter import DrafterChoice, OpenedDrafter
@@ -92,12 +93,12 @@ def evaluate_command(
 
         if on_mlx:
             raise ValueError("--dry-run measures PyTorch: leave out --backend mlx.")
-        measured = measurements(target, device, Console())
+        measured = measurements(target, device, Terminal())
         texts = task_texts(measured, tasks, max_samples, max_new_tokens=max_new_tokens, thinking=thinking)
-        of_evaluation(measured, texts, out, console=Console())
+        of_evaluation(measured, texts, out, console=Terminal())
         return
     with join(device) as ranks:
-        console = Console(quiet=not ranks.main)
+        console = Terminal(quiet=not ranks.main)
         loaded: Any = load_for_mlx(target) if on_mlx else load(target, ranks.device)
         opened = (
             open_for_mlx(choice, loaded, block_size, tree=size) if on_mlx else choice.open(loaded, block_size, size)
@@ -262,7 +263,7 @@ def compare_command(
     from outrider.evaluation.comparison import compare, load_results, notes, speedups_of, terminal, write_comparison
     from outrider.evaluation.draft_cost import cost_table, load_costs
 
-    console = Console()
+    console = Terminal()
     loaded = [load_results(argument) for argument in results]
     known: set[Path] = set()
     for one in loaded:
@@ -321,7 +322,7 @@ def bench_drafters(
     blocks = sizes("--block-size", block_size, named, read=_number)
     choices = {name: require_drafter(choice, target) for name, choice in named.items()}
     set_up(threads)
-    console = Console()
+    console = Terminal()
     if dry_run:
         from outrider.cli.dry_run import measurements, of_drafters
 
@@ -419,7 +420,7 @@ def doctor(
         raise ValueError("nothing to examine: give --target, --drafter or --data, best all three.")
     check_outputs(files=[json_out])
     set_up(threads)
-    console = Console()
+    console = Terminal()
     drafter = None if drafter is None else packaged(drafter, "models")
     if dry_run:
         from outrider.cli.dry_run import measurements, of_doctor

@@ -24,6 +24,7 @@ from outrider.cli.options import FILES, GENERAL, PROMPTS, option, verb_options
 from outrider.cli.train import run_training
 from outrider.evaluation.verdict import drafter_verdict
 from outrider.utils.measure import set_up, versions
+from outrider.utils.terminal import Terminal
 
 if TYPE_CHECKING:
     from outrider.data.sources import TaskSettings
@@ -120,7 +121,7 @@ def experiment(
     """Train, evaluate and compare a table of drafters (docs/experiments.md)."""
     from outrider.evaluation.experiment import load_table, plan
 
-    console = Console()
+    console = Terminal()
     loaded = load_table(table, overrides or ())
     stages = plan(loaded)
     if dry_run:
@@ -222,7 +223,7 @@ def demo(
     from outrider.data.sources import TaskSettings
     from outrider.training.recipe import load_recipe
 
-    console = Console()
+    console = Terminal()
     started = time.perf_counter()
     set_up(threads)
     recipe = load_recipe(Path("demo"), overrides or []).model_copy(update={"out": str(out)})

@@ -17,6 +17,7 @@ from outrider.cli import options as opt
 from outrider.cli.common import choose_tree, choose_typical
 from outrider.cli.options import DRAFTS, PROMPTS, SAMPLING, SMOLLM2, option
 from outrider.utils.measure import set_up
+from outrider.utils.terminal import Terminal, printable
 
 if TYPE_CHECKING:
     from outrider.checkpoints.published import Published
@@ -43,7 +44,7 @@ def generate_command(
     repetition_penalty: opt.RepetitionPenalty = 1.0,
     seed: opt.SeedOrRandom = None,
     confidence_threshold: Annotated[
-        float | None, option(DRAFTS, "verify while so confident; else the drafter's own")
+        float | None, option(DRAFTS, "verify while so confident; else the drafter's own", min=0.0, max=1.0)
     ] = None,
     tree: opt.Tree = None,
     typical: opt.Typical = None,
@@ -56,7 +57,9 @@ def generate_command(
     from outrider.verification import lossy_note
 
     set_up(threads)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(highlight=False, soft_wrap=True)
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python shows bytes that are not UTF-8
+        raise ValueError("the prompt is not UTF-8 text.")
     if not prompt.strip():
         raise ValueError("the prompt is empty: give at least one word to answer.")
     if raw and thinking:
@@ -94,12 +97,12 @@ def generate_command(
         if show_rounds:
             console.print(coloured(chunk, model.target), end="")
         else:
-            sys.stdout.write(chunk.text)
+            sys.stdout.write(printable(chunk.text) if sys.stdout.isatty() else chunk.text)
             sys.stdout.flush()
     print(flush=True)
     if temperature > 0:
         used += f"; seed {chunks[-1].seed}"
-    summary(chunks, used, Console(stderr=True, highlight=False, soft_wrap=True), legend=show_rounds)
+    summary(chunks, used, Terminal(stderr=True, highlight=False, soft_wrap=True), legend=show_rounds)
 
 
 def coloured(chunk: Chunk, target: DecodingTarget) -> Text:
@@ -107,7 +110,7 @@ def coloured(chunk: Chunk, target: DecodingTarget) -> Text:
     assert target.tokenizer is not None
     text = Text()
     for token, kind in zip(chunk.tokens, chunk.origins, strict=True):
-        text.append(str(target.tokenizer.decode([token])), style=STYLES[kind])
+        text.append(printable(str(target.tokenizer.decode([token]))), style=STYLES[kind])
     return text
 
 
@@ -145,7 +148,7 @@ def models(
     """
     from outrider.checkpoints.published import PUBLISHED, drafters_for, shipped_drafters
 
-    console = Console(highlight=False)
+    console = Terminal(highlight=False)
     wanted = (target or "").lower()
     # Of a directory: the drafters of the models that it may be a fine-tune of.
     offers = list(drafters_for(target)) if target is not None and Path(target).is_dir() else []

@@ -14,6 +14,7 @@ from outrider.cli import options as opt
 from outrider.cli.options import FILES, option
 from outrider.utils.measure import set_up, usable_device
 from outrider.utils.packaged import name_of
+from outrider.utils.terminal import Terminal
 
 if TYPE_CHECKING:
     from outrider.checkpoints.published import Offer
@@ -46,7 +47,7 @@ def init(
     from outrider.utils.files import write_atomically
 
     set_up(None)
-    console = Console(highlight=False, soft_wrap=True, markup=False)
+    console = Terminal(highlight=False, soft_wrap=True, markup=False)
     directory = out or Path("runs") / Path(target).expanduser().resolve().name
     files = {name: directory / f"{name}.jsonl" for name in ("train", "held_out", "test")}
     recipe = directory / "recipe.yaml"

@@ -12,11 +12,11 @@ from importlib import import_module
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from outrider.cli.options import SMOLLM2, UsageError, command_of
+from outrider.utils.terminal import Terminal
 
 _SHIPPED = "smollm2-135m-dspark"
 
@@ -168,12 +168,12 @@ def main() -> None:
             _fail(f"{' '.join(message.replace('Value error, ', '').split())} ({verb} --help)")
         sys.exit(2)
     except (ValueError, OSError) as error:
-        _fail(str(error))
+        _fail(" ".join(str(error).splitlines()))
 
 
 def _fail(message: str) -> None:
     # Escaped: paths and lists in the message may look like markup.
-    Console(stderr=True).print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
+    Terminal(stderr=True).print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
     sys.exit(2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
@@ -52,7 +53,9 @@ RepetitionPenalty = Annotated[float, rare(SAMPLING, "divide positive logits of s
 Seed = Annotated[int, option(SAMPLING, "of random numbers")]
 SeedOrRandom = Annotated[int | None, option(SAMPLING, "of random numbers; another one each time by default")]
 
-ConfidenceThreshold = Annotated[float | None, option(DRAFTS, "verify drafts while at least as confident")]
+ConfidenceThreshold = Annotated[
+    float | None, option(DRAFTS, "verify drafts while at least as confident", min=0.0, max=1.0)
+]
 Tree = Annotated[str | None, option(DRAFTS, f"{TREE_FORM} ({TREE_METHODS})", metavar="SIZE")]
 Typical = Annotated[
     str | None,
@@ -60,13 +63,13 @@ Typical = Annotated[
 ]
 
 Variants = Annotated[str | None, option(DRAFTS, "none,fixed-3,threshold,prefix,...,look-ahead+skip; all by default")]
-SlaTtft = Annotated[float, rare("Service level", "seconds to the first token that a good request may take")]
-SlaTokensPerSecond = Annotated[float, rare("Service level", "tokens per second that a good request must have")]
+SlaTtft = Annotated[float, rare("Service level", "seconds to the first token that a good request may take", min=0.0)]
+SlaTokensPerSecond = Annotated[float, rare("Service level", "tokens per second that a good request must have", min=0.0)]
 
 DryRun = Annotated[bool, option(GENERAL, "only say what it would take: time, memory, disk", "--dry-run")]
 RareDryRun = Annotated[bool, rare(GENERAL, "only say what it would take: time, memory, disk", "--dry-run")]
 Device = Annotated[str, option(GENERAL, "auto (cuda where there is one), cpu, cuda, ...")]
-Threads = Annotated[int | None, option(GENERAL, "CPU threads; $OMP_NUM_THREADS, else all", min=1)]
+Threads = Annotated[int | None, option(GENERAL, "CPU threads; $OMP_NUM_THREADS, else all", min=1, max=1024)]
 
 
 def _read_config(context: typer.Context, path: Path | None) -> None:
@@ -77,12 +80,9 @@ def _read_config(context: typer.Context, path: Path | None) -> None:
     """
     if path is None:
         return
-    import yaml  # here, since only this option needs it
+    from outrider.utils.documents import read_yaml  # here, since only this option needs it
 
-    try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    given = read_yaml(path)
     if not isinstance(given, dict):
         raise ValueError(f"{path}: write one option per line, as max-new-tokens: 128.")
     options = {
@@ -129,6 +129,9 @@ def _general_options(
 ) -> None: ...  # fmt: skip
 
 
+_MOST_COUNTED, _LARGEST_SEED = 2**31 - 1, 2**64 - 1
+
+
 class Verb(TyperCommand):
     """A command with panels of options that fit a screen; with `--config` and `--help-all` if some are hidden."""
 
@@ -138,6 +141,23 @@ class Verb(TyperCommand):
         super().__init__(*args, **settings)
         if any(getattr(param, "hidden", False) for param in self.params):
             self.params += command_of(_general_options, kind=TyperCommand).params
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the options, and return the arguments that are left over.
+
+        Raises:
+            UsageError: also for a number that is not finite, or larger than any count (2^31) or seed (2^64) can be.
+        """
+        left: list[str] = super().parse_args(ctx, args)
+        params: list[Any] = self.params
+        for param in params:
+            value = ctx.params.get(param.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise typer.BadParameter(f"{value} is not a finite number.", ctx, param)
+            most = _MOST_COUNTED if getattr(param, "min", None) is not None else _LARGEST_SEED
+            if isinstance(value, int) and abs(value) > most:
+                raise typer.BadParameter(f"{value} is larger than {most}.", ctx, param)
+        return left
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help; without ranges and negations, unless all was asked for."""

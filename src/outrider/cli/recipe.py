@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from outrider.cli.options import FILES, GENERAL, option
 from outrider.utils.packaged import PACKAGE
+from outrider.utils.terminal import Terminal
 
 
 def recipes_directory() -> Path:
@@ -36,7 +37,7 @@ def recipe_command(
     """List the packaged recipes, copy one, or explain the fields."""
     if (copy is not None) + explain + schema > 1:
         raise ValueError("--copy, --explain and --schema: give one of them.")
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(highlight=False, soft_wrap=True)
     if schema:
         from outrider.training.recipe import recipe_schema  # here: it imports PyTorch
 

@@ -13,18 +13,22 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.options import GENERAL, option
+from outrider.utils.documents import parse_json, read_mapping
 from outrider.utils.locks import LOCK, is_held
+from outrider.utils.terminal import Terminal
 
+Kind = TypeVar("Kind")
+_MOST_DIRECTORIES = 50_000  # a run has some ten
 _MARKS = ("state/state.json", "metrics.jsonl", "responses.jsonl", "responses.journal.jsonl")
 
 
@@ -58,7 +62,7 @@ def runs(
     if json_out:
         print(json.dumps([asdict(one) for one in found], indent=1))
         return
-    console = Console()
+    console = Terminal()
     if not found:
         console.print(f"no trainings in {directory}; outrider train RECIPE begins one", highlight=False)
         return
@@ -96,33 +100,47 @@ def _age(seconds: float) -> str:
 
 
 def find_runs(top: Path) -> Iterator[TrainingRun]:
-    """The trainings at and below a directory, in the order of names."""
-    evaluations = sorted(top.rglob("results.json"), key=lambda path: path.stat().st_mtime)
-    measured = [(path, _mapping(path)) for path in evaluations]
-    for name, below, _ in os.walk(top):
+    """The trainings at and below a directory, in the order of names.
+
+    Raises:
+        ValueError: far more directories are below it than runs have: it is the root of a disk, say.
+    """
+    trainings: list[Path] = []
+    evaluations: list[Path] = []
+    for count, (name, below, files) in enumerate(os.walk(top)):
+        if count == _MOST_DIRECTORIES:
+            raise ValueError(f"{top} has more than {count} directories below it: give the one that holds the runs.")
         below.sort()
-        if any((Path(name) / mark).is_file() for mark in _MARKS):
-            below.clear()
-            yield read_run(Path(name), top, measured)
+        directory = Path(name)
+        if "results.json" in files:
+            evaluations.append(directory / "results.json")
+        inside = trainings and directory.is_relative_to(trainings[-1])
+        if not inside and any((directory / mark).is_file() for mark in _MARKS):
+            trainings.append(directory)
+    evaluations.sort(key=lambda path: path.stat().st_mtime)
+    measured = [(path, _mapping(path)) for path in evaluations]
+    for directory in trainings:
+        yield read_run(directory, top, measured)
 
 
 def read_run(directory: Path, top: Path, measured: Sequence[tuple[Path, dict[str, Any]]] = ()) -> TrainingRun:
     """What the files of a training say. `measured`: results.json files, the latest last."""
     state, recorded = _mapping(directory / "state/state.json"), _mapping(directory / "drafter/outrider.json")
-    settings = state.get("settings", {})
+    settings, watch = _section(state, "settings"), _section(state, "watch")
     entries = _entries(directory / "metrics.jsonl")
-    step = max([state.get("step", 0), *(entry["step"] for entry in entries)])
-    steps, watch = settings.get("optimizer", {}).get("steps"), state.get("watch", {})
-    best, metric = watch.get("best"), watch.get("measure", {}).get("metric")
+    step = max([_value(state, "step", int) or 0, *(_value(entry, "step", int) or 0 for entry in entries)])
+    steps = _value(_section(settings, "optimizer"), "steps", int)
+    best, metric = _value(watch, "best", float), _value(_section(watch, "measure"), "metric", str)
     if best is None:
-        lengths = [e["expected_length_greedy"] for e in entries if "expected_length_greedy" in e]
+        found = (_value(entry, "expected_length_greedy", float) for entry in entries)
+        lengths = [length for length in found if length is not None]
         best, metric = (max(lengths), "expected_length_greedy") if lengths else (None, None)
     files = [path for path in directory.rglob("*") if path.is_file()]
     ours = [results for path, results in measured if _is_of(directory, path, results)]
     return TrainingRun(
         run=directory.resolve().name if directory == top else str(directory.relative_to(top)),
-        target=settings.get("target") or recorded.get("target"),
-        algorithm=settings.get("drafter", {}).get("algorithm"),
+        target=_value(settings, "target", str) or _value(recorded, "target", str),
+        algorithm=_value(_section(settings, "drafter"), "algorithm", str),
         step=step,
         steps=steps,
         status=_status(directory, step, steps),
@@ -142,29 +160,47 @@ def _status(directory: Path, step: int, steps: int | None) -> str:
 
 def _is_of(directory: Path, path: Path, results: dict[str, Any]) -> bool:
     """Whether results are in this run or of its drafter."""
-    drafter = results.get("settings", {}).get("drafter")
+    drafter = _value(_section(results, "settings"), "drafter", str)
     return any(Path(place).resolve().is_relative_to(directory.resolve()) for place in (path, drafter) if place)
 
 
 def _speedup(results: dict[str, Any]) -> float | None:
-    tasks = results.get("tasks", [])
-    seconds, plain = (
-        sum(task["tokens"] / task[name] for task in tasks)
-        for name in ("tokens_per_second", "baseline_tokens_per_second")
-    )
-    return plain / seconds if seconds else None
+    try:
+        seconds, plain = (
+            sum(task["tokens"] / task[name] for task in results.get("tasks", []))
+            for name in ("tokens_per_second", "baseline_tokens_per_second")
+        )
+        return plain / seconds if seconds else None
+    except (TypeError, KeyError, ArithmeticError):  # damaged, or no results of outrider eval
+        return None
 
 
 def _mapping(path: Path) -> dict[str, Any]:
     """The fields of a JSON file; none where it is missing or damaged."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return read_mapping(path)
     except (OSError, ValueError):
         return {}
+
+
+def _section(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A field that is a mapping; none where it is missing or something else."""
+    found = fields.get(name)
     return found if isinstance(found, dict) else {}
 
 
+def _value(fields: Mapping[str, Any], name: str, kind: type[Kind]) -> Kind | None:
+    """A field of that kind; None where it is missing or something else. A whole number is a float, too."""
+    found = fields.get(name)
+    found = float(found) if kind is float and type(found) is int else found
+    return found if type(found) is kind else None
+
+
 def _entries(path: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl; one that a killed process cut short is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """Entries of metrics.jsonl; a line that is cut short or damaged is left out."""
+    entries: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else []:
+        with suppress(ValueError):
+            if line.endswith(b"\n") and isinstance(found := parse_json(line), dict):
+                entries.append(found)
+    return entries

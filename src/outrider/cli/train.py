@@ -17,6 +17,7 @@ from outrider.cli import options as opt
 from outrider.cli.common import check_outputs, load, responding, training_dtype
 from outrider.cli.options import option
 from outrider.utils.measure import set_up, today, usable_device
+from outrider.utils.terminal import Terminal
 
 if TYPE_CHECKING:
     from outrider.target.model import Target
@@ -49,7 +50,7 @@ def train(recipe: opt.RecipePath, overrides: opt.Overrides = None, *, dry_run: o
     precision = began.get("settings", {}).get("precision")
     with join(chosen.device) as ranks:
         set_up(chosen.threads)
-        console = Console(quiet=not ranks.main)
+        console = Terminal(quiet=not ranks.main)
         step = began.get("step", 0)
         if step >= chosen.optimizer.steps or patience_spent(chosen.watch, began.get("watch", {})):
             _say_finished(chosen, step, console)
@@ -164,7 +165,7 @@ _FREE_SHARE = 0.1
 
 def plan_features(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> None:
     """Say exactly how large the recipe's store will be. Writes no features; makes responses that are missing."""
-    console = Console()
+    console = Terminal()
     chosen, run = _prepare(recipe, overrides, None, console=console)
     _describe(chosen, run, _plan(chosen, run), console=console)
 
@@ -192,7 +193,7 @@ def write_features(
         write_store,
     )
 
-    console = Console()
+    console = Terminal()
     number, count = _process(shard, of)
     if dry_run:
         from outrider.cli.dry_run import of_features
@@ -231,7 +232,7 @@ def check_features(recipe: opt.RecipePath, overrides: opt.Overrides = None) -> N
     """Compare every shard with its SHA-256 and name what is damaged, missing or foreign."""
     from outrider.training.feature_store import check_store, store_directory
 
-    console = Console()
+    console = Terminal()
     chosen, run = _prepare(recipe, overrides, None, console=console)
     wrong = check_store(store_directory(chosen), _plan(chosen, run))
     if wrong:

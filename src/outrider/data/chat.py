@@ -17,11 +17,12 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from outrider.data.conversations import Conversation, Turn, chat_messages, messages_of
+from outrider.data.conversations import Conversation, Message, Turn, chat_messages, messages_of
 from outrider.data.responses import Reply
 from outrider.target.hub import load_tokenizer, model_config, resolve_model
 from outrider.target.loading import end_tokens, generation_config
 from outrider.target.model import Target
+from outrider.utils.measure import time_limit
 
 
 def render(
@@ -40,7 +41,10 @@ def render(
 
 
 def _prompt_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=tokenizer.chat_template is None)["input_ids"])
+    tokens = list(tokenizer(text, add_special_tokens=tokenizer.chat_template is None)["input_ids"])
+    if not tokens:
+        raise ValueError("the target's chat template writes nothing: there is no token to go on from.")
+    return tokens
 
 
 def render_text(
@@ -64,20 +68,29 @@ def render_text(
             "the target's chat template does not support tool calling (it never reads `tools`). Leave out "
             "conversations with tools, or choose a target whose template knows them."
         )
+    return apply_template(tokenizer, messages, tools=list(tools) or None, enable_thinking=thinking)
+
+
+_TEMPLATE_SECONDS = 5.0  # the longest that a template may take: real ones take milliseconds
+
+
+def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **settings: Any) -> str:
+    """The messages as the chat template writes them.
+
+    Templates are code of the model's makers, in jinja's sandbox: no attributes that begin with an underscore, and
+    ranges of at most 100,000.
+
+    Raises:
+        ValueError: the template refuses the messages, fails, or takes too long.
+    """
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                messages,
-                tools=list(tools) or None,
-                add_generation_prompt=True,
-                enable_thinking=thinking,
-                tokenize=False,
-            )
-        )
-    except TemplateError as error:
-        roles = ", ".join(dict.fromkeys(m["role"] for m in messages))
+        with time_limit(_TEMPLATE_SECONDS):
+            return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **settings))
+    except Exception as error:  # whatever its code raises: ZeroDivisionError, TypeError, RecursionError, ...
+        roles = ", ".join(dict.fromkeys(str(m["role"]) for m in messages))
+        reason = f"{error}" if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"the target's chat template refuses a conversation with the roles {roles}: {error}"
+            f"the target's chat template refuses a conversation with the roles {roles}: {reason[:300]}"
         ) from error
 
 
@@ -147,13 +160,11 @@ class Chat:
         messages = [{"role": "user", "content": "Hello"}]
 
         def rendered(switch: dict[str, Any]) -> str:
-            return str(
-                self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **switch)
-            )
+            return apply_template(self.tokenizer, messages, **switch)
 
         try:
             default, on, off = (rendered(s) for s in ({}, {"enable_thinking": True}, {"enable_thinking": False}))
-        except TemplateError:
+        except ValueError:
             return []  # it wants other roles than this one; what the prompts' own roles lack is said with them
         if not thinking and default == on != off:
             return [f"{self.name} thinks by default and is asked not to here; --thinking (data.thinking) asks for it"]

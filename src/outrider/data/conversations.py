@@ -16,6 +16,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from outrider.utils.documents import parse_json
+
 Message = dict[str, Any]
 Turn = str | tuple[Message, ...]  # one user message as its text, or several messages (system prompts, tool results)
 
@@ -108,7 +110,7 @@ class _Row(BaseModel):
     @classmethod
     def _tools_from_text(cls, value: object) -> object:
         """Data sets often keep the tools as one JSON string."""
-        return json.loads(value) if isinstance(value, str) and value.strip() else value or None
+        return parse_json(value) if isinstance(value, str) and value.strip() else value or None
 
 
 def content_id(turns: Sequence[Turn], tools: Sequence[dict[str, Any]]) -> str:
@@ -153,7 +155,7 @@ def parse_row(row: str | Mapping[str, Any]) -> Conversation:
     elif isinstance(line.prompt, str):
         turns = (line.prompt,)
     else:
-        keys = sorted(json.loads(row) if isinstance(row, str) else row)
+        keys = sorted(parse_json(row) if isinstance(row, str) else row)
         raise ValueError(f"no conversation among the fields {', '.join(keys) or '(none)'}")
     if not turns:
         raise ValueError("messages: no user message to respond to")

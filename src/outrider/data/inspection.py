@@ -16,6 +16,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from outrider.data.responses import Reply, Sample, join_turns
+from outrider.utils.terminal import printable
 
 _UNFINISHED_CHARACTER = "\ufffd"
 _LONGEST_CHARACTER = 8  # tokens
@@ -95,7 +96,8 @@ def terminal_text(row: Row, tokenizer: PreTrainedTokenizerBase, boundaries: bool
     for piece in pieces(row.sample, tokenizer):
         if boundaries and len(text):
             text.append("|", style="dim cyan")
-        shown = piece.text.replace("\n", "\\n\n") if boundaries else piece.text
+        whole = printable(piece.text)
+        shown = whole.replace("\n", "\\n\n") if boundaries else whole
         text.append(shown, style=STYLES[piece.supervised, piece.special])
     return text
 

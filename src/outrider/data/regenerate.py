@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from torch import Tensor
 
 from outrider.backends.openai import Endpoint, OpenAIClient, Part, parse_answer, retry_after, served_model, shown_url
@@ -44,7 +44,15 @@ _COMPACT_BELOW = 0.75  # drop finished sequences once fewer than this share of t
 class Section(BaseModel):
     """A section of a recipe: unknown fields are refused; a field's docstring is its description in the JSON schema."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and kind in (int, float, int | None, float | None):
+            raise ValueError(f"{value} is no number")
+        return value
 
 
 class PromptSource(Section):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.target.hub import canonical_id
+from outrider.utils.documents import parse_json
 from outrider.utils.files import write_atomically
 from outrider.utils.locks import sole_process
 
@@ -157,8 +158,9 @@ def read_responses(path: Path) -> tuple[dict[str, Any], list[Reply]]:
     if lines == [b""]:
         raise ValueError(f"{path} is empty; `outrider prepare` makes a responses file.")
     try:
-        header = json.loads(lines[0])
-        settings = dict(header["settings"])
+        header = parse_json(lines[0])
+        if not isinstance(settings := header["settings"], dict):
+            raise TypeError("settings are no mapping")
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} is not a responses file: its first line has no settings. `outrider prepare` "
@@ -170,7 +172,7 @@ def read_responses(path: Path) -> tuple[dict[str, Any], list[Reply]]:
         if not text:
             continue
         try:
-            replies.append(_reply(json.loads(text)))
+            replies.append(_reply(parse_json(text)))
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines):
                 break  # no newline after it: the process died while writing this line
@@ -182,9 +184,19 @@ def read_responses(path: Path) -> tuple[dict[str, Any], list[Reply]]:
 
 def _reply(entry: Mapping[str, Any]) -> Reply:
     reply = Reply(**entry)
-    if not isinstance(reply.prompt, list) or not isinstance(reply.response, list):
-        raise TypeError("prompt and response must be lists of token ids")
+    if not _are_tokens(reply.prompt) or not reply.prompt or not _are_tokens(reply.response):
+        raise TypeError("prompt and response must be lists of token ids, the prompt's not empty")
+    kinds = (("id", str), ("turn", int), ("finished", bool), ("exact", bool))
+    if wrong := [name for name, kind in kinds if type(getattr(reply, name)) is not kind]:
+        raise TypeError(f"{wrong[0]} is {getattr(reply, wrong[0])!r}")
+    if reply.turn < 0:
+        raise ValueError(f"turn is {reply.turn}")
     return reply
+
+
+def _are_tokens(ids: object) -> bool:
+    """Whether these are ids that a vocabulary may have; a float or true would be taken for another token."""
+    return isinstance(ids, list) and {*map(type, ids)} <= {int} and (not ids or (min(ids) >= 0 and max(ids) < 2**31))
 
 
 def companion_file(path: Path, kind: str) -> Path:
@@ -248,16 +260,21 @@ class ResponseFile:
         good = data.rfind(b"\n") + 1
         for number, line in enumerate(data[:good].splitlines(), start=1):
             try:
-                entry = json.loads(line)
-                if number == 1:
-                    _check_format(self.journal, entry)
-                    self._check(self.journal, entry["settings"])
-                else:
-                    self._add(_reply(reply) for reply in entry["replies"])
-            except (KeyError, TypeError, json.JSONDecodeError) as error:
+                entry = parse_json(line)
+                found, replies = {}, []
+                if number > 1:
+                    replies = [_reply(reply) for reply in entry["replies"]]
+                elif not isinstance(found := entry["settings"], dict):
+                    raise TypeError("settings are no mapping")
+            except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"{self.journal}:{number}: not a journal line ({error}). Cut the file off there, or delete it."
                 ) from error
+            if number == 1:
+                _check_format(self.journal, entry)
+                self._check(self.journal, found)
+            else:
+                self._add(replies)
         return good
 
     def _add(self, replies: Iterable[Reply]) -> None:

@@ -29,7 +29,7 @@ Config = TypeVar("Config", bound="DrafterConfig")
 
 NOT_IN_RECIPE = "not in recipes"
 NotInRecipe = Annotated[T, NOT_IN_RECIPE]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 DraftVocabulary = Annotated[
     int, Field(ge=2, description="Tokens that can be drafted, the most frequent ones; null: the target's vocabulary.")
 ]
@@ -44,7 +44,7 @@ AuxLayers = Annotated[
 class DrafterSection(BaseModel):
     """What a recipe sets of a drafter's config: `algorithm` and fields by name (`section_of`)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     config: ClassVar[type[DrafterConfig]]
     algorithm: str
@@ -216,4 +216,4 @@ def _checks_of(config: Any) -> type[BaseModel]:
     """A model with the config's fields, to check values by."""
     hints = get_type_hints(config, include_extras=True)
     kinds: dict[str, Any] = {field.name: (hints[field.name], ...) for field in fields(config)}
-    return create_model(f"{config.__name__}Checks", **kinds)
+    return create_model(f"{config.__name__}Checks", __config__=ConfigDict(allow_inf_nan=False), **kinds)

@@ -22,6 +22,8 @@ from torch import Tensor
 from outrider.drafters.base import DraftCall, Drafter
 from outrider.drafters.draft import Draft
 
+_MOST_DRAFTS = 4096  # of one round
+
 
 @dataclass(frozen=True)
 class NgramConfig:
@@ -36,8 +38,8 @@ class NgramConfig:
     shortest: int = 1
 
     def __post_init__(self) -> None:
-        if self.gamma < 1:
-            raise ValueError(f"gamma={self.gamma} of an n-gram drafter must be at least 1.")
+        if not 1 <= self.gamma <= _MOST_DRAFTS:
+            raise ValueError(f"gamma={self.gamma} of an n-gram drafter must be from 1 to {_MOST_DRAFTS}.")
         if not 1 <= self.shortest <= self.longest:
             raise ValueError(f"suffixes of {self.shortest} to {self.longest} tokens: use 1 <= shortest <= longest.")
 

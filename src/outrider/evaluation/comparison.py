@@ -73,6 +73,8 @@ def load_results(argument: str) -> LabelledResults:
     if not path.is_file():
         raise ValueError(f"{directory} has no results.json: give directories that outrider eval --out wrote.")
     results = Results.load(path)
+    if not results.tasks:
+        raise ValueError(f"{path} has no tasks: run outrider eval again.")
     return LabelledResults(label or results.drafter.label, Path(directory), results)
 
 

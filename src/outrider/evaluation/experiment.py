@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from outrider.data.regenerate import Section
-from outrider.training.recipe import Recipe, load_recipe, read_yaml
+from outrider.training.recipe import Recipe, load_recipe, read_fields
 from outrider.utils.packaged import packaged
 
 Option = str | int | float | bool | list[str]
@@ -69,7 +69,7 @@ class ExperimentTable(Section):
     # every training (three quarters of a step on a CPU). null: no store.
     feature_aux_layers: list[int] | None = None
     seeds: list[int] = Field([0], min_length=1)
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=1024)
     set: dict[str, Any] = Field({})  # recipe fields of every trained row; a row's own come after them
     tasks: list[str] = Field(min_length=1)
     evaluate: dict[str, Option] = Field({})
@@ -141,7 +141,7 @@ def load_table(path: Path, overrides: Sequence[str] = ()) -> ExperimentTable:
     path = packaged(path, "experiments")
     if not path.is_file():
         raise ValueError(f"no table {path}: give a YAML file, or smollm2-135m, which is packaged.")
-    table = read_yaml(path, ExperimentTable, overrides, kind="table", needs="out, recipe, tasks and rows")
+    table = read_fields(path, ExperimentTable, overrides, kind="table", needs="out, recipe, tasks and rows")
     table = _with_paths(table, path.parent)
     for name, row in table.rows.items():
         if row.trained and (theirs := table.row_recipe(name).target) != table.target:

@@ -12,9 +12,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from outrider.utils.files import invalid_fields
 from outrider.verification import lossy_note
@@ -60,34 +60,37 @@ class DrafterInfo(BaseModel):
 
     label: str
     algorithm: str
-    gamma: int
+    gamma: int = Field(ge=0, lt=2**16)
     nodes: int | None = None  # most draft tokens of one forward: more than gamma where drafts branch
     parameters: int | None = None  # its own; embedding and LM head are the target's
     training: TrainingInfo | None = None  # None: not trained by Outrider
+
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class TaskResult(BaseModel):
     """The figures of one task. Seconds are sums over all prompts; `speedup_quartiles` are over prompts."""
 
     task: str
-    samples: int
-    turns: int
-    tokens: int
-    rounds: int
-    accepted_length: float
-    conditional_acceptance: list[float | None]  # None: no round verified this position
-    acceptance_histogram: list[int]
-    tokens_per_second: float
-    baseline_tokens_per_second: float
-    speedup: float
-    speedup_quartiles: list[float]
+    samples: int = Field(ge=0)
+    turns: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    rounds: int = Field(ge=0)
+    accepted_length: Amount
+    conditional_acceptance: list[Amount | None]  # None: no round verified this position
+    acceptance_histogram: list[Annotated[int, Field(ge=0)]]
+    tokens_per_second: Annotated[Amount, Field(gt=0)]
+    baseline_tokens_per_second: Annotated[Amount, Field(gt=0)]
+    speedup: Amount
+    speedup_quartiles: list[Amount] = Field(min_length=3, max_length=3)
     greedy_identical: bool | None  # apart from ties, which greedy_ties counts; None at temperature > 0
     greedy_ties: int
     greedy_mismatches: int
-    draft_seconds: float
-    verify_seconds: float
-    other_seconds: float
-    baseline_seconds: float
+    draft_seconds: Amount
+    verify_seconds: Amount
+    other_seconds: Amount
+    baseline_seconds: Amount
     verified_drafts: int | None  # drafts the target verified; None: not recorded
     prompts_sha256: str | None  # None: not recorded
 
@@ -115,6 +118,13 @@ class Results(BaseModel):
     drafter: DrafterInfo
     date: str | None = None  # of the evaluation; None: not recorded
 
+    @field_validator("settings")
+    @classmethod
+    def _sampling_is_a_mapping(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(settings.get("sampling", {}), dict):
+            raise ValueError("sampling is no mapping")
+        return settings
+
     @property
     def lossy(self) -> str:
         """The lossy acceptance rule, to be named wherever the figures are shown; "" where output is the target's."""
@@ -130,7 +140,7 @@ class Results(BaseModel):
         if not path.is_file():
             raise ValueError(f"no {path}; give results.json files that outrider eval wrote.")
         try:
-            return Results.model_validate_json(path.read_text(encoding="utf-8"))
+            return Results.model_validate_json(path.read_bytes())
         except ValidationError as error:
             reason = invalid_fields(error, "the file")[0]
             raise ValueError(

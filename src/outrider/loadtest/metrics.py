@@ -19,15 +19,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator
 
 from outrider.backends.base import Acceptance
 from outrider.backends.local import NO_SPECULATION, is_adaptive
 from outrider.evaluation.verdict import Speedup
 from outrider.loadtest.load import MeasuredRequest, Window
+from outrider.utils.documents import read_json, read_mapping
 from outrider.utils.files import invalid_fields, write_atomically
 from outrider.utils.measure import Quartiles, machine, quartiles, today, versions
 
@@ -193,6 +194,9 @@ class Point(BaseModel):
         return self.variant, self.level, self.repeat
 
 
+Responses = TypeVar("Responses")
+
+
 class Journal:
     """The points measured so far, in one directory.
 
@@ -211,7 +215,7 @@ class Journal:
         if not path.exists():
             self._write(path, settings)
             return
-        earlier = json.loads(path.read_text(encoding="utf-8"))
+        earlier = read_mapping(path)
         differing = [
             f"{name} was {earlier.get(name)}, now {settings.get(name)}"
             for name in sorted(settings.keys() | earlier.keys())
@@ -254,7 +258,7 @@ class Journal:
     def reference(self) -> list[list[int]] | None:
         """Plain decoding's responses to the prompts; None before they are made."""
         path = self.directory / _REFERENCE
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        return self._responses(path, TypeAdapter(list[list[int]])) if path.exists() else None
 
     def keep_reference(self, responses: list[list[int]]) -> None:
         self._write(self.directory / _REFERENCE, responses)
@@ -262,10 +266,17 @@ class Journal:
     def said(self) -> list[list[list[int]]]:
         """The baseline's responses that later turns follow, turn by turn; [] before there are any."""
         path = self.directory / _SAID
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        return self._responses(path, TypeAdapter(list[list[list[int]]])) if path.exists() else []
 
     def keep_said(self, turns: list[list[list[int]]]) -> None:
         self._write(self.directory / _SAID, turns)
+
+    @staticmethod
+    def _responses(path: Path, kind: TypeAdapter[Responses]) -> Responses:
+        try:
+            return kind.validate_python(read_json(path), strict=True)
+        except ValidationError as error:
+            raise ValueError(f"{path}: not the responses of a sweep; choose another --out.") from error
 
     @staticmethod
     def _write(path: Path, content: Any) -> None:
@@ -287,12 +298,21 @@ class PointSummary(BaseModel):
     """A variant at a level, over its repeats. `quartiles`: (low, median, high) of each of `Metrics`; None: unknown."""
 
     variant: str
-    level: float
+    level: float = Field(gt=0, allow_inf_nan=False)
     repeats: int
     quartiles: dict[str, Quartiles | None]
     same: int
     ties: int
     mismatches: int
+
+    @field_validator("quartiles")
+    @classmethod
+    def _complete(cls, quartiles: dict[str, Quartiles | None]) -> dict[str, Quartiles | None]:
+        if missing := sorted({*Metrics.model_fields} - {*quartiles}):
+            raise ValueError(f"no {', '.join(missing)}")
+        if quartiles["tokens_per_second"] is None:
+            raise ValueError("no tokens_per_second")
+        return quartiles
 
     def median(self, figure: str) -> float | None:
         found = self.quartiles[figure]

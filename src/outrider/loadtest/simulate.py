@@ -9,7 +9,6 @@ published table of rates.
 from __future__ import annotations
 
 import heapq
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from outrider.loadtest.traces import Response, Traces
 from outrider.scheduling.cost import Floats, Ints, Profile, SpsTable, StepCost
 from outrider.scheduling.gate import AlwaysDraft, DraftGate, History
 from outrider.scheduling.policies import FixedPolicy, Policy
+from outrider.utils.documents import read_json
 from outrider.utils.files import invalid_fields
 
 
@@ -92,7 +92,7 @@ class TableMachine(BaseModel):
     context costs nothing.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     sps: list[float] = Field(min_length=1)
     draft: list[Annotated[float, Field(ge=0)]] = Field(default=[0.0], min_length=1, alias="draft_seconds")
@@ -139,11 +139,9 @@ def load_machine(path: Path, recorded: Mapping[str, Any], draft: float = 1.0, ve
         ValueError: missing, neither of the two, or of something else.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except FileNotFoundError:
         raise ValueError(f"no profile at {path}: measure one (outrider profile --out {path}).") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}).") from None
     found: Machine
     if isinstance(content, dict) and "sps" in content:
         try:

@@ -133,14 +133,18 @@ def _mean_acceptance(parts: Sequence[Acceptance]) -> Acceptance:
 _MAY_CHANGE = ("levels", "variants", "repeats", "grouped")  # they decide what is measured when, not any single figure
 
 
+_MOST_LOAD = 10**6  # users, or requests per second
+
+
 def check_levels(arrivals: str, levels: Sequence[float]) -> None:
     """Refuse what is neither a number of users (closed) nor a rate (poisson).
 
     Raises:
         ValueError: one of them is, or two are the same.
     """
-    if not levels or min(levels) <= 0 or len(set(levels)) < len(levels):
-        raise ValueError(f"levels {list(levels)} must be different numbers above 0.")
+    if not levels or min(levels) <= 0 or len(set(levels)) < len(levels) or max(levels) > _MOST_LOAD:
+        option = "--concurrency" if arrivals == "closed" else "--rates"
+        raise ValueError(f"{option}: levels {list(levels)} must be different numbers above 0 and at most {_MOST_LOAD}.")
     if arrivals == "closed" and any(level != int(level) for level in levels):
         raise ValueError(f"concurrency {list(levels)}: the number of users must be whole.")
 
@@ -464,6 +468,6 @@ def _baseline(sweep: Frontier, level: float) -> float | None:
 def _row(sweep: Frontier, point: PointSummary, plain: float | None) -> tuple[str, ...]:
     ratio = "" if plain is None else f"{point.throughput / plain:.2f}"
     figures = point.shown("user_p50"), point.shown("ttft_p50", 1e3, ".0f"), point.shown("gap_p50", 1e3, ".0f")
-    engine = f"{sweep.settings['backend']}{' (chat)' if sweep.settings.get('chat') else ''}"
+    engine = f"{sweep.settings.get('backend') or '?'}{' (chat)' if sweep.settings.get('chat') else ''}"
     measured = engine, point.variant, f"{point.level:g}", sweep.settings.get("dtype") or ""
     return *measured, f"{point.throughput:.1f}", *figures, point.shown("tau", form=".2f"), ratio

@@ -13,7 +13,7 @@ response tokens committed; its anchor is the token before. Shapes: N positions o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from outrider.drafters.draft import Draft
 from outrider.scheduling.cost import Ints
 from outrider.scheduling.policies import FixedPolicy
 from outrider.target.model import Target
+from outrider.utils.documents import parse_json
 from outrider.utils.files import write_atomically
 
 _ARRAYS = ("confidences_NK", "drafted_N", "accepted_N", "prompts", "prompt_ends", "responses", "ends", "stopped")
@@ -111,13 +112,15 @@ class Traces:
         Raises:
             ValueError: missing, damaged, or not such a file.
         """
+        if not path.is_file():
+            raise ValueError(f"no traces at {path}: record them (outrider simulate --record {path}).")
         try:
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in _ARRAYS}
-                about = json.loads(str(file["about"]))
-        except FileNotFoundError:
-            raise ValueError(f"no traces at {path}: record them (outrider simulate --record {path}).") from None
-        except (BadZipFile, KeyError, ValueError, EOFError) as error:
+                about = parse_json(str(file["about"]))
+            if not isinstance(about, dict) or not _consistent(arrays):
+                raise ValueError("arrays that do not fit one another")
+        except (BadZipFile, KeyError, ValueError, TypeError, EOFError) as error:
             raise ValueError(
                 f"{path} holds no traces, or damaged ones; record them again (--record {path})."
             ) from error
@@ -130,6 +133,19 @@ class Traces:
         ]
         counts = arrays["drafted_N"].astype(np.int64), arrays["accepted_N"].astype(np.int64)
         return Traces(responses, arrays["confidences_NK"], *counts, about)
+
+
+def _consistent(arrays: Mapping[str, NDArray[Any]]) -> bool:
+    """Whether the arrays of a file are of the shapes that `Traces.save` writes."""
+    if [array.ndim for array in arrays.values()] != [2] + [1] * (len(_ARRAYS) - 1):
+        return False
+    rows = len(arrays["responses"])
+    parts = all(
+        len(ends) and ends[-1] == len(arrays[what]) and ends[0] >= 0 and (np.diff(ends) >= 0).all()
+        for what, ends in (("prompts", arrays["prompt_ends"]), ("responses", arrays["ends"]))
+    )
+    alike = len(arrays["prompt_ends"]) == len(arrays["ends"]) == len(arrays["stopped"])
+    return parts and alike and all(len(arrays[name]) == rows for name in _ARRAYS[:3])
 
 
 class RecordingDrafter(WrappedDrafter):

@@ -67,11 +67,11 @@ class SpsTable:
 class Cell(BaseModel):
     """One measured forward: its shape, and the quartiles of its seconds."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    requests: int = Field(ge=1)
-    tokens: int = Field(ge=1)
-    context: int = Field(ge=0)
+    requests: int = Field(ge=1, le=2**20)
+    tokens: int = Field(ge=1, le=2**20)  # the table has a row of so many
+    context: int = Field(ge=0, lt=2**31)
     low: float = Field(gt=0)
     median: float = Field(gt=0)
     high: float = Field(gt=0)
@@ -80,7 +80,7 @@ class Cell(BaseModel):
 class Additive(BaseModel):
     """The additive form's four numbers, in seconds, and (fitted - measured) / measured per cell."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     bias: float
     alpha: float
@@ -236,7 +236,7 @@ class Setting(BaseModel):
 class Curve(BaseModel):
     """Seconds by number of requests: quartiles (low, median, high) at each measured count."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     requests: list[int] = Field(min_length=1)
     seconds: list[tuple[float, float, float]]
@@ -277,7 +277,7 @@ class Profile(BaseModel):
     setting: Setting
     cells: list[Cell] = Field(min_length=1)
     fit: Additive
-    gamma: int
+    gamma: int = Field(ge=0)
     draft: Curve | None
     draft_one: Curve | None
     extend: Curve | None

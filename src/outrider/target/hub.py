@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -29,7 +30,8 @@ from huggingface_hub.utils import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from outrider.target.loading import check_config, load_model
-from outrider.utils.files import cache_dir, file_sha256, read_mapping
+from outrider.utils.documents import read_json, read_mapping
+from outrider.utils.files import cache_dir, file_sha256
 
 EMBEDDED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _EMBEDDED_NAMES = {EMBEDDED_ID, "SmolLM2-135M-Instruct"}
@@ -93,9 +95,7 @@ def model_config(directory: Path) -> PretrainedConfig:
             model can be.
     """
     path = directory / "config.json"
-    raw = read_mapping(path)
-    section = raw.get("text_config")
-    check_config(section if isinstance(section, dict) else raw, path)  # transformers divides by some of them
+    check_config(read_mapping(path), path)  # transformers divides by some of its numbers
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # ValueError, KeyError, TypeError, and what validates its fields
@@ -183,9 +183,15 @@ def converted(gguf: Path, destination: Path, weights: bool = True) -> Path:
 
 
 def _built(destination: Path, intact: Callable[[Path], bool], build: Callable[[Path], None]) -> Path:
-    """A directory in the cache, built under another name and renamed where it is not intact."""
+    """A directory in the cache, built under another name and renamed where it is not intact.
+
+    Raises:
+        ValueError: another directory is there, which was not built here: it has no manifest.
+    """
     if intact(destination):
         return destination
+    if os.path.lexists(destination) and not os.path.lexists(destination / _MANIFEST):
+        raise ValueError(f"{destination} is in the way of a model that is built there: move it elsewhere.")
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=destination.name + ".", dir=destination.parent))
     try:
@@ -223,7 +229,7 @@ def _convert(gguf: Path, directory: Path) -> None:
 
 def _intact(directory: Path, weights: bool = True) -> bool:
     try:
-        manifest = json.loads((directory / _MANIFEST).read_text())
+        manifest = read_json(directory / _MANIFEST)
         sizes_match = all((directory / name).stat().st_size == size for name, size in manifest["sizes"].items())
         return sizes_match and (not weights or file_sha256(directory / "model.safetensors") == manifest["sha256"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -26,7 +26,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import Mxfp4Config
 
-from outrider.utils.files import StoredTensor, check_finite, read_mapping, stored_tensors
+from outrider.utils.documents import read_mapping
+from outrider.utils.files import StoredTensor, check_finite, stored_tensors
 
 # Far above any model, far below what overflows a shape or never ends.
 _WIDEST = 2**20
@@ -56,7 +57,7 @@ def check_config(fields: Mapping[str, Any], path: Path) -> None:
     """Check the fields of a language model's config that its shapes and its arithmetic follow from.
 
     Args:
-        fields: as config.json has them, `text_config` of a multimodal one; or with transformers' defaults.
+        fields: as config.json has them, or with transformers' defaults; of a multimodal one `text_config` is read.
         path: of config.json, for messages.
 
     Raises:
@@ -66,6 +67,8 @@ def check_config(fields: Mapping[str, Any], path: Path) -> None:
     def refuse(name: str, value: object, wanted: str) -> ValueError:
         return ValueError(f"{path}: {name} is {value!r}; it must be {wanted}.")
 
+    section = fields.get("text_config")
+    fields = section if isinstance(section, Mapping) else fields
     for name, value in fields.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise refuse(name, value, "a finite number")

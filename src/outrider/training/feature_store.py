@@ -48,6 +48,7 @@ from outrider.training.features import (
 )
 from outrider.training.recipe import Recipe
 from outrider.training.setup import CALIBRATION_SAMPLES
+from outrider.utils.documents import read_json, read_mapping
 from outrider.utils.files import check_space, file_sha256, unfinished_writes, write_atomically
 from outrider.utils.machine import feature_cache_bytes
 from outrider.utils.measure import dtype_name
@@ -235,7 +236,7 @@ def read_plan(directory: Path, wanted: StorePlan) -> StorePlan:
     """
     path = directory / "plan.json"
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found: dict[str, Any] = read_mapping(path)
         if found["format"] != FORMAT_VERSION:
             raise ValueError(f"format version {found['format']!r}, this version reads {FORMAT_VERSION}")
         # The name is for people: the same weights in another directory are the same target.
@@ -345,7 +346,7 @@ def find_shard(path: Path, key: str, indices: Sequence[int] | None = None, remed
         DamagedShard: the sidecar is missing, unreadable, or of another store.
     """
     try:
-        entry: dict[str, Any] = json.loads(sidecar(path).read_text())
+        entry: dict[str, Any] = read_mapping(sidecar(path))
         shard = Shard(path, entry["samples"], entry["bytes"], sha256=entry["sha256"], remedy=remedy)
         foreign = entry["key"] != key
     except FileNotFoundError as error:
@@ -500,7 +501,7 @@ def open_store(directory: Path, wanted: StorePlan) -> tuple[StorePlan, list[Shar
     if not path.is_file():
         return plan, _complete_shards(directory, plan)
     try:
-        found = json.loads(path.read_text())
+        found = read_json(path)
         digests = [str(shard["sha256"]) for shard in found["shards"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}). Delete it; it is made again.") from error

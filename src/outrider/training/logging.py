@@ -15,6 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
+from outrider.utils.documents import parse_json
 from outrider.utils.measure import Clock
 from outrider.utils.plots import (
     COLOURS,
@@ -172,7 +174,7 @@ class MetricsLog:
         path = out / "metrics.jsonl"
         kept = path.read_text().splitlines(keepends=True) if path.is_file() and first else []
         whole = [line for line in kept if line.endswith("\n")]  # a killed process may have cut the last one
-        path.write_text("".join(line for line in whole if json.loads(line)["step"] <= first))
+        path.write_text("".join(line for line in whole if _entry(path, line)["step"] <= first))
         self.file = path.open("a")
         self.boards: list[_TensorBoard | _WeightsAndBiases] = []
         if "tensorboard" in boards:
@@ -225,12 +227,25 @@ def progress_bar(shown: bool) -> Progress:
 Groups = dict[str, list[dict[str, Any]]]
 
 
+def _entry(path: Path, line: str) -> dict[str, Any]:
+    """An entry of metrics.jsonl.
+
+    Raises:
+        ValueError: it is none.
+    """
+    with suppress(ValueError):
+        found = parse_json(line)
+        if isinstance(found, dict) and isinstance(found.get("step"), int) and isinstance(found.get("group"), str):
+            return found
+    raise ValueError(f"{path}: {line[:80]!r} is no entry of metrics; remove that line.")
+
+
 def read_metrics(path: Path) -> Groups:
     """Entries by group, in the order of steps; a line that a killed process cut short is left out."""
     groups: Groups = {}
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         if line.endswith("\n"):
-            entry = json.loads(line)
+            entry = _entry(path, line)
             groups.setdefault(entry["group"], []).append(entry)
     return groups
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
 
 import torch
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -29,6 +28,7 @@ from outrider.data.regenerate import DataSection, Section
 from outrider.drafters import registry
 from outrider.drafters.config import DrafterSection
 from outrider.drafters.registry import method_of
+from outrider.utils.documents import parse_yaml, read_yaml
 from outrider.utils.files import invalid_fields
 from outrider.utils.packaged import packaged
 
@@ -70,7 +70,7 @@ class ObjectiveConfig(Section):
     """Weight of the 1-norm ||p_d - p_t||_1, DeepSpec's l1_loss_alpha."""
     confidence: float = Field(1.0, ge=0)
     """Weight of the confidence head's loss; 0 for drafters without one."""
-    decay: float = Field(4.0, gt=0)
+    decay: float = Field(4.0, gt=0, allow_inf_nan=True)
     """Positions after which a draft position's weight has fallen to 1/e."""
 
     def position_weights(self, gamma: int, device: torch.device) -> torch.Tensor:
@@ -161,9 +161,9 @@ class Recipe(Section):
     """The language model to draft for: a model id or a directory."""
     out: str
     """The directory of the run: responses, checkpoints, metrics and the drafter."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**64)
     """Of weights, the order of samples, and anchors."""
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads; null: $OMP_NUM_THREADS, else as many as the machine has."""
     device: str = "auto"
     """auto: CUDA where there is one, else cpu; under torchrun each rank has its own."""
@@ -215,7 +215,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     path = packaged(path, "recipes")
     if not path.is_file():
         raise ValueError(f"no recipe {path}: give a YAML file, or one that outrider recipe lists.")
-    recipe = read_yaml(path, Recipe, overrides, kind="recipe", needs="target, out and data")
+    recipe = read_fields(path, Recipe, overrides, kind="recipe", needs="target, out and data")
     sources = [s.model_copy(update={"path": _beside(path, s.path)}) for s in recipe.data.prompts]
     found: dict[str, Any] = {"data": recipe.data.model_copy(update={"prompts": sources})}
     if recipe.start_from is not None:
@@ -225,7 +225,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe.model_copy(update=found)
 
 
-def read_yaml(path: Path, model: type[Model], overrides: Sequence[str], *, kind: str, needs: str) -> Model:
+def read_fields(path: Path, model: type[Model], overrides: Sequence[str], *, kind: str, needs: str) -> Model:
     """Read a YAML file as a pydantic model, with `key.path=value` overrides.
 
     Args:
@@ -235,10 +235,7 @@ def read_yaml(path: Path, model: type[Model], overrides: Sequence[str], *, kind:
     Raises:
         ValueError: unreadable YAML, unknown or invalid fields, or a malformed override.
     """
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid YAML ({' '.join(str(error).split())}).") from error
+    raw = read_yaml(path)
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: a {kind} is a YAML mapping with at least {needs}.")
     for override in overrides:
@@ -276,10 +273,9 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         if not isinstance(section, dict):
             raise ValueError(f"override {override!r}: {parent} is not a section.")
     try:
-        section[last] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"override {override!r}: the value is not valid YAML ({reason}).") from error
+        section[last] = parse_yaml(value)
+    except ValueError as error:
+        raise ValueError(f"override {override!r}: the value is not valid YAML ({error}).") from error
 
 
 # ----------------------------------------------------------------------------

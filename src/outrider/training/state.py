@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from outrider.utils.distributed import Ranks, full_tensor
+from outrider.utils.documents import read_mapping
 from outrider.utils.files import (
     atomic_directory,
     check_finite,
     check_tensors,
-    read_mapping,
     read_tensors,
     recover_interrupted_write,
 )

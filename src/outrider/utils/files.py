@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import torch
 from pydantic import ValidationError
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from outrider.utils.documents import read_json
 from outrider.utils.locks import is_held, marked_in_use
 
 
@@ -120,21 +120,6 @@ def check_space(directory: Path, needed: int, what: str, remedy: str) -> None:
             f"{what} needs {needed} bytes ({needed / 2**30:.1f} GB) and the disk of {directory} has {free} "
             f"({free / 2**30:.1f} GB) free: nothing was written. {remedy}"
         )
-
-
-def read_mapping(path: Path) -> dict[str, Any]:
-    """The fields of a JSON file.
-
-    Raises:
-        ValueError: not JSON, or not a mapping.
-    """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, digits or depth without end
-        raise ValueError(f"{path}: not valid JSON ({error}).") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: not a JSON mapping of fields.")
-    return raw
 
 
 def invalid_fields(error: ValidationError, whole: str = "") -> list[str]:
@@ -256,8 +241,8 @@ def weight_files(directory: Path) -> list[Path]:
     index = directory / _INDEX
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            names = sorted(set(read_json(index)["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"{index}: weight_map is not a mapping of tensors to files ({error!r}).") from error
         strange = [name for name in names if not isinstance(name, str) or Path(name).name != name]
         if strange or not names:

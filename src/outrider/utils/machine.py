@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from outrider.utils.documents import read_json
 from outrider.utils.files import cache_dir, write_atomically
 from outrider.utils.measure import machine
 
@@ -93,7 +94,7 @@ def remembered(
     path = cache_dir() / file
     known: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         known = found if isinstance(found, dict) else {}
     if not isinstance(known.get(key), kind):
         known[key] = measure()

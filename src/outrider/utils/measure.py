@@ -8,8 +8,10 @@ import importlib.metadata
 import os
 import platform
 import statistics
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import; help and misspelt options do without
@@ -103,7 +105,7 @@ def usable_device(name: str | torch.device) -> torch.device:
         return device
     try:
         torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, ImportError) as error:  # not here, or not built in
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:  # not here, or not built in
         raise ValueError(f"device {str(name)!r} cannot be used on this machine; use auto, cpu or cuda.") from error
     return device
 
@@ -152,3 +154,30 @@ def set_up(threads: int | None) -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """End a block, in any thread, that takes longer; a call into C ends first.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    thread, lock, over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
+
+    def end() -> None:
+        with lock:
+            if not over:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(TimeoutError))
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except TimeoutError as error:
+        raise TimeoutError(f"longer than {seconds:g} seconds") from error
+    finally:
+        with lock:
+            over = True
+        timer.cancel()

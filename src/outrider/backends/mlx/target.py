@@ -15,13 +15,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import torch
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_config, load_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from outrider.target.hub import load_tokenizer, resolve_model
+from outrider.target.loading import check_config
 from outrider.target.model import check_aux_layers
+from outrider.utils.documents import read_mapping
+from outrider.utils.files import check_finite
 
 
 def to_torch(x: mx.array) -> Tensor:
@@ -325,12 +329,14 @@ def load_mlx_target(id_or_dir: str) -> MLXTarget:
             embedded model (target/hub.py). Runs on MLX's default device.
 
     Raises:
-        ValueError: the model cannot be found, or mlx-lm has no such architecture.
+        ValueError: the model cannot be found, mlx-lm has no such architecture, or config.json or the weights are
+            damaged: missing, unknown, of another shape, or not finite.
     """
     path = Path(resolve_model(id_or_dir))
     if mx.default_device() == mx.Device(mx.cpu):
         mx.disable_compile()  # without a GPU it would call a C++ compiler, seconds for every kernel
     try:
+        check_config(read_mapping(path / "config.json"), path / "config.json")
         fields = load_config(path)
         if "model_file" in fields:  # mlx-lm would run it
             raise ValueError(
@@ -342,4 +348,8 @@ def load_mlx_target(id_or_dir: str) -> MLXTarget:
         raise ValueError(f"{id_or_dir}: {error}; mlx-lm reads directories with model*.safetensors.") from error
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path / 'config.json'}: mlx-lm needs a field that is not there ({error}).") from error
+    # A sum in float32 is finite where all its terms are, and no second copy of the weights is kept.
+    check_finite(
+        path, {name: to_torch(array.astype(mx.float32).sum()) for name, array in tree_flatten(model.parameters())}
+    )
     return MLXTarget(model, config, load_tokenizer(path), name=id_or_dir)
