@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -271,7 +270,7 @@ def test_engines_that_do_not_start(tmp_path: Path, behaviour: str, timeout: floa
         launched(command(port), f"http://127.0.0.1:{port}/health", tmp_path / "log", timeout, environment),
     ):
         raise AssertionError("it does not serve")
-    assert wait_until_gone(processes(worker))
+    assert not worker.exists() or wait_until_gone(processes(worker)), "a slow machine may not have started it yet"
     with pytest.raises(ValueError, match="cannot be run"), launched(["./no-such"], "http://x", tmp_path / "log", 1):
         pass
 
@@ -308,7 +307,7 @@ def test_signals_end_the_engine_too(tmp_path: Path, ending: signal.Signals) -> N
     process = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"up\n"
     process.send_signal(ending)
-    assert process.wait(30) != 0 and wait_until_gone(processes(worker))
+    assert process.wait(300) != 0 and wait_until_gone(processes(worker))
 
 
 def launch(method: str = "dspark", drafts: int = 7, drafter: str | None = "D", **changes: object) -> Launch:
@@ -456,10 +455,12 @@ def test_transformers_refuses_weights_that_would_be_another_model(
 
 def test_cancelling_transformers(models: tuple[LlamaForCausalLM, LlamaForCausalLM]) -> None:
     backend = transformers_engine(models[0], [1], 3, None).serve("none", 1)
-    backend.submit(Request("a", PROMPTS[0], rules=StopRules(1000)))
+    steps: list[object] = []
+    hook = models[0].register_forward_pre_hook(lambda *_: steps.append(None))
+    backend.submit(Request("a", PROMPTS[0], rules=StopRules(20_000)))
     backend.step()
-    started = time.monotonic()
-    assert backend.cancel("a") and backend.idle and time.monotonic() - started < 5
+    assert backend.cancel("a") and backend.idle and 0 < len(steps) < 20_000, "nobody waited for the whole response"
+    hook.remove()
     backend.submit(Request("b", [10**9], rules=StopRules(2)))
     with pytest.raises(ValueError, match="generate failed"):
         while not backend.idle:

@@ -38,6 +38,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak me
 
 
 @linux
+@pytest.mark.slow  # nine processes that import PyTorch
 def test_bench_objective_finds_less_memory_and_the_same_gradients(tmp_path: Path) -> None:
     size = ["--anchors", "16", "--gamma", "4", "--vocab", "300", "--hidden", "16", "--rank", "4"]
     where = ["--threads", "1", "--out", str(tmp_path)]

@@ -37,7 +37,7 @@ def push(hub: Hub, *arguments: object, token: str = TOKEN) -> tuple[int, str, st
         env={name: value for name, value in environment.items() if name != "HF_HUB_OFFLINE"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     return found.returncode, found.stdout, found.stderr
 

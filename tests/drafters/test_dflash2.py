@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.training import Setup
 from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_drafter
+from outrider.data.responses import Sample
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCalibration, DraftCall, DrafterWeights
@@ -48,6 +49,7 @@ from tests.proof.toys import ToyRequest, ToySelector, ToyTarget
 from tests.toys.alignment import build, check_alignment
 from tests.toys.oracle import chain_of, drafted_with, row_of
 from tests.toys.targets import randomise, toy_config, toy_samples, toy_target, with_mask_token
+from tests.toys.training import lower_loss, on_policy_samples, train_until
 
 OWN = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 48}
 
@@ -210,8 +212,7 @@ def test_nothing_at_or_after_the_anchor_and_no_other_block_leaks_into_a_block() 
         assert (rows(aux_layers, batch.previous_NK)[0][block] - hidden[block]).abs().max() > 1e-4
 
 
-def run(target: Target, **changes: Any) -> Run:
-    samples = toy_samples(14)
+def run(target: Target, samples: list[Sample], **changes: Any) -> Run:
     torch.manual_seed(0)
     drafter = DFlash2(config(draft_vocab_size=60, selector_top_k=16, **changes))
     drafter.aux_scale_L.copy_(measure_aux_scale(target, samples[:3], drafter.config.target_layer_ids))
@@ -228,14 +229,16 @@ def recipe(out: Path, steps: int) -> Recipe:
 
 def test_training_learns_and_every_part_takes_part(tmp_path: Path) -> None:
     target = toy_target()
-    training = run(target)
-    training.held_out = training.samples[:3]  # random text can be learnt by heart, not generalised
+    training = run(target, on_policy_samples(target, 14))
+    training.held_out = training.samples[:3]  # toys learn by heart, they do not generalise
     first = {name: tensor.clone() for name, tensor in training.drafter.state_dict().items()}
-    trainer = Trainer(recipe(tmp_path, 40), training)
-    before = trainer.evaluate()
-    after = trainer.train()
-    assert after["loss"] < before["loss"] - 0.2
-    assert after["expected_length_sampled"] > before["expected_length_sampled"]
+    learning = recipe(tmp_path, 400)
+    before = Trainer(learning, training).evaluate()
+
+    def learned(after: dict[str, float]) -> bool:
+        return after["expected_length_greedy"] > 1.5 and after["loss"] < before["loss"] - 0.5
+
+    train_until(learned, learning, training)
     for name, tensor in training.drafter.state_dict().items():
         assert (tensor - first[name]).abs().max() > 1e-3, f"{name} has not moved"
     checkpoint = load_checkpoint(tmp_path / "drafter")
@@ -263,7 +266,7 @@ def test_bfloat16_points_the_same_way() -> None:
 
 
 def test_the_selector_alone_learns_to_accept_nearly_all_that_its_candidates_allow() -> None:
-    training = run(toy_target())
+    training = run(toy_target(), toy_samples(14))
     target, drafter, ids = training.target, training.drafter, training.draft_ids_Vd
     anchors = [(i, list(training.samples[i].anchors)) for i in range(3)]
     batch, compute = build(drafter, target, training.samples, ids, anchors)
@@ -272,15 +275,17 @@ def test_the_selector_alone_learns_to_accept_nearly_all_that_its_candidates_allo
         p_t = (batch.target_hidden_NKD[batch.supervised_NK].float() @ target.head_VD.T).softmax(-1)[:, ids]
         most = p_t.gather(1, unary.topk(16).indices).sum(-1).mean().item()
     optimizer = torch.optim.Adam(drafter.candidate_selector.parameters(), lr=0.03)
-    found = []
-    for _ in range(30):
+
+    def lacking() -> float:
         output = compute(drafter, batch)
         optimizer.zero_grad()
         output.loss.backward()
         optimizer.step()
-        found.append(output.acceptance_N.mean().item())
-    assert found[0] < most - 0.01 and found[-1] < most
-    assert found[-1] > found[0] + 0.7 * (most - found[0])
+        found = output.acceptance_N.mean().item()
+        assert found < most
+        return most - found
+
+    lower_loss(lacking, to=0.3)
 
 
 def lossless(

@@ -119,7 +119,7 @@ def served(smollm: Target, tmp_path_factory: pytest.TempPathFactory) -> Served:
     found = {directory: directory for directory in DIRECTORIES}
     for method in TRAINED:
         sections = {"drafter": {"algorithm": str(method)}}  # the whole vocabulary
-        found[method] = small_training.train_until(
+        _, found[method] = small_training.train_until(
             KNOWN_LENGTH, str(method), smollm, known, root / method, sections=sections
         )
     checkpoints = {place: load_checkpoint(directory) for place, directory in found.items()}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.checkpoints.checkpoint import Checkpoint
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import Drafter
@@ -79,9 +80,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     target = toys.save_target(root / "target")
     plain = Job(root / "target", toys.prompts(8), NEW, max_num_seqs=4)
     drafters: dict[Case, Drafter] = {}
+    trained: dict[Any, Checkpoint] = {}  # by its config: some cases are the same drafter in another dialect
     jobs: dict[object, Job] = {"plain": plain}
     for case in CASES:
-        checkpoint = toys.train(case.config, target, plain.prompts[:4], NEW, root / "runs" / str(case))
+        if case.config not in trained:
+            out = root / "runs" / str(case)
+            trained[case.config] = toys.train(case.config, target, plain.prompts[:4], NEW, out)
+        checkpoint = trained[case.config]
         drafters[case] = checkpoint.serve(target)
         jobs[case] = plain.drafted(checkpoint, root / str(case), case.to)
     jobs["no bias"] = edited(jobs[MEDUSA], root / "no-bias", "medusa_fc_bias", False)

@@ -1,4 +1,4 @@
-"""Toy targets and drafters in shapes that vLLM's CPU attention takes (head size 32), trained for some seconds.
+"""Toy targets and drafters in shapes that vLLM's CPU attention takes (head size 32), trained until drafts are accepted.
 
 Untrained drafters would have nothing accepted, and rounds that accept nothing hide errors: so each learns the target's
 own greedy responses by heart. Norms start away from one, and rope_theta is nobody's default.
@@ -28,8 +28,8 @@ from outrider.training.features import measure_aux_scale
 from outrider.training.loss import BlockObjective
 from outrider.training.recipe import ObjectiveConfig, Recipe
 from outrider.training.setup import Run
-from outrider.training.trainer import Trainer
 from tests.toys.targets import TOY, randomise
+from tests.toys.training import train_until
 
 VOCAB, HIDDEN, LAYERS = 160, 64, 5
 SHAPES = {
@@ -85,19 +85,19 @@ def train(config: Any, target: Target, texts: list[list[int]], new: int, out: Pa
     drafter.aux_scale_L.copy_(measure_aux_scale(target, samples[:3], config.target_layer_ids))
     ids = choose_draft_ids(samples, VOCAB, config.draft_vocab_size, frozenset({1}))
     objective = BlockObjective(target, ids, ObjectiveConfig(ce=1.0), "float32")
-    optimizer = {"steps": 80, "sequences_per_step": 4, "anchors_per_sequence": 24, "learning_rate": 1e-2}
+    optimizer = {"steps": 400, "sequences_per_step": 4, "anchors_per_sequence": 24, "learning_rate": 1e-2}
     recipe = Recipe.model_validate(
         {
             "target": target.name,
             "out": str(out),
             "data": {"prompts": [{"path": "unused"}]},
             "optimizer": optimizer,
-            "eval_every": 80,
-            "save_every": 80,
+            "eval_every": 40,
+            "save_every": 40,
         }
     )
     run = Run(target, drafter, objective, ids, config.draft_vocab_size < VOCAB, samples, samples[:2])
-    Trainer(recipe, run).train()
+    train_until(lambda held_out: held_out["expected_length_greedy"] > 2, recipe, run, part=40)
     return Checkpoint(
         DrafterWeights(drafter.eval().requires_grad_(False), ids if config.draft_vocab_size < VOCAB else None)
     )

@@ -361,7 +361,7 @@ def save(*_):
 signal.signal(signal.SIGINT, save)
 signal.signal(signal.SIGTERM, save)
 pathlib.Path({str(ready)!r}).touch()
-time.sleep(30)
+time.sleep(600)
 """
     parent = f"""
 import sys
@@ -369,7 +369,7 @@ from outrider.cli.experiment import run_command
 sys.exit(run_command([sys.executable, "-c", {child!r}]))
 """
     process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not ready.exists():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
@@ -377,4 +377,4 @@ sys.exit(run_command([sys.executable, "-c", {child!r}]))
         os.killpg(process.pid, number)  # as a terminal does
     else:
         process.send_signal(number)
-    assert process.wait(30) == 3 and saved.exists()
+    assert process.wait(300) == 3 and saved.exists()

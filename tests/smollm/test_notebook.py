@@ -16,7 +16,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     """Where it is empty around it; a cell that fails raises its error here."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "outputs that no test compares go stale"
-    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert not [output for output in shown if output.output_type == "error"]
     text = "".join(output.get("text", "") for output in shown)

@@ -26,8 +26,9 @@ from outrider.evaluation.evaluate import compare_greedy
 from outrider.target.model import Target
 from outrider.utils.packaged import PACKAGE
 from tests.toys.alignment import check_alignment
-from tests.toys.small_training import STEPS, TOKENS, Answer, answer, train
+from tests.toys.small_training import TOKENS, Answer, answer, train_until
 
+LENGTH = 1.5  # the accepted length at which training ends
 NODES, SHIPPED = (16, 60), "dspark"  # the method of the drafter that ships; the others are slow tests
 RECIPES = sorted((PACKAGE / "recipes" / "smollm2-135m").glob("*.yaml"))
 
@@ -46,10 +47,10 @@ def test_trained_served_and_lossless(path: Path, smollm: Target, answers: list[A
     recipe = yaml.safe_load(path.read_text())
     sections = {name: recipe[name] for name in ("drafter", "objective")}
     method = method_of(recipe["drafter"]["algorithm"])
-    run, directory = train(method.name, smollm, answers, tmp_path, sections=sections)
+    run, directory = train_until(LENGTH, method.name, smollm, answers, tmp_path, sections=sections)
     logged = [json.loads(line) for line in (directory.parent / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in logged if row["group"] == "train"]
-    assert len(losses) == STEPS and losses[-1] < 0.7 * losses[0], losses
+    assert losses[-1] < losses[0], losses
 
     with torch.no_grad():
         assert check_alignment(smollm, run.drafter.eval(), run.samples[:2], run.draft_ids_Vd) > 20
@@ -65,4 +66,4 @@ def test_trained_served_and_lossless(path: Path, smollm: Target, answers: list[A
             verdicts[compare_greedy(smollm, prompt, plain, found.tokens)] += 1
         accepted[name] = sum(r.accepted for r in rounds) / len(rounds)
     assert not verdicts["mismatch"] and verdicts["tie"] <= 1, verdicts
-    assert min(accepted.values()) > 0.5, f"identity with nothing accepted would say little: {accepted}"
+    assert min(accepted.values()) > 0.2, f"identity with nothing accepted would say little: {accepted}"

@@ -24,7 +24,7 @@ from outrider.decoding.request import StopRules
 from outrider.evaluation.evaluate import compare_greedy
 from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import Target
-from tests.toys.small_training import TOKENS, answer, train
+from tests.toys.small_training import TOKENS, answer, train_until
 
 KNOWN, PROMPTS = 3, 5  # prompts whose answers the drafter learned, and prompts in all
 
@@ -34,7 +34,8 @@ def test_at_least_as_fast_as_the_published_loop(smollm: Target, tmp_path: Path) 
     assert smollm.tokenizer is not None
     prompts = [render(smollm.tokenizer, prompt.turns, []) for prompt in load_prompts("eval_math", PROMPTS)]
     sections = {"drafter": {"algorithm": "dflash"}}  # the whole vocabulary: their loop knows no other
-    _, directory = train("dflash", smollm, answer(smollm, prompts[:KNOWN]), tmp_path, sections=sections)
+    answers = answer(smollm, prompts[:KNOWN])
+    _, directory = train_until(1.6, "dflash", smollm, answers, tmp_path, sections=sections)
     ours, theirs = load_checkpoint(directory).serve(smollm), DFlashDraftModel.from_pretrained(directory).eval()
     target = load_causal_lm(EMBEDDED_ID, "cpu", torch.float32)
     ratios, seconds, rounds = [], [0.0, 0.0], 0
@@ -55,5 +56,5 @@ def test_at_least_as_fast_as_the_published_loop(smollm: Target, tmp_path: Path) 
         f"\n{count / rounds:.2f} tokens a round; {count / seconds[0]:.1f} tokens/s here, {count / seconds[1]:.1f} in "
         f"dflash 0.1.0: {middle:.2f}x ({low:.2f}-{high:.2f} over {PROMPTS} prompts)"
     )
-    assert count / rounds > 1.2
+    assert count / rounds > 1.1
     assert middle > 1.0

@@ -5,6 +5,9 @@ embedded model.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -84,6 +87,16 @@ def test_packed_linear_equals_f_linear_for_all_row_counts() -> None:
         torch.testing.assert_close(packed(x), torch.nn.functional.linear(x, weight, bias), atol=1e-5, rtol=1e-5)
     with packing_disabled():
         assert not PackedLinear(weight).packed
+
+
+def test_bfloat16_is_packed_only_where_onednn_may_multiply_it() -> None:
+    code = (
+        "import torch; from outrider.target.linear import PackedLinear\n"
+        "print(PackedLinear(torch.ones(8, 16).bfloat16())(torch.ones(2, 16).bfloat16()).tolist() == [[16.0] * 8] * 2)"
+    )
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_warming_up_meets_every_row_count_of_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:

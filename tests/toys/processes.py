@@ -28,14 +28,14 @@ def processes(path: Path) -> list[int]:
 
 
 def wait_until_gone(ids: Sequence[int]) -> bool:
-    for _ in range(100):
+    for _ in range(1200):
         if all(gone(process) for process in ids):
             return True
         time.sleep(0.05)
     return False
 
 
-def torchrun(*args: object, seconds: int = 300) -> subprocess.CompletedProcess[str]:
+def torchrun(*args: object, seconds: int = 1200) -> subprocess.CompletedProcess[str]:
     """`torchrun --nproc-per-node 2 ARGS` on this machine."""
     paths = [str(Path(outrider.__file__).parents[1]), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}

@@ -21,10 +21,10 @@ from outrider.decoding.request import StopRules
 from outrider.target.model import Target
 from outrider.training.recipe import Recipe
 from outrider.training.setup import Run, prepare
-from outrider.training.trainer import Trainer
+from tests.toys import training
 
-TOKENS, STEPS = 40, 40
-CHUNK, MOST_STEPS = 40, 240  # of `train_until`
+TOKENS = 40
+CHUNK, MOST_STEPS = 40, 400  # of `train_until`
 
 
 class Answer(NamedTuple):
@@ -39,24 +39,6 @@ def answer(target: Target, prompts: list[list[int]]) -> list[Answer]:
     return [Answer(prompt, generate(target, prompt, rules=StopRules(TOKENS)).tokens) for prompt in prompts]
 
 
-def train(
-    method: str,
-    target: Target,
-    answers: list[Answer],
-    folder: Path,
-    steps: int = STEPS,
-    sections: Mapping[str, Any] | None = None,
-) -> tuple[Run, Path]:
-    """What was trained, on all answers but one, and its checkpoint's directory; metrics.jsonl lies beside that.
-
-    `sections`: drafter and objective of a recipe, where the method's own defaults are not what is asked about.
-    """
-    recipe = _recipe(method, target, answers, folder, steps, sections or {})
-    run = prepare(recipe, target)
-    Trainer(recipe, run).train()
-    return run, folder / "out" / "drafter"
-
-
 def train_until(
     accepted_length: float,
     method: str,
@@ -64,27 +46,26 @@ def train_until(
     answers: list[Answer],
     folder: Path,
     sections: Mapping[str, Any] | None = None,
-) -> Path:
-    """The checkpoint's directory of a drafter with that accepted length on its own answers, the held-out one too.
+) -> tuple[Run, Path]:
+    """What was trained, on all answers but one, and its checkpoint's directory; metrics.jsonl lies beside that.
 
-    How many steps that takes depends on the processor: the last bits of its sums make another training of it. The steps
-    are bounded.
+    The drafter has that accepted length on all answers, the held-out one too.
+
+    `sections`: drafter and objective of a recipe, where the method's own defaults are not what is asked about.
     """
-    recipe, directory = _recipe(method, target, answers, folder, MOST_STEPS, sections or {}), folder / "out" / "drafter"
+    recipe, directory = _recipe(method, target, answers, folder, sections or {}), folder / "out" / "drafter"
     run = prepare(recipe, target)
-    for steps in range(CHUNK, MOST_STEPS + 1, CHUNK):
-        Trainer(recipe, run).train(stop_after=steps)
+
+    def reached(_: dict[str, float]) -> bool:
         drafter = load_checkpoint(directory).serve(target)
         runs = [generate(target, prompt, drafter, rules=StopRules(TOKENS)) for prompt, _ in answers]
-        found = 1 + mean(stats.accepted for run in runs for stats in run.rounds)
-        if found >= accepted_length:
-            return directory
-    raise AssertionError(f"{method}: accepted length {found:.2f} after {MOST_STEPS} steps, {accepted_length} asked")
+        return 1 + mean(stats.accepted for run in runs for stats in run.rounds) >= accepted_length
+
+    training.train_until(reached, recipe, run, part=CHUNK)
+    return run, directory
 
 
-def _recipe(
-    method: str, target: Target, answers: list[Answer], folder: Path, steps: int, sections: Mapping[str, Any]
-) -> Recipe:
+def _recipe(method: str, target: Target, answers: list[Answer], folder: Path, sections: Mapping[str, Any]) -> Recipe:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "responses.jsonl"
     settings = {"target": target.name, "chat_template_sha256": Chat.of(target).template_sha256}
@@ -99,11 +80,16 @@ def _recipe(
             "data": {"responses": str(path), "held_out": 1},
             "drafter": {"algorithm": method, "draft_vocab_size": 4096},
             "objective": {"ce": 1.0, "confidence": 0.0},
-            "optimizer": {"steps": steps, "sequences_per_step": 3, "anchors_per_sequence": 20, "learning_rate": 2e-3},
+            "optimizer": {
+                "steps": MOST_STEPS,
+                "sequences_per_step": 3,
+                "anchors_per_sequence": 20,
+                "learning_rate": 2e-3,
+            },
             "watch": {"decode_every": None},
             "log_every": 1,
-            "eval_every": steps,
-            "save_every": steps,
+            "eval_every": CHUNK,
+            "save_every": CHUNK,
             **sections,
         }
     )

@@ -1,12 +1,20 @@
-"""Recipes and runs of the training loop on toy models."""
+"""Recipes and runs of the training loop on toy models, and training until something is reached.
+
+How far a number of steps gets depends on the processor: the last bits of its sums make another training of it. A test
+that needs a trained drafter therefore trains until it has one, within a generous number of steps.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from outrider.data.responses import Sample
+from outrider.decoding.generate import generate
+from outrider.decoding.request import StopRules
 from outrider.drafters.dspark import DSpark
 from outrider.target.model import Target
 from outrider.training.dataset import choose_draft_ids
@@ -14,6 +22,7 @@ from outrider.training.features import measure_aux_scale
 from outrider.training.loss import BlockObjective
 from outrider.training.recipe import ObjectiveConfig, Precision, Recipe
 from outrider.training.setup import Run
+from outrider.training.trainer import Trainer
 from tests.toys.targets import toy_config, toy_samples
 
 OPTIMIZER: dict[str, Any] = {"steps": 12, "sequences_per_step": 3, "anchors_per_sequence": 4, "learning_rate": 1e-2}
@@ -46,3 +55,42 @@ def make_run(target: Target, head: str = "vanilla", precision: Precision = "floa
     ids = choose_draft_ids(samples, 97, 60, frozenset({1}))
     objective = BlockObjective(target, ids, ObjectiveConfig(ce=1.0), precision)
     return Run(target, drafter, objective, ids, True, samples[2:], samples[:2])
+
+
+def on_policy_samples(target: Target, count: int, tokens: int = 16) -> list[Sample]:
+    """Random prompts, each with the target's own greedy response, which a drafter can learn to foresee."""
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for i in range(count):
+        prompt = torch.randint(4, 97, (3 + i % 5,), generator=generator).tolist()
+        response = generate(target, prompt, rules=StopRules(tokens, stop_ids=())).tokens
+        samples.append(Sample(f"s{i}", prompt + response, ((len(prompt), len(prompt) + len(response)),)))
+    return samples
+
+
+def train_until(
+    reached: Callable[[dict[str, float]], bool], recipe: Recipe, run: Run, *, part: int = 20
+) -> dict[str, float]:
+    """Train `part` steps at a time, resuming, until the held-out metrics are as asked, and return these.
+
+    Raises:
+        AssertionError: all of the recipe's steps do not get there.
+    """
+    metrics: dict[str, float] = {}
+    for steps in range(part, recipe.optimizer.steps + 1, part):
+        metrics = Trainer(recipe, run).train(stop_after=steps)
+        if reached(metrics):
+            return metrics
+    raise AssertionError(f"not reached in {recipe.optimizer.steps} steps: {metrics}")
+
+
+def lower_loss(step: Callable[[], float], *, to: float, most: int = 400) -> None:
+    """Call `step`, which takes one step of training and returns its loss, until that is below `to` x the first one.
+
+    Raises:
+        AssertionError: `most` steps do not get there.
+    """
+    losses = [step()]
+    while losses[-1] >= to * losses[0]:
+        assert len(losses) < most, f"{losses[0]:.4f} at first, {losses[-1]:.4f} after {most} steps"
+        losses.append(step())

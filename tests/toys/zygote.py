@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.toys.target_directory import save_toy_target
@@ -20,11 +20,16 @@ import json, os, signal, sys
 import outrider.data.inspection, outrider.training.trainer  # else every child would import PyTorch
 from outrider.cli import main
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests in the background
+def stop_before_writing(event, details):
+    if event == "open" and str(details[1])[0] in "awx":
+        os.kill(os.getpid(), signal.SIGSTOP)
 print("ready", flush=True)
 for line in sys.stdin:
-    args, log = json.loads(line)
+    args, log, watched = json.loads(line)
     child = os.fork()
     if not child:
+        if watched:
+            sys.addaudithook(stop_before_writing)
         file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(file, 1), os.dup2(file, 2)
         sys.argv = ["outrider", *args]
@@ -62,18 +67,35 @@ class Zygote:
     def run(
         self, *args: object, kill_when: Callable[[], bool] | None = None, by: signal.Signals = signal.SIGKILL
     ) -> tuple[int, str]:
-        """(exit status, output); -9 when it was killed in time."""
+        """(exit status, output); -9 when it was killed.
+
+        A command that is to be killed stops before it opens any file to write, until `kill_when` has been asked: so it
+        cannot end unseen where this process has to wait for a processor.
+        """
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([list(map(str, args)), str(self.log)]) + "\n")
+        self.process.stdin.write(json.dumps([list(map(str, args)), str(self.log), kill_when is not None]) + "\n")
         self.process.stdin.flush()
         child = int(self._read())
-        while kill_when is not None and Path(f"/proc/{child}/stat").exists():
-            if kill_when():
-                os.kill(child, by)
+        while kill_when is not None and (state := _state(child)):
+            due = kill_when()
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                if due:
+                    os.kill(child, by)
+                if due or state == "T":  # stopped
+                    os.kill(child, signal.SIGCONT)
+            if due:
                 break
-            time.sleep(0.005)
+            time.sleep(0.001 if state == "T" else 0.005)
         status = int(self._read())
         return status, self.log.read_text()
+
+
+def _state(process: int) -> str:
+    """The letter that /proc has for it; empty when it has ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 @contextmanager
@@ -82,7 +104,7 @@ def zygote_in(folder: Path) -> Iterator[Zygote]:
     yield zygote
     assert zygote.process.stdin is not None
     zygote.process.stdin.close()
-    zygote.process.wait(timeout=10)
+    zygote.process.wait(timeout=120)
 
 
 def write_toy(folder: Path) -> Path:

@@ -182,7 +182,7 @@ def test_writers_killed_ten_times_end_in_the_same_bytes(tmp_path: Path, writer: 
     seen = [0]
     for kill in range(10):
         pid = start(writer, parts, kill % 2, 2)  # now this process's shards, now the other's
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while written(parts) == seen[-1] and time.monotonic() < deadline:
             time.sleep(a_shard / 50)
         if kill % 2:  # while a file is being written

@@ -19,7 +19,7 @@ from outrider.training.features import FeatureSource
 from outrider.training.trainer import Trainer, learning_rate
 from outrider.training.watch import held_out_metrics
 from tests.toys.targets import randomise, toy_config, toy_samples, toy_target
-from tests.toys.training import OPTIMIZER, make_run, recipe
+from tests.toys.training import OPTIMIZER, make_run, recipe, train_until
 
 
 @pytest.mark.parametrize(("head", "anchors"), [("vanilla", "random"), ("rnn", "random"), ("vanilla", "blocks")])
@@ -47,12 +47,11 @@ def test_training_learns_and_the_checkpoint_serves(tmp_path: Path) -> None:
     target = toy_target()
     run = make_run(target)
     run.held_out = run.samples[:3]  # random text can be learnt by heart, not generalised
-    trainer = Trainer(recipe(tmp_path, optimizer={"steps": 80, "sequences_per_step": 4, "learning_rate": 1e-2}), run)
-    before = trainer.evaluate()["loss"]
-    after = trainer.train()
-    assert after["loss"] < before - 0.1
+    learning = recipe(tmp_path, optimizer={"steps": 400, "sequences_per_step": 4, "learning_rate": 1e-2})
+    before = Trainer(learning, run).evaluate()["loss"]
+    after = train_until(lambda held_out: held_out["loss"] < before - 1, learning, run)
     checkpoint = load_checkpoint(tmp_path / "drafter")
-    assert checkpoint.metadata["step"] == 80 and checkpoint.metadata["held_out"] == after
+    assert checkpoint.metadata["step"] % 20 == 0 and checkpoint.metadata["held_out"] == after
     assert checkpoint.weights.draft_ids_Vd is not None and torch.equal(
         checkpoint.weights.draft_ids_Vd, run.draft_ids_Vd
     )

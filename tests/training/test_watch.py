@@ -33,20 +33,10 @@ from outrider.training.state import read_run
 from outrider.training.trainer import Trainer
 from outrider.training.watch import Watch, decode_check, first_prompts
 from tests.toys.targets import randomise, toy_config, toy_target
+from tests.toys.training import on_policy_samples, train_until
 
 WATCH = {"decode_every": 2, "decode_prompts": 2, "decode_tokens": 12}
-LEARNING = {"steps": 40, "sequences_per_step": 4, "learning_rate": 1e-2}
-
-
-def on_policy_samples(target: Target, count: int, tokens: int = 16) -> list[Sample]:
-    """Random prompts, each with the target's own greedy response."""
-    generator = torch.Generator().manual_seed(0)
-    samples = []
-    for i in range(count):
-        prompt = torch.randint(4, 97, (3 + i % 5,), generator=generator).tolist()
-        response = generate(target, prompt, rules=StopRules(tokens, stop_ids=())).tokens
-        samples.append(Sample(f"s{i}", prompt + response, ((len(prompt), len(prompt) + len(response)),)))
-    return samples
+LEARNING = {"steps": 400, "sequences_per_step": 4, "learning_rate": 1e-2}
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +122,14 @@ def test_a_decode_check_is_the_decoding_of_the_saved_drafter(
     tmp_path: Path, target: Target, samples: list[Sample]
 ) -> None:
     run = make_run(target, samples)
-    out = tmp_path / "run"
-    Trainer(recipe(out, optimizer=LEARNING, watch={**WATCH, "decode_every": 40}), run).train()
-    prompts = first_prompts(run.held_out, 3)
-    figures = decode_check(run.drafter, target, run.draft_ids_Vd, prompts, 16)
+    out, prompts = tmp_path / "run", first_prompts(run.held_out, 3)
+    figures: dict[str, float] = {}
+
+    def accepts(_: dict[str, float]) -> bool:  # rounds without accepted drafts show little
+        figures.update(decode_check(run.drafter, target, run.draft_ids_Vd, prompts, 16))
+        return figures["tau"] > 1.5
+
+    train_until(accepts, recipe(out, optimizer=LEARNING, watch={**WATCH, "decode_every": 20}), run)
     checkpoint = load_checkpoint(out / "drafter")
     packed = BlockDrafter(checkpoint.weights, target)
     decoded = [generate(target, prompt, packed, rules=StopRules(16)) for prompt in prompts]
@@ -143,12 +137,12 @@ def test_a_decode_check_is_the_decoding_of_the_saved_drafter(
         assert generation.tokens == generate(target, prompt, rules=StopRules(16)).tokens
     rounds = [r for generation in decoded for r in generation.rounds]
     tau, conditional, _ = acceptance(rounds, run.drafter.config.gamma)
-    assert figures["tau"] == tau > 1.2 and figures["rounds"] == len(rounds)
+    assert figures["tau"] == tau and figures["rounds"] == len(rounds)
     for k, value in enumerate(conditional, 1):
         assert figures.get(f"conditional_acceptance_{k}") == value
     assert 0 < figures["tokens"] / figures["tokens_per_second"] < figures["seconds"]
     last = entries(out, "decode")[-1]
-    assert last["step"] == 40 and 0 < last["share_of_time"] < 1
+    assert last["step"] == checkpoint.metadata["step"] and 0 < last["share_of_time"] < 1
 
 
 def test_a_bfloat16_target_decodes_with_the_drafter_in_training(target: Target, samples: list[Sample]) -> None:
@@ -281,7 +275,8 @@ def test_training_stops_when_nothing_improves_and_stays_stopped(
 
 def test_the_best_checkpoint_has_its_own_figures(tmp_path: Path, target: Target, samples: list[Sample]) -> None:
     run = make_run(target, samples)
-    trainer = Trainer(recipe(tmp_path, optimizer=LEARNING, watch={**WATCH, "decode_every": 8}), run)
+    optimizer = {**LEARNING, "steps": 40}
+    trainer = Trainer(recipe(tmp_path, optimizer=optimizer, watch={**WATCH, "decode_every": 8}), run)
     trainer.train()
     best = load_checkpoint(tmp_path / "best")
     taus = {e["step"]: e["tau"] for e in entries(tmp_path, "decode")}
@@ -386,10 +381,10 @@ def test_aux_scales_fold_in_and_out_without_changing_the_function(dspark: bool) 
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory, target: Target, samples: list[Sample]) -> Path:
-    """A run of 40 steps; its drafter has a reduced vocabulary."""
+    """A run whose drafter has some drafts accepted, and a reduced vocabulary."""
     out = tmp_path_factory.mktemp("parent")
-    run = make_run(target, samples)
-    Trainer(recipe(out, optimizer=LEARNING, watch={"decode_every": None}), run).train()
+    learning = recipe(out, optimizer=LEARNING, watch={"decode_every": None})
+    train_until(lambda held_out: held_out["expected_length_greedy"] > 1.5, learning, make_run(target, samples))
     return out
 
 
@@ -419,7 +414,7 @@ def test_a_run_goes_on_where_the_drafter_stood(
     trainer = Trainer(chosen, run)
     after = trainer.evaluate()
     assert after == {name: pytest.approx(value, rel=2e-3) for name, value in before.items()}
-    assert after["expected_length_greedy"] > 1.2, "a trained drafter, not a new one"
+    assert after["expected_length_greedy"] > 1.4, "a trained drafter, not a new one"
     start = weights(run)
     trainer.train(stop_after=2)
     metadata = load_checkpoint(tmp_path / "drafter").metadata

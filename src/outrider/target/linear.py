@@ -36,8 +36,12 @@ def packing_disabled() -> Iterator[None]:
 
 
 def _packs_bfloat16() -> bool:
-    """Whether oneDNN has packed bfloat16 kernels for this CPU (AVX-512 BF16 or AMX)."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    """Whether oneDNN has packed bfloat16 kernels for this CPU (AVX-512 BF16 or AMX).
+
+    Environment variables can take from oneDNN what the processor has: it then has none and refuses to pack.
+    """
+    products = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return bool(products and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def packing_available(weight: Tensor) -> bool:
@@ -45,9 +49,9 @@ def packing_available(weight: Tensor) -> bool:
     return (
         _enabled
         and weight.device.type == "cpu"
-        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _packs_bfloat16()))
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _packs_bfloat16()))
     )
 
 
