@@ -122,9 +122,9 @@ def outcome(case: Case, here: Path, capfd: pytest.CaptureFixture[str], monkeypat
 
 
 def _parameters() -> list[object]:
-    """Every eighth case, and the others for `make test-all`."""
+    """Every fourth case, and the others for `make test-all`."""
     return [
-        pytest.param(case, id=ascii(case.name)[1:-1], marks=[pytest.mark.slow] if number % 8 else [])
+        pytest.param(case, id=ascii(case.name)[1:-1], marks=[pytest.mark.slow] if number % 4 else [])
         for number, case in enumerate(every_case())
     ]
 

@@ -46,8 +46,19 @@ def test_the_files_of_a_fine_tune_name_its_base(toy: Path, tmp_path: Path) -> No
     for number, name in enumerate(("/home/someone/checkpoint-500", "''", "[]", "3", str(tmp_path / "n4"))):
         place = copy(toy, tmp_path / f"n{number}", f"base_model: {name}")
         assert base_of(str(place)) is None, f"{name}: a path of another machine, nothing, or itself"
-    (card / "README.md").write_text("---\nbase_model: [\n---\n")
-    assert base_of(str(card)) == "owner/other", "a card that is not YAML is passed over"
+    for text in ("[", "[" * 5000):
+        (card / "README.md").write_text(f"---\nbase_model: {text}\n---\n")
+        assert base_of(str(card)) == "owner/other", "a card that is not YAML is passed over"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("config.json", '{"text_config": "x"}'), ("tokenizer.json", '{"model": "x"}'), ("tokenizer.json", "[1]")],
+)
+def test_files_that_say_nothing_do_not_stop_a_comparison(toy: Path, tmp_path: Path, name: str, text: str) -> None:
+    place = copy(toy, tmp_path / "one", "")
+    (place / name).write_text(text)
+    assert shape_differences(str(place), str(place)) == []
 
 
 def test_the_base_of_a_base(toy: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -107,6 +108,13 @@ def _list_runs(value: Any, here: Path) -> None:
     assert len(list(find_runs(here / "runs"))) == 1
 
 
+def _read_event(value: Any, here: Path) -> None:
+    part = parse_event(json.dumps(value), server_of("vllm"))
+    assert isinstance(part.text, str | None) and isinstance(part.finish_reason, str | None)
+    assert all(type(token) is int and token >= 0 for token in (part.tokens or []) + (part.prompt or []))
+    assert part.accepted_length is None or 1 <= part.accepted_length < math.inf
+
+
 _REPLY = {"id": "a", "turn": 0, "prompt": [5, 6], "response": [7], "finished": True, "exact": True}
 _CALIBRATION = {
     "temperatures": [1.0, 2.0],
@@ -126,9 +134,10 @@ _RECIPE = {
     "drafter": {"algorithm": "dspark", "num_hidden_layers": 1}, "optimizer": {"steps": 5, "learning_rate": 0.1},
 }  # fmt: skip
 _ROW = {"id": "a", "messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}], "turns": ["y"]}
+_SPECULATION = {"num_spec_steps": 4, "mean_acceptance_length": 2.5}
 _EVENT = {
     "choices": [{"delta": {"content": "x"}, "token_ids": [1, 2], "finish_reason": None, "stop_reason": None}],
-    "usage": {"completion_tokens": 2}, "prompt_token_ids": [1],
+    "usage": {"completion_tokens": 2}, "prompt_token_ids": [1], "metrics": {"speculative_decoding": _SPECULATION},
 }  # fmt: skip
 
 Reader = Callable[[Any, Path], object]
@@ -154,7 +163,7 @@ READERS: dict[str, tuple[Any, Reader]] = {
     "recipe": (_RECIPE, _read_recipe),
     "prompts": (_ROW, lambda value, here: parse_row(json.dumps(value))),
     "runs": ([_STATE, [{"step": 1, "group": "train"}], {"settings": {}, "tasks": []}], _list_runs),
-    "an event of a server": (_EVENT, lambda value, here: parse_event(json.dumps(value), server_of("vllm"))),
+    "an event of a server": (_EVENT, _read_event),
 }
 
 

@@ -28,7 +28,7 @@ from outrider.utils.locks import LOCK, is_held
 from outrider.utils.terminal import Terminal
 
 Kind = TypeVar("Kind")
-_MOST_DIRECTORIES = 50_000  # a run has some ten
+_MOST_DIRECTORIES = 20_000  # a run has some ten
 _MARKS = ("state/state.json", "metrics.jsonl", "responses.jsonl", "responses.journal.jsonl")
 
 

@@ -259,7 +259,7 @@ def base_of(id_or_dir: str, download: bool = True) -> str | None:
     except ValueError:
         return None
     card: dict[str, Any] = {}
-    with suppress(OSError, ValueError, yaml.YAMLError):
+    with suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
         card = metadata_load(directory / _CARD) or {}
     bases = card.get("base_model")
     named = (
@@ -311,12 +311,14 @@ def _fields(path: Path) -> dict[str, Any]:
 def _text_config(directory: Path) -> dict[str, Any]:
     """config.json of a language model; its `text_config` where there is one."""
     config = _fields(directory / "config.json")
-    return config.get("text_config") or config
+    section = config.get("text_config")
+    return section if isinstance(section, dict) else config
 
 
 def _vocabulary_digest(directory: Path) -> str | None:
     """SHA-256 of the tokenizer's {token: id} without the added tokens; None without a tokenizer.json."""
-    vocabulary = _fields(directory / "tokenizer.json").get("model", {}).get("vocab")
+    model = _fields(directory / "tokenizer.json").get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
     return vocabulary and hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
 
 
