@@ -38,6 +38,7 @@ from tests.proof.toys import ToyTarget
 from tests.toys.drafters import call_for, small_model
 from tests.toys.engine import assert_solo, finish, prompts
 from tests.toys.oracle import claiming, drafted_with, row_of
+from tests.toys.published import published_target
 from tests.toys.targets import toy_target
 
 PROMPT = [5, 9, 33, 60, 7]
@@ -330,6 +331,8 @@ def test_a_small_model_that_cannot_be_rolled_back_is_refused(tmp_path: Path) -> 
         ValueError, match=r"small-97 \(model_type 'llama'\) cannot draft: .*Choose .* or --drafter ngram"
     ):
         StandaloneDrafter(model, toy_target())
+    with pytest.raises(ValueError, match=r"\(model_type 'qwen3_next'\) cannot draft: .*--drafter ngram"):
+        StandaloneDrafter(published_target("qwen3_next"), toy_target())
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ValueError, match=r"--drafter lm:.*: model_type 'gpt2' is not a supported"):
         require_drafter(f"lm:{tmp_path}", "t").open(toy_target())

@@ -39,6 +39,7 @@ from outrider.target.paged import PagedKV, Span
 from outrider.utils.measure import machine
 from tests.toys.eagle3 import make_drafter
 from tests.toys.profiles import SETTING, cells_of, linear, profile_of
+from tests.toys.published import published_target
 from tests.toys.target_directory import save_toy_target
 from tests.toys.targets import randomise, toy_config, toy_target
 
@@ -300,6 +301,13 @@ def test_the_verb_without_a_drafter_and_its_mistakes(run: Run, toy: Path, tmp_pa
         found = run(*command, *options)
         assert re.search(message, found), found
         assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v3"])
+@torch.inference_mode()
+def test_states_and_latents_are_profiled_at_any_context(name: str) -> None:
+    jobs = forward_jobs(published_target(name), (), [(2, 4, 20), (1, 3, 40), (2, 2, 8)], 2)
+    assert all(job() > 0 for _ in range(2) for job in jobs.values())
 
 
 def test_trees_are_profiled_by_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,8 +165,7 @@ def test_a_span_that_contradicts_itself_is_a_bug_of_the_caller(span: Span) -> No
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("layer_types", ["linear_attention", "full_attention"], "'llama'.*linear_attention"),
-        ("kv_lora_rank", 512, "'llama'.*latents"),
+        ("layer_types", ["conv", "full_attention"], "'llama'.*type conv"),
         ("rope_parameters", {"rope_type": "longrope", "rope_theta": 5000.0}, "'llama'.*longrope"),
         ("rope_parameters", {"full_attention": {"rope_type": "dynamic"}}, "'llama'.*dynamic"),
     ],

@@ -53,6 +53,7 @@ class _State:
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.length = capacity, 0
+        self.tokens: list[int] = []
 
 
 class Oracle(Drafter):
@@ -89,6 +90,24 @@ class Oracle(Drafter):
         assert self.text[length] == anchor, "the anchor is not the token after the committed features"
         ahead = self.text[length + 1 : length + 1 + GAMMA][:limit]
         return [(t + 1) % self.target.vocab_size if self.random.random() < self.spoil else t for t in ahead]
+
+
+class Oracles(Oracle):
+    """An oracle of several requests, which knows each by how its text begins."""
+
+    def __init__(self, target: Target, texts: Sequence[Sequence[int]], spoil: float) -> None:
+        super().__init__(target, [], spoil)
+        self.texts = [list(text) for text in texts]
+
+    def extend(self, sessions: Sequence[_State], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
+        for session, part in zip(sessions, tokens, strict=True):
+            session.tokens += part
+            session.length += len(part)
+
+    def _propose(self, call: DraftCall) -> Draft:
+        begun = [*call.session.tokens, call.anchor]
+        self.text = next(text for text in self.texts if text[: len(begun)] == begun)
+        return super()._propose(call)
 
 
 class SelfDrafter(Drafter):

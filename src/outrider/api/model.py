@@ -124,7 +124,7 @@ class Model:
         """Answer one prompt, or a list of prompts together. Keywords: see the class.
 
         A batch is decoded by `Engine`, prompt i with `seed + i` where a seed is given; one by one where that cannot be
-        (`typical`, MLX, targets whose layers keep a state).
+        (`typical`, MLX, targets whose rotation depends on the longest text of a batch).
 
         Raises:
             ValueError, TypeError: see `stream`.

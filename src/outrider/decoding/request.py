@@ -228,6 +228,7 @@ class RequestState:
         text: its output text, cut at stop strings.
         session: its drafter's; None in plain decoding and while it does not run.
         unread: tokens in the target's cache that the drafter has yet to read, with aux hidden states [T, L, D].
+        recurrent: its states in the engine where the target has such layers (`Target.new_states`), while it runs.
 
     Raises:
         ValueError: the prompt is empty or does not fit the target, or stop strings without a tokenizer.
@@ -254,6 +255,7 @@ class RequestState:
         self.stop_ids = rules.ids(target)
         self.session: Any = None
         self.unread: list[tuple[list[int], Tensor | None]] = []
+        self.recurrent: Any = None
 
     @property
     def anchor(self) -> int:
@@ -311,8 +313,8 @@ class RequestState:
         return kept, self.text.release(final=finish is not None), finish
 
     def leave(self) -> None:
-        """Forget what its KV blocks and its session held: it is prefilled anew when it runs again."""
-        self.session = None
+        """Forget what its KV blocks, states and session held: it is prefilled anew when it runs again."""
+        self.session = self.recurrent = None
         self.unread.clear()
 
 

@@ -42,10 +42,12 @@ class GrowingKV:
     (target/paged.py) because a session's blocks are consecutive.
 
     Raises:
-        ValueError: the model keeps more than keys and values (see `PagedKV`).
+        ValueError: the model has layers that keep a state, or cannot be paged (see `PagedKV`).
     """
 
     def __init__(self, model: Target) -> None:
+        if model.new_states() is not None:  # drafts are read one by one, states go back by one forward only
+            raise ValueError(f"{model.name} keeps states beside its keys.")
         self._model = model
         self._held: list[range] = []  # ascending
         self.kv = PagedKV(model, 1, _BLOCK)
@@ -166,7 +168,7 @@ class StandaloneDrafter(Drafter):
             raise ValueError(
                 f"{model.name} (model_type {model.config.model_type!r}) cannot draft: what it remembers of a text "
                 "cannot be cut back to the accepted tokens, many requests side by side. Choose a model whose layers "
-                "are full or sliding-window attention without dynamic rotation, or --drafter ngram."
+                "are all attention, without dynamic rotation, or --drafter ngram."
             ) from error
 
     def new_session(self, capacity: int) -> StandaloneSession:

@@ -180,7 +180,9 @@ class StepBatch:
             draft = draft_of.get(work.id, empty)
             assert draft.row_parents is None or not work.prefill, "drafts together with a prefill"
             tokens, logits = [*known, *draft.tokens], len(draft.tokens) + 1 if work.decodes else 0
-            spans.append(Span(tokens, progress.cached, progress.blocks, logits=logits, parents=draft.row_parents))
+            states = self.states[work.id].recurrent
+            parents = draft.row_parents
+            spans.append(Span(tokens, progress.cached, progress.blocks, logits=logits, parents=parents, states=states))
             self._first_row[work.id] = self.rows
             self.rows += len(tokens)
         aux_layers = () if self.drafter is None else self.drafter.aux_layers

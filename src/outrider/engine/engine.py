@@ -57,6 +57,8 @@ class Engine:
                 f"{self.policy} ends drafts at its min_confidence, so a gate would learn from the better ones only: "
                 "use a policy that decides by cost, or no gate."
             )
+        if drafter is not None and drafter.trees:
+            target.check_trees()
         slots = draft_slots(drafter)
         self.scheduler = Scheduler(self.config, slots, drafter is not None and drafter.trees)
         self.history = History(slots)
@@ -102,8 +104,9 @@ class Engine:
             self._end_session(id)
             self._states[id].leave()
         failed: dict[str, Exception] = {}
-        if self.drafter is not None:
-            for id in plan.admitted:
+        for id in plan.admitted:
+            self._states[id].recurrent = self.target.new_states()
+            if self.drafter is not None:
                 try:
                     self._states[id].session = self.drafter.new_session(self._states[id].capacity)
                 except Exception as error:

@@ -10,7 +10,8 @@ B tokens       R, 2 R, ... (drafts + 1) R, of large trees not every count; for R
                kernels change, and then chunks of prefill, which have logits only at their end
 S context      cached tokens per request
 
-Contexts are random keys and values: their content does not affect time, but unwritten memory would.
+Contexts are random keys and values: their content does not affect time, but unwritten memory would. Recurrent layers
+count a context as read; going back to the accepted rows (target/cache.py) is not in the times.
 Shapes: T tokens, L aux layers, D target hidden.
 """
 
@@ -98,6 +99,7 @@ def forward_jobs(
     kv = PagedKV(target, max(r * per_request[r, b, s] for r, b, s in shapes), _BLOCK_SIZE)
     for pool in chain.from_iterable(kv.pools):
         pool.uniform_(-1.0, 1.0)
+    states = [target.new_states() for _ in range(max(r for r, _, _ in shapes))]
     jobs: Jobs = {}
     for r, b, s in shapes:
         blocks, spans = per_request[r, b, s], []
@@ -105,9 +107,17 @@ def forward_jobs(
             tokens = _tokens(target, b // r + (i < b % r))
             logits = len(tokens) if b <= DENSE else min(len(tokens), width)
             parents = [(row - 1) // 2 for row in range(len(tokens))] if branching and len(tokens) <= width else None
-            spans.append(Span(tokens, s, list(range(i * blocks, (i + 1) * blocks)), logits=logits, parents=parents))
-        jobs["forward", (r, b, s)] = _timed(target.device, partial(target.forward_ragged, spans, kv, aux_layers))
+            own = list(range(i * blocks, (i + 1) * blocks))
+            spans.append(Span(tokens, s, own, logits=logits, parents=parents, states=states[i]))
+        jobs["forward", (r, b, s)] = _timed(target.device, partial(_forward, target, spans, kv, aux_layers=aux_layers))
     return jobs
+
+
+def _forward(target: Target, spans: Sequence[Span], kv: PagedKV, aux_layers: tuple[int, ...]) -> None:
+    for span in spans:
+        if span.states is not None:
+            span.states.assume(span.past)
+    target.forward_ragged(spans, kv, aux_layers)
 
 
 def draft_jobs(target: Target, drafter: Drafter, counts: Sequence[int], context: int) -> Jobs:

@@ -9,7 +9,8 @@ The state of a recurrent layer (gated delta net):
 
 Keys can be forgotten by their slots; one state per layer cannot. So a layer holds the state before its last forward and
 the rows that forward brought. Going back to m of them runs its own module on these m rows again: projections and the
-recurrence of the linear layers, no attention and no MLP. Where all rows stay, or none, nothing is computed.
+recurrence of the linear layers, no attention and no MLP. Where all rows stay, or none, nothing is computed. The states
+of a request whose keys are in pages (target/paged.py) are a cache without slots, which goes back in the same way.
 Source: Gated Delta Networks, arXiv 2412.06464. Shapes: B sequences, T rows, D hidden.
 """
 
@@ -44,6 +45,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         super().__init__()
         self.record_past = True  # transformers then asks for every update instead of writing into the state
         self._module, self._goes_back = module, goes_back
+        self.length = 0  # rows read
         self._before: tuple[Tensor | None, Tensor | None] = None, None
         self._rows_BTD: Tensor | None = None
 
@@ -66,7 +68,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         return recurrent_states
 
     def remember(self, rows_BTD: Tensor) -> None:
-        """Store the state and the input before a forward, for `drop`."""
+        """Count the rows of a forward; store them and the state before it, for `drop`."""
+        self.length += rows_BTD.shape[1]
         if self._goes_back:
             self._before, self._rows_BTD = (self.conv_states[0], self.recurrent_states[0]), rows_BTD
 
@@ -163,7 +166,7 @@ class KVCache(Cache):
 
     Args:
         num_layers: decoder layers, at least one of which has keys.
-        capacity: slots (tokens, left padding included).
+        capacity: slots (tokens, left padding included); 0 for recurrent states alone.
         pad_B: [B] int64, slots of left padding per sequence; None when nothing is padded.
         recurrent: the modules of layers that have a state instead of keys.
     """
@@ -189,17 +192,22 @@ class KVCache(Cache):
 
     @property
     def length(self) -> int:
-        """Slots in use."""
-        return self._stores[0].length
+        """Tokens read, left padding included: slots in use."""
+        return (self._states or self._stores)[0].length
+
+    def assume(self, length: int) -> None:
+        """Count `length` tokens as read by the recurrent layers: for measurements, which content does not affect."""
+        for state in self._states:
+            state.length = length
 
     def rollback(self, length: int) -> None:
         """Forget every slot from `length` on; with recurrent layers, within the last forward only."""
-        dropped = self.length - length
         assert 0 <= length <= self.length, f"cannot roll back from {self.length} to {length}"
         for store in self._used:
             store.length = length
         for state in self._states:
-            state.drop(dropped, self)
+            state.drop(state.length - length, self)  # a forward that failed may have reached only some of the layers
+            state.length = length
 
     def keep_path(self, start: int, rows: Sequence[int]) -> None:
         """Keep only the slots `rows` (ascending, counted from `start`) after `start`, moved together."""

@@ -1,7 +1,7 @@
 """Run a target through transformers' own modules, with the cache, masks and ragged batches of this package.
 
-During one forward transformers' attention interface calls `ragged_attention`: the modules give scaling, window, soft
-cap and sinks, the step gives the keys that each row sees.
+In a ragged forward transformers' attention interface calls `ragged_attention`: the modules give scaling, window, soft
+cap and sinks, the step gives the keys that each row sees. Recurrent modules run request by request, over its states.
 Shapes: K kv heads, H query heads, E head dim, T rows; the leading 1 is transformers' batch.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,8 +41,17 @@ def ragged_attention(
     """transformers' attention interface: q [1, H, T, E], k and v [1, K, T, E] -> ([1, T, H, E], no weights)."""
     assert attention_mask is None, "transformers made a mask of its own"
     layer: Any = module.layer_idx
+    expand: Any = module.expand_kv if ragged_step.latent else None
     out = ragged_step.attend(
-        layer, q=query, k=key, v=value, scale=scaling, window=sliding_window, softcap=softcap, sinks_H=s_aux
+        layer,
+        q=query,
+        k=key,
+        v=value,
+        scale=scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks_H=s_aux,
+        expand=expand,
     )
     return out.transpose(1, 2), None
 
@@ -58,6 +68,30 @@ def ragged_attention_in(config: PretrainedConfig) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = before
+
+
+def _recurrence_by_span(module: Any, hidden_states: Tensor, *, ragged_step: RaggedStep, **_: object) -> Tensor:
+    """The forward of a recurrent module on the rows of many requests, [1, T, D]: each over its own states."""
+    outputs = []
+    for span, rows_1TD in zip(
+        ragged_step.spans, hidden_states.split([len(span.tokens) for span in ragged_step.spans], dim=1), strict=True
+    ):
+        assert span.states is not None, "a span of a recurrent target without states"
+        span.states.layers[module.layer_idx].remember(rows_1TD)
+        outputs.append(type(module).forward(module, rows_1TD, cache_params=span.states))
+    return torch.cat(outputs, dim=1)
+
+
+@contextmanager
+def recurrence_by_span(modules: Sequence[Any]) -> Iterator[None]:
+    """Inside, these recurrent modules take the rows of a ragged forward."""
+    for module in modules:
+        module.forward = partial(_recurrence_by_span, module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward  # the class's own again
 
 
 # ----------------------------------------------------------------------------
@@ -89,7 +123,8 @@ class FamilyDecoder:
         self.module.embed_tokens.register_forward_hook(self._hook(-1))
         for index, layer in enumerate(self.module.layers[:-1]):  # the last one's aux layer is the model's own output
             layer.register_forward_hook(self._hook(index))
-        for recurrent in recurrent_modules(self.module).values():
+        self._recurrent = list(recurrent_modules(self.module).values())
+        for recurrent in self._recurrent:
             recurrent.register_forward_pre_hook(remember_inputs, with_kwargs=True)
 
     def _hook(self, index: int) -> Any:
@@ -135,10 +170,11 @@ class FamilyDecoder:
 
     def forward_ragged(self, step: RaggedStep, aux_layers: tuple[int, ...]) -> AuxOutput:
         """The rows of many requests, B = 1, each attending as `step` says."""
-        with ragged_attention_in(self.config):
-            return self._forward_aux(
-                aux_layers, input_ids=step.tokens_1T, position_ids=step.positions_1T, ragged_step=step
-            )
+        inputs = {"input_ids": step.tokens_1T, "position_ids": step.positions_1T, "ragged_step": step}
+        if step.latent:
+            inputs["past_key_values"] = step  # its modules cache latents before they expand them
+        with ragged_attention_in(self.config), recurrence_by_span(self._recurrent):
+            return self._forward_aux(aux_layers, **inputs)
 
     def forward_padded(self, documents: Sequence[Sequence[int]], aux_layers: tuple[int, ...]) -> AuxOutput:
         """A row per document, padded on the right: no layer lets a real token see what comes after it."""

@@ -257,6 +257,10 @@ class Target:
         """An empty KV cache of `capacity` slots; `pad_B` [B] counts left padding per sequence."""
         return KVCache(self.num_layers, capacity, pad_B, recurrent=self._recurrent)
 
+    def new_states(self) -> KVCache | None:
+        """What a request of a ragged forward keeps beside its pages; None where no layer keeps a state."""
+        return self.new_cache(0) if self._recurrent else None
+
     @torch.inference_mode()
     def forward(
         self,
@@ -300,6 +304,8 @@ class Target:
             spans: one per request, at least one; no two may write the same slot.
             aux_layers: ascending layer ids to capture (see `check_aux_layers`).
         """
+        if any(span.parents is not None for span in spans):
+            self.check_trees()
         step = RaggedStep(spans, kv)
         hidden_1TD, captured = self._decoder.forward_ragged(step, aux_layers)
         hidden_TD = hidden_1TD[0]

@@ -7,28 +7,32 @@ Block i of a request holds its positions i * block_size and on. The engine decid
 lists the blocks that one forward reads. Going back to an earlier token is a smaller `past`: later slots keep stale
 values that are overwritten before they are read. Source: Kwon et al., arXiv 2309.06180.
 
-Where layers differ in their heads (Gemma 4), every run of like layers has a pool of its own with the same slots.
+Where layers differ in their heads (Gemma 4), every run of like layers has a pool of its own with the same slots. Latent
+attention (DeepSeek-V3) has the family's own latents in the slots: the compressed vector that keys and values are
+expanded from, and the rotated part that all heads share, as one head. A layer that keeps a state has no heads; the
+states of a request are in its `Span`.
 
 Shapes: L layers, K kv heads, S slots of the pool, E head dim, T new tokens of all spans, N rows with logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from outrider.target.attention import Branches, additive, attend_folded, fold, lowest_visible, unfold
+from outrider.target.cache import KVCache
 
 if TYPE_CHECKING:
     from outrider.target.model import Target
 
-_PAGEABLE = {"full_attention", "sliding_attention"}
+_PAGEABLE = {"full_attention", "sliding_attention", "linear_attention"}
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
@@ -43,6 +47,7 @@ class Span:
         logits: how many of the last tokens get logits.
         parents: where tokens branch, the parent of each among them, -1 for the first (target/attention.py). They take
             one slot each all the same, so `past + t` is the slot of token t and not its position.
+        states: the request's `Target.new_states`, which follow `past`: within the last forward they go back to it.
     """
 
     tokens: list[int]
@@ -50,6 +55,7 @@ class Span:
     blocks: list[int]
     logits: int
     parents: list[int] | None = None
+    states: KVCache | None = None
 
     @property
     def end(self) -> int:
@@ -72,22 +78,24 @@ class PagedKV:
     Attributes:
         pools: (keys [L, K, S, E], values [L, K, S, E]) of every run of layers of one shape, in order; mostly one run.
         layers: (keys [K, S, E], values [K, S, E]) of every layer, views of `pools`.
+        latent: whether keys and values are latents, [1, S, kv_lora_rank] and [1, S, qk_rope_head_dim].
 
     Raises:
-        ValueError: the model keeps more than keys and values, or a request's positions depend on other requests.
+        ValueError: a layer of a kind that is not known here, or a request's positions depend on other requests.
     """
 
     def __init__(self, target: Target, num_blocks: int, block_size: int) -> None:
         config = target.config
         check_pageable(config)
         self.num_blocks, self.block_size = num_blocks, block_size
-        attention = [layer.self_attn for layer in target.decoder.layers]
-        heads = [(config.num_attention_heads // module.num_key_value_groups, module.head_dim) for module in attention]
+        self.latent = getattr(config, "kv_lora_rank", None) is not None
+        kept = [_kept_per_slot(getattr(layer, "self_attn", None), config) for layer in target.decoder.layers]
         # Not zeroed: the system gives memory as blocks are first written, and a slot is written before it is read.
         self.pools: list[tuple[Tensor, Tensor]] = []
-        for (K, E), run in groupby(heads):
-            shape = (len(list(run)), K, num_blocks * block_size, E)
-            self.pools.append((target.embed_VD.new_empty(shape), target.embed_VD.new_empty(shape)))
+        for (K, *dims), run in groupby(kept):
+            L = len(list(run))
+            keys, values = (target.embed_VD.new_empty(L, K, num_blocks * block_size, E) for E in dims)
+            self.pools.append((keys, values))
         self.layers = [layer for keys, values in self.pools for layer in zip(keys, values, strict=True)]
 
     @property
@@ -137,13 +145,21 @@ class PagedKV:
         return (used[0] - first) * self.block_size + start
 
 
+def _kept_per_slot(attention: Any, config: PretrainedConfig) -> tuple[int, int, int]:
+    """Heads, key dim and value dim that a layer with this attention keeps of a token; no heads without attention."""
+    if attention is None:
+        return 0, 0, 0
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return 1, config.kv_lora_rank, config.qk_rope_head_dim
+    heads = config.num_attention_heads // attention.num_key_value_groups
+    return heads, attention.head_dim, attention.head_dim
+
+
 def check_pageable(config: PretrainedConfig) -> None:
-    """Raise ValueError for targets that a pool of keys and values cannot serve (see `PagedKV`)."""
+    """Raise ValueError for targets that pages and states per request cannot serve (see `PagedKV`)."""
     hint = f"model_type {config.model_type!r} cannot be batched here; use `outrider generate` for it:"
     if others := set(getattr(config, "layer_types", None) or ()) - _PAGEABLE:
-        raise ValueError(f"{hint} layers of type {', '.join(sorted(others))} keep a state, not keys in slots.")
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise ValueError(f"{hint} it caches latents (kv_lora_rank {config.kv_lora_rank}), not keys and values.")
+        raise ValueError(f"{hint} what layers of type {', '.join(sorted(others))} keep has no place in the engine.")
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
     if dependent := kinds & _LENGTH_DEPENDENT_ROPE:
@@ -159,7 +175,8 @@ def check_pageable(config: PretrainedConfig) -> None:
 # Embeddings, norms, projections and MLPs run on all rows at once; only attention goes span by span, in the shapes it
 # would have were the request alone. Where the slots of a span lie one after another its keys are a view of the pool,
 # else they are gathered. This loop runs (layers x requests) times a step, so what does not depend on the layer (slots,
-# masks, views of all layers) is made once.
+# masks, views of all layers) is made once. Latents are expanded to keys and values span by span, in every step anew, as
+# `transformers` does it: the pool stays small, and no more than one request's keys are there at a time.
 #
 # Shapes: K kv heads, G queries per kv head, H = K * G, E head dim, T new tokens of all spans, Q folded rows of one span
 # (new tokens * G), N slots one span sees. The leading 1 is transformers' batch.
@@ -179,12 +196,13 @@ class RaggedStep:
     """The state that all layers of one ragged forward share.
 
     Attributes:
+        spans: whose rows these are.
         tokens_1T, positions_1T: the input of the model.
         logit_rows_N: the rows of T that get logits.
     """
 
     def __init__(self, spans: Sequence[Span], kv: PagedKV) -> None:
-        self._kv, self._spans = kv, spans
+        self._kv, self.spans = kv, spans
         tokens: list[int] = []
         positions: list[int] = []
         logit_rows: list[int] = []
@@ -193,6 +211,8 @@ class RaggedStep:
             room = len(span.blocks) * kv.block_size
             assert span.end <= room, f"{span.end} tokens in {len(span.blocks)} blocks of {kv.block_size}"
             assert 0 <= span.logits <= len(span.tokens), f"{span.logits} rows of {len(span.tokens)} tokens"
+            if span.states is not None:
+                span.states.rollback(span.past)
             tokens += span.tokens
             positions += _positions(span)
             logit_rows += range(len(tokens) - span.logits, len(tokens))
@@ -201,6 +221,17 @@ class RaggedStep:
         self.logit_rows_N = torch.tensor(logit_rows, dtype=torch.long, device=kv.device)
         self._slots_T = torch.cat([kv.slots(span.blocks, span.past, span.end) for span in spans]).to(kv.device)
         self._contexts: dict[tuple[int | None, int], list[_Context]] = {}
+
+    @property
+    def latent(self) -> bool:
+        """Whether layers give latents to `update` instead of keys and values to `attend`."""
+        return self._kv.latent
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Write what the new tokens keep, [1, K, T, E] each, into the pool; `transformers`' interface of a cache."""
+        for pool, states in zip(self._kv.layers[layer_idx], (key_states, value_states), strict=True):
+            pool.index_copy_(1, self._slots_T, states[0])
+        return key_states, value_states
 
     def attend(
         self,
@@ -213,6 +244,7 @@ class RaggedStep:
         window: int | None = None,
         softcap: float | None = None,
         sinks_H: Tensor | None = None,
+        expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
         """Write k and v [1, K, T, E] into the pool and attend with q [1, H, T, E], span by span: [1, H, T, E].
 
@@ -221,12 +253,13 @@ class RaggedStep:
             window: the last so many positions are visible, the token's own included; None is all.
             softcap: scores become softcap * tanh(score / softcap).
             sinks_H: one more score per head that takes probability and gives no value.
+            expand: latents of one span -> its keys and values, [1, K, N, E]; then `update` has written what is new.
         """
         K, G = k.shape[1], q.shape[1] // k.shape[1]
+        if expand is None:
+            self.update(k, v, layer)
         keys_KSE, values_KSE = self._kv.layers[layer]
-        keys_KSE.index_copy_(1, self._slots_T, k[0])
-        values_KSE.index_copy_(1, self._slots_T, v[0])
-        rows = [len(span.tokens) * G for span in self._spans]
+        rows = [len(span.tokens) * G for span in self.spans]
         outputs = []
         for q_span, context in zip(fold(q, K).split(rows, dim=2), self._seen(window, G), strict=True):
             source, mask = context.source, context.mask_11QN
@@ -234,6 +267,8 @@ class RaggedStep:
                 keys, values = source[layer]
             else:
                 keys, values = keys_KSE.index_select(1, source)[None], values_KSE.index_select(1, source)[None]
+            if expand is not None:
+                keys, values = expand(keys, values)
             outputs.append(
                 attend_folded(q_span, keys, values, mask_11QN=mask, scale=scale, softcap=softcap, sinks_H=sinks_H)
             )
@@ -243,7 +278,7 @@ class RaggedStep:
         """The contexts of all spans under a sliding window, cached by window."""
         key = window, groups
         if key not in self._contexts:
-            self._contexts[key] = [_context(span, self._kv, window, groups=groups) for span in self._spans]
+            self._contexts[key] = [_context(span, self._kv, window, groups=groups) for span in self.spans]
         return self._contexts[key]
 
 
