@@ -60,7 +60,7 @@ from outrider.scheduling.cost import Floats
 from outrider.scheduling.policies import ThresholdPolicy
 from outrider.target.model import load_target
 from tests.proof.cases import TOLERANCE, VISIBLE, deviation, requests_of, toy
-from tests.toys.oracle import drafted_with
+from tests.toys.oracle import Oracle, drafted_with
 from tests.toys.target_directory import save_toy_target
 from tests.toys.targets import randomise, toy_config, toy_target
 
@@ -293,6 +293,15 @@ def test_what_held_out_conversations_say_is_worse_is_refused() -> None:
     assert bound is not None and "position 1 is at its bound" in bound
 
 
+def test_a_scaling_that_tells_more_but_says_it_wrongly_is_refused() -> None:
+    """Its log loss is smaller, its calibration error larger."""
+    alike = [Rounds(np.array([[0.51], [0.54]]), np.array([0, 1]), np.ones(2, dtype=np.int64)) for _ in range(8)]
+    reason = refusal(alike, Scaling([0.11], [-1.0]))
+    assert reason is not None and re.search(
+        r"ECE 0\.025 without, 0\.3\d\d with; log loss 0\.6\d+ without, 0\.4", reason
+    )
+
+
 def test_a_temperature_at_its_bound_reverses_the_order_of_survivals() -> None:
     """c_2 of rounds that end at position 1 is an extrapolation; sharpened, it outweighs the survival before it."""
     generator = np.random.default_rng(0)
@@ -329,6 +338,16 @@ def test_blocks_after_every_token_contain_the_rounds_of_decoding(dspark: bool) -
     if not dspark:
         assert real.features_NKF is not None and played.features_NKF is not None
         np.testing.assert_allclose(real.features_NKF[whole], played.features_NKF[whole], atol=1e-4)
+
+
+def test_a_block_that_agrees_to_the_end_of_the_text_is_verified_that_far() -> None:
+    target, prompt = toy_target(), [5, 6, 7]
+    text = generate(target, prompt, rules=StopRules(20, stop_ids=())).tokens
+    knowing = Oracle(target, [*prompt, *text], spoil=0.0)
+    rounds = rounds_of_text(target, knowing, prompt, text[:12], SamplingParams())  # type: ignore[arg-type]
+    left = [min(knowing.gamma, 12 - i) for i in range(12)]
+    assert rounds.accepted_N.tolist() == rounds.admitted_N.tolist() == left
+    assert (~np.isnan(rounds.confidences_NK)).sum(axis=1).tolist() == left
 
 
 def test_families_that_cannot_be_batched_are_calibrated_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_dr
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.dspark import DSpark, DSparkConfig
+from outrider.drafters.heads import CertaintyEstimator
 from tests.toys.targets import randomise, toy_config, toy_target
 
 LINEARS = {"self_attn.q_proj": [32, 32], "self_attn.k_proj": [16, 32], "self_attn.v_proj": [16, 32]}
@@ -179,6 +180,23 @@ def test_saving_again_replaces_the_whole_directory(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "a" / "d").config == toy_config(dspark=False)
     names = sorted(p.name for p in (tmp_path / "a").rglob("*"))
     assert names == ["config.json", "d", "model.safetensors", "outrider.json"]
+
+
+def test_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
+    stored = {
+        "calibration": {
+            "temperatures": [2.0, 3.0],
+            "offsets": [0.5, -0.25],
+            "estimator": {"weights": [1.0, -4.0], "biases": [0.125, 6.0]},
+        },
+        "candidates": {"accuracy": [[0.75, 0.1], [0.5, 0.2]]},
+    }
+    save_drafter(Checkpoint(made().weights, stored), tmp_path)
+    found = load_checkpoint(tmp_path).calibration
+    assert (found.temperatures, found.offsets) == ([2.0, 3.0], [0.5, -0.25])
+    assert found.accuracy == [[0.75, 0.1], [0.5, 0.2]]
+    assert isinstance(found.estimator, CertaintyEstimator)
+    assert (found.estimator.weights, found.estimator.biases) == ([1.0, -4.0], [0.125, 6.0])
 
 
 def set_config(**changes: object) -> Callable[[Path], None]:

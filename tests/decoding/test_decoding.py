@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from outrider.decoding.generate import Chunk, generate, stream
@@ -44,6 +48,8 @@ def test_policies_and_acceptance_never_change_the_output(policy: Policy, spoil: 
     result = generate(target, PROMPT, oracle_for(target, spoil), rules=NO_STOPS, policy=policy)
     assert result.tokens == generate(target, PROMPT, rules=NO_STOPS).tokens
     assert sum(r.committed for r in result.rounds) == 40
+    if isinstance(policy, FixedPolicy) and policy.length is not None:
+        assert max(r.admitted for r in result.rounds) == policy.length
     if spoil == 1.0:
         assert all(r.accepted == 0 for r in result.rounds)
     if spoil == 0.0 and policy == FixedPolicy():
@@ -77,6 +83,23 @@ def test_deterministic_warps_equal_plain_decoding(params: SamplingParams) -> Non
     assert max(r.accepted for r in result.rounds) > 1
 
 
+def test_the_drafter_reads_the_aux_hidden_states_of_the_tokens_that_stay() -> None:
+    target = toy_target()
+    text = [*PROMPT, *generate(target, PROMPT, rules=NO_STOPS).tokens]
+    expected_TLD = target.forward(torch.tensor([text]), target.new_cache(len(text)), (1,)).aux_BTLD
+    assert expected_TLD is not None
+
+    class Comparing(Oracle):
+        def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
+            first = sessions[0].length
+            super().extend(sessions, tokens, aux_TLD)
+            assert aux_TLD is not None
+            torch.testing.assert_close(aux_TLD, expected_TLD[0, first : sessions[0].length], atol=1e-3, rtol=1e-3)
+
+    result = generate(target, PROMPT, Comparing(target, text, spoil=0.3), rules=NO_STOPS)
+    assert max(r.accepted for r in result.rounds) > 1 and any(r.accepted < r.admitted for r in result.rounds)
+
+
 @pytest.mark.parametrize("limit", range(1, 19))
 def test_max_new_tokens_is_exact(limit: int) -> None:
     target = toy_target()
@@ -93,6 +116,7 @@ def test_a_stop_token_inside_a_block_cuts_the_commit_there(at: int) -> None:
     expected = plain[: plain.index(stop) + 1]
     result = generate(target, PROMPT, oracle_for(target, 0.0), rules=StopRules(40, stop_ids=[stop]))
     assert result.tokens == expected and result.finish == "stop"
+    assert all(r.accepted <= r.committed for r in result.rounds), "drafts behind the stop are not counted"
     assert generate(target, PROMPT, rules=StopRules(40, stop_ids=[stop])).tokens == expected
 
 

@@ -49,10 +49,13 @@ def test_the_training_forward_equals_numpy(family: str) -> None:
             torch.testing.assert_close(rows_NKH[n, k].double(), torch.tensor(hidden), atol=TOLERANCE, rtol=0)
 
 
-def test_served_chains_equal_numpy_over_rounds() -> None:
+@pytest.mark.parametrize(
+    "flags", [(), ("fc_norm", "norm_output"), ("norm_before_fc", "norm_before_residual")], ids="+".join
+)
+def test_served_chains_equal_numpy_over_rounds(flags: tuple[str, ...]) -> None:
     """Two requests in one batch, one of which is behind; rejected drafts leave nothing in the caches."""
     target = toy_target()
-    module = make_drafter(target)
+    module = make_drafter(target, **dict.fromkeys(flags, True))
     reference, drafter = EagleReference(module, target), Eagle3Drafter(DrafterWeights(module), target)
     generator = torch.Generator().manual_seed(5)
     aux_TLD = 5 * torch.randn(2, sum(ROUNDS), 3, 32, generator=generator)

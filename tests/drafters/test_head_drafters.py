@@ -102,6 +102,22 @@ def test_a_reduced_vocabulary_is_served_and_read_in_target_ids(kind: Kind) -> No
     np.testing.assert_allclose(row_of(proposal, 3)[ids].numpy(), expected, atol=1e-4)
 
 
+def test_a_medusa_of_the_release_has_an_lm_head_for_each_of_its_heads() -> None:
+    target, module, text = toy_target(), KINDS["medusa"].make(), toy_texts(1)[0]
+    heads_MVH = torch.randn(4, VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1))
+    drafter = MedusaDrafter(DrafterWeights(module, head_VdH=heads_MVH), target)
+    call = forced_call(drafter, text, 0, drafter.new_session(9))
+    (proposal,) = drafter.propose([call])
+    levels = drafter.levels([call], 4)
+    for k, head_VH in enumerate(heads_MVH):
+        logits = head_VH.double().numpy() @ hidden_at(module, target, medusa_reference, text, 0, k)
+        expected = torch.tensor(logits).softmax(-1)
+        torch.testing.assert_close(row_of(proposal, k).double(), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            levels(k, torch.zeros(1, 1, k + 1))[0, 0].softmax(-1).double(), expected, atol=1e-4, rtol=0
+        )
+
+
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_head_sees_the_feature_before_its_anchor_and_earlier_tokens_if_it_reads(kind: Kind, layers: int) -> None:
     module, inputs = kind.make(num_layers=layers), training_inputs(toy_target(), toy_texts(2), [[4, 8], [6]], 4)

@@ -200,6 +200,15 @@ def test_coupled_drafts_race_with_the_noise_of_their_positions() -> None:
 
 
 @torch.inference_mode()
+def test_a_request_that_draws_nothing_shifts_no_other() -> None:
+    logits_RKV = torch.randn(3, K, V, generator=torch.Generator().manual_seed(0))
+    limits, likeliest = (0, None, 2), logits_RKV.argmax(-1).tolist()
+    calls = [DraftCall(None, 0, SamplingParams(), SeenTokens(V), SeededSource(0), limit) for limit in limits]
+    drafts = sample_chain(lambda logits_NV: logits_NV, logits_RKV, calls, ChainHeads(V))
+    assert [draft.tokens for draft in drafts] == [[], likeliest[1], likeliest[2][:2]]
+
+
+@torch.inference_mode()
 def test_proposal_can_be_cut() -> None:
     source, seen = SeededSource(0), SeenTokens(V)
     confidence = ConfidenceHead(H, R, with_markov=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Hashable, Sequence
 
+import numpy as np
 import pytest
 
 from outrider.decoding.generate import generate
@@ -18,6 +20,7 @@ from outrider.scheduling.gate import AlwaysDraft, GateView, History
 from outrider.scheduling.policies import FixedPolicy, StepView
 from outrider.target.model import Target
 from tests.toys.engine import finish, prompts, toy_drafter, watch_preemptions
+from tests.toys.oracle import Oracle
 from tests.toys.targets import toy_target
 
 
@@ -118,6 +121,23 @@ def test_policies_and_gates_are_told_of_the_rest_of_the_step(target: Target) -> 
     assert max(tokens for tokens, _ in rest) > 0 and max(others for _, others in rest) > 0
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_drafts_are_no_deeper_than_the_gate_says(target: Target, depth: int) -> None:
+    class Shallow(AlwaysDraft):
+        def depths(self, view: GateView) -> Ints:
+            return np.minimum(super().depths(view), depth)
+
+    engine, drafted = Engine(target, toy_drafter(target), gate=Shallow()), 0
+
+    def count() -> None:
+        nonlocal drafted
+        assert engine.last is not None and engine.last.proposed == engine.last.drafting * depth
+        drafted += engine.last.drafting
+
+    finish(engine, [Request(str(i), p, rules=StopRules(12, stop_ids=())) for i, p in enumerate(prompts(3))], count)
+    assert (drafted > 0) == (depth > 0)
+
+
 def test_what_a_request_held_is_given_back(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every drafter session is ended once, those of preempted requests too, and the history forgets the request."""
     drafter = toy_drafter(target)
@@ -137,6 +157,19 @@ def test_what_a_request_held_is_given_back(target: Target, monkeypatch: pytest.M
     assert preempted and len(opened) == 6 + len(preempted)
     assert sorted(map(id, ended)) == sorted(map(id, opened))
     assert not engine.history._slots and not engine.scheduler.running and not engine.scheduler.waiting
+
+
+def test_a_preempted_request_is_read_anew(target: Target) -> None:
+    """Its drafter reads every token once, with none of what waited when it was preempted: the oracle compares them."""
+    prompt, rules = [5, 9, 11], StopRules(40, stop_ids=())
+    text = generate(target, prompt, rules=rules).tokens
+    tight = EngineConfig(max_requests=6, token_budget=64, block_size=4, num_blocks=32)
+    engine = Engine(target, Oracle(target, [*prompt, *text], spoil=0.3), config=tight)
+    preempted = watch_preemptions(engine)
+    assert set(map(tuple, finish(engine, [Request(str(i), prompt, rules=rules) for i in range(6)]).values())) == {
+        tuple(text)
+    }
+    assert len(set(preempted)) > 1
 
 
 def test_a_greedy_penalty_reads_warped_rows(target: Target) -> None:
@@ -165,6 +198,43 @@ def test_a_quarter_of_the_rows_is_kept_for_waiting_prompts() -> None:
     shared = scheduler.plan()
     assert [work.limit for work in shared.work[:2]] == [5, 5], "12 rows for two anchors and their drafts"
     assert (shared.work[2].id, shared.work[2].prefill) == ("c", 4), "and 4 for the prompt"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_books_of_the_scheduler_balance(seed: int) -> None:
+    """In any course of requests: rows within budget and blocks, no block twice or lost, in order of arrival."""
+    draw = random.Random(seed)
+    config = EngineConfig(max_requests=4, token_budget=12, block_size=4, num_blocks=12)
+    scheduler = Scheduler(config, draft_slots=5, trees=seed % 2 == 1)
+    arrived: list[str] = []
+    preempted = 0
+    for step in range(500):
+        if draw.random() < 0.3:
+            arrived.append(str(step))
+            scheduler.add(arrived[-1], draw.randint(1, 24), draw.randint(1, 24))
+        if arrived and draw.random() < 0.03:
+            scheduler.remove(arrived.pop(draw.randrange(len(arrived))))
+        plan, running = scheduler.plan(), scheduler.running
+        preempted += len(plan.preempted)
+        assert [*running, *(id for id, _ in scheduler.waiting)] == arrived
+        held = [block for progress in running.values() for block in progress.blocks]
+        assert len(set(held)) == len(held) == scheduler.allocator.used
+        assert sum(work.prefill + work.decodes + work.limit for work in plan.work) <= config.token_budget
+        for work in plan.work:
+            progress = running[work.id]
+            ready = progress.cached + work.prefill
+            assert ready + work.decodes + work.limit <= config.block_size * len(progress.blocks)
+            assert ready == progress.length - 1 if work.decodes else ready < progress.length
+            left = progress.capacity - progress.length
+            assert scheduler.trees or work.limit < left
+            if not work.decodes:
+                scheduler.advance(work.id, work.prefill)
+                continue
+            scheduler.commit(work.id, draw.randint(1, min(1 + work.limit, left)))
+            if progress.length == progress.capacity:
+                scheduler.remove(work.id)
+                arrived.remove(work.id)
+    assert preempted > 3
 
 
 def test_the_youngest_request_gives_way() -> None:

@@ -50,6 +50,8 @@ class Mutant:
 EQUIVALENT: dict[str, str] = {
     "engine_admits_after_preemption": "What was preempted last waits first. It needs as many blocks as it gave back, "
     "and the request that it gave way to, which did not fit before, took at least one of them: there are too few.",
+    "recurrent_drop_leaves_flag": "Only transformers' get_conv_state and get_recurrent_state read the flag, and they "
+    "answer None where it is off or the state is None. Where the flag would be wrong both states are None.",
 }
 
 
@@ -168,12 +170,14 @@ MUTANTS: list[Mutant] = [
             "the sums of a row are float32, so that rare tokens of a large vocabulary never come",
             "probs_V.cumsum(-1, dtype=torch.float64)",
             "probs_V.cumsum(-1)",
+            "tests/sampling/test_random_source.py",
         ),
         (
             "noise_seed_position_concat",
             "seed 16, position 0 shares noise with seed 0, position 1",
             "(position << 64)",
             "(position << 4)",
+            "tests/sampling/test_random_source.py",
         ),
         (
             "noise_uniform_not_exponential",
@@ -192,7 +196,7 @@ MUTANTS: list[Mutant] = [
             "among some tokens the noise is that of the first ones of the vocabulary",
             "noise[ids])",
             "noise[: len(ids)])",
-            "tests/decoding/test_tree.py",
+            "tests/sampling/test_random_source.py",
         ),
         (
             "noise_ranks_impossible_tokens",
@@ -230,13 +234,14 @@ MUTANTS: list[Mutant] = [
             "drafts that were only tried stay among the tokens seen",
             "mask_V = self._mask_V.clone()",
             "mask_V = self._mask_V",
-            "tests/decoding/test_decoding.py",
+            "tests/proof/test_proof_engine.py::test_policies_over_two_requests",
         ),
         (
             "seed_of_unseeded_is_0",
             "all requests without a seed draw the same numbers",
             "return secrets.randbits(32) if self.temperature > 0 else 0",
             "return 0",
+            "tests/engine/test_engine.py::test_requests_without_a_seed_differ_and_report_one_that_repeats_them",
         ),
         (
             "residual_not_normalised",
@@ -324,7 +329,7 @@ MUTANTS: list[Mutant] = [
             "greedy and coupled tokens are read from the row before",
             "rows.pick(node + 1)",
             "rows.pick(max(node, 0))",
-            "tests/decoding/test_decoding.py",
+            "tests/engine/test_engine.py::test_greedy_outputs_are_solo_outputs",
         ),
         (
             "typical_entropy_sign",
@@ -356,6 +361,7 @@ MUTANTS: list[Mutant] = [
             "whole drafts are verified whatever the policy says",
             "draft.truncated(length)",
             "draft.truncated(None)",
+            "tests/decoding/test_decoding.py::test_policies_and_acceptance_never_change_the_output",
         ),
         (
             "round_rejected_by_first_node",
@@ -405,17 +411,17 @@ MUTANTS: list[Mutant] = [
         (
             "eng_preempted_keeps_unread",
             "a preempted request keeps features of its old cache",
-            ("        self.session = None\n        self.unread.clear()\n\n\n_PREFILL"),
-            ("        self.session = None\n\n\n_PREFILL"),
-            "tests/engine/test_engine.py::test_coupled_tokens_depend_on_the_seed_alone",
+            ("        self.session = self.recurrent = None\n        self.unread.clear()\n\n\n_PREFILL"),
+            ("        self.session = self.recurrent = None\n\n\n_PREFILL"),
+            "tests/engine/test_steps.py::test_a_preempted_request_is_read_anew",
         ),
         (
             "eng_preempted_restarts_random_state",
             "a preempted request draws its random numbers again",
-            ("        self.session = None\n        self.unread.clear()\n\n\n_PREFILL"),
+            ("        self.session = self.recurrent = None\n        self.unread.clear()\n\n\n_PREFILL"),
             (
                 "        self.source = Randomness().source(self.seed)\n"
-                "        self.session = None\n"
+                "        self.session = self.recurrent = None\n"
                 "        self.unread.clear()\n"
                 "\n"
                 "\n"
@@ -442,7 +448,7 @@ MUTANTS: list[Mutant] = [
             "the penalty does not see the prompt",
             "params.repetition_penalty, prompt, device=target.device",
             "params.repetition_penalty, [], device=target.device",
-            "tests/engine/test_engine.py::test_a_seed_decides_where_drafts_are_equally_long",
+            "tests/decoding/test_decoding.py::test_the_repetition_penalty_is_that_of_transformers_prompt_included",
         ),
         (
             "eng_last_off_by_one",
@@ -456,7 +462,7 @@ MUTANTS: list[Mutant] = [
             "the token behind a stop stays in the response",
             "list(tokens[: position + 1]), True",
             "list(tokens[: position + 2]), True",
-            "tests/decoding/test_text.py",
+            "tests/decoding/test_decoding.py::test_a_stop_token_inside_a_block_cuts_the_commit_there",
         ),
         (
             "text_cut_at_last_stop",
@@ -517,6 +523,7 @@ MUTANTS: list[Mutant] = [
             "a lone request's drafter is given one aux row for all accepted tokens",
             "aux_BTLD[:, kept])",
             "aux_BTLD[:, [0] * len(kept)])",
+            "tests/decoding/test_decoding.py::test_the_drafter_reads_the_aux_hidden_states_of_the_tokens_that_stay",
         ),
     ),
     *_of(
@@ -527,12 +534,14 @@ MUTANTS: list[Mutant] = [
             "drafts accepted behind a stop are counted",
             "accepted = min(result.verdict.accepted, len(tokens))",
             "accepted = result.verdict.accepted",
+            "tests/decoding/test_decoding.py::test_a_stop_token_inside_a_block_cuts_the_commit_there",
         ),
         (
             "acceptance_given_itself",
             "conditional acceptance is conditioned on the position itself",
             "r.accepted >= k - 1 for r in rounds",
             "r.accepted >= k for r in rounds",
+            "tests/decoding/test_tree.py::test_acceptance_is_counted_by_depth",
         ),
     ),
     *_of(
@@ -572,6 +581,7 @@ MUTANTS: list[Mutant] = [
                 "                odd = bool(draft.tokens) and draft.tokens[-1] % 2\n"
                 "                drafts[i] = draft.truncated(len(draft.tokens) - 1) if odd else draft\n"
             ),
+            "tests/proof/test_proof_engine.py::test_policies_over_two_requests",
         ),
         (
             "eng_view_of_drawn_tokens",
@@ -581,13 +591,14 @@ MUTANTS: list[Mutant] = [
                 "confidences = [[s.first or 1.0 for s in draft.siblings.values()] or draft.confidences "
                 "for draft in drafts]"
             ),
+            "tests/proof/test_proof_engine.py::test_policies_over_two_requests",
         ),
         (
             "eng_gate_ignored",
             "requests draft as deep as they may, whatever the gate says",
             "min(self.deciding[i].limit, depth)",
             "self.deciding[i].limit",
-            "tests/engine/test_steps.py",
+            "tests/engine/test_steps.py::test_drafts_are_no_deeper_than_the_gate_says",
         ),
         (
             "eng_gate_forgets_others",
@@ -621,6 +632,7 @@ MUTANTS: list[Mutant] = [
             "the drafter reads each token with the aux hidden state of the one before",
             "state.tokens[cached - len(rows) : cached]",
             "state.tokens[cached - len(rows) + 1 : cached + 1]",
+            "tests/engine/test_steps.py::test_a_preempted_request_is_read_anew",
         ),
         (
             "eng_argmax_of_first_rows",
@@ -656,12 +668,14 @@ MUTANTS: list[Mutant] = [
             "a preempted request's drafter session is never ended",
             ("            self._end_session(id)\n            self._states[id].leave()"),
             "            self._states[id].leave()",
+            "tests/engine/test_steps.py::test_what_a_request_held_is_given_back",
         ),
         (
             "eng_record_counts_outputs",
             "the step's record counts requests instead of committed tokens",
             "committed=sum(len(output.tokens) for output in outputs)",
             "committed=len(outputs)",
+            "tests/engine/test_steps.py::test_policies_and_gates_are_told_of_the_rest_of_the_step",
         ),
     ),
     *_of(
@@ -700,6 +714,7 @@ MUTANTS: list[Mutant] = [
             "drafts get the rows that anchors need: the budget is exceeded",
             "budget // max(len(decoding), 1) - 1",
             "budget // max(len(decoding), 1)",
+            "tests/engine/test_steps.py::test_a_quarter_of_the_rows_is_kept_for_waiting_prompts",
         ),
         (
             "engine_drafts_to_the_end",
@@ -718,12 +733,14 @@ MUTANTS: list[Mutant] = [
             "the anchor joins a prefill that fills the budget",
             "if missing < budget:",
             "if missing <= budget:",
+            "tests/engine/test_steps.py::test_the_books_of_the_scheduler_balance",
         ),
         (
             "engine_preempted_goes_last",
             "a preempted request waits behind those that came after it",
             "self.waiting.appendleft((id, progress))",
             "self.waiting.append((id, progress))",
+            "tests/engine/test_steps.py::test_the_books_of_the_scheduler_balance",
         ),
         (
             "engine_preempted_counts_as_cached",
@@ -736,6 +753,7 @@ MUTANTS: list[Mutant] = [
             "cancelling a waiting request drops all but it",
             "if entry[0] != id)",
             "if entry[0] == id)",
+            "tests/engine/test_steps.py::test_the_books_of_the_scheduler_balance",
         ),
         (
             "engine_blocks_rounded_down",
@@ -748,6 +766,7 @@ MUTANTS: list[Mutant] = [
             "one block of those that drafts left unused is never free again",
             "self.allocator.release(progress.blocks[needed:])",
             "self.allocator.release(progress.blocks[needed + 1 :])",
+            "tests/engine/test_steps.py::test_the_books_of_the_scheduler_balance",
         ),
     ),
     *_of(
@@ -1077,8 +1096,8 @@ MUTANTS: list[Mutant] = [
         (
             "paged_values_of_keys",
             "keys are written where values belong",
-            "values_KSE.index_copy_(1, self._slots_T, v[0])",
-            "values_KSE.index_copy_(1, self._slots_T, k[0])",
+            "zip(self._kv.layers[layer_idx], (key_states, value_states), strict=True)",
+            "zip(self._kv.layers[layer_idx], (key_states, key_states), strict=True)",
         ),
     ),
     *_of(
@@ -1233,7 +1252,7 @@ MUTANTS: list[Mutant] = [
             "a block is supervised beyond its response",
             "(rows_NK >= 0).cumprod(-1).bool()",
             "(rows_NK >= 0)",
-            "tests/training/test_recipe.py::test_every_recipe_of_the_project_loads",
+            "tests/data/test_data.py::test_fixed_blocks_cover_every_response_token_once",
         ),
         (
             "batch_hidden_one_late",
@@ -1260,6 +1279,7 @@ MUTANTS: list[Mutant] = [
             "every epoch deals the samples in the same order",
             "generator=_generator(self.seed, epoch)).tolist()",
             "generator=_generator(self.seed, 0)).tolist()",
+            "tests/data/test_data.py::test_anchors_are_exactly_the_tokens_whose_next_token_is_a_response_token",
         ),
         (
             "schedule_same_anchors",
@@ -1284,6 +1304,36 @@ MUTANTS: list[Mutant] = [
             'return int(stored["step"])',
             'return max(0, int(stored["step"]) - 1)',
             "tests/training/test_trainer.py::test_a_killed_and_resumed_run_ends_with_the_same_weights",
+        ),
+        (
+            "state_weights_not_restored",
+            "a resumed run starts from fresh weights",
+            'parameter.copy_(_placed(tensors[f"weight.{name}"], parameter))',
+            "pass",
+        ),
+        (
+            "state_buffers_not_restored",
+            "a resumed run divides aux hidden states by scales that it measured anew",
+            'buffer.copy_(tensors[f"buffer.{name}"])',
+            "pass",
+        ),
+        (
+            "state_moments_of_gradients",
+            "a resumed run takes the first moment for the second",
+            'tensors[f"{m}.{name}"]',
+            "tensors[f\"{'exp_avg' if m == 'exp_avg_sq' else m}.{name}\"]",
+        ),
+        (
+            "state_counts_steps_anew",
+            "a resumed run corrects the bias of its moments as in the first step",
+            "for m in _MOMENTS}",
+            'for m in _MOMENTS} | {"step": torch.zeros(())}',
+        ),
+        (
+            "state_of_any_recipe",
+            "a state of another recipe is resumed",
+            ('    check_settings(directory, stored["settings"], settings)\n    path'),
+            "    path",
         ),
     ),
     *_of(
@@ -1379,14 +1429,14 @@ MUTANTS: list[Mutant] = [
             "all of a drafter's own heads are its first",
             "self.head_VdH[number]",
             "self.head_VdH[0]",
-            "tests/drafters/test_head_drafters.py",
+            "tests/drafters/test_head_drafters.py::test_a_medusa_of_the_release_has_an_lm_head_for_each_of_its_heads",
         ),
         (
             "rescale_inverted",
             "a new aux scale is divided out twice",
             "mul_(self._aux_columns() / before)",
             "mul_(before / self._aux_columns())",
-            "tests/training/test_trainer.py",
+            "tests/training/test_watch.py::test_aux_scales_fold_in_and_out_without_changing_the_function",
         ),
     ),
     *_of(
@@ -1397,26 +1447,28 @@ MUTANTS: list[Mutant] = [
             "drafts are indices of the draft vocabulary",
             "chain.previous = index if ids_C is None else int(ids_C[index])",
             "chain.previous = index",
+            "tests/drafters/test_sequential.py",
         ),
         (
             "chain_first_is_the_top",
             "p_d of a drawn token is said to be that of the likeliest (biased)",
             "first=probs_C[index].item()",
             "first=probs_C.max().item()",
-            "tests/decoding/test_decoding.py",
+            "tests/proof/test_proof.py::test_one_request",
         ),
         (
             "chain_noise_of_first_position",
             "all coupled drafts of a block race with the same noise",
             "call.position + len(chain.tokens)",
             "call.position",
-            "tests/decoding/test_decoding.py",
+            "tests/drafters/test_sequential.py",
         ),
         (
             "chain_rows_by_request",
             "a request's logits are looked for as if all requests drew",
             "{r: n for n, r in enumerate(active)}",
             "{r: min(r, len(active) - 1) for r in active}",
+            "tests/drafters/test_sequential.py::test_a_request_that_draws_nothing_shifts_no_other",
         ),
         (
             "chain_forgets_sequential_head",
@@ -1433,7 +1485,7 @@ MUTANTS: list[Mutant] = [
             "calibration's offset is subtracted",
             "(logit_N / temperature + offset)",
             "(logit_N / temperature - offset)",
-            "tests/calibration/test_calibration.py",
+            "tests/drafters/test_head_drafters.py::test_blocks_are_cut_by_limit_and_floor",
         ),
         (
             "heads_rnn_gate_swapped",
@@ -1481,13 +1533,14 @@ MUTANTS: list[Mutant] = [
             "a node's product leaves out its parent",
             "candidate((*path, 0), -product)",
             "candidate((*path, 0), prefix)",
+            "tests/drafters/test_candidates.py",
         ),
         (
             "accuracy_may_rise",
             "noise lets a later rank look better than an earlier one",
             "[min(row[: i + 1]) for i in range(ranks)]",
             "[row[i] for i in range(ranks)]",
-            "tests/calibration/test_measured_trees.py",
+            "tests/drafters/test_candidates.py",
         ),
     ),
     *_of(
@@ -1498,14 +1551,14 @@ MUTANTS: list[Mutant] = [
             "serving puts committed pairs one position early",
             "[s + 1 + i for s, n in zip(starts, counts, strict=True)",
             "[s + i for s, n in zip(starts, counts, strict=True)",
-            "tests/drafters/test_alignment.py",
+            "tests/drafters/test_eagle3.py",
         ),
         (
             "eagle_waits_with_first",
             "the feature that waits for its token is the oldest",
             "left.append(waiting[-1:].clone())",
             "left.append(waiting[:1].clone())",
-            "tests/drafters/test_alignment.py",
+            "tests/drafters/test_eagle3.py",
         ),
         (
             "eagle_tree_parent_row",
@@ -1585,12 +1638,14 @@ MUTANTS: list[Mutant] = [
             "candidates are rescored with the tokens of the first requests",
             "self.previous_R[active]",
             "self.previous_R[: len(active)]",
+            "tests/drafters/test_dflash2.py",
         ),
         (
             "candidates_ids_not_mapped",
             "candidates are indices of the draft vocabulary",
             "indices_AC if self.draft_ids_Vd is None else self.draft_ids_Vd[indices_AC]",
             "indices_AC",
+            "tests/drafters/test_dflash2.py",
         ),
         (
             "convolution_kernel_of_earlier_row",
@@ -1649,6 +1704,13 @@ MUTANTS: list[Mutant] = [
             'group["lr"] = learning_rate(step + 1, config)',
             "tests/training/test_trainer.py",
         ),
+        (
+            "resume_features_of_first_steps",
+            "a resumed run trains on the features of its first steps' samples",
+            "for index, _ in part] for step in range(first, last))",
+            "for index, _ in part] for step in range(last - first))",
+            "tests/training/test_trainer.py",
+        ),
     ),
     *_of(
         "training/watch.py",
@@ -1659,6 +1721,18 @@ MUTANTS: list[Mutant] = [
             'self._mark, self._failed = state["mark"], state["failed"]',
             'self._mark, self._failed = state["mark"], 0',
         ),
+        (
+            "watch_resumes_without_mark",
+            "the first check of a resumed run always passes min_delta",
+            'self._mark, self._failed = state["mark"], state["failed"]',
+            'self._mark, self._failed = float("-inf"), state["failed"]',
+        ),
+        (
+            "watch_compares_measures",
+            "a resumed run compares with a best value that was measured otherwise",
+            'if state.get("measure") != _measure_of(self.config):',
+            "if not state:",
+        ),
     ),
     *_of(
         "training/features.py",
@@ -1668,6 +1742,7 @@ MUTANTS: list[Mutant] = [
             "aux hidden states are multiplied by their scale",
             "(raw_SLD.float() / aux_scale_L[:, None])",
             "(raw_SLD.float() * aux_scale_L[:, None])",
+            "tests/drafters/test_dflash2.py::test_trained_equals_served",
         ),
     ),
     *_of(
@@ -1748,6 +1823,7 @@ MUTANTS: list[Mutant] = [
             "a scaling that makes the calibration error larger is stored",
             "after <= before + noise:",
             "after <= before + 10:",
+            "tests/calibration/test_calibration.py::test_a_scaling_that_tells_more_but_says_it_wrongly_is_refused",
         ),
     ),
     *_of(
@@ -1764,6 +1840,7 @@ MUTANTS: list[Mutant] = [
             "a block that agrees to the text's end counts as verified whole",
             "gamma if right < len(left) else len(left)",
             "gamma",
+            "tests/calibration/test_calibration.py::test_a_block_that_agrees_to_the_end_of_the_text_is_verified_that_far",
         ),
     ),
     *_of(
@@ -1784,12 +1861,14 @@ MUTANTS: list[Mutant] = [
             "temperatures and offsets are read as one another",
             "DraftCalibration(found.temperatures, found.offsets,",
             "DraftCalibration(found.offsets, found.temperatures,",
+            "tests/checkpoints/test_formats.py::test_calibration_is_read_as_it_was_written",
         ),
         (
             "metadata_format_unread",
             "outrider.json of another format is read",
             "found != FORMAT:",
             "False:",
+            "tests/evaluation/test_shipped.py::test_metadata_of_another_format_is_refused",
         ),
     ),
 ]

@@ -48,6 +48,24 @@ FOLDERS = {
     "checkpoints": ("checkpoints", "drafters"),
 }
 
+# What the page counts by, by the beginning of the mutant's file; the first that fits.
+AREAS = {
+    "training/state.py": "resume",
+    "training/trainer.py": "resume",
+    "training/watch.py": "resume",
+    "training": "training objective and data",
+    "data": "training objective and data",
+    "sampling.py": "sampling",
+    "verification.py": "verification",
+    "decoding": "decoding",
+    "engine": "engine",
+    "scheduling": "scheduling",
+    "target": "caches and target",
+    "drafters": "drafting",
+    "calibration": "calibration",
+    "checkpoints": "formats",
+}
+
 # Imported before the forks, as far as they are there: what takes long and is not ours.
 PACKAGES = (
     "torch",
@@ -223,8 +241,17 @@ def work(root: Path, mutants: Sequence[Mutant], out: Path) -> None:
             print(f"{result.name:40} {result.result:9} {result.seconds:5.0f} s  {result.by}", flush=True)
 
 
+def area(mutant: Mutant) -> str:
+    """One of `AREAS`."""
+    return next(name for start, name in AREAS.items() if mutant.file.startswith(start))
+
+
 def table(results: dict[str, Result]) -> str:
     """The results as a page of the documentation."""
+    from outrider.utils.measure import machine, today  # only now: the forks import the package from their copies
+
+    found = machine()
+    place = f"{found['cpu']}, {found['cores']} cores, {found['memory_gb']} GB"
     counts = Counter(result.result for result in results.values())
     survivors = [m for m in MUTANTS if m.name in results and results[m.name].result == SURVIVED]
     argued = sum(m.name in EQUIVALENT for m in survivors)
@@ -236,7 +263,17 @@ def table(results: dict[str, Result]) -> str:
         f"survived, {argued} of them for a reason given below; {counts[INVALID]} invalid (the test that failed does so "
         "without the edit).",
         "",
+        f"`make mutants`, {today()}, {place}, one thread per job.",
+        "",
+        "| area | mutants | killed | by a time limit | survived | of them argued |",
+        "|---|---|---|---|---|---|",
     ]
+    for name in dict.fromkeys(area(m) for m in MUTANTS):
+        here = [m for m in MUTANTS if area(m) == name]
+        by = Counter(results[m.name].result for m in here if m.name in results)
+        reasons = sum(m in survivors and m.name in EQUIVALENT for m in here)
+        lines.append(f"| {name} | {len(here)} | {by[KILLED]} | {by[TIMEOUT]} | {by[SURVIVED]} | {reasons} |")
+    lines.append("")
     if survivors:
         lines += ["| survived | what is wrong with it | why nothing can notice |", "|---|---|---|"]
         lines += [f"| {m.name} | {_cell(m.what)} | {_cell(EQUIVALENT.get(m.name, '**a gap**'))} |" for m in survivors]

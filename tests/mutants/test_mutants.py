@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -30,11 +31,13 @@ def test_every_mutant_fits_the_code() -> None:
         assert (ROOT / path).is_file(), f"{mutant.name}: no tests {path}"
         assert not function or function in functions_of(ROOT / path), f"{mutant.name}: no test {mutant.tests}"
         assert mutant.file.split("/")[0] in run.FOLDERS, f"{mutant.name}: run.py has no folders of tests for its room"
+        assert run.area(mutant)
 
 
 def test_there_are_enough_and_each_has_a_name_of_its_own() -> None:
     names = {mutant.name for mutant in MUTANTS}
     assert len(names) == len(MUTANTS) >= 120
+    assert min(Counter(map(run.area, MUTANTS)).values()) >= 8
     assert set(EQUIVALENT) <= names
 
 

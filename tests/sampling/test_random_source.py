@@ -236,7 +236,9 @@ def test_no_two_pairs_of_seed_and_position_have_noise_in_common() -> None:
         assert not set(windows(*one, vocab=8)) & set(windows(*other, vocab=8))
     large = [2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**63 - 1]
     seeds, positions = [*range(12), *large, 2**63, 2**64 - 1], [*range(120), *large]
-    found = [window for seed, position in product(seeds, positions) for window in windows(seed, position, vocab=8)]
+    pairs = set(product(seeds, positions))
+    pairs |= {(2**bits, position) for bits in range(64) for position in (0, 1)}  # seed + (position << bits)
+    found = [window for seed, position in pairs for window in windows(seed, position, vocab=8)]
     assert len(set(found)) == len(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,10 +16,10 @@ from outrider.target.model import Target
 from tests.toys.targets import randomise
 
 
-def make_drafter(target: Target, gamma: int = 4, draft_vocab: int = 97, seed: int = 0) -> Eagle3:
-    """Random, norms away from one, aux hidden states of very different scales."""
+def make_drafter(target: Target, gamma: int = 4, draft_vocab: int = 97, seed: int = 0, **flags: bool) -> Eagle3:
+    """Random, norms away from one, aux hidden states of very different scales; `flags`: of its config."""
     chosen = {"gamma": gamma, "target_layer_ids": [0, 2, 3], "draft_vocab_size": draft_vocab}
-    module = Eagle3(Eagle3Config.from_target(target, **chosen))
+    module = Eagle3(replace(Eagle3Config.from_target(target, **chosen), **flags))
     randomise(module, seed)
     module.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0]))
     return module

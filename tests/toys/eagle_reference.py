@@ -59,15 +59,23 @@ class EagleReference:
             drafted: x_{a+1} ...
         """
         assert len(tokens) == len(aux_aLD) + 1
-        fused = [self.weights["fc.weight"] @ (aux_LD / self.scale_L[:, None]).reshape(-1) for aux_LD in array(aux_aLD)]
+        fused = [self.weights["fc.weight"] @ self.inputs_of_fc(aux_LD) for aux_LD in array(aux_aLD)]
         inputs = [(feature, tokens[i + 1]) for i, feature in enumerate(fused)]
         outputs = []
         for k in range(len(drafted) + 1):
             state = self.last_output(inputs)
             outputs.append(self.norm(state, "norm"))
             if k < len(drafted):
-                inputs.append((state, drafted[k]))
+                inputs.append((outputs[-1] if self.config.norm_output else state, drafted[k]))
         return outputs
+
+    def inputs_of_fc(self, aux_LD: Array) -> Array:
+        if self.config.fc_norm:
+            return np.concatenate([self.norm(aux_D, f"fc_norm.{i}") for i, aux_D in enumerate(aux_LD)])
+        if self.config.norm_before_fc:
+            return self.norm(aux_LD.reshape(-1), "input_norm")
+        scaled: Array = (aux_LD / self.scale_L[:, None]).reshape(-1)
+        return scaled
 
     def last_output(self, inputs: Sequence[tuple[Array, int]]) -> Array:
         """The layer's output, before the final norm, for the last of these pairs."""
@@ -82,7 +90,8 @@ class EagleReference:
             weights = np.exp(scores - scores.max())
             weights /= weights.sum()
             attended.append(sum(w * value[h // group] for w, value in zip(weights, values, strict=True)))
-        state = inputs[-1][0] + self.weights["midlayer.self_attn.o_proj.weight"] @ np.concatenate(attended)
+        feature = pairs[-1][len(pairs[-1]) // 2 :] if self.config.norm_before_residual else inputs[-1][0]
+        state = feature + self.weights["midlayer.self_attn.o_proj.weight"] @ np.concatenate(attended)
         x = self.norm(state, "midlayer.post_attention_layernorm")
         gate, up = (self.weights[f"midlayer.mlp.{name}_proj.weight"] @ x for name in ("gate", "up"))
         return state + self.weights["midlayer.mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)
