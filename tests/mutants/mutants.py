@@ -671,6 +671,18 @@ MUTANTS: list[Mutant] = [
             "tests/engine/test_steps.py::test_what_a_request_held_is_given_back",
         ),
         (
+            "eng_cancelled_session_open",
+            "a cancelled request's drafter session is never ended",
+            "            return False\n        self._forget(id)\n",
+            (
+                "            return False\n"
+                "        del self._states[id]\n"
+                "        self.scheduler.remove(id)\n"
+                "        self.history.forget(id)\n"
+            ),
+            "tests/engine/test_stateful.py",
+        ),
+        (
             "eng_record_counts_outputs",
             "the step's record counts requests instead of committed tokens",
             "committed=sum(len(output.tokens) for output in outputs)",
@@ -727,6 +739,13 @@ MUTANTS: list[Mutant] = [
             "what was preempted is admitted again in the same step",
             " and not preempted and",
             " and",
+        ),
+        (
+            "engine_lowered_limit_ignored",
+            "requests are admitted without end once more are running than a lowered limit allows",
+            "len(self.running) < self.config.max_requests",
+            "len(self.running) != self.config.max_requests",
+            "tests/engine/test_stateful.py",
         ),
         (
             "engine_prefill_exceeds_budget",
