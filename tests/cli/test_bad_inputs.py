@@ -92,7 +92,7 @@ def outcome(case: Case, here: Path, capfd: pytest.CaptureFixture[str], monkeypat
         raise _Late
 
     former = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, _SECONDS, 1)  # again and again: some code catches everything
+    signal.setitimer(signal.ITIMER_REAL, _SECONDS, 1)  # every second: one alarm alone did not end all of them
     status: object = 0
     try:
         main.main()
