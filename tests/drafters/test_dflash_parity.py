@@ -63,6 +63,8 @@ def test_served_blocks_equal_the_reference_over_rounds(tmp_path: Path, attention
     aux_TLD = 5 * torch.randn(sum(ROUNDS), 3, 32, generator=generator)
     cache, start = _make_cache(model.config), 0
     states = [(packed, packed.new_session(64)) for packed in (packed_before, packed_after)]
+    for _, session in states:  # a layer with a window keeps no more than it and the block see
+        assert [kv.slots for kv in session.caches] == [64 + 4 if w is None else w - 1 + 4 for w, _ in theirs]
     seen: list[Tensor] = []
     for count in ROUNDS:
         new, start = aux_TLD[start : start + count], start + count
@@ -160,6 +162,17 @@ def test_default_aux_layers_are_z_labs() -> None:
     for layers in range(1, 129):
         for count in range(1, 13):
             assert default_aux_layers(layers, count) == build_target_layer_ids(layers, count), (layers, count)
+
+
+def test_a_cache_of_a_window_reads_a_long_prompt_at_once_or_in_parts(tmp_path: Path) -> None:
+    drafter = BlockDrafter(DrafterWeights(saved(tmp_path, "window")), toy_target("qwen3"))
+    aux_TLD, blocks = torch.randn(40, 3, 32), []
+    for parts in ([40], [3, 17, 20], [40 - 11, 11]):
+        session = drafter.new_session(64)
+        for part in aux_TLD.split(parts):
+            drafter.extend([session], [[0] * len(part)], part)
+        blocks.append(drafter.block_hidden([session], [5]))
+    torch.testing.assert_close(blocks, blocks[:1] * 3, atol=1e-5, rtol=0)
 
 
 def test_a_window_shorter_than_the_block_is_refused() -> None:

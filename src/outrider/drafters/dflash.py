@@ -352,9 +352,10 @@ class BlockDrafter(ModuleDrafter[DFlash]):
         self.head = capped(self.head, config.output_multiplier, config.final_logit_softcapping)
 
     def new_session(self, capacity: int) -> DraftSession:
-        """Empty draft KV caches for one request of at most `capacity` committed tokens."""
-        config, slots = self.config, capacity + self.config.block_size
-        return DraftSession([DraftKV(config, slots, self.device) for _ in range(config.num_hidden_layers)])
+        """Empty draft KV caches for one request of at most `capacity` committed tokens, or a layer's window of them."""
+        config, rows = self.config, self.config.block_size
+        seen = [capacity if p.window is None else min(capacity, p.window - 1) for p in config.attention_patterns]
+        return DraftSession([DraftKV(config, count + rows, self.device) for count in seen])
 
     def extend(self, sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
         """Append the features of newly committed tokens (raw aux hidden states [T, L, H], session after session)."""

@@ -50,8 +50,10 @@ class DraftKV:
 
         slots   0 .. committed-1 | rows of the draft in hand | free
 
-    A draft's own rows are written behind what is committed and overwritten by the next draft: forgetting costs nothing.
-    The query heads of one key head are folded into rows, so keys are never repeated.
+    Position p is in slot p mod S. Where rows have a window, S slots for the window and a draft's rows are enough: a
+    position takes the slot of one that no row sees any more. A draft's own rows are written behind what is committed
+    and overwritten by the next draft: forgetting costs nothing. The query heads of one key head are folded into rows,
+    so keys are never repeated.
     Shapes: T rows, S slots read, Q heads, G kv heads, E head dim.
     """
 
@@ -60,13 +62,23 @@ class DraftKV:
         shape = (config.num_key_value_heads, slots, config.head_dim)
         self.keys_GSE, self.values_GSE = torch.empty(shape, device=device), torch.empty(shape, device=device)
 
+    @property
+    def slots(self) -> int:
+        return self.keys_GSE.shape[1]
+
     def write(self, start: int, k_TGE: Tensor, v_TGE: Tensor) -> None:
-        """Put the rows at `start`."""
-        self.keys_GSE[:, start : start + len(k_TGE)] = k_TGE.transpose(0, 1)
-        self.values_GSE[:, start : start + len(v_TGE)] = v_TGE.transpose(0, 1)
+        """Put the rows at position `start` and on; of more rows than there are slots the last."""
+        end, S = start + len(k_TGE), self.slots
+        if end <= S:
+            self.keys_GSE[:, start:end] = k_TGE.transpose(0, 1)
+            self.values_GSE[:, start:end] = v_TGE.transpose(0, 1)
+            return
+        places_T = torch.arange(max(start, end - S), end, device=k_TGE.device) % S
+        self.keys_GSE[:, places_T] = k_TGE[-S:].transpose(0, 1)
+        self.values_GSE[:, places_T] = v_TGE[-S:].transpose(0, 1)
 
     def attend(self, q_TQE: Tensor, end: int, visible_TS: Tensor | None) -> Tensor:
-        """Over the slots before `end`, or those of them that are visible: [T, Q, E]."""
+        """Over the positions before `end` that slots hold, or those of them that are visible: [T, Q, E]."""
         T, heads, E = q_TQE.shape
         mask = None if visible_TS is None else visible_TS.repeat(self.groups, 1)
         q_GRE = q_TQE.transpose(0, 1).reshape(1, heads // self.groups, -1, E)  # rows: query group x T
@@ -150,16 +162,22 @@ EVERYTHING = AttentionPattern()
 
 
 def serving_mask(
-    pattern: AttentionPattern, length: int, rows: int, device: torch.device | None = None
+    pattern: AttentionPattern, length: int, rows: int, slots: int | None = None, device: torch.device | None = None
 ) -> Tensor | None:
-    """What the rows of one block see of `length` context slots and themselves, bool [K, S]; None: everything."""
+    """What the rows of one block see of `length` context positions and themselves, bool [K, S]; None: everything.
+
+    `slots`: of a cache that may have fewer (`DraftKV`); None: position p is in slot p.
+    """
     if pattern == EVERYTHING or (pattern.window is None and rows == 1):
         return None
-    slots = torch.arange(length + rows, device=device)
-    distance_KS = slots[length:, None] - slots
+    end = length + rows
+    positions_S = torch.arange(end, device=device)
+    if slots is not None and end > slots:
+        positions_S = positions_S[-slots:].roll(end % slots)
+    distance_KS = torch.arange(length, end, device=device)[:, None] - positions_S
     visible_KS = distance_KS >= 0 if pattern.causal else torch.ones_like(distance_KS, dtype=torch.bool)
     if pattern.window is not None:
-        visible_KS &= (distance_KS < pattern.window) | (slots >= length)
+        visible_KS &= (distance_KS < pattern.window) | (positions_S >= length)
     return visible_KS
 
 
@@ -364,19 +382,22 @@ class CachedKeys:
 
     def attend(self, attention: Attention, q_XQE: Tensor, k_XGE: Tensor, v_XGE: Tensor) -> Tensor:
         parts = zip(*(x.flatten(0, -3).split(self.counts) for x in (q_XQE, k_XGE, v_XGE)), strict=True)
-        masks, attended = self._visible(attention.pattern, q_XQE.device), []
+        masks, attended = self._visible(attention, q_XQE.device), []
         for (session, start), mask, (q, k, v) in zip(self.requests, masks, parts, strict=True):
             kv = session.caches[attention.layer]
             kv.write(start, k, v)
             attended.append(kv.attend(q, start + len(q), mask))
         return torch.cat(attended).view(q_XQE.shape)
 
-    def _visible(self, pattern: AttentionPattern, device: torch.device) -> Sequence[Tensor | None]:
+    def _visible(self, attention: Attention, device: torch.device) -> Sequence[Tensor | None]:
         if self.visible is not None:
             return self.visible
+        pattern = attention.pattern  # layers alike in it have as many slots
         if pattern not in self._masks:
-            rows = zip(self.requests, self.counts, strict=True)
-            self._masks[pattern] = [serving_mask(pattern, start, count, device=device) for (_, start), count in rows]
+            self._masks[pattern] = [
+                serving_mask(pattern, start, count, slots=session.caches[attention.layer].slots, device=device)
+                for (session, start), count in zip(self.requests, self.counts, strict=True)
+            ]
         return self._masks[pattern]
 
 
