@@ -196,7 +196,7 @@ def test_the_healthy_case_is_clean(healthy: Path, target: Target) -> None:
     assert wrong["ends of responses"].figure.startswith("82% of ")
     assert len(findings) == len(CHECKS)
     tau = float(findings["trained = served"].figure.split()[0])
-    assert tau > 2, "the toy drafter is far above chance, or the tests below prove nothing"
+    assert tau > 1.5, "the toy drafter is far above chance, or the tests below prove nothing"
 
 
 def test_weights_in_other_files_and_a_depth_that_only_the_target_knows(tmp_path: Path) -> None:
