@@ -473,11 +473,6 @@ def test_any_order_of_events() -> None:
     assert all(met[event] >= count for event, count in least.items()), met
 
 
-@pytest.mark.slow
-def test_any_order_of_more_events() -> None:
-    run(examples=400, steps=40)
-
-
 @pytest.mark.soak
 def test_any_order_of_many_events() -> None:
     run(examples=1500, steps=60, fixed=False)
