@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -214,7 +215,10 @@ def test_the_books_of_the_scheduler_balance(seed: int) -> None:
             scheduler.add(arrived[-1], draw.randint(1, 24), draw.randint(1, 24))
         if arrived and draw.random() < 0.03:
             scheduler.remove(arrived.pop(draw.randrange(len(arrived))))
+        if draw.random() < 0.05:  # the limits of a running scheduler may change
+            scheduler.config = replace(config, max_requests=draw.randint(1, 4))
         plan, running = scheduler.plan(), scheduler.running
+        assert not plan.admitted or len(running) <= scheduler.config.max_requests
         preempted += len(plan.preempted)
         assert [*running, *(id for id, _ in scheduler.waiting)] == arrived
         held = [block for progress in running.values() for block in progress.blocks]

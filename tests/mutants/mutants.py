@@ -745,7 +745,7 @@ MUTANTS: list[Mutant] = [
             "requests are admitted without end once more are running than a lowered limit allows",
             "len(self.running) < self.config.max_requests",
             "len(self.running) != self.config.max_requests",
-            "tests/engine/test_stateful.py",
+            "tests/engine/test_steps.py::test_the_books_of_the_scheduler_balance",
         ),
         (
             "engine_prefill_exceeds_budget",
