@@ -22,16 +22,7 @@ from rich.table import Table
 
 from outrider.scheduling.cost import SpsTable
 from outrider.scheduling.gate import DraftGate, GateView, History, SkipDrafting
-from outrider.scheduling.policies import (
-    AsyncScheduler,
-    FixedPolicy,
-    GoodputPolicy,
-    LookAhead,
-    Policy,
-    PrefixScheduler,
-    StepView,
-    ThresholdPolicy,
-)
+from outrider.scheduling.policies import BY_COST, FixedPolicy, Policy, StepView, ThresholdPolicy
 from outrider.utils.measure import machine, versions
 
 # Cliffs every 32 tokens: the search has something to search.
@@ -39,10 +30,7 @@ CLIFFS = SpsTable([1 / (0.02 + 0.001 * (tokens // 32)) for tokens in range(5000)
 POLICIES: dict[str, Policy] = {
     "fixed": FixedPolicy(5),
     "threshold": ThresholdPolicy(0.5),
-    "prefix": PrefixScheduler(CLIFFS),
-    "async": AsyncScheduler(CLIFFS),
-    "goodput": GoodputPolicy(CLIFFS),
-    "look-ahead": LookAhead(CLIFFS),
+    **{name: policy(CLIFFS) for name, policy in BY_COST.items()},
 }
 
 

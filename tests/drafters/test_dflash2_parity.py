@@ -21,12 +21,11 @@ from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, DrafterWeights
 from outrider.drafters.dflash2 import DFlash2, DFlash2Config
-from outrider.drafters.layers import BlockLayout
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from tests.toys.oracle import drafted_with, row_of
 from tests.toys.targets import randomise, toy_config, toy_target
-from tests.toys.zlab import PATTERNS, ROUNDS, TOLERANCE, reference_block
+from tests.toys.zlab import PATTERNS, ROUNDS, TOLERANCE, check_training_forward, reference_block
 
 OWN = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
 
@@ -116,17 +115,8 @@ def check_sampled(model: DFlash2DraftModel, hidden_KH: Tensor, logits_1KV: Tenso
 
 
 def test_the_training_forward_equals_the_reference(tmp_path: Path) -> None:
-    target, drafter, model = toy_target("qwen3"), saved(tmp_path), reference(tmp_path)
-    lengths, anchors, sequence = [11, 20], [1, 6, 11, 2, 13, 14, 20], [0, 0, 0, 1, 1, 1, 1]
-    aux_SLD = 5 * torch.randn(sum(lengths), 3, 32)
-    tokens_N = torch.randint(4, 97, (len(anchors),))
-    layout = BlockLayout(lengths, torch.tensor(anchors), torch.tensor(sequence))
-    embedded = torch.nn.functional.embedding(drafter.block_tokens(tokens_N), target.embed_VD)
-    trained = drafter(aux_SLD, embedded, layout)
-    for block, (anchor, number) in enumerate(zip(anchors, sequence, strict=True)):
-        context = aux_SLD[lengths[0] * number :][:anchor]
-        expected = reference_block(model, target, context, int(tokens_N[block]), anchor)
-        torch.testing.assert_close(trained[block], expected, atol=TOLERANCE, rtol=0)
+    drafter = saved(tmp_path)
+    check_training_forward(drafter, reference(tmp_path))
 
 
 def test_whole_decoding_equals_the_references(tmp_path: Path) -> None:

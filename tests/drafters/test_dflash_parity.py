@@ -23,10 +23,10 @@ from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter, default_aux_layers
-from outrider.drafters.layers import BlockLayout, DraftSession
+from outrider.drafters.layers import DraftSession
 from outrider.target.model import Target
 from tests.toys.targets import toy_config, toy_target
-from tests.toys.zlab import PATTERNS, ROUNDS, TOLERANCE, reference, reference_block, saved
+from tests.toys.zlab import PATTERNS, ROUNDS, TOLERANCE, check_training_forward, reference, reference_block, saved
 
 
 def test_the_reference_loader_consumes_every_tensor_unchanged(tmp_path: Path) -> None:
@@ -93,18 +93,8 @@ def test_multiplied_and_capped_logits_are_the_references(tmp_path: Path, changes
 
 @pytest.mark.parametrize("attention_patterns", PATTERNS)
 def test_the_training_forward_equals_the_reference(tmp_path: Path, attention_patterns: str) -> None:
-    target, drafter, model = toy_target("qwen3"), saved(tmp_path, attention_patterns), reference(tmp_path)
-    lengths, anchors, sequence = [11, 20], [1, 6, 11, 2, 13, 14, 20], [0, 0, 0, 1, 1, 1, 1]
-    aux_SLD = 5 * torch.randn(sum(lengths), 3, 32)
-    tokens_N = torch.randint(4, 97, (len(anchors),))
-    layout = BlockLayout(lengths, torch.tensor(anchors), torch.tensor(sequence))
-    embedded = torch.nn.functional.embedding(drafter.block_tokens(tokens_N), target.embed_VD)
-    trained = drafter(aux_SLD, embedded, layout)
-    for block, (anchor, number) in enumerate(zip(anchors, sequence, strict=True)):
-        first = lengths[0] * number
-        context = aux_SLD[first : first + anchor]
-        expected = reference_block(model, target, context, int(tokens_N[block]), anchor)
-        torch.testing.assert_close(trained[block], expected, atol=TOLERANCE, rtol=0)
+    drafter = saved(tmp_path, attention_patterns)
+    check_training_forward(drafter, reference(tmp_path))
 
 
 def test_aux_layers_are_the_layers_the_reference_extracts() -> None:

@@ -66,12 +66,16 @@ def inputs() -> tuple[Tensor, Tensor]:
     )
 
 
+def unrolled(kind: str) -> tuple[VanillaMarkov, Tensor, Tensor, Tensor, Tensor]:
+    """A head, previous tokens and hidden states, and the latents and embeddings it makes of them."""
+    head, (prev_NK, hidden_NKH) = make_head(kind), inputs()
+    return head, prev_NK, hidden_NKH, *head.unroll(prev_NK, hidden_NKH)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_heads_follow_the_equations(kind: str) -> None:
-    head = make_head(kind)
-    prev_NK, hidden_NKH = inputs()
-    latent_NKr, embedding_NKr = head.unroll(prev_NK, hidden_NKH)
+    head, prev_NK, hidden_NKH, latent_NKr, embedding_NKr = unrolled(kind)
     for n in range(N):
         latent_Kr, e_Kr = numpy_latents(head, prev_NK[n].numpy(), hidden_NKH[n].numpy())
         np.testing.assert_allclose(latent_NKr[n], latent_Kr, rtol=1e-12, atol=1e-14)
@@ -83,9 +87,7 @@ def test_heads_follow_the_equations(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_unroll_is_repeated_step(kind: str) -> None:
-    head = make_head(kind)
-    prev_NK, hidden_NKH = inputs()
-    latent_NKr, embedding_NKr = head.unroll(prev_NK, hidden_NKH)
+    head, prev_NK, hidden_NKH, latent_NKr, embedding_NKr = unrolled(kind)
     state = head.initial_state(N)
     for k in range(K):
         latent_Nr, embedding_Nr, state = head.step(prev_NK[:, k], hidden_NKH[:, k], state)

@@ -28,10 +28,10 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from torch import Tensor
 
 import outrider.decoding.round as decoding_round
 import outrider.engine.batch as engine_batch
+from outrider.backends.local import WrappedDrafter
 from outrider.decoding.generate import Generation, generate
 from outrider.decoding.request import FinishReason, StopRules
 from outrider.drafters.base import DraftCall, Drafter, DrafterWeights
@@ -45,16 +45,7 @@ from outrider.engine.scheduler import EngineConfig, StepPlan
 from outrider.sampling import Randomness, RandomSource, SamplingParams, SeededSource
 from outrider.scheduling.cost import Ints, SpsTable
 from outrider.scheduling.gate import AlwaysDraft, DraftGate, GateView, SkipDrafting
-from outrider.scheduling.policies import (
-    AsyncScheduler,
-    FixedPolicy,
-    GoodputPolicy,
-    LookAhead,
-    Policy,
-    PrefixScheduler,
-    StepView,
-    ThresholdPolicy,
-)
+from outrider.scheduling.policies import BY_COST, FixedPolicy, Policy, StepView, ThresholdPolicy
 from outrider.target.model import Target
 from outrider.verification import TargetRows, TypicalAcceptance, Verdict, verify
 from tests.toys.oracle import SelfDrafter
@@ -69,7 +60,7 @@ FIXED: list[Policy] = [FixedPolicy(), FixedPolicy(3)]
 POLICIES: list[Policy] = [  # with drafts that have confidences
     *FIXED,
     ThresholdPolicy(0.5),
-    *(kind(COSTS) for kind in (PrefixScheduler, AsyncScheduler, GoodputPolicy, LookAhead)),
+    *(policy(COSTS) for policy in BY_COST.values()),
 ]
 SAMPLING = {
     "greedy": SamplingParams(),
@@ -189,26 +180,7 @@ def noting_verify(
     return verdict
 
 
-class Wrapped(Drafter):
-    """A drafter that does what another does."""
-
-    def __init__(self, inner: Drafter) -> None:
-        self.inner, self.aux_layers, self.gamma, self.nodes = inner, inner.aux_layers, inner.gamma, inner.nodes
-
-    def new_session(self, capacity: int) -> Any:
-        return self.inner.new_session(capacity)
-
-    def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
-        self.inner.extend(sessions, tokens, aux_TLD)
-
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> Sequence[Draft]:
-        return self.inner.propose(calls, min_confidence)
-
-    def end(self, session: Any) -> None:
-        self.inner.end(session)
-
-
-class Watched(Wrapped):
+class Watched(WrappedDrafter):
     """Notes the calls of each request; `sessions` are those begun and not ended."""
 
     def __init__(self, inner: Drafter) -> None:
@@ -232,7 +204,7 @@ class Watched(Wrapped):
         super().end(session)
 
 
-class Repeated(Wrapped):
+class Repeated(WrappedDrafter):
     """Drafter and policy of a request alone whose rounds are to be these."""
 
     def __init__(self, inner: Drafter, policy: Policy, rounds: Iterable[Round]) -> None:

@@ -8,16 +8,7 @@ from dataclasses import dataclass, field
 from outrider.sampling import SamplingParams
 from outrider.scheduling.cost import Floats, Ints, SpsTable, StepCost
 from outrider.scheduling.gate import DraftGate, GateView
-from outrider.scheduling.policies import (
-    AsyncScheduler,
-    FixedPolicy,
-    GoodputPolicy,
-    LookAhead,
-    Policy,
-    PrefixScheduler,
-    StepView,
-    ThresholdPolicy,
-)
+from outrider.scheduling.policies import BY_COST, FixedPolicy, Policy, PrefixScheduler, StepView, ThresholdPolicy
 from tests.proof.enumeration import (
     RequestFactory,
     Tokens,
@@ -53,10 +44,7 @@ MEMORYLESS = ["fixed", "threshold", "prefix"]  # read this step alone, so rounds
 BY_NAME: dict[str, Callable[[StepCost], Policy]] = {
     "fixed": lambda cost: FixedPolicy(1),
     "threshold": lambda cost: ThresholdPolicy(0.5),
-    "prefix": PrefixScheduler,
-    "goodput": GoodputPolicy,
-    "async": AsyncScheduler,
-    "look-ahead": LookAhead,
+    **BY_COST,
 }
 
 

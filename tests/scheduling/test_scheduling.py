@@ -18,6 +18,7 @@ from benchmarks.planning import CLIFFS, POLICIES, busy_step, gate_microseconds, 
 from outrider.scheduling.cost import Floats, Ints, SpsTable
 from outrider.scheduling.gate import AlwaysDraft, DraftGate, GateView, History, SkipDrafting
 from outrider.scheduling.policies import (
+    BY_COST,
     AsyncScheduler,
     FixedPolicy,
     GoodputPolicy,
@@ -84,7 +85,7 @@ def test_threshold() -> None:
         ThresholdPolicy(1.5)
 
 
-ADAPTIVE: list[Policy] = [PrefixScheduler(FREE), AsyncScheduler(FREE), GoodputPolicy(FREE), LookAhead(FREE)]
+ADAPTIVE: list[Policy] = [policy(FREE) for policy in BY_COST.values()]
 
 
 @pytest.mark.parametrize("policy", [ThresholdPolicy(0.5), *ADAPTIVE])
@@ -273,7 +274,7 @@ def test_what_is_not_revealed_changes_nothing(
     expected = data.draw(st.lists(st.sampled_from([0.0, 0.5, 0.8, 1.0]), min_size=4, max_size=4))
     view = with_past(confidences, data.draw(st.sampled_from([None, old])), data.draw(st.sampled_from([None, expected])))
     policies: list[Policy] = [FixedPolicy(2), ThresholdPolicy(threshold)]
-    policies += [policy(cost) for policy in (PrefixScheduler, AsyncScheduler, GoodputPolicy, LookAhead)]
+    policies += [policy(cost) for policy in BY_COST.values()]
     generator = np.random.default_rng(data.draw(st.integers(0, 1000)))
     for policy in policies:
         lengths_R = policy.lengths(view)

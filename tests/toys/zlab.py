@@ -17,8 +17,9 @@ from torch import Tensor
 from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import DFlash
+from outrider.drafters.layers import BlockLayout
 from outrider.target.model import Target
-from tests.toys.targets import randomise, toy_config
+from tests.toys.targets import randomise, toy_config, toy_target
 
 TOLERANCE = 1e-4
 ROUNDS = (9, 1, 4, 2, 1, 3, 4, 1, 2)  # committed tokens before each block: the prompt, then accepted + 1
@@ -65,3 +66,18 @@ def reference_block(
     if cache is not None:
         _crop_to(cache, start)
     return hidden
+
+
+def check_training_forward(drafter: DFlash, model: DFlashDraftModel) -> None:
+    """Blocks of two sequences in one training forward are those that the reference drafts one by one."""
+    target = toy_target("qwen3")
+    lengths, anchors, sequence = [11, 20], [1, 6, 11, 2, 13, 14, 20], [0, 0, 0, 1, 1, 1, 1]
+    aux_SLD = 5 * torch.randn(sum(lengths), 3, 32)
+    tokens_N = torch.randint(4, 97, (len(anchors),))
+    layout = BlockLayout(lengths, torch.tensor(anchors), torch.tensor(sequence))
+    embedded = torch.nn.functional.embedding(drafter.block_tokens(tokens_N), target.embed_VD)
+    trained = drafter(aux_SLD, embedded, layout)
+    for block, (anchor, number) in enumerate(zip(anchors, sequence, strict=True)):
+        context = aux_SLD[lengths[0] * number :][:anchor]
+        expected = reference_block(model, target, context, int(tokens_N[block]), anchor)
+        torch.testing.assert_close(trained[block], expected, atol=TOLERANCE, rtol=0)

@@ -22,24 +22,10 @@ from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
 from outrider.scheduling.cost import StepCost
 from outrider.scheduling.gate import AlwaysDraft, DraftGate, SkipDrafting
-from outrider.scheduling.policies import (
-    AsyncScheduler,
-    FixedPolicy,
-    GoodputPolicy,
-    LookAhead,
-    Policy,
-    PrefixScheduler,
-    ThresholdPolicy,
-)
+from outrider.scheduling.policies import BY_COST, FixedPolicy, Policy, ThresholdPolicy
 from outrider.target.model import Target
 
 NO_SPECULATION = "none"
-BY_COST: dict[str, Callable[[StepCost], Policy]] = {
-    "prefix": PrefixScheduler,
-    "async": AsyncScheduler,
-    "goodput": GoodputPolicy,
-    "look-ahead": LookAhead,
-}
 FIXED = (1, 2, 3, 5, 7)
 SKIP = "+skip"
 _FIXED = "fixed-"
@@ -128,7 +114,7 @@ class WrappedDrafter(Drafter):
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self.aux_layers, self.gamma = drafter.aux_layers, drafter.gamma
+        self.aux_layers, self.gamma, self.nodes = drafter.aux_layers, drafter.gamma, drafter.nodes
 
     def new_session(self, capacity: int) -> Any:
         return self.drafter.new_session(capacity)

@@ -22,7 +22,7 @@ Shapes: R requests, K draft positions, N candidates, B tokens per forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -345,3 +345,12 @@ def _kept(realised_M: Floats, price: float) -> int:
     """How many of the next candidates are worth the plan's price; the first is what the plan was made from."""
     below = falling(realised_M) > falling(np.array(price)) + 1
     return max(1, int(below.argmax())) if below.any() else len(realised_M)
+
+
+# Policies that weigh what a step costs, by the names of their variants in load tests.
+BY_COST: dict[str, Callable[[StepCost], Policy]] = {
+    "prefix": PrefixScheduler,
+    "async": AsyncScheduler,
+    "goodput": GoodputPolicy,
+    "look-ahead": LookAhead,
+}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,7 @@ def read_json(path: Path) -> Any:
         ValueError: see `parse_json`, or the path is a directory or a pipe; the message names it.
         OSError: it cannot be read.
     """
-    _check_kind(path)
-    try:
-        return parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # UnicodeDecodeError, too
-        raise ValueError(f"{path}: not valid JSON ({error}).") from error
+    return _read(path, "JSON", parse_json)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -80,16 +77,16 @@ def read_yaml(path: Path) -> Any:
         ValueError: see `parse_yaml`, or the path is a directory or a pipe; the message names it.
         OSError: it cannot be read.
     """
-    _check_kind(path)
-    try:
-        return parse_yaml(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid YAML ({error}).") from error
+    return _read(path, "YAML", parse_yaml)
 
 
-def _check_kind(path: Path) -> None:
+def _read(path: Path, language: str, parse: Callable[[str], Any]) -> Any:
     if os.path.lexists(path) and not path.is_file():  # reading a pipe would wait for ever
         raise ValueError(f"{path} is no file.")
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # UnicodeDecodeError, too
+        raise ValueError(f"{path}: not valid {language} ({error}).") from error
 
 
 _TOO_DEEP = f"lists and mappings are nested more than {_DEEPEST} deep"
