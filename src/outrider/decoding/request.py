@@ -19,6 +19,7 @@ from outrider.drafters.base import DraftCall, Drafter, draft_slots
 from outrider.drafters.draft import Draft
 from outrider.sampling import Randomness, RandomSource, SamplingParams, SeenTokens, at_least_float32, warp
 from outrider.scheduling.policies import StepView
+from outrider.target.cache import KVCache
 from outrider.target.model import DecodingTarget
 from outrider.utils.measure import Clock
 from outrider.verification import TargetRows
@@ -255,7 +256,7 @@ class RequestState:
         self.stop_ids = rules.ids(target)
         self.session: Any = None
         self.unread: list[tuple[list[int], Tensor | None]] = []
-        self.recurrent: Any = None
+        self.recurrent: KVCache | None = None
 
     @property
     def anchor(self) -> int:

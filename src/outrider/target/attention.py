@@ -59,8 +59,8 @@ def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Additive mask, 0 or -inf. Made once, because attention would convert a bool mask in every layer.
 
     Args:
-        dtype: of the queries. PyTorch's fused kernel on a CPU accepts a float32 mask for float64 queries and applies it
-            to half of the keys only.
+        dtype: of the queries. PyTorch's fused kernel on a CPU accepts a float32 mask for float64 queries and then
+            masks wrongly, without an error.
     """
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
 

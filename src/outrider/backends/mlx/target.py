@@ -348,7 +348,7 @@ def load_mlx_target(id_or_dir: str) -> MLXTarget:
         raise ValueError(f"{id_or_dir}: {error}; mlx-lm reads directories with model*.safetensors.") from error
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path / 'config.json'}: mlx-lm needs a field that is not there ({error}).") from error
-    # A sum in float32 is finite where all its terms are, and no second copy of the weights is kept.
+    # The sum of each tensor tells: weights are far too small for it to overflow, and no second copy of them is kept.
     check_finite(
         path, {name: to_torch(array.astype(mx.float32).sum()) for name, array in tree_flatten(model.parameters())}
     )
