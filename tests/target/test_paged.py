@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
+import outrider.target.few_rows as few_rows
 import outrider.target.paged as ragged
+from outrider.target.few_rows import few_rows_available
 from outrider.target.hf import ragged_attention
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, RaggedStep, Span
@@ -21,8 +23,13 @@ from tests.toys.targets import TOY_CONFIGS, toy_target
 LEAN = ("llama", "qwen3")
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("family", TOY_CONFIGS)
-def test_a_request_is_computed_as_if_it_were_alone(family: str) -> None:
+def test_a_request_is_computed_as_if_it_were_alone(
+    monkeypatch: pytest.MonkeyPatch, family: str, compiled: bool
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(few_rows, "_compiled", lambda: None)
     difference = ragged_difference(toy_target(family))
     assert difference == 0.0 if family in LEAN else difference < 1e-5
 
@@ -70,21 +77,41 @@ def _future_visible(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def mask(span: Span, *args: Any, **named: Any) -> Tensor:
         made = true_mask(span, *args, **named)
-        return made.masked_fill(made < 0, 0.0) if len(span.tokens) == 8 else made
+        return made.masked_fill(made < 0, 0.0) if len(span.tokens) == 30 else made
 
     monkeypatch.setattr(ragged, "_mask", mask)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize(
-    "mutation", [_shifted_write, _shifted_view, _blocks_in_order_of_ids, _gathered_one_late, _future_visible]
+    "mutation",
+    [
+        _shifted_write,
+        _shifted_view,
+        _blocks_in_order_of_ids,
+        _gathered_one_late,
+        _future_visible,
+    ],
 )
 def test_a_wrong_slot_or_mask_is_seen(
     monkeypatch: pytest.MonkeyPatch, family: str, mutation: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     target = toy_target(family)
+    alone = run_alone(target)
     mutation(monkeypatch)
-    assert ragged_difference(target) > 1e-3
+    assert ragged_difference(target, alone=alone) > 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_rows_that_see_the_future_are_seen_where_attention_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    if not few_rows_available(torch.float32, torch.device("cpu")):
+        pytest.skip("no C compiler here")
+    target = toy_target(family)
+    alone = run_alone(target)
+    monkeypatch.setattr(few_rows, "_sees", lambda rows, window: b"\1" * rows * rows)
+    assert ragged_difference(target, alone=alone) > 1e-3
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

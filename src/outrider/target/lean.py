@@ -21,6 +21,7 @@ from torch import Tensor
 
 from outrider.target.attention import Branches, additive
 from outrider.target.cache import KVCache, KVLayer
+from outrider.target.few_rows import MOST_ROWS, FewRows, few_rows_available
 from outrider.target.linear import PackedLinear
 from outrider.target.paged import RaggedStep
 
@@ -113,12 +114,23 @@ class LeanDecoder:
         """Run T new tokens after those in `cache`; the last layer's aux hidden state is the normed one."""
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim
-        mask = visibility_mask(cache, B, T, groups=G, dtype=self.embed.dtype, branches=branches)
+        few: FewRows | None = None
+        mask: Tensor | None = None
+        if B == 1 and cache.pad_B is None and T <= MOST_ROWS and few_rows_available(self.embed.dtype, tokens_BT.device):
+            # As the engine computes them (RaggedStep.attend): one block holds the whole cache.
+            length = cache.length
+            few = FewRows([0], [T], [length], blocks=[[0]], block_size=length + T, branches=[branches])
+        else:
+            mask = visibility_mask(cache, B, T, groups=G, dtype=self.embed.dtype, branches=branches)
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             store = cache.layers[index]
             assert isinstance(store, KVLayer)
             keys, values = store.update(k, v)
+            if few is not None:
+                out_THE = q.new_empty(T, K * G, E)
+                few.attend(q, keys[0], values[0], scale=None, out_THE=out_THE)
+                return out_THE.transpose(0, 1)[None]
             out = F.scaled_dot_product_attention(q.reshape(B, K, G * T, E), keys, values, attn_mask=mask)
             return out.view(B, K * G, T, E)
 

@@ -28,6 +28,7 @@ from transformers import PretrainedConfig
 
 from outrider.target.attention import Branches, additive, attend_folded, fold, lowest_visible, unfold
 from outrider.target.cache import KVCache
+from outrider.target.few_rows import MOST_ROWS, FewRows, few_rows_available
 
 if TYPE_CHECKING:
     from outrider.target.model import Target
@@ -172,11 +173,12 @@ def check_pageable(config: PretrainedConfig) -> None:
 #     rows       a a a a a | b | c c c c         every span's new tokens, one after another
 #     attend     softmax(q_s K_s^T + causal) V_s   per span s, over [its cached tokens ; itself]
 #
-# Embeddings, norms, projections and MLPs run on all rows at once; only attention goes span by span, in the shapes it
-# would have were the request alone. Where the slots of a span lie one after another its keys are a view of the pool,
-# else they are gathered. This loop runs (layers x requests) times a step, so what does not depend on the layer (slots,
-# masks, views of all layers) is made once. Latents are expanded to keys and values span by span, in every step anew, as
-# `transformers` does it: the pool stays small, and no more than one request's keys are there at a time.
+# Embeddings, norms, projections and MLPs run on all rows at once; attention takes every row as it would be were the
+# request alone. Spans of few rows, which decode, are one compiled call per layer where that is available
+# (target/few_rows.py). The others go span by span: where the slots of a span lie one after another its keys are a view
+# of the pool, else they are gathered. This loop runs (layers x requests) times a step, so what does not depend on the
+# layer (slots, masks, views of all layers) is made once. Latents are expanded to keys and values span by span, in every
+# step anew, as `transformers` does it: the pool stays small, and no more than one request's keys are there at a time.
 #
 # Shapes: K kv heads, G queries per kv head, H = K * G, E head dim, T new tokens of all spans, Q folded rows of one span
 # (new tokens * G), N slots one span sees. The leading 1 is transformers' batch.
@@ -206,6 +208,7 @@ class RaggedStep:
         tokens: list[int] = []
         positions: list[int] = []
         logit_rows: list[int] = []
+        self._first_row: list[int] = []
         for span in spans:
             assert span.tokens, "a span without tokens"
             room = len(span.blocks) * kv.block_size
@@ -213,6 +216,7 @@ class RaggedStep:
             assert 0 <= span.logits <= len(span.tokens), f"{span.logits} rows of {len(span.tokens)} tokens"
             if span.states is not None:
                 span.states.rollback(span.past)
+            self._first_row.append(len(tokens))
             tokens += span.tokens
             positions += _positions(span)
             logit_rows += range(len(tokens) - span.logits, len(tokens))
@@ -220,7 +224,9 @@ class RaggedStep:
         self.positions_1T = torch.tensor([positions], device=kv.device)
         self.logit_rows_N = torch.tensor(logit_rows, dtype=torch.long, device=kv.device)
         self._slots_T = torch.cat([kv.slots(span.blocks, span.past, span.end) for span in spans]).to(kv.device)
-        self._contexts: dict[tuple[int | None, int], list[_Context]] = {}
+        self._few = [i for i, span in enumerate(spans) if len(span.tokens) <= MOST_ROWS]
+        self._few_rows: dict[int | None, FewRows] = {}
+        self._contexts: dict[tuple[int, int | None, int], _Context] = {}
 
     @property
     def latent(self) -> bool:
@@ -246,7 +252,7 @@ class RaggedStep:
         sinks_H: Tensor | None = None,
         expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
-        """Write k and v [1, K, T, E] into the pool and attend with q [1, H, T, E], span by span: [1, H, T, E].
+        """Write k and v [1, K, T, E] into the pool and attend with q [1, H, T, E]: [1, H, T, E].
 
         Args:
             scale: of the scores; None is 1 / sqrt(E).
@@ -259,9 +265,9 @@ class RaggedStep:
         if expand is None:
             self.update(k, v, layer)
         keys_KSE, values_KSE = self._kv.layers[layer]
-        rows = [len(span.tokens) * G for span in self.spans]
-        outputs = []
-        for q_span, context in zip(fold(q, K).split(rows, dim=2), self._seen(window, G), strict=True):
+
+        def one(index: int, q_span: Tensor) -> Tensor:
+            context = self._context(index, window, groups=G)
             source, mask = context.source, context.mask_11QN
             if isinstance(source, list):
                 keys, values = source[layer]
@@ -269,16 +275,43 @@ class RaggedStep:
                 keys, values = keys_KSE.index_select(1, source)[None], values_KSE.index_select(1, source)[None]
             if expand is not None:
                 keys, values = expand(keys, values)
-            outputs.append(
-                attend_folded(q_span, keys, values, mask_11QN=mask, scale=scale, softcap=softcap, sinks_H=sinks_H)
-            )
-        return unfold(torch.cat(outputs, dim=2), G)
+            folded = fold(q_span, K)
+            out = attend_folded(folded, keys, values, mask_11QN=mask, scale=scale, softcap=softcap, sinks_H=sinks_H)
+            return unfold(out, G)
 
-    def _seen(self, window: int | None, groups: int) -> list[_Context]:
-        """The contexts of all spans under a sliding window, cached by window."""
-        key = window, groups
+        plain = softcap is None and sinks_H is None and expand is None
+        if not (self._few and plain and few_rows_available(self._kv.dtype, self._kv.device)):
+            parts = q.split([len(span.tokens) for span in self.spans], dim=2)
+            return torch.cat([one(index, part) for index, part in enumerate(parts)], dim=2)
+        out_THE = q.new_empty(q.shape[2], q.shape[1], q.shape[3])
+        self._few_rows_of(window).attend(q, keys_KSE, values_KSE, scale=scale, out_THE=out_THE)
+        out = out_THE.transpose(0, 1)[None]
+        for index, span in enumerate(self.spans):
+            if len(span.tokens) > MOST_ROWS:
+                rows = slice(self._first_row[index], self._first_row[index] + len(span.tokens))
+                out[:, :, rows] = one(index, q[:, :, rows])
+        return out
+
+    def _few_rows_of(self, window: int | None) -> FewRows:
+        """The spans of few rows under a sliding window, cached by window."""
+        if window not in self._few_rows:
+            spans = [self.spans[index] for index in self._few]
+            self._few_rows[window] = FewRows(
+                [self._first_row[index] for index in self._few],
+                [len(span.tokens) for span in spans],
+                [span.past for span in spans],
+                blocks=[span.blocks for span in spans],
+                block_size=self._kv.block_size,
+                branches=[None if span.parents is None else Branches.of(span.parents) for span in spans],
+                window=window,
+            )
+        return self._few_rows[window]
+
+    def _context(self, index: int, window: int | None, groups: int) -> _Context:
+        """The context of one span under a sliding window, cached."""
+        key = index, window, groups
         if key not in self._contexts:
-            self._contexts[key] = [_context(span, self._kv, window, groups=groups) for span in self.spans]
+            self._contexts[key] = _context(self.spans[index], self._kv, window, groups=groups)
         return self._contexts[key]
 
 

@@ -1,0 +1,167 @@
+"""The compiled attention of few rows against PyTorch's, and to the last bit in any company."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.target import few_rows
+from outrider.target.attention import Branches
+from outrider.target.few_rows import MOST_ROWS, FewRows, few_rows_available
+
+CPU = torch.device("cpu")
+SLOTS, BLOCK = 640, 4
+TREE = [-1, 0, 0, 1, 1, 2]
+
+needs_compiler = pytest.mark.skipif(
+    not few_rows_available(torch.float32, CPU), reason="no C compiler with OpenMP here: attention is PyTorch's"
+)
+
+
+def blocks_of(seed: int, positions: int) -> list[int]:
+    return torch.randperm(SLOTS // BLOCK, generator=torch.Generator().manual_seed(seed))[
+        : positions // BLOCK + 1
+    ].tolist()
+
+
+class Case:
+    """Requests of (rows, past) with shuffled blocks of pools of their own, stacked: keys [K, slots, E]."""
+
+    def __init__(self, requests: Sequence[tuple[int, int]], K: int, G: int, E: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.requests, self.K, self.G, self.E = requests, K, G, E
+        self.rows = [rows for rows, _ in requests]
+        self.starts = [sum(self.rows[:i]) for i in range(len(requests))]
+        total = len(requests) * SLOTS
+        self.keys, self.values = (torch.randn(K, total, E, generator=generator) for _ in range(2))
+        # Between the rows of q lie those of other projections, as in the lean forward.
+        self.q = torch.randn(1, sum(self.rows), K * G + 2, E, generator=generator)[:, :, : K * G].transpose(1, 2)
+        self.blocks = [
+            [block + i * SLOTS // BLOCK for block in blocks_of(i, past + rows)]
+            for i, (rows, past) in enumerate(requests)
+        ]
+
+    def run(self, window: int | None = None, trees: bool = False) -> Tensor:
+        branches = [Branches.of(TREE) if trees else None for _ in self.requests]
+        pasts = [past for _, past in self.requests]
+        few = FewRows(
+            self.starts, self.rows, pasts, blocks=self.blocks, block_size=BLOCK, branches=branches, window=window
+        )
+        out = torch.full((sum(self.rows), self.K * self.G, self.E), torch.nan)
+        few.attend(self.q, self.keys, self.values, scale=None, out_THE=out)
+        return out
+
+    def expected(self, window: int | None = None, trees: bool = False) -> Tensor:
+        found = []
+        for (rows, past), start, blocks in zip(self.requests, self.starts, self.blocks, strict=True):
+            tree = Branches.of(TREE if trees else range(-1, rows - 1))
+            slots = [blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(past + rows)]
+            k, v = (x[:, slots].repeat_interleave(self.G, dim=0)[None] for x in (self.keys, self.values))
+            mask = tree.visible(past, 0, window)
+            out = F.scaled_dot_product_attention(
+                self.q[:, :, start : start + rows].double(), k.double(), v.double(), mask
+            )
+            found.append(out[0].transpose(0, 1).float())
+        return torch.cat(found)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("K", "G", "E"), [(3, 3, 64), (2, 4, 128), (1, 1, 8), (2, 2, 80)])
+@pytest.mark.parametrize("window", [None, 5, 40])
+def test_it_is_pytorchs_attention(K: int, G: int, E: int, window: int | None) -> None:
+    case = Case([(1, 0), (3, 17), (MOST_ROWS, 300), (8, 0), (1, 511)], K, G, E)
+    torch.testing.assert_close(case.run(window), case.expected(window), atol=2e-6, rtol=2e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("window", [None, 3, 40])
+def test_trees_see_their_branches(window: int | None) -> None:
+    case = Case([(len(TREE), 9), (len(TREE), 0)], 2, 2, 64)
+    torch.testing.assert_close(case.run(window, trees=True), case.expected(window, trees=True), atol=2e-6, rtol=2e-5)
+
+
+@needs_compiler
+def test_scores_of_any_size() -> None:
+    case = Case([(2, 50)], 1, 2, 64)
+    case.q = case.q * 1e4
+    out = case.run()
+    assert out.isfinite().all()
+    torch.testing.assert_close(out, case.expected(), atol=1e-4, rtol=1e-4)
+
+
+@needs_compiler
+def test_a_request_is_the_same_to_the_last_bit_in_any_company_and_on_any_threads(threads: None) -> None:
+    together = Case([(3, 100), (5, 200), (1, 7)], 3, 3, 64)
+    torch.set_num_threads(3)
+    out = together.run()
+    torch.set_num_threads(1)
+    assert torch.equal(out, together.run())
+    alone = Case([(5, 200)], 3, 3, 64)
+    alone.q, alone.keys, alone.values = together.q[:, :, 3:8], together.keys, together.values
+    alone.blocks = together.blocks[1:2]
+    assert torch.equal(alone.run(), out[3:8])
+
+
+@needs_compiler
+def test_a_row_does_not_depend_on_the_rows_behind_it() -> None:
+    many = Case([(8, 100)], 3, 3, 64)
+    one = Case([(1, 100)], 3, 3, 64)
+    one.q, one.keys, one.values, one.blocks = many.q[:, :, :1], many.keys, many.values, many.blocks
+    assert torch.equal(many.run()[:1], one.run())
+
+
+def test_rows_of_others_stay() -> None:
+    if not few_rows_available(torch.float32, CPU):
+        pytest.skip("no C compiler here")
+    case = Case([(2, 5), (2, 5)], 1, 1, 8)
+    few = FewRows([2], [2], [5], blocks=case.blocks[1:], block_size=BLOCK, branches=[None])
+    out = torch.zeros(4, 1, 8)
+    few.attend(case.q, case.keys, case.values, scale=None, out_THE=out)
+    assert not out[:2].any() and torch.equal(out[2:], case.run()[2:])
+
+
+def test_only_for_float32_on_a_cpu() -> None:
+    assert not few_rows_available(torch.float64, CPU)
+    assert not few_rows_available(torch.float32, torch.device("cuda"))
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """`_compiled` without what it remembers, with an empty cache directory."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    yield few_rows._compiled.__wrapped__
+
+
+@pytest.mark.parametrize("compiler", [None, "false", "/no/such/compiler"])
+def test_without_a_working_compiler_there_is_none(monkeypatch: pytest.MonkeyPatch, fresh: Any, compiler: str) -> None:
+    found = shutil.which(compiler or "") or compiler
+    monkeypatch.setattr(few_rows.shutil, "which", lambda name: found)
+    assert fresh() is None
+
+
+@needs_compiler
+def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, fresh: Any, tmp_path: Path) -> None:
+    assert fresh() is not None
+    (made,) = (tmp_path / "compiled").iterdir()
+    monkeypatch.setattr(few_rows.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    assert fresh() is not None
+    elsewhere = tmp_path / "damaged" / "compiled" / made.name
+    elsewhere.parent.mkdir(parents=True)
+    elsewhere.write_bytes(b"no library")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "damaged"))
+    assert fresh() is None
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Puts the number of threads back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
