@@ -1,0 +1,1 @@
+"""`outrider serve`: OpenAI's API over the engine."""

@@ -1,0 +1,577 @@
+"""The server's routes: completions and chats, streamed or whole, and what is around them.
+
+    request -> schema -> prompt tokens -> `Worker.submit` -> outputs -> chunks of events, or one answer
+
+A client that goes away frees its requests after the engine's step. Errors have OpenAI's body: 400 for what is asked
+wrongly, 401 without the key, 404 for an unknown model, 413 and 408 for bodies too large or too slow, 429 while the
+queue is full, 503 when the engine does not run. Source of fields and events: OpenAI's API reference; vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from hmac import compare_digest
+from importlib.metadata import version
+from itertools import accumulate
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.data.chat import render, template_of
+from outrider.engine.batch import Output, TokenLogprob
+from outrider.engine.batch import Request as EngineRequest
+from outrider.serving.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from outrider.serving.tools import ToolCall, ToolCallParser, format_of
+from outrider.serving.worker import Overloaded, Submission, Unavailable, Worker
+
+_OPEN_PATHS = ("/health", "/metrics", "/version")  # asked by probes, which have no key
+_GONE = 499  # what nginx calls a client that has closed its connection; nobody reads it
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one HTTP request.
+
+    Args:
+        max_new_tokens: of a response; None: as many as the target's context and the engine's KV blocks hold.
+        body_bytes, body_seconds: of a request's body, and until all of it has come.
+    """
+
+    max_new_tokens: int | None = None
+    body_bytes: int = 4 * 2**20
+    body_seconds: float = 30.0
+
+
+class Server:
+    """What the routes share: the worker, the target's tokenizer, and settings.
+
+    Args:
+        name: of the model, as clients ask for it.
+        thinking: what chat templates are told where a request does not say.
+
+    Raises:
+        ValueError: the target has no tokenizer.
+    """
+
+    def __init__(self, worker: Worker, name: str, limits: Limits | None = None, thinking: bool = False) -> None:
+        target = worker.engine.target
+        if target.tokenizer is None:
+            raise ValueError(f"{target.name} has no tokenizer, and the server's requests are text.")
+        self.worker, self.name, self.thinking = worker, name, thinking
+        self.target, self.tokenizer, self.limits = target, target.tokenizer, limits or Limits()
+        self.started = int(time.time())
+        # One thread: a long prompt must not hold up the others' events, and tokenizers are not for several at once.
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+
+    def check_model(self, model: str) -> None:
+        """Raises: HTTPException: it is another one than is served."""
+        if model not in ("", self.name):
+            raise HTTPException(404, f"the model {model!r} is not served here, {self.name!r} is.")
+
+    async def tokens_of_text(self, text: str, special: bool = True) -> list[int]:
+        """A prompt's tokens, without chat template."""
+        encoded = await self._in_thread(lambda: self.tokenizer(text, add_special_tokens=special))
+        return list(encoded["input_ids"])
+
+    async def tokens_of_chat(self, asked: ChatRequest | TokenizeRequest, tools: Sequence[dict[str, Any]]) -> list[int]:
+        """A chat's prompt as the target's template writes it.
+
+        Raises:
+            ValueError: the template cannot express it.
+        """
+        thinking = asked.chat_template_kwargs.enable_thinking
+        messages = tuple(message.plain() for message in asked.messages)
+        write = partial(render, tools=tools, thinking=self.thinking if thinking is None else thinking)
+        tokens: list[int] = await self._in_thread(partial(write, self.tokenizer, [messages], []))
+        return tokens
+
+    async def text_of(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        if bad := [token for token in tokens if token >= self.target.vocab_size]:
+            raise ValueError(f"token {bad[0]} is outside the vocabulary of {self.target.vocab_size}.")
+        return str(await self._in_thread(partial(self.tokenizer.decode, list(tokens))))
+
+    def new_tokens(self, prompt: Sequence[int], asked: int | None) -> int:
+        """How many tokens a response may have.
+
+        Raises:
+            ValueError: more are asked for than fit, or none fits.
+        """
+        config = self.worker.engine.config
+        fitting = min(self.target.max_context, config.num_blocks * config.block_size) - len(prompt)
+        if fitting < 1 or (asked or 1) > fitting:
+            raise ValueError(
+                f"max_tokens: {len(prompt)} tokens of the prompt and {asked or 1} of the response are more than the "
+                f"{fitting + len(prompt)} that fit."
+            )
+        limit = self.limits.max_new_tokens
+        if limit is not None and asked is not None and asked > limit:
+            raise ValueError(f"max_tokens: {asked} is above this server's limit of {limit}.")
+        return min(fitting, limit or fitting) if asked is None else asked
+
+    async def _in_thread(self, function: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
+
+
+# ----------------------------------------------------------------------------
+# An answer: choices that grow with the engine's outputs.
+# ----------------------------------------------------------------------------
+
+
+@dataclass
+class Choice:
+    """One response of an answer; `calls`: where tools are offered."""
+
+    index: int
+    prompt: list[int]
+    parser: ToolCallParser | None
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    finish: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    offset: int = 0  # characters of the tokens whose log-probabilities have been told
+
+    def add(self, output: Output) -> tuple[str, list[ToolCall]]:
+        """Take an output: (its text outside tool calls, the calls that it completes)."""
+        text, calls = output.text, list[ToolCall]()
+        if self.parser is not None:
+            text, calls = self.parser.push(text, final=output.finish is not None)
+        self.text += text
+        self.tokens += output.tokens
+        self.logprobs += output.logprobs or ()
+        self.calls += calls
+        self.finish = "tool_calls" if output.finish == "stop" and self.calls else output.finish
+        return text, calls
+
+
+class Answer(ABC):
+    """An answer to one HTTP request, in the shape of its route."""
+
+    kind: str  # of a whole answer
+    chunk: str  # of a streamed part
+
+    def __init__(
+        self, server: Server, asked: ChatRequest | CompletionRequest, id: str, choices: dict[str, Choice]
+    ) -> None:
+        self.server, self.asked, self.id, self.choices = server, asked, id, choices
+        self.created = int(time.time())
+
+    @abstractmethod
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        """What a finished choice holds besides its index and why it ended."""
+
+    @abstractmethod
+    def part(self, text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        """What a chunk says of an output."""
+
+    @abstractmethod
+    def logprobs(self, choice: Choice, first: int) -> dict[str, Any]:
+        """The log-probabilities of a choice's tokens from the `first` on."""
+
+    def opening(self) -> dict[str, Any] | None:
+        """What the first chunk of every choice says, before there is any text; None: there is none."""
+        return None
+
+    async def collect(self, submission: Submission) -> dict[str, Any]:
+        """The whole answer.
+
+        Raises:
+            Unavailable: the engine failed, or one of the requests did.
+        """
+        async for output in submission:
+            _check(output)
+            self.choices[output.id].add(output)
+        choices = []
+        for choice in self.choices.values():
+            ids = {"token_ids": choice.tokens, "prompt_token_ids": choice.prompt} if self.asked.return_token_ids else {}
+            told = {"logprobs": self._logprobs(choice, 0), "finish_reason": choice.finish}
+            choices.append({"index": choice.index, **self.whole(choice), **told, **ids})
+        return {**self._head(self.kind), "choices": choices, **self._closing(submission)}
+
+    async def events(self, submission: Submission) -> AsyncIterator[str]:
+        """The answer as server-sent events."""
+        options = self.asked.stream_options
+        try:
+            opening = self.opening()
+            for choice in self.choices.values():
+                if opening is not None:
+                    yield self._event(choice, opening, None)
+            async for output in submission:
+                _check(output)
+                choice = self.choices[output.id]
+                calls_before = len(choice.calls)
+                text, calls = choice.add(output)
+                always = self.asked.return_token_ids or self.asked.wanted_logprobs is not None
+                if not (text or calls or choice.finish or (output.tokens and always)):
+                    continue  # the text is held back: it may be the beginning of a stop string or a tool call
+                part = self.part(text, [_shown(call, calls_before + i, True) for i, call in enumerate(calls)])
+                yield self._event(choice, part, output)
+            if options.include_usage:
+                yield _data({**self._head(self.chunk), "choices": [], **self._closing(submission)})
+        except Unavailable as error:
+            yield _data(error_body(500, str(error)))
+        yield "data: [DONE]\n\n"
+
+    def _event(self, choice: Choice, part: dict[str, Any], output: Output | None) -> str:
+        options, ids = self.asked.stream_options, dict[str, Any]()
+        if self.asked.return_token_ids and output is not None:
+            ids = {"token_ids": output.tokens}
+            if len(choice.tokens) == len(output.tokens):  # the first
+                ids["prompt_token_ids"] = choice.prompt
+        usage = {"usage": self._usage()} if options.include_usage and options.continuous_usage_stats else {}
+        finish = None if output is None else choice.finish
+        logprobs = None if output is None else self._logprobs(choice, len(choice.tokens) - len(output.tokens))
+        return _data(
+            {
+                **self._head(self.chunk),
+                "choices": [{"index": choice.index, **part, "logprobs": logprobs, "finish_reason": finish, **ids}],
+                **usage,
+            }
+        )
+
+    def _logprobs(self, choice: Choice, first: int) -> dict[str, Any] | None:
+        return None if self.asked.wanted_logprobs is None else self.logprobs(choice, first)
+
+    def _piece(self, token: int) -> str:
+        """A token's own text."""
+        return str(self.server.tokenizer.decode([token]))
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.server.name}
+
+    def _usage(self) -> dict[str, int]:
+        """Tokens so far; a prompt counts once for all its choices."""
+        choices = list(self.choices.values())
+        read = sum(len(choice.prompt) for choice in choices[:: self.asked.n])
+        written = sum(len(choice.tokens) for choice in choices)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+    def _closing(self, submission: Submission) -> dict[str, Any]:
+        """Usage, and `metrics` where there is one response, as vLLM has it."""
+        metrics = [record.metrics() for record in submission.records.values()]
+        return {"usage": self._usage()} | ({"metrics": metrics[0]} if len(metrics) == 1 else {})
+
+
+class CompletionAnswer(Answer):
+    """An answer of /v1/completions."""
+
+    kind = chunk = "text_completion"
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        return self.part(choice.text, [])
+
+    def part(self, text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"text": text}
+
+    def logprobs(self, choice: Choice, first: int) -> dict[str, Any]:
+        pieces, told = [self._piece(token) for token in choice.tokens[first:]], choice.logprobs[first:]
+        *offsets, choice.offset = accumulate((len(piece) for piece in pieces), initial=choice.offset)
+        return {
+            "tokens": pieces,
+            "token_logprobs": [one.logprob for one in told],
+            "top_logprobs": [{self._piece(token): value for token, value in one.top} for one in told],
+            "text_offset": offsets,
+        }
+
+
+class ChatAnswer(Answer):
+    """An answer of /v1/chat/completions."""
+
+    kind, chunk = "chat.completion", "chat.completion.chunk"
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text or None if choice.calls else choice.text}
+        if choice.calls:
+            message["tool_calls"] = [_shown(call, i, False) for i, call in enumerate(choice.calls)]
+        return {"message": message}
+
+    def part(self, text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": text} if text else {}
+        return {"delta": {**delta, "tool_calls": calls} if calls else delta}
+
+    def logprobs(self, choice: Choice, first: int) -> dict[str, Any]:
+        def shown(token: int, value: float) -> dict[str, Any]:
+            piece = self._piece(token)
+            return {"token": piece, "logprob": value, "bytes": list(piece.encode())}
+
+        pairs = zip(choice.tokens[first:], choice.logprobs[first:], strict=True)
+        return {
+            "content": [
+                shown(token, one.logprob) | {"top_logprobs": [shown(*other) for other in one.top]}
+                for token, one in pairs
+            ]
+        }
+
+    def opening(self) -> dict[str, Any]:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+
+def _shown(call: ToolCall, index: int, streamed: bool) -> dict[str, Any]:
+    """A tool call as clients read it: parts of a stream are numbered."""
+    found = {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {**({"index": index} if streamed else {}), **found, "function": function}
+
+
+def _check(output: Output) -> None:
+    if output.error is not None:
+        raise Unavailable(f"the engine ended this request: {type(output.error).__name__}: {output.error}")
+
+
+def _data(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Events that free their requests when the response ends, however it does: also before its first event."""
+
+    def __init__(self, answer: Answer, submission: Submission) -> None:
+        super().__init__(answer.events(submission), media_type="text/event-stream")
+        self._submission = submission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._submission.close()
+
+
+async def respond(http: Request, answer: Answer, requests: Sequence[EngineRequest]) -> Response:
+    """Decode `requests`, one per choice of `answer`, and answer: streamed if that is asked for, else whole."""
+    submission = await answer.server.worker.submit(requests)
+    if answer.asked.stream:
+        return EventStream(answer, submission)
+    collecting, gone = asyncio.create_task(answer.collect(submission)), asyncio.create_task(_disconnected(http))
+    try:
+        await asyncio.wait((collecting, gone), return_when=asyncio.FIRST_COMPLETED)
+        return JSONResponse(collecting.result()) if collecting.done() else Response(status_code=_GONE)
+    finally:
+        for task in (collecting, gone):
+            task.cancel()
+        submission.close()
+
+
+async def _disconnected(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+# ----------------------------------------------------------------------------
+# The application.
+# ----------------------------------------------------------------------------
+
+
+def create_app(server: Server, api_key: str | None = None) -> FastAPI:
+    """The routes of a server, whose worker runs as long as the application does.
+
+    Args:
+        api_key: what clients must send as a bearer token; None: they need none.
+    """
+
+    @asynccontextmanager
+    async def running(app: FastAPI) -> AsyncIterator[None]:
+        await server.worker.start()
+        yield
+        await server.worker.stop()
+
+    # No pages of documentation: they would load scripts from elsewhere. /openapi.json is there.
+    app = FastAPI(title="Outrider", version=version("outrider"), lifespan=running, docs_url=None, redoc_url=None)
+    app.add_middleware(Guard, limits=server.limits, api_key=api_key)
+    _add_errors(app, server)
+
+    @app.post("/v1/completions")
+    async def completions(asked: CompletionRequest, http: Request) -> Response:
+        server.check_model(asked.model)
+        server.worker.check_room(asked.n * len(asked.prompts))  # before anything is tokenised
+        prompts = [await server.tokens_of_text(one) if isinstance(one, str) else one for one in asked.prompts]
+        return await respond(http, *_prepare(server, asked, prompts))
+
+    @app.post("/v1/chat/completions")
+    async def chat(asked: ChatRequest, http: Request) -> Response:
+        server.check_model(asked.model)
+        server.worker.check_room(asked.n)
+        tools = [tool.plain() for tool in asked.tools if asked.tool_choice == "auto"]
+        prompt = await server.tokens_of_chat(asked, tools)
+        return await respond(http, *_prepare(server, asked, [prompt], tools=tools))
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        model = {"id": server.name, "object": "model", "created": server.started, "owned_by": "outrider"}
+        return {"object": "list", "data": [model | {"max_model_len": server.target.max_context}]}
+
+    @app.post("/tokenize")
+    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
+        server.check_model(asked.model)
+        if asked.messages:
+            tokens = await server.tokens_of_chat(asked, [tool.plain() for tool in asked.tools])
+        else:
+            tokens = await server.tokens_of_text(asked.prompt, asked.add_special_tokens)
+        texts = server.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
+        found = {"count": len(tokens), "max_model_len": server.target.max_context, "tokens": tokens}
+        return {**found, "token_strs": texts}
+
+    @app.post("/detokenize")
+    async def detokenize(asked: DetokenizeRequest) -> dict[str, str]:
+        server.check_model(asked.model)
+        return {"prompt": await server.text_of(asked.tokens)}
+
+    @app.get("/health")
+    async def health() -> Response:
+        if server.worker.healthy:
+            return Response()
+        return _refusal(503, str(server.worker.failure))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(server.worker.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/version")
+    async def running_version() -> dict[str, str]:
+        return {"version": version("outrider")}
+
+    return app
+
+
+def _prepare(
+    server: Server,
+    asked: ChatRequest | CompletionRequest,
+    prompts: Sequence[list[int]],
+    tools: Sequence[dict[str, Any]] = (),
+) -> tuple[Answer, list[EngineRequest]]:
+    """An empty answer, and the engine's requests: `asked.n` for each prompt.
+
+    Raises:
+        ValueError: a prompt, a limit or a parameter that cannot be served.
+    """
+    most = asked.max_tokens
+    if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:
+        most = asked.max_completion_tokens
+    format = format_of(template_of(server.tokenizer, tools)) if tools else None
+    if tools and format is None:
+        raise ValueError("tools: calls in the form that this target's chat template asks for are not read here.")
+    kind: type[Answer] = ChatAnswer if isinstance(asked, ChatRequest) else CompletionAnswer
+    id = f"{'chatcmpl' if kind is ChatAnswer else 'cmpl'}-{uuid.uuid4().hex}"
+    choices: dict[str, Choice] = {}
+    requests = []
+    for index, prompt in enumerate(prompt for prompt in prompts for _ in range(asked.n)):
+        rules = asked.rules(server.new_tokens(prompt, most), server.target.eos_ids)
+        requests.append(
+            EngineRequest(
+                f"{id}-{index}",
+                prompt,
+                asked.sampling(index),
+                rules=rules,
+                most_drafts=asked.most_drafts,
+                logprobs=asked.wanted_logprobs,
+            )
+        )
+        parser = None if format is None else ToolCallParser(format, tools)
+        choices[requests[-1].id] = Choice(index, prompt, parser)
+    return kind(server, asked, id, choices), requests
+
+
+# ----------------------------------------------------------------------------
+# Errors, the key, and bodies.
+# ----------------------------------------------------------------------------
+
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's object for an error."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def _refusal(status: int, message: str, param: str | None = None, **headers: str) -> JSONResponse:
+    return JSONResponse(error_body(status, message, param), status, headers)
+
+
+def _add_errors(app: FastAPI, server: Server) -> None:
+    """Every error as OpenAI's object, with a reason."""
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(http: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"][1:]) or None
+        reason = str(first["msg"]).removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            reason = "this server has no such field"
+        return _refusal(400, f"{param}: {reason}." if param else f"{reason}.", param)
+
+    @app.exception_handler(ValueError)
+    async def refused(http: Request, error: ValueError) -> Response:
+        return _refusal(400, str(error))
+
+    @app.exception_handler(HTTPException)
+    async def failed(http: Request, error: HTTPException) -> Response:
+        return _refusal(error.status_code, str(error.detail), **(error.headers or {}))
+
+    @app.exception_handler(Overloaded)
+    async def full(http: Request, error: Overloaded) -> Response:
+        return _refusal(429, str(error), **{"Retry-After": str(error.retry_after)})
+
+    @app.exception_handler(Exception)
+    async def unforeseen(http: Request, error: Exception) -> Response:
+        return _refusal(500, f"{type(error).__name__}, a fault of this server.")
+
+    @app.exception_handler(Unavailable)
+    async def unavailable(http: Request, error: Unavailable) -> Response:
+        return _refusal(503 if server.worker.failure else 500, str(error))
+
+
+class Guard:
+    """Refuses requests without the key, and bodies that are too large or come too slowly."""
+
+    def __init__(self, app: ASGIApp, limits: Limits, api_key: str | None) -> None:
+        self.app, self.limits = app, limits
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one HTTP request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        key = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        if self._expected is not None and scope["path"] not in _OPEN_PATHS and not compare_digest(key, self._expected):
+            await _refusal(401, "the key is missing or wrong: send Authorization: Bearer KEY.")(scope, receive, send)
+            return
+        until, size, complete = time.monotonic() + self.limits.body_seconds, 0, False
+
+        async def limited() -> Message:
+            nonlocal size, complete
+            if complete:
+                return await receive()  # a disconnect, which may be long in coming
+            try:
+                message = await asyncio.wait_for(receive(), max(0.0, until - time.monotonic()))
+            except asyncio.TimeoutError:
+                raise HTTPException(408, f"the body took longer than {self.limits.body_seconds:g} seconds.") from None
+            size += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            if size > self.limits.body_bytes:
+                raise HTTPException(413, f"the body has more than {self.limits.body_bytes} bytes.")
+            return message
+
+        await self.app(scope, limited, send)

@@ -1,0 +1,239 @@
+"""The requests that the server takes: OpenAI's fields, and those that vLLM adds.
+
+A field that this server cannot serve is not declared, or declared with the one value that changes nothing: pydantic
+then refuses it by name. null is a field left out. Fields of OpenAI's that do not change the answer are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from outrider.data.conversations import Message
+from outrider.decoding.request import StopRules
+from outrider.sampling import SamplingParams
+
+_MOST_CHOICES, _MOST_STOPS, _LONGEST_STOP, _MOST_LOGPROBS = 32, 16, 1000, 20
+Token = Annotated[int, Field(ge=0)]
+StopText = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("a text holds half of a surrogate pair, which is no character") from error
+        except RecursionError as error:
+            raise ValueError("the values are nested too deeply") from error
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+class StreamOptions(_Fields):
+    """`continuous_usage_stats`: usage so far in every chunk, where `include_usage` is on."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # nothing is padded
+
+
+class _Sampled(_Fields):
+    """What both kinds of completion have in common."""
+
+    model: str = ""  # "": whichever is served
+    n: int = Field(1, ge=1, le=_MOST_CHOICES)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)  # -1 is 0: off
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    seed: int | None = Field(None, ge=0, lt=2**63)  # of choice i: seed + i
+    stop: StopText | Annotated[list[StopText], Field(max_length=_MOST_STOPS)] = []
+    stop_token_ids: Annotated[list[Token], Field(max_length=_MOST_STOPS)] = []
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+    speculative: Literal["off", "auto"] = "auto"
+    max_draft_tokens: int | None = Field(None, ge=0)  # of a round; None: as many as the drafter has
+
+    user: str = ""
+    metadata: dict[str, Any] = {}
+    store: bool = False
+    service_tier: str = ""
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
+
+    def sampling(self, choice: int) -> SamplingParams:
+        """Of one of the choices.
+
+        Raises:
+            ValueError: a value that is none of `SamplingParams`.
+        """
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=max(0, self.top_k),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            seed=None if self.seed is None else self.seed + choice,
+        )
+
+    @property
+    def most_drafts(self) -> int | None:
+        """Draft tokens of a round."""
+        return 0 if self.speculative == "off" else self.max_draft_tokens
+
+    def rules(self, max_new_tokens: int, eos_ids: frozenset[int]) -> StopRules:
+        """When a choice ends, given the target's stop tokens."""
+        ids = {*self.stop_token_ids, *(() if self.ignore_eos else eos_ids)}
+        return StopRules(max_new_tokens, sorted(ids), (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+
+
+class CompletionRequest(_Sampled):
+    """`prompt`: a text, token ids, or several of either."""
+
+    prompt: str | list[Token] | list[str] | list[list[Token]] = Field(min_length=1)
+    max_tokens: int = Field(16, ge=1)
+    echo: Literal[False] = False
+    best_of: Literal[1] = 1
+    logprobs: int | None = Field(None, ge=0, le=_MOST_LOGPROBS)
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many likeliest tokens are told at each position; None: no log-probabilities."""
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or more."""
+        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+class _TextPart(_Fields):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """Fields that are not declared go to the chat template, as `name` or `tool_call_id` do."""
+
+    model_config = ConfigDict(extra="allow")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_TextPart] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+    def plain(self) -> Message:
+        """As chat templates read it: text in one piece, the arguments of tool calls as objects."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        found: Message = {"role": self.role, "content": text}
+        found |= {key: value for key, value in (self.model_extra or {}).items() if value is not None}
+        if self.tool_calls:
+            found["tool_calls"] = [_with_object(call) for call in self.tool_calls]
+        return found
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(arguments or "{}")}}
+    except ValueError as error:
+        raise ValueError(f"messages: the arguments of a tool call are not JSON: {arguments[:100]!r}") from error
+
+
+class Function(_Fields):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    strict: Literal[False] = False
+
+
+class Tool(_Fields):
+    """A tool of a chat."""
+
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates read it."""
+        return {"type": "function", "function": self.function.model_dump(exclude_unset=True)}
+
+
+class TextFormat(_Fields):
+    """The only form of an answer that is served."""
+
+    type: Literal["text"]
+
+
+class TemplateSettings(_Fields):
+    """What a chat template is told besides the messages."""
+
+    enable_thinking: bool | None = None  # None: as the server was started
+
+
+class ChatRequest(_Sampled):
+    """A chat."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)  # None: as many as fit
+    max_completion_tokens: int | None = Field(None, ge=1)  # its newer name
+    tools: list[Tool] = []
+    tool_choice: Literal["none", "auto"] = "auto"
+    parallel_tool_calls: Literal[True] = True
+    chat_template_kwargs: TemplateSettings = TemplateSettings()
+    response_format: TextFormat = TextFormat(type="text")
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=_MOST_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _logprobs_for_top(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs")
+        return self
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """As of `CompletionRequest`."""
+        return self.top_logprobs if self.logprobs else None
+
+
+class TokenizeRequest(_Fields):
+    """A text, or a chat as its prompt would be."""
+
+    model: str = ""
+    prompt: str = ""
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+    messages: list[ChatMessage] = []
+    tools: list[Tool] = []
+    chat_template_kwargs: TemplateSettings = TemplateSettings()
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> TokenizeRequest:
+        if ("prompt" in self.model_fields_set) == bool(self.messages):
+            raise ValueError("give prompt or messages, one of them")
+        return self
+
+
+class DetokenizeRequest(_Fields):
+    """Token ids."""
+
+    model: str = ""
+    tokens: list[Token]

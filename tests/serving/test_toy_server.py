@@ -1,0 +1,266 @@
+"""A toy target behind real HTTP: a full queue, engines that fail, keys, bodies, stopping, and tool calls."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+import outrider
+from outrider.api.model import Model
+from outrider.engine.batch import Output
+from outrider.engine.scheduler import EngineConfig
+from outrider.serving.app import Limits
+from outrider.serving.tools import Format, ToolCall, ToolCallParser, format_of
+from tests.toys.serving import Served, serving
+
+SMALL = EngineConfig(max_requests=1)
+ASKED = {"prompt": "ab", "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def model(toy: Path) -> Model:
+    return outrider.load(toy / "target", str(toy / "drafter"))
+
+
+@contextmanager
+def held(served: Served) -> Iterator[threading.Event]:
+    """The engine's steps wait until the event is set."""
+    go, step = threading.Event(), served.engine.step
+    served.engine.step = lambda: step() if go.wait(20) else []  # type: ignore[method-assign]
+    try:
+        yield go
+    finally:
+        go.set()
+        served.engine.step = step  # type: ignore[method-assign]
+
+
+def in_background(call: Callable[[], httpx.Response]) -> Callable[[], httpx.Response]:
+    """Starts a call; gives what waits for its answer."""
+    found: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+
+    def answer() -> httpx.Response:
+        thread.join(30)
+        return found[0]
+
+    return answer
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_full_queue_says_when_to_come_again(model: Model) -> None:
+    with serving(model, SMALL, max_waiting=1) as served:
+        with held(served) as go:
+            waiting = [in_background(lambda: served.post("/v1/completions", **ASKED)) for _ in range(2)]
+            wait_for(lambda: len(served.server.worker._live) == 2)
+            full = served.post("/v1/completions", **ASKED)
+            assert full.status_code == 429 and int(full.headers["Retry-After"]) >= 1
+            assert full.json()["error"]["type"] == "rate_limit_error"
+            assert served.metric("num_requests_waiting") >= 1 or served.metric("num_requests_running") >= 1
+            go.set()
+            first, second = (answer() for answer in waiting)
+        assert first.json()["choices"] == second.json()["choices"]
+        many = served.post("/v1/completions", **ASKED, n=3)
+        assert many.status_code == 429, "choices count one by one"
+        assert served.post("/v1/completions", **ASKED, n=2).status_code == 200
+
+
+def test_a_request_that_fails_ends_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(model) as served:
+        step, marked = served.engine.step, set[str]()
+
+        def failing() -> list[Output]:
+            found = step()
+            return [Output(o.id, [], "", "error", error=OSError("lost")) if o.id in marked else o for o in found]
+
+        served.engine.step = failing  # type: ignore[method-assign]
+        submit = served.engine.submit
+
+        def mark(request: Any) -> None:
+            if list(request.prompt) == [7]:
+                marked.add(request.id)
+            submit(request)
+
+        served.engine.submit = mark  # type: ignore[method-assign]
+        lost = served.post("/v1/completions", prompt=[7], max_tokens=1)
+        assert lost.status_code == 500 and "lost" in lost.json()["error"]["message"]
+        assert served.post("/v1/completions", **ASKED).status_code == 200
+        assert httpx.get(f"{served.url}/health").status_code == 200
+        assert 'finished_reason="error",model_name="m"} 1.0' in httpx.get(f"{served.url}/metrics").text
+
+
+def test_an_engine_that_fails_makes_the_server_unhealthy(model: Model) -> None:
+    with serving(model) as served:
+        step = served.engine.step
+        steps = 0
+
+        def failing() -> list[Output]:
+            nonlocal steps
+            steps += 1
+            if steps > 1:
+                raise RuntimeError("out of memory")
+            return step()
+
+        served.engine.step = failing  # type: ignore[method-assign]
+        with httpx.stream(
+            "POST", f"{served.url}/v1/completions", json={"prompt": "ab", "max_tokens": 50, "stream": True}, timeout=60
+        ) as stream:
+            events = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+        assert events[-1] == "[DONE]" and "out of memory" in json.loads(events[-2])["error"]["message"]
+        for found in (httpx.get(f"{served.url}/health"), served.post("/v1/completions", **ASKED)):
+            assert found.status_code == 503 and "out of memory" in found.json()["error"]["message"]
+
+
+def test_keys_are_asked_for_where_one_is_set(model: Model) -> None:
+    with serving(model, key="secret") as served:
+        for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            found = httpx.post(f"{served.url}/v1/completions", json=ASKED, headers=header)
+            assert found.status_code == 401 and found.json()["error"]["type"] == "authentication_error"
+        assert httpx.get(f"{served.url}/v1/models").status_code == 401
+        client = OpenAI(base_url=f"{served.url}/v1", api_key="secret", max_retries=0)
+        assert client.completions.create(model="m", prompt="ab", max_tokens=3).usage
+        for page in ("health", "metrics", "version"):
+            assert httpx.get(f"{served.url}/{page}").status_code == 200
+
+
+def test_bodies_too_large_or_too_slow(model: Model) -> None:
+    with serving(model, limits=Limits(body_bytes=1000, body_seconds=0.3)) as served:
+        large = served.post("/v1/completions", prompt="a" * 1000)
+        assert large.status_code == 413 and "1000 bytes" in large.json()["error"]["message"]
+        address = served.url.removeprefix("http://").split(":")
+        with socket.create_connection((address[0], int(address[1]))) as slow:
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: 100\r\n\r\n{"
+            )
+            slow.settimeout(20)
+            assert b"408" in slow.recv(1000).splitlines()[0]
+        assert served.post("/v1/completions", **ASKED).status_code == 200
+
+
+def test_a_server_that_stops_finishes_what_it_has(model: Model) -> None:
+    with serving(model) as served, held(served) as go:
+        answer = in_background(lambda: served.post("/v1/completions", **ASKED))
+        wait_for(lambda: bool(served.server.worker._live))
+        served.stop()
+        go.set()
+        assert answer().json()["usage"]["completion_tokens"] > 0
+    with pytest.raises(httpx.ConnectError):
+        served.post("/v1/completions", **ASKED)
+
+
+# ----------------------------------------------------------------------------
+# Tool calls: the three forms, text in pieces of any length, and what is no call.
+# ----------------------------------------------------------------------------
+
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+        },
+    }
+]
+CALL = ToolCall("weather", '{"city": "1", "days": 2}')
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "1", "days": 2}}\n</tool_call>'
+XML = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\n1\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+LLAMA = '{"name": "weather", "parameters": {"city": "1", "days": 2}}'
+
+
+@pytest.mark.parametrize("length", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("format", "text", "content", "calls"),
+    [
+        ("hermes", f"Let me see.\n{HERMES}\n{HERMES}", "Let me see.\n\n", [CALL, CALL]),
+        ("hermes", HERMES.removesuffix("</tool_call>"), "", [CALL]),
+        ("hermes", "a < b, <tool", "a < b, <tool", []),
+        ("hermes", "<tool_call>nonsense</tool_call> on", "<tool_call>nonsense</tool_call> on", []),
+        ("hermes", HERMES.replace("weather", "other"), HERMES.replace("weather", "other"), []),
+        ("xml", f"So: {XML}", "So: ", [CALL]),
+        ("xml", "<tool_call><function=weather></tool_call>", "<tool_call><function=weather></tool_call>", []),
+        ("llama", LLAMA, "", [CALL]),
+        ("llama", f"Text {LLAMA}", f"Text {LLAMA}", []),
+        ("llama", '{"name": 3}', '{"name": 3}', []),
+    ],
+)
+def test_tool_calls_are_read(format: Format, text: str, content: str, calls: list[ToolCall], length: int) -> None:
+    parser = ToolCallParser(format, TOOLS)
+    pieces = [text[i : i + length] for i in range(0, len(text), length)]
+    found = [parser.push(piece, final=i == len(pieces) - 1) for i, piece in enumerate(pieces)]
+    assert "".join(text for text, _ in found) == content
+    assert [call for _, some in found for call in some] == calls
+
+
+def test_the_form_of_tool_calls_is_the_templates() -> None:
+    assert format_of("{{ tools }} <tool_call> {{ x }}") == "hermes"
+    assert format_of("{{ tools }} <tool_call><function=name>") == "xml"
+    assert format_of('Environment: ipython {"name": n, "parameters": p}') == "llama"
+    assert format_of("{{ tools }}") is None
+
+
+def test_tool_calls_through_http(model: Model) -> None:
+    """A target whose template asks for them, and which says what a script says."""
+    tokenizer = model.target.tokenizer
+    assert tokenizer is not None
+    plain = tokenizer.chat_template
+    tokenizer.chat_template = "{% for t in tools or [] %}{{ t | tojson }} <tool_call>{% endfor %}" + str(plain)
+    try:
+        with serving(model) as served:
+            step = served.engine.step
+
+            def scripted() -> list[Output]:
+                for output in (found := step()):
+                    served.engine.cancel(output.id)
+                pieces = ["Wait. <tool", HERMES[5:40], HERMES[40:]]
+                return [
+                    Output(output.id, [5], piece, finish="stop" if i == 2 else None)
+                    for output in found
+                    for i, piece in enumerate(pieces)
+                ]
+
+            served.engine.step = scripted  # type: ignore[method-assign]
+            client: Any = OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+            earlier = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "2"}'}}
+            messages = [
+                {"role": "user", "content": "And here?"},
+                {"role": "assistant", "content": None, "tool_calls": [earlier]},
+                {"role": "tool", "tool_call_id": "1", "content": "rain"},
+            ]
+            asked = {"model": "m", "messages": messages, "tools": TOOLS, "max_tokens": 20}
+            choice = client.chat.completions.create(**asked).choices[0]
+            assert choice.finish_reason == "tool_calls" and choice.message.content == "Wait. "
+            (call,) = choice.message.tool_calls
+            assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "1", "days": 2})
+            parts = list(client.chat.completions.create(**asked, stream=True))
+            assert "".join(part.choices[0].delta.content or "" for part in parts) == "Wait. "
+            (part,) = [part for part in parts if part.choices[0].delta.tool_calls]
+            assert part.choices[0].delta.tool_calls[0].function.arguments == call.function.arguments
+            assert parts[-1].choices[0].finish_reason == "tool_calls"
+            none = client.chat.completions.create(**asked, tool_choice="none").choices[0]
+            assert none.finish_reason == "stop" and HERMES in none.message.content
+            broken = [{**messages[1], "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]
+            refused = served.post("/v1/chat/completions", messages=broken)
+            assert refused.status_code == 400 and "not JSON" in refused.json()["error"]["message"]
+    finally:
+        tokenizer.chat_template = plain
