@@ -66,7 +66,8 @@ def busy_step(requests: int, gamma: int, seed: int = 0) -> tuple[GateView, StepV
         before = history.gate_view(ids, contexts)
         confidences = generator.beta(ease_R[:, None], 1.0, (requests, gamma)).tolist()
         view = history.step_view(ids, confidences, [gamma] * requests, contexts)
-        history.record(ids, view)
+        verified_R = view.drafted_R
+        history.record(ids, view, verified_R=verified_R, accepted_R=generator.binomial(verified_R, 0.5))
     return before, view
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
+import outrider.api.scheduling as scheduling
 import outrider.cli.calibrate as calibrate
 import outrider.cli.evaluate as bench_drafters
 import outrider.cli.evaluate as evaluate
@@ -32,6 +34,16 @@ def _threads_as_before() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test decodes follows no clock: draft lengths are chosen as where step costs cannot be measured."""
+
+    def refused(*_: object) -> NoReturn:
+        raise ValueError("tests measure nothing")
+
+    monkeypatch.setattr(scheduling, "machine_profile", refused)
 
 
 @pytest.fixture(scope="session")

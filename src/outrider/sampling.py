@@ -1,6 +1,6 @@
 """Sampling parameters, warping, random sources and coupled noise.
 
-    logits -> repetition penalty -> temperature -> top-k -> top-p -> min-p -> the distribution to draw from
+    logits -> penalties -> temperature -> top-k -> top-p -> min-p -> the distribution to draw from
 
 The defaults are greedy decoding. Speculative decoding is lossless with respect to the *warped* target distribution
 (Leviathan et al., arXiv 2211.17192, section 2.2), so target and drafter share one `SamplingParams`.
@@ -16,12 +16,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import BoolTensor, Tensor
+from torch import Tensor
 
 # Below it two logits of float32 near 10 that differ in their last bit are as good as infinitely far apart.
 _LEAST_TEMPERATURE = 1e-6
 _MOST_TEMPERATURE = 1e30  # every finite logit is 0 from here on, and it is still a float32
 _LEAST_PENALTY, _MOST_PENALTY = 0.01, 100.0
+_MOST_SUBTRACTED = 2.0  # by the presence penalty, and by the frequency penalty for each occurrence
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # 1: off; over prompt and output, as in Hugging Face
     seed: int | None = None  # None: every request draws one of its own and reports it
     coupled: bool = False  # tokens depend on the seed and the target alone, not on drafts (`PositionNoise`)
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens of the output, as in OpenAI's API
+    frequency_penalty: float = 0.0  # subtracted once for each of their occurrences
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -56,8 +59,16 @@ class SamplingParams:
                 f"repetition_penalty={self.repetition_penalty} must be from {_LEAST_PENALTY:g} to {_MOST_PENALTY:g}; "
                 "use 1 for none"
             )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -_MOST_SUBTRACTED <= getattr(self, name) <= _MOST_SUBTRACTED:
+                raise ValueError(f"{name}={getattr(self, name)} must be from -2 to 2; use 0 for none")
         if self.temperature < _LEAST_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the tokens so far change the next one's distribution."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def request_seed(self) -> int:
         """The seed of one request: the given one, else 0 at temperature 0, where nothing is drawn, else 32 random
@@ -69,11 +80,12 @@ class SamplingParams:
 
 
 # ----------------------------------------------------------------------------
-# logits --penalty--> --/T--> --top-k--> --softmax--> --top-p--> --min-p--> --normalise--> probs
+# logits --penalties--> --/T--> --top-k--> --softmax--> --top-p--> --min-p--> --normalise--> probs
 #
-# Semantics are those of Hugging Face's logits processors, in their order. What is kept never depends on how ties are
-# broken: top-k and top-p keep every token as likely as the last one kept. At temperature 0 the answer is one-hot at
-# `torch.argmax`, the lowest index on ties. Shapes: K rows (any leading dimensions), V vocab.
+# Semantics are those of Hugging Face's logits processors, in their order; of n_v occurrences in the output, the
+# presence and frequency penalties subtract presence [n_v > 0] + frequency n_v (OpenAI's API reference). What is kept
+# never depends on how ties are broken: top-k and top-p keep every token as likely as the last one kept. At temperature
+# 0 the answer is one-hot at `torch.argmax`, the lowest index on ties. Shapes: K rows (any leading dimensions), V vocab.
 # ----------------------------------------------------------------------------
 
 
@@ -81,14 +93,16 @@ class SamplingParams:
 _NUCLEUS_GUESS = 512
 
 
-def warp(logits_KV: Tensor, params: SamplingParams, seen_KV: BoolTensor | Tensor | None = None) -> Tensor:
-    """Warp logits into the distribution(s) that tokens are drawn from; float32 or float64, as the logits."""
+def warp(logits_KV: Tensor, params: SamplingParams, seen_KV: Tensor | None = None) -> Tensor:
+    """Warp logits into the distribution(s) that tokens are drawn from; float32 or float64, as the logits.
+
+    Args:
+        seen_KV: the tokens so far, which penalties need (`SeenTokens.with_tokens`).
+    """
     assert logits_KV.dtype in (torch.float32, torch.float64), f"warp needs float32 or float64, not {logits_KV.dtype}"
-    if params.repetition_penalty != 1.0:
-        assert seen_KV is not None, "a repetition penalty needs the mask of the tokens so far"
-        penalty = params.repetition_penalty
-        penalised_KV = torch.where(logits_KV < 0, logits_KV * penalty, logits_KV / penalty)
-        logits_KV = torch.where(seen_KV, penalised_KV, logits_KV)
+    if params.penalised:
+        assert seen_KV is not None, "penalties need the tokens so far"
+        logits_KV = _penalised(logits_KV, params, seen_KV)
     if params.temperature == 0.0:
         return torch.zeros_like(logits_KV).scatter_(-1, logits_KV.argmax(-1, keepdim=True), 1.0)
     # The maximum goes first: at a tiny temperature logits / T overflows, (logits - max) / T does not.
@@ -104,6 +118,15 @@ def warp(logits_KV: Tensor, params: SamplingParams, seen_KV: BoolTensor | Tensor
     if params.min_p > 0.0:
         probs_KV = probs_KV.masked_fill(probs_KV < params.min_p * probs_KV.amax(-1, keepdim=True), 0.0)
     return probs_KV / probs_KV.sum(-1, keepdim=True)
+
+
+def _penalised(logits_KV: Tensor, params: SamplingParams, seen_KV: Tensor) -> Tensor:
+    if params.repetition_penalty != 1.0:
+        penalty = params.repetition_penalty
+        penalised_KV = torch.where(logits_KV < 0, logits_KV * penalty, logits_KV / penalty)
+        logits_KV = torch.where(seen_KV > 0, penalised_KV, logits_KV)
+    written_KV = seen_KV // IN_OUTPUT
+    return logits_KV - params.frequency_penalty * written_KV - params.presence_penalty * (written_KV > 0)
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
@@ -124,34 +147,44 @@ def _nucleus_floor(probs_KV: Tensor, top_p: float) -> Tensor:
     return sorted_KS.gather(-1, kept_K1 - 1)
 
 
+IN_OUTPUT = 2  # what an occurrence in the output adds to a token's entry of `SeenTokens`
+
+
 class SeenTokens:
-    """The tokens of a request so far, as the mask that a repetition penalty reads; empty while the penalty is 1."""
+    """The tokens of a request so far, as penalties read them; empty where `params` has none.
+
+    They are one int32 tensor [V]: for each token 2 x its occurrences in the output, + 1 if the prompt has it. Above 0
+    it has been seen; half of it, rounded down, is how often it was written.
+    """
 
     def __init__(
         self,
         vocab_size: int,
-        repetition_penalty: float = 1.0,
-        tokens: Iterable[int] = (),
+        params: SamplingParams | None = None,
+        prompt: Iterable[int] = (),
+        output: Iterable[int] = (),
         device: torch.device | str | None = None,
     ) -> None:
-        self.vocab_size = vocab_size
-        self._mask_V: Tensor | None = None
-        if repetition_penalty != 1.0:
-            self._mask_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self._mask_V[torch.tensor(list(tokens), dtype=torch.long, device=device)] = True
+        self._seen_V: Tensor | None = None
+        if params is not None and params.penalised:
+            self._seen_V = torch.zeros(vocab_size, dtype=torch.int32, device=device)
+            self._seen_V[torch.tensor(list(prompt), dtype=torch.long, device=device)] = 1
+            for token in output:
+                self.add(token)
 
     def add(self, token: int) -> None:
-        if self._mask_V is not None:
-            self._mask_V[token] = True
+        """One more token of the output."""
+        if self._seen_V is not None:
+            self._seen_V[token] += IN_OUTPUT
 
     def with_tokens(self, tokens: Sequence[int] = ()) -> Tensor | None:
-        """A new mask of the tokens so far and `tokens`, or None without a penalty."""
-        if self._mask_V is None:
+        """A new tensor of the tokens so far and `tokens` of the output, or None without penalties."""
+        if self._seen_V is None:
             return None
-        mask_V = self._mask_V.clone()
-        if tokens:
-            mask_V[torch.tensor(tokens, dtype=torch.long, device=mask_V.device)] = True
-        return mask_V
+        seen_V = self._seen_V.clone()
+        for token in tokens:
+            seen_V[token] += IN_OUTPUT
+        return seen_V
 
 
 # ----------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from outrider.loadtest.engines import (
     running_servers,
     transformers_engine,
 )
-from outrider.loadtest.load import ClosedLoop, LoadConfig, WallClock, Window, run_load
+from outrider.loadtest.load import Ask, ClosedLoop, LoadConfig, WallClock, Window, run_load
 from outrider.loadtest.metrics import Journal, Sla, summarise
 from outrider.loadtest.sweep import Sweep, run_sweep
 from tests.toys import fake_engine
@@ -45,6 +45,7 @@ ENGINE = {engine.name: engine for engine in servers()}
 LAUNCHED = [engine for engine in servers() if engine.method_names]
 LEAST = Sla(600.0, 0.0)
 PROMPTS = [[70 + i, 80, 90] for i in range(6)]
+ASKS = [Ask(prompt) for prompt in PROMPTS]
 
 
 def endpoint(engine: FakeEngine, kind: str = "vllm", **changes: object) -> Endpoint:
@@ -55,7 +56,7 @@ def load(where: Endpoint, users: int = 2, requests: int = 4) -> Window:
     backend = ServerBackend(where, byte_tokenizer())
     config = LoadConfig(requests=requests, max_new_tokens=7, warmup=users, warmup_tokens=3)
     try:
-        return run_load(backend, PROMPTS, ClosedLoop(users), config, WallClock())
+        return run_load(backend, ASKS, ClosedLoop(users), config, WallClock())
     finally:
         backend.close()
 
@@ -385,7 +386,7 @@ def by_threes(prompt: Sequence[int], most: int) -> Iterator[list[int]]:
 
 def test_one_request_after_the_other() -> None:
     backend = SequentialBackend(by_threes)
-    window = run_load(backend, PROMPTS, ClosedLoop(2), LoadConfig(requests=3, max_new_tokens=7), WallClock())
+    window = run_load(backend, ASKS, ClosedLoop(2), LoadConfig(requests=3, max_new_tokens=7), WallClock())
     found = summarise(window, LEAST)
     assert [served.tokens for served in window.requests] == [response(prompt, 7) for prompt in PROMPTS[:3]]
     assert all(served.accepted_length == pytest.approx(7 / 3) for served in window.requests)
@@ -411,7 +412,7 @@ def test_transformers_own_generate(models: tuple[LlamaForCausalLM, LlamaForCausa
     said, lengths = {}, {}
     for variant in ("none", "prompt-lookup", "assisted"):
         backend = source.serve(variant, 1)
-        window = run_load(backend, PROMPTS, ClosedLoop(1), LoadConfig(requests=3, max_new_tokens=12), WallClock())
+        window = run_load(backend, ASKS, ClosedLoop(1), LoadConfig(requests=3, max_new_tokens=12), WallClock())
         said[variant] = [served.tokens for served in window.requests]
         lengths[variant] = summarise(window, LEAST).tau
     with torch.inference_mode():
@@ -420,8 +421,8 @@ def test_transformers_own_generate(models: tuple[LlamaForCausalLM, LlamaForCausa
     assert said["prompt-lookup"] == said["assisted"] == said["none"]
     assert lengths["none"] == 1 and (lengths["prompt-lookup"] or 0) >= 1 <= (lengths["assisted"] or 0)
     first = said["none"][0]
-    assert source.compare(PROMPTS[0], first, first) == "same"
-    assert source.compare(PROMPTS[0], first, [(first[0] + 1) % 40, *first[1:]]) == "mismatch"
+    assert source.compare(ASKS[0], first, first) == "same"
+    assert source.compare(ASKS[0], first, [(first[0] + 1) % 40, *first[1:]]) == "mismatch"
 
 
 def test_transformers_decodes_without_the_penalties_of_a_models_files(

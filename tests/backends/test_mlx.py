@@ -27,8 +27,9 @@ from outrider.cli.main import app
 from outrider.data.chat import render
 from outrider.data.conversations import Conversation
 from outrider.data.sources import TaskSettings
-from outrider.decoding.generate import acceptance, generate, stream
-from outrider.decoding.request import SingleRequest, StopRules
+from outrider.decoding.drafting import Drafting
+from outrider.decoding.generate import SingleRequest, acceptance, generate, stream
+from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, DrafterWeights
 from outrider.drafters.dflash import FULL, SLIDING, DFlash, DFlashConfig
 from outrider.drafters.draft import Draft
@@ -404,7 +405,8 @@ class OneRound:
 
     def __init__(self, target: MLXTarget, drafter: Any, context: tuple[int, ...], source: RandomSource) -> None:
         def request(drafter: Any) -> SingleRequest:
-            return SingleRequest(target, drafter, context, SamplingParams(temperature=1.0), StopRules(8, stop_ids=()))
+            drafting, params = Drafting(drafter, FixedPolicy()), SamplingParams(temperature=1.0)
+            return SingleRequest(target, drafting, context, params, StopRules(8, stop_ids=()))
 
         self.request = request
         self.batch = request(drafter)

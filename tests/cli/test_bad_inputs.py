@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import sys
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 import outrider.cli.main as main
 from outrider.checkpoints.checkpoint import add_metadata
 from outrider.evaluation.draft_cost import DraftCosts
+from outrider.loadtest.load import Traffic
 from outrider.loadtest.metrics import Frontier, Metrics, PointSummary
 from outrider.loadtest.traces import Response, Traces
 from tests.toys.bad_inputs import Case, every_case
@@ -51,7 +53,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile.save(here / "profile.json")
     responses = [Response((1, 2), [3, 4, 5, 6], True, start=0)]
     counts = np.zeros(4, dtype=np.int64)
-    about = {"setting": profile.setting.model_dump(), "threshold": 0.5}
+    about = {"setting": profile.setting.model_dump(), "threshold": 0.5, "traffic": asdict(Traffic())}
     Traces(responses, np.full((4, 3), 0.5, dtype=np.float32), counts, counts, about).save(here / "traces.npz")
     np.savez(here / "rounds.npz", about="{}")
     (here / "eval").mkdir()

@@ -71,6 +71,7 @@ VERBS = {
         "--typical",
         "--thinking",
     ],
+    "serve": ["--target", "--drafter", "--host", "--port", "--max-waiting", "--profile", "--tree", "--thinking"],
     "compare": ["RESULTS", "--out", "--draft-cost", "--allow-different"],
     "experiment": ["TABLE", "--dry-run"],
     "bench-drafters": ["DRAFTERS", "--context", "--repeats"],
@@ -277,6 +278,7 @@ def test_drafters_without_training(run: Run, toy: Path, tmp_path: Path) -> None:
         ("ngram", "ngram@10", 10),
         ("ngram@3", "ngram@3", 3),
         (f"lm:{toy / 'target'}@2", f"lm:{toy / 'target'}@2", 2),
+        (f"hybrid:{toy / 'drafter'}", f"hybrid:{toy / 'drafter'}", 16),
     ):
         found = run(*command, "--drafter", drafter, "--out", tmp_path / "out")
         assert found[0] == 0, found[2]

@@ -69,7 +69,7 @@ class Drafts:
 
     def propose(self, context: Tokens, source: RandomSource) -> Draft:
         params = self.target.params
-        seen = SeenTokens(self.target.vocab_size, params.repetition_penalty, context)
+        seen = SeenTokens(self.target.vocab_size, params, output=context)
         (found,) = self.drafter.propose([DraftCall(context[:-1], context[-1], params, seen, source)])
         return found
 

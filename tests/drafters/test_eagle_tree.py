@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.decoding.generate import generate
-from outrider.decoding.request import SingleRequest, StopRules
+from outrider.decoding.drafting import Drafting
+from outrider.decoding.generate import SingleRequest, generate
+from outrider.decoding.request import StopRules
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape
@@ -19,6 +20,7 @@ from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
 from outrider.sampling import SamplingParams
+from outrider.scheduling.policies import FixedPolicy
 from outrider.target.model import Target
 from outrider.verification import verify
 from tests.proof.enumeration import enumerate_traces
@@ -165,7 +167,8 @@ def test_sampling_through_a_tree_is_the_targets_own_distribution() -> None:
     """One real round with its acceptance enumerated: the first two tokens have the target's probabilities."""
     target = easy_target()
     drafter = DynamicTreeDrafter(Eagle3Drafter(DrafterWeights(make_drafter(target)), target), TreeShape(3, 4, 9))
-    batch = SingleRequest(target, drafter, TEXT, SamplingParams(temperature=0.8, top_p=0.95), StopRules(20 - len(TEXT)))
+    params, rules = SamplingParams(temperature=0.8, top_p=0.95), StopRules(20 - len(TEXT))
+    batch = SingleRequest(target, Drafting(drafter, FixedPolicy()), TEXT, params, rules)
     (proposal,) = batch.draft(0.0)
     (rows,) = batch.score([proposal])
     first_V, deep = torch.zeros(97, dtype=torch.float64), 0.0

@@ -169,7 +169,7 @@ def model_row(model: Target, text: Sequence[int], params: SamplingParams) -> Ten
     """p_k as plain decoding of the small model has it."""
     logits_BTV = model.forward(torch.tensor([list(text)]), model.new_cache(len(text))).logits_BTV
     assert logits_BTV is not None
-    return warp(logits_BTV[0, -1], params, SeenTokens(97, params.repetition_penalty, text).with_tokens())
+    return warp(logits_BTV[0, -1], params, SeenTokens(97, params, text).with_tokens())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
@@ -574,6 +574,17 @@ def test_what_the_option_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for wrong in ("lm:", "lm", "ngram:6", "ngram@", "ngram@six", "lm:@3"):
         with pytest.raises(ValueError, match="write ngram, ngram@8, lm:ID_OR_DIR"):
             choose_drafter(wrong, "t")
+    beside = DrafterChoice("directory", shipped, hybrid=True)
+    assert choose_drafter("hybrid:smollm2-135m-dspark", "t") == beside
+    assert choose_drafter("hybrid", "HuggingFaceTB/SmolLM2-135M-Instruct") == beside
+    assert choose_drafter("./hybrid", "t") == DrafterChoice("directory", "./hybrid")
+    with pytest.raises(ValueError, match=r"no trained drafter for some/target that copies .*: use ngram"):
+        choose_drafter("hybrid", "some/target")
+    for wrong in ("hybrid:ngram", "hybrid:lm:a/b", "hybrid:hybrid"):
+        with pytest.raises(ValueError, match="write hybrid, or hybrid:DIR_OR_NAME"):
+            choose_drafter(wrong, "HuggingFaceTB/SmolLM2-135M-Instruct")
+    with pytest.raises(ValueError, match="give the trained drafter itself"):
+        require_directory("hybrid:smollm2-135m-dspark", "t")
     with pytest.raises(ValueError, match=r"no drafter for some/target. Give its directory, .* use ngram or lm:"):
         require_drafter("none", "some/target")
     with pytest.raises(ValueError, match="ngram has no directory"):

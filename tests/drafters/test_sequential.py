@@ -147,6 +147,7 @@ PARAMS = [
     SamplingParams(),
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.8, top_k=4, top_p=0.9, min_p=0.02, repetition_penalty=1.5),
+    SamplingParams(temperature=1.0, presence_penalty=0.8, frequency_penalty=0.5),
 ]
 
 
@@ -161,7 +162,7 @@ def test_chain_reports_what_it_samples(kind: str | None, draft_ids: list[int] | 
     random_(confidence)
     base_KVd, hidden_KH = torch.randn(K, len(ids), dtype=torch.float64), torch.randn(K, H, dtype=torch.float64)
     anchor, prompt = 4, [1, 4]
-    seen = SeenTokens(V, params.repetition_penalty, prompt)
+    seen = SeenTokens(V, params, prompt)
     ids_Vd = None if draft_ids is None else torch.tensor(ids)
 
     def draft() -> tuple[list[int], Tensor, list[float]]:
@@ -182,7 +183,7 @@ def test_chain_reports_what_it_samples(kind: str | None, draft_ids: list[int] | 
         features = np.concatenate([features, e_Kr], axis=1)
     assert probs_KV.shape == (K, V) and probs_KV.dtype == torch.float64
     for k in range(K):
-        seen_V = SeenTokens(V, params.repetition_penalty, prompt + tokens[:k]).with_tokens()
+        seen_V = SeenTokens(V, params, prompt, output=tokens[:k]).with_tokens()
         expected_Vd = warp(torch.from_numpy(logits_KVd[k]), params, None if seen_V is None else seen_V[ids])
         torch.testing.assert_close(probs_KV[k, ids], expected_Vd, rtol=1e-10, atol=1e-13)
         assert probs_KV[k, tokens[k]] > 0

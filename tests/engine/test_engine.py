@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 from torch import Tensor
 
-import outrider.engine.batch as batch
+import outrider.decoding.drafting as drafting_module
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall
@@ -400,7 +400,7 @@ def test_the_drafter_reads_when_it_drafts(
 
 
 def test_unread_aux_layers_are_bounded(target: Target, drafter: BlockDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "_MOST_UNREAD", 40)
+    monkeypatch.setattr(drafting_module, "_MOST_UNREAD", 40)
     engine = Engine(target, drafter, gate=Sometimes(0), config=EngineConfig(1, 16, 16, 64))
     engine.submit(Request("long", prompts(1, longest=1)[0] * 200, rules=StopRules(4)))
     most = 0

@@ -29,8 +29,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+import outrider.decoding.drafting as drafting_module
 import outrider.decoding.round as decoding_round
-import outrider.engine.batch as engine_batch
 from outrider.backends.local import WrappedDrafter
 from outrider.decoding.generate import Generation, generate
 from outrider.decoding.request import FinishReason, StopRules
@@ -391,7 +391,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert len(held) == len(set(held)) == scheduler.allocator.used
         waiting = [id for id, _ in scheduler.waiting]
         assert sorted([*scheduler.running, *waiting]) == sorted(self.live) and self.engine.idle == (not self.live)
-        assert set(self.engine.history._slots) <= set(self.live)
+        assert set(self.engine.drafting.history._slots) <= set(self.live)
         if self.watched is not None:
             assert len(self.watched.sessions) == len(scheduler.running)
 
@@ -424,7 +424,7 @@ def run(examples: int, steps: int, fixed: bool = True) -> Counter[str]:
     EngineMachine.met = Counter()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoding_round, "verify", noting_verify)
-        patch.setattr(engine_batch, "_MOST_UNREAD", 10)  # of the requests here, too, some are read early
+        patch.setattr(drafting_module, "_MOST_UNREAD", 10)  # of the requests here, too, some are read early
         run_state_machine_as_test(EngineMachine, settings=chosen)
     return EngineMachine.met
 

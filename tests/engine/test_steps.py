@@ -62,9 +62,12 @@ def test_drafts_reach_to_the_last_token_but_one(target: Target, monkeypatch: pyt
 
 
 def test_the_history_is_what_the_policy_was_shown(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts in full, also those that were rejected or never verified, and of each step only once it is over."""
+    """Drafts in full, also those that were rejected or never verified, and of each step only once it is over, with what
+    became of them.
+    """
     shown: list[StepView] = []
     recorded: list[StepView] = []
+    outcomes: list[tuple[int, int]] = []
     record = History.record
 
     class Watching(FixedPolicy):
@@ -73,13 +76,22 @@ def test_the_history_is_what_the_policy_was_shown(target: Target, monkeypatch: p
             shown.append(view)
             return super().lengths(view)
 
-    def watched(self: History, ids: Sequence[Hashable], view: StepView) -> None:
+    def watched(self: History, ids: Sequence[Hashable], view: StepView, *, verified_R: Ints, accepted_R: Ints) -> None:
         recorded.append(view)
-        record(self, ids, view)
+        outcomes.append((int(verified_R.sum()), int(accepted_R.sum())))
+        record(self, ids, view, verified_R=verified_R, accepted_R=accepted_R)
 
     monkeypatch.setattr(History, "record", watched)
     requests = [Request(str(i), p, rules=StopRules(12, stop_ids=())) for i, p in enumerate(prompts(4))]
-    finish(Engine(target, toy_drafter(target), Watching(1)), requests)
+    engine = Engine(target, toy_drafter(target), Watching(1))
+    for request in requests:
+        engine.submit(request)
+    true: list[tuple[int, int]] = []
+    while not engine.idle:
+        engine.step()
+        assert engine.last is not None
+        true += [(engine.last.admitted, engine.last.accepted)] * (engine.last.requests > 0)
+    assert outcomes == true
     assert len(shown) > 5 and recorded == shown
     assert any(view.drafted_R.max(initial=0) > 1 for view in recorded), "drafts beyond the one that was verified"
 
@@ -157,7 +169,7 @@ def test_what_a_request_held_is_given_back(target: Target, monkeypatch: pytest.M
     finish(engine, [Request(str(i), [5, 7 + i], rules=StopRules(40, stop_ids=())) for i in range(6)])
     assert preempted and len(opened) == 6 + len(preempted)
     assert sorted(map(id, ended)) == sorted(map(id, opened))
-    assert not engine.history._slots and not engine.scheduler.running and not engine.scheduler.waiting
+    assert not engine.drafting.history._slots and not engine.scheduler.running and not engine.scheduler.waiting
 
 
 def test_a_preempted_request_is_read_anew(target: Target) -> None:

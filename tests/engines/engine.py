@@ -147,7 +147,7 @@ def our_rounds(
         anchor = len(prompt) + count - 1
         drafter.extend([session], [text[0, known:anchor].tolist()], aux_TLD[0, known:anchor])
         known = anchor
-        seen = SeenTokens(target.vocab_size, 1.0, [], target.device)
+        seen = SeenTokens(target.vocab_size)
         call = DraftCall(session, int(text[0, anchor]), SamplingParams(), seen, source)
         proposals.append(drafter.propose([call])[0].tokens)
     return proposals

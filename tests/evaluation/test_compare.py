@@ -154,6 +154,8 @@ def test_one_label_is_one_drafter() -> None:
         ({"draft_length": 3}, "3 drafts"),
         ({"tree": 60}, "tree of 60"),
         ({"tree": 60, "draft_length": 16}, "16 nodes of a tree of 60"),
+        ({"tree": 60, "draft_length": 64, "slots": 60}, "tree of 60"),
+        ({"policy": "look-ahead+skip", "step_costs": "step costs measured on a day"}, "by cost (look-ahead+skip)"),
     ],
 )
 def test_what_was_verified_is_said_where_it_is_not_the_whole_block(options: dict[str, Any], said: str) -> None:

@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 
 import outrider.utils.plots as plots
 from outrider.evaluation.comparison import BEST, Comparison, plot_tau_and_speedup, ranked
-from outrider.evaluation.profile import plot_profile
-from outrider.evaluation.report import plot_acceptance
+from outrider.evaluation.report import plot_acceptance, plot_profile
 from outrider.evaluation.results import Results
 from outrider.loadtest.metrics import Frontier
 from outrider.loadtest.plots import plot_frontier, plot_load

@@ -26,7 +26,7 @@ from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShap
 from outrider.engine.batch import Output, Request, StepRecord
 from outrider.engine.engine import Engine
 from outrider.evaluation.profile import ProfileConfig, measure_profile
-from outrider.loadtest.load import ClosedLoop, LoadConfig, Poisson, WallClock, Window, mixed_prompts, run_load
+from outrider.loadtest.load import Ask, ClosedLoop, LoadConfig, Poisson, WallClock, Window, mixed_prompts, run_load
 from outrider.loadtest.metrics import (
     Frontier,
     Journal,
@@ -105,8 +105,8 @@ class SimulatedClock:
 
 def closed(users: int, engine: FakeEngine, **changes: object) -> Window:
     config = replace(LoadConfig(requests=3, max_new_tokens=4, warmup=users, warmup_tokens=4), **changes)  # type: ignore[arg-type]
-    prompts = [[100 * i] for i in range(10)]
-    return run_load(engine, prompts, ClosedLoop(users), config, SimulatedClock())
+    asks = [Ask([100 * i]) for i in range(10)]
+    return run_load(engine, asks, ClosedLoop(users), config, SimulatedClock())
 
 
 def test_closed_loop_counts_exactly_what_its_window_holds() -> None:
@@ -146,7 +146,7 @@ def test_window_by_seconds() -> None:
 def test_poisson_waits_count_from_the_arrival() -> None:
     engine, clock = FakeEngine(per_step=4, seconds=1.0), SimulatedClock()
     config = LoadConfig(requests=6, max_new_tokens=4, warmup=1)
-    window = run_load(engine, [[0]], Poisson(2.0, 5, 0.0), config, clock)
+    window = run_load(engine, [Ask([0])], Poisson(2.0, 5, 0.0), config, clock)
     gaps = random.Random(5)
     moments = [0.0]
     while len(moments) < 60:
@@ -183,8 +183,8 @@ def measure(
         served.append((variant, level))
         return FakeEngine(speeds[variant], shift=int(verdict != "same" and variant == "look-ahead"))
 
-    def compare(prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> str:
-        assert plain[0] == prompt[0] and other[0] == prompt[0] + 1
+    def compare(ask: Ask, plain: Sequence[int], other: Sequence[int]) -> str:
+        assert plain[0] == ask.prompt[0] and other[0] == ask.prompt[0] + 1
         return verdict
 
     journal = Journal(directory, {"seed": 0})

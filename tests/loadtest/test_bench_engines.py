@@ -19,7 +19,7 @@ from outrider.backends.registry import engine_of
 from outrider.checkpoints.checkpoint import load_checkpoint, save_drafter
 from outrider.data.conversations import Conversation
 from outrider.loadtest.engines import SequentialBackend
-from outrider.loadtest.load import Prompt, mixed_prompts
+from outrider.loadtest.load import Ask, Prompt, mixed_prompts
 from outrider.loadtest.metrics import Frontier, Journal, RequestFigures
 from outrider.loadtest.sweep import Share, Workload, responses, side_by_side
 from outrider.utils.distributed import ALONE, Ranks
@@ -34,7 +34,8 @@ def run(directory: Path, out: Path, *more: object) -> Result:
     """`outrider bench` on the toy target."""
     app = typer.Typer()
     app.command()(bench.bench_command)
-    command = ["--target", directory / "target", "--drafter", directory / "drafter", "--out", out]
+    command = ["--target", directory / "target", "--out", out]
+    command += [] if "--drafter" in more else ["--drafter", directory / "drafter"]
     command += ["--tasks", directory / "tasks.jsonl", "--requests-per-point", 3, "--max-new-tokens", 6, "--repeats", 1]
     return CliRunner().invoke(app, [*map(str, command), *map(str, more)], env={"COLUMNS": "80"})
 
@@ -133,7 +134,7 @@ def test_running_servers(toy: Path, tmp_path: Path) -> None:
 
 
 def launch(directory: Path, out: Path, drafter: Path, kind: str, *more: object) -> Result:
-    """A fake engine of that kind under two short requests; the last --drafter counts."""
+    """A fake engine of that kind under two short requests."""
     engine = ["--backend", kind, "--launch", "--engine-command", executable(directory / "engine"), "--concurrency", 1]
     return run(directory, out, *engine, "--drafter", drafter, "--max-new-tokens", 3, *more)
 
@@ -214,7 +215,7 @@ def test_later_turns_follow_the_baseline_answers(tmp_path: Path) -> None:
     def respond(turn: int, prompts: Any) -> list[list[int]]:
         asked.append((turn, len(prompts)))
         backend = SequentialBackend(lambda prompt, most: iter([tokenizer(f"r{turn}")["input_ids"]]))
-        return responses(backend, prompts, 4)
+        return responses(backend, [Ask(prompt) for prompt in prompts], 4)
 
     before = load.longest
     load.grow(tokenizer, False, respond)

@@ -25,6 +25,7 @@ from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.engine.batch import Output, Request, StepRecord
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
+from outrider.loadtest.load import Ask
 from outrider.loadtest.metrics import Point, Sla, summarise_points
 from outrider.loadtest.simulate import (
     Cluster,
@@ -86,7 +87,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def recorded(target: Target, drafter: BlockDrafter, prompts: list[list[int]]) -> Traces:
-    return record(target, drafter, prompts, StopRules(30, stop_ids=(STOP,)), {"target": "toy"})
+    return record(target, drafter, [Ask(p) for p in prompts], StopRules(30, stop_ids=(STOP,)), {"target": "toy"})
 
 
 def made(*responses: tuple[int, Sequence[int]], stopped: bool = True, confidence: float = 0.9) -> Traces:
@@ -286,7 +287,7 @@ def test_requests_that_no_trace_answers_are_refused(recorded: Traces) -> None:
         engine.submit(Request("a", [5, 6]))
     with pytest.raises(ValueError, match="asks for 31 tokens, its trace has 30"):
         engine.submit(Request("a", cut.prompt, rules=StopRules(31)))
-    with pytest.raises(ValueError, match="traces are of greedy decoding"):
+    with pytest.raises(ValueError, match=r"asks for .*temperature=0\.5.*its trace has .*temperature=0\.0"):
         engine.submit(Request("a", cut.prompt, SamplingParams(temperature=0.5), StopRules(3)))
     assert engine.idle
     engine.submit(Request("a", cut.prompt, rules=StopRules(3)))
@@ -364,7 +365,7 @@ def simulated(
     def serving(name: str, level: float) -> Cluster:
         return serve(name, traces, machine, EngineConfig(), 0.5, replicas)
 
-    points = simulate_sweep(sweep, serving, [r.prompt for r in traces.responses])
+    points = simulate_sweep(sweep, serving, [Ask(r.prompt) for r in traces.responses])
     return {(point.variant, point.level): point for point in points}
 
 
@@ -409,6 +410,15 @@ def test_errors_are_in_per_cent_of_the_measured() -> None:
     for point in real:
         point.quartiles["tokens_per_second"] = (0.0, point.throughput / (1.25 if point.level == 4 else 1), 0.0)
     assert [(c.variant, c.level, round(c.error, 6)) for c in compare(points, real)] == [("none", 1, 0), ("none", 4, 25)]
+    assert [c.ratio_error for c in compare(points, real)] == [pytest.approx(0)] * 2
+    faster = [p.model_copy(deep=True) for p in points]
+    for point in faster:  # a machine twice as fast, on which drafts were worth a tenth more
+        rate = point.throughput * (2 if point.variant == "none" else 2.2)
+        point.quartiles["tokens_per_second"] = (0.0, rate, 0.0)
+    errors = {c.variant: (c.error, c.ratio_error) for c in compare(points, faster)}
+    assert errors["none"] == (pytest.approx(-50), pytest.approx(0))
+    assert errors["fixed-2"] == (pytest.approx(100 / 2.2 - 100), pytest.approx(100 / 1.1 - 100))
+    assert {c.ratio_error for c in compare(points, [p for p in faster if p.variant != "none"])} == {None}
     with pytest.raises(ValueError, match="no measured point has the variant and level"):
         compare(points[:1], real[1:])
 
@@ -435,7 +445,12 @@ def test_the_verb_records_simulates_and_validates(outrider: Run, tmp_path: Path)
     chosen = ("--variants", "none,fixed-2,look-ahead+skip", "--concurrency", "1,3", "--requests", 6)
     status, stdout, stderr = outrider(*given, *chosen, "--out", tmp_path / "first")
     assert status == 0 and "look-ahead+skip" in stdout, stderr
-    assert {path.name for path in (tmp_path / "first").iterdir()} == {"frontier.json", "frontier.png", "load.png"}
+    assert {path.name for path in (tmp_path / "first").iterdir()} == {
+        "frontier.json",
+        "frontier.png",
+        "load.png",
+        "gains.png",
+    }
     validate = ("--validate", tmp_path / "first" / "frontier.json", "--scale-verify", 2)
     status, stdout, stderr = outrider(*given, *chosen, "--out", tmp_path / "second", *validate)
     assert status == 0 and "worst: " in stdout, stderr + stdout

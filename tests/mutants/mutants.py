@@ -67,6 +67,12 @@ MUTANTS: list[Mutant] = [
         "sampling.py",
         "tests/sampling/test_sampling.py",
         (
+            "warp_presence_counts_prompt",
+            "presence and frequency penalties count the prompt",
+            "written_KV = seen_KV // IN_OUTPUT",
+            "written_KV = (seen_KV + 1) // IN_OUTPUT",
+        ),
+        (
             "src_choose_argmax_above_0.9",
             "choose returns the argmax of a row whose top is >= 0.9",
             "if top.item() >= 1.0:",
@@ -214,8 +220,8 @@ MUTANTS: list[Mutant] = [
         (
             "warp_penalty_of_unseen",
             "the penalty is for the tokens that have not come yet",
-            "torch.where(seen_KV, penalised_KV, logits_KV)",
-            "torch.where(seen_KV, logits_KV, penalised_KV)",
+            "torch.where(seen_KV > 0, penalised_KV, logits_KV)",
+            "torch.where(seen_KV > 0, logits_KV, penalised_KV)",
         ),
         (
             "warp_minp_absolute",
@@ -232,8 +238,8 @@ MUTANTS: list[Mutant] = [
         (
             "seen_keeps_drafts",
             "drafts that were only tried stay among the tokens seen",
-            "mask_V = self._mask_V.clone()",
-            "mask_V = self._mask_V",
+            "seen_V = self._seen_V.clone()",
+            "seen_V = self._seen_V",
             "tests/proof/test_proof_engine.py::test_policies_over_two_requests",
         ),
         (
@@ -390,7 +396,7 @@ MUTANTS: list[Mutant] = [
         (
             "rows_greedy_pick_ignores_penalty",
             "the argmax of raw logits is taken under a penalty",
-            " and self.params.repetition_penalty == 1.0",
+            " and not self.params.penalised",
             "",
             "tests/engine/test_steps.py::test_a_greedy_penalty_reads_warped_rows",
         ),
@@ -402,30 +408,20 @@ MUTANTS: list[Mutant] = [
             "tests/decoding/test_tree.py::test_coupled_tokens_depend_on_the_seed_alone",
         ),
         (
-            "lane_features_of_rejected",
-            "the drafter is given rows of the front, not of the path",
-            "None if aux_BTLD is None else aux_BTLD[:, kept])",
-            "None if aux_BTLD is None else aux_BTLD[:, : len(kept)])",
-            "tests/decoding/test_tree.py::test_greedy_output_equals_plain_decoding",
-        ),
-        (
             "eng_preempted_keeps_unread",
             "a preempted request keeps features of its old cache",
-            ("        self.session = self.recurrent = None\n        self.unread.clear()\n\n\n_PREFILL"),
-            ("        self.session = self.recurrent = None\n\n\n_PREFILL"),
+            "        self.session = self.recurrent = None\n        self.unread.clear()\n",
+            "        self.session = self.recurrent = None\n",
             "tests/engine/test_steps.py::test_a_preempted_request_is_read_anew",
         ),
         (
             "eng_preempted_restarts_random_state",
             "a preempted request draws its random numbers again",
-            ("        self.session = self.recurrent = None\n        self.unread.clear()\n\n\n_PREFILL"),
+            "        self.session = self.recurrent = None\n        self.unread.clear()\n",
             (
                 "        self.source = Randomness().source(self.seed)\n"
                 "        self.session = self.recurrent = None\n"
                 "        self.unread.clear()\n"
-                "\n"
-                "\n"
-                "_PREFILL"
             ),
             "tests/engine/test_steps.py::test_a_preempted_request_goes_on_with_its_random_numbers",
         ),
@@ -446,8 +442,8 @@ MUTANTS: list[Mutant] = [
         (
             "eng_seen_from_output_only",
             "the penalty does not see the prompt",
-            "params.repetition_penalty, prompt, device=target.device",
-            "params.repetition_penalty, [], device=target.device",
+            "params, prompt, device=target.device",
+            "params, [], device=target.device",
             "tests/decoding/test_decoding.py::test_the_repetition_penalty_is_that_of_transformers_prompt_included",
         ),
         (
@@ -502,21 +498,15 @@ MUTANTS: list[Mutant] = [
             "min(len(prompt) + rules.max_new_tokens, target.max_context)",
             "len(prompt) + rules.max_new_tokens",
         ),
+    ),
+    *_of(
+        "decoding/generate.py",
+        "tests/decoding/test_decoding.py",
         (
             "single_keeps_path_of_whole_draft",
             "the accepted path is looked for as if the whole draft had been verified",
             "self.cache.length - (len(result.verified.tokens) + 1)",
             "self.cache.length - (len(result.draft.tokens) + 1)",
-        ),
-        (
-            "single_view_of_drawn_tokens",
-            "the policy of a lone request is shown the probabilities of the drawn tokens (biased)",
-            "StepView.of([draft.confidences for draft in drafts],",
-            (
-                "StepView.of(\n"
-                "            [[s.first or 1.0 for s in draft.siblings.values()] or draft.confidences for "
-                "draft in drafts],"
-            ),
         ),
         (
             "single_reads_aux_of_first_rows",
@@ -525,10 +515,13 @@ MUTANTS: list[Mutant] = [
             "aux_BTLD[:, [0] * len(kept)])",
             "tests/decoding/test_decoding.py::test_the_drafter_reads_the_aux_hidden_states_of_the_tokens_that_stay",
         ),
-    ),
-    *_of(
-        "decoding/generate.py",
-        "tests/decoding/test_decoding.py",
+        (
+            "lane_features_of_rejected",
+            "the drafter is given rows of the front, not of the path",
+            "None if aux_BTLD is None else aux_BTLD[:, kept])",
+            "None if aux_BTLD is None else aux_BTLD[:, : len(kept)])",
+            "tests/decoding/test_tree.py::test_greedy_output_equals_plain_decoding",
+        ),
         (
             "stats_count_behind_stop",
             "drafts accepted behind a stop are counted",
@@ -545,36 +538,26 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "engine/batch.py",
-        "tests/engine/test_engine.py",
+        "decoding/drafting.py",
+        "tests/engine/test_steps.py",
         (
-            "eng_history_twice",
+            "drafting_history_twice",
             "the history remembers a step before its policy is asked",
-            "        return self._view\n",
-            ("        self.history.record(self.ids, self._view)\n        return self._view\n"),
-            "tests/engine/test_steps.py::test_the_history_is_what_the_policy_was_shown",
-        ),
-        (
-            "eng_history_by_accepted",
-            "the history remembers what was accepted",
-            "            self.history.record(self.ids, self._view)\n",
+            "        return self.history.step_view(\n            [turn.id for turn in turns],\n",
             (
-                "            from dataclasses import replace\n"
-                "            import numpy as np\n"
-                "            got = np.array([len(kept[id]) - 1 if id in kept else 0 for id in self.ids])\n"
-                "            self.history.record(self.ids, replace(self._view, "
-                "drafted_R=np.minimum(self._view.drafted_R, got)))\n"
+                "        early = self.history.step_view(\n"
+                "            [turn.id for turn in turns],\n"
+                "            [draft.confidences for draft in drafts],\n"
+                "            [len(draft.tokens) for draft in drafts],\n"
+                "            contexts=[len(turn.state.tokens) for turn in turns],\n"
+                "        )\n"
+                "        self.record(turns, early, [None] * len(turns))\n"
+                "        return self.history.step_view(\n            [turn.id for turn in turns],\n"
             ),
             "tests/engine/test_steps.py::test_the_history_is_what_the_policy_was_shown",
         ),
         (
-            "eng_sources_swapped",
-            "requests of a step draw from one another's sources",
-            "self.states[id].source for id in self.ids]",
-            "self.states[id].source for id in reversed(self.ids)]",
-        ),
-        (
-            "eng_draft_dropped_by_token",
+            "drafting_dropped_by_token",
             "a draft loses its last token where that is odd (biased)",
             "                drafts[i] = draft\n",
             (
@@ -584,35 +567,105 @@ MUTANTS: list[Mutant] = [
             "tests/proof/test_proof_engine.py::test_policies_over_two_requests",
         ),
         (
-            "eng_view_of_drawn_tokens",
+            "drafting_view_of_drawn_tokens",
             "the policy is shown the probabilities of the drawn tokens (biased)",
-            "confidences = [draft.confidences for draft in drafts]",
+            "            [draft.confidences for draft in drafts],\n",
             (
-                "confidences = [[s.first or 1.0 for s in draft.siblings.values()] or draft.confidences "
-                "for draft in drafts]"
+                "            [\n"
+                "                [s.first or 1.0 for s in draft.siblings.values()] or draft.confidences for "
+                "draft in drafts\n"
+                "            ],\n"
             ),
             "tests/proof/test_proof_engine.py::test_policies_over_two_requests",
         ),
         (
-            "eng_gate_ignored",
+            "copies_source_by_token",
+            "a copy takes the place of a draft that begins with another token (biased)",
+            "                drafts[i] = draft\n",
+            (
+                "                rival = self._found.get(turns[i].id)\n"
+                "                other = rival is not None and draft.tokens[:1] != rival.tokens[:1]\n"
+                "                drafts[i] = rival.draft(limits[i], 0.0) if other else draft\n"
+            ),
+            "tests/proof/test_proof_hybrid.py::test_in_the_engine",
+        ),
+        (
+            "copies_count_as_drafts",
+            "a copy counts as what the drafter drafted",
+            "[turn.id in self._taken for turn in turns]",
+            "[False for turn in turns]",
+            "tests/decoding/test_hybrid.py",
+        ),
+        (
+            "copies_not_learned",
+            "nothing is learned from what came of copies",
+            "        self.beliefs.record(ids, ",
+            "        self.beliefs.expected(ids) if not ids else self.beliefs.record(ids[:0], ",
+            "tests/decoding/test_hybrid.py",
+        ),
+        (
+            "copies_learned_taken_only",
+            "copies that were not taken teach nothing",
+            "if (copy := self._found.get(turn.id)) is not None:\n                outcomes",
+            "if (copy := self._found.get(turn.id)) is not None and turn.id in self._taken:\n                outcomes",
+            "tests/decoding/test_hybrid.py",
+        ),
+        (
+            "copies_outcomes_one_late",
+            "copies are compared with the text one token on",
+            "text[self.start :]",
+            "text[self.start + 1 :]",
+            "tests/decoding/test_hybrid.py",
+        ),
+        (
+            "copies_never_end",
+            "copies are drafted however unlikely their end is",
+            "(np.cumprod(self.confidences_K) >= _LEAST_SURVIVAL)",
+            "(np.cumprod(self.confidences_K) >= 0.0)",
+            "tests/decoding/test_hybrid.py",
+        ),
+        (
+            "copies_beyond_the_response",
+            "a copy may be longer than the response",
+            "min(turns[i].limit, turns[i].state.remaining - 1)",
+            "turns[i].limit",
+            "tests/decoding/test_hybrid.py",
+        ),
+        (
+            "drafting_gate_ignored",
             "requests draft as deep as they may, whatever the gate says",
-            "min(self.deciding[i].limit, depth)",
-            "self.deciding[i].limit",
+            "min(turns[i].limit, depth)",
+            "turns[i].limit",
             "tests/engine/test_steps.py::test_drafts_are_no_deeper_than_the_gate_says",
         ),
         (
-            "eng_gate_forgets_others",
+            "drafting_gate_forgets_others",
             "the gate is not told of requests that cannot draft",
-            "other_requests=len(self.deciding) - len(able)",
+            "other_requests=len(turns) - len(able)",
             "other_requests=0",
-            "tests/engine/test_steps.py",
         ),
         (
-            "eng_view_forgets_prefill",
+            "drafting_view_forgets_prefill",
             "the policy is not told of the rows of prefill",
-            "contexts=contexts, other_tokens=self.prefill_tokens",
-            "contexts=contexts, other_tokens=0",
-            "tests/engine/test_steps.py",
+            "turns],\n            other_tokens=other_tokens,",
+            "turns],\n            other_tokens=0,",
+        ),
+    ),
+    *_of(
+        "engine/batch.py",
+        "tests/engine/test_engine.py",
+        (
+            "logprobs_of_row_before",
+            "log-probabilities are those of the row before a token's own",
+            "rows = [0, *(node + 1 for node in verdict.path)]",
+            "rows = [0, *(node for node in verdict.path)]",
+            "tests/engine/test_requests.py::test_logprobs_are_those_of_the_targets_logits",
+        ),
+        (
+            "eng_sources_swapped",
+            "requests of a step draw from one another's sources",
+            "self.states[id].source for id in self.ids]",
+            "self.states[id].source for id in reversed(self.ids)]",
         ),
         (
             "eng_features_of_first_request",
@@ -659,14 +712,14 @@ MUTANTS: list[Mutant] = [
         (
             "eng_history_never_forgets",
             "what a finished request's drafts were worth stays for ever",
-            "        self.history.forget(id)\n",
+            "        self.drafting.forget(id)\n",
             "",
             "tests/engine/test_steps.py",
         ),
         (
             "eng_preempted_session_open",
             "a preempted request's drafter session is never ended",
-            ("            self._end_session(id)\n            self._states[id].leave()"),
+            ("            self.drafting.close(self._states[id])\n            self._states[id].leave()"),
             "            self._states[id].leave()",
             "tests/engine/test_steps.py::test_what_a_request_held_is_given_back",
         ),
@@ -678,7 +731,7 @@ MUTANTS: list[Mutant] = [
                 "            return False\n"
                 "        del self._states[id]\n"
                 "        self.scheduler.remove(id)\n"
-                "        self.history.forget(id)\n"
+                "        self.drafting.forget(id)\n"
             ),
             "tests/engine/test_stateful.py",
         ),
@@ -693,6 +746,13 @@ MUTANTS: list[Mutant] = [
     *_of(
         "engine/scheduler.py",
         "tests/engine/test_steps.py",
+        (
+            "engine_ignores_most_drafts",
+            "a request has more drafts than it may",
+            "min(progress.most_drafts, share, left)",
+            "min(self.draft_slots, share, left)",
+            "tests/engine/test_requests.py::test_a_request_has_as_many_drafts_as_it_may",
+        ),
         (
             "engine_budget_per_prompt",
             "no quarter of the budget is kept for prompts",
@@ -810,8 +870,8 @@ MUTANTS: list[Mutant] = [
         (
             "threshold_strict",
             "the threshold policy drops confidences equal to it",
-            "view.confidences_RK >= self.threshold",
-            "view.confidences_RK > self.threshold",
+            "(own_RK >= self.threshold)",
+            "(own_RK > self.threshold)",
             "tests/scheduling/test_scheduling.py::test_threshold",
         ),
         (
@@ -842,15 +902,15 @@ MUTANTS: list[Mutant] = [
         (
             "lookahead_reads_realised",
             "look-ahead plans with confidences not yet revealed (biased)",
-            "return np.where(open_RK, scale_R[:, None] * promise_K, 0.0)",
+            "return np.where(open_RK, scale_R[:, None] * promise_RK, 0.0)",
             "return np.where(open_RK, survival_RK, 0.0)",
             "tests/proof/test_proof.py::test_two_requests_over_rounds",
         ),
         (
             "goodput_forgets_plain_token",
             "goodput does not count the target's own token",
-            "tokens_K = len(view.drafted_R) + gained[verified_KR]",
-            "tokens_K = gained[verified_KR]",
+            "tokens_K = requests + gained_RK[",
+            "tokens_K = gained_RK[",
             "tests/scheduling/test_scheduling.py::test_goodput_counts_the_token_that_the_target_adds_itself",
         ),
         (
@@ -875,8 +935,8 @@ MUTANTS: list[Mutant] = [
         (
             "goodput_reads_this_step",
             "the common length follows from this step's confidences (biased)",
-            "np.cumprod(view.expected_K))))",
-            "np.cumprod(view.confidences_RK.mean(axis=0)))))",
+            "gained_RK = np.cumsum(promised_survival(view), axis=1)",
+            "gained_RK = np.cumsum(view.survival_RK().mean(axis=0) + np.zeros((requests, 1)), axis=1)",
             "tests/proof/test_proof.py",
         ),
         (
@@ -905,8 +965,94 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
+        "scheduling/beliefs.py",
+        "tests/scheduling/test_beliefs.py",
+        (
+            "beliefs_behind_rejection",
+            "drafts behind a rejection count as outcomes",
+            "positions_K < np.minimum(accepted_R + 1, verified_R)[:, None]",
+            "positions_K < verified_R[:, None]",
+            "tests/scheduling/test_beliefs.py::test_only_what_was_reached_and_verified_is_an_outcome",
+        ),
+        (
+            "beliefs_rejections_unseen",
+            "accepted drafts alone are outcomes",
+            "positions_K < np.minimum(accepted_R + 1, verified_R)[:, None]",
+            "positions_K < np.minimum(accepted_R, verified_R)[:, None]",
+            "tests/scheduling/test_beliefs.py::test_positions_are_learned",
+        ),
+        (
+            "beliefs_never_forget",
+            "old outcomes count for ever",
+            "self._variance_P = np.maximum(variance_P, self._least_P)",
+            "self._variance_P = variance_P",
+            "tests/scheduling/test_beliefs.py::test_a_change_of_task_is_followed_within_200_rounds",
+        ),
+        (
+            "beliefs_no_fade",
+            "what is not tried keeps its belief",
+            "self._mean_P[places] = prior + FADE * (self._mean_P[places] - prior)",
+            "pass",
+            "tests/scheduling/test_beliefs.py::test_hopeless_drafts_are_tried_again",
+        ),
+        (
+            "beliefs_kinds_mixed",
+            "drafts with confidences teach about drafts without",
+            "return known * self.groups + groups, position + at",
+            "return 0 * known + groups, position + at",
+            "tests/scheduling/test_beliefs.py::test_drafts_with_confidences_teach_nothing_about_drafts_without",
+        ),
+        (
+            "beliefs_each_takes_all",
+            "every parameter takes the whole residual",
+            "            error_N = error_N - factor_N * change_P[place_N]\n",
+            "",
+            "tests/scheduling/test_beliefs.py::test_one_outcome_is_an_extended_kalman_filter",
+        ),
+        (
+            "beliefs_others_certain",
+            "a parameter counts those behind it as known",
+            "weight_4N = factor_4N / (1 / curvature_N + later_4N)",
+            "weight_4N = factor_4N * curvature_N",
+            "tests/scheduling/test_beliefs.py::test_one_outcome_is_an_extended_kalman_filter",
+        ),
+        (
+            "beliefs_request_kept",
+            "a new request inherits the deviation of one that left",
+            "= self._prior_P[places_2], self._most_P[places_2]",
+            "= self._mean_P[places_2], self._variance_P[places_2]",
+            "tests/scheduling/test_beliefs.py::test_a_request_has_its_own_deviation_and_a_new_one_starts_from_all",
+        ),
+        (
+            "beliefs_groups_fade_together",
+            "a group fades though another request of it was verified",
+            "np.setdiff1d(groups_R[~tried_R], groups_R[tried_R])",
+            "np.unique(groups_R[~tried_R])",
+        ),
+    ),
+    *_of(
         "scheduling/gate.py",
         "tests/scheduling/test_scheduling.py",
+        (
+            "history_all_drafts_verified",
+            "verdicts behind the end of a response count",
+            "    return np.where(ended_R, committed_R, verified_R), np.where(ended_R, committed_R, accepted_R)",
+            "    return verified_R, accepted_R",
+            "tests/scheduling/test_scheduling.py::test_verdicts_behind_the_end_of_a_response_are_unknown",
+        ),
+        (
+            "history_copies_teach",
+            "outcomes of copies count for the drafter beside them",
+            "np.minimum(verified_R, made_R), np.minimum(accepted_R, made_R)",
+            "verified_R, accepted_R",
+            "tests/decoding/test_hybrid.py",
+        ),
+        (
+            "history_belief_forgotten_late",
+            "a new request inherits the beliefs of one that left",
+            "            self._beliefs.forget(id)\n",
+            "            pass\n",
+        ),
         (
             "gate_margin_ignored",
             "drafting need not promise the margin",
@@ -932,7 +1078,7 @@ MUTANTS: list[Mutant] = [
             "history_slot_kept",
             "a new request inherits the means of one that left",
             "            self._means_S2K[slot], self._idle_S[slot] = np.nan, 0\n",
-            "",
+            "            pass\n",
             "tests/scheduling/test_scheduling.py::test_history_forgets_a_request_but_not_its_lesson",
         ),
         (
@@ -944,7 +1090,7 @@ MUTANTS: list[Mutant] = [
         (
             "gate_idle_never_reset",
             "a request that has drafted still counts as waiting to probe",
-            "np.where(view.drafted_R > 0, 0, self._idle_S[slots_R] + 1)",
+            "np.where(made_R > 0, 0, self._idle_S[slots_R] + 1)",
             "self._idle_S[slots_R] + 1",
         ),
         (
@@ -999,6 +1145,21 @@ MUTANTS: list[Mutant] = [
             "np.minimum(tokens_N, len(self._seconds)) - 1]",
             "np.minimum(tokens_N, len(self._seconds) - 1)]",
             "tests/scheduling/test_scheduling.py",
+        ),
+        (
+            "cost_spread_without_drafts",
+            "times of drafts that a busy machine spoilt count as steady",
+            "float(max([forwards, *((high - low) / median for low, median, high in drafts)]))",
+            "float(max([forwards, *((high - low) / median for low, median, high in drafts[:0])]))",
+            "tests/evaluation/test_machine_profile.py::test_it_is_kept_by_its_spread",
+        ),
+        (
+            "cost_longer_context_without_steps",
+            "the first row of a longer context has no steps between its few cells",
+            "self._seconds_RSB[0, s - 1] if s else self.theta",
+            "self.theta",
+            "tests/evaluation/test_machine_profile.py"
+            "::test_a_sparse_grid_has_few_shapes_and_its_table_the_steps_of_the_first_row",
         ),
     ),
     *_of(
@@ -1117,6 +1278,46 @@ MUTANTS: list[Mutant] = [
             "keys are written where values belong",
             "zip(self._kv.layers[layer_idx], (key_states, value_states), strict=True)",
             "zip(self._kv.layers[layer_idx], (key_states, key_states), strict=True)",
+        ),
+    ),
+    *_of(
+        "target/few_rows.py",
+        "tests/target/test_few_rows.py",
+        (
+            "few_rows_window_one_more",
+            "a sliding window shows one cached position more",
+            "length + depths + 1 - window",
+            "length + depths - window",
+        ),
+        (
+            "few_rows_see_the_next",
+            "a row sees the one behind it",
+            "(distance >= 0)",
+            "(distance >= -1)",
+        ),
+        (
+            "few_rows_window_among_rows",
+            "a sliding window shows one of the new rows more",
+            "(distance < (rows",
+            "(distance <= (rows",
+        ),
+        (
+            "few_rows_tree_without_window",
+            "rows of a tree see their ancestors outside the window",
+            "branches.visible(past=0, window=window)",
+            "branches.visible(past=0)",
+        ),
+        (
+            "few_rows_first_block_of_the_first",
+            "every request reads the blocks of the first",
+            '"first_block": _starts([len(own) for own in blocks])',
+            '"first_block": np.zeros(len(rows), dtype=np.int64)',
+        ),
+        (
+            "few_rows_any_type",
+            "keys of any type are read as float32",
+            'device.type == "cpu" and dtype == torch.float32 and',
+            'device.type == "cpu" and',
         ),
     ),
     *_of(
@@ -1461,6 +1662,13 @@ MUTANTS: list[Mutant] = [
     *_of(
         "drafters/chain.py",
         "tests/drafters/test_alignment.py",
+        (
+            "chain_penalty_forgets_drafts",
+            "penalties of a draft do not see the drafts before it",
+            "chain.seen_V[chain.previous] += IN_OUTPUT",
+            "chain.seen_V[chain.previous] += 0",
+            "tests/drafters/test_sequential.py",
+        ),
         (
             "chain_ids_not_mapped",
             "drafts are indices of the draft vocabulary",
@@ -1888,6 +2096,226 @@ MUTANTS: list[Mutant] = [
             "found != FORMAT:",
             "False:",
             "tests/evaluation/test_shipped.py::test_metadata_of_another_format_is_refused",
+        ),
+    ),
+    *_of(
+        "evaluation/machine_profile.py",
+        "tests/evaluation/test_machine_profile.py",
+        (
+            "machine_profile_of_any_weights",
+            "two targets of one name and of other shapes share a profile",
+            "about = [setting.model_dump(), shapes,",
+            "about = [setting.model_dump(),",
+            "tests/evaluation/test_machine_profile.py::test_what_costs_follow_from_has_a_file_of_its_own",
+        ),
+        (
+            "machine_profile_unchecked",
+            "a profile that was copied from another machine is used",
+            "        profile.check(setting)\n",
+            "",
+            "tests/evaluation/test_machine_profile.py::test_a_damaged_or_foreign_file_is_measured_again",
+        ),
+        (
+            "machine_profile_uneven_for_ever",
+            "a profile that a busy machine spoilt is used as long as a steady one",
+            "profile.spread <= STEADY",
+            "True",
+            "tests/evaluation/test_machine_profile.py::test_it_is_kept_by_its_spread",
+        ),
+        (
+            "machine_profile_measured_by_all",
+            "a process that waited for another one's measurement measures too",
+            "        known = _read(path, setting)\n        if known is not None:\n"
+            "            return MachineProfile(known, path, None)\n        say(",
+            "        say(",
+            "tests/evaluation/test_machine_profile.py::test_of_several_processes_one_measures",
+        ),
+    ),
+    *_of(
+        "api/scheduling.py",
+        "tests/api/test_scheduling.py",
+        (
+            "default_without_gate",
+            "by default every round drafts, whatever it costs",
+            "variant.policy, variant.gate, BY_PROFILE",
+            "variant.policy, None, BY_PROFILE",
+        ),
+        (
+            "default_trees_cut",
+            "the nodes of trees are planned as a chain's tokens are",
+            "if opened is None or opened.drafter.trees:",
+            "if opened is None:",
+        ),
+    ),
+    *_of(
+        "loadtest/traces.py",
+        "tests/loadtest/test_sampled.py",
+        (
+            "given_text_ratio_inverted",
+            "a draft is given the text's token with p_t / p_d",
+            "(probs[found[0]] / target_C[found[0]])",
+            "(target_C[found[0]] / probs[found[0]])",
+            "tests/loadtest/test_sampled.py::test_drafts_after_the_text_have_the_law_of_drafts_before_it",
+        ),
+        (
+            "given_text_rejected_from_target",
+            "a rejected draft is drawn from what the target has in excess",
+            "residual(probs, target_C)",
+            "residual(target_C, probs)",
+            "tests/loadtest/test_sampled.py::test_drafts_after_the_text_have_the_law_of_drafts_before_it",
+        ),
+        (
+            "given_text_follows_after_rejection",
+            "drafts go on following the text behind a rejected one",
+            "        self.agrees = False\n",
+            "        self.agrees = True\n",
+            "tests/loadtest/test_sampled.py::test_drafts_after_the_text_have_the_law_of_drafts_before_it",
+        ),
+        (
+            "given_text_never_begins_anew",
+            "after one rejection no later draft of the response is accepted",
+            '"""Begin a new draft."""\n        self.agrees = True',
+            '"""Begin a new draft."""\n        self.agrees &= True',
+            "tests/loadtest/test_sampled.py::test_drafts_given_nearly_greedy_text_are_those_of_greedy_decoding",
+        ),
+        (
+            "given_text_one_early",
+            "drafts are held against the text one token further on",
+            "DraftsGivenText(tokens, read + 1,",
+            "DraftsGivenText(tokens, read,",
+            "tests/loadtest/test_sampled.py::test_drafts_given_nearly_greedy_text_are_those_of_greedy_decoding",
+        ),
+        (
+            "given_text_stale_features",
+            "the drafter reads aux hidden states of the token before",
+            "None if aux_TLD is None else aux_TLD[own]",
+            "None if aux_TLD is None else aux_TLD[place - 1 : place]",
+            "tests/loadtest/test_sampled.py::test_drafts_given_nearly_greedy_text_are_those_of_greedy_decoding",
+        ),
+    ),
+    *_of(
+        "loadtest/load.py",
+        "tests/loadtest/test_sampled.py",
+        (
+            "coupled_seed_of_repeat",
+            "coupled requests of later repeats are compared with other noise's text",
+            'drawn = "" if self.coupled else repeat',
+            "drawn = repeat",
+            "tests/loadtest/test_sampled.py::test_requests_take_turns_with_the_temperatures",
+        ),
+        (
+            "traffic_first_temperature",
+            "every request has the same temperature",
+            "temperature = order.pop()",
+            "temperature = order[0]",
+            "tests/loadtest/test_sampled.py::test_requests_take_turns_with_the_temperatures",
+        ),
+        (
+            "traffic_shared_seed",
+            "all requests share one seed",
+            'f"{seed} request {number} {drawn}"',
+            'f"{seed} request {drawn}"',
+            "tests/loadtest/test_sampled.py::test_requests_take_turns_with_the_temperatures",
+        ),
+        (
+            "traffic_by_parity",
+            "temperatures take turns in one order, as tasks do",
+            ".sample(self.temperatures, len(self.temperatures))",
+            ".sample(self.temperatures, 0) or list(self.temperatures)",
+            "tests/loadtest/test_sampled.py::test_requests_take_turns_with_the_temperatures",
+        ),
+    ),
+    *_of(
+        "loadtest/sweep.py",
+        "tests/loadtest/test_sampled.py",
+        (
+            "coupled_not_compared",
+            "coupled responses are not compared with plain decoding's",
+            "        if ask.comparable:\n",
+            "        if ask.params.temperature == 0.0:\n",
+            "tests/loadtest/test_sampled.py::test_the_real_model_under_a_mixture",
+        ),
+        (
+            "sampled_compared",
+            "sampled responses have to be plain decoding's",
+            "        if ask.comparable:\n",
+            "        if True:\n",
+            "tests/loadtest/test_sampled.py::test_the_real_model_under_a_mixture",
+        ),
+    ),
+    *_of(
+        "loadtest/gains.py",
+        "tests/loadtest/test_gains.py",
+        (
+            "gains_inverted",
+            "what the baseline has over the variant is its gain",
+            "my.read(axis, asked.at) / their.read(axis, asked.at)",
+            "their.read(axis, asked.at) / my.read(axis, asked.at)",
+        ),
+        (
+            "gains_extrapolated",
+            "a speed that was never reached has a gain",
+            "return bool(values.min() <= value <= values.max())",
+            "return True",
+        ),
+        (
+            "gains_of_dominated_points",
+            "a load that is worse for all is part of the curve",
+            "if not kept or point[1] > kept[-1][1]:",
+            "if True:",
+        ),
+        (
+            "gains_linear",
+            "lines between loads are straight without logarithms",
+            "logs_L2 = np.log(self.points_L2[np.argsort(self.points_L2[:, axis])])",
+            "logs_L2 = self.points_L2[np.argsort(self.points_L2[:, axis])]",
+            "tests/loadtest/test_gains.py",
+            (
+                (
+                    "x = logs_L2[:, axis], logs_L2[:, 1 - axis], np.log(value)",
+                    "x = logs_L2[:, axis], logs_L2[:, 1 - axis], value",
+                ),
+                (
+                    "return float(np.exp(y_L[place] + slope * (x - x_L[place])))",
+                    "return float(y_L[place] + slope * (x - x_L[place]))",
+                ),
+            ),
+        ),
+    ),
+    *_of(
+        "loadtest/metrics.py",
+        "tests/loadtest/test_several_drafters.py",
+        (
+            "drafter_trained_again_unnoticed",
+            "points of a drafter that changed go on under its name",
+            "sorted(compared | (now.keys() & before.keys()))",
+            "sorted(compared)",
+        ),
+    ),
+    *_of(
+        "loadtest/simulate.py",
+        "tests/loadtest/test_simulate.py::test_errors_are_in_per_cent_of_the_measured",
+        (
+            "ratio_error_of_throughput",
+            "the error of a ratio is that of the throughput",
+            "100 * (ratio / plain - 1)",
+            "100 * (ratio - 1)",
+        ),
+    ),
+    *_of(
+        "backends/local.py",
+        "tests/loadtest/test_several_drafters.py",
+        (
+            "variant_of_every_drafter",
+            "a variant of one drafter is measured for all",
+            "named = [prefix] if prefix else list(drafters)",
+            "named = list(drafters)",
+        ),
+        (
+            "fixed_lengths_beyond_the_drafter",
+            "a length that a drafter does not have is asked of it",
+            "return 1 <= int(fixed[1]) <= self.slots",
+            "return True",
         ),
     ),
 ]

@@ -46,6 +46,10 @@ FOLDERS = {
     "data": ("data", "training"),
     "calibration": ("calibration",),
     "checkpoints": ("checkpoints", "drafters"),
+    "evaluation": ("evaluation",),
+    "api": ("api",),
+    "loadtest": ("loadtest",),
+    "backends": ("backends", "loadtest"),
 }
 
 # What the page counts by, by the beginning of the mutant's file; the first that fits.
@@ -64,6 +68,10 @@ AREAS = {
     "drafters": "drafting",
     "calibration": "calibration",
     "checkpoints": "formats",
+    "evaluation": "scheduling",
+    "api": "scheduling",
+    "loadtest": "load tests",
+    "backends": "load tests",
 }
 
 # Imported before the forks, as far as they are there: what takes long and is not ours.

@@ -26,6 +26,7 @@ WARPS = {
     "top_p": SamplingParams(temperature=1.0, top_p=0.8),
     "min_p": SamplingParams(temperature=1.0, min_p=0.3),
     "penalty": SamplingParams(temperature=1.0, repetition_penalty=1.8),
+    "presence": SamplingParams(temperature=1.0, presence_penalty=1.1, frequency_penalty=-0.6),
     "greedy": SamplingParams(),
     "all": SamplingParams(temperature=1.4, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.3),
 }

@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from outrider.backends.local import WrappedDrafter
 from outrider.decoding.generate import stream
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, Drafter
 from outrider.drafters.draft import Draft, rerank
 from outrider.drafters.heads import ChainHeads
+from outrider.drafters.hybrid import HybridDrafter
 from outrider.drafters.language_model import StandaloneDrafter
+from outrider.drafters.ngram import NgramConfig
 from outrider.drafters.trees import CandidateTree, draw_trees
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
@@ -42,7 +45,7 @@ from tests.proof.enumeration import (
 )
 from tests.toys.engine import finish
 
-GAMMA = 2
+GAMMA, COPIED = 2, 3
 
 
 @cache
@@ -136,9 +139,23 @@ def target(vocab: int) -> Target:
 
 @cache
 def drafter(kind: str, vocab: int) -> Drafter:
-    """`chain`: a language model, with its own paged cache; `drawn` and `chosen` trees."""
+    """`chain`: a language model, with its own paged cache, `unsure`: without its confidences; `drawn` and `chosen`
+    trees; `hybrid KIND`: copies beside.
+    """
+    if kind.startswith("hybrid "):
+        return HybridDrafter(drafter(kind.removeprefix("hybrid "), vocab), NgramConfig(COPIED, longest=2))
     model = tiny_llama(3, vocab)
-    return StandaloneDrafter(model, target(vocab), GAMMA) if kind == "chain" else TinyTrees(model, kind == "chosen")
+    if kind in ("drawn", "chosen"):
+        return TinyTrees(model, kind == "chosen")
+    chain = StandaloneDrafter(model, target(vocab), GAMMA)
+    return Unsure(chain) if kind == "unsure" else chain
+
+
+class Unsure(WrappedDrafter):
+    """A drafter without confidences."""
+
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
+        return [replace(draft, confidences=[]) for draft in super().propose(calls, min_confidence)]
 
 
 # Slots for all that two requests may hold, or for so little that the second is preempted.
@@ -146,7 +163,7 @@ ROOMY = EngineConfig(max_requests=2, token_budget=16, block_size=2, num_blocks=1
 TIGHT = EngineConfig(max_requests=2, token_budget=16, block_size=1, num_blocks=6)
 PROMPTS: list[Tokens] = [(0,), (1, 1)]
 PARAMS = [
-    SamplingParams(temperature=0.8, repetition_penalty=1.3, seed=2),
+    SamplingParams(temperature=0.8, repetition_penalty=1.3, seed=2, presence_penalty=0.4, frequency_penalty=0.3),
     SamplingParams(temperature=1.0, seed=3),
 ]
 
@@ -193,6 +210,7 @@ class Case:
             params=self.params[0],
             rules=StopRules(self.tokens[0], ()),
             policy=self.policy,
+            gate=self.gate,
             randomness=EnumeratedUniforms(trace).randomness,
         )
         return (tuple(token for chunk in chunks for token in chunk.tokens),)
@@ -202,8 +220,8 @@ class Case:
         joint: Distribution = {(): 1.0}
         for prompt, params, count in zip(PROMPTS, self.params, self.tokens, strict=False):
 
-            def row(context: Tokens, params: SamplingParams = params) -> Tensor:
-                seen = SeenTokens(self.vocab, params.repetition_penalty, context)
+            def row(context: Tokens, params: SamplingParams = params, prompt: Tokens = prompt) -> Tensor:
+                seen = SeenTokens(self.vocab, params, prompt, output=context[len(prompt) :])
                 return warp(next_logits(target(self.vocab), context), params, seen.with_tokens())
 
             own = exact_target_distribution(row, [prompt], count)

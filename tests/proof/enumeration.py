@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise, product
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -261,7 +262,7 @@ def _rows(request: EnumeratedRequest, part: Draft) -> Callable[[int], Tensor]:
 
 
 RequestFactory = Callable[[Tokens, RandomSource], EnumeratedRequest]
-Trail = tuple[bytes, ...]  # all that was drafted so far: what a history is a function of
+Trail = tuple[bytes, ...]  # all that was drafted so far and what became of it: what a history is a function of
 
 
 @torch.inference_mode()
@@ -296,20 +297,22 @@ def exact_output_distribution(
                 live: list[int] = live,
                 contexts: list[Tokens] = contexts,
                 remembered: History | None = remembered,
-            ) -> tuple[tuple[Tokens, ...], StepView]:
+            ) -> tuple[tuple[Tokens, ...], StepView, list[tuple[int, int]]]:
                 requests = [new_request(context, source) for context in contexts]
                 batch = EnumeratedBatch(requests, live, [len(context) for context in contexts], remembered, gate)
-                extended = list(outputs)
+                extended, counts = list(outputs), list[tuple[int, int]]()
                 for r, result in zip(live, run_round(batch, policy, typical), strict=True):
                     extended[r] = (outputs[r] + tuple(result.tokens))[:new_tokens]
-                return tuple(extended), batch.shown
+                    counts.append((len(result.verified.tokens), result.verdict.accepted))
+                return tuple(extended), batch.shown, counts
 
-            for (extended, view), probability in enumerate_traces(one_round):
+            for (extended, view, counts), probability in enumerate_traces(one_round):
                 after = trail
                 if remembered is not None:
-                    after = (*trail, repr((live, view.drafted_R.tolist(), view.confidences_RK.tolist())).encode())
+                    seen = live, view.drafted_R.tolist(), view.confidences_RK.tolist(), counts
+                    after = (*trail, repr(seen).encode())
                     if after not in histories:
-                        histories[after] = _remembering(remembered, live, view)
+                        histories[after] = _remembering(remembered, live, view, counts)
                 reached = levels[sum(map(len, extended))]
                 reached[extended, after] = reached.get((extended, after), 0.0) + weight * probability
     finished: Distribution = {}
@@ -318,9 +321,10 @@ def exact_output_distribution(
     return finished
 
 
-def _remembering(history: History, live: Sequence[int], view: StepView) -> History:
+def _remembering(history: History, live: Sequence[int], view: StepView, counts: Sequence[tuple[int, int]]) -> History:
     grown = copy.deepcopy(history)
-    grown.record(live, view)
+    verified_R, accepted_R = np.array(counts).T
+    grown.record(live, view, verified_R=verified_R, accepted_R=accepted_R)
     return grown
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -12,14 +13,17 @@ import torch
 from torch import Tensor
 
 import outrider.decoding.round as round_module
+import outrider.scheduling.beliefs as beliefs_module
 import outrider.scheduling.policies as lookahead_module
 import outrider.verification as chain_module
+import tests.proof.enumeration as enumeration_module
 from outrider.decoding.round import RoundResult
 from outrider.drafters.draft import Draft
 from outrider.sampling import RandomSource, SamplingParams, residual, warp
 from outrider.scheduling.cost import Floats, Ints, SpsTable
 from outrider.scheduling.gate import DraftGate, History, SkipDrafting
 from outrider.scheduling.policies import (
+    BY_COST,
     AsyncScheduler,
     CausalPolicy,
     FixedPolicy,
@@ -51,6 +55,7 @@ from tests.proof.cases import (
 )
 from tests.proof.enumeration import (
     EnumeratedBatch,
+    EnumeratedRequest,
     EnumeratingSource,
     Tokens,
     enumerate_traces,
@@ -138,12 +143,19 @@ def test_rows_behind_a_rejection_are_not_asked_for() -> None:
 SHAPES = {1: 4, 2: 3, 3: 2}  # gamma -> new tokens
 
 
-def two_requests(policy: Policy, gamma: int, gate: DraftGate | None = None, remember: bool = True) -> float:
+def two_requests(
+    policy: Policy,
+    gamma: int,
+    gate: DraftGate | None = None,
+    remember: bool = True,
+    request_type: type[ToyRequest] = ToyRequest,
+    prompts: Sequence[Tokens] = ((0,), (1, 1)),
+) -> float:
     """Deviation of the joint distribution, over rounds that remember."""
     drafter = ToyDrafter(ToyTarget(2, WARPS["plain"]), gamma, "vanilla", seed=2)
-    prompts: list[Tokens] = [(0,), (1, 1)]
     history = History(gamma, decay=0.5) if remember else None
-    actual = exact_output_distribution(requests_of(drafter), prompts, policy, SHAPES[gamma], history, gate)
+    new_request = requests_of(drafter, request_type)
+    actual = exact_output_distribution(new_request, prompts, policy, SHAPES[gamma], history, gate)
     assert abs(sum(actual.values()) - 1) < TOLERANCE
     return max_deviation(actual, exact_target_distribution(drafter.target.row, prompts, SHAPES[gamma]))
 
@@ -183,7 +195,7 @@ def test_a_search_over_current_confidences_is_caught(policy: type[GlobalSearch] 
 
 
 def test_look_ahead_at_realised_confidences_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def realised(survival_RK: Floats, lengths_R: Ints, drafted_R: Ints, promise_K: Floats) -> Floats:
+    def realised(survival_RK: Floats, lengths_R: Ints, drafted_R: Ints, promise_RK: Floats) -> Floats:
         return np.where(np.arange(survival_RK.shape[1]) >= lengths_R[:, None], survival_RK, 0.0)
 
     monkeypatch.setattr(lookahead_module, "expected_survival", realised)
@@ -240,6 +252,82 @@ def test_two_requests_that_may_skip_their_drafts(table: str, gamma: int) -> None
     assert two_requests(LookAhead(cost), gamma, gate) <= TOLERANCE
     if gamma < 3:
         assert len(gate.decisions) >= 2
+
+
+# Beliefs learned from outcomes, of a drafter without confidences and of a head that is corrected.
+
+
+class UnsureRequest(ToyRequest):
+    """Its drafter has no confidences."""
+
+    def draft(self, min_confidence: float) -> Draft:
+        return replace(super().draft(min_confidence), confidences=[])
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beliefs that a few outcomes change, so that decisions depend on them."""
+    monkeypatch.setattr(beliefs_module, "_MOST_42", np.full((4, 2), 4.0))
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("gamma", [2, *(pytest.param(gamma, marks=pytest.mark.slow) for gamma in (1, 3))])
+@pytest.mark.parametrize("request_type", [UnsureRequest, ToyRequest])
+@pytest.mark.parametrize("name", BY_COST)
+def test_beliefs_learned_from_outcomes(name: str, request_type: type[ToyRequest], gamma: int) -> None:
+    gentle = SpsTable([1 / (1 + 0.2 * tokens) for tokens in range(10)])  # on the others Algorithm 1 admits nothing
+    watched = Watched(BY_NAME[name](gentle if name == "prefix" else TABLES["jagged"]))
+    assert two_requests(watched, gamma, request_type=request_type) <= TOLERANCE
+    if gamma == 2:
+        assert len({lengths for lengths in watched.decisions if len(lengths) == 2}) >= 2
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("gamma", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_gate_over_beliefs_learned_from_outcomes(gamma: int) -> None:
+    cost = DraftsCost(TABLES["jagged"], per_draft=0.2)
+    gate = WatchedGate(SkipDrafting(cost, probe_share=0.3))
+    assert two_requests(LookAhead(cost), gamma, gate, request_type=UnsureRequest) <= TOLERANCE
+    assert len(gate.decisions) >= 2
+
+
+class ReadsTheToken(EnumeratedBatch):
+    """The estimator's feature is the probability of the drafted token itself."""
+
+    def view(self, proposals: Sequence[Draft]) -> StepView:
+        return super().view([replace(draft, confidences=drafted_with(draft)) for draft in proposals])
+
+
+class ReadsTheVerdict(EnumeratedBatch):
+    """The estimator learns from the drafts of this very round which of them the target likes, then plans it."""
+
+    def view(self, proposals: Sequence[Draft]) -> StepView:
+        assert self.history is not None
+        self.history = copy.deepcopy(self.history)
+        liked = [self._liked(request, draft) for request, draft in zip(self.requests, proposals, strict=True)]
+        drafted_R = np.array([len(draft.tokens) for draft in proposals])
+        view = super().view(proposals)
+        self.history.record(self.ids, view, verified_R=drafted_R, accepted_R=np.array(liked))
+        return super().view(proposals)
+
+    def _liked(self, request: EnumeratedRequest, draft: Draft) -> int:
+        count = 0
+        for token, probability in zip(draft.tokens, drafted_with(draft), strict=True):
+            if request.score(draft.tokens[:count])(count)[token].item() < probability:
+                break
+            count += 1
+        return count
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("name", ["prefix", "look-ahead"])
+@pytest.mark.parametrize("batch", [ReadsTheToken, ReadsTheVerdict])
+def test_an_estimator_that_reads_this_round_is_caught(
+    batch: type[EnumeratedBatch], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(enumeration_module, "EnumeratedBatch", batch)
+    policy = BY_NAME[name](TABLES["smooth"])
+    assert two_requests(policy, 2, request_type=UnsureRequest, prompts=[(0,)]) > VISIBLE
 
 
 # The counterexample: c_2 tells x_1: a search that reads it verifies exactly the lucky drafts.

@@ -5,16 +5,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import outrider.decoding.generate as generate_module
 import outrider.engine.engine as engine_module
-from outrider.decoding.request import RequestState, SingleRequest
+import outrider.scheduling.beliefs as beliefs_module
+from outrider.decoding.generate import SingleRequest
+from outrider.decoding.request import RequestState
 from outrider.drafters.draft import Draft
 from outrider.engine.batch import StepBatch
 from outrider.engine.scheduler import EngineConfig
@@ -47,6 +51,7 @@ POLICIES: dict[str, Policy] = {
     "look-ahead": LookAhead(TABLES["smooth"]),
 }
 GATED = DraftsCost(TABLES["jagged"], per_draft=0.2)
+DEAR = DraftsCost(TABLES["jagged"], per_draft=0.47)  # by the prior one request's draft does not pay, a probe does
 REMEMBERING = ["goodput", "async", "look-ahead"]
 KINDS = ["chain", "drawn", "chosen"]
 
@@ -56,6 +61,12 @@ def tally() -> Iterator[Tally]:
     counts = Tally()
     yield counts
     print(f"\nengine: {counts.cases} cases, {counts.traces} traces, total variation {counts.largest:.1e} at most")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beliefs that a few outcomes change, so that decisions depend on them."""
+    monkeypatch.setattr(beliefs_module, "_MOST_42", np.full((4, 2), 4.0))
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "look-ahead"])
@@ -133,6 +144,14 @@ def test_one_request_in_a_stream(name: str, kind: str, coupled: bool, tally: Tal
     assert tally.deviation(case, case.in_stream) <= TOLERANCE
 
 
+@pytest.mark.parametrize("coupled", [False, True])
+def test_one_request_in_a_stream_that_may_skip_its_drafts(coupled: bool, tally: Tally) -> None:
+    gate = WatchedGate(SkipDrafting(DEAR, probe_share=0.3))
+    case = Case(LookAhead(DEAR), gate=gate, coupled=coupled, tokens=(5,))
+    assert tally.deviation(case, case.in_stream) <= TOLERANCE
+    assert len(gate.decisions) >= 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("config", [ROOMY, TIGHT], ids=["roomy", "tight"])
@@ -143,6 +162,25 @@ def test_everything_with_everything(name: str, kind: str, config: EngineConfig, 
     gate = SkipDrafting(GATED, probe_share=0.3) if isinstance(policy, CostPolicy) else None
     case = Case(policy, kind, gate, config=config, coupled=coupled)
     assert tally.deviation(case, case.in_engine) <= TOLERANCE
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("where", ["engine", "stream"])
+@pytest.mark.parametrize("name", ["prefix", "look-ahead"])
+def test_a_drafter_without_confidences(name: str, where: str, tally: Tally) -> None:
+    """Policies plan with what earlier outcomes let one believe."""
+    watched = Watched(POLICIES[name])
+    case = Case(watched, "unsure", tokens=(4,))
+    assert tally.deviation(case, case.in_engine if where == "engine" else case.in_stream) <= TOLERANCE
+    assert len(watched.decisions) >= 2
+
+
+@pytest.mark.usefixtures("quick")
+def test_requests_without_confidences_that_may_skip_their_drafts(tally: Tally) -> None:
+    gate = WatchedGate(SkipDrafting(DEAR, probe_share=0.3))
+    case = Case(LookAhead(DEAR), "unsure", gate, tokens=(5,))
+    assert tally.deviation(case, case.in_engine) <= TOLERANCE
+    assert len(gate.decisions) >= 2
 
 
 # Deliberately broken wiring. Each must show.
@@ -190,13 +228,37 @@ def test_mutation_the_history_records_a_step_before_the_policy_looks(
 
     class Early(StepBatch):
         def view(self, drafts: Sequence[Draft]) -> StepView:
-            self.history.record(self.ids, super().view(drafts))
+            self.drafting.record(self.turns, super().view(drafts), [None] * len(drafts))
             shown = super().view(drafts)
             self._view = None
             return shown
 
     monkeypatch.setattr(engine_module, "StepBatch", Early)
     assert broken(case) > VISIBLE
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("where", AT)
+def test_mutation_the_estimator_learns_from_this_round(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told before planning that token 0 is accepted and token 1 is not."""
+    module, attribute, batch = AT[where]
+
+    class Early(batch):  # type: ignore[misc, valid-type]
+        def view(self, drafts: Sequence[Draft]) -> Any:
+            shown = super().view(drafts)
+            liked_R = np.array([draft.tokens[:1] == [0] for draft in drafts]).astype(np.int64)
+            history, ids = self.drafting.history, [turn.id for turn in self.drafting_turns()]
+            self.drafting.history = copy.deepcopy(history)
+            self.drafting.history.record(ids, shown, verified_R=np.minimum(shown.drafted_R, 1), accepted_R=liked_R)
+            peeked = super().view(drafts)
+            self.drafting.history = history
+            return peeked
+
+        def drafting_turns(self) -> list[Any]:
+            return list(self.turns if where == "engine" else self._turns)
+
+    monkeypatch.setattr(module, attribute, Early)
+    assert broken(Case(POLICIES["prefix"], "unsure", tokens=(3,)), where) > VISIBLE
 
 
 @pytest.mark.parametrize("coupled", [False, True])

@@ -33,7 +33,7 @@ class ToyTarget:
         """The warped distribution of the token after `context`."""
         if context not in self._rows:
             logits_V = 1.5 * torch.randn(self.vocab_size, generator=_generator(self.seed, context), dtype=torch.float64)
-            seen = SeenTokens(self.vocab_size, self.params.repetition_penalty, context)
+            seen = SeenTokens(self.vocab_size, self.params, output=context)
             self._rows[context] = warp(logits_V, self.params, seen.with_tokens())
         return self._rows[context]
 
@@ -78,7 +78,7 @@ class ToyDrafter:
         block = torch.randn(self.gamma, columns, generator=_generator(self.seed, context), dtype=torch.float64)
         base_logits_KVd, hidden_KH = block.split([self.draft_vocab_size, self.hidden_size], dim=1)
         params = self.target.params
-        seen = SeenTokens(self.target.vocab_size, params.repetition_penalty, context)
+        seen = SeenTokens(self.target.vocab_size, params, output=context)
         call = DraftCall(None, context[-1], params, seen, source)
         heads = ChainHeads(self.target.vocab_size, self.head, self.confidence, self.draft_ids_Vd)
         return self._sample(base_logits_KVd, hidden_KH, call, heads, min_confidence)
@@ -131,7 +131,7 @@ class ForgetfulRequest(ToyRequest):
 
     def score(self, tokens: list[int]) -> Callable[[int], Tensor]:
         params = self.target.params
-        mask_V = SeenTokens(self.target.vocab_size, params.repetition_penalty, self.context).with_tokens()
+        mask_V = SeenTokens(self.target.vocab_size, params, output=self.context).with_tokens()
         plain = ToyTarget(self.target.vocab_size, SamplingParams(temperature=1.0), self.target.seed)
         return lambda k: warp(plain.row(self.context + tuple(tokens[:k])).log(), params, mask_V)
 

@@ -55,7 +55,7 @@ def huggingface(logits_KV: Tensor, params: SamplingParams) -> Tensor:
 def test_warp_equals_huggingface(name: str, vocab: int) -> None:
     params = WARPS[name]
     logits_KV = 3 * torch.randn(4, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(vocab))
-    seen = SeenTokens(vocab, params.repetition_penalty, TOKENS).with_tokens()
+    seen = SeenTokens(vocab, params, TOKENS).with_tokens()
     expected_KV = huggingface(logits_KV, params)
     actual_KV = warp(logits_KV, params, seen)
     assert torch.equal(actual_KV > 0, expected_KV > 0)
@@ -92,7 +92,7 @@ def test_extreme_parameters_give_a_distribution(dtype: torch.dtype) -> None:
     logits_KV = 4 * torch.randn(3, 40, dtype=dtype, generator=torch.Generator().manual_seed(0))
     logits_KV[1] = 0
     logits_KV[2, 5:] = -torch.inf
-    seen = SeenTokens(40, 2.0, range(20)).with_tokens()
+    seen = SeenTokens(40, SamplingParams(repetition_penalty=2.0), range(20)).with_tokens()
     source = SeededSource(0)
     for values in itertools.product(*EXTREMES.values()):
         params = SamplingParams(**dict(zip(EXTREMES, values, strict=True)))
@@ -117,7 +117,7 @@ def test_a_temperature_that_float32_cannot_tell_from_0_is_0() -> None:
 
 def test_greedy_obeys_the_repetition_penalty() -> None:
     params = SamplingParams(repetition_penalty=2.0)
-    seen = SeenTokens(3, 2.0, [1])
+    seen = SeenTokens(3, params, [1])
     assert warp(torch.tensor([1.0, 1.5, 0.0]), params, seen.with_tokens()).tolist() == [1, 0, 0]
     assert warp(torch.tensor([-0.9, -0.5, -1.5]), params, seen.with_tokens()).tolist() == [1, 0, 0]
 
@@ -150,12 +150,35 @@ def test_a_nucleus_of_most_of_the_vocabulary_beside_one_of_few_tokens() -> None:
 
 def test_seen_tokens() -> None:
     assert SeenTokens(10).with_tokens([3]) is None
-    seen = SeenTokens(6, 1.1, [0])
-    seen.add(2)
-    mask = seen.with_tokens([4])
-    assert mask is not None and mask.tolist() == [True, False, True, False, True, False]
-    later = seen.with_tokens()
-    assert later is not None and later.tolist() == [True, False, True, False, False, False]
+    for params in (
+        SamplingParams(repetition_penalty=1.1),
+        SamplingParams(presence_penalty=1),
+        SamplingParams(frequency_penalty=-1),
+    ):
+        seen = SeenTokens(6, params, [0, 0, 2], output=[2])
+        seen.add(2)
+        found = seen.with_tokens([4, 0, 4])
+        assert found is not None and found.tolist() == [1 + 2, 0, 1 + 4, 0, 4, 0]
+        later = seen.with_tokens()
+        assert later is not None and later.tolist() == [1, 0, 1 + 4, 0, 0, 0]
+
+
+def test_presence_and_frequency_penalties() -> None:
+    """Of the output's tokens alone: logits - presence [n > 0] - frequency n, after the repetition penalty."""
+    logits_V = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.25], dtype=torch.float64)
+    params = SamplingParams(temperature=1.0, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=-0.25)
+    seen = SeenTokens(5, params, [0, 3], output=[1, 1, 3])
+    seen.add(1)
+    expected_V = torch.tensor([1 / 2, -2 * 2 - 0.5 + 0.25 * 3, 0.5, 3 / 2 - 0.5 + 0.25, 0.25 / 2 - 0.5 + 0.25])
+    torch.testing.assert_close(warp(logits_V, params, seen.with_tokens([4])), expected_V.double().softmax(-1))
+    greedy = SamplingParams(frequency_penalty=2.0)
+    seen = SeenTokens(5, greedy, [3], output=[3, 3])
+    assert warp(logits_V, greedy, seen.with_tokens()).tolist() == [1, 0, 0, 0, 0]
+    for wrong in (2.1, -2.1, float("nan")):
+        with pytest.raises(ValueError, match="must be from -2 to 2"):
+            SamplingParams(presence_penalty=wrong)
+        with pytest.raises(ValueError, match="must be from -2 to 2"):
+            SamplingParams(frequency_penalty=wrong)
 
 
 @pytest.mark.parametrize(

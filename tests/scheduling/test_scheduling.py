@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import statistics
-import timeit
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks.planning import CLIFFS, POLICIES, busy_step, gate_microseconds, planning_microseconds
 from outrider.scheduling.cost import Floats, Ints, SpsTable
-from outrider.scheduling.gate import AlwaysDraft, DraftGate, GateView, History, SkipDrafting
+from outrider.scheduling.gate import AlwaysDraft, DraftGate, GateView, History, SkipDrafting, known_verdicts
 from outrider.scheduling.policies import (
     BY_COST,
     AsyncScheduler,
@@ -29,6 +27,7 @@ from outrider.scheduling.policies import (
     StepView,
     ThresholdPolicy,
 )
+from tests.toys.timing import slowness
 
 FREE = SpsTable([1.0])
 
@@ -89,11 +88,8 @@ ADAPTIVE: list[Policy] = [policy(FREE) for policy in BY_COST.values()]
 
 
 @pytest.mark.parametrize("policy", [ThresholdPolicy(0.5), *ADAPTIVE])
-def test_a_drafter_without_confidences_is_refused(policy: Policy) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"request 1 has draft tokens without confidences: verify a fixed length; or take a block drafter",
-    ):
+def test_a_draft_of_which_nothing_is_known_is_refused(policy: Policy) -> None:
+    with pytest.raises(ValueError, match=r"request 1 has draft tokens without confidences|request 1 has a draft of"):
         admitted(policy, [[0.5], []], [1, 3])
 
 
@@ -295,6 +291,12 @@ def test_the_check_of_non_anticipation_sees_a_global_search() -> None:
 # History
 
 
+def remember(history: History, ids: Sequence[int | str], view: StepView) -> None:
+    """A step of which nothing was verified."""
+    none_R = np.zeros_like(view.drafted_R)
+    history.record(ids, view, verified_R=none_R, accepted_R=none_R)
+
+
 def test_goodput_counts_the_token_that_the_target_adds_itself() -> None:
     """One request: 1 token a second without drafts, 1.5 in 1.6 seconds with one."""
     view = replace(StepView.of([[0.9, 0.9]], [2]), expected_K=np.array([0.5, 0.5]))
@@ -305,28 +307,28 @@ def test_goodput_counts_the_token_that_the_target_adds_itself() -> None:
 def test_history_weighs_confidences_by_survival() -> None:
     history = History(gamma=2, decay=0.5)
     assert history.step_view(["a"], [[]], [0], [9]).expected_K is None
-    history.record(["a", "b"], history.step_view(["a", "b"], [[0.8, 0.5], [0.4, 1.0]], [2, 2], [9, 9]))
+    remember(history, ["a", "b"], history.step_view(["a", "b"], [[0.8, 0.5], [0.4, 0.9]], [2, 2], [9, 9]))
     view = history.step_view(["a"], [[0.5]], [1], [9], other_tokens=3)
     assert view.expected_K is not None and view.other_tokens == 3
-    # Mean survivals 0.6 and 0.4: 0.4 / 0.6, not the mean 0.75 of c_2.
-    assert view.expected_K == pytest.approx([0.6, 2 / 3])
+    # Mean survivals 0.6 and 0.38: 0.38 / 0.6, not the mean 0.7 of c_2.
+    assert view.expected_K == pytest.approx([0.6, 0.38 / 0.6])
     gate_view = history.gate_view(["b", "c"], [9, 9])
-    assert gate_view.expected_RK[0] == pytest.approx([0.4, 1.0])
+    assert gate_view.expected_RK[0] == pytest.approx([0.4, 0.9])
     assert np.isnan(gate_view.expected_RK[1]).all()
     # A drafted token more at position 1 only: half of the old weight, position 2 as it was.
-    history.record(["a"], view)
+    remember(history, ["a"], view)
     assert history.gate_view(["a"], [9]).expected_RK[0] == pytest.approx([0.65, 0.5])
 
 
 def test_history_keeps_two_steps_and_counts_idle_ones() -> None:
     history = History(gamma=1)
     for confidence in (0.1, 0.2, 0.3):
-        history.record([0], history.step_view([0], [[confidence]], [1], [5]))
+        remember(history, [0], history.step_view([0], [[confidence]], [1], [5]))
     view = history.step_view([0], [[]], [0], [5])
-    assert [past.confidences_RK.tolist() for past in view.past] == [[[0.2]], [[0.3]]]
+    assert [past.confidences_RK[0] for past in view.past] == [pytest.approx([0.2]), pytest.approx([0.3])]
     before = history.gate_view([0], [5]).expected_RK
     for _ in range(2):
-        history.record([0, 1], history.step_view([0, 1], [[], []], [0, 0], [5, 5]))
+        remember(history, [0, 1], history.step_view([0, 1], [[], []], [0, 0], [5, 5]))
     after = history.gate_view([0, 1], [5, 5])
     assert after.idle_R.tolist() == [2, 2]
     assert after.expected_RK[0] == before[0]
@@ -334,16 +336,16 @@ def test_history_keeps_two_steps_and_counts_idle_ones() -> None:
 
 def test_history_gives_the_past_its_decay_and_the_latest_draft_the_rest() -> None:
     history = History(gamma=1, decay=0.9)
-    for confidence in (1.0, 0.0):
-        history.record([0], history.step_view([0], [[confidence]], [1], [5]))
-    assert history.gate_view([0], [5]).expected_RK[0] == pytest.approx([0.9])
-    assert history.step_view([0], [[]], [0], [5]).expected_K == pytest.approx([0.9])
+    for confidence in (0.9, 0.1):
+        remember(history, [0], history.step_view([0], [[confidence]], [1], [5]))
+    assert history.gate_view([0], [5]).expected_RK[0] == pytest.approx([0.82])
+    assert history.step_view([0], [[]], [0], [5]).expected_K == pytest.approx([0.82])
 
 
 def test_history_forgets_a_request_but_not_its_lesson() -> None:
     history = History(gamma=1, decay=0.5)
     for id in range(40):  # more than there is room for at first
-        history.record([id], history.step_view([id], [[0.8]], [1], [5]))
+        remember(history, [id], history.step_view([id], [[0.8]], [1], [5]))
     for id in range(40):
         history.forget(id)
     history.forget("never seen")
@@ -351,16 +353,68 @@ def test_history_forgets_a_request_but_not_its_lesson() -> None:
     assert np.isnan(view.expected_RK).all() and view.idle_R.tolist() == [0]
     assert view.typical_K == pytest.approx([0.8])
     # A newcomer starts from what is typical: 0.8 / 2 + 0.2 / 2.
-    history.record([7], history.step_view([7], [[0.2]], [1], [5]))
+    remember(history, [7], history.step_view([7], [[0.2]], [1], [5]))
     assert history.gate_view([7], [5]).expected_RK[0] == pytest.approx([0.5])
     with pytest.raises(ValueError, match=r"decay=1\.0"):
         History(1, decay=1.0)
 
 
-def test_history_passes_over_drafts_without_confidences() -> None:
+def test_history_believes_in_drafts_without_confidences() -> None:
+    """By what became of them; a threshold is compared with the drafter's own confidences all the same."""
     history = History(gamma=2)
-    history.record([0], history.step_view([0], [[]], [2], [5]))
-    assert history.step_view([0], [[]], [2], [5]).expected_K is None
+    for _ in range(60):
+        view = history.step_view([0], [[]], [2], [5])
+        history.record([0], view, verified_R=np.array([2]), accepted_R=np.array([1]))
+    view = history.step_view([0, 1], [[], [0.4]], [2, 1], [5, 5])
+    assert view.confidences_RK[0, 0] > 0.85 and view.confidences_RK[0, 1] < 0.2
+    assert view.confidences_RK[1] == pytest.approx([0.4, 0.0])  # those with confidences have a prior of their own
+    assert view.expected_K is not None and view.expected_K[0] > 0.8 and view.expected_K[1] < 0.3
+    assert np.isnan(view.own_RK[0]).all() and view.own_RK[1].tolist() == [0.4, 0.0]
+    for policy in BY_COST.values():
+        assert policy(FREE).lengths(view).tolist() != [0, 0]
+    with pytest.raises(ValueError, match="request 0 has draft tokens without confidences"):
+        ThresholdPolicy(0.5).lengths(view)
+    assert ThresholdPolicy(0.45).lengths(history.step_view([1], [[0.4]], [1], [5])).tolist() == [0]
+
+
+def test_history_forgets_what_it_believed_of_a_request() -> None:
+    history = History(gamma=1)
+    for _ in range(60):
+        view = history.step_view([0], [[]], [1], [5])
+        history.record([0], view, verified_R=np.array([1]), accepted_R=np.array([0]))
+    mine, others = history.step_view([0, 1], [[], []], [1, 1], [5, 5]).confidences_RK[:, 0]
+    assert mine < others
+    history.forget(0)
+    assert history.step_view([0], [[]], [1], [5]).confidences_RK[0, 0] == pytest.approx(others)
+
+
+def test_history_corrects_confidences_that_prove_wrong() -> None:
+    history = History(gamma=1)
+    for step in range(200):
+        view = history.step_view([0], [[0.9]], [1], [5])
+        history.record([0], view, verified_R=np.array([1]), accepted_R=np.array([step % 2]))
+    assert view.own_RK is not None and view.own_RK.tolist() == [[0.9]]
+    assert view.confidences_RK[0, 0] == pytest.approx(0.5, abs=0.1)
+    assert ThresholdPolicy(0.8).lengths(view).tolist() == [1]  # the published rule reads the head
+    assert history.gate_view([0], [5]).expected_RK[0] == pytest.approx([0.5], abs=0.1)
+
+
+def test_history_leaves_trees_as_they_are() -> None:
+    history = History(gamma=3, chains=False)
+    view = history.step_view([0, 1], [[0.9, 0.8, 0.9], []], [3, 2], [5, 5])
+    history.record([0, 1], view, verified_R=np.array([3, 2]), accepted_R=np.array([0, 0]))
+    view = history.step_view([0, 1], [[0.9, 0.8, 0.9], []], [3, 2], [5, 5])
+    assert view.confidences_RK[0].tolist() == [0.9, 0.8, 0.9] and np.isnan(view.confidences_RK[1, :2]).all()
+    with pytest.raises(ValueError, match="request 1 has a draft of which nothing is believed"):
+        PrefixScheduler(FREE).lengths(view)
+
+
+def test_verdicts_behind_the_end_of_a_response_are_unknown() -> None:
+    """Three drafts accepted and one more token; the third draft ends the response; so does the third of six."""
+    verified_R, accepted_R = known_verdicts(
+        np.array([5, 5, 6, 4, 0]), np.array([3, 3, 6, 0, 0]), np.array([4, 3, 3, 1, 1])
+    )
+    assert verified_R.tolist() == [5, 3, 3, 4, 0] and accepted_R.tolist() == [3, 3, 3, 0, 0]
 
 
 # The gate
@@ -457,7 +511,7 @@ def run_gate(cost: DraftCost, truth_RK: Floats, steps: int) -> tuple[list[Ints],
         drafting_R = drafting(gate, history.gate_view(ids, [100] * len(ids)))
         drafted = np.where(drafting_R, truth_RK.shape[1], 0).tolist()
         rows = [row if d else [] for row, d in zip(truth_RK.tolist(), drafted, strict=True)]
-        history.record(ids, history.step_view(ids, rows, drafted, [100] * len(ids)))
+        remember(history, ids, history.step_view(ids, rows, drafted, [100] * len(ids)))
         tokens, count = np.array([len(ids)]), int(drafting_R.sum())
         seconds = cost.seconds(tokens, len(ids), count, 0.0)[0]
         spent, total = spent + seconds - cost.seconds(tokens, len(ids), 0, 0.0)[0], total + seconds
@@ -481,31 +535,13 @@ def test_a_request_that_turned_good_drafts_again() -> None:
     for step in range(400):
         drafts = bool(drafting(gate, history.gate_view([0], [100]))[0])
         confidence = 0.05 if step < 200 else 0.95
-        history.record([0], history.step_view([0], [[confidence] * 2 * drafts], [2 * drafts], [100]))
+        remember(history, [0], history.step_view([0], [[confidence] * 2 * drafts], [2 * drafts], [100]))
         drafted_in.append(drafts)
     assert sum(drafted_in[20:200]) < 15
     assert all(drafted_in[-50:])
 
 
 # Planning time
-
-YARDSTICK_MICROSECONDS = 46.0  # on that machine
-
-
-def slowness() -> float:
-    """Of this core now, against the quiet machine of docs/results.md; 1 where it is as fast or faster.
-
-    The yardstick is what plans are made of: a product, a radix sort and a sum of 256 x 16 numbers. It is timed as they
-    are, by the least of several medians: on a busy machine the least of all calls is much below.
-    """
-    values = np.random.default_rng(0).random((256, 16))
-
-    def yardstick() -> None:
-        keys = (np.cumprod(values, axis=1) * 65534).astype(np.uint16)
-        np.cumsum(keys.ravel()[np.argsort(keys, axis=None, kind="stable")], dtype=np.int64)
-
-    medians = [statistics.median(timeit.repeat(yardstick, number=1, repeat=50)) for _ in range(10)]
-    return max(1.0, 1e6 * min(medians) / YARDSTICK_MICROSECONDS)
 
 
 @pytest.mark.timed

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from outrider.data.responses import Sample
-from outrider.decoding.request import SingleRequest, StopRules
+from outrider.decoding.drafting import Drafting
+from outrider.decoding.generate import SingleRequest
+from outrider.decoding.request import StopRules
 from outrider.decoding.round import RoundResult
 from outrider.drafters.base import Drafter, DrafterWeights, DraftModule
 from outrider.sampling import PositionNoise, SamplingParams
+from outrider.scheduling.policies import FixedPolicy
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, build_batch
 from outrider.training.features import FeatureSource
@@ -63,7 +66,8 @@ def serve(drafter: Drafter, target: Target, sample: Sample) -> dict[int, Tensor]
     tokens, gamma = sample.tokens, drafter.gamma
     params = SamplingParams(temperature=1.0)
     prompt = tokens[: sample.spans[0][0]]
-    batch = SingleRequest(target, drafter, prompt, params, StopRules(len(tokens) + 16 - len(prompt), stop_ids=()))
+    rules = StopRules(len(tokens) + 16 - len(prompt), stop_ids=())
+    batch = SingleRequest(target, Drafting(drafter, FixedPolicy()), prompt, params, rules)
     accepting = itertools.cycle([0, 2, 1, gamma, 0, 0, 1])
     at, found = sample.spans[0][0] - 1, {}
     while at < len(tokens) - 1:

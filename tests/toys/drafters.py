@@ -25,7 +25,7 @@ def call_for(
 ) -> DraftCall:
     """Of a request whose committed text, anchor included, is `text`."""
     params = params or SamplingParams()
-    seen = SeenTokens(vocab, params.repetition_penalty, text)
+    seen = SeenTokens(vocab, params, text)
     return DraftCall(
         session, text[-1], params, seen, source or SeededSource(params.seed or 0), position=len(text), **more
     )

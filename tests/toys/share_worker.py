@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from outrider.backends.local import build_variant, engine_config, local_engines
+from outrider.backends.local import NamedDrafter, choose_variants, engine_config, local_engines
 from outrider.backends.transformers import load_causal_lm
 from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.data.sources import TaskSettings
-from outrider.evaluation.evaluate import compare_greedy, evaluate
+from outrider.evaluation.evaluate import evaluate
 from outrider.evaluation.results import DrafterInfo
-from outrider.loadtest.engines import MeasuredEngine, transformers_engine
+from outrider.loadtest.engines import MeasuredEngine, compare_asked, transformers_engine
 from outrider.loadtest.load import mixed_prompts
 from outrider.loadtest.metrics import Journal, Sla
 from outrider.loadtest.sweep import Sweep, Workload, run_workload
@@ -46,9 +46,9 @@ def work(toy: Path, out: Path, ranks: Ranks) -> None:
     measure(theirs, Workload(prompts, 2, NEW), out / "transformers", ranks)
 
     load, names = Workload(prompts, 2, NEW), ("none", "fixed-2")
-    variants = [build_variant(name, drafter.gamma, None, None) for name in names]
-    engines = local_engines(target, drafter, variants, lambda users: engine_config(load.longest + NEW, int(users), 64))
-    ours = MeasuredEngine(engines, names, partial(compare_greedy, target), exact=True)
+    variants = choose_variants([NamedDrafter("", drafter)], names)
+    engines = local_engines(target, variants, lambda users: engine_config(load.longest + NEW, int(users), 64))
+    ours = MeasuredEngine(engines, names, partial(compare_asked, target), exact=True)
     measure(ours, load, out / "local", ranks)
 
 

@@ -5,6 +5,8 @@ none                      plain decoding
 DIR                       a trained drafter (a directory of one of these names is ./NAME), or the packaged one
 MAKER/NAME                one of those that `outrider models` lists, downloaded
 ngram[@GAMMA]             copies from the text so far; nothing is trained or loaded
+hybrid[:DIR_OR_NAME]      a trained drafter, by default that of auto, and copies from the text so far: in each round
+                          what promises more
 lm:ID_OR_DIR[@GAMMA]      a smaller language model with the target's tokenizer
 
 A choice is read before the target is loaded, so that a mistake costs nothing, and opened afterwards; for
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from outrider.evaluation.results import DrafterInfo
     from outrider.target.model import Target
 
-AUTO, NONE = "auto", "none"
+AUTO, NONE, HYBRID = "auto", "none", "hybrid"
 HOW_TO_TRAIN = "train one: outrider init --target MODEL --prompts FILE says how"
 _UNTRAINED = re.compile(r"(?:(?P<ngram>ngram)|lm:(?P<model>[^@].*?))(?:@(?P<gamma>\d+))?")
 
@@ -86,12 +88,14 @@ class OpenedDrafter:
 class DrafterChoice:
     """What `--drafter` says. `where`: directory or model, "" for ngram; `gamma` None: the drafter's own.
 
-    `repo`: whence the directory was downloaded; `base`: whom it was made for, where that is not the target.
+    `hybrid`: with copies from the text so far beside the directory's drafter. `repo`: whence the directory was
+    downloaded; `base`: whom it was made for, where that is not the target.
     """
 
     kind: Literal["directory", "ngram", "lm"]
     where: str
     gamma: int | None = None
+    hybrid: bool = False
     repo: str | None = None
     base: str | None = None
 
@@ -124,6 +128,7 @@ class DrafterChoice:
             ValueError: no drafter or model there, it does not fit the target, or it has no such blocks or trees.
         """
         from outrider.checkpoints.checkpoint import load_checkpoint
+        from outrider.drafters.hybrid import HybridDrafter
         from outrider.drafters.language_model import StandaloneConfig, StandaloneDrafter
         from outrider.evaluation.draft_cost import with_block_size
         from outrider.target.model import load_target
@@ -138,8 +143,11 @@ class DrafterChoice:
             if tree is not None:
                 shape = f"tree of {tree}" + (", measured accuracies" if "candidates" in checkpoint.metadata else "")
                 served, name = _branched(module, served, tree), f"{name} ({shape})"
+            algorithm = module.algorithm
+            if self.hybrid:
+                served, name, algorithm = HybridDrafter(served), f"{HYBRID}:{name}", f"{HYBRID} {algorithm}"
             return OpenedDrafter(
-                served, name, module.algorithm, parameters=parameters, metadata=checkpoint.metadata, tree=tree
+                served, name, algorithm, parameters=parameters, metadata=checkpoint.metadata, tree=tree
             )
         if block_size is not None or tree is not None:
             raise ValueError(f"a drafter of kind {self.kind} has neither blocks nor trees: leave both options out.")
@@ -179,6 +187,8 @@ class DrafterChoice:
         from outrider.target.hub import resolve_model
         from outrider.target.model import count_layers
 
+        if self.hybrid:
+            raise ValueError(f"{engine.name} has no hybrid drafters: give the trained one ({self.where}), or ngram.")
         if self.kind == "ngram":
             return Speculation("ngram", self.gamma or NgramConfig.gamma)
         if self.directory is None:
@@ -219,6 +229,8 @@ def choose_drafter(choice: str, target: str, thinking: bool = False) -> DrafterC
         return None
     if choice == AUTO:
         return _best_offer(target, thinking)
+    if choice == HYBRID or choice.startswith(f"{HYBRID}:"):
+        return _beside_copies(choice, target, thinking)
     if untrained := _UNTRAINED.fullmatch(choice):
         gamma = None if untrained["gamma"] is None else int(untrained["gamma"])
         return DrafterChoice("ngram" if untrained["ngram"] else "lm", untrained["model"] or "", gamma)
@@ -231,6 +243,22 @@ def choose_drafter(choice: str, target: str, thinking: bool = False) -> DrafterC
     if not directory.is_dir() and (entry := published_by(choice)) is not None:
         return _downloaded(entry)
     return DrafterChoice("directory", choice if directory == Path(choice) else str(directory))
+
+
+def _beside_copies(choice: str, target: str, thinking: bool) -> DrafterChoice:
+    """What `hybrid` and `hybrid:DIR_OR_NAME` mean."""
+    trained = choose_drafter(choice.removeprefix(HYBRID).removeprefix(":") or AUTO, target, thinking)
+    if trained is None:
+        raise ValueError(
+            f"--drafter {choice}: no trained drafter for {target} that copies could be taken beside: use ngram, which "
+            f"needs none, or {HOW_TO_TRAIN}."
+        )
+    if trained.directory is None or trained.hybrid:
+        raise ValueError(
+            f"--drafter {choice}: write hybrid, or hybrid:DIR_OR_NAME with a trained drafter; a directory of that name "
+            f"is ./{choice}."
+        )
+    return replace(trained, hybrid=True)
 
 
 def _best_offer(target: str, thinking: bool) -> DrafterChoice | None:
@@ -299,6 +327,8 @@ def require_directory(choice: str, target: str) -> Path:
     found = require_drafter(choice, target)
     if found.directory is None:
         raise ValueError(f"--drafter {choice} has no directory to store anything in: give a trained drafter.")
+    if found.hybrid:
+        raise ValueError(f"--drafter {choice}: give the trained drafter itself, {found.where}.")
     if found.base is not None:
         raise ValueError(
             f"--drafter {choice} is {found.where}, made for {found.base}: copy it (cp -r {found.where} mine) and give "
@@ -334,6 +364,8 @@ def open_for_mlx(
 
     if block_size is not None or tree is not None:
         raise ValueError("--backend mlx drafts chains of the trained block size: leave --block-size and --tree out.")
+    if choice.hybrid:
+        raise ValueError(f"--backend mlx has no hybrid drafters: give the trained one ({choice.where}), or ngram.")
     if choice.kind == "directory":
         checkpoint = load_checkpoint(choice.where, num_target_layers=target.num_layers)
         module = checkpoint.weights.module

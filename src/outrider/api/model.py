@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, overload
@@ -29,6 +30,7 @@ from outrider.api.drafter import (
     open_for_mlx,
     warn_of_thinking,
 )
+from outrider.api.scheduling import Scheduling, choose_scheduling, given
 from outrider.data.chat import render
 from outrider.data.conversations import Message
 from outrider.decoding.generate import Chunk, stream
@@ -39,6 +41,7 @@ from outrider.engine.batch import Output, Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
 from outrider.sampling import SamplingParams
+from outrider.scheduling.gate import DraftGate
 from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.target.model import DecodingTarget, Target, load_target
 from outrider.target.paged import check_pageable
@@ -82,16 +85,27 @@ class Model:
 
         max_new_tokens        of one response; 256
         stop                  a text that ends the response, or several
-        temperature, top_k, top_p, min_p, repetition_penalty, seed, coupled        see SamplingParams; greedy by default
+        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed, coupled
+                              see SamplingParams; greedy by default
         thinking              ask the chat template for it; False
         tools                 JSON schemas, for chat templates that know them
         raw                   continue the text, without chat template; False
-        confidence_threshold  verify drafts while so confident; None: the drafter's own, else all
+        confidence_threshold  verify drafts while so confident; None: see `scheduling`
+        policy, gate          how many drafts are verified, and who drafts (scheduling/); None: see `scheduling`
         typical               a lossy rule (TypicalAcceptance); None: the output is distributed as the target's
+
+    `say` is told in a line before step costs are measured, which is done once for a machine; None: the logger
+    `outrider`.
     """
 
     target: DecodingTarget
     drafter: OpenedDrafter | None = None
+    say: Callable[[str], None] | None = None
+
+    @cached_property
+    def scheduling(self) -> Scheduling:
+        """How much is drafted and verified where a call does not say: see `choose_scheduling`."""
+        return choose_scheduling(self.target, self.drafter, self.say)
 
     def __repr__(self) -> str:
         drafter = "plain decoding" if self.drafter is None else f"drafter {self.drafter.name}"
@@ -102,17 +116,20 @@ class Model:
         prompt: Prompt,
         *,
         confidence_threshold: float | None = None,
+        policy: Policy | None = None,
+        gate: DraftGate | None = None,
         typical: TypicalAcceptance | None = None,
         **options: Any,
     ) -> Iterator[Chunk]:
         """Answer one prompt; a chunk with text and tokens per round. Keywords: see the class.
 
         Raises:
-            ValueError: an empty prompt or one that does not fit the target's context, or a keyword out of its range.
+            ValueError: an empty prompt or one that does not fit the target's context, a keyword out of its range, or a
+                threshold beside a policy or a gate.
             TypeError: no such keyword.
         """
-        request, policy = self._request(prompt, **options), self._policy(confidence_threshold)
-        return self._chunks(request, policy, typical)
+        request, chosen = self._request(prompt, **options), self._scheduling(confidence_threshold, policy, gate)
+        return self._chunks(request, chosen, typical)
 
     @overload
     def generate(self, prompt: Prompt, **options: Any) -> Response: ...
@@ -132,13 +149,16 @@ class Model:
         if not _is_batch(prompt):
             return self._generate(prompt, **options)
         seed = options.pop("seed", None)
-        each = [(one, {**options, "seed": None if seed is None else seed + i}) for i, one in enumerate(prompt)]
+        seeds = [None if seed is None else seed + i for i in range(len(prompt))]
         if options.get("typical") is not None or not isinstance(self.target, Target) or not _pageable(self.target):
-            return [self._generate(one, **own) for one, own in each]
-        policy = self._policy(options.pop("confidence_threshold", None))
+            return [self._generate(one, seed=own, **options) for one, own in zip(prompt, seeds, strict=True)]
+        chosen = self._scheduling(*(options.pop(name, None) for name in ("confidence_threshold", "policy", "gate")))
         options.pop("typical", None)
-        requests = [self._request(one, id=str(number), **own) for number, (one, own) in enumerate(each)]
-        return self._together(self.target, requests, policy)
+        requests = [
+            self._request(one, id=str(number), seed=own, **options)
+            for number, (one, own) in enumerate(zip(prompt, seeds, strict=True))
+        ]
+        return self._together(self.target, requests, chosen)
 
     def spec_generate(
         self,
@@ -175,7 +195,7 @@ class Model:
         )
         rules = StopRules(max_new_tokens, stop_token_ids or ())
         request = Request("", input_ids[0].tolist(), params, rules=rules)
-        new = [token for chunk in self._chunks(request, self._policy(None), None) for token in chunk.tokens]
+        new = [token for chunk in self._chunks(request, self.scheduling, None) for token in chunk.tokens]
         return torch.cat([input_ids, input_ids.new_tensor([new])], dim=1)
 
     def _request(
@@ -206,12 +226,16 @@ class Model:
             tokens = render(tokenizer, [turn], [], tools=tools, thinking=thinking)
         return Request(id, tokens, params, rules=rules)
 
-    def _policy(self, threshold: float | None) -> Policy:
-        if threshold is None and self.drafter is not None and self.drafter.tree is None:
-            threshold = self.drafter.recommended_threshold
-        return FixedPolicy() if threshold is None else ThresholdPolicy(threshold)
+    def _scheduling(self, threshold: float | None, policy: Policy | None, gate: DraftGate | None) -> Scheduling:
+        if threshold is None and policy is None and gate is None:
+            return self.scheduling
+        if threshold is not None:
+            if policy is not None or gate is not None:
+                raise ValueError("confidence_threshold is a policy of its own: leave out policy and gate.")
+            policy = ThresholdPolicy(threshold)
+        return given(policy or FixedPolicy(), gate)
 
-    def _chunks(self, request: Request, policy: Policy, typical: TypicalAcceptance | None) -> Iterator[Chunk]:
+    def _chunks(self, request: Request, chosen: Scheduling, typical: TypicalAcceptance | None) -> Iterator[Chunk]:
         drafter = None if self.drafter is None else self.drafter.drafter
         return stream(
             self.target,
@@ -219,26 +243,20 @@ class Model:
             drafter,
             params=request.params,
             rules=request.rules,
-            policy=policy,
+            policy=chosen.policy,
+            gate=chosen.gate,
             typical=typical,
         )
 
-    def _generate(
-        self,
-        prompt: Prompt,
-        *,
-        confidence_threshold: float | None = None,
-        typical: TypicalAcceptance | None = None,
-        **options: Any,
-    ) -> Response:
+    def _generate(self, prompt: Prompt, **options: Any) -> Response:
         started = time.perf_counter()
-        chunks = list(self.stream(prompt, confidence_threshold=confidence_threshold, typical=typical, **options))
-        return _response(chunks, time.perf_counter() - started)
+        return _response(list(self.stream(prompt, **options)), time.perf_counter() - started)
 
-    def _together(self, target: Target, requests: Sequence[Request], policy: Policy) -> list[Response]:
+    def _together(self, target: Target, requests: Sequence[Request], chosen: Scheduling) -> list[Response]:
         started = time.perf_counter()
         drafter = None if self.drafter is None else self.drafter.drafter
-        engine = Engine(target, drafter, policy, config=_engine_config(requests, draft_slots(drafter)))
+        config = _engine_config(requests, draft_slots(drafter))
+        engine = Engine(target, drafter, chosen.policy, gate=chosen.gate, config=config)
         outputs: dict[str, list[Output]] = {request.id: [] for request in requests}
         found: dict[str, Response] = {}
         for request in requests:
@@ -259,16 +277,18 @@ def load(
     thinking: bool = False,
     tree: str | TreeSize | None = None,
     backend: Literal["local", "mlx"] = "local",
+    say: Callable[[str], None] | None = None,
 ) -> Model:
     """Load a target and its drafter.
 
     Args:
         model: id or directory of the target.
-        drafter: as `--drafter` takes it: auto, a directory or name, ngram, lm:MODEL, "none"; or None.
+        drafter: as `--drafter` takes it: auto, hybrid, a directory or name, ngram, lm:MODEL, "none"; or None.
         device: auto (CUDA where there is one), cpu, cuda, ...; float32 on a CPU, bfloat16 elsewhere.
         thinking: whether responses will think: `auto` then prefers a drafter that has seen it.
         tree: draft trees of this size ("16"), for methods that have them.
         backend: local (PyTorch) or mlx.
+        say: see `Model`.
 
     Raises:
         ValueError: no such model or drafter, or they do not fit each other.
@@ -286,7 +306,7 @@ def load(
     else:
         target = load_target(model, default_dtype(device), device)
         opened = None if choice is None else choice.open(target, tree=size)
-    return Model(target, opened)
+    return Model(target, opened, say)
 
 
 def _is_batch(prompt: Sequence[Any]) -> bool:

@@ -2,21 +2,23 @@
 
 none                                no speculation
 fixed-K                             K drafts (of a tree: nodes) for every request; no more than K are drawn
+fixed-*                             several fixed-K
 threshold                           while confidence holds, at the drafter's recommended threshold
 prefix, async, goodput, look-ahead  chosen by cost, from a profile of this machine; NAME+skip: may skip drafting too
+DRAFTER/VARIANT                     that variant of one drafter, where several are measured together
 """
 
 from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall, Drafter
+from outrider.drafters.base import DraftCall, Drafter, draft_slots
 from outrider.drafters.draft import Draft
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
@@ -29,6 +31,7 @@ NO_SPECULATION = "none"
 FIXED = (1, 2, 3, 5, 7)
 SKIP = "+skip"
 _FIXED = "fixed-"
+_EVERY_FIXED = f"{_FIXED}*"
 KNOWN = f"{', '.join([NO_SPECULATION, 'fixed-K', 'threshold', *BY_COST])}, and NAME{SKIP} for those chosen by cost"
 
 
@@ -43,8 +46,18 @@ class Variant:
 
 
 def is_adaptive(name: str) -> bool:
-    """Whether the variant chooses by the load."""
-    return name.removesuffix(SKIP) in BY_COST
+    """Whether the variant, of whichever drafter, chooses by the load."""
+    return name.rpartition("/")[2].removesuffix(SKIP) in BY_COST
+
+
+def drafter_of(name: str) -> str:
+    """The drafter in a variant's name; "" where it has none."""
+    return name.rpartition("/")[0]
+
+
+def variant_of(drafter: str, kind: str) -> str:
+    """The name of a drafter's variant; of the only drafter, which has the name "", the kind alone."""
+    return f"{drafter}/{kind}" if drafter else kind
 
 
 def default_variants(gamma: int, threshold: float | None, confident: bool) -> list[str]:
@@ -104,6 +117,100 @@ def build_variant(name: str, gamma: int, threshold: float | None, cost: StepCost
     return Variant(name, gamma, BY_COST[name.removesuffix(SKIP)](cost), gate=gate)
 
 
+@dataclass(frozen=True)
+class Kinds:
+    """The kinds of variants that a drafter allows: fixed lengths up to `slots`, and of the others those in `defaults`,
+    which are measured where nobody says which.
+    """
+
+    slots: int
+    defaults: Sequence[str]
+
+    def expanded(self, kind: str) -> list[str]:
+        """What a kind stands for: itself, or the fixed lengths by default."""
+        return [one for one in self.defaults if one.startswith(_FIXED)] if kind == _EVERY_FIXED else [kind]
+
+    def allows(self, kind: str) -> bool:
+        """Whether the drafter can be served like that."""
+        fixed = re.fullmatch(rf"{_FIXED}(\d+)", kind)
+        if fixed is not None:
+            return 1 <= int(fixed[1]) <= self.slots
+        return kind in self.defaults or kind.removesuffix(SKIP) in self.defaults
+
+
+def match_variants(names: Sequence[str] | None, drafters: Mapping[str, Kinds]) -> list[tuple[str, str]]:
+    """(drafter, kind) of every variant that `names` ask for, but the one without speculation.
+
+    A kind that no drafter of those asked allows is there for each of them: building it says why not.
+
+    Args:
+        names: KIND for every drafter that allows it, DRAFTER/KIND for one; None: the defaults of all.
+
+    Raises:
+        ValueError: no such drafter.
+    """
+    if names is None:
+        asked = [(name, kind) for name, kinds in drafters.items() for kind in kinds.defaults]
+    else:
+        asked = []
+    for text in names or ():
+        prefix, _, kind = text.rpartition("/")
+        if prefix and prefix not in drafters:
+            raise ValueError(f"variant {text}: no drafter is called {prefix}; there are {', '.join(drafters)}.")
+        named = [prefix] if prefix else list(drafters)
+        every = [(name, one) for name in named for one in drafters[name].expanded(kind)]
+        asked += [(name, one) for name, one in every if drafters[name].allows(one)] or every
+    return [pair for pair in dict.fromkeys(asked) if pair[1] != NO_SPECULATION]
+
+
+@dataclass(frozen=True)
+class NamedDrafter:
+    """A drafter of a sweep, and what its variants are built with.
+
+    Attributes:
+        name: "" where it is the only one and has none.
+        threshold: of variant threshold, if anything.
+        cost: what variants that choose by cost read, if anything.
+        about: what else decides its figures, for the journal.
+    """
+
+    name: str
+    drafter: Drafter
+    threshold: float | None = None
+    cost: StepCost | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> Kinds:
+        """The variants that it allows."""
+        slots, heads = draft_slots(self.drafter), self.drafter.heads
+        if self.drafter.trees:
+            return Kinds(slots, [NO_SPECULATION, f"{_FIXED}{slots}"])
+        confident = heads is not None and heads.confident
+        return Kinds(slots, default_variants(self.drafter.gamma, self.threshold, confident))
+
+    def build(self, kind: str) -> Variant:
+        """Its variant of that kind, under its own name; see `build_variant`."""
+        try:
+            built = build_variant(kind, draft_slots(self.drafter), self.threshold, cost=self.cost)
+        except ValueError as error:
+            raise ValueError(f"drafter {self.name}: {error}" if self.name else str(error)) from None
+        return replace(built, name=variant_of(self.name, kind))
+
+
+def choose_variants(drafters: Sequence[NamedDrafter], names: Sequence[str] | None) -> list[tuple[Drafter, Variant]]:
+    """The variants of those names (`match_variants`), each with its drafter; the one without speculation first.
+
+    Raises:
+        ValueError: no such drafter or variant, or it needs what is not there.
+    """
+    by_name = {one.name: one for one in drafters}
+    plain = build_variant(NO_SPECULATION, 0, None, cost=None)
+    chosen = match_variants(names, {name: one.kinds for name, one in by_name.items()})
+    built = [(by_name[name].drafter, by_name[name].build(kind)) for name, kind in chosen]
+    return [(drafters[0].drafter, plain), *built]
+
+
 # ----------------------------------------------------------------------------
 # A drafter that is asked for less than it can draft: a fixed length pays for no draft that is never verified.
 # ----------------------------------------------------------------------------
@@ -115,6 +222,15 @@ class WrappedDrafter(Drafter):
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.aux_layers, self.gamma, self.nodes = drafter.aux_layers, drafter.gamma, drafter.nodes
+        self.copies = drafter.copies
+
+    @property
+    def own_slots(self) -> int:
+        return min(self.slots, self.drafter.own_slots)
+
+    @property
+    def own_gamma(self) -> int:
+        return min(self.gamma, self.drafter.own_gamma)
 
     def new_session(self, capacity: int) -> Any:
         return self.drafter.new_session(capacity)
@@ -137,6 +253,8 @@ class LimitedDrafter(WrappedDrafter):
         assert 1 <= drafts <= drafter.slots
         self.gamma = min(drafts, drafter.gamma)
         self.nodes = drafts if drafter.trees else None
+        if drafter.copies is not None:
+            self.copies = replace(drafter.copies, gamma=min(drafts, drafter.copies.gamma))
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> Sequence[Draft]:
         asked = [call.nodes if self.trees else call.limit for call in calls]
@@ -167,13 +285,13 @@ def engine_config(longest: int, users: int, token_budget: int) -> EngineConfig:
 
 
 def local_engines(
-    target: Target, drafter: Drafter, variants: Sequence[Variant], config_at: Callable[[float], EngineConfig]
+    target: Target, variants: Sequence[tuple[Drafter, Variant]], config_at: Callable[[float], EngineConfig]
 ) -> Callable[[str, float], Engine]:
     """A function of variant and level that makes a new engine; `config_at`: its size at a level."""
-    by_name = {variant.name: variant for variant in variants}
+    by_name = {variant.name: (drafter, variant) for drafter, variant in variants}
 
     def serve(name: str, level: float) -> Engine:
-        variant = by_name[name]
+        drafter, variant = by_name[name]
         gc.collect()  # the last engine's memory comes back now, not inside the window
         return Engine(
             target, limited(drafter, variant.drafts), variant.policy, gate=variant.gate, config=config_at(level)

@@ -477,6 +477,8 @@ class ServerBackend:
             "stream_options": {"include_usage": True},
             **self.endpoint.engine.request_fields,
         }
+        if request.params.temperature > 0:
+            body |= {"top_p": request.params.top_p, "seed": request.params.seed}
         if self.endpoint.chat_of is None:
             return {**body, "prompt": list(request.prompt)}
         if self.endpoint.thinking is not None:

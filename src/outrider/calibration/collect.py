@@ -28,8 +28,9 @@ from outrider.calibration.fit import Rounds, TaskRounds
 from outrider.data.chat import render
 from outrider.data.conversations import Conversation
 from outrider.data.sources import TaskSettings, load_prompts
-from outrider.decoding.generate import RoundStats, generate
-from outrider.decoding.request import SingleRequest, StopRules
+from outrider.decoding.drafting import Drafting
+from outrider.decoding.generate import RoundStats, SingleRequest, generate
+from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.heads import certainty
@@ -37,6 +38,7 @@ from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
 from outrider.sampling import SamplingParams, SeenTokens
+from outrider.scheduling.policies import FixedPolicy
 from outrider.target.model import Target
 from outrider.target.paged import check_pageable
 from outrider.utils.documents import parse_json
@@ -179,7 +181,9 @@ def rounds_of_text(
             verified that far.
     """
     tokens, gamma = [*prompt, *text], drafter.gamma
-    state = SingleRequest(target, drafter, tokens[:-1], params=params, rules=StopRules(1, stop_ids=())).state
+    drafting = Drafting(drafter, FixedPolicy())
+    state = SingleRequest(target, drafting, tokens[:-1], params=params, rules=StopRules(1, stop_ids=())).state
+    drafting.read([state])
     ends = range(len(tokens) - 1, len(prompt) - 1, -1)
     confidences, accepted, admitted = list[list[float]](), list[int](), list[int]()
     # All share one draft cache, from the last position to the first: a block overwrites only later positions.
@@ -189,7 +193,7 @@ def rounds_of_text(
             session = copy.copy(state.session)
             assert session is not None
             session.length = end - 1
-            seen = SeenTokens(target.vocab_size, params.repetition_penalty, tokens[:end], device=target.device)
+            seen = SeenTokens(target.vocab_size, params, prompt, output=tokens[len(prompt) : end], device=target.device)
             calls.append(DraftCall(session, tokens[end - 1], params, seen=seen, source=state.source))
         for call, proposal in zip(calls, drafter.propose(calls), strict=True):
             left = tokens[call.session.length + 1 :][:gamma]

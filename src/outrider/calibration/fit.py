@@ -23,11 +23,11 @@ from pydantic import BaseModel
 
 from outrider.data.sources import TaskSettings
 from outrider.drafters.heads import CertaintyEstimator
+from outrider.scheduling.beliefs import EDGE, logit, sigmoid
 from outrider.scheduling.cost import Floats, Ints
 from outrider.utils.measure import machine
 
 BINS = 20
-_EDGE = 1e-9  # float32 sigmoids reach 0 and 1, whose logits are infinite
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def brier(predicted_N: Floats, outcome_N: Floats) -> float:
 
 def log_loss(predicted_N: Floats, outcome_N: Floats) -> Floats:
     """-log P(outcome) of each round, in nats."""
-    inside_N = np.clip(predicted_N, _EDGE, 1 - _EDGE)
+    inside_N = np.clip(predicted_N, EDGE, 1 - EDGE)
     return -np.where(outcome_N > 0, np.log(inside_N), np.log1p(-inside_N))
 
 
@@ -171,18 +171,6 @@ def roc_auc(predicted_N: Floats, outcome_N: Floats) -> float | None:
 
 def _bin(predicted_N: Floats, bins: int) -> Ints:
     return np.minimum((predicted_N * bins).astype(np.int64), bins - 1)  # 1.0 belongs to the last bin
-
-
-def logit(probability: Floats) -> Floats:
-    """log(p / (1 - p)), finite for p = 0 and 1 too."""
-    inside = np.clip(probability, _EDGE, 1 - _EDGE)
-    return np.log(inside) - np.log1p(-inside)
-
-
-def sigmoid(x: Floats) -> Floats:
-    """1 / (1 + exp(-x)), without overflow."""
-    result: Floats = 0.5 * (1.0 + np.tanh(0.5 * x))
-    return result
 
 
 # ----------------------------------------------------------------------------
@@ -250,7 +238,7 @@ class _Position:
         for _ in range(_STEPS):
             scaled_N = self.logits_N * np.exp(-point_P[0])
             own_N = sigmoid(scaled_N + point_P[1])
-            predicted_N = np.clip(self.before_N * own_N, _EDGE, 1 - _EDGE)
+            predicted_N = np.clip(self.before_N * own_N, EDGE, 1 - EDGE)
             slope_N = predicted_N * (1 - own_N)  # of the prediction, by the scaled logit
             variance_N = predicted_N * (1 - predicted_N)
             slopes_NP = np.stack((-scaled_N, np.ones_like(scaled_N)), axis=1)

@@ -17,8 +17,9 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -28,7 +29,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.api.drafter import AUTO, DrafterChoice, require_drafter, warn_of_thinking
+from outrider.api.drafter import AUTO, HYBRID, DrafterChoice, require_drafter, warn_of_thinking
 from outrider.cli import options as opt
 from outrider.cli.common import (
     check_outputs,
@@ -40,6 +41,7 @@ from outrider.cli.common import (
     split_names,
     split_numbers,
 )
+from outrider.cli.evaluate import name_drafters
 from outrider.cli.options import BACKENDS, CHOICES, DRAFTS, FILES, GENERAL, MODELS, PROMPTS, SMOLLM2, option, rare
 from outrider.evaluation.verdict import load_verdict
 from outrider.utils.measure import default_dtype, dtype_name, machine, set_up, versions
@@ -47,16 +49,22 @@ from outrider.utils.tables import terminal_table
 from outrider.utils.terminal import Terminal
 
 if TYPE_CHECKING:
+    from outrider.api.drafter import OpenedDrafter
     from outrider.backends.base import ExternalEngine
+    from outrider.backends.local import NamedDrafter
     from outrider.backends.openai import Endpoint
     from outrider.loadtest.engines import MeasuredEngine
+    from outrider.loadtest.gains import Gain
+    from outrider.loadtest.load import Traffic
     from outrider.loadtest.metrics import Frontier, PointSummary
     from outrider.loadtest.simulate import Cluster, Comparison, Routing
     from outrider.loadtest.traces import Traces
+    from outrider.target.model import Target
 
 LOAD, SERVER, RECORD, PREDICT, MACHINE = "Load", "Servers", "Record", "Predict", "Machine"
 _CONCURRENCY = "1,2,4,8,16,32"
 ONE_AT_A_TIME = ("transformers", "mlx")
+_SMOLLM2 = SMOLLM2.partition("/")[2]  # the default on one line of help
 
 
 def kinds() -> list[str]:
@@ -103,7 +111,8 @@ def report(frontier: Frontier, out: Path, console: Console, exact: bool = True) 
     """Write frontier.json and the plots, print tables and verdicts.
 
     Args:
-        exact: whether greedy output must be plain decoding's; other engines' numerics change with their batches.
+        exact: whether greedy and coupled output must be plain decoding's; other engines' numerics change with their
+            batches.
 
     Raises:
         ValueError: it had to be and was not: a bug worth reporting.
@@ -118,7 +127,44 @@ def report(frontier: Frontier, out: Path, console: Console, exact: bool = True) 
         raise ValueError(
             f"output differs from plain decoding with {', '.join(wrong)}; this is a bug, please report it."
         )
+    _print_gains(frontier, console)
     show_lines(console, *_verdict(frontier))
+
+
+def _print_gains(frontier: Frontier, console: Console) -> None:
+    """Gains of the highlighted variants, at six values at most; frontier.json has all."""
+    from outrider.loadtest.gains import INTERVAL
+    from outrider.loadtest.plots import highlighted
+
+    titles = {
+        "throughput": ("throughput over that of {}", "tokens/s promised to a user"),
+        "speed": ("tokens/s of the median user over those with {}", "tokens/s of all users"),
+    }
+    for figure, (title, given) in titles.items():
+        found = {(gain.variant, gain.at): gain for gain in frontier.gains if gain.figure == figure}
+        if not found:
+            return
+        values = sorted({at for _, at in found})
+        values = [values[place * (len(values) - 1) // 5] for place in range(6)] if len(values) > 6 else values
+        against = next(iter(found.values())).against
+        rows = [
+            (variant, *(_gain_cell(found[variant, at]) for at in values))
+            for variant in reversed(highlighted(frontier))
+            if (variant, values[0]) in found
+        ]
+        if any(any(cells) for _, *cells in rows):
+            note = f"by {given} (below: {100 * INTERVAL:.0f} % interval; blank: outside of what was measured)"
+            show_lines(console, f"{title.format(against)}, {note}")
+            headings = ("variant", *(f"{at:.3g}" for at in values))
+            console.print(terminal_table(headings, rows, text=("variant",), box=None, padding=(0, 1, 0, 0)))
+        else:
+            show_lines(console, f"{title.format(against)}: the curves have no {given} in common; measure more loads")
+
+
+def _gain_cell(gain: Gain) -> str:
+    if gain.ratio is None:
+        return ""
+    return f"{gain.ratio:.2f}" if gain.low is None else f"{gain.ratio:.2f}\n{gain.low:.2f}-{gain.high:.2f}"
 
 
 def _print(frontier: Frontier, console: Console) -> None:
@@ -147,7 +193,7 @@ def _print(frontier: Frontier, console: Console) -> None:
 
 
 def _verdict(frontier: Frontier) -> list[str]:
-    """What the measured ratios say, and the next command."""
+    """What the measured ratios say, and the next command where there is one drafter."""
     from outrider.backends.local import is_adaptive
     from outrider.loadtest.metrics import speedups
 
@@ -155,8 +201,9 @@ def _verdict(frontier: Frontier) -> list[str]:
     if not ratios:
         return ["No verdict: add `none` to --variants, and loads at which it meets the service level."]
     adapt = ""
-    if settings["backend"] == "local" and not any(map(is_adaptive, ratios)):
-        models = shlex.join(["--target", settings["target"], "--drafter", settings["drafter"]])
+    drafters = list(settings.get("drafters", {}).values())
+    if len(drafters) == 1 and not any(map(is_adaptive, ratios)):
+        models = shlex.join(["--target", settings["target"], "--drafter", drafters[0]["choice"]])
         adapt = (
             f"outrider profile {models} --out profile.json, then this command with --profile profile.json and another"
         )
@@ -164,17 +211,92 @@ def _verdict(frontier: Frontier) -> list[str]:
     return load_verdict(ratios, "plain" if frontier.arrivals == "closed" else "plain's goodput", adapt=adapt)
 
 
+def choose_traffic(temperature: str, top_p: float, coupled: bool) -> Traffic:
+    """What `--temperature`, `--top-p` and `--coupled` say.
+
+    Raises:
+        ValueError: not temperatures, or what does not go together.
+    """
+    from outrider.loadtest.load import Traffic
+
+    return Traffic(split_numbers("--temperature", temperature), top_p, coupled)
+
+
+def calibration_note(metadata: Mapping[str, Any], traffic: Traffic) -> list[str]:
+    """A line where confidences were calibrated at another temperature than that of the traffic."""
+    found = metadata.get("calibration", {}).get("sampling", {}).get("temperature")
+    if found is None or traffic.temperatures == (found,):
+        return []
+    sampled = ", ".join(f"{temperature:g}" for temperature in traffic.temperatures)
+    return [
+        f"confidences were calibrated at temperature {found:g}, requests are sampled at {sampled}: variants that read "
+        "them plan with other probabilities (outrider calibrate --temperature T)"
+    ]
+
+
+def named_drafters(
+    target: Target,
+    opened: Mapping[str, tuple[str, DrafterChoice, OpenedDrafter]],
+    profiles: Sequence[Path],
+    threshold: float | None,
+) -> list[NamedDrafter]:
+    """Opened drafters as a sweep serves them.
+
+    Args:
+        opened: by name, each with the text and the choice that it was opened by.
+        profiles: what variants that choose by cost decide by; each is of one drafter's shape.
+        threshold: of variant threshold, for all; None: as each recommends. The nodes of trees have none.
+
+    Raises:
+        ValueError: a profile of something else than these drafters.
+    """
+    from outrider.backends.local import NamedDrafter
+    from outrider.evaluation.profile import setting_of
+    from outrider.scheduling.cost import Profile
+
+    costs = {path: Profile.load(path) for path in profiles}
+    settings = {name: setting_of(target, one.drafter) for name, (_, _, one) in opened.items()}
+    for cost in costs.values():
+        if cost.setting not in settings.values():
+            cost.check(next(iter(settings.values())))
+    found = []
+    for name, (text, choice, one) in opened.items():
+        limit = one.recommended_threshold if threshold is None else threshold
+        limit = None if one.drafter.trees else limit
+        fitting = next((path for path, cost in costs.items() if cost.setting == settings[name]), None)
+        files = [] if choice.directory is None else sorted(choice.directory.iterdir())
+        about = {
+            "choice": text,
+            "algorithm": one.algorithm,
+            "sha256": _digest([path for path in files if path.suffix in (".json", ".safetensors")]),
+            "threshold": limit,
+            "profile_sha256": _digest([] if fitting is None else [fitting]),
+        }
+        found.append(
+            NamedDrafter(name, one.drafter, limit, cost=None if fitting is None else costs[fitting], about=about)
+        )
+    return found
+
+
+def _digest(paths: Sequence[Path]) -> str | None:
+    """Of files that decide: a profile measured anew, a drafter trained or calibrated again."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest() if paths else None
+
+
 def bench_command(
     *,
-    target: opt.TargetName = SMOLLM2,
-    drafter: opt.DrafterName = AUTO,
+    target: Annotated[str, option(MODELS, "model id or directory", show_default=_SMOLLM2)] = SMOLLM2,
+    drafter: opt.DrafterNames = [AUTO],  # noqa: B006 - typer copies it
     backend: Annotated[str, option(MODELS, BACKENDS, metavar="ENGINE", show_default=False)] = "local",
     tasks: opt.Tasks,
     prompts: Annotated[int, rare(PROMPTS, "how many conversations there are in all", min=1)] = 100,
     turns: Annotated[int, rare(PROMPTS, "of each; the baseline answers the earlier ones", min=1)] = 1,
     thinking: Annotated[bool, rare(PROMPTS, "ask the chat template for it", "--thinking/--no-thinking")] = False,
     max_new_tokens: Annotated[int, option(PROMPTS, "per response", min=1)] = 64,
-    seed: Annotated[int, rare(PROMPTS, "of the mix of prompts, and of arrivals")] = 0,
+    seed: Annotated[int, rare(PROMPTS, "of the mix of prompts, of arrivals and of sampling")] = 0,
+    temperature: opt.Temperatures = "0",
+    top_p: opt.TopP = 1.0,
+    coupled: opt.Coupled = False,
     arrivals: Annotated[Literal["closed", "poisson"], option(LOAD, "users that wait, or a rate")] = "closed",
     concurrency: Annotated[str | None, option(LOAD, "users (closed); 1,2,4,8,16,32 where an engine batches")] = None,
     rates: Annotated[str, option(LOAD, "requests per second (poisson)")] = "0.5,1,2",
@@ -188,9 +310,13 @@ def bench_command(
     sla_ttft: opt.SlaTtft = 2.0,
     sla_tokens_per_second: opt.SlaTokensPerSecond = 5.0,
     variants: opt.Variants = None,
-    profile: Annotated[Path | None, option(DRAFTS, "from outrider profile; adaptive variants need it")] = None,
+    profile: Annotated[
+        list[Path] | None, option(DRAFTS, "from outrider profile; adaptive variants need it", metavar="PATH")
+    ] = None,
+    against: Annotated[str | None, rare(DRAFTS, "variant that gains are over; MTP-1, else none, by default")] = None,
+    user_speeds: Annotated[str | None, rare(DRAFTS, "promised tokens/s: gains at those; as --against has")] = None,
     confidence_threshold: Annotated[float | None, rare(DRAFTS, "of variant threshold", min=0.0, max=1.0)] = None,
-    tree: opt.Tree = None,
+    tree: Annotated[str | None, rare(DRAFTS, f"{opt.TREE_FORM} ({opt.TREE_METHODS})", metavar="SIZE")] = None,
     assistant: Annotated[str | None, rare(DRAFTS, "smaller model of variant assisted (transformers)")] = None,
     prompt_lookup: Annotated[int, rare(DRAFTS, "tokens copied per round (transformers)", min=1)] = 10,
     base_url: Annotated[str | None, option(SERVER, f"server that speculates; its key, if any, in {API_KEY}")] = None,
@@ -242,6 +368,19 @@ def bench_command(
     if size is not None and backend != "local":
         raise ValueError(f"--tree is for --backend local; {backend} drafts as it is configured to.")
     known = Chat.load(target)
+    traffic = choose_traffic(temperature, top_p, coupled)
+    promised = () if user_speeds is None else split_numbers("--user-speeds", user_speeds)
+    if promised and min(promised) <= 0:
+        raise ValueError(f"--user-speeds {user_speeds}: tokens per second are above 0.")
+    texts = name_drafters(drafter)
+    if texts == {drafter[0]: drafter[0]}:
+        texts = {"": drafter[0]}  # the only one needs no name
+    elif backend != "local" or size is not None:
+        raise ValueError("several or named drafters (--drafter) are for --backend local without --tree.")
+    if not traffic.greedy and backend in ONE_AT_A_TIME:
+        raise ValueError(f"--temperature {temperature}: {backend} decodes greedily here; leave it out.")
+    if coupled and backend != "local":
+        raise ValueError(f"--coupled is for --backend local; {backend} samples in its own way.")
     names = None if variants is None else split_names(variants, f"variant; there are {KNOWN}")
     if arrivals == "closed":
         default = "1" if backend in ONE_AT_A_TIME else _CONCURRENCY
@@ -263,7 +402,7 @@ def bench_command(
 
         if backend != "local":
             raise ValueError(f"--dry-run knows our own engine; how fast {backend} is only a run of it can tell.")
-        found = require_drafter(drafter, target, thinking)
+        found = {name: require_drafter(text, target, thinking) for name, text in texts.items()}
         times = repeats * len(bench_variants(found, names, target))
         counts = [(level, users[level], times * max(requests_per_point or 0, users[level])) for level in levels]
         of_bench(
@@ -272,22 +411,21 @@ def bench_command(
         )  # fmt: skip
         return
 
-    def pick() -> DrafterChoice:
-        found = require_drafter(drafter, target, thinking)
+    def pick(name: str = "") -> DrafterChoice:
+        found = require_drafter(texts[name], target, thinking)
         warn_of_thinking(found, thinking)
         return found
 
     def measured_engine(place: str) -> MeasuredEngine:
         if backend == "local":
-            choice, loaded = pick(), load(target, place)
-            opened = choice.open(loaded, tree=size)
+            choices, loaded = {name: pick(name) for name in texts}, load(target, place)
+            opened = {name: (texts[name], choice, choice.open(loaded, tree=size)) for name, choice in choices.items()}
+            for name, (_, _, one) in opened.items():
+                show_lines(console, *(f"{name} {line}".lstrip() for line in calibration_note(one.metadata, traffic)))
             return local_engine(
                 loaded,
-                opened.drafter,
-                choice.directory,
+                named_drafters(loaded, opened, profile or [], threshold=confidence_threshold),
                 names=names,
-                threshold=opened.recommended_threshold if confidence_threshold is None else confidence_threshold,
-                profile=profile,
                 config_at=lambda level: engine_config(work.longest + max_new_tokens, users[level], token_budget),
                 users=most_users,
                 token_budget=token_budget,
@@ -302,10 +440,9 @@ def bench_command(
             )
         if backend == "mlx":
             choice = pick()
-            if choice.directory is None:
-                raise ValueError(
-                    f"--backend mlx decodes with a trained drafter, not with {choice.kind}: give its directory."
-                )
+            if choice.directory is None or choice.hybrid:
+                kind = HYBRID if choice.hybrid else choice.kind
+                raise ValueError(f"--backend mlx decodes with a trained drafter, not with {kind}: give its directory.")
             # mlx-lm computes in the type that the model is stored in.
             stored: Any = model_config(resolve_model(target)).get_text_config().dtype
             about = {"dtype": None if stored is None else dtype_name(stored)}
@@ -375,6 +512,8 @@ def bench_command(
         console = Terminal(quiet=not ranks.main)
         engine = measured_engine(str(ranks.device))
         stack.callback(engine.close)
+        if against is not None and against not in engine.variants:
+            raise ValueError(f"--against {against}: not among what is measured, {', '.join(engine.variants)}.")
         sweep = Sweep(
             arrivals=arrivals,
             levels=levels,
@@ -386,8 +525,10 @@ def bench_command(
             sla=Sla(sla_ttft, sla_tokens_per_second),
             seed=seed,
             grouped=engine.grouped,
+            traffic=traffic,
         )
-        settings = sweep.settings() | engine.settings | {"backend": backend, "target": target, "drafter": drafter}
+        settings = sweep.settings() | engine.settings | {"backend": backend, "target": target}
+        settings |= {} if backend == "local" else {"drafter": texts[""]}
         settings |= {"tasks": tasks, "prompts": len(work.prompts), "thinking": thinking, "turns": turns}
         settings |= {"max_requests": None if arrivals == "closed" else max_requests, "device": ranks.device.type}
         settings |= {"token_budget": token_budget, "tree": None if size is None else size.setting, "world": ranks.world}
@@ -399,7 +540,8 @@ def bench_command(
                 thinking=thinking, ranks=ranks, on_progress=on_progress,
             )  # fmt: skip
         if ranks.main:
-            report(Frontier.of(arrivals, journal.points, settings), out, console, exact=engine.exact)
+            frontier = Frontier.of(arrivals, journal.points, journal.settings, against=against, user_speeds=promised)
+            report(frontier, out, console, exact=engine.exact)
 
 
 def bench_table(
@@ -431,14 +573,17 @@ def simulate_command(
     recording: Annotated[
         Path | None, option(RECORD, "decode --tasks here, write traces to this .npz, and stop", "--record")
     ] = None,
-    target: Annotated[str, option(RECORD, "model id or directory")] = SMOLLM2,
-    drafter: Annotated[str, option(RECORD, CHOICES)] = AUTO,
+    target: Annotated[str, option(RECORD, "model id or directory", show_default=_SMOLLM2)] = SMOLLM2,
+    drafter: Annotated[str, option(RECORD, CHOICES, show_default=False)] = AUTO,
     tasks: Annotated[str | None, option(RECORD, "JSONL files or shipped sets; first turns")] = None,
     max_samples: Annotated[int, option(RECORD, "prompts in all, mixed from the tasks", min=1)] = 100,
     thinking: Annotated[bool, rare(RECORD, "ask the chat template for it", "--thinking/--no-thinking")] = False,
     device: Annotated[str, rare(RECORD, "auto, cpu, cuda, ...")] = "auto",
     threads: Annotated[int | None, rare(RECORD, "CPU threads; $OMP_NUM_THREADS, else all", min=1, max=1024)] = None,
     dry_run: Annotated[bool, rare(RECORD, "only say what recording would take", "--dry-run")] = False,
+    temperature: Annotated[str, option(RECORD, "as 0, or 0,1: prompts take turns")] = "0",
+    top_p: Annotated[float, rare(RECORD, "keep the likeliest tokens of this total probability")] = 1.0,
+    coupled: Annotated[bool, rare(RECORD, "by noise of seed and position", "--coupled")] = False,
     traces: Annotated[Path | None, option(PREDICT, "what --record wrote")] = None,
     profile: Annotated[Path | None, option(PREDICT, 'outrider profile\'s, or {"sps": [...], ...}')] = None,
     validate: Annotated[Path | None, option(PREDICT, "measured frontier.json to compare with")] = None,
@@ -466,9 +611,11 @@ def simulate_command(
 ) -> None:
     """Predict a load test from a profile and recorded drafts."""
     import numpy as np
+    from pydantic import TypeAdapter, ValidationError
 
     from outrider.backends.local import KNOWN, default_variants, engine_config
     from outrider.engine.scheduler import EngineConfig
+    from outrider.loadtest.load import Ask, Traffic
     from outrider.loadtest.metrics import Frontier, Sla
     from outrider.loadtest.plots import write_plots
     from outrider.loadtest.simulate import check_comparable, compare, load_machine, serve, simulate_sweep
@@ -476,6 +623,7 @@ def simulate_command(
     from outrider.loadtest.traces import Traces
 
     console = Terminal()
+    to_record = choose_traffic(temperature, top_p, coupled)
     if recording is not None:
         if tasks is None:
             raise ValueError("--record needs --tasks: prompts to decode.")
@@ -495,8 +643,8 @@ def simulate_command(
             )  # fmt: skip
             return
         found = record_traces(
-            target, drafter, split_names(tasks), count=max_samples, tokens=max_new_tokens, seed=seed,
-            thinking=thinking, device=device, console=console,
+            target, drafter, split_names(tasks), traffic=to_record,
+            count=max_samples, tokens=max_new_tokens, seed=seed, thinking=thinking, device=device, console=console,
         )  # fmt: skip
         found.save(recording)
         show_paths(console, recording)
@@ -508,8 +656,13 @@ def simulate_command(
     check_outputs(out)
     recorded, measured = Traces.load(traces), None if validate is None else Frontier.load(validate)
     setting, recommended = recorded.about.get("setting"), recorded.about.get("threshold")
+    unsaid = f"{traces} does not say what was recorded; record again (--record {traces})."
     if not isinstance(setting, dict) or not isinstance(recommended, (int, float, NoneType)):
-        raise ValueError(f"{traces} does not say what was recorded; record again (--record {traces}).")
+        raise ValueError(unsaid)
+    try:
+        traffic = TypeAdapter(Traffic).validate_python(recorded.about.get("traffic"))
+    except ValidationError as error:
+        raise ValueError(unsaid) from error
     machine = load_machine(profile, setting, scale_draft, verify=scale_verify)
     threshold = recommended if confidence_threshold is None else confidence_threshold
     allowed = default_variants(recorded.gamma, threshold, not np.isnan(recorded.confidences_NK).any())
@@ -519,14 +672,14 @@ def simulate_command(
     sla = Sla(sla_ttft, sla_tokens_per_second)
     sweep = Sweep(
         arrivals=kind, levels=levels, variants=tuple(names), repeats=repeats, requests=requests, seconds=None,
-        max_new_tokens=max_new_tokens, sla=sla, seed=seed,
+        max_new_tokens=max_new_tokens, sla=sla, seed=seed, traffic=traffic,
     )  # fmt: skip
     settings = sweep.settings() | {"token_budget": token_budget, "max_requests": max_requests}
     settings |= {"replicas": replicas, "routing": routing}
     settings |= {"simulated": {"scale_verify": scale_verify, "scale_draft": scale_draft, "traces": recorded.about}}
     if measured is not None:
-        check_comparable(settings, measured.settings)
-    router, prompts = _routing(routing), [response.prompt for response in recorded.responses]
+        check_comparable(json.loads(json.dumps(settings)), measured.settings)
+    router, asks = _routing(routing), [Ask(response.prompt, response.params) for response in recorded.responses]
 
     def serving(variant: str, level: float) -> Cluster:
         if kind == "poisson":
@@ -534,12 +687,12 @@ def simulate_command(
         else:  # the least loaded replica never has more than its share
             users = math.ceil(level / replicas) if routing == "least-loaded" else int(level)
             limit = min(users, max_requests or users)
-        longest = max(len(prompt) for prompt in prompts) + max_new_tokens
+        longest = max(len(ask.prompt) for ask in asks) + max_new_tokens
         engine = engine_config(longest, limit, token_budget)
         return serve(variant, recorded, machine, engine=engine, threshold=threshold, replicas=replicas, routing=router)
 
     with counting(console, "simulate") as on_progress:
-        points = simulate_sweep(sweep, serving, prompts, on_progress=on_progress)
+        points = simulate_sweep(sweep, serving, asks, on_progress=on_progress)
     frontier = Frontier.of(kind, points, settings)
     path = frontier.save(out)
     console.print(points_table(frontier.points))
@@ -553,6 +706,7 @@ def record_traces(
     drafter: str,
     tasks: list[str],
     *,
+    traffic: Traffic,
     count: int,
     tokens: int,
     seed: int,
@@ -571,6 +725,7 @@ def record_traces(
     loaded = load(target, device)
     opened = choice.open(loaded)
     assert loaded.tokenizer is not None
+    show_lines(console, *calibration_note(opened.metadata, traffic))
     prompts = [prompt.tokens for prompt in mixed_prompts(loaded.tokenizer, tasks, count, seed=seed, thinking=thinking)]
     about = {
         "setting": setting_of(loaded, opened.drafter).model_dump(),
@@ -578,11 +733,13 @@ def record_traces(
         "max_new_tokens": tokens,
         "thinking": thinking,
         "threshold": opened.recommended_threshold,
+        "traffic": asdict(traffic),
         "versions": versions(),
         "machine": machine(),
     }
     with counting(console, "record") as on_progress:
-        found = record(loaded, opened.drafter, prompts, rules=StopRules(tokens), about=about, on_progress=on_progress)
+        asks = traffic.asks(prompts, seed)
+        found = record(loaded, opened.drafter, asks, rules=StopRules(tokens), about=about, on_progress=on_progress)
     positions, matching = len(found.accepted_N), int(found.accepted_N.sum())
     console.print(
         f"{len(prompts)} responses, {positions} positions, on average {matching / positions:.2f} drafts right"
@@ -605,15 +762,24 @@ def points_table(points: list[PointSummary]) -> Table:
 
 def report_simulation(compared: list[Comparison], path: Path, console: Console) -> None:
     """Print and write the error at every point; the worst is named."""
-    headings = ("variant", "level", "measured", "simulated", "error")
+    from outrider.backends.local import NO_SPECULATION
+
+    headings = ("variant", "level", "measured", "simulated", "error", "of ratio to none")
     view = terminal_table(headings, text=("variant",), title="tokens per second: simulated against measured")
     for one in compared:
-        view.add_row(
-            one.variant, f"{one.level:g}", f"{one.measured:.1f}", f"{one.predicted:.1f}", f"{one.error:+.1f} %"
-        )
+        relative = "" if one.ratio_error is None else f"{one.ratio_error:+.1f} %"
+        measured, predicted = f"{one.measured:.1f}", f"{one.predicted:.1f}"
+        view.add_row(one.variant, f"{one.level:g}", measured, predicted, f"{one.error:+.1f} %", relative)
     console.print(view)
     worst = max(compared, key=lambda one: abs(one.error))
     console.print(f"worst: {worst.variant} at {worst.level:g}, {worst.error:+.1f} %", highlight=False)
+    ratios = [abs(one.ratio_error) for one in compared if one.ratio_error is not None and one.variant != NO_SPECULATION]
+    if ratios:
+        within = sum(error <= 10 for error in ratios)
+        console.print(
+            f"ratios to plain decoding: {within} of {len(ratios)} within 10 %, worst {max(ratios):.1f} %",
+            highlight=False,
+        )
     content = {"points": [one.model_dump() for one in compared], "worst": worst.model_dump()}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     show_paths(console, path)

@@ -268,7 +268,8 @@ def profile_command(
     """Measure the cost of a step on this machine, for load-aware policies."""
     from outrider.backends.sglang import TABLE_FILE, write_sps_table
     from outrider.drafters.base import draft_slots
-    from outrider.evaluation.profile import PLAIN_WIDTH, ProfileConfig, measure_profile, plot_profile
+    from outrider.evaluation.profile import PLAIN_WIDTH, ProfileConfig, measure_profile
+    from outrider.evaluation.report import plot_profile
 
     set_up(threads)
     console = Terminal()

@@ -67,8 +67,8 @@ def training_dtype(
     return dtype
 
 
-def choose_policy(draft_length: int | None, confidence_threshold: float | None) -> Policy:
-    """The scheduling policy two options describe.
+def choose_policy(draft_length: int | None, confidence_threshold: float | None) -> Policy | None:
+    """The scheduling policy two options describe; None where neither is given.
 
     Raises:
         ValueError: both are given.
@@ -76,7 +76,7 @@ def choose_policy(draft_length: int | None, confidence_threshold: float | None) 
     from outrider.scheduling.policies import FixedPolicy, ThresholdPolicy
 
     if confidence_threshold is None:
-        return FixedPolicy(draft_length)
+        return None if draft_length is None else FixedPolicy(draft_length)
     if draft_length is not None:
         raise ValueError("give --draft-length or --confidence-threshold, not both.")
     return ThresholdPolicy(confidence_threshold)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.api.drafter import DrafterChoice, recommended_threshold
-from outrider.backends.local import NO_SPECULATION, default_variants
+from outrider.backends.local import NO_SPECULATION, Kinds, default_variants, match_variants, variant_of
 from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.cli.common import split_names
 from outrider.data.regenerate import DataSection
@@ -33,7 +33,6 @@ from outrider.evaluation.profile import (
     WARM_UP_STEPS,
     ProfileConfig,
     grid,
-    request_counts,
 )
 from outrider.target.model import count_layers
 from outrider.training.dataset import recipe_prompts, responses_path
@@ -196,15 +195,25 @@ def of_doctor(
     show(Estimate(tuple(parts)), None, console)
 
 
-def bench_variants(choice: DrafterChoice, names: list[str] | None, target: str) -> list[str]:
-    """The variants of a sweep without opening the drafter; `target` says how deep it is where its files do not."""
-    if names is not None:
-        return [NO_SPECULATION, *(name for name in names if name != NO_SPECULATION)]
+def bench_variants(choices: Mapping[str, DrafterChoice], names: Sequence[str] | None, target: str) -> list[str]:
+    """The variants of a sweep without opening its drafters.
+
+    Args:
+        target: says how deep it is where a drafter's files do not.
+    """
+    matched = match_variants(names, {name: _kinds(choice, target) for name, choice in choices.items()})
+    return [NO_SPECULATION, *(variant_of(name, kind) for name, kind in matched)]
+
+
+def _kinds(choice: DrafterChoice, target: str) -> Kinds:
+    """The variants that a drafter allows."""
     if choice.directory is None:
-        return default_variants(choice.gamma or NgramConfig.gamma, None, confident=choice.kind == "lm")
+        gamma = choice.gamma or NgramConfig.gamma
+        return Kinds(gamma, default_variants(gamma, None, confident=choice.kind == "lm"))
     checkpoint = load_checkpoint(choice.directory, num_target_layers=count_layers(target))
     module, threshold = checkpoint.weights.module, recommended_threshold(checkpoint.metadata)
-    return default_variants(module.config.gamma, threshold, confident=module.calibratable == "confidences")
+    gamma, confident = module.config.gamma, module.calibratable == "confidences"
+    return Kinds(gamma, default_variants(gamma, threshold, confident=confident))
 
 
 def of_bench(
@@ -288,7 +297,7 @@ def of_profile(
     console: Console,
 ) -> None:
     """`outrider profile`. `nodes`: of the drafter's trees, where it drafts them."""
-    rates, counts = measured.rates, request_counts(config.max_requests)
+    rates, counts = measured.rates, config.requests
     passes = None if choice is None else _Passes.of(measured, choice)
     slots = 0 if passes is None else nodes or passes.gamma
     shapes = grid(config, PLAIN_WIDTH if passes is None else slots + 1)

@@ -16,7 +16,15 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from outrider.api.drafter import AUTO, load_for_mlx, mlx_versions, open_for_mlx, require_drafter, warn_of_thinking
+from outrider.api.drafter import (
+    AUTO,
+    HYBRID,
+    load_for_mlx,
+    mlx_versions,
+    open_for_mlx,
+    require_drafter,
+    warn_of_thinking,
+)
 from outrider.cli import options as opt
 from outrider.cli.common import (
     check_outputs,
@@ -37,6 +45,7 @@ from outrider.utils.terminal import Terminal
 
 if TYPE_CHECKING:
     from outrider.api.drafter import DrafterChoice, OpenedDrafter
+    from outrider.api.scheduling import Scheduling
     from outrider.data.sources import TaskSettings
     from outrider.evaluation.results import Results
 
@@ -60,7 +69,7 @@ def evaluate_command(
     repetition_penalty: opt.RepetitionPenalty = 1.0,
     seed: opt.Seed = 0,
     draft_length: Annotated[
-        int | None, option(DRAFTS, "drafts to verify (of a tree: nodes); all by default", min=0)
+        int | None, option(DRAFTS, "drafts to verify (of a tree: nodes); else by cost, per round", min=0)
     ] = None,
     confidence_threshold: opt.ConfidenceThreshold = None,
     block_size: Annotated[int | None, rare(DRAFTS, "rows of a block, if not as trained", min=1)] = None,
@@ -72,14 +81,15 @@ def evaluate_command(
     dry_run: opt.DryRun = False,
 ) -> None:
     """Decode tasks with and without a drafter: speedup, accepted length, same output."""
-    from outrider.data.sources import TaskSettings
+    from outrider.api.scheduling import choose_scheduling, given
+    from outrider.data.sources import TaskSettings, load_tasks
     from outrider.evaluation.evaluate import evaluate
     from outrider.evaluation.report import speedups
     from outrider.sampling import SamplingParams
     from outrider.utils.distributed import join
 
     set_up(threads)
-    policy, lossy = choose_policy(draft_length, confidence_threshold), choose_typical(typical)
+    asked, lossy = choose_policy(draft_length, confidence_threshold), choose_typical(typical)
     size = choose_tree(tree, confidence_threshold)
     check_outputs(out)
     choice = require_drafter(drafter, target, thinking)
@@ -103,6 +113,10 @@ def evaluate_command(
         opened = (
             open_for_mlx(choice, loaded, block_size, tree=size) if on_mlx else choice.open(loaded, block_size, size)
         )
+
+        load_tasks(split_names(tasks), max_samples)  # a mistake in them is told before anything is measured
+        say = partial(show_lines, Terminal(stderr=True, quiet=not ranks.main))
+        chosen = choose_scheduling(loaded, opened, say) if asked is None else given(asked)
         config = TaskSettings(max_samples, max_new_tokens, params, thinking=thinking)
         about = {
             "drafter": opened.name,
@@ -111,6 +125,8 @@ def evaluate_command(
             "confidence_threshold": confidence_threshold,
             "block_size": block_size,
             "tree": None if size is None else size.setting,
+            "policy": chosen.name,
+            "step_costs": chosen.costs or None,
             **({"backend": mlx_versions()} if on_mlx else {}),
         }
         measure = partial(evaluate, loaded, tasks=split_names(tasks), typical=lossy, ranks=ranks)
@@ -119,7 +135,8 @@ def evaluate_command(
                 opened.drafter,
                 settings=config,
                 drafter_info=opened.info(label),
-                policy=policy,
+                policy=chosen.policy,
+                gate=chosen.gate,
                 recorded=about,
                 versions=versions(),
                 on_progress=on_progress,
@@ -132,13 +149,15 @@ def evaluate_command(
             }
             with counting(console, "eval of other drafters") as on_progress:
                 again = partial(measure, on_progress=on_progress)
-                others = _measure_others(again, ready, results, settings=config, console=console)
+                choose = partial(choose_scheduling, loaded, say=say)
+                others = _measure_others(again, ready, results, choose=choose, settings=config, console=console)
         if ranks.main:
             faster = [name for name, found in others.items() if pooled(found)[0] > pooled(speedups(results))[0]]
             advice = drafter_verdict(
                 speedups(results),
                 others,
-                fewer=_fewer_drafts(results, opened.recommended_threshold),
+                fewer="" if chosen.costs else _fewer_drafts(results, opened.recommended_threshold),
+                chosen=str(chosen),
                 train=_how_to_train(choice, target, faster, tasks=tasks),
                 keep=_how_to_use(choice, target, tasks, out=out),
             )
@@ -165,6 +184,8 @@ def _measure_others(
     measure: Callable[..., Results],
     others: Mapping[str, OpenedDrafter],
     results: Results,
+    *,
+    choose: Callable[[OpenedDrafter], Scheduling],
     settings: TaskSettings,
     console: Console,
 ) -> dict[str, list[Speedup]]:
@@ -182,10 +203,13 @@ def _measure_others(
         console, f"not seen to be faster than plain decoding; for comparison {names}, {count} prompts of each task"
     )
     few = replace(settings, max_samples=count)
-    return {
-        name: speedups(measure(other.drafter, settings=few, drafter_info=other.info()))
-        for name, other in others.items()
-    }
+    found = {}
+    for name, other in others.items():
+        chosen = choose(other)
+        found[name] = speedups(
+            measure(other.drafter, settings=few, drafter_info=other.info(), policy=chosen.policy, gate=chosen.gate)
+        )
+    return found
 
 
 def _fewer_drafts(results: Results, threshold: float | None) -> str:
@@ -223,7 +247,7 @@ def _how_to_use(choice: DrafterChoice, target: str, tasks: str, out: Path) -> li
     """The commands that decode with the drafter, and that measure it with several users at once."""
     drafter = f"lm:{choice.where}" if choice.kind == "lm" else choice.kind
     if choice.directory is not None:
-        drafter = name_of(choice.directory)
+        drafter = f"{HYBRID}:{name_of(choice.directory)}" if choice.hybrid else name_of(choice.directory)
     both = ("--target", target, "--drafter", drafter)
     few = ("--concurrency", "1,4", "--repeats", "1", "--prompts", "8")
     bench = ("outrider", "bench", *both, "--tasks", tasks, *few, "--out", str(out / "bench"))

@@ -253,8 +253,9 @@ def _measure(
     from outrider.evaluation.evaluate import evaluate
     from outrider.evaluation.report import speedups
     from outrider.evaluation.results import DrafterInfo, TrainingInfo
+    from outrider.scheduling.policies import FixedPolicy
 
-    checkpoint, policy = load_checkpoint(directory), choose_policy(None, threshold)
+    checkpoint, policy = load_checkpoint(directory), choose_policy(None, threshold) or FixedPolicy()
     packed, training = checkpoint.serve(target), TrainingInfo.of(checkpoint.metadata)
     algorithm = checkpoint.algorithm
     info = DrafterInfo(label=algorithm, algorithm=algorithm, gamma=packed.gamma, training=training)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,7 @@ from rich.text import Text
 
 from outrider.api.drafter import AUTO, HOW_TO_TRAIN, choose_drafter
 from outrider.cli import options as opt
-from outrider.cli.common import choose_tree, choose_typical
+from outrider.cli.common import choose_tree, choose_typical, show_lines
 from outrider.cli.options import DRAFTS, PROMPTS, SAMPLING, SMOLLM2, option
 from outrider.utils.measure import set_up
 from outrider.utils.terminal import Terminal, printable
@@ -44,7 +45,7 @@ def generate_command(
     repetition_penalty: opt.RepetitionPenalty = 1.0,
     seed: opt.SeedOrRandom = None,
     confidence_threshold: Annotated[
-        float | None, option(DRAFTS, "verify while so confident; else the drafter's own", min=0.0, max=1.0)
+        float | None, option(DRAFTS, "verify while so confident; else by cost, per round", min=0.0, max=1.0)
     ] = None,
     tree: opt.Tree = None,
     typical: opt.Typical = None,
@@ -68,10 +69,13 @@ def generate_command(
     lossy, choice = choose_typical(typical), choose_drafter(drafter, target, thinking)
     if choice is None and (size is not None or lossy is not None):
         raise ValueError(f"--drafter {drafter}: nothing is drafted, so --tree and --typical have no meaning.")
-    model = load(target, choice, device, thinking=thinking, tree=size, backend=backend)
+    errors = Terminal(stderr=True, highlight=False, soft_wrap=True)
+    model = load(target, choice, device, thinking=thinking, tree=size, backend=backend, say=partial(show_lines, errors))
     used = "plain decoding"
     if model.drafter is not None:
         used = f"drafter {model.drafter.name}"
+        if confidence_threshold is None and model.scheduling.costs:
+            used += f"; {model.scheduling}"
     elif drafter == AUTO:
         used = f"plain decoding, no drafter for {target}: none in models/, none published that is read here "
         used += f"(outrider models); {HOW_TO_TRAIN}"
@@ -102,7 +106,7 @@ def generate_command(
     print(flush=True)
     if temperature > 0:
         used += f"; seed {chunks[-1].seed}"
-    summary(chunks, used, Terminal(stderr=True, highlight=False, soft_wrap=True), legend=show_rounds)
+    summary(chunks, used, errors, legend=show_rounds)
 
 
 def coloured(chunk: Chunk, target: DecodingTarget) -> Text:

@@ -67,6 +67,8 @@ class _Verbs(LazyGroup):
     listed = (
         Listed("Use", "generate", "Answer a prompt, streamed.",
                function="generate.generate_command", example='outrider generate "Name three rivers." --show-rounds'),
+        Listed("Use", "serve", "Serve OpenAI's API, with drafts; a key, if any, is in $OUTRIDER_API_KEY.",
+               function="serve.serve_command", example="outrider serve --port 8000"),
         Listed("Use", "models", "List drafters by target, on this machine and published.",
                function="generate.models", example="outrider models SmolLM2"),
         Listed("Use", "export", "Write a drafter for an engine, with the command that serves it.",

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 MODELS, PROMPTS, SAMPLING, DRAFTS, FILES, GENERAL = "Models", "Prompts", "Sampling", "Drafts", "Files", "General"
-CHOICES = "auto, directory, ngram@K, lm:MODEL@K, published"
+CHOICES = "auto, hybrid, directory, ngram@K, lm:MODEL@K, published"
 # Names that other modules define, written out: those import PyTorch, and help need not wait. A test compares them.
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # target.hub.EMBEDDED_ID
 TREE_FORM = "NODES[,depth=D][,top_k=K]"  # drafters.draft
@@ -33,6 +33,7 @@ def rare(panel: str, help: str, *names: str, **settings: Any) -> Any:
 
 TargetName = Annotated[str, option(MODELS, "model id or directory")]
 DrafterName = Annotated[str, option(MODELS, CHOICES)]
+DrafterNames = Annotated[list[str], option(MODELS, CHOICES, metavar="[NAME=]CHOICE", show_default=False)]
 DrafterOrNone = Annotated[str, option(MODELS, f"none, {CHOICES}")]
 Backend = Annotated[
     Literal["local", "mlx"], option(MODELS, "local: PyTorch; mlx: mlx-lm, for Apple silicon", metavar="ENGINE")
@@ -46,6 +47,8 @@ Thinking = Annotated[bool, option(PROMPTS, "ask the chat template for it", "--th
 
 MaxNewTokens = Annotated[int, option(SAMPLING, "per response", min=1)]
 Temperature = Annotated[float, option(SAMPLING, "0: the likeliest token", min=0.0)]
+Temperatures = Annotated[str, option(PROMPTS, "as 0, or 0,1: requests take turns")]
+Coupled = Annotated[bool, rare(SAMPLING, "by noise of seed and position: the text plain decoding gives", "--coupled")]
 TopK = Annotated[int, rare(SAMPLING, "keep the k likeliest tokens; 0: all", min=0)]
 TopP = Annotated[float, rare(SAMPLING, "keep the likeliest tokens of this total probability")]
 MinP = Annotated[float, rare(SAMPLING, "keep tokens of this probability relative to the likeliest")]
@@ -62,7 +65,7 @@ Typical = Annotated[
     option(DRAFTS, "LOSSY typical acceptance: 0.09,0.3 or default", metavar="E,D"),
 ]
 
-Variants = Annotated[str | None, option(DRAFTS, "none,fixed-3,threshold,prefix,...,look-ahead+skip; all by default")]
+Variants = Annotated[str | None, option(DRAFTS, "none,fixed-3,fixed-*,prefix,..,look-ahead+skip; all by default")]
 SlaTtft = Annotated[float, rare("Service level", "seconds to the first token that a good request may take", min=0.0)]
 SlaTokensPerSecond = Annotated[float, rare("Service level", "tokens per second that a good request must have", min=0.0)]
 

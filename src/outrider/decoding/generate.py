@@ -11,14 +11,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from outrider.decoding.request import FinishReason, SingleRequest, StopRules
+from outrider.decoding.drafting import Drafting, Turn
+from outrider.decoding.request import FinishReason, RequestState, StopRules
 from outrider.decoding.round import RoundResult, run_round
-from outrider.drafters.base import Drafter
-from outrider.sampling import Randomness, SamplingParams
-from outrider.scheduling.policies import FixedPolicy, Policy
+from outrider.drafters.base import Drafter, draft_slots
+from outrider.drafters.draft import Draft
+from outrider.sampling import Randomness, RandomSource, SamplingParams
+from outrider.scheduling.gate import DraftGate
+from outrider.scheduling.policies import FixedPolicy, Policy, StepView
 from outrider.target.model import DecodingTarget
-from outrider.verification import TypicalAcceptance
+from outrider.utils.measure import Clock
+from outrider.verification import TargetRows, TypicalAcceptance
 
 Origin = Literal["draft", "correction", "bonus"]
 
@@ -73,6 +78,107 @@ class Generation:
     seed: int
 
 
+_PREFILL_CHUNK = 512  # tokens; bounds the attention mask of a long prompt
+
+
+class SingleRequest:
+    """A `Batch` (decoding/round.py) of one request over a target and, unless decoding is plain, a drafter.
+
+    Raises:
+        ValueError: as `RequestState` and `Drafting`; or a tree drafter for a target whose rows cannot branch.
+    """
+
+    def __init__(
+        self,
+        target: DecodingTarget,
+        drafting: Drafting,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        rules: StopRules,
+        randomness: Randomness | None = None,
+    ) -> None:
+        self.target, self.drafting = target, drafting
+        drafter = drafting.drafter
+        self.state = RequestState(target, prompt, params, rules=rules, randomness=randomness)
+        self._trees = drafter is not None and drafter.trees
+        if self._trees:
+            target.check_trees()
+        self.aux_layers = () if drafter is None else drafter.aux_layers
+        self._slots = draft_slots(drafter)
+        self.cache = target.new_cache(self.state.capacity + self._slots + 1)
+        drafting.open(self.state)
+        self.draft_clock, self.verify_clock = Clock(target.device), Clock(target.device)
+        self._turns: list[Turn] = []
+        self._view: StepView | None = None
+        self._scored: tuple[list[int], Tensor | None] = [], None
+        try:
+            self._prefill(prompt[:-1])
+        except BaseException:
+            self.end()
+            raise
+
+    def _prefill(self, tokens: Sequence[int]) -> None:
+        for start in range(0, len(tokens), _PREFILL_CHUNK):
+            part = tokens[start : start + _PREFILL_CHUNK]
+            chunk = torch.tensor([part], device=self.target.device)
+            output = self.target.forward(chunk, self.cache, self.aux_layers, logits=0)
+            self._committed(part, output.aux_BTLD)
+
+    def _committed(self, tokens: Sequence[int], aux_BTLD: Tensor | None) -> None:
+        self.drafting.committed(self.state, tokens, None if aux_BTLD is None else aux_BTLD[0])
+        with self.draft_clock:
+            self.drafting.read_overdue([self.state])
+
+    @property
+    def sources(self) -> Sequence[RandomSource]:
+        return [self.state.source]
+
+    def draft(self, min_confidence: float) -> Sequence[Draft]:
+        """See `Drafting.draft`.
+
+        Raises:
+            FailedCall: the draft could not be drawn.
+        """
+        left = self.state.remaining - 1
+        self._turns = [Turn("", self.state, self._slots if self._trees and left else min(self._slots, left))]
+        failed: dict[str, Exception] = {}
+        with self.draft_clock:
+            drafts, _ = self.drafting.draft(self._turns, min_confidence, failed)
+        for error in failed.values():
+            raise error
+        return drafts
+
+    def view(self, drafts: Sequence[Draft]) -> StepView:
+        self._view = self.drafting.view(self._turns, drafts)
+        return self._view
+
+    def score(self, drafts: Sequence[Draft]) -> list[TargetRows]:
+        (draft,) = drafts
+        tokens = [self.state.anchor, *draft.tokens]
+        with self.verify_clock:
+            block = torch.tensor([tokens], device=self.target.device)
+            output = self.target.forward(block, self.cache, self.aux_layers, logits=None, parents=draft.row_parents)
+        assert output.logits_BTV is not None
+        self._scored = tokens, output.aux_BTLD
+        return [self.state.target_rows(output.logits_BTV[0], draft)]
+
+    def commit(self, result: RoundResult) -> tuple[list[int], str, FinishReason | None]:
+        """Keep the accepted path in the caches and take the round's tokens, see `RequestState.commit`."""
+        kept = [0, *(node + 1 for node in result.verdict.path)]  # rows of the old anchor and the accepted drafts
+        with self.verify_clock:
+            self.cache.keep_path(self.cache.length - (len(result.verified.tokens) + 1), kept)
+        tokens, aux_BTLD = self._scored
+        self._committed([tokens[row] for row in kept], None if aux_BTLD is None else aux_BTLD[:, kept])
+        done = self.state.commit(result.tokens)
+        if self._view is not None:
+            self.drafting.record(self._turns, self._view, [result])
+        return done
+
+    def end(self) -> None:
+        """Free what the drafter holds for the request."""
+        self.drafting.close(self.state)
+
+
 def stream(
     target: DecodingTarget,
     prompt: Sequence[int],
@@ -82,6 +188,7 @@ def stream(
     policy: Policy | None = None,
     typical: TypicalAcceptance | None = None,
     *,
+    gate: DraftGate | None = None,
     randomness: Randomness | None = None,
 ) -> Iterator[Chunk]:
     """Decode one request and yield one chunk per round.
@@ -91,18 +198,20 @@ def stream(
         drafter: None for plain decoding.
         policy: how many drafts to verify; all of them by default.
         typical: a lossy rule that accepts more; the output is then not distributed as the target's.
+        gate: in which rounds it drafts, and how deep; a whole draft in each by default.
         randomness: where random draws come from; the generators of `params.seed` by default.
 
     Raises:
-        ValueError: the prompt is empty or does not fit the target's context; or a lossy rule for coupled sampling,
-            whose tokens no draft may change.
+        ValueError: the prompt is empty or does not fit the target's context; a lossy rule for coupled sampling, whose
+            tokens no draft may change; or a gate beside a policy that ends drafts by their confidence.
     """
     params, rules, policy = params or SamplingParams(), rules or StopRules(), policy or FixedPolicy()
     if typical is not None and params.coupled:
         raise ValueError("typical acceptance lets drafts change tokens, coupled sampling does not: choose one of them.")
     started = time.perf_counter()
     with torch.inference_mode():
-        batch = SingleRequest(target, drafter, prompt, params=params, rules=rules, randomness=randomness)
+        drafting = Drafting(drafter, policy, gate)
+        batch = SingleRequest(target, drafting, prompt, params=params, rules=rules, randomness=randomness)
     finish: FinishReason | None = None
     try:
         while finish is None:
@@ -145,6 +254,8 @@ def generate(
     rules: StopRules | None = None,
     policy: Policy | None = None,
     typical: TypicalAcceptance | None = None,
+    *,
+    gate: DraftGate | None = None,
 ) -> Generation:
     """Decode one request, see `stream`, and return the whole response."""
     started = time.perf_counter()
@@ -153,7 +264,7 @@ def generate(
     pieces: list[str] = []
     finish: FinishReason = "length"
     seed = 0
-    for chunk in stream(target, prompt, drafter, params=params, rules=rules, policy=policy, typical=typical):
+    for chunk in stream(target, prompt, drafter, params=params, rules=rules, policy=policy, typical=typical, gate=gate):
         tokens += chunk.tokens
         rounds.append(chunk.stats)
         pieces.append(chunk.text)

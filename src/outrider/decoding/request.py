@@ -1,4 +1,4 @@
-"""One request: its text and stops, its state between rounds, and the batch that decodes it alone.
+"""One request: its text and stops, and its state between rounds.
 
 A token may end inside a UTF-8 character, so text is released only when it no longer changes; text that may
 be the beginning of a stop string is held back until it is not.
@@ -10,18 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from outrider.decoding.round import RoundResult
-from outrider.drafters.base import DraftCall, Drafter, draft_slots
+from outrider.drafters.base import DraftCall
 from outrider.drafters.draft import Draft
+from outrider.drafters.ngram import NgramSession
 from outrider.sampling import Randomness, RandomSource, SamplingParams, SeenTokens, at_least_float32, warp
-from outrider.scheduling.policies import StepView
 from outrider.target.cache import KVCache
 from outrider.target.model import DecodingTarget
-from outrider.utils.measure import Clock
 from outrider.verification import TargetRows
 
 # ----------------------------------------------------------------------------
@@ -225,10 +222,11 @@ class RequestState:
         capacity: most committed tokens, the prompt included.
         seed: of its random draws.
         source, noise: where its random draws come from; `noise` for coupled sampling, else None.
-        seen: the tokens so far, as a repetition penalty reads them.
+        seen: the tokens so far, as penalties read them.
         text: its output text, cut at stop strings.
         session: its drafter's; None in plain decoding and while it does not run.
         unread: tokens in the target's cache that the drafter has yet to read, with aux hidden states [T, L, D].
+        index: n-grams of its text, where copies of it may be drafted; filled when they are looked for.
         recurrent: its states in the engine where the target has such layers (`Target.new_states`), while it runs.
 
     Raises:
@@ -251,11 +249,12 @@ class RequestState:
         randomness = randomness or Randomness()
         self.source: RandomSource = randomness.source(self.seed)
         self.noise = randomness.noise(self.seed, target.vocab_size) if params.coupled else None
-        self.seen = SeenTokens(target.vocab_size, params.repetition_penalty, prompt, device=target.device)
+        self.seen = SeenTokens(target.vocab_size, params, prompt, device=target.device)
         self.text = TextStream(target.tokenizer, rules.stop_strings)
         self.stop_ids = rules.ids(target)
         self.session: Any = None
         self.unread: list[tuple[list[int], Tensor | None]] = []
+        self.index: NgramSession | None = None
         self.recurrent: KVCache | None = None
 
     @property
@@ -300,7 +299,7 @@ class RequestState:
         if self.noise is not None:
             noise, position = self.noise, len(self.tokens)
             return TargetRows(row, lambda k: noise.pick(row(k), position + len(draft.tokens_before(k))))
-        if self.params.temperature == 0.0 and likeliest is not None and self.params.repetition_penalty == 1.0:
+        if self.params.temperature == 0.0 and likeliest is not None and not self.params.penalised:
             return TargetRows(row, likeliest.__getitem__)
         return TargetRows(row)
 
@@ -317,87 +316,3 @@ class RequestState:
         """Forget what its KV blocks, states and session held: it is prefilled anew when it runs again."""
         self.session = self.recurrent = None
         self.unread.clear()
-
-
-_PREFILL_CHUNK = 512  # tokens; bounds the attention mask of a long prompt
-
-
-class SingleRequest:
-    """A `Batch` (decoding/round.py) of one request over a target and, unless decoding is plain, a drafter.
-
-    Raises:
-        ValueError: as `RequestState`; or a tree drafter for a target whose rows cannot branch.
-    """
-
-    def __init__(
-        self,
-        target: DecodingTarget,
-        drafter: Drafter | None,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        rules: StopRules,
-        randomness: Randomness | None = None,
-    ) -> None:
-        self.target, self.drafter = target, drafter
-        self.state = RequestState(target, prompt, params, rules=rules, randomness=randomness)
-        if drafter is not None and drafter.trees:
-            target.check_trees()
-        self.aux_layers = () if drafter is None else drafter.aux_layers
-        self.cache = target.new_cache(self.state.capacity + draft_slots(drafter) + 1)
-        self.state.session = None if drafter is None else drafter.new_session(self.state.capacity)
-        self.draft_clock, self.verify_clock = Clock(target.device), Clock(target.device)
-        self._scored: tuple[list[int], Tensor | None] = [], None
-        try:
-            self._prefill(prompt[:-1])
-        except BaseException:
-            self.end()
-            raise
-
-    def _prefill(self, tokens: Sequence[int]) -> None:
-        for start in range(0, len(tokens), _PREFILL_CHUNK):
-            chunk = torch.tensor([tokens[start : start + _PREFILL_CHUNK]], device=self.target.device)
-            output = self.target.forward(chunk, self.cache, self.aux_layers, logits=0)
-            self._extend(tokens[start : start + _PREFILL_CHUNK], None if not self.aux_layers else output.aux_BTLD)
-
-    def _extend(self, tokens: Sequence[int], aux_BTLD: Tensor | None) -> None:
-        if self.drafter is not None:
-            self.drafter.extend([self.state.session], [tokens], None if aux_BTLD is None else aux_BTLD[0])
-
-    @property
-    def sources(self) -> Sequence[RandomSource]:
-        return [self.state.source]
-
-    def draft(self, min_confidence: float) -> Sequence[Draft]:
-        if self.drafter is None or self.state.remaining < 2:
-            return [Draft.empty()]
-        with self.draft_clock:
-            return self.drafter.propose([self.state.draft_call()], min_confidence)
-
-    def view(self, drafts: Sequence[Draft]) -> StepView:
-        drafted = [len(draft.tokens) for draft in drafts]
-        return StepView.of([draft.confidences for draft in drafts], drafted, [len(self.state.tokens)])
-
-    def score(self, drafts: Sequence[Draft]) -> list[TargetRows]:
-        (draft,) = drafts
-        tokens = [self.state.anchor, *draft.tokens]
-        with self.verify_clock:
-            block = torch.tensor([tokens], device=self.target.device)
-            output = self.target.forward(block, self.cache, self.aux_layers, logits=None, parents=draft.row_parents)
-        assert output.logits_BTV is not None
-        self._scored = tokens, output.aux_BTLD
-        return [self.state.target_rows(output.logits_BTV[0], draft)]
-
-    def commit(self, result: RoundResult) -> tuple[list[int], str, FinishReason | None]:
-        """Keep the accepted path in the caches and take the round's tokens, see `RequestState.commit`."""
-        kept = [0, *(node + 1 for node in result.verdict.path)]  # rows of the old anchor and the accepted drafts
-        with self.verify_clock:
-            self.cache.keep_path(self.cache.length - (len(result.verified.tokens) + 1), kept)
-        tokens, aux_BTLD = self._scored
-        with self.draft_clock:
-            self._extend([tokens[row] for row in kept], None if aux_BTLD is None else aux_BTLD[:, kept])
-        return self.state.commit(result.tokens)
-
-    def end(self) -> None:
-        """Free what the drafter holds for the request."""
-        if self.drafter is not None:
-            self.drafter.end(self.state.session)

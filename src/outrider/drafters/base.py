@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,9 @@ from outrider.drafters.layers import BlockLayout, RopeTables
 from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeenTokens
 from outrider.target.linear import Packable, PackedLinear, pack
 from outrider.target.model import DecodingTarget, Target
+
+if TYPE_CHECKING:
+    from outrider.drafters.ngram import NgramConfig
 
 Calibratable: TypeAlias = Literal["confidences", "candidates"] | None
 
@@ -77,6 +80,7 @@ class Drafter(ABC):
         config: what the cost of a draft follows from, a dataclass; None: nothing but the drafter's class.
         heads: what its chains are sampled with; None where it samples none.
         calibratable: what `outrider calibrate` measures of it: its confidences, or the accuracy of its candidates.
+        copies: how the text so far is copied where that promises more than its drafts; None: not at all.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -85,6 +89,7 @@ class Drafter(ABC):
     config: Any = None
     heads: ChainHeads | None = None
     calibratable: Calibratable = None
+    copies: NgramConfig | None = None
 
     @property
     def trees(self) -> bool:
@@ -95,6 +100,16 @@ class Drafter(ABC):
     def slots(self) -> int:
         """Most draft tokens that one request brings to a target forward."""
         return self.gamma if self.nodes is None else self.nodes
+
+    @property
+    def own_slots(self) -> int:
+        """Most draft tokens of `propose`: `slots`, copies left out."""
+        return self.slots
+
+    @property
+    def own_gamma(self) -> int:
+        """Most tokens of `propose` that can be accepted: `gamma`, copies left out."""
+        return self.gamma
 
     @abstractmethod
     def new_session(self, capacity: int) -> Any:

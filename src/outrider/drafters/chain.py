@@ -23,7 +23,7 @@ from torch import Tensor
 from outrider.drafters.base import DraftCall, drawing_for
 from outrider.drafters.draft import Draft, Siblings, over_vocabulary
 from outrider.drafters.heads import ChainHeads
-from outrider.sampling import warp
+from outrider.sampling import IN_OUTPUT, warp
 
 Step = Callable[[int, list[int]], Tensor]  # (k from 0, x_{k-1} of every request) -> h_k [R, H] of every request
 
@@ -190,7 +190,7 @@ def _draw(chains: Sequence[_Chain], logits_AC: Tensor, ids: Sequence[Tensor | No
             chain.siblings[len(chain.tokens) - 1] = Siblings(row, first=probs_C[index].item())
         chain.previous = index if ids_C is None else int(ids_C[index])
         if chain.seen_V is not None:
-            chain.seen_V[chain.previous] = True
+            chain.seen_V[chain.previous] += IN_OUTPUT
         chain.tokens.append(chain.previous)
 
 

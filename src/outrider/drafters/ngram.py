@@ -68,6 +68,15 @@ class NgramSession:
                 return place
         return None
 
+    def matched(self, place: int, anchor: int, most: int) -> int:
+        """How many tokens before `place` are those that end in the anchor, `most` at most."""
+        if self.tokens[place - 1] != anchor:
+            return 0
+        known, count = len(self.tokens), 1
+        while count < min(most, place) and self.tokens[place - 1 - count] == self.tokens[known - count]:
+            count += 1
+        return count
+
     def copy(self, place: int, anchor: int, count: int) -> list[int]:
         """`count` tokens from `place` on; behind the anchor the copy goes on with its own beginning."""
         known = len(self.tokens)

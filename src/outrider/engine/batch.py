@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from outrider.decoding.drafting import Drafting, Turn
 from outrider.decoding.request import FinishReason, RequestState, StopRules
-from outrider.drafters.base import Drafter, FailedCall
+from outrider.decoding.round import RoundResult
 from outrider.drafters.draft import Draft
 from outrider.engine.scheduler import Progress, StepPlan
-from outrider.sampling import RandomSource, SamplingParams
-from outrider.scheduling.gate import DraftGate, History
+from outrider.sampling import RandomSource, SamplingParams, at_least_float32
 from outrider.scheduling.policies import StepView
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, Span
 from outrider.utils.measure import Clock
-from outrider.verification import TargetRows
+from outrider.verification import TargetRows, Verdict
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,28 @@ class Request:
 
     At temperature 0, and with `params.coupled` at any, its tokens are the same in any company. Otherwise they depend on
     its seed and on how many drafts were verified in each step, which company may change.
+
+    `most_drafts`: draft tokens of a step, 0 for plain decoding; None: as many as the drafter has. `logprobs`: its
+    outputs tell the log-probability of each token and of so many of the likeliest; None: nothing.
     """
 
     id: str
     prompt: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     rules: StopRules = field(default_factory=StopRules)
+    most_drafts: int | None = None
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a token and of the likeliest tokens (id, log-probability), likeliest first.
+
+    They are the target's own: of log softmax of its logits, before penalties, temperature, top-k, top-p and min-p.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +56,8 @@ class Output:
     """Tokens and text that a step gave a request; `finish` is set on its last output.
 
     `seed`: what it is sampled with; None where another engine does not say. `error`: what ended it, where `finish` is
-    "error".
+    "error". `verified` drafts were judged by the target in this step and `accepted` of them, those behind a stop left
+    out; 0 where another engine does not say. `logprobs`: of its tokens, where the request asked for them.
     """
 
     id: str
@@ -49,6 +66,9 @@ class Output:
     finish: FinishReason | None
     seed: int | None = None
     error: Exception | None = None
+    verified: int = 0
+    accepted: int = 0
+    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,14 +103,8 @@ class StepRecord:
 #     rows of the forward    | prefill chunk | prefill end, anchor | anchor, d_1 .. d_l | anchor, d_1 | ...
 #     logits                   none            1                     l + 1                2
 #
-# The drafter reads committed tokens late, all at once when their request drafts next: a request that skips its drafts
-# pays nothing for them, and what it skips for long is read in one product.
-#
 # Shapes: N rows with logits, T rows, L aux layers, V vocab.
 # ----------------------------------------------------------------------------
-
-
-_MOST_UNREAD = 256  # tokens of a request whose aux hidden states wait for the drafter; bounds memory
 
 
 class StepBatch:
@@ -105,68 +119,40 @@ class StepBatch:
         self,
         target: Target,
         kv: PagedKV,
-        drafter: Drafter | None,
+        drafting: Drafting,
         *,
-        gate: DraftGate,
-        history: History,
         plan: StepPlan,
         states: Mapping[str, RequestState],
         progress: Mapping[str, Progress],
         failed: dict[str, Exception],
     ) -> None:
-        self.target, self.kv, self.drafter, self.gate, self.history = target, kv, drafter, gate, history
+        self.target, self.kv, self.drafting = target, kv, drafting
         self.work, self.states, self.progress, self.failed = plan.work, states, progress, failed
         self.deciding = [work for work in plan.work if work.decodes]
         self.ids = [work.id for work in self.deciding]
+        self.turns = [Turn(work.id, states[work.id], work.limit) for work in self.deciding]
         self.prefill_tokens = sum(work.prefill for work in plan.work)
         self.draft_clock, self.verify_clock = Clock(target.device), Clock(target.device)
-        self.drafting = self.rows = 0
+        self.drafted = self.rows = 0  # requests with a draft, rows of the target forward
         self._aux_TLD: Tensor | None = None
         self._view: StepView | None = None
         self._first_row: dict[str, int] = {}
+        self._logits: dict[str, Tensor] = {}
 
     @property
     def sources(self) -> Sequence[RandomSource]:
         return [self.states[id].source for id in self.ids]
 
     def draft(self, min_confidence: float) -> Sequence[Draft]:
-        """A block or tree for every request that may use one and that the gate lets draft."""
-        drafts: list[Draft] = [Draft.empty() for _ in self.deciding]
-        able = [i for i, work in enumerate(self.deciding) if work.limit > 0 and work.id not in self.failed]
-        if self.drafter is None or not able:
-            return drafts
-        ids = [self.ids[i] for i in able]
-        contexts = [len(self.states[id].tokens) for id in ids]
-        view = self.history.gate_view(ids, contexts, self.prefill_tokens, other_requests=len(self.deciding) - len(able))
-        depths = self.gate.depths(view).tolist()
-        limits = {i: min(self.deciding[i].limit, depth) for i, depth in zip(able, depths, strict=True)}
-        chosen = [i for i in able if limits[i]]
-        while chosen:
-            with self.draft_clock:
-                self._read([self.states[self.ids[i]] for i in chosen])
-                calls = [self.states[self.ids[i]].draft_call(limits[i]) for i in chosen]
-                try:
-                    found = self.drafter.propose(calls, min_confidence)
-                except FailedCall as error:
-                    # Ended, not drafted for again: whether drawing fails may depend on what is drawn. The others draw
-                    # anew, which their own tokens had no part in.
-                    lost = next(i for i, call in zip(chosen, calls, strict=True) if call.session is error.session)
-                    self.failed[self.ids[lost]] = error
-                    chosen.remove(lost)
-                    continue
-            for i, draft in zip(chosen, found, strict=True):
-                drafts[i] = draft
-            break
-        self.drafting = len(chosen)
+        """See `Drafting.draft`."""
+        with self.draft_clock:
+            drafts, self.drafted = self.drafting.draft(
+                self.turns, min_confidence, self.failed, other_tokens=self.prefill_tokens
+            )
         return drafts
 
     def view(self, drafts: Sequence[Draft]) -> StepView:
-        confidences = [draft.confidences for draft in drafts]
-        drafted = [len(draft.tokens) for draft in drafts]
-        contexts = [len(self.states[id].tokens) for id in self.ids]
-        self._view = self.history.step_view(
-            self.ids, confidences, drafted, contexts=contexts, other_tokens=self.prefill_tokens
-        )
+        self._view = self.drafting.view(self.turns, drafts, other_tokens=self.prefill_tokens)
         return self._view
 
     def score(self, drafts: Sequence[Draft]) -> list[TargetRows]:
@@ -185,7 +171,7 @@ class StepBatch:
             spans.append(Span(tokens, progress.cached, progress.blocks, logits=logits, parents=parents, states=states))
             self._first_row[work.id] = self.rows
             self.rows += len(tokens)
-        aux_layers = () if self.drafter is None else self.drafter.aux_layers
+        aux_layers = () if self.drafting.drafter is None else self.drafting.drafter.aux_layers
         with self.verify_clock:
             output = self.target.forward_ragged(spans, self.kv, aux_layers)
         self._aux_TLD = output.aux_TLD
@@ -198,22 +184,35 @@ class StepBatch:
         for id, draft in draft_of.items():
             own = slice(first, first + len(draft.tokens) + 1)
             likeliest = None if likeliest_N is None else likeliest_N[own]
+            self._logits[id] = logits_NV[own]
             rows.append(self.states[id].target_rows(logits_NV[own], draft, likeliest))
             first = own.stop
         return rows
 
-    def close(self, kept: Mapping[str, list[int]]) -> None:
-        """Move the keys that stay together, and note their rows for the drafter.
+    def logprobs(self, id: str, verdict: Verdict, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+        """Of the committed tokens of a request's round and of the `count` likeliest in place of each."""
+        rows = [0, *(node + 1 for node in verdict.path)][: len(tokens)]  # the row that each token was drawn from
+        logprobs_TV = at_least_float32(self._logits[id][rows]).log_softmax(-1)
+        own = logprobs_TV.gather(1, torch.tensor(tokens, device=logprobs_TV.device)[:, None])[:, 0].tolist()
+        values, ids = (found.tolist() for found in logprobs_TV.topk(min(count, logprobs_TV.shape[1])))
+        return [
+            TokenLogprob(one, list(zip(top_ids, top, strict=True)))
+            for one, top_ids, top in zip(own, ids, values, strict=True)
+        ]
+
+    def close(self, kept: Mapping[str, list[int]], results: Mapping[str, RoundResult]) -> None:
+        """Move the keys that stay together, note their rows for the drafter, and remember what became of the drafts.
 
         Args:
             kept: rows of its span that stay, per request; finished requests left out.
+            results: of the requests whose drafts were verified without an error.
         """
         at = self.progress
         with self.verify_clock:
             self.kv.keep_paths([(at[id].blocks, at[id].cached - len(rows), rows) for id, rows in kept.items()])
         if self._view is not None:
-            self.history.record(self.ids, self._view)
-        if self.drafter is None:
+            self.drafting.record(self.turns, self._view, [results.get(id) for id in self.ids])
+        if self.drafting.drafter is None:
             return
         for id, rows in kept.items():
             state, cached, first = self.states[id], self.progress[id].cached, self._first_row[id]
@@ -221,17 +220,6 @@ class StepBatch:
             if self._aux_TLD is not None:  # a copy: a view would keep the aux hidden states of the whole step
                 places = torch.tensor([first + row for row in rows], device=self._aux_TLD.device)
                 aux_TLD = self._aux_TLD[places]
-            state.unread.append((state.tokens[cached - len(rows) : cached], aux_TLD))
+            self.drafting.committed(state, state.tokens[cached - len(rows) : cached], aux_TLD)
         with self.draft_clock:
-            self._read([self.states[id] for id in kept if self.states[id].unread_tokens > _MOST_UNREAD])
-
-    def _read(self, requests: Sequence[RequestState]) -> None:
-        """Give the drafter what it has not read of these requests."""
-        behind = [state for state in requests if state.unread]
-        if self.drafter is None or not behind:
-            return
-        tokens = [[token for part, _ in state.unread for token in part] for state in behind]
-        aux = [aux_TLD for state in behind for _, aux_TLD in state.unread if aux_TLD is not None]
-        self.drafter.extend([state.session for state in behind], tokens, torch.cat(aux) if aux else None)
-        for state in behind:
-            state.unread.clear()
+            self.drafting.read_overdue([self.states[id] for id in kept])

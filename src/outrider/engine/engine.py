@@ -15,13 +15,14 @@ from collections.abc import Mapping
 
 import torch
 
+from outrider.decoding.drafting import Drafting
 from outrider.decoding.request import RequestState
 from outrider.decoding.round import RoundResult, attempt_round
 from outrider.drafters.base import Drafter, draft_slots
 from outrider.engine.batch import Output, Request, StepBatch, StepRecord
 from outrider.engine.scheduler import EngineConfig, Scheduler
 from outrider.sampling import Randomness
-from outrider.scheduling.gate import AlwaysDraft, DraftGate, History
+from outrider.scheduling.gate import DraftGate
 from outrider.scheduling.policies import FixedPolicy, Policy
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV
@@ -47,24 +48,19 @@ class Engine:
         *,
         randomness: Randomness | None = None,
     ) -> None:
-        self.target, self.drafter = target, drafter
+        self.target = target
         self.policy: Policy = policy or FixedPolicy()
-        self.gate: DraftGate = gate or AlwaysDraft()
+        self.drafting = Drafting(drafter, self.policy, gate)
         self.config = config or EngineConfig()
         self.randomness = randomness
-        if self.policy.min_confidence > 0 and not isinstance(self.gate, AlwaysDraft):
-            raise ValueError(
-                f"{self.policy} ends drafts at its min_confidence, so a gate would learn from the better ones only: "
-                "use a policy that decides by cost, or no gate."
-            )
         if drafter is not None and drafter.trees:
             target.check_trees()
         slots = draft_slots(drafter)
         self.scheduler = Scheduler(self.config, slots, drafter is not None and drafter.trees)
-        self.history = History(slots)
         self.kv = PagedKV(target, self.config.num_blocks, self.config.block_size)
         self.last: StepRecord | None = None
         self._states: dict[str, RequestState] = {}
+        self._logprobs: dict[str, int] = {}  # of requests that ask for them
 
     @property
     def idle(self) -> bool:
@@ -81,8 +77,10 @@ class Engine:
         state = RequestState(
             self.target, request.prompt, request.params, rules=request.rules, randomness=self.randomness
         )
-        self.scheduler.add(request.id, len(state.tokens), state.remaining)
+        self.scheduler.add(request.id, len(state.tokens), state.remaining, most_drafts=request.most_drafts)
         self._states[request.id] = state
+        if request.logprobs is not None:
+            self._logprobs[request.id] = request.logprobs
 
     def cancel(self, id: str) -> bool:
         """Drop a request between two steps and free all it holds; False where there is none of that id."""
@@ -101,24 +99,21 @@ class Engine:
         started = time.perf_counter()
         plan = self.scheduler.plan()
         for id in plan.preempted:
-            self._end_session(id)
+            self.drafting.close(self._states[id])
             self._states[id].leave()
         failed: dict[str, Exception] = {}
         for id in plan.admitted:
             self._states[id].recurrent = self.target.new_states()
-            if self.drafter is not None:
-                try:
-                    self._states[id].session = self.drafter.new_session(self._states[id].capacity)
-                except Exception as error:
-                    failed[id] = error
+            try:
+                self.drafting.open(self._states[id])
+            except Exception as error:
+                failed[id] = error
         if not plan.work:
             return []
         batch = StepBatch(
             self.target,
             self.kv,
-            self.drafter,
-            gate=self.gate,
-            history=self.history,
+            self.drafting,
             plan=plan,
             states=self._states,
             progress=self.scheduler.running,
@@ -145,39 +140,44 @@ class Engine:
                 self.scheduler.advance(work.id, work.prefill)
                 kept[work.id] = list(range(work.prefill))
                 continue
-            output = self._output(work.id, results.get(work.id), batch.failed.get(work.id))
+            output = self._output(work.id, batch, results.get(work.id))
             outputs.append(output)
             if output.finish is None:
                 self.scheduler.commit(work.id, len(output.tokens))
                 path = results[work.id].verdict.path
                 kept[work.id] = [*range(work.prefill + 1), *(work.prefill + 1 + node for node in path)]
-        batch.close(kept)
+        batch.close(kept, results)
         for output in outputs:
             if output.finish is not None:
                 self._forget(output.id)
         return outputs
 
-    def _output(self, id: str, result: RoundResult | None, error: Exception | None) -> Output:
-        """What a step gave a request: the committed tokens of `result`, or the `error` that ends it."""
-        state = self._states[id]
+    def _output(self, id: str, batch: StepBatch, result: RoundResult | None) -> Output:
+        """What a step gave a request: the committed tokens of `result`, or the error that ends it."""
+        state, error, count = self._states[id], batch.failed.get(id), self._logprobs.get(id)
         if result is not None and error is None:
             try:
                 tokens, text, finish = state.commit(result.tokens)
-                return Output(id, tokens, text, finish=finish, seed=state.seed)
+                return Output(
+                    id,
+                    tokens,
+                    text,
+                    finish=finish,
+                    seed=state.seed,
+                    verified=len(result.verified.tokens),
+                    accepted=min(result.verdict.accepted, len(tokens)),
+                    logprobs=None if count is None else batch.logprobs(id, result.verdict, tokens, count=count),
+                )
             except Exception as raised:
                 error = raised
         return Output(id, [], "", finish="error", seed=state.seed, error=error)
 
     def _forget(self, id: str) -> None:
-        self._end_session(id)
+        self.drafting.close(self._states[id])
         del self._states[id]
+        self._logprobs.pop(id, None)
         self.scheduler.remove(id)
-        self.history.forget(id)
-
-    def _end_session(self, id: str) -> None:
-        session = self._states[id].session
-        if self.drafter is not None and session is not None:
-            self.drafter.end(session)
+        self.drafting.forget(id)
 
     def _record(
         self, batch: StepBatch, results: Mapping[str, RoundResult], outputs: list[Output], seconds: float
@@ -189,14 +189,12 @@ class Engine:
             verify_seconds=verify,
             other_seconds=seconds - draft - verify,
             requests=len(batch.deciding),
-            drafting=batch.drafting,
+            drafting=batch.drafted,
             tokens=batch.rows,
             prefill_tokens=batch.prefill_tokens,
             proposed=sum(len(result.draft.tokens) for result in results.values()),
             admitted=sum(len(result.verified.tokens) for result in results.values()),
-            accepted=sum(
-                min(results[output.id].verdict.accepted, len(output.tokens)) for output in outputs if output.tokens
-            ),
+            accepted=sum(output.accepted for output in outputs),
             committed=sum(len(output.tokens) for output in outputs),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),

@@ -51,6 +51,7 @@ class Progress:
 
     length: int
     capacity: int  # most committed tokens
+    most_drafts: int  # of a step
     cached: int = 0
     blocks: list[int] = field(default_factory=list)
 
@@ -92,8 +93,8 @@ class Scheduler:
         self.running: dict[str, Progress] = {}  # in order of arrival
         self.waiting: deque[tuple[str, Progress]] = deque()
 
-    def add(self, id: str, length: int, max_new_tokens: int) -> None:
-        """Queue a request of `length` prompt tokens.
+    def add(self, id: str, length: int, max_new_tokens: int, most_drafts: int | None = None) -> None:
+        """Queue a request of `length` prompt tokens, with at most so many draft tokens a step; None: `draft_slots`.
 
         Raises:
             ValueError: it could never fit into the pool.
@@ -105,7 +106,8 @@ class Scheduler:
                 f"blocks of {self.config.block_size}, the pool has {self.config.num_blocks}; shorten it or raise "
                 "num_blocks."
             )
-        self.waiting.append((id, Progress(length, capacity)))
+        most = self.draft_slots if most_drafts is None else min(most_drafts, self.draft_slots)
+        self.waiting.append((id, Progress(length, capacity, most)))
 
     def remove(self, id: str) -> None:
         """Drop a request, finished or cancelled, and free its blocks; nothing happens where there is none of that
@@ -179,7 +181,7 @@ class Scheduler:
             left = progress.capacity - progress.length - 1
             if self.trees and left > 0:
                 left = self.draft_slots
-            limit = max(0, min(self.draft_slots, share, left))
+            limit = max(0, min(progress.most_drafts, share, left))
             while not self._grow(progress, limit):
                 limit -= 1
             limits[id] = limit

@@ -94,8 +94,8 @@ def measure_costs(
     Raises:
         ValueError: the context exceeds the target's.
     """
-    deepest = max(drafter.gamma for _, drafter in drafters)
-    rounds_each = [range(1, drafter.gamma + 1) for _, drafter in drafters]
+    deepest = max(drafter.own_gamma for _, drafter in drafters)
+    rounds_each = [range(1, drafter.own_gamma + 1) for _, drafter in drafters]
     if context + READ * deepest + deepest > target.max_context:
         raise ValueError(f"context {context}: {target.name} reads {target.max_context} tokens; give less.")
     tokens = sample_text(target, context + 1)

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from outrider.decoding.generate import Generation, acceptance, generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import Drafter
 from outrider.evaluation.results import DrafterInfo, Results, TaskResult
+from outrider.sampling import PositionNoise, SamplingParams, at_least_float32, warp
+from outrider.scheduling.gate import DraftGate
 from outrider.scheduling.policies import FixedPolicy, Policy
 from outrider.target.model import Target
 from outrider.utils.distributed import ALONE, Ranks
@@ -49,6 +52,7 @@ def evaluate(
     drafter_info: DrafterInfo,
     *,
     policy: Policy | None = None,
+    gate: DraftGate | None = None,
     recorded: Mapping[str, object] | None = None,
     versions: dict[str, str] | None = None,
     on_progress: Callable[[str, int, int], None] = lambda task, done, total: None,
@@ -61,17 +65,19 @@ def evaluate(
     verdicts are those of one rank, and seconds are summed, so rates are those of one process.
 
     Args:
-        recorded: further settings for the results, such as the drafter's directory.
+        policy, gate: how many drafts are verified, and in which rounds it drafts; whole drafts in all by default.
+        recorded: further settings for the results, such as the drafter's directory; they replace those of their name.
         typical: lossy acceptance, which may change the output; the results say so.
 
     Raises:
         ValueError: a task file is missing or malformed, or has the name of another.
     """
     policy = policy or FixedPolicy()
+    decode = partial(decode_turns, target, drafter, policy=policy, gate=gate, typical=typical)
     loaded = load_tasks(tasks, settings.max_samples)
     warm_up = replace(settings, max_new_tokens=min(_WARM_UP_TOKENS, settings.max_new_tokens))
     for flip in (False, True):
-        decode_turns(target, drafter, loaded[0][1][0], settings=warm_up, policy=policy, flip=flip, typical=typical)
+        decode(loaded[0][1][0], settings=warm_up, flip=flip)
     results = []
     for name, prompts in loaded:
         decoded: dict[int, list[DecodedTurn]] = {}
@@ -79,9 +85,7 @@ def evaluate(
             on_progress(name, number, len(prompts))
             prompt, flip = prompts[number], bool(number % 2)
             try:
-                decoded[number] = decode_turns(
-                    target, drafter, prompt, settings=settings, policy=policy, flip=flip, typical=typical
-                )
+                decoded[number] = decode(prompt, settings=settings, flip=flip)
             except ValueError as error:
                 raise ValueError(f"{name}, prompt {prompt.id}: {error}") from error
         on_progress(name, len(prompts), len(prompts))
@@ -92,7 +96,12 @@ def evaluate(
     described |= {"max_new_tokens": settings.max_new_tokens, "max_samples": settings.max_samples}
     described |= {"device": target.device.type, "dtype": dtype_name(target.dtype)}
     described |= {"thinking": settings.thinking, "world": ranks.world}
-    described |= {"sampling": asdict(settings.params), "gamma": drafter.gamma, **(recorded or {})}
+    described |= {
+        "sampling": asdict(settings.params),
+        "gamma": drafter.gamma,
+        "slots": drafter.slots,
+        **(recorded or {}),
+    }
     described["lossy"] = None if typical is None else typical.settings
     return Results(
         tasks=results,
@@ -117,6 +126,7 @@ def decode_turns(
     *,
     policy: Policy,
     flip: bool,
+    gate: DraftGate | None = None,
     typical: TypicalAcceptance | None = None,
 ) -> list[DecodedTurn]:
     """Decode each turn of a conversation both ways; the plain responses form the history.
@@ -141,6 +151,7 @@ def decode_turns(
                 rules=rules,
                 policy=policy,
                 typical=typical,
+                gate=gate,
             )
         verdict = None
         if settings.params.temperature == 0:
@@ -153,14 +164,30 @@ def decode_turns(
 
 def compare_greedy(target: Target, prompt: Sequence[int], plain: Sequence[int], speculative: Sequence[int]) -> str:
     """Compare greedy outputs: same, tie (plain decoding's top-2 gap at the first difference < TIE_GAP) or mismatch."""
+    return compare_by(partial(_last_logits, target), prompt, plain, other=speculative)
 
-    def last_logits(tokens: Sequence[int]) -> Tensor:
-        tokens_BT = torch.tensor([tokens], device=target.device)
-        logits_BTV = target.forward(tokens_BT, target.new_cache(len(tokens))).logits_BTV
-        assert logits_BTV is not None
-        return logits_BTV[0, -1]
 
-    return compare_by(last_logits, prompt, plain, other=speculative)
+def _last_logits(target: Target, tokens: Sequence[int]) -> Tensor:
+    """The logits [V] after some tokens."""
+    tokens_BT = torch.tensor([tokens], device=target.device)
+    logits_BTV = target.forward(tokens_BT, target.new_cache(len(tokens))).logits_BTV
+    assert logits_BTV is not None
+    return logits_BTV[0, -1]
+
+
+def compare_coupled(
+    target: Target, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int], params: SamplingParams
+) -> str:
+    """`compare_greedy` of coupled responses: logits plus the noise of their position, T log(p_v / E_v), take the place
+    of logits."""
+    assert params.coupled and params.seed is not None
+    noise = PositionNoise(params.seed, target.vocab_size)
+
+    def last_scores(tokens: Sequence[int]) -> Tensor:
+        probs_V = warp(at_least_float32(_last_logits(target, tokens)), params)
+        return params.temperature * (probs_V.log().cpu() - noise.row(len(tokens)).log())
+
+    return compare_by(last_scores, prompt, plain, other=other)
 
 
 def compare_by(

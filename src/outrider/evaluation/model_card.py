@@ -5,6 +5,7 @@ Every statement comes from what was recorded or given; what was not recorded is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -139,14 +140,16 @@ def _row(task: TaskResult, results: Results) -> list[str]:
 def verified(settings: Mapping[str, Any]) -> str:
     """The part of each draft that was verified, in words, by the settings of an evaluation."""
     threshold, length, tree = (settings.get(name) for name in ("confidence_threshold", "draft_length", "tree"))
+    if settings.get("step_costs"):
+        return f"by cost ({settings['policy']})"
+    whole = length is None or length >= settings.get("slots", math.inf)
     if threshold is not None:
         return f"while c >= {threshold}"
     if tree is not None:
-        return f"tree of {tree}" if length is None else f"{length} nodes of a tree of {tree}"
-    if length is not None:
+        return f"tree of {tree}" if whole else f"{length} nodes of a tree of {tree}"
+    if not whole:
         return f"{length} drafts"
-    whole = "draft_length" in settings or settings["policy"] == repr(FixedPolicy())
-    return WHOLE if whole else str(settings["policy"])
+    return WHOLE if length is not None or settings["policy"] == repr(FixedPolicy()) else str(settings["policy"])
 
 
 def _command(results: Results) -> str:

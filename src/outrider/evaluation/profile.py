@@ -10,6 +10,9 @@ B tokens       R, 2 R, ... (drafts + 1) R, of large trees not every count; for R
                kernels change, and then chunks of prefill, which have logits only at their end
 S context      cached tokens per request
 
+A sparse profile (`QUICK`) takes seconds: B = 1, 4, 16, ... for one request at the shortest context, and a few shapes
+that say what longer contexts and more requests add to those (scheduling/cost.py, `ForwardTable`).
+
 Contexts are random keys and values: their content does not affect time, but unwritten memory would. Recurrent layers
 count a context as read; going back to the accepted rows (target/cache.py) is not in the times.
 Shapes: T tokens, L aux layers, D target hidden.
@@ -23,11 +26,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from hashlib import sha256
-from itertools import chain
-from pathlib import Path
+from itertools import chain, product
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
@@ -41,7 +42,6 @@ from outrider.scheduling.cost import Additive, Cell, Curve, Profile, Setting
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, Span
 from outrider.utils.measure import Clock, dtype_name, machine, quartiles, today, versions
-from outrider.utils.plots import COLOURS, LineEnd, label_ends, plain_ticks, powers_of_two, save_figure, set_title, shade
 
 Shape = tuple[int, int, int]  # R, B, S
 Key = tuple[str, Shape]
@@ -52,7 +52,7 @@ _EVERY = 16  # rows per request up to which every count is measured; beyond it, 
 _BLOCK_SIZE = 16  # of the KV pool
 READ = 2  # committed tokens of a request that its drafter reads after a step
 FEWEST_SWEEPS = 3  # fewer give no median
-WARM_UP_STEPS = 3
+WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class ProfileConfig:
         max_tokens: of one forward.
         contexts: cached tokens per request.
         repeats: sweeps over all jobs; fewer, at least three, if more would exceed `seconds`.
+        sparse: few shapes, see `grid`; of requests, one and the most.
     """
 
     max_requests: int = 32
@@ -70,6 +71,7 @@ class ProfileConfig:
     contexts: tuple[int, ...] = (64, 256, 768)
     repeats: int = 7
     seconds: float = 120.0
+    sparse: bool = False
 
     def __post_init__(self) -> None:
         if self.max_requests < 1 or self.repeats < 1:
@@ -85,6 +87,16 @@ class ProfileConfig:
     def middle(self) -> int:
         """The middle one of the contexts, at which drafts are timed."""
         return sorted(self.contexts)[len(self.contexts) // 2]
+
+    @property
+    def requests(self) -> list[int]:
+        """The numbers of requests to measure: 1, 2, 4, ... and the most; of a sparse profile the ends."""
+        most = self.max_requests
+        return sorted({1, most} if self.sparse else {1 << i for i in range(most.bit_length())} | {most})
+
+
+# What decoding measures by itself: a lone user and a handful of users, drafts of up to 32 tokens.
+QUICK = ProfileConfig(max_requests=4, max_tokens=32, contexts=(128, 512), repeats=5, seconds=3.0, sparse=True)
 
 
 def forward_jobs(
@@ -235,21 +247,30 @@ def shape_digest(config: Any, tree: object = None) -> str:
     return sha256(repr((sorted(values.items()), tree)).encode()).hexdigest()[:8]
 
 
-def request_counts(most: int) -> list[int]:
-    """The numbers of requests to measure: 1, 2, 4, ... and `most`."""
-    return sorted({1 << i for i in range(most.bit_length())} | {most})
-
-
 def grid(config: ProfileConfig, width: int) -> list[Shape]:
     """The shapes of the forwards to time, where a request verifies up to `width` rows."""
+    if config.sparse:
+        return _sparse_grid(config, width)
     shapes = []
     widths = [k for k in range(1, width + 1) if k <= _EVERY or k % 8 == 0 or k == width]
-    for r in request_counts(config.max_requests):
+    for r in config.requests:
         counts = {r * k for k in widths}
         if r == 1:
             counts |= {*range(1, DENSE + 1), *(DENSE << i for i in range(config.max_tokens.bit_length()))}
             counts.add(config.max_tokens)
         shapes += [(r, b, s) for s in config.contexts for b in sorted(counts) if b <= config.max_tokens]
+    return shapes
+
+
+def _sparse_grid(config: ProfileConfig, width: int) -> list[Shape]:
+    """One request, shortest context: 1, 4, 16, ... tokens, `width` and the most; elsewhere the most, and one each."""
+    most, shortest = config.max_tokens, min(config.contexts)
+    shapes = []
+    for s, r in product(sorted(config.contexts), config.requests):
+        counts = {most} if r > 1 and s > shortest else {r, most}
+        if r == 1 and s == shortest:
+            counts |= {min(width, most), *(1 << i for i in range(0, most.bit_length(), 2))}
+        shapes += [(r, b, s) for b in sorted(counts)]
     return shapes
 
 
@@ -273,7 +294,7 @@ def measure_profile(
             f"contexts {list(config.contexts)} with up to {config.max_tokens} new tokens need {longest} positions, "
             f"{target.name} has {target.max_context}; lower --contexts or --max-tokens."
         )
-    counts = request_counts(config.max_requests)
+    counts = config.requests
     branching = drafter is not None and drafter.trees
     jobs = forward_jobs(target, () if drafter is None else drafter.aux_layers, shapes, width=width, branching=branching)
     if drafter is not None:
@@ -289,7 +310,7 @@ def measure_profile(
         setting=setting_of(target, drafter),
         cells=cells,
         fit=Additive.fit(cells),
-        gamma=0 if drafter is None else drafter.gamma,
+        gamma=0 if drafter is None else drafter.own_gamma,
         draft=_curve("draft", timed),
         draft_one=_curve("draft_one", timed),
         extend=_curve("extend", timed),
@@ -317,52 +338,3 @@ def break_even(profile: Profile, context: int, rows: int) -> dict[int, float]:
         (plain,) = profile.seconds(np.array([count]), count, 0, context=context)
         found[count] = float(drafting / plain)
     return found
-
-
-def plot_profile(profile: Profile, context: int, path: Path, rows: int) -> None:
-    """Plot, after `context` tokens each: forwards (quartiles shaded, additive form dashed), other costs, break-even.
-
-    `rows`: see `break_even`.
-    """
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
-    fit, counts, ends = profile.fit, profile.table.requests, list[LineEnd]()
-    for number, requests in enumerate(counts):
-        cells = [c for c in profile.cells if (c.requests, c.context) == (requests, context)]
-        tokens, color = [c.tokens for c in cells], shade(number, len(counts))
-        left.plot(tokens, [1e3 * c.median for c in cells], marker=".", color=color)
-        low, high = [1e3 * c.low for c in cells], [1e3 * c.high for c in cells]
-        left.fill_between(tokens, low, high, alpha=0.2, color=color, linewidth=0)
-        fixed = fit.bias + fit.alpha * requests + fit.sigma * requests * context
-        left.plot(tokens, [1e3 * (fixed + fit.theta * b) for b in tokens], "--", lw=0.8, color=color)
-        ends.append(
-            LineEnd(tokens[-1], 1e3 * cells[-1].median, text=f"{requests} request{'s' * (requests > 1)}", color=color)
-        )
-    left.set(xlabel="tokens of a forward", ylabel="ms", xscale="log", yscale="log")
-    left.set_title("Target forward (dashed: additive form)", fontsize=10)
-    powers_of_two(left, max(c.tokens for c in profile.cells))
-    plain_ticks(left)
-    label_ends(left, ends)
-    curves = {"draft": profile.draft, "drafter reads": profile.extend, "other": profile.other}
-    ends = []
-    for number, (label, curve) in enumerate(curves.items()):
-        if curve is not None:
-            medians, color = [1e3 * median for _, median, _ in curve.seconds], COLOURS[number]
-            middle.plot(curve.requests, medians, marker="o", color=color)
-            ends.append(LineEnd(curve.requests[-1], medians[-1], text=label, color=color))
-    middle.set(xlabel="requests", ylabel="ms", xscale="log", ylim=(0, None))
-    middle.set_title("Besides the target", fontsize=10)
-    label_ends(middle, ends)
-    even = break_even(profile, context, rows)
-    right.plot(list(even), list(even.values()), marker="o", color=COLOURS[0])
-    right.axhline(1, color="grey", linewidth=0.8)
-    right.fill_between(list(even), list(even.values()), 1, color=COLOURS[3], alpha=0.12, linewidth=0)
-    right.set(xlabel="requests", ylabel="accepted length (\u03c4)", xscale="log")
-    right.set_title(f"Break-even: {rows - 1} drafts pay above the line", fontsize=10)
-    for axes in (middle, right):
-        powers_of_two(axes, max(even))
-    for axes in (left, middle, right):
-        axes.grid(alpha=0.3)
-    setting = profile.setting
-    facts = (setting.target, setting.drafter or "no drafter", setting.processor, profile.date)
-    set_title(figure, f"Cost of a step after {context} tokens per request", *facts)
-    save_figure(figure, path)

@@ -1,4 +1,4 @@
-"""Report an evaluation (results.json, table, plots), and plot a calibration (reliability, threshold sweep)."""
+"""Report an evaluation (results.json, table, plots); plot a calibration (reliability, sweep) and a profile."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from outrider.calibration.fit import Rounds, Scaling, SweepPoint, at_position, ece, reliability
+from outrider.evaluation.model_card import verified
+from outrider.evaluation.profile import break_even
 from outrider.evaluation.results import Results, TaskResult
 from outrider.evaluation.verdict import Speedup
+from outrider.scheduling.cost import Profile
 from outrider.utils.files import write_atomically
 from outrider.utils.plots import (
     COLOURS,
@@ -20,8 +23,11 @@ from outrider.utils.plots import (
     MOST_SERIES,
     LineEnd,
     label_ends,
+    plain_ticks,
+    powers_of_two,
     save_figure,
     set_title,
+    shade,
     short_name,
 )
 from outrider.utils.tables import terminal_table
@@ -137,6 +143,55 @@ def plot_sweep(points: Sequence[SweepPoint], path: Path, facts: Sequence[str]) -
     save_figure(figure, path)
 
 
+def plot_profile(profile: Profile, context: int, path: Path, rows: int) -> None:
+    """Plot, after `context` tokens each: forwards (quartiles shaded, additive form dashed), other costs, break-even.
+
+    `rows`: see `break_even`.
+    """
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    fit, counts, ends = profile.fit, profile.table.requests, list[LineEnd]()
+    for number, requests in enumerate(counts):
+        cells = [c for c in profile.cells if (c.requests, c.context) == (requests, context)]
+        tokens, color = [c.tokens for c in cells], shade(number, len(counts))
+        left.plot(tokens, [1e3 * c.median for c in cells], marker=".", color=color)
+        low, high = [1e3 * c.low for c in cells], [1e3 * c.high for c in cells]
+        left.fill_between(tokens, low, high, alpha=0.2, color=color, linewidth=0)
+        fixed = fit.bias + fit.alpha * requests + fit.sigma * requests * context
+        left.plot(tokens, [1e3 * (fixed + fit.theta * b) for b in tokens], "--", lw=0.8, color=color)
+        ends.append(
+            LineEnd(tokens[-1], 1e3 * cells[-1].median, text=f"{requests} request{'s' * (requests > 1)}", color=color)
+        )
+    left.set(xlabel="tokens of a forward", ylabel="ms", xscale="log", yscale="log")
+    left.set_title("Target forward (dashed: additive form)", fontsize=10)
+    powers_of_two(left, max(c.tokens for c in profile.cells))
+    plain_ticks(left.yaxis)
+    label_ends(left, ends)
+    curves = {"draft": profile.draft, "drafter reads": profile.extend, "other": profile.other}
+    ends = []
+    for number, (label, curve) in enumerate(curves.items()):
+        if curve is not None:
+            medians, color = [1e3 * median for _, median, _ in curve.seconds], COLOURS[number]
+            middle.plot(curve.requests, medians, marker="o", color=color)
+            ends.append(LineEnd(curve.requests[-1], medians[-1], text=label, color=color))
+    middle.set(xlabel="requests", ylabel="ms", xscale="log", ylim=(0, None))
+    middle.set_title("Besides the target", fontsize=10)
+    label_ends(middle, ends)
+    even = break_even(profile, context, rows)
+    right.plot(list(even), list(even.values()), marker="o", color=COLOURS[0])
+    right.axhline(1, color="grey", linewidth=0.8)
+    right.fill_between(list(even), list(even.values()), 1, color=COLOURS[3], alpha=0.12, linewidth=0)
+    right.set(xlabel="requests", ylabel="accepted length (\u03c4)", xscale="log")
+    right.set_title(f"Break-even: {rows - 1} drafts pay above the line", fontsize=10)
+    for axes in (middle, right):
+        powers_of_two(axes, max(even))
+    for axes in (left, middle, right):
+        axes.grid(alpha=0.3)
+    setting = profile.setting
+    facts = (setting.target, setting.drafter or "no drafter", setting.processor, profile.date)
+    set_title(figure, f"Cost of a step after {context} tokens per request", *facts)
+    save_figure(figure, path)
+
+
 def write_report(results: Results, out: Path) -> list[Path]:
     """Write results.json and the two plots to `out`; returns the paths."""
     out.mkdir(parents=True, exist_ok=True)
@@ -159,7 +214,8 @@ def speedups(results: Results) -> list[Speedup]:
 
 def table(results: Results) -> Table:
     """The table for the terminal, one row per task."""
-    title = " - ".join(filter(None, ("Speculative against plain decoding, same run", results.lossy)))
+    drafts = f"drafts verified: {verified(results.settings)}"
+    title = " - ".join(filter(None, ("Speculative against plain decoding, same run", drafts, results.lossy)))
     headings = ("task", "tokens", "tau", "tok/s", "plain", "speedup", "quartiles", "identical")
     rows = [_row(task, results) for task in results.tasks]
     return terminal_table(headings, rows, text=("task",), title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))

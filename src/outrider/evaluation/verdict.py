@@ -62,6 +62,7 @@ def drafter_verdict(
     tasks: Sequence[Speedup],
     others: Mapping[str, Sequence[Speedup]],
     *,
+    chosen: str = "",
     fewer: str = "",
     train: str = "",
     keep: Sequence[str] = (),
@@ -71,6 +72,7 @@ def drafter_verdict(
     Args:
         tasks: speedups of the drafter by task.
         others: speedups of other choices (`--drafter ngram`) on some of the same turns.
+        chosen: how many drafts were verified, and by what costs; "" where all were, or as many as asked.
         fewer: the option that verifies fewer drafts; "" where there is none.
         train: the command that trains a better drafter.
         keep: what to do next where the drafter is worth keeping, as lines.
@@ -85,6 +87,8 @@ def drafter_verdict(
     }[found]
     if vague:
         lines = [f"Verdict: not known yet: {figure}, give or take {error:.2f}."]
+    if chosen:
+        lines.append(f"{chosen[0].upper()}{chosen[1:]}.")
     if turns < _FEW or vague:
         lines.append(
             f"That is {turns} turn{'s' * (turns > 1)}: measure more before you rely on it (--max-samples, or a longer "

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,16 +25,14 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.backends.base import Acceptance, Backend, ExternalEngine, Launch, RequestStats, Speculation
 from outrider.backends.launch import free_port, launched
-from outrider.backends.local import NO_SPECULATION, build_variant, default_variants, fixed_length, local_engines
+from outrider.backends.local import NO_SPECULATION, NamedDrafter, choose_variants, fixed_length, local_engines
 from outrider.backends.openai import Endpoint, ServerBackend
 from outrider.backends.transformers import HfDecoder
-from outrider.drafters.base import Drafter, draft_slots
+from outrider.drafters.base import draft_slots
 from outrider.engine.batch import Output, Request, StepRecord
 from outrider.engine.scheduler import EngineConfig
-from outrider.evaluation.evaluate import compare_by, compare_greedy
-from outrider.evaluation.profile import setting_of
-from outrider.loadtest.load import Compare, Serve
-from outrider.scheduling.cost import Profile
+from outrider.evaluation.evaluate import compare_by, compare_coupled, compare_greedy
+from outrider.loadtest.load import Ask, Compare, Serve
 from outrider.target.linear import warm_up
 from outrider.target.model import Target
 from outrider.utils.measure import dtype_name
@@ -51,7 +48,7 @@ class MeasuredEngine:
         serve: gives an idle backend for a variant and a level.
         compare: how a response compares with plain decoding's: same, tie or mismatch; a tie is found by the logits
             only, so without them every difference is a mismatch.
-        exact: greedy responses that differ from plain decoding are a bug of ours, not a rounding.
+        exact: responses that differ from plain decoding's are a bug of ours, not a rounding.
         grouped: whether changing the variant is expensive, as where it starts an engine.
         settings: what else decides its figures, and the type of the weights (`dtype`) where it is known.
         close: ends what still runs.
@@ -59,7 +56,7 @@ class MeasuredEngine:
 
     serve: Serve
     variants: Sequence[str]
-    compare: Compare = lambda prompt, plain, other: "mismatch"
+    compare: Compare = lambda ask, plain, other: "mismatch"
     exact: bool = False
     grouped: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
@@ -81,12 +78,9 @@ def among(names: Sequence[str] | None, there: list[str]) -> list[str]:
 
 def local_engine(
     target: Target,
-    drafter: Drafter,
-    directory: Path | None,
+    drafters: Sequence[NamedDrafter],
     *,
-    names: list[str] | None,
-    threshold: float | None,
-    profile: Path | None,
+    names: Sequence[str] | None,
     config_at: Callable[[float], EngineConfig],
     users: int,
     token_budget: int,
@@ -94,45 +88,27 @@ def local_engine(
     """Our engine, with its kernels built for so many users.
 
     Args:
-        directory: of a trained drafter; the journal keeps a hash of its files.
-        names: variants; all that the drafter allows by default.
-        threshold: of variant threshold. The nodes of trees have none.
-        profile: what adaptive variants decide by.
+        names: variants; all that the drafters allow by default.
         config_at: the engine's size at a level.
         token_budget: most rows of one forward.
 
     Raises:
-        ValueError: no such variant, one that needs what is not there, or a profile of something else.
+        ValueError: no such variant, or one that needs what is not there.
     """
-    slots, confident = draft_slots(drafter), drafter.heads is not None and drafter.heads.confident
-    if drafter.trees:  # their nodes have survivals, if anything; no threshold was recommended for those
-        threshold, allowed = None, [NO_SPECULATION, f"fixed-{slots}"]
-    else:
-        allowed = default_variants(drafter.gamma, threshold, confident)
-    cost = None
-    if profile is not None:
-        cost = Profile.load(profile)
-        cost.check(setting_of(target, drafter))
-    built = [
-        build_variant(name, slots, threshold, cost=cost)
-        for name in dict.fromkeys([NO_SPECULATION, *(names or allowed)])
-    ]
-    files = [] if directory is None else sorted(directory.iterdir())
-    settings = {
-        "threshold": threshold,
-        "profile_sha256": _digest([] if profile is None else [profile]),
-        "dtype": dtype_name(target.dtype),
-        "drafter_sha256": _digest([path for path in files if path.suffix in (".json", ".safetensors")]),
-    }
+    built = choose_variants(drafters, names)
+    settings = {"dtype": dtype_name(target.dtype), "drafters": {one.name: one.about for one in drafters}}
+    slots = max(draft_slots(one.drafter) for one in drafters)
     warm_up(min(users * (slots + 1), max(token_budget, users)))
-    serve = local_engines(target, drafter, built, config_at=config_at)
-    variants = [variant.name for variant in built]
-    return MeasuredEngine(serve, variants, partial(compare_greedy, target), exact=True, settings=settings)
+    serve = local_engines(target, built, config_at=config_at)
+    variants = [variant.name for _, variant in built]
+    return MeasuredEngine(serve, variants, partial(compare_asked, target), exact=True, settings=settings)
 
 
-def _digest(paths: Sequence[Path]) -> str | None:
-    """Of files that decide: a profile measured anew, a drafter trained or calibrated again."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest() if paths else None
+def compare_asked(target: Target, ask: Ask, plain: Sequence[int], other: Sequence[int]) -> str:
+    """How a greedy or coupled response compares with plain decoding's: same, tie or mismatch."""
+    if ask.params.coupled:
+        return compare_coupled(target, ask.prompt, plain, other=other, params=ask.params)
+    return compare_greedy(target, ask.prompt, plain, speculative=other)
 
 
 # ----------------------------------------------------------------------------
@@ -238,7 +214,12 @@ def transformers_engine(
         return logits_BTV[0, -1]
 
     variants = among(names, list(decoders))
-    return MeasuredEngine(_sequential(decoders), variants, partial(compare_by, last_logits), settings=settings or {})
+    return MeasuredEngine(
+        _sequential(decoders),
+        variants,
+        lambda ask, plain, other: compare_by(last_logits, ask.prompt, plain, other=other),
+        settings=settings or {},
+    )
 
 
 def mlx_engine(

@@ -1,4 +1,4 @@
-"""A load on a backend: clock, arrivals, prompts, and the window in which requests are counted.
+"""A load on a backend: clock, arrivals, prompts, sampling, and the window in which requests are counted.
 
     closed loop   N users:   ask ---- answer, ask -- answer, ask ------ answer, ...     never more than N at once
     Poisson       a rate:    ask  ask      ask ask  ask           ask    ...            whatever happens
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -89,6 +89,74 @@ class Poisson:
 
     def taken(self) -> None:
         self._next += self._random.expovariate(self._rate)
+
+
+# ----------------------------------------------------------------------------
+# What is asked: a prompt, and how its response is sampled.
+#
+# A coupled response, as a greedy one, is a function of prompt and seed, whatever drafts were verified: it is compared
+# with plain decoding's. Other sampled responses are one of many right ones and are not compared; each repeat draws them
+# anew, so that the spread over repeats holds what sampling varies.
+# ----------------------------------------------------------------------------
+
+
+class Ask(NamedTuple):
+    """A prompt and the sampling parameters of its response."""
+
+    prompt: Sequence[int]
+    params: SamplingParams = SamplingParams()
+
+    @property
+    def comparable(self) -> bool:
+        """Whether its response has to be plain decoding's, token by token."""
+        return self.params.temperature == 0.0 or self.params.coupled
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """How requests are sampled: they take turns with the temperatures; 0 is greedy decoding.
+
+    The turns come in random order, so that no task of a mix gets one temperature alone: of two temperatures every
+    pair of prompts has one each.
+
+    Args:
+        coupled: by coupled noise (sampling.py).
+
+    Raises:
+        ValueError: no temperature, one named twice, or one that is none.
+    """
+
+    temperatures: tuple[float, ...] = (0.0,)
+    top_p: float = 1.0
+    coupled: bool = False
+
+    def __post_init__(self) -> None:
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature, top_p=self.top_p)
+        if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
+            raise ValueError(f"--temperature: {list(self.temperatures)} must be different temperatures, one at least.")
+        if self.coupled and self.greedy:
+            raise ValueError("--coupled is for sampled requests: give --temperature above 0, or leave it out.")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every request is decoded greedily."""
+        return not any(self.temperatures)
+
+    def asks(self, prompts: Sequence[Sequence[int]], seed: int, repeat: int = 0) -> list[Ask]:
+        """The prompts with their sampling parameters, each with a seed of its own; the same ones every time."""
+        asked, order = [], list[float]()
+        for number, prompt in enumerate(prompts):
+            if not order:
+                order = random.Random(f"{seed} temperatures {number}").sample(self.temperatures, len(self.temperatures))
+            temperature = order.pop()
+            drawn = "" if self.coupled else repeat
+            own = random.Random(f"{seed} request {number} {drawn}").getrandbits(32)
+            top_p = self.top_p if temperature else 1.0
+            coupled = self.coupled and temperature > 0
+            params = SamplingParams(temperature=temperature, top_p=top_p, seed=own, coupled=coupled)
+            asked.append(Ask(prompt, params))
+        return asked
 
 
 # ----------------------------------------------------------------------------
@@ -264,19 +332,17 @@ class Window:
     acceptance: Acceptance | None = None
 
 
-def run_load(
-    backend: Backend, prompts: Sequence[Sequence[int]], arrivals: Arrivals, config: LoadConfig, clock: Clock
-) -> Window:
+def run_load(backend: Backend, asks: Sequence[Ask], arrivals: Arrivals, config: LoadConfig, clock: Clock) -> Window:
     """Put a load on a backend for one window; it is idle before and after."""
-    assert backend.idle and prompts
-    return _LoadRun(backend, prompts, arrivals, config=config, clock=clock).run()
+    assert backend.idle and asks
+    return _LoadRun(backend, asks, arrivals, config=config, clock=clock).run()
 
 
 class _LoadRun:
     def __init__(
-        self, backend: Backend, prompts: Sequence[Sequence[int]], arrivals: Arrivals, config: LoadConfig, clock: Clock
+        self, backend: Backend, asks: Sequence[Ask], arrivals: Arrivals, config: LoadConfig, clock: Clock
     ) -> None:
-        self.backend, self.prompts, self.arrivals, self.config, self.clock = backend, prompts, arrivals, config, clock
+        self.backend, self.asks, self.arrivals, self.config, self.clock = backend, asks, arrivals, config, clock
         self.live: dict[str, MeasuredRequest] = {}
         self.counted: list[MeasuredRequest] = []
         self.steps: list[StepRecord] = []
@@ -320,18 +386,16 @@ class _LoadRun:
         if number < config.warmup:
             length = max(1, config.warmup_tokens * (number + 1) // config.warmup)
         elif self.opened is not None and (config.requests is None or len(self.counted) < config.requests):
-            index = len(self.counted) % len(self.prompts)
+            index = len(self.counted) % len(self.asks)
         # Warm-up and fillers come from the other end, so that counted requests do not depend on how many there were.
-        prompt = self.prompts[-1 - number % len(self.prompts) if index is None else index]
+        ask = self.asks[-1 - number % len(self.asks) if index is None else index]
         served = MeasuredRequest(str(number), index, arrived)
         if index is not None:
             self.counted.append(served)
         self.live[served.id] = served
         self.submitted += 1
-        params = SamplingParams(temperature=0.0)
-        self.backend.submit(
-            Request(served.id, list(prompt), params, rules=StopRules(min(length, config.max_new_tokens)))
-        )
+        rules = StopRules(min(length, config.max_new_tokens))
+        self.backend.submit(Request(served.id, list(ask.prompt), ask.params, rules=rules))
 
     def _take(self, outputs: Sequence[Output]) -> None:
         now, counting = self.clock.now(), self.opened is not None
@@ -356,4 +420,4 @@ class _LoadRun:
 
 
 Serve = Callable[[str, float], Backend]  # (variant, level) -> an idle backend
-Compare = Callable[[Sequence[int], Sequence[int], Sequence[int]], str]  # (prompt, plain, other) -> same, tie, mismatch
+Compare = Callable[[Ask, Sequence[int], Sequence[int]], str]  # (ask, plain, other) -> same, tie, mismatch

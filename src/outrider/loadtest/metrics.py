@@ -15,7 +15,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,8 +25,9 @@ import numpy as np
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator
 
 from outrider.backends.base import Acceptance
-from outrider.backends.local import NO_SPECULATION, is_adaptive
+from outrider.backends.local import NO_SPECULATION, is_adaptive, variant_of
 from outrider.evaluation.verdict import Speedup
+from outrider.loadtest.gains import Gain, gains
 from outrider.loadtest.load import MeasuredRequest, Window
 from outrider.utils.documents import read_json, read_mapping
 from outrider.utils.files import invalid_fields, write_atomically
@@ -166,7 +167,7 @@ def _ratio(part: float, whole: float) -> float | None:
 # of conversations also OUT/said.json: the responses that later turns follow.
 #
 # A point is one line and counts once its newline is there, so a sweep that was stopped goes on after its last whole
-# line. Levels, variants and repeats may grow from run to run; whatever changes a single measurement may not.
+# line. Levels, variants, repeats and drafters may grow from run to run; whatever changes a single measurement may not.
 # ----------------------------------------------------------------------------
 
 
@@ -176,7 +177,8 @@ _REFERENCE, _SAID = "reference.json", "said.json"
 class Point(BaseModel):
     """One measurement of a variant under a load. `level`: concurrent users, or requests per second.
 
-    `same`, `ties`, `mismatches`: its responses against plain decoding of the same prompts (evaluation/evaluate.py).
+    `same`, `ties`, `mismatches`: its responses against plain decoding's (evaluation/evaluate.py). Those of
+    requests that are sampled without coupled noise are in none of the three.
     `requests` is empty where the point is simulated.
     """
 
@@ -195,6 +197,13 @@ class Point(BaseModel):
 
 
 Responses = TypeVar("Responses")
+_DRAFTERS, _DRAFTER = "drafters", "drafter "
+
+
+def _by_drafter(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with one entry for each drafter."""
+    drafters = {f"{_DRAFTER}{name}".rstrip(): about for name, about in settings.get(_DRAFTERS, {}).items()}
+    return {name: value for name, value in settings.items() if name != _DRAFTERS} | drafters
 
 
 class Journal:
@@ -208,28 +217,35 @@ class Journal:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self._path = directory, directory / "points.jsonl"
         self.points = self._read()
-        self._check(settings)
+        self.settings = self._checked(settings)
 
-    def _check(self, settings: dict[str, Any]) -> None:
+    def _checked(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The settings of all points: these, with the drafters of before."""
         path, settings = self.directory / "settings.json", json.loads(json.dumps(settings))
         if not path.exists():
             self._write(path, settings)
-            return
+            return settings
         earlier = read_mapping(path)
+        before, now = _by_drafter(earlier), _by_drafter(settings)
+        compared = {name for name in now.keys() | before.keys() if not name.startswith(_DRAFTER)}
         differing = [
-            f"{name} was {earlier.get(name)}, now {settings.get(name)}"
-            for name in sorted(settings.keys() | earlier.keys())
-            if earlier.get(name) != settings.get(name)
+            f"{name} was {before.get(name)}, now {now.get(name)}"
+            for name in sorted(compared | (now.keys() & before.keys()))
+            if before.get(name) != now.get(name)
         ]
         if differing and not self.points:  # an engine that never started, say: there is nothing to go on with
             for name in (_REFERENCE, _SAID):
                 (self.directory / name).unlink(missing_ok=True)
-            self._write(path, settings)
         elif differing:
             raise ValueError(
                 f"{self.directory} holds a sweep with other settings: {'; '.join(differing)}. "
                 "Choose another --out, or repeat the settings to go on with it."
             )
+        elif _DRAFTERS in settings:
+            settings[_DRAFTERS] = earlier[_DRAFTERS] | settings[_DRAFTERS]
+        if settings != earlier:
+            self._write(path, settings)
+        return settings
 
     def _read(self) -> list[Point]:
         if not self._path.exists():
@@ -350,26 +366,40 @@ class VariantVerdict(BaseModel):
 
 
 class Frontier(BaseModel):
-    """The content of frontier.json. `levels` and `overall` are empty where there is nothing to compare."""
+    """The content of frontier.json. `levels`, `overall` and `gains` are empty where there is nothing to compare."""
 
     arrivals: str
     points: list[PointSummary]
     levels: list[LevelVerdict]
     overall: list[VariantVerdict]
+    gains: list[Gain] = []
     settings: dict[str, Any]
     machine: dict[str, Any]
     versions: dict[str, str]
     date: str | None = None  # of the last point; None: not recorded
 
     @staticmethod
-    def of(arrivals: str, points: Sequence[Point], settings: dict[str, Any]) -> Frontier:
-        """The frontier of points made on this machine."""
+    def of(
+        arrivals: str,
+        points: Sequence[Point],
+        settings: dict[str, Any],
+        against: str | None = None,
+        user_speeds: Sequence[float] = (),
+    ) -> Frontier:
+        """The frontier of points made on this machine.
+
+        Args:
+            against: the variant that gains are over; an MTP drafter's one token by default, else no speculation.
+            user_speeds: promised, see `gains`.
+        """
         found, closed = summarise_points(points), arrivals == "closed"
+        over = _baseline(points, settings) if against is None else against
         return Frontier(
             arrivals=arrivals,
             points=found,
             levels=level_verdicts(found) if closed else [],
             overall=overall_verdicts(found) if closed else [],
+            gains=gains(_speeds(points), over, user_speeds) if closed and over is not None else [],
             settings=settings,
             machine=machine(),
             versions=versions(),
@@ -397,6 +427,24 @@ class Frontier(BaseModel):
         except ValidationError as error:
             wrong = invalid_fields(error, "the file")[0]
             raise ValueError(f"{path} is no frontier.json of outrider bench ({wrong}).") from None
+
+
+def _baseline(points: Sequence[Point], settings: Mapping[str, Any]) -> str | None:
+    """MTP-1 where it was measured, else no speculation, else nothing."""
+    there = {point.variant for point in points}
+    drafters = settings.get(_DRAFTERS, {})
+    single = [variant_of(name, "fixed-1") for name, about in drafters.items() if about["algorithm"] == "mtp"]
+    return next((variant for variant in (*single, NO_SPECULATION) if variant in there), None)
+
+
+def _speeds(points: Sequence[Point]) -> dict[str, dict[float, dict[int, tuple[float, float]]]]:
+    """What `gains` reads: {variant: {level: {repeat: (user speed, throughput)}}}."""
+    found: dict[str, dict[float, dict[int, tuple[float, float]]]] = {}
+    for point in points:
+        if point.metrics.user_p50:
+            figures = point.metrics.user_p50, point.metrics.tokens_per_second
+            found.setdefault(point.variant, {}).setdefault(point.level, {})[point.repeat] = figures
+    return found
 
 
 def summarise_points(points: Sequence[Point]) -> list[PointSummary]:

@@ -1,6 +1,7 @@
-"""Figures 7 and 8 of DSpark (arXiv 2607.05147): the frontier, and what load does to throughput and budget.
+"""Figures 7 and 8 of DSpark (arXiv 2607.05147): the frontier, and what load does to throughput and budget; and gains.
 
-Three variants are highlighted: none, the best static one and the best that chooses by the load. The others are grey.
+Highlighted are none and, of one drafter, the best static variant and the best that chooses by the load; of several
+drafters, the best variant of each. The others are grey.
 """
 
 from __future__ import annotations
@@ -12,13 +13,24 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from outrider.backends.local import NO_SPECULATION, is_adaptive
+from outrider.backends.local import NO_SPECULATION, drafter_of, is_adaptive
+from outrider.loadtest.gains import INTERVAL
 from outrider.loadtest.metrics import Frontier, PointSummary
-from outrider.utils.plots import COLOURS, GREY, LineEnd, label_ends, powers_of_two, save_figure, set_title, short_name
+from outrider.utils.plots import (
+    COLOURS,
+    GREY,
+    MOST_SERIES,
+    LineEnd,
+    label_ends,
+    plain_ticks,
+    powers_of_two,
+    save_figure,
+    set_title,
+    short_name,
+)
 
 _UNITS = {"closed": "concurrent users", "poisson": "requests per second"}
 _BLACK, _STATIC, _ADAPTIVE = "#000000", COLOURS[0], COLOURS[1]
-_OTHERS = 5  # grey lines at most: eight in all
 
 
 def plot_frontier(frontier: Frontier, path: Path) -> None:
@@ -75,11 +87,52 @@ def plot_load(frontier: Frontier, path: Path) -> None:
     save_figure(figure, path)
 
 
+def plot_gains(frontier: Frontier, path: Path) -> None:
+    """Plot gains over the baseline: throughput against the speed promised to users, and speed against throughput."""
+    figure, panels = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    against = frontier.gains[0].against
+    shown = {
+        "throughput": (panels[0], "tokens/s promised to a user", "tokens/s of all users"),
+        "speed": (panels[1], "tokens/s of all users", "tokens/s of the median user"),
+    }
+    for what, (axes, given, gained) in shown.items():
+        ends = []
+        for variant, color in highlighted(frontier).items():
+            found = sorted(
+                (gain for gain in frontier.gains if (gain.figure, gain.variant) == (what, variant)),
+                key=lambda gain: gain.at,
+            )
+            x, y = [gain.at for gain in found], [gain.ratio or math.nan for gain in found]
+            if any(gain.ratio for gain in found):
+                _draw(axes, x, y, color=color)
+                low, high = [gain.low or math.nan for gain in found], [gain.high or math.nan for gain in found]
+                axes.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
+                last = max(gain.at for gain in found if gain.ratio)
+                ends.append(LineEnd(last, next(g.ratio or 0 for g in found if g.at == last), text=variant, color=color))
+        axes.axhline(1, color=_BLACK, linewidth=0.8)
+        axes.set(xlabel=given, ylabel=f"{gained}, in multiples of {against}", xscale="log")
+        plain_ticks(axes.xaxis)
+        axes.grid(alpha=0.3)
+        label_ends(axes, ends)
+    bands = f"bands: {100 * INTERVAL:.0f} % intervals over repeats"
+    set_title(figure, f"Gain over {against} at equal speed per user, and at equal throughput", bands, *_facts(frontier))
+    save_figure(figure, path)
+
+
 def _facts(frontier: Frontier) -> tuple[str | None, ...]:
     """Target, drafter, engine and date, as far as the settings tell."""
     known = [frontier.settings.get(name) for name in ("target", "drafter", "backend")]
     target, drafter, backend = (None if name is None else short_name(name) for name in known)
-    return target, drafter and f"drafter {drafter}", backend and f"engine {backend}", frontier.date
+    choices = [short_name(about["choice"]) for about in frontier.settings.get("drafters", {}).values()]
+    drafter = choices[0] if len(choices) == 1 else drafter  # of several, the variants' names tell
+    sampled = [t for t in frontier.settings.get("traffic", {}).get("temperatures", ()) if t]
+    temperature = "temperature " + ", ".join(f"{t:g}" for t in sampled) if sampled else None
+    return target, drafter and f"drafter {drafter}", backend and f"engine {backend}", temperature, frontier.date
+
+
+def highlighted(frontier: Frontier) -> dict[str, str]:
+    """The colour of each variant that is not grey, in the order of `_colours`."""
+    return {variant: color for variant, color in _colours(frontier).items() if color != GREY}
 
 
 def _colours(frontier: Frontier) -> dict[str, str]:
@@ -90,12 +143,17 @@ def _colours(frontier: Frontier) -> dict[str, str]:
     judged = [verdict.variant for verdict in frontier.overall]  # best first
     ranked = [*judged, *sorted(totals.keys() - set(judged), key=lambda variant: -totals[variant])]
     found = {NO_SPECULATION: _BLACK} if NO_SPECULATION in totals else {}
-    for adaptive, color in ((False, _STATIC), (True, _ADAPTIVE)):
-        kin = (v for v in ranked if v != NO_SPECULATION and is_adaptive(v) == adaptive)
-        if (best := next(kin, None)) is not None:
-            found[best] = color
-    others = {variant: GREY for variant in ranked if variant not in found}
-    return dict(reversed((found | dict(list(others.items())[:_OTHERS])).items()))
+    drafters = dict.fromkeys(drafter_of(v) for v in ranked if v != NO_SPECULATION)
+    if len(drafters) > 1:
+        for drafter, color in zip(drafters, (c for c in COLOURS if c != _BLACK), strict=False):
+            found[next(v for v in ranked if v != NO_SPECULATION and drafter_of(v) == drafter)] = color
+    else:
+        for adaptive, color in ((False, _STATIC), (True, _ADAPTIVE)):
+            kin = (v for v in ranked if v != NO_SPECULATION and is_adaptive(v) == adaptive)
+            if (best := next(kin, None)) is not None:
+                found[best] = color
+    others = [variant for variant in ranked if variant not in found]
+    return dict(reversed((found | dict.fromkeys(others[: MOST_SERIES - len(found)], GREY)).items()))
 
 
 def _draw(axes: Axes, x: list[float], y: list[float], color: str) -> None:
@@ -109,8 +167,11 @@ def _number(point: PointSummary, figure: str) -> float:
 
 
 def write_plots(frontier: Frontier, directory: Path) -> list[Path]:
-    """Write both pictures and return their paths."""
+    """Write the pictures, that of gains where there are any, and return their paths."""
     paths = [directory / "frontier.png", directory / "load.png"]
     plot_frontier(frontier, paths[0])
     plot_load(frontier, paths[1])
+    if any(gain.ratio for gain in frontier.gains):
+        paths.append(directory / "gains.png")
+        plot_gains(frontier, paths[-1])
     return paths

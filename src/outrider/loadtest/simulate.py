@@ -20,16 +20,17 @@ from typing import Annotated, Any, Literal, Protocol
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from outrider.backends.local import build_variant
+from outrider.backends.local import NO_SPECULATION, build_variant
 from outrider.decoding.request import FinishReason
 from outrider.engine.batch import Output, Request, StepRecord
 from outrider.engine.scheduler import EngineConfig, Scheduler, StepPlan, Work
-from outrider.loadtest.load import run_load
+from outrider.loadtest.load import Ask, run_load
 from outrider.loadtest.metrics import Point, PointSummary, summarise
 from outrider.loadtest.sweep import Sweep
 from outrider.loadtest.traces import Response, Traces
+from outrider.sampling import SamplingParams
 from outrider.scheduling.cost import Floats, Ints, Profile, SpsTable, StepCost
-from outrider.scheduling.gate import AlwaysDraft, DraftGate, History
+from outrider.scheduling.gate import AlwaysDraft, DraftGate, History, known_verdicts
 from outrider.scheduling.policies import FixedPolicy, Policy
 from outrider.utils.documents import read_json
 from outrider.utils.files import invalid_fields
@@ -164,7 +165,7 @@ def load_machine(path: Path, recorded: Mapping[str, Any], draft: float = 1.0, ve
 #     plan      engine/scheduler.py     queues, blocks, chunks of prefill, preemption     the production object
 #     draft     gate, traces            c_1 .. c_l of position n                          recorded
 #     decide    history, policy         l per request                                     the production objects
-#     commit    min(A_n, l) + 1 tokens                                                    exact for greedy decoding
+#     commit    min(A_n, l) + 1 tokens                                                    exact, see traces.py
 #     clock  += draft(D) + verify(B, R, S) + other(R)                                     measured, or supposed
 #
 # Only seconds are modelled. Step for step it is what engine/engine.py does, without tensors.
@@ -237,13 +238,16 @@ class SimulatedEngine:
         """Queue a request; its text is the recorded one.
 
         Raises:
-            ValueError: its id is in use, it is not greedy, or its prompt or so long a response was not recorded.
+            ValueError: its id is in use, or its prompt, its sampling or so long a response was not recorded.
         """
         if request.id in self._live:
             raise ValueError(f"request id {request.id!r} is in use; give every request its own.")
-        if request.params.temperature > 0 or request.params.repetition_penalty != 1:
-            raise ValueError(f"request {request.id!r} is sampled; traces are of greedy decoding: use temperature 0.")
         response, wanted = self.traces.find(request.prompt), request.rules.max_new_tokens
+        asked, recorded = (_without_free_seed(params) for params in (request.params, response.params))
+        if asked != recorded:
+            raise ValueError(
+                f"request {request.id!r} asks for {asked}, its trace has {recorded}: record what is asked."
+            )
         if wanted > len(response.tokens) and not response.stopped:
             raise ValueError(
                 f"request {request.id!r} asks for {wanted} tokens, its trace has {len(response.tokens)}: "
@@ -290,7 +294,9 @@ class SimulatedEngine:
         admitted_R = self.policy.lengths(view)
         accepted_R = np.minimum(self.traces.accepted_N[rows_R], admitted_R)
         parts = [one.commit(count + 1) for one, count in zip(live, accepted_R.tolist(), strict=True)]
-        self.history.record(ids, view)
+        committed_R = np.array([len(tokens) for tokens, _ in parts])
+        verified_R, known_R = known_verdicts(admitted_R, accepted_R, committed_R)
+        self.history.record(ids, view, verified_R=verified_R, accepted_R=known_R)
         counts = Counter(
             drafting=int((depths_R > 0).sum()),
             proposed=int(drafted_R.sum()),
@@ -350,6 +356,11 @@ class SimulatedEngine:
             waiting=len(self.scheduler.waiting),
             used_blocks=self.scheduler.allocator.used,
         )
+
+
+def _without_free_seed(params: SamplingParams) -> SamplingParams:
+    """Without the seed, unless the noise is coupled: a recorded response stands for every seed."""
+    return params if params.coupled else replace(params, seed=None)
 
 
 # ----------------------------------------------------------------------------
@@ -439,17 +450,22 @@ class Cluster:
 # ----------------------------------------------------------------------------
 
 
-_SAME = ("arrivals", "max_new_tokens", "requests", "seed", "token_budget")
+_SAME = ("arrivals", "max_new_tokens", "requests", "seed", "token_budget", "traffic")
 
 
 class Comparison(BaseModel):
-    """Aggregate tokens per second of one point, simulated and measured; `error` in per cent."""
+    """Aggregate tokens per second of one point, simulated and measured; errors in per cent.
+
+    `ratio_error` is that of the ratio to plain decoding at the same level, which says whether choices between variants
+    are right though the machine was faster or slower than its profile; None where plain decoding is not in both.
+    """
 
     variant: str
     level: float
     measured: float
     predicted: float
     error: float
+    ratio_error: float | None
 
 
 def serve(
@@ -474,7 +490,7 @@ def serve(
 def simulate_sweep(
     sweep: Sweep,
     serving: Callable[[str, float], Cluster],
-    prompts: Sequence[Sequence[int]],
+    asks: Sequence[Ask],
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> list[Point]:
     """Every point of a sweep; `serving` gives an idle cluster for a variant and a level.
@@ -487,7 +503,7 @@ def simulate_sweep(
         on_progress(f"{variant} at {level:g}", number, len(turns))
         cluster = serving(variant, level)
         arrivals = sweep.arriving(level, repeat, cluster.now())
-        window = run_load(cluster, prompts, arrivals, config=sweep.load(level), clock=cluster)
+        window = run_load(cluster, asks, arrivals, config=sweep.load(level), clock=cluster)
         metrics, same = summarise(window, sweep.sla), len(window.requests)  # the text is the recorded one
         points.append(
             Point(variant=variant, level=level, repeat=repeat, metrics=metrics, same=same, ties=0, mismatches=0)
@@ -520,17 +536,26 @@ def compare(predicted: Sequence[PointSummary], measured: Sequence[PointSummary])
         ValueError: they have none in common.
     """
     real = {(point.variant, point.level): point.throughput for point in measured}
-    found = [
-        Comparison(
-            variant=point.variant,
-            level=point.level,
-            measured=real[point.variant, point.level],
-            predicted=point.throughput,
-            error=100 * (point.throughput / real[point.variant, point.level] - 1),
-        )
+    ratios = {
+        (point.variant, point.level): point.throughput / real[point.variant, point.level]
         for point in predicted
         if (point.variant, point.level) in real
-    ]
+    }
+    found = []
+    for point in predicted:
+        ratio = ratios.get((point.variant, point.level))
+        plain = ratios.get((NO_SPECULATION, point.level))
+        if ratio is not None:
+            found.append(
+                Comparison(
+                    variant=point.variant,
+                    level=point.level,
+                    measured=real[point.variant, point.level],
+                    predicted=point.throughput,
+                    error=100 * (ratio - 1),
+                    ratio_error=None if plain is None else 100 * (ratio / plain - 1),
+                )
+            )
     if not found:
         raise ValueError("no measured point has the variant and level of a simulated one: choose the same for both.")
     return found

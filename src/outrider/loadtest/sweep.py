@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from outrider.engine.batch import Request
 from outrider.loadtest.engines import MeasuredEngine
 from outrider.loadtest.load import (
     Arrivals,
+    Ask,
     Clock,
     ClosedLoop,
     Compare,
@@ -35,6 +36,7 @@ from outrider.loadtest.load import (
     Poisson,
     Prompt,
     Serve,
+    Traffic,
     WallClock,
     Window,
     run_load,
@@ -83,9 +85,9 @@ class Share:
             return config
         return replace(config, requests=len(self.prompts), warmup=max(1, config.warmup // self.ranks.world))
 
-    def of_prompts(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """This rank's prompts."""
-        return prompts if self.prompts is None else [prompts[index] for index in self.prompts]
+    def of_asks(self, asks: Sequence[Ask]) -> Sequence[Ask]:
+        """What this rank asks."""
+        return asks if self.prompts is None else [asks[index] for index in self.prompts]
 
     def merged(self, window: Window) -> Window:
         """The windows of all ranks as one; a collective."""
@@ -126,7 +128,8 @@ def _mean_acceptance(parts: Sequence[Acceptance]) -> Acceptance:
 #     repeat 1:  level 1: B C A   level 2: C A B   ...        variants alike
 #
 # Figures 7 and 8 of DSpark (arXiv 2607.05147) are made of such points. Every measurement starts with an idle backend of
-# its own. Responses are compared with plain decoding's, made before the first point (and warming the machine up).
+# its own. Responses that have to be plain decoding's are compared with it; those are made before the first point (and
+# warm the machine up).
 # ----------------------------------------------------------------------------
 
 
@@ -168,6 +171,7 @@ class Sweep:
     seed: int = 0
     warmup_tokens: int = 16
     grouped: bool = False
+    traffic: Traffic = field(default_factory=Traffic)
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -252,10 +256,11 @@ def run_sweep(
         on_progress(f"{variant} at {level:g}", number, len(turns))
         if (variant, level, repeat) in done:
             continue
-        window = _window(sweep, serve(variant, level), prompts, level=level, repeat=repeat, clock=clock, ranks=ranks)
+        asks = sweep.traffic.asks(prompts, sweep.seed, repeat=repeat)
+        window = _window(sweep, serve(variant, level), asks, level=level, repeat=repeat, clock=clock, ranks=ranks)
         if not ranks.main:
             continue
-        verdicts = _verdicts(window, prompts, reference, compare=compare)
+        verdicts = _verdicts(window, asks, reference, compare=compare)
         journal.append(
             Point(
                 variant=variant,
@@ -274,31 +279,32 @@ def run_sweep(
 def _window(
     sweep: Sweep,
     backend: Backend,
-    prompts: Sequence[Sequence[int]],
+    asks: Sequence[Ask],
     level: float,
     repeat: int,
     clock: Callable[[], Clock],
     ranks: Ranks,
 ) -> Window:
     """The window of one point, that of all ranks together, on every rank."""
-    share = Share.of(ranks, len(prompts), sweep.counted(level))
+    share = Share.of(ranks, len(asks), sweep.counted(level))
     config = share.config(sweep.load(level))
     ranks.wait()
     ticking = clock()
     arrivals = sweep.arriving(share.users(sweep.arrivals, level), repeat, ticking.now())
-    window = run_load(backend, share.of_prompts(prompts), arrivals, config=config, clock=ticking)
+    window = run_load(backend, share.of_asks(asks), arrivals, config=config, clock=ticking)
     return share.merged(window)
 
 
 def _reference(
     sweep: Sweep, serve: Serve, prompts: Sequence[Sequence[int]], known: list[list[int]] | None, ranks: Ranks
 ) -> list[list[int]]:
-    """Plain decoding's responses to every prompt that may count."""
+    """Plain decoding's responses to every prompt that may count; [] where they are not compared."""
+    asks = sweep.traffic.asks(prompts, sweep.seed)
     count = len(prompts[: sweep.counted(max(sweep.levels))])
     if known is not None and len(known) >= count:
         return known
-    mine = range(count)[ranks.rank :: ranks.world]
-    asked = [prompts[index] for index in mine]
+    mine = [index for index in range(count) if asks[index].comparable][ranks.rank :: ranks.world]
+    asked = [asks[index] for index in mine]
     said = responses(serve(sweep.baseline, max(sweep.levels)), asked, sweep.max_new_tokens)
     found: list[list[int]] = [[] for _ in range(count)]
     for part in ranks.gather(list(zip(mine, said, strict=True))):
@@ -307,12 +313,12 @@ def _reference(
     return found
 
 
-def responses(backend: Backend, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-    """Greedy responses to all prompts."""
+def responses(backend: Backend, asks: Sequence[Ask], max_new_tokens: int) -> list[list[int]]:
+    """The responses to all that is asked."""
     rules = StopRules(max_new_tokens)
-    found: list[list[int]] = [[] for _ in prompts]
-    for index, prompt in enumerate(prompts):
-        backend.submit(Request(str(index), list(prompt), rules=rules))
+    found: list[list[int]] = [[] for _ in asks]
+    for index, ask in enumerate(asks):
+        backend.submit(Request(str(index), list(ask.prompt), ask.params, rules=rules))
     while not backend.idle:
         for output in backend.step():
             if output.error is not None:
@@ -324,14 +330,15 @@ def responses(backend: Backend, prompts: Sequence[Sequence[int]], max_new_tokens
 
 
 def _verdicts(
-    window: Window, prompts: Sequence[Sequence[int]], reference: Sequence[Sequence[int]], compare: Compare
+    window: Window, asks: Sequence[Ask], reference: Sequence[Sequence[int]], compare: Compare
 ) -> Counter[str]:
     verdicts: Counter[str] = Counter()
     for served in window.requests:
         assert served.index is not None
-        plain = reference[served.index]
-        same = served.tokens == list(plain)
-        verdicts["same" if same else compare(prompts[served.index], plain, served.tokens)] += 1
+        ask, plain = asks[served.index], reference[served.index]
+        if ask.comparable:
+            same = served.tokens == list(plain)
+            verdicts["same" if same else compare(ask, plain, served.tokens)] += 1
     return verdicts
 
 
@@ -397,7 +404,7 @@ def run_workload(
     ranks: Ranks,
     on_progress: Callable[[str, int, int], None],
 ) -> None:
-    """Make the prompts of later turns, then `run_sweep`; the responses they follow are kept beside the points."""
+    """Make the prompts of later turns, then `run_sweep`; the greedy answers they follow are kept beside the points."""
     said = ranks.from_main(journal.said)
     known = len(said)
 
@@ -405,7 +412,8 @@ def run_workload(
         if turn > len(said):
             on_progress(f"answers to turn {turn}", turn - 1, work.turns - 1)
             plain = engine.serve(sweep.baseline, max(sweep.levels))
-            said.append(ranks.from_main(lambda: responses(plain, prompts, sweep.max_new_tokens)))
+            asks = [Ask(prompt) for prompt in prompts]
+            said.append(ranks.from_main(lambda: responses(plain, asks, sweep.max_new_tokens)))
         return said[turn - 1]
 
     work.grow(tokenizer, thinking, respond)
@@ -436,7 +444,7 @@ def run_workload(
 
 
 HEADINGS = ("engine", "variant", "load", "type", "tok/s", "user", "TTFT", "gap", "tau", "x none")  # times in ms
-_SAME = ("target", "prompts_sha256", "max_new_tokens", "thinking", "turns", "arrivals", "device")
+_SAME = ("target", "prompts_sha256", "max_new_tokens", "thinking", "turns", "arrivals", "device", "traffic")
 
 
 def side_by_side(directories: Sequence[Path]) -> list[tuple[str, ...]]:

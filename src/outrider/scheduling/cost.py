@@ -120,8 +120,9 @@ class Additive(BaseModel):
 #
 # A row is the row of fewer requests plus their difference, which is linear between cells and constant outside of them:
 # steps of the staircase come from matrix products over all B rows, whichever request they belong to, and need to be
-# measured one by one only once. Below the first row lies the additive form's theta B. Requests and contexts in
-# between are linear; beyond the last cells the additive form goes on. Shapes: N token counts asked for; B = 0..edge.
+# measured one by one only once. For the same reason the first row of a longer context is that of the next shorter one
+# plus their difference. Below the first row of all lies the additive form's theta B. Requests and contexts in between
+# are linear; beyond the last cells the additive form goes on. Shapes: N token counts asked for; B = 0..edge.
 # ----------------------------------------------------------------------------
 
 
@@ -141,7 +142,7 @@ class ForwardTable:
         self._seconds_RSB = np.empty((len(self.requests), len(self.contexts), self.edge + 1))
         measured = _by_row(cells)
         for s, context in enumerate(self.contexts):
-            row_B: Floats = self.theta * np.arange(self.edge + 1.0)
+            row_B: Floats = self._seconds_RSB[0, s - 1] if s else self.theta * np.arange(self.edge + 1.0)
             for r, requests in enumerate(self.requests):
                 if (requests, context) not in measured:
                     raise ValueError(f"cells: {requests} requests were not measured at context {context}")
@@ -296,6 +297,15 @@ class Profile(BaseModel):
     def _complete(self) -> Profile:
         assert self.table  # building it checks the cells
         return self
+
+    @property
+    def spread(self) -> float:
+        """How much seconds varied, (upper - lower quartile) / median: of forwards the median over the cells, of drafts
+        the larger one of one request's, and of both the larger.
+        """
+        forwards = np.median([(c.high - c.low) / c.median for c in self.cells])
+        drafts = [curve.seconds[0] for curve in (self.draft, self.draft_one) if curve is not None]
+        return float(max([forwards, *((high - low) / median for low, median, high in drafts)]))
 
     def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
         """Whole steps, [N]; see `StepCost`."""

@@ -2,13 +2,15 @@
 
     D*, k* = argmax_{D, k}  max_m (R + the m largest a_{r,j} with r in D, j <= k) / seconds(R + m, |D|, k)
 
-a_{r,j} is the survival that earlier steps let one expect of each request (`History`, below).
+a_{r,j} is the survival that earlier steps let one expect of each request (`History`, below). Where requests have copies
+of the text so far (drafters/hybrid.py), those not in D bring theirs, at any j and for no seconds of drafting.
 
 A draft costs its seconds whatever is verified of it. Under load that is more than a request of low survival returns:
 the open limitation of DSpark (arXiv 2607.05147). Such a request skips its draft and decodes plainly in the same step.
-Requests are ranked by expected accepted drafts, and D is the best of 0, R, R/2, R/4, ..., 1 of them: neighbouring sizes
-cost nearly the same. All that draft draft equally deep, because a step of the drafter is paid for once. The best of
-many estimates is too high on average, so drafting has to promise `margin` more than plain decoding.
+Requests are ranked by expected accepted drafts, less those of their copies, and D is the best of 0, R, R/2, R/4, ..., 1
+of them: neighbouring sizes cost nearly the same. All that draft draft equally deep, because a step of the drafter is
+paid for once. The best of many estimates is too high on average, so drafting has to promise `margin` more than plain
+decoding and copies.
 
 Nothing new is known of a request that skips, so it probes. It saves `probe_share` of its share of every step it skips,
 and some of those that have waited longest draft once their savings pay for it: all probing together costs `probe_share`
@@ -27,6 +29,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.scheduling.beliefs import Beliefs, Slots
 from outrider.scheduling.cost import Floats, Ints, StepCost
 from outrider.scheduling.policies import PastStep, StepView, gains
 
@@ -40,7 +43,8 @@ class GateView:
     `expected_RK`: a request's own mean calibrated confidence per position, NaN where it has never drafted; `idle_R`:
     steps since it last drafted, or since it came; `other_requests` decode in the same step and cannot draft in it;
     `typical_K`: the same mean over all requests there ever were, None before there were any. `contexts_R` and
-    `other_tokens` as in `StepView`.
+    `other_tokens` as in `StepView`. `copied_RK`: expected confidences of the copy that each request may take instead of
+    a draft (drafters/hybrid.py), 0 behind it; None: there are no copies.
     """
 
     expected_RK: Floats
@@ -49,22 +53,49 @@ class GateView:
     other_tokens: int = 0
     other_requests: int = 0
     typical_K: Floats | None = None
+    copied_RK: Floats | None = None
+
+    def copied_survival_RK(self) -> Floats:
+        """Survival of the copies, [R, K']; K' = 0 where there are none."""
+        if self.copied_RK is None:
+            return np.zeros((len(self.idle_R), 0))
+        return np.cumprod(self.copied_RK, axis=1, dtype=np.float64)
 
 
 class DraftGate(Protocol):
     """Decides which requests draft."""
 
     def depths(self, view: GateView) -> Ints:
-        """How many tokens each request drafts at most, [R]; 0 where it skips."""
+        """How many tokens each request drafts at most, [R]; 0 where it takes its copy, or nothing."""
         ...
+
+
+# What a draft and a token more to verify cost where nothing was measured, in plain steps of one request.
+_DRAFT_GUESS, _TOKEN_GUESS = 0.2, 0.05
+_PRIOR = 0.5  # confidence in a token of a drafter that nobody has seen draft
 
 
 @dataclass(frozen=True)
 class AlwaysDraft:
-    """Every request drafts a whole block in every step."""
+    """Every request drafts a whole block in every step, but where its copy promises more tokens per second at guessed
+    costs.
+    """
 
     def depths(self, view: GateView) -> Ints:
-        return np.full(len(view.idle_R), view.expected_RK.shape[1])
+        depths_R = np.full(len(view.idle_R), view.expected_RK.shape[1])
+        copied_RK = view.copied_survival_RK()
+        if copied_RK.any():
+            own_RK = np.cumprod(_beliefs(view, _PRIOR), axis=1, dtype=np.float64)
+            depths_R[_guessed_rate(copied_RK, 0.0) > _guessed_rate(own_RK, _DRAFT_GUESS)] = 0
+        return depths_R
+
+
+def _guessed_rate(survival_RK: Floats, draft: float) -> Floats:
+    """Most expected tokens per plain step's time, [R], over how many of the drafts are verified."""
+    tokens_RK = 1 + np.cumsum(survival_RK, axis=1)
+    steps_K = 1 + draft + _TOKEN_GUESS * np.arange(1, survival_RK.shape[1] + 1)
+    found_R: Floats = np.maximum((tokens_RK / steps_K).max(axis=1), 1 / (1 + draft))
+    return found_R
 
 
 @dataclass(frozen=True)
@@ -81,7 +112,7 @@ class SkipDrafting:
     cost: StepCost
     probe_share: float = 0.01
     margin: float = 0.03
-    prior: float = 0.5
+    prior: float = _PRIOR
 
     def __post_init__(self) -> None:
         if not 0 <= self.probe_share < 1:
@@ -97,44 +128,35 @@ class SkipDrafting:
         if not requests:
             return depths_R
         gamma = view.expected_RK.shape[1]
-        survival_RK = np.cumprod(self._beliefs(view), axis=1, dtype=np.float64)
-        ranked_R = np.argsort(-survival_RK.sum(axis=1), kind="stable")
-        plain = float(self._seconds(view, np.zeros(1, dtype=np.int64), 0, depth=0)[0])
-        plan = _Plan(
-            0, gamma, 0, tokens=float(requests + view.other_requests), seconds=plain
-        )  # probes learn about every position
-        # The best depth with everybody drafting, then the best number of requests at that depth.
-        tried = [self._tried(view, survival_RK, depth) for depth in _halves(gamma)]
-        depth = max(tried, key=_Plan.throughput).depth
-        tried += [self._tried(view, survival_RK[ranked_R[:n]], depth) for n in _halves(requests)[1:]]
-        best = max(tried, key=_Plan.throughput)
+        survival_RK = np.cumprod(_beliefs(view, self.prior), axis=1, dtype=np.float64)
+        copied_RK = view.copied_survival_RK()
+        gain_R = survival_RK.sum(axis=1) - copied_RK.sum(axis=1)
+        ranked_R = np.argsort(-gain_R, kind="stable")
+
+        def tried(drafting: int, depth: int) -> _Plan:
+            drafts_RK, copies_RK = survival_RK[ranked_R[:drafting], :depth], copied_RK[ranked_R[drafting:]]
+            return self._plan(view, np.concatenate((drafts_RK.ravel(), copies_RK.ravel())), drafting, depth=depth)
+
+        plan = replace(tried(0, 0), depth=gamma)  # probes learn about every position
+        # The best depth with all drafting that have no better copy, then the best number of requests at that depth.
+        counts = _halves(max(1, int(np.count_nonzero(gain_R > 0))))
+        plans = [tried(counts[0], depth) for depth in _halves(gamma)]
+        depth = max(plans, key=_Plan.throughput).depth
+        plans += [tried(count, depth) for count in counts[1:]]
+        best = max(plans, key=_Plan.throughput)
         if best.throughput() > (1 + self.margin) * plan.throughput():
             plan = best
         depths_R[ranked_R[: plan.drafting]] = plan.depth
         depths_R[self._probing(view, depths_R == 0, plan)] = plan.depth
         return depths_R
 
-    def _tried(self, view: GateView, survival_RK: Floats, depth: int) -> _Plan:
-        """The best plan in which requests of this expected survival draft."""
-        drafting = len(survival_RK)
-        curve = gains(survival_RK[:, :depth])
+    def _plan(self, view: GateView, survival_N: Floats, drafting: int, depth: int) -> _Plan:
+        """The best plan in which so many requests draft and drafts and copies have this expected survival."""
+        curve = gains(survival_N)
         seconds_M = self._seconds(view, np.arange(len(curve)), drafting, depth=depth)
         tokens_M = len(view.idle_R) + view.other_requests + curve
         best = int((tokens_M / seconds_M).argmax())
         return _Plan(drafting, depth, best, tokens=float(tokens_M[best]), seconds=float(seconds_M[best]))
-
-    def _beliefs(self, view: GateView) -> Floats:
-        """Expected confidences of every request, [R, K]."""
-        unknown_R: Flags = np.asarray(np.isnan(view.expected_RK).any(axis=1))
-        if not unknown_R.any():
-            return _carried(view.expected_RK)
-        if not unknown_R.all():  # a mean over all, drafting now or not: those that draft are better than the rest
-            unknown_K = view.expected_RK[~unknown_R].mean(axis=0)
-        elif view.typical_K is not None:
-            unknown_K = view.typical_K
-        else:
-            unknown_K = np.full(view.expected_RK.shape[1], self.prior)
-        return _carried(np.where(unknown_R[:, None], unknown_K, view.expected_RK))
 
     def _probing(self, view: GateView, skipping_R: Flags, plan: _Plan) -> Ints:
         """Those of the skipping requests that draft all the same."""
@@ -168,6 +190,20 @@ class _Plan:
         return self.tokens / self.seconds
 
 
+def _beliefs(view: GateView, prior: float) -> Floats:
+    """Expected confidences of every request's own drafts, [R, K]."""
+    unknown_R: Flags = np.asarray(np.isnan(view.expected_RK).any(axis=1))
+    if not unknown_R.any():
+        return _carried(view.expected_RK)
+    if not unknown_R.all():  # a mean over all, drafting now or not: those that draft are better than the rest
+        unknown_K = view.expected_RK[~unknown_R].mean(axis=0)
+    elif view.typical_K is not None:
+        unknown_K = view.typical_K
+    else:
+        unknown_K = np.full(view.expected_RK.shape[1], prior)
+    return _carried(np.where(unknown_R[:, None], unknown_K, view.expected_RK))
+
+
 def _carried(beliefs_RK: Floats) -> Floats:
     """Give a position that no draft reached the value of the last that one did: 0 would keep drafts short for ever."""
     reached_RK = np.where(beliefs_RK > 0, np.arange(beliefs_RK.shape[1]), 0)
@@ -181,39 +217,46 @@ def _halves(count: int) -> list[int]:
 
 
 # ----------------------------------------------------------------------------
-# Expected confidences from earlier steps:   e_k = mean(a_k) / mean(a_{k-1}),   exponentially weighted means
+# What earlier steps let one expect of a step:
 #
-# e_k is the mean calibrated confidence at position k, each draft weighted by its survival up to there. That makes
-# e_1 ... e_k the mean survival itself; a plain mean of c_k would count drafts that were lost before k, and its products
-# would come out too low, since easy positions come together.
+#     of its drafts        c_k as `Beliefs` corrects it, or what is believed of position k where the drafter has no c_k
+#     before it drafts     e_k = mean(a_k) / mean(a_{k-1}),   exponentially weighted means of products of these c_k
+#
+# e_k is the mean confidence at position k, each draft weighted by its survival up to there. That makes e_1 ... e_k the
+# mean survival itself; a plain mean of c_k would count drafts that were lost before k, and its products would come out
+# too low, since easy positions come together. The means count all drafted positions, verified or not: where policies
+# read c_k, those that were verified are the easier ones.
+#
+# Trees: their nodes are no positions, so nothing is learned of them and their confidences are left as they are.
 #
 # One `History` serves an engine and its simulation alike. Shapes: R requests, K = gamma draft positions, S slots.
 # ----------------------------------------------------------------------------
 
 
 class History:
-    """Confidences of past steps: the last two, and running means by request and over all requests.
+    """Confidences of past steps: the last two, running means by request and over all requests, and what became of them.
 
     Args:
         gamma: most draft tokens of a block.
+        chains: False where drafts are trees.
         decay: what one more draft leaves of the weight of those before (over all requests: one more step), in [0, 1).
     """
 
-    def __init__(self, gamma: int, decay: float = 0.9) -> None:
+    def __init__(self, gamma: int, decay: float = 0.9, chains: bool = True) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay={decay} must be in [0, 1); 0 remembers the last draft only")
         self.gamma, self.decay = gamma, decay
         self._past: deque[PastStep] = deque(maxlen=2)
         self._all_2K: Floats | None = None  # mean a_{k-1} and mean a_k over all requests
-        self._slots: dict[Hashable, int] = {}
-        self._free: list[int] = []
+        self._beliefs = Beliefs(gamma) if chains else None
+        self._slots = Slots()
         self._means_S2K = np.empty((0, 2, gamma))  # the same by request, NaN before its first draft
         self._idle_S = np.empty(0, dtype=np.int64)
 
     def gate_view(
         self, ids: Sequence[Hashable], contexts: Sequence[int], other_tokens: int = 0, other_requests: int = 0
     ) -> GateView:
-        """What a `DraftGate` is shown of these requests before they draft."""
+        """What a `DraftGate` is shown of these requests before they draft, copies left out."""
         slots_R = self._slots_of(ids)
         return GateView(
             _ratio(self._means_S2K[slots_R]),
@@ -231,22 +274,40 @@ class History:
         drafted: Sequence[int],
         contexts: Sequence[int],
         other_tokens: int = 0,
+        copied: Sequence[bool] | None = None,
     ) -> StepView:
         """What a `Policy` is shown: this step's drafts, one list per request, with what came before."""
-        assert len(ids) == len(drafted) and max(drafted, default=0) <= self.gamma
         view = StepView.of(confidences, drafted, contexts)
-        return replace(view, other_tokens=other_tokens, past=tuple(self._past), expected_K=self._expected_K())
+        past, copied_R = tuple(self._past), None if copied is None else np.array(copied, dtype=np.bool_)
+        view = replace(view, other_tokens=other_tokens, past=past, expected_K=self._expected_K(), copied_R=copied_R)
+        assert len(ids) == len(drafted) and view.made_R.max(initial=0) <= self.gamma
+        if self._beliefs is None:
+            return view
+        own_RJ = view.confidences_RK[:, : self.gamma]
+        believed_RJ = self._beliefs.expected(ids, confidences_RK=own_RJ)
+        made_RJ = np.arange(own_RJ.shape[1]) < view.made_R[:, None]
+        believed_RK = view.confidences_RK.copy()
+        believed_RK[:, : self.gamma] = np.where(made_RJ, believed_RJ, own_RJ)
+        return replace(view, confidences_RK=believed_RK, own_RK=view.confidences_RK)
 
-    def record(self, ids: Sequence[Hashable], view: StepView) -> None:
-        """Remember a step once it is over; a request that did not draft keeps its means."""
-        slots_R = self._slots_of(ids)
+    def record(self, ids: Sequence[Hashable], view: StepView, *, verified_R: Ints, accepted_R: Ints) -> None:
+        """Remember a step once it is over; a request that did not draft, or took a copy, keeps its means.
+
+        Args:
+            verified_R: of each request, how many drafts have a known verdict (`known_verdicts`).
+            accepted_R: how many of them were accepted.
+        """
+        slots_R, made_R = self._slots_of(ids), view.made_R
+        if self._beliefs is not None and view.own_RK is not None:
+            verified_R, accepted_R = np.minimum(verified_R, made_R), np.minimum(accepted_R, made_R)
+            self._beliefs.record(ids, verified_R, accepted_R, confidences_RK=view.own_RK[:, : self.gamma])
         self._past.append(PastStep(view.confidences_RK, view.drafted_R))
-        self._idle_S[slots_R] = np.where(view.drafted_R > 0, 0, self._idle_S[slots_R] + 1)
-        known_R = (view.drafted_R > 0) & ~np.isnan(view.confidences_RK).any(axis=1)
+        self._idle_S[slots_R] = np.where(made_R > 0, 0, self._idle_S[slots_R] + 1)
+        known_R = (made_R > 0) & ~np.isnan(view.confidences_RK).any(axis=1)
         if not known_R.any():
             return
-        survival_R2K = self._survival(view.confidences_RK[known_R])
-        seen_RK = np.arange(self.gamma) < view.drafted_R[known_R, None]
+        survival_R2K = self._survival(view.confidences_RK[known_R, : self.gamma])
+        seen_RK = np.arange(self.gamma) < made_R[known_R, None]
         # A new request starts from the mean over all, so that one rejected draft does not decide about it.
         known_slots_R = slots_R[known_R]
         old_R2K = self._means_S2K[known_slots_R]
@@ -260,10 +321,11 @@ class History:
 
     def forget(self, id: Hashable) -> None:
         """Drop the means of a request that has left; its drafts stay in the means over all."""
-        slot = self._slots.pop(id, None)
+        slot = self._slots.release(id)
         if slot is not None:
             self._means_S2K[slot], self._idle_S[slot] = np.nan, 0
-            self._free.append(slot)
+        if self._beliefs is not None:
+            self._beliefs.forget(id)
 
     def _expected_K(self) -> Floats | None:
         return None if self._all_2K is None else _ratio(self._all_2K[None])[0]
@@ -283,19 +345,23 @@ class History:
         return np.where(seen_RK[:, None], self.decay * start_R2K + (1 - self.decay) * new_R2K, start_R2K)
 
     def _slots_of(self, ids: Sequence[Hashable]) -> Ints:
-        for id in ids:
-            if id not in self._slots:
-                if not self._free:
-                    self._grow()
-                self._slots[id] = self._free.pop()
-        return np.array([self._slots[id] for id in ids], dtype=np.int64)
+        slots_R = self._slots.of(ids)
+        added = self._slots.size - len(self._idle_S)
+        if added > 0:
+            self._means_S2K = np.concatenate((self._means_S2K, np.full((added, 2, self.gamma), np.nan)))
+            self._idle_S = np.concatenate((self._idle_S, np.zeros(added, dtype=np.int64)))
+        return slots_R
 
-    def _grow(self) -> None:
-        size = len(self._idle_S)
-        added = max(size, 16)
-        self._means_S2K = np.concatenate((self._means_S2K, np.full((added, 2, self.gamma), np.nan)))
-        self._idle_S = np.concatenate((self._idle_S, np.zeros(added, dtype=np.int64)))
-        self._free.extend(range(size + added - 1, size - 1, -1))
+
+def known_verdicts(verified_R: Ints, accepted_R: Ints, committed_R: Ints) -> tuple[Ints, Ints]:
+    """How many drafts were verified and accepted, [R] each, without those behind the end of a response.
+
+    Args:
+        committed_R: tokens that the step gave each request. Where they end among the accepted drafts, the text does not
+            say what would have become of the next one.
+    """
+    ended_R = accepted_R >= committed_R
+    return np.where(ended_R, committed_R, verified_R), np.where(ended_R, committed_R, accepted_R)
 
 
 def _ratio(means_R2K: Floats) -> Floats:

@@ -31,6 +31,8 @@ from numpy.typing import NDArray
 
 from outrider.scheduling.cost import Floats, Ints, StepCost
 
+Flags = NDArray[np.bool_]
+
 
 @dataclass(frozen=True)
 class PastStep:
@@ -44,10 +46,14 @@ class PastStep:
 class StepView:
     """What a policy is shown: one step before its verification, without its tokens.
 
-    Row r of `confidences_RK` holds c_1 .. c_drafted of request r, computed before the tokens they judge, and 0 behind
-    them; NaN where its drafter has none. `contexts_R` counts committed tokens; `other_tokens` are rows of the same
-    target forward that verify nothing (chunks of prefill); `past` holds earlier steps, the latest last; `expected_K`
-    is the mean calibrated confidence per position over earlier steps, None before there were any.
+    Row r of `confidences_RK` holds c_1 .. c_drafted of request r, known before the tokens they judge, and 0 behind
+    them: what is believed of its drafts (`Beliefs`), which reads its drafter's own confidences where it has any;
+    NaN where nothing is believed, of trees without confidences. `own_RK`: the drafters' own, NaN where they have none;
+    None: `confidences_RK` are. `contexts_R` counts committed tokens; `other_tokens` are rows of the same target forward
+    that verify nothing (chunks of prefill); `past` holds earlier steps, the latest last; `expected_K` is the mean
+    confidence per position over earlier steps, None before there were any. `copied_R`: which
+    drafts are copies of the text so far (None: none is). They cost no draft, and their confidences follow from earlier
+    steps alone, so a policy may read all of a copy's at any time.
     """
 
     confidences_RK: Floats
@@ -56,6 +62,13 @@ class StepView:
     other_tokens: int = 0
     past: tuple[PastStep, ...] = ()
     expected_K: Floats | None = None
+    own_RK: Floats | None = None
+    copied_R: Flags | None = None
+
+    @property
+    def made_R(self) -> Ints:
+        """Drafted tokens of each request that a drafter made, [R]: 0 where they are copied."""
+        return self.drafted_R if self.copied_R is None else np.where(self.copied_R, 0, self.drafted_R)
 
     @staticmethod
     def of(
@@ -75,23 +88,40 @@ class StepView:
         """a_{r,k} = c_{r,1} ... c_{r,k}, not increasing in k.
 
         Raises:
-            ValueError: a drafted token has no confidence.
+            ValueError: nothing is believed of a drafted token.
         """
         missing_R = np.isnan(self.confidences_RK).any(axis=1)
         if missing_R.any():
             raise ValueError(
-                f"request {int(missing_R.argmax())} has draft tokens without confidences: verify a fixed length; or "
-                "take a block drafter: DSpark has a head for them, and outrider calibrate fits them for the others."
+                f"request {int(missing_R.argmax())} has a draft of which nothing is believed: acceptance is learned of "
+                "chains only. Of trees without confidences verify a fixed number of nodes, or take a drafter of chains."
             )
         return np.cumprod(self.confidences_RK, axis=1, dtype=np.float64)
 
 
 def step_seconds(cost: StepCost, view: StepView, admitted_N: Ints) -> Floats:
     """Seconds [N] of the step of `view` if it verifies so many draft tokens in all; it has at least one request."""
-    requests = len(view.drafted_R)
-    drafting = int(np.count_nonzero(view.drafted_R))
+    requests, made_R = len(view.drafted_R), view.made_R
+    drafting, depth = int(np.count_nonzero(made_R)), int(made_R.max(initial=0))
     tokens_N, context = requests + view.other_tokens + admitted_N, float(view.contexts_R.mean())
-    return cost.seconds(tokens_N, requests, drafting, context=context, depth=view.confidences_RK.shape[1])
+    return cost.seconds(tokens_N, requests, drafting, context=context, depth=depth)
+
+
+def promised_survival(view: StepView, least: float = 0.0) -> Floats:
+    """Survival [R, K] that earlier steps let one expect: of copies their own, else the products of `expected_K`.
+
+    Args:
+        least: that every factor counts as.
+    """
+    requests, positions = view.confidences_RK.shape
+    expected_K = np.zeros(positions)
+    if view.expected_K is not None:
+        known_K = view.expected_K[:positions]
+        expected_K[: len(known_K)] = known_K
+    if view.copied_R is None or not view.copied_R.any():  # all alike
+        return np.broadcast_to(np.cumprod(np.maximum(expected_K, least), dtype=np.float64), (requests, positions))
+    expected_RK = np.where(view.copied_R[:, None], view.confidences_RK, expected_K)
+    return np.cumprod(np.maximum(expected_RK, least), axis=1, dtype=np.float64)
 
 
 STEPS = 65534
@@ -156,7 +186,7 @@ class FixedPolicy:
 
 @dataclass(frozen=True)
 class ThresholdPolicy:
-    """Confidence threshold: verify the longest prefix whose confidences are all >= threshold."""
+    """Confidence threshold: verify the longest prefix whose confidences, the drafter's own, are all >= threshold."""
 
     threshold: float
 
@@ -169,9 +199,15 @@ class ThresholdPolicy:
             raise ValueError(f"threshold={self.threshold} must be in [0, 1]; it is compared with a probability")
 
     def lengths(self, view: StepView) -> Ints:
-        view.survival_RK()  # refuses drafts without confidences
-        positions_K = np.arange(view.confidences_RK.shape[1])
-        passing_RK = (view.confidences_RK >= self.threshold) & (positions_K < view.drafted_R[:, None])
+        own_RK = view.confidences_RK if view.own_RK is None else view.own_RK
+        missing_R = np.isnan(own_RK).any(axis=1)
+        if missing_R.any():
+            raise ValueError(
+                f"request {int(missing_R.argmax())} has draft tokens without confidences, and a threshold is compared "
+                "with them: verify a fixed length or by cost; or take a block drafter: DSpark has a head for them, and "
+                "outrider calibrate fits them for the others."
+            )
+        passing_RK = (own_RK >= self.threshold) & (np.arange(own_RK.shape[1]) < view.drafted_R[:, None])
         lengths_R: Ints = np.logical_and.accumulate(passing_RK, axis=1).sum(axis=1)
         return lengths_R
 
@@ -264,13 +300,15 @@ class GoodputPolicy(CostPolicy):
     """TurboSpec's goodput: the common length with most expected tokens per second; 1 before anything is known."""
 
     def lengths(self, view: StepView) -> Ints:
-        view.survival_RK()  # refuses drafts without confidences: nothing would ever be known of them
+        view.survival_RK()  # refuses trees without confidences: nothing would ever be known of them
         if view.expected_K is None or not view.drafted_R.any():
             return np.minimum(view.drafted_R, 1)
+        requests = len(view.drafted_R)
         lengths_K = np.arange(view.drafted_R.max() + 1)
         verified_KR = np.minimum(lengths_K[:, None], view.drafted_R)
-        gained = np.concatenate(([0.0], np.cumsum(np.cumprod(view.expected_K))))
-        tokens_K = len(view.drafted_R) + gained[verified_KR].sum(axis=1)
+        gained_RK = np.cumsum(promised_survival(view), axis=1)
+        gained_RK = np.concatenate((np.zeros((requests, 1)), gained_RK), axis=1)
+        tokens_K = requests + gained_RK[np.arange(requests), verified_KR].sum(axis=1)
         throughput_K = tokens_K / step_seconds(self.cost, view, verified_KR.sum(axis=1))
         return verified_KR[int(throughput_K.argmax())]
 
@@ -291,7 +329,7 @@ class GoodputPolicy(CostPolicy):
 # ----------------------------------------------------------------------------
 
 
-_LEAST = 1e-6  # of an expected confidence: products of 16 of them are divided by
+_LEAST = 1e-6  # of an expected confidence: products of dozens of them are divided by
 _SORTED = 8_192  # candidates in all plans of a step together, which bounds its time; 2 plans for 256 requests of 16
 
 
@@ -304,10 +342,10 @@ class LookAhead(CausalPolicy):
         lengths_R = np.zeros_like(view.drafted_R)
         realised_N = survival_RK.T.ravel()[order_N]
         seconds_N = step_seconds(self.cost, view, np.arange(len(order_N) + 1))
-        promise_K = _promise(view)
+        promise_RK = promised_survival(view, _LEAST)
         admitted, tau = 0, float(len(survival_RK))
         for _ in range(max(2, _SORTED // len(order_N))):
-            curve = gains(expected_survival(survival_RK, lengths_R, view.drafted_R, promise_K=promise_K))
+            curve = gains(expected_survival(survival_RK, lengths_R, view.drafted_R, promise_RK=promise_RK))
             planned = int(((tau + curve[: len(order_N) - admitted + 1]) / seconds_N[admitted:]).argmax())
             if planned == 0:
                 break
@@ -321,24 +359,18 @@ class LookAhead(CausalPolicy):
         return admitted
 
 
-def expected_survival(survival_RK: Floats, lengths_R: Ints, drafted_R: Ints, promise_K: Floats) -> Floats:
+def expected_survival(survival_RK: Floats, lengths_R: Ints, drafted_R: Ints, promise_RK: Floats) -> Floats:
     """Expected survival of the tokens from each frontier on, 0 elsewhere; reads a_{r,l+1} and nothing behind it.
 
     Args:
-        promise_K: expected survival by position of a request of which nothing is revealed.
+        promise_RK: expected survival by position of a request of which nothing is revealed.
     """
     positions = survival_RK.shape[1]
-    frontier_R = np.minimum(lengths_R, positions - 1)
-    scale_R = survival_RK[np.arange(len(frontier_R)), frontier_R] / promise_K[frontier_R]
+    requests_R, frontier_R = np.arange(len(survival_RK)), np.minimum(lengths_R, positions - 1)
+    scale_R = survival_RK[requests_R, frontier_R] / promise_RK[requests_R, frontier_R]
     positions_K = np.arange(positions)
     open_RK = (positions_K >= lengths_R[:, None]) & (positions_K < drafted_R[:, None])
-    return np.where(open_RK, scale_R[:, None] * promise_K, 0.0)
-
-
-def _promise(view: StepView) -> Floats:
-    positions = view.confidences_RK.shape[1]
-    expected_K = np.zeros(positions) if view.expected_K is None else view.expected_K[:positions]
-    return np.cumprod(np.maximum(expected_K, _LEAST), dtype=np.float64)
+    return np.where(open_RK, scale_R[:, None] * promise_RK, 0.0)
 
 
 def _kept(realised_M: Floats, price: float) -> int:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
@@ -60,11 +61,11 @@ def powers_of_two(axes: Axes, most: float) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def plain_ticks(axes: Axes) -> None:
-    """Ticks of a logarithmic y axis as 20, 50, 100 instead of powers of ten."""
-    axes.yaxis.set_major_locator(FixedLocator([k * 10**i for i in range(-3, 6) for k in (1, 2, 5)]))
-    axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_minor_locator(NullLocator())
+def plain_ticks(axis: Axis) -> None:
+    """Ticks of a logarithmic axis as 20, 50, 100 instead of powers of ten."""
+    axis.set_major_locator(FixedLocator([k * 10**i for i in range(-3, 6) for k in (1, 2, 5)]))
+    axis.set_major_formatter(ScalarFormatter())
+    axis.set_minor_locator(NullLocator())
 
 
 def shade(number: int, count: int) -> str:

@@ -1,0 +1,77 @@
+"""How much is drafted and verified: what the options say, and what decoding chooses by itself.
+
+--confidence-threshold X    the longest prefix whose confidences are all >= X
+--draft-length K            K drafts; as many as the drafter has and more: whole drafts
+neither                     per round, by what a step costs here and what is expected to be accepted: `LookAhead`
+                            and `SkipDrafting` over the machine's profile
+neither, trees              whole trees: no policy plans the nodes of trees
+neither, no profile         the drafter's recommended threshold, else whole drafts: targets that cannot be timed here
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.api.drafter import OpenedDrafter
+from outrider.backends.local import SKIP, build_variant
+from outrider.drafters.base import Drafter
+from outrider.evaluation.machine_profile import machine_profile
+from outrider.scheduling.gate import DraftGate
+from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
+from outrider.target.model import DecodingTarget, Target
+
+BY_PROFILE = f"look-ahead{SKIP}"
+
+
+@dataclass(frozen=True)
+class Scheduling:
+    """A policy and a gate. `name`: in reports; `costs`: whence the step costs are that they decide by, "" for none;
+    `profile`: the file of these.
+    """
+
+    policy: Policy
+    gate: DraftGate | None = None
+    name: str = ""
+    costs: str = ""
+    profile: Path | None = None
+
+    def __str__(self) -> str:
+        """`draft lengths by look-ahead+skip: step costs measured on ..., FILE`; "" without such costs."""
+        if not self.costs:
+            return ""
+        return f"draft lengths by {self.name}: {self.costs}, {self.profile or 'not kept'}"
+
+
+def given(policy: Policy, gate: DraftGate | None = None) -> Scheduling:
+    """What a caller asks for."""
+    return Scheduling(policy, gate, repr(policy))
+
+
+def choose_scheduling(
+    target: DecodingTarget, opened: OpenedDrafter | None, say: Callable[[str], None] | None = None
+) -> Scheduling:
+    """What decoding chooses by itself; costs are measured where they are not known on this machine.
+
+    Args:
+        say: told in one line before anything is measured; the logger `outrider` by default.
+    """
+    if opened is None or opened.drafter.trees:
+        return given(FixedPolicy())
+    if isinstance(target, Target) and _confident(opened.drafter):
+        say = say or logging.getLogger("outrider").info
+        try:
+            found = machine_profile(target, opened.drafter, say)
+        except ValueError as error:
+            say(f"what a step costs cannot be measured here: {error}")
+        else:
+            variant = build_variant(BY_PROFILE, opened.drafter.gamma, None, cost=found.profile)
+            return Scheduling(variant.policy, variant.gate, BY_PROFILE, costs=found.facts, profile=found.path)
+    threshold = opened.recommended_threshold
+    return given(FixedPolicy() if threshold is None else ThresholdPolicy(threshold))
+
+
+def _confident(drafter: Drafter) -> bool:
+    return drafter.heads is not None and drafter.heads.confident

@@ -1,0 +1,266 @@
+"""Who drafts in a round, and what gate and policy are shown: the same for a request alone and for a step of the engine.
+
+    look up       what each request's text may be copied from, and how much of it is expected to be accepted
+    gate          earlier rounds and committed text alone  ->  how deep each request drafts; 0: its copy, or nothing
+    read          what the requests that draft have committed since they last did, in one pass of the drafter
+    propose       their drafts
+    view, record  what the policy sees; remembered when the round is over
+
+The drafter reads committed tokens late, all at once when their request drafts next: a request that skips its drafts
+pays nothing for them, and what it skips for long is read in one product.
+
+A copy is a function of the committed text. What is expected of its token k follows from the number of tokens before it
+that agree with those before the place it is copied from, if the k - 1 copied ones are right:
+
+    m_k = matched + k - 1      c_k = sigmoid(a + b ln m_k) before anything is known, corrected by `Beliefs` of group m_k
+
+Every copy is compared with the tokens that were committed in its place, drafted or not: a token drawn from p_t equals
+the copied x with probability p_t(x), which is how often x is accepted. So beliefs about copies cost no drafts. The
+choice between copy and drafter is made before either has drafted a token, and a copy is as certain as a chosen token
+(one-hot), so verification stays exact.
+
+Shapes: R requests, K positions, N outcomes, T tokens, L aux layers, D target hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.decoding.request import RequestState
+from outrider.decoding.round import RoundResult
+from outrider.drafters.base import Drafter, FailedCall
+from outrider.drafters.draft import Draft
+from outrider.drafters.ngram import NgramSession
+from outrider.scheduling.beliefs import Beliefs
+from outrider.scheduling.cost import Floats, Ints
+from outrider.scheduling.gate import AlwaysDraft, DraftGate, History, known_verdicts
+from outrider.scheduling.policies import Policy, StepView
+
+_MOST_UNREAD = 256  # tokens of a request whose aux hidden states wait for the drafter; bounds memory
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request in a round. `limit`: most draft tokens that it may bring, branches included."""
+
+    id: str
+    state: RequestState
+    limit: int
+
+
+_MATCHED = 16  # tokens that agree before a copied one; more count as this
+_PRIOR = -1.11, 1.47  # a and b: fitted to 34 greedy answers of SmolLM2 to gsm8k, humaneval and mt-bench
+_LEAST_SURVIVAL = 0.1  # of a copied token: one that is less likely to be reached is not worth its row of the forward
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What a request may copy: the tokens behind an earlier occurrence of its last `matched` tokens.
+
+    `start`: committed tokens when it was found. `confidences_K`: what is expected of the tokens.
+    """
+
+    start: int
+    matched: int
+    tokens: list[int]
+    confidences_K: Floats
+
+    def draft(self, limit: int, min_confidence: float) -> Draft:
+        """As a draft of at most `limit` tokens; it ends where they promise too little."""
+        worth_K = (np.cumprod(self.confidences_K) >= _LEAST_SURVIVAL) & (self.confidences_K >= min_confidence)
+        count = min(limit, int(np.logical_and.accumulate(worth_K).sum()))
+        return Draft.chain(self.tokens[:count], confidences=self.confidences_K[:count].tolist())
+
+    def outcomes(self, text: Sequence[int]) -> list[bool]:
+        """Which of its tokens agree with what was committed, up to the first that does not."""
+        found: list[bool] = []
+        for mine, true in zip(self.tokens, text[self.start :], strict=False):
+            found.append(mine == true)
+            if mine != true:
+                break
+        return found
+
+
+class Drafting:
+    """Drafts of the requests of one target, round after round.
+
+    Args:
+        drafter: None for plain decoding.
+        policy: decides on what is drafted here; it is only checked.
+        gate: which requests draft at all; every one by default.
+
+    Raises:
+        ValueError: the policy ends drafts by their confidence, which a gate would learn from.
+    """
+
+    def __init__(self, drafter: Drafter | None, policy: Policy, gate: DraftGate | None = None) -> None:
+        self.drafter, self.gate = drafter, gate or AlwaysDraft()
+        if policy.min_confidence > 0 and not isinstance(self.gate, AlwaysDraft):
+            raise ValueError(
+                f"{policy} ends drafts at its min_confidence, so a gate would learn from the better ones only: "
+                "use a policy that decides by cost, or no gate."
+            )
+        self.history = History(0 if drafter is None else drafter.own_slots, chains=drafter is None or not drafter.trees)
+        self.copies = None if drafter is None else drafter.copies
+        self.beliefs = None if self.copies is None else Beliefs(1, _MATCHED)
+        self._found: dict[str, Copy] = {}  # copies of the round, taken or not
+        self._taken: set[str] = set()
+
+    def open(self, state: RequestState) -> None:
+        """Begin a request's session."""
+        if self.drafter is not None:
+            state.session = self.drafter.new_session(state.capacity)
+
+    def draft(
+        self, turns: Sequence[Turn], min_confidence: float, failed: dict[str, Exception], other_tokens: int = 0
+    ) -> tuple[list[Draft], int]:
+        """A draft for every request of the round that may use one, and for how many the drafter was asked.
+
+        Args:
+            failed: requests to leave out, and why; those whose drafting fails join them.
+            other_tokens: rows of the round's target forward that verify nothing.
+        """
+        drafts: list[Draft] = [Draft.empty() for _ in turns]
+        able = [i for i, turn in enumerate(turns) if turn.limit > 0 and turn.id not in failed]
+        self._taken.clear()
+        self._found = self._look_up([turns[i] for i in able])
+        if self.drafter is None or not able:
+            return drafts, 0
+        view = self.history.gate_view(
+            [turns[i].id for i in able],
+            [len(turns[i].state.tokens) for i in able],
+            other_tokens,
+            other_requests=len(turns) - len(able),
+        )
+        view = replace(view, copied_RK=self._copied_RK([turns[i].id for i in able]))
+        limits = {i: min(turns[i].limit, depth) for i, depth in zip(able, self.gate.depths(view).tolist(), strict=True)}
+        chosen = [i for i in able if limits[i]]
+        for i in able:
+            if not limits[i] and (copy := self._found.get(turns[i].id)) is not None:
+                drafts[i] = copy.draft(min(turns[i].limit, turns[i].state.remaining - 1), min_confidence)
+                self._taken.add(turns[i].id)
+        while chosen:
+            self.read([turns[i].state for i in chosen])
+            calls = [turns[i].state.draft_call(limits[i]) for i in chosen]
+            try:
+                found = self.drafter.propose(calls, min_confidence)
+            except FailedCall as error:
+                # Ended, not drafted for again: whether drawing fails may depend on what is drawn. The others draw
+                # anew, which their own tokens had no part in.
+                lost = next(i for i, call in zip(chosen, calls, strict=True) if call.session is error.session)
+                failed[turns[lost].id] = error
+                chosen.remove(lost)
+                continue
+            for i, draft in zip(chosen, found, strict=True):
+                drafts[i] = draft
+            break
+        return drafts, len(chosen)
+
+    def view(self, turns: Sequence[Turn], drafts: Sequence[Draft], other_tokens: int = 0) -> StepView:
+        """What the policy is shown of this round."""
+        return self.history.step_view(
+            [turn.id for turn in turns],
+            [draft.confidences for draft in drafts],
+            [len(draft.tokens) for draft in drafts],
+            contexts=[len(turn.state.tokens) for turn in turns],
+            other_tokens=other_tokens,
+            copied=None if self.copies is None else [turn.id in self._taken for turn in turns],
+        )
+
+    def record(self, turns: Sequence[Turn], view: StepView, results: Sequence[RoundResult | None]) -> None:
+        """Remember a round, once its tokens are committed; None: the verification of its drafts failed."""
+        counts = [(0, 0) if one is None else (len(one.verified.tokens), one.verdict.accepted) for one in results]
+        verified_R, accepted_R = np.array(counts, dtype=np.int64).reshape(-1, 2).T
+        committed_R = np.array([len(turn.state.tokens) for turn in turns]) - view.contexts_R
+        verified_R, accepted_R = known_verdicts(verified_R, accepted_R, committed_R)
+        self.history.record([turn.id for turn in turns], view, verified_R=verified_R, accepted_R=accepted_R)
+        if self.beliefs is None:
+            return
+        ids: list[str] = []
+        matched: list[int] = []
+        right: list[bool] = []
+        for turn in turns:
+            if (copy := self._found.get(turn.id)) is not None:
+                outcomes = copy.outcomes(turn.state.tokens)
+                ids += [turn.id] * len(outcomes)
+                matched += range(copy.matched, copy.matched + len(outcomes))
+                right += outcomes
+        groups_N, prior_N1 = _kinds(np.array(matched, dtype=np.int64))
+        right_N = np.array(right, dtype=np.int64)
+        self.beliefs.record(ids, np.ones_like(right_N), right_N, groups_R=groups_N, confidences_RK=prior_N1)
+
+    def _look_up(self, turns: Sequence[Turn]) -> dict[str, Copy]:
+        """What these requests may copy, by id."""
+        if self.copies is None or self.beliefs is None:
+            return {}
+        gamma, found = self.copies.gamma, dict[str, tuple[int, list[int], int]]()
+        for turn in turns:
+            tokens, index = turn.state.tokens, turn.state.index or NgramSession(self.copies)
+            turn.state.index = index
+            for token in tokens[len(index.tokens) : -1]:
+                index.append(token)
+            place = index.place(tokens[-1])
+            if place is not None:
+                matched = index.matched(place, tokens[-1], _MATCHED)
+                found[turn.id] = matched, index.copy(place, tokens[-1], gamma), len(tokens)
+        if not found:
+            return {}
+        matched_RK = np.array([matched for matched, _, _ in found.values()])[:, None] + np.arange(gamma)
+        groups_N, prior_N1 = _kinds(matched_RK.ravel())
+        ids = [id for id in found for _ in range(gamma)]
+        expected_RK = self.beliefs.expected(ids, groups_N, prior_N1).reshape(matched_RK.shape)
+        return {
+            id: Copy(start, matched, tokens=tokens, confidences_K=expected_K)
+            for (id, (matched, tokens, start)), expected_K in zip(found.items(), expected_RK, strict=True)
+        }
+
+    def _copied_RK(self, ids: Sequence[str]) -> Floats | None:
+        """What is expected of these requests' copies; None where there are none."""
+        if self.copies is None or not self._found:
+            return None
+        nothing_K = np.zeros(self.copies.gamma)
+        return np.stack([self._found[id].confidences_K if id in self._found else nothing_K for id in ids])
+
+    def committed(self, state: RequestState, tokens: Sequence[int], aux_TLD: Tensor | None) -> None:
+        """Note tokens that the target has read and that stay, for the drafter. `aux_TLD`: as `Drafter.extend`."""
+        if self.drafter is not None:
+            state.unread.append((list(tokens), aux_TLD))
+
+    def read_overdue(self, states: Sequence[RequestState]) -> None:
+        """Read for those of these requests whose unread tokens take too much memory."""
+        self.read([state for state in states if state.unread_tokens > _MOST_UNREAD])
+
+    def read(self, states: Sequence[RequestState]) -> None:
+        """Give the drafter what it has not read of these requests."""
+        behind = [state for state in states if state.unread]
+        if self.drafter is None or not behind:
+            return
+        tokens = [[token for part, _ in state.unread for token in part] for state in behind]
+        aux = [aux_TLD for state in behind for _, aux_TLD in state.unread if aux_TLD is not None]
+        self.drafter.extend([state.session for state in behind], tokens, torch.cat(aux) if aux else None)
+        for state in behind:
+            state.unread.clear()
+
+    def forget(self, id: str) -> None:
+        """Drop what was remembered of a request that has left."""
+        self.history.forget(id)
+        if self.beliefs is not None:
+            self.beliefs.forget(id)
+
+    def close(self, state: RequestState) -> None:
+        """Free what the drafter holds for a request."""
+        if self.drafter is not None and state.session is not None:
+            self.drafter.end(state.session)
+            state.session = None
+
+
+def _kinds(matched_N: Ints) -> tuple[Ints, Floats]:
+    """Groups [N] and prior confidences [N, 1] of copied tokens by how many tokens agree before them."""
+    constant, slope = _PRIOR
+    prior_N: Floats = 1 / (1 + np.exp(-(constant + slope * np.log(matched_N))))
+    return np.minimum(matched_N, _MATCHED) - 1, prior_N[:, None]

@@ -1,0 +1,96 @@
+"""What decoding chooses by itself, and what a caller may ask for instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+import outrider
+import outrider.api.scheduling as scheduling
+from outrider.api.scheduling import BY_PROFILE, choose_scheduling
+from outrider.drafters.base import Drafter
+from outrider.drafters.draft import TreeSize
+from outrider.evaluation.machine_profile import MachineProfile
+from outrider.scheduling.gate import AlwaysDraft, SkipDrafting
+from outrider.scheduling.policies import FixedPolicy, LookAhead, ThresholdPolicy
+from outrider.target.model import Target
+from tests.toys.profiles import cells_of, linear, profile_of
+
+PROMPT = "say a word"
+KNOWN = MachineProfile(profile_of(cells_of(linear)), Path("kept.json"), None)
+
+
+@pytest.fixture
+def profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step costs by a formula, as if this machine had been measured."""
+
+    def known(target: Target, drafter: Drafter | None, say: Callable[[str], None]) -> MachineProfile:
+        return KNOWN
+
+    monkeypatch.setattr(scheduling, "machine_profile", known)
+
+
+@pytest.fixture
+def model(toy: Path) -> outrider.Model:
+    return outrider.load(toy / "target", drafter=toy / "drafter", device="cpu")
+
+
+def test_costs_decide_by_default_and_the_text_is_plain(profiled: None, model: outrider.Model) -> None:
+    chosen = model.scheduling
+    assert chosen.policy == LookAhead(KNOWN.profile) and chosen.gate == SkipDrafting(KNOWN.profile)
+    assert str(chosen) == f"draft lengths by {BY_PROFILE}: {KNOWN.facts}, kept.json"
+    plain = model.generate(PROMPT, max_new_tokens=20, policy=FixedPolicy(0))
+    assert plain.rounds == 20 and model.generate(PROMPT, max_new_tokens=20).tokens == plain.tokens
+    assert [r.tokens for r in model.generate([PROMPT] * 2, max_new_tokens=20)] == [plain.tokens] * 2
+
+
+def test_what_is_asked_for_is_done(profiled: None, model: outrider.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone and in a batch; nothing is measured for it."""
+    monkeypatch.setattr(scheduling, "machine_profile", None)
+    whole = model.generate(PROMPT, max_new_tokens=20, policy=FixedPolicy())
+    for asked in ({"confidence_threshold": 1.0}, {"policy": ThresholdPolicy(1.0)}):
+        found = model.generate(PROMPT, max_new_tokens=20, **asked)
+        assert found.rounds == 20 and found.tokens == whole.tokens, "no confidence reaches 1: nothing is verified"
+        assert model.generate([PROMPT], max_new_tokens=20, **asked)[0].rounds == 20
+
+    class Never(AlwaysDraft):
+        def depths(self, view: object) -> object:
+            return 0 * super().depths(view)  # type: ignore[arg-type]
+
+    gated = [model.generate(PROMPT, max_new_tokens=20, gate=Never()), *model.generate([PROMPT], gate=Never())]
+    assert all(found.accepted_length == 1 for found in gated)
+    for other in ({"policy": FixedPolicy()}, {"gate": AlwaysDraft()}):
+        with pytest.raises(ValueError, match="confidence_threshold is a policy of its own"):
+            model.stream(PROMPT, confidence_threshold=0.5, **other)
+
+
+def test_trees_and_what_cannot_be_timed_are_decoded_as_before(
+    profiled: None, model: outrider.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert model.drafter is not None
+    branching = replace(model.drafter, drafter=cast(Drafter, _Trees(model.drafter.drafter)), tree=TreeSize.parse("16"))
+    assert choose_scheduling(model.target, branching).policy == FixedPolicy()
+    assert choose_scheduling(model.target, None).policy == FixedPolicy()
+
+    said: list[str] = []
+
+    def refused(*_: object) -> MachineProfile:
+        raise ValueError("not batched")
+
+    monkeypatch.setattr(scheduling, "machine_profile", refused)
+    assert choose_scheduling(model.target, model.drafter, said.append).policy == FixedPolicy()
+    recommended = replace(model.drafter, metadata={"recommended": {"confidence_threshold": 0.25}})
+    chosen = choose_scheduling(model.target, recommended, said.append)
+    assert chosen.policy == ThresholdPolicy(0.25) and chosen.gate is None and not str(chosen)
+    assert said == ["what a step costs cannot be measured here: not batched"] * 2
+
+
+class _Trees:
+    """What is asked of a drafter of trees that is as confident as the toy."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.trees, self.heads = True, drafter.heads

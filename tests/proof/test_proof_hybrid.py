@@ -1,0 +1,177 @@
+"""Copies beside a drafter are lossless, in the engine and alone: every outcome over tiny Llama models.
+
+Which of them drafts is decided from the past; broken versions that decide by drafted tokens show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+import outrider.decoding.generate as generate_module
+import outrider.engine.engine as engine_module
+from outrider.decoding.drafting import Copy, Drafting, Turn
+from outrider.drafters.draft import Draft, Siblings
+from outrider.scheduling.cost import Ints
+from outrider.scheduling.gate import AlwaysDraft, GateView, SkipDrafting
+from outrider.scheduling.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler, ThresholdPolicy
+from tests.proof.cases import BY_NAME, TABLES, VISIBLE, DraftsCost
+from tests.proof.engine_cases import TIGHT, Case, Tally
+
+TOLERANCE = 1e-10
+GATED = DraftsCost(TABLES["jagged"], per_draft=0.2)
+POLICIES: dict[str, Policy] = {
+    "fixed": FixedPolicy(),
+    "threshold": ThresholdPolicy(0.5),
+    "prefix": PrefixScheduler(TABLES["smooth"]),
+    "goodput": BY_NAME["goodput"](TABLES["smooth"]),
+    "async": BY_NAME["async"](TABLES["smooth"]),
+    "look-ahead": LookAhead(GATED),
+}
+WHERE = {"engine": engine_module, "stream": generate_module}
+
+
+@pytest.fixture(scope="module")
+def tally() -> Iterator[Tally]:
+    counts = Tally()
+    yield counts
+    print(f"\nhybrid: {counts.cases} cases, {counts.traces} traces, total variation {counts.largest:.1e} at most")
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> set[tuple[bool, bool]]:
+    """Whether a request drafted, and whether that was a copy, of all rounds."""
+    seen: set[tuple[bool, bool]] = set()
+    draft = Drafting.draft
+
+    def watched(self: Drafting, turns: Sequence[Turn], *rest: object, **more: object) -> tuple[list[Draft], int]:
+        drafts, asked = draft(self, turns, *rest, **more)  # type: ignore[arg-type]
+        seen.update((bool(found.tokens), turn.id in self._taken) for turn, found in zip(turns, drafts, strict=True))
+        return drafts, asked
+
+    monkeypatch.setattr(Drafting, "draft", watched)
+    return seen
+
+
+def both(sources: set[tuple[bool, bool]]) -> bool:
+    return {(True, True), (True, False)} <= sources
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_alone(name: str, tally: Tally, sources: set[tuple[bool, bool]]) -> None:
+    gate = SkipDrafting(GATED, probe_share=0.3) if name == "look-ahead" else None
+    case = Case(POLICIES[name], "hybrid chain", gate=gate, tokens=(5,))
+    assert tally.deviation(case, case.in_stream) <= TOLERANCE
+    assert both(sources)
+
+
+@pytest.mark.parametrize("name", ["fixed", "prefix", "look-ahead"])
+def test_in_the_engine(name: str, tally: Tally, sources: set[tuple[bool, bool]]) -> None:
+    gate = SkipDrafting(GATED, probe_share=0.3) if name == "look-ahead" else None
+    case = Case(POLICIES[name], "hybrid chain", gate=gate, tokens=(4, 3))
+    assert tally.deviation(case, case.in_engine) <= TOLERANCE
+    assert both(sources)
+
+
+class ByLength(AlwaysDraft):
+    """The drafter drafts where the text is of odd length."""
+
+    def depths(self, view: GateView) -> Ints:
+        return np.where(view.contexts_R % 2 == 1, view.expected_RK.shape[1], 0)
+
+
+@pytest.mark.parametrize("kind", ["drawn", "chosen"])
+def test_beside_trees(kind: str, tally: Tally, sources: set[tuple[bool, bool]]) -> None:
+    case = Case(POLICIES["prefix"], f"hybrid {kind}", gate=ByLength(), tokens=(4,))
+    assert tally.deviation(case, case.in_stream) <= TOLERANCE
+    assert tally.deviation(case, case.in_engine) <= TOLERANCE
+    assert both(sources)
+
+
+def test_requests_that_are_preempted(tally: Tally) -> None:
+    case = Case(POLICIES["threshold"], "hybrid chain", config=TIGHT)
+    assert tally.deviation(case, case.in_engine) <= TOLERANCE
+
+
+def test_coupled_sampling(tally: Tally) -> None:
+    case = Case(POLICIES["prefix"], "hybrid chain", coupled=True, tokens=(3, 3))
+    assert tally.deviation(case, case.in_engine) <= TOLERANCE
+    alone = replace(case, tokens=(4,))
+    assert tally.deviation(alone, alone.in_stream) <= TOLERANCE
+
+
+def broken(where: str, policy: str = "fixed") -> float:
+    case = Case(POLICIES[policy], "hybrid chain", tokens=(4,))
+    return Tally().deviation(case, case.in_engine if where == "engine" else case.in_stream)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_mutation_the_source_is_chosen_by_the_drafted_token(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Choosing(Drafting):
+        """Where the drafter's first token is not the copy's, the copy takes its place."""
+
+        def draft(self, turns: Sequence[Turn], *rest: object, **more: object) -> tuple[list[Draft], int]:
+            drafts, asked = super().draft(turns, *rest, **more)  # type: ignore[arg-type]
+            for i, turn in enumerate(turns):
+                copy = self._found.get(turn.id)
+                if copy is not None and drafts[i].tokens[:1] != copy.tokens[:1] and turn.id not in self._taken:
+                    drafts[i] = copy.draft(turn.limit, 0.0)
+                    self._taken.add(turn.id)
+            return drafts, asked
+
+    monkeypatch.setattr(WHERE[where], "Drafting", Choosing)
+    assert broken(where) > VISIBLE
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_mutation_a_copy_says_that_it_was_drawn(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = Copy.draft
+
+    def drawn(self: Copy, limit: int, min_confidence: float) -> Draft:
+        found = draft(self, limit, min_confidence)
+        row = partial(torch.full, (2,), 0.5, dtype=torch.float64)
+        siblings = {k - 1: Siblings(row, first=0.5) for k in range(len(found.tokens))}
+        return Draft.chain(found.tokens, siblings, found.confidences)
+
+    monkeypatch.setattr(Copy, "draft", drawn)
+    assert broken(where) > VISIBLE
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_mutation_copies_end_where_the_drafter_disagrees(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the drafter's own draft only what the copy confirms is verified."""
+
+    class Confirmed(Drafting):
+        def draft(self, turns: Sequence[Turn], *rest: object, **more: object) -> tuple[list[Draft], int]:
+            drafts, asked = super().draft(turns, *rest, **more)  # type: ignore[arg-type]
+            for i, turn in enumerate(turns):
+                if (copy := self._found.get(turn.id)) is not None:
+                    pairs = list(zip(drafts[i].tokens, copy.tokens, strict=False))
+                    agreed = next((k for k, (a, b) in enumerate(pairs) if a != b), len(pairs))
+                    drafts[i] = drafts[i].truncated(agreed)
+            return drafts, asked
+
+    monkeypatch.setattr(WHERE[where], "Drafting", Confirmed)
+    assert broken(where) > VISIBLE
+
+
+def test_mutation_a_copy_s_confidence_is_read_off_its_rivals_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy sees a drafted token in the confidences of the draft itself: 1 where the copy says the same."""
+
+    class Told(Drafting):
+        def view(self, turns: Sequence[Turn], drafts: Sequence[Draft], other_tokens: int = 0) -> object:  # type: ignore[override]
+            shown = []
+            for turn, found in zip(turns, drafts, strict=True):
+                copy = self._found.get(turn.id)
+                same = [] if copy is None else [a == b for a, b in zip(found.tokens, copy.tokens, strict=False)]
+                given = [1.0 if k < len(same) and same[k] else 0.0 for k in range(len(found.tokens))]
+                shown.append(Draft(found.tokens, found.parents, found.siblings, confidences=given))
+            return super().view(turns, shown, other_tokens)
+
+    monkeypatch.setattr(engine_module, "Drafting", Told)
+    assert broken("engine", "threshold") > VISIBLE

@@ -1,0 +1,48 @@
+"""Draft lengths by default, on the real model: by the profile of the machine, measured once; the text is plain."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+import outrider
+import outrider.api.scheduling as scheduling
+from outrider.evaluation.machine_profile import machine_profile
+from outrider.scheduling.gate import SkipDrafting
+from outrider.scheduling.policies import FixedPolicy, LookAhead
+from outrider.target.hub import EMBEDDED_ID
+from outrider.utils.files import cache_dir
+from tests.toys.command_line import Run
+
+PROMPT = "What is 17 + 25? Think step by step."
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Measurements as a user has them, in a cache without any; the model converted before is in it."""
+    (tmp_path / "SmolLM2-135M-Instruct").symlink_to(cache_dir() / "SmolLM2-135M-Instruct")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr(scheduling, "machine_profile", machine_profile)
+
+
+def test_generate_and_python_follow_the_machines_profile(
+    run: Run, measured: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    status, said, beside = run("generate", PROMPT, "--max-new-tokens", 24)
+    assert status == 0, beside
+    (profile,) = (tmp_path / "profiles").glob("*.json")
+    assert beside.count("measuring what a step of") == 1
+    assert "; draft lengths by look-ahead+skip: step costs measured now in " in beside and str(profile) in beside
+
+    caplog.set_level(logging.INFO, logger="outrider")
+    model = outrider.load(EMBEDDED_ID)
+    again = model.generate(PROMPT, max_new_tokens=24)
+    chosen = model.scheduling
+    assert isinstance(chosen.policy, LookAhead) and isinstance(chosen.gate, SkipDrafting)
+    assert chosen.costs.startswith("step costs measured on ") and chosen.profile == profile and not caplog.text
+    plain = model.generate(PROMPT, max_new_tokens=24, policy=FixedPolicy(0))
+    assert said.rstrip("\n") == again.text == plain.text and again.rounds < plain.rounds == 24
+    together = model.generate([PROMPT, PROMPT], max_new_tokens=24)
+    assert [response.text for response in together] == [plain.text] * 2 and together[0].rounds < 24
