@@ -544,13 +544,17 @@ def test_a_request_that_turned_good_drafts_again() -> None:
 # Planning time
 
 
+# The limits are about twice what docs/results.md says of the quiet machine: they find a plan that became much slower,
+# and leave room for processors on which the yardstick and a plan do not slow down alike (a tenth was seen).
+
+
 @pytest.mark.timed
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_planning_takes_less_than_300_microseconds(policy: Policy) -> None:
+def test_planning_takes_less_than_450_microseconds(policy: Policy) -> None:
     """256 requests, 16 positions. The least of several medians: other processes may hold the cores meanwhile."""
-    assert min(planning_microseconds(policy, repeats=50) for _ in range(10)) < 300 * slowness()
+    assert min(planning_microseconds(policy, repeats=50) for _ in range(10)) < 450 * slowness()
 
 
 @pytest.mark.timed
-def test_the_gate_takes_less_than_700_microseconds() -> None:
-    assert min(gate_microseconds(SkipDrafting(CLIFFS), repeats=50) for _ in range(10)) < 700 * slowness()
+def test_the_gate_takes_less_than_950_microseconds() -> None:
+    assert min(gate_microseconds(SkipDrafting(CLIFFS), repeats=50) for _ in range(10)) < 950 * slowness()
