@@ -22,7 +22,7 @@ import typer
 
 from outrider.backends.local import NO_SPECULATION, drafter_of, is_adaptive
 from outrider.loadtest.metrics import Frontier, speedups
-from outrider.utils.tables import markdown_table
+from outrider.utils.terminal import markdown_table
 
 LEAST, BEHIND, COUNT = 1.0, 0.03, 32
 app = typer.Typer(add_completion=False)

@@ -27,7 +27,7 @@ from outrider.drafters.registry import METHODS
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.training.setup import load_start
-from outrider.utils.tables import markdown_table
+from outrider.utils.terminal import markdown_table
 from tests.toys.alignment import check_alignment
 from tests.toys.dialects import FACTS, VD, L, config_of, made
 from tests.toys.targets import randomise, toy_samples, toy_target

@@ -45,8 +45,7 @@ from outrider.cli.evaluate import name_drafters
 from outrider.cli.options import BACKENDS, CHOICES, DRAFTS, FILES, GENERAL, MODELS, PROMPTS, SMOLLM2, option, rare
 from outrider.evaluation.verdict import load_verdict
 from outrider.utils.measure import default_dtype, dtype_name, machine, set_up, versions
-from outrider.utils.tables import terminal_table
-from outrider.utils.terminal import Terminal
+from outrider.utils.terminal import Terminal, terminal_table
 
 if TYPE_CHECKING:
     from outrider.api.drafter import OpenedDrafter

@@ -18,8 +18,7 @@ from outrider.cli.common import check_outputs, choose_tree, counting, load, show
 from outrider.cli.options import FILES, MODELS, PROMPTS, SAMPLING, SMOLLM2, option
 from outrider.evaluation.verdict import cost_verdict
 from outrider.utils.measure import set_up, today, versions
-from outrider.utils.tables import terminal_table
-from outrider.utils.terminal import Terminal
+from outrider.utils.terminal import Terminal, terminal_table
 
 if TYPE_CHECKING:
     from outrider.calibration.candidates import Candidates

@@ -11,8 +11,7 @@ from rich.box import SIMPLE_HEAD
 
 from outrider.cli.options import DRAFTS, EXPORTERS, FILES, MODELS, option
 from outrider.utils.packaged import packaged
-from outrider.utils.tables import terminal_table
-from outrider.utils.terminal import Terminal
+from outrider.utils.terminal import Terminal, terminal_table
 
 _DTYPES = ("bfloat16", "float16", "float32")
 DrafterDirectory = Annotated[Path, typer.Argument(help="drafter directory, in any dialect")]

@@ -37,7 +37,7 @@ from outrider.utils.plots import (
     set_title,
     short_name,
 )
-from outrider.utils.tables import markdown_table, terminal_table
+from outrider.utils.terminal import markdown_table, terminal_table
 
 _DATA = {"anchors", "samples", "response_tokens", "samples_sha256"}
 

@@ -32,7 +32,7 @@ from outrider.evaluation.results import DrafterInfo
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.utils.measure import Clock, Quartiles, machine, quartiles, today
-from outrider.utils.tables import markdown_table, terminal_table
+from outrider.utils.terminal import markdown_table, terminal_table
 
 WARM_UP = 2  # repeats that are not counted
 

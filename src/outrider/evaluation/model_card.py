@@ -23,7 +23,7 @@ from outrider.target.hub import canonical_id
 from outrider.training.setup import trainings
 from outrider.utils.files import invalid_fields
 from outrider.utils.measure import dtype_name
-from outrider.utils.tables import markdown_table
+from outrider.utils.terminal import markdown_table
 
 
 def confidences(stored: object) -> str:

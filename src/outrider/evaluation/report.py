@@ -30,7 +30,7 @@ from outrider.utils.plots import (
     shade,
     short_name,
 )
-from outrider.utils.tables import terminal_table
+from outrider.utils.terminal import terminal_table
 
 
 def facts_of(results: Results) -> tuple[str | None, ...]:
