@@ -316,6 +316,7 @@ def launch(method: str = "dspark", drafts: int = 7, drafter: str | None = "D", *
     told = {name: changes.pop(name) for name in ("reduced_vocabulary", "mixed_layers") if name in changes}
     speculation = Speculation(method, drafts, drafter, **told) if drafts else None  # type: ignore[arg-type]
     base = {"target": "T", "port": 8, "dtype": "float32", "users": 4, "context": 100, "python": "py"}
+    base |= {"prompt_cache": False}
     return Launch(**{**base, "speculation": speculation, **changes})  # type: ignore[arg-type]
 
 

@@ -127,7 +127,7 @@ def served(smollm: Target, tmp_path_factory: pytest.TempPathFactory) -> Served:
     source, executable = resolve_model(EMBEDDED_ID), TREE / "build" / "bin" / "llama-server"
     target, facts = gguf(source, root / "target.gguf"), target_facts(EMBEDDED_ID, torch.float32)
     context = max(map(len, prompts)) + NEW
-    plain = Launch(target, context=context, executable=str(executable), extra=EXACT)
+    plain = Launch(target, users=1, context=context, prompt_cache=False, executable=str(executable), extra=EXACT)
     served = Served(prompts, ask(plain, prompts, root / "plain.log"), checkpoints, {}, {})
     for number, (place, checkpoint) in enumerate(checkpoints.items()):
         exported, algorithm = root / f"exported-{number}", checkpoint.algorithm

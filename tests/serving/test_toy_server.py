@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
 
 import outrider
 from outrider.api.model import Model
@@ -125,6 +126,46 @@ def test_an_engine_that_fails_makes_the_server_unhealthy(model: Model) -> None:
         assert events[-1] == "[DONE]" and "out of memory" in json.loads(events[-2])["error"]["message"]
         for found in (httpx.get(f"{served.url}/health"), served.post("/v1/completions", **ASKED)):
             assert found.status_code == 503 and "out of memory" in found.json()["error"]["message"]
+
+
+def test_metrics_of_two_servers_can_be_summed(model: Model) -> None:
+    """Sums of the pages are what the answers of both told; no gauge but one is a share of a single server."""
+    pages, told = [], []
+    with serving(model) as first, serving(model) as second:
+        for served, count in ((first, 1), (second, 2)):
+            told += [served.post("/v1/completions", **ASKED).json() for _ in range(count)]
+        pages = [httpx.get(f"{served.url}/metrics").text for served in (first, second)]
+    families = [{family.name: family for family in text_string_to_metric_families(page)} for page in pages]
+    assert families[0].keys() == families[1].keys()
+    gauges = {name for name, family in families[0].items() if family.type == "gauge"}
+    assert gauges == {
+        f"vllm:{name}" for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    }
+    summed: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+    for page in families:
+        for sample in (sample for name in page.keys() - gauges for sample in page[name].samples):
+            place = sample.name.removeprefix("vllm:"), frozenset(sample.labels.items())
+            summed[place] = summed.get(place, 0.0) + sample.value
+
+    def total(name: str, **labels: str) -> float:
+        return sum(value for (own, found), value in summed.items() if own == name and labels.items() <= set(found))
+
+    speculative = [answer["metrics"]["speculative_decoding"] for answer in told]
+    for name, field in (
+        ("spec_decode_num_drafts_total", "num_spec_steps"),
+        ("spec_decode_num_draft_tokens_total", "num_draft_tokens"),
+        ("spec_decode_num_accepted_tokens_total", "num_accepted_draft_tokens"),
+    ):
+        assert total(name) == sum(one[field] for one in speculative), name
+    histograms = [one["acceptance_histogram"] for one in speculative]
+    for position in range(len(histograms[0]) - 1):
+        deeper = sum(sum(histogram[position + 1 :]) for histogram in histograms)
+        assert total("spec_decode_num_accepted_tokens_per_pos_total", position=str(position)) == deeper
+    assert total("spec_decode_num_drafts_total") > 0
+    assert total("prompt_tokens_total") == sum(answer["usage"]["prompt_tokens"] for answer in told)
+    assert total("generation_tokens_total") == sum(answer["usage"]["completion_tokens"] for answer in told)
+    assert total("request_success_total") == total("time_to_first_token_seconds_count") == len(told)
+    assert total("time_to_first_token_seconds_bucket", le="+Inf") == len(told)
 
 
 def test_keys_are_asked_for_where_one_is_set(model: Model) -> None:

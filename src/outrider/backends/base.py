@@ -1,7 +1,8 @@
 """An inference engine beside Outrider's own: what it loads, what it cannot serve, how it is started and asked.
 
     drafter --write--> checkpoint in the engine's dialect        `outrider export --to NAME`
-    Launch  --command, environment--> a running server           `outrider bench --backend NAME --launch`
+    Launch  --command, environment--> a running server           `outrider bench --backend NAME --launch`,
+                                                                 `outrider serve --engine NAME --launch`
     Request --request_fields--> a streamed answer                `outrider bench --backend NAME`
 
 Every engine is one subclass of `ExternalEngine` in a file of its own and one line of backends/registry.py
@@ -53,34 +54,47 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Launch:
-    """How an engine's server is started.
+    """How an engine's server is started. What is None is left to the engine.
 
     Args:
         target: a directory or id that the engine can load.
         speculation: None starts the engine without drafts.
+        name: of the model, as clients ask for it.
+        users: requests at once; `context`: tokens of the longest of them.
+        prompt_cache: whether prompts that begin alike share their prefill. Load tests ask for counted prompts several
+            times, and a cached one has no prefill.
         python: of the environment the engine is installed in.
         executable: the engine's own command, instead of `python`.
-        users: requests at once; `context`: tokens of the longest of them.
         extra: further flags.
     """
 
     target: str
     speculation: Speculation | None = None
+    host: str = "127.0.0.1"
     port: int = 0
-    dtype: str = "float32"
-    users: int = 1
-    context: int = 1
+    name: str | None = None
+    dtype: str | None = None
+    users: int | None = None
+    context: int | None = None
+    prompt_cache: bool = True
     python: str = sys.executable
     executable: str | None = None
     extra: tuple[str, ...] = ()
 
     @property
-    def positions(self) -> int:
+    def positions(self) -> int | None:
         """Positions per request: its context and room for two drafts.
 
         Where rows and next draft of the longest request have no room, vLLM drafts for none in the batch.
         """
+        if self.context is None:
+            return None
         return self.context + 2 * ((self.speculation.drafts if self.speculation else 0) + 1)
+
+    def flags(self, **values: str) -> list[str]:
+        """`flag value` of each of these fields that is not None: flags(users="--max-num-seqs")."""
+        found = {flag: getattr(self, name) for name, flag in values.items()}
+        return [word for flag, value in found.items() if value is not None for word in (flag, str(value))]
 
 
 @dataclass(frozen=True)
@@ -165,8 +179,7 @@ class ExternalEngine:
         raise NotImplementedError
 
     def command(self, launch: Launch) -> list[str]:
-        """The words of the command that starts the server on 127.0.0.1, without a cache of prompts: load tests ask for
-        counted prompts several times, and a cached one has no prefill.
+        """The words of the command that starts the server.
 
         Raises:
             ValueError: it cannot be started here, or not like that.

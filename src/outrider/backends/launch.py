@@ -1,4 +1,4 @@
-"""Starts an engine's server for a load test and stops it again, whatever happens.
+"""Starts an engine's server: for a load test, and stops it again, whatever happens; or in place of this process.
 
     command -> process group -> /health answers (or: it ends, or time is up: the end of its log is shown) -> benchmark
             <- SIGTERM to the group, SIGKILL after a while                                                <- any exit
@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import httpx
 
@@ -55,8 +56,6 @@ def launched(
             the first error in it.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    # The engine has packages of its own, often in other versions.
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with _endings_interrupt(), log.open("wb") as output:
         try:
             process = subprocess.Popen(
@@ -64,17 +63,41 @@ def launched(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=inherited | dict(environment or {}),
+                env=_environment(environment or {}),
                 start_new_session=True,
             )
         except OSError as error:
-            raise ValueError(f"the engine's command cannot be run ({error}): {shlex.join(command)}") from error
+            raise _not_run(command, error) from error
         try:
             with _kept(process.pid):
                 _wait_for_health(process, command, health_url, log=log, timeout=timeout)
                 yield
         finally:
             _stop(process)
+
+
+def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Run `command` in place of this process: the terminal and its signals are the engine's from now on.
+
+    Args:
+        environment: added to this process's own.
+
+    Raises:
+        ValueError: the command is not there.
+    """
+    try:
+        os.execvpe(command[0], list(command), _environment(environment))
+    except OSError as error:
+        raise _not_run(command, error) from error
+
+
+def _environment(added: Mapping[str, str]) -> dict[str, str]:
+    """This process's variables but PYTHONPATH: an engine has packages of its own, often in other versions."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | dict(added)
+
+
+def _not_run(command: Sequence[str], error: OSError) -> ValueError:
+    return ValueError(f"the engine's command cannot be run ({error}): {shlex.join(command)}")
 
 
 @contextmanager

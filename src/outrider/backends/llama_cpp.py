@@ -110,9 +110,15 @@ class LlamaCpp(ExternalEngine):
                     f"llama.cpp reads GGUF files, not {path}: convert target and drafter (outrider export DIR --to "
                     "llama.cpp --out OUT says how) and name them: --engine-target T.gguf --engine-drafter D.gguf."
                 )
-        command = [launch.executable or "llama-server", "-m", launch.target, "--host", "127.0.0.1"]
-        command += ["--port", str(launch.port), "--metrics", "-np", str(launch.users)]
-        command += ["-c", str(launch.users * launch.positions), "--no-cache-prompt"]
+        command = [launch.executable or "llama-server", "-m", launch.target]
+        command += [
+            *launch.flags(host="--host", port="--port", name="--alias"),
+            "--metrics",
+            *launch.flags(users="-np"),
+        ]
+        if launch.users is not None and launch.positions is not None:
+            command += ["-c", str(launch.users * launch.positions)]
+        command += [] if launch.prompt_cache else ["--no-cache-prompt"]
         if launch.speculation:
             command += self._flags(launch.speculation)
         return [*command, *launch.extra]

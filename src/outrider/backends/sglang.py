@@ -112,9 +112,12 @@ class SGLang(ExternalEngine):
     def command(self, launch: Launch) -> list[str]:
         """See `ExternalEngine`; a part of the answer is sent for every step."""
         command = [launch.executable] if launch.executable else [launch.python, "-m", "sglang.launch_server"]
-        command += ["--model-path", launch.target, "--host", "127.0.0.1", "--port", str(launch.port)]
-        command += ["--dtype", launch.dtype, "--context-length", str(launch.positions), "--enable-metrics"]
-        command += ["--max-running-requests", str(launch.users), "--stream-interval", "1", "--disable-radix-cache"]
+        command += ["--model-path", launch.target, *launch.flags(host="--host", port="--port", dtype="--dtype")]
+        command += launch.flags(
+            name="--served-model-name", positions="--context-length", users="--max-running-requests"
+        )
+        command += ["--enable-metrics", "--stream-interval", "1"]
+        command += [] if launch.prompt_cache else ["--disable-radix-cache"]
         if launch.speculation:
             command += self._flags(launch.speculation)
         return [*command, *launch.extra]

@@ -96,9 +96,9 @@ class VLLM(ExternalEngine):
             command = [launch.executable, "serve", launch.target]
         else:
             command = [launch.python, "-m", "vllm.entrypoints.openai.api_server", "--model", launch.target]
-        command += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
-        command += ["--max-model-len", str(launch.positions), "--max-num-seqs", str(launch.users)]
-        command += ["--no-enable-prefix-caching"]
+        command += launch.flags(host="--host", port="--port", name="--served-model-name", dtype="--dtype")
+        command += launch.flags(positions="--max-model-len", users="--max-num-seqs")
+        command += [] if launch.prompt_cache else ["--no-enable-prefix-caching"]
         if launch.speculation:
             command += [*self._flags(launch.speculation), "--per-request-spec-decode-metrics", "summary"]
         return [*command, *launch.extra]

@@ -40,6 +40,7 @@ from outrider.cli.common import (
     show_paths,
     split_names,
     split_numbers,
+    split_words,
 )
 from outrider.cli.evaluate import name_drafters
 from outrider.cli.options import BACKENDS, CHOICES, DRAFTS, FILES, GENERAL, MODELS, PROMPTS, SMOLLM2, option, rare
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from outrider.loadtest.traces import Traces
     from outrider.target.model import Target
 
-LOAD, SERVER, RECORD, PREDICT, MACHINE = "Load", "Servers", "Record", "Predict", "Machine"
+LOAD, SERVER, RECORD, PREDICT, MACHINE = "Load", opt.ENGINES, "Record", "Predict", "Machine"
 _CONCURRENCY = "1,2,4,8,16,32"
 ONE_AT_A_TIME = ("transformers", "mlx")
 _SMOLLM2 = SMOLLM2.partition("/")[2]  # the default on one line of help
@@ -71,10 +72,6 @@ def kinds() -> list[str]:
     from outrider.backends.registry import servers
 
     return ["local", "transformers", *(engine.name for engine in servers()), "mlx"]
-
-
-API_KEY = "OUTRIDER_API_KEY"
-EngineType = Literal["float32", "bfloat16", "float16"]
 
 
 # ----------------------------------------------------------------------------
@@ -318,19 +315,19 @@ def bench_command(
     tree: Annotated[str | None, rare(DRAFTS, f"{opt.TREE_FORM} ({opt.TREE_METHODS})", metavar="SIZE")] = None,
     assistant: Annotated[str | None, rare(DRAFTS, "smaller model of variant assisted (transformers)")] = None,
     prompt_lookup: Annotated[int, rare(DRAFTS, "tokens copied per round (transformers)", min=1)] = 10,
-    base_url: Annotated[str | None, option(SERVER, f"server that speculates; its key, if any, in {API_KEY}")] = None,
+    base_url: Annotated[
+        str | None, option(SERVER, f"server that speculates; its key, if any, in {opt.API_KEY}")
+    ] = None,
     baseline_url: Annotated[str | None, option(SERVER, "the same server without speculation")] = None,
     served_model: Annotated[str | None, rare(SERVER, "the target's name on the servers")] = None,
     chat: Annotated[bool, rare(SERVER, "servers that render prompts themselves", "--chat")] = False,
     launch: Annotated[bool, option(SERVER, "start the engine, and stop it whatever happens", "--launch")] = False,
     engine_dtype: Annotated[
-        EngineType | None, rare(SERVER, "of a started engine; float32 on the CPU, bfloat16 elsewhere")
+        opt.EngineType | None, rare(SERVER, "of a started engine; float32 on the CPU, bfloat16 elsewhere")
     ] = None,
-    engine_python: Annotated[
-        str, option(SERVER, "python of the engine's environment", show_default="this one")
-    ] = sys.executable,
-    engine_command: Annotated[str | None, rare(SERVER, "the engine's own command instead")] = None,
-    engine_args: Annotated[str, rare(SERVER, "further flags, as one string")] = "",
+    engine_python: opt.EnginePython = sys.executable,
+    engine_command: opt.EngineCommand = None,
+    engine_args: opt.EngineArgs = "",
     engine_target: Annotated[str | None, rare(SERVER, "what it loads instead of --target, as T.gguf")] = None,
     engine_drafter: Annotated[str | None, rare(SERVER, "... and instead of --drafter, as D.gguf")] = None,
     startup_timeout: Annotated[float, rare(SERVER, "seconds until a started engine must serve", min=0.0)] = 600.0,
@@ -454,7 +451,7 @@ def bench_command(
         endpoint = Endpoint(
             base_url or "http://127.0.0.1",
             served_model,
-            os.environ.get(API_KEY),
+            os.environ.get(opt.API_KEY),
             engine=engine,
             chat_of=work.chat_of if chat else None,
             thinking=thinking if thinking or engine.takes_thinking else None,
@@ -477,16 +474,13 @@ def bench_command(
     def launch_engine(engine: ExternalEngine, endpoint: Endpoint) -> MeasuredEngine:
         if base_url or baseline_url:
             raise ValueError("--launch starts the servers itself: leave out --base-url and --baseline-url.")
-        try:
-            extra = tuple(shlex.split(engine_args))
-        except ValueError as error:
-            raise ValueError(f"--engine-args {engine_args!r}: {error}.") from error
         plan = Launch(
             target=engine_target or (known.name if engine.gguf else str(resolve_model(known.name))),
             dtype=engine_dtype or dtype_name(default_dtype(device)),
+            prompt_cache=False,
             python=engine_python,
             executable=engine_command,
-            extra=extra,
+            extra=split_words("--engine-args", engine_args),
         )
         engine.command(plan)  # what cannot be started needs no drafter either
         return launched_engine(

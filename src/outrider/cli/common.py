@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -140,6 +141,18 @@ def split_numbers(option: str, text: str) -> tuple[float, ...]:
     if not all(map(math.isfinite, found)):
         raise ValueError(f"{option} {text!r}: give numbers, as 1,2,4.")
     return found
+
+
+def split_words(option: str, text: str) -> tuple[str, ...]:
+    """The words of a text as a shell reads it: `--seed 1` -> ("--seed", "1")
+
+    Raises:
+        ValueError: a quotation mark has no partner.
+    """
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ValueError(f"{option} {text!r}: {error}.") from error
 
 
 def check_outputs(*directories: Path | None, files: Sequence[Path | None] = ()) -> None:

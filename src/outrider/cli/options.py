@@ -12,6 +12,8 @@ import typer
 from typer.core import TyperCommand
 
 MODELS, PROMPTS, SAMPLING, DRAFTS, FILES, GENERAL = "Models", "Prompts", "Sampling", "Drafts", "Files", "General"
+ENGINES = "Other engines"
+API_KEY = "OUTRIDER_API_KEY"  # the variable that holds a server's key
 CHOICES = "auto, hybrid, directory, ngram@K, lm:MODEL@K, published"
 # Names that other modules define, written out: those import PyTorch, and help need not wait. A test compares them.
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # target.hub.EMBEDDED_ID
@@ -68,6 +70,11 @@ Typical = Annotated[
 Variants = Annotated[str | None, option(DRAFTS, "none,fixed-3,fixed-*,prefix,..,look-ahead+skip; all by default")]
 SlaTtft = Annotated[float, rare("Service level", "seconds to the first token that a good request may take", min=0.0)]
 SlaTokensPerSecond = Annotated[float, rare("Service level", "tokens per second that a good request must have", min=0.0)]
+
+EngineType = Literal["float32", "bfloat16", "float16"]
+EnginePython = Annotated[str, rare(ENGINES, "python of the engine's environment", show_default="this one")]
+EngineCommand = Annotated[str | None, rare(ENGINES, "the engine's own command instead")]
+EngineArgs = Annotated[str, rare(ENGINES, "further flags, as one string")]
 
 DryRun = Annotated[bool, option(GENERAL, "only say what it would take: time, memory, disk", "--dry-run")]
 RareDryRun = Annotated[bool, rare(GENERAL, "only say what it would take: time, memory, disk", "--dry-run")]

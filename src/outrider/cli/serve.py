@@ -1,30 +1,39 @@
-"""`outrider serve`: OpenAI's API over the engine."""
+"""`outrider serve`: OpenAI's API over the engine; or the command that serves the same models on another engine."""
 
 from __future__ import annotations
 
 import os
+import shlex
+import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
 
 from outrider.api.drafter import AUTO, choose_drafter
 from outrider.cli import options as opt
-from outrider.cli.common import choose_tree, show_lines
-from outrider.cli.options import DRAFTS, SMOLLM2, option, rare
+from outrider.cli.common import choose_tree, show_lines, split_words
+from outrider.cli.options import API_KEY, DRAFTS, ENGINES, SMOLLM2, option, rare
 from outrider.utils.measure import set_up
+from outrider.utils.packaged import name_of
 from outrider.utils.terminal import Terminal
 
 if TYPE_CHECKING:
+    from outrider.api.drafter import DrafterChoice
     from outrider.api.model import Model
+    from outrider.backends.base import ExternalEngine, Launch, Speculation
     from outrider.engine.scheduler import EngineConfig
     from outrider.serving.app import Server
 
 SERVER, LOAD = "Server", "Load"
-API_KEY = "OUTRIDER_API_KEY"
 _STOP_SECONDS = 30  # that requests have to finish when the server is stopped
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def serve_command(
+    context: typer.Context,
     *,
     target: opt.TargetName = SMOLLM2,
     drafter: opt.DrafterOrNone = AUTO,
@@ -41,8 +50,35 @@ def serve_command(
     tree: opt.Tree = None,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
+    engine: Annotated[
+        Literal["vllm", "sglang"] | None,
+        option(SERVER, "vllm or sglang: print the command that serves this there", metavar="ENGINE"),
+    ] = None,
+    launch: Annotated[bool, option(SERVER, "and run it, in place of this process", "--launch")] = False,
+    engine_dtype: Annotated[opt.EngineType | None, rare(ENGINES, "of its weights; the engine's choice")] = None,
+    engine_python: opt.EnginePython = sys.executable,
+    engine_command: opt.EngineCommand = None,
+    engine_args: opt.EngineArgs = "",
 ) -> None:
     """Serve OpenAI's API, with drafts; a key, if any, is in $OUTRIDER_API_KEY."""
+    _check_whose(context, engine)
+    if engine is not None:
+        from outrider.backends.base import Launch
+
+        unnamed = engine_python == sys.executable and not launch  # a printed command is for any machine
+        plan = Launch(
+            target,
+            host=host,
+            port=port,
+            name=name,
+            dtype=engine_dtype,
+            users=max_requests if _is_given(context, "max_requests") else None,
+            python="python" if unnamed else engine_python,
+            executable=engine_command,
+            extra=split_words("--engine-args", engine_args),
+        )
+        serve_elsewhere(engine, plan, choose_drafter(drafter, target), launch=launch)
+        return
     require_serving()
     import uvicorn
 
@@ -54,7 +90,7 @@ def serve_command(
     console, key = Terminal(stderr=True, highlight=False, soft_wrap=True), os.environ.get(API_KEY)
     if key is not None and (not key.isascii() or not key.strip()):
         raise ValueError(f"{API_KEY} must be ASCII text, or not set.")
-    if key is None and host not in ("127.0.0.1", "localhost", "::1"):
+    if key is None and host not in _LOOPBACK:
         console.print(f"warning: anyone who reaches {host} may use this server; set {API_KEY} to ask for a key.")
     config = EngineConfig(max_requests, token_budget, num_blocks=kv_tokens // EngineConfig.block_size)
     choice, say = choose_drafter(drafter, target, thinking), partial(show_lines, console)
@@ -67,6 +103,109 @@ def serve_command(
     uvicorn.run(
         create_app(server, key), host=host, port=port, log_level="warning", timeout_graceful_shutdown=_STOP_SECONDS
     )
+
+
+# ----------------------------------------------------------------------------
+# --engine: the commands that serve target and drafter on vLLM or SGLang; printed, or with --launch carried out.
+#
+#     [outrider export DRAFTER --to ENGINE --out runs/DRAFTER-ENGINE]     where the engine does not load it as it is
+#     [VARIABLE=VALUE] python -m ...
+# ----------------------------------------------------------------------------
+
+
+_FOR_ENGINES = {"target", "drafter", "host", "port", "name", "max_requests"}  # options of any engine
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")  # the latter: --config
+
+
+def _check_whose(context: typer.Context, engine: str | None) -> None:
+    """Refuse options that the engine which is to serve does not have.
+
+    Raises:
+        ValueError: naming them.
+    """
+    params = [param for param in context.command.params if param.expose_value and param.name is not None]
+    given = {str(param.name): param.opts[0] for param in params if _is_given(context, str(param.name))}
+    theirs = {name: option for name, option in given.items() if name == "launch" or name.startswith("engine_")}
+    if engine is None and theirs:
+        raise ValueError(f"{', '.join(theirs.values())}: for another engine; name it with --engine.")
+    ours = [option for name, option in given.items() if name not in {*_FOR_ENGINES, *theirs, "engine"}]
+    if engine is not None and ours:
+        raise ValueError(f"{', '.join(ours)}: of our own engine; flags of {engine} go into --engine-args.")
+    if engine is not None and API_KEY in os.environ:
+        raise ValueError(f"{engine} does not read {API_KEY}: unset it, and give --engine-args '--api-key KEY'.")
+
+
+def serve_elsewhere(name: str, plan: Launch, choice: DrafterChoice | None, launch: bool) -> None:
+    """Print the commands that serve on another engine; with `launch` carry them out and become the engine.
+
+    Raises:
+        ValueError: it cannot serve this drafter, or its command cannot be run.
+    """
+    from outrider.backends.launch import become
+    from outrider.backends.registry import server_of
+    from outrider.target.hub import loadable_name, resolve_model
+
+    engine, console = server_of(name), Terminal(stderr=True, highlight=False, soft_wrap=True)
+    speculation, export = None, list[str]()
+    if choice is not None:
+        speculation, export = _speculation(engine, choice, plan.target)
+    place = str(resolve_model(plan.target)) if launch else loadable_name(plan.target)
+    plan = replace(plan, target=place, speculation=speculation)
+    command, variables = engine.command(plan), engine.environment(plan)
+    if plan.host not in _LOOPBACK and not any(word.startswith("--api-key") for word in plan.extra):
+        console.print(
+            f"warning: anyone who reaches {plan.host} may use this server; give --engine-args '--api-key KEY'."
+        )
+    shown = " ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(command)])
+    if not launch:
+        print(*([shlex.join(export)] if export else []), shown, sep="\n")
+        return
+    if export:
+        _export(export, console)
+    console.print(shown, markup=False)
+    become(command, variables)
+
+
+def _speculation(engine: ExternalEngine, choice: DrafterChoice, target: str) -> tuple[Speculation, list[str]]:
+    """How the engine is told of the drafter, and the command that exports it before; [] where it is loaded as it is.
+
+    Raises:
+        ValueError: the engine cannot serve it.
+    """
+    from outrider.backends.base import Speculation
+    from outrider.backends.export import embedding_factor
+    from outrider.checkpoints.checkpoint import load_weights
+    from outrider.target.model import count_layers
+
+    try:
+        return choice.speculation(engine, target), []
+    except ValueError:
+        if choice.directory is None or choice.hybrid:
+            raise
+    parts = load_weights(choice.directory, count_layers(target))
+    try:
+        engine.limits(parts, embedding_factor(target))
+    except ValueError as error:
+        raise ValueError(f"--engine {engine.name} with the drafter {name_of(choice.directory)}: {error}") from error
+    out = Path("runs") / f"{choice.directory.resolve().name}-{engine.name}"
+    words = ["outrider", "export", name_of(choice.directory), "--to", engine.name]
+    return Speculation.of(parts, str(out)), [*words, "--target", target, "--out", str(out)]
+
+
+def _export(command: list[str], console: Terminal) -> None:
+    """Carry out an export, unless it is there."""
+    out = Path(command[-1])
+    if out.is_dir():
+        console.print(f"drafter: {out}, exported before; remove it to export it again", markup=False)
+        return
+    from outrider.cli.checkpoints import export_command
+    from outrider.cli.options import verb_options
+
+    export_command(**verb_options(export_command, "export", command[2:]))
 
 
 def require_serving() -> None:

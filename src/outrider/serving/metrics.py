@@ -5,8 +5,9 @@
     of them accepted     vllm:spec_decode_num_accepted_tokens_total            num_accepted_draft_tokens
     at position k        vllm:spec_decode_num_accepted_tokens_per_pos_total    acceptance_histogram
 
-Drafts that the policy left out are not counted, as vLLM does not count what it does not schedule. Counters of several
-servers may be added up. Source of names and meanings: vLLM 0.32 (v1/metrics/loggers.py, v1/spec_decode/metrics.py).
+Drafts that the policy left out are not counted, as vLLM does not count what it does not schedule. Counters and
+histograms of several servers may be added up, and the gauges of requests too; `kv_cache_usage_perc` is a share of one
+server. Source of names and meanings: vLLM 0.32 (v1/metrics/loggers.py, v1/spec_decode/metrics.py).
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from outrider.decoding.request import FinishReason
 from outrider.engine.batch import Output, StepRecord
 from outrider.engine.engine import Engine
+
+disable_created_metrics()  # gauges of the time at which each counter began: sums of them mean nothing
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 _LONG = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)

@@ -1,0 +1,125 @@
+"""`outrider serve --engine`: the command that serves target and drafter on vLLM or SGLang, printed and carried out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from outrider.backends.launch import free_port
+from outrider.checkpoints.checkpoint import save_drafter
+from tests.toys.command_line import Run, check_error
+from tests.toys.dialects import made
+from tests.toys.fake_engine import executable
+from tests.toys.processes import processes, wait_until_gone
+
+
+def test_the_command_is_printed(run: Run, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    models = ("--target", toy / "target", "--drafter", toy / "drafter")
+    status, shown, errors = run("serve", *models, "--engine", "vllm", "--port", 8123)
+    assert status == 0 and not errors, errors
+    variables = [word for word in shlex.split(shown) if word.startswith("VLLM_")]
+    python, _, _, flag, target, *rest = shlex.split(shown)[len(variables) :]
+    assert variables == ["VLLM_NO_USAGE_STATS=1", "VLLM_USE_V2_MODEL_RUNNER=1"]
+    assert (python, flag, target) == ("python", "--model", str((toy / "target").resolve()))
+    options = dict(zip(rest[::2], rest[1::2], strict=True))
+    config = json.loads(options.pop("--speculative-config"))
+    assert config == {"method": "dspark", "model": str(toy / "drafter"), "num_speculative_tokens": 7}
+    assert options == {"--host": "127.0.0.1", "--port": "8123", "--per-request-spec-decode-metrics": "summary"}, (
+        "prompts stay cached, and context, users and the type of the weights are the engine's choice"
+    )
+    more = (
+        "--name",
+        "m",
+        "--max-requests",
+        5,
+        "--host",
+        "0.0.0.0",
+        "--engine-args",
+        "--seed 1",
+        "--engine-python",
+        "py",
+    )
+    status, shown, errors = run("serve", *models, "--engine", "sglang", *more, "--engine-dtype", "bfloat16")
+    assert status == 0 and "warning: anyone who reaches 0.0.0.0 may use this server" in errors
+    for words in (
+        "py -m sglang.launch_server",
+        "--host 0.0.0.0 --port 8000 --dtype bfloat16 --served-model-name m --max-running-requests 5",
+        "--speculative-dspark-block-size 7",
+        "--seed 1",
+    ):
+        assert words in shown
+    assert "--disable-radix-cache" not in shown
+    status, shown, _ = run("serve", *models[:2], "--drafter", "none", "--engine", "vllm")
+    assert status == 0 and "speculative" not in shown
+
+
+def test_a_drafter_of_another_dialect_is_exported_before(
+    run: Run, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    vocab = json.loads((toy / "target" / "config.json").read_text())["vocab_size"]
+    save_drafter(made("eagle3", vocab_size=vocab, draft_vocab_size=vocab), tmp_path / "mine")
+    models = ("--target", toy / "target", "--drafter", "mine")
+    _, shown, _ = run("serve", *models, "--engine", "vllm")
+    export, server = shown.splitlines()
+    status, _, errors = run(*shlex.split(export)[1:])
+    assert status == 0, errors
+    assert "runs/mine-vllm" in export and '"model": "runs/mine-vllm"' in server
+    _, again, _ = run("serve", *models[:2], "--drafter", "runs/mine-vllm", "--engine", "vllm")
+    assert again == f"{server}\n", "the exported drafter is loaded as it is"
+    save_drafter(made("hydra", vocab_size=vocab, draft_vocab_size=vocab), tmp_path / "hydra")
+    refused = run("serve", "--target", toy / "target", "--drafter", "hydra", "--engine", "sglang")
+    check_error(refused, "--engine sglang with the drafter hydra: it takes no hydra drafters: train one of dflash")
+
+
+def test_options_of_the_other_engine_are_refused(run: Run, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = ("serve", "--target", toy / "target", "--drafter", toy / "drafter")
+    check_error(run(*models, "--engine", "vllm", "--tree", 4, "--threads", 1), "--tree, --threads: of our own engine")
+    check_error(run(*models, "--launch", "--engine-args", "x"), "--launch, --engine-args: for another engine")
+    check_error(run(*models, "--engine", "tgi"), "--engine")
+    monkeypatch.setenv("OUTRIDER_API_KEY", "secret")
+    check_error(run(*models, "--engine", "vllm"), "vllm does not read OUTRIDER_API_KEY: unset it")
+    monkeypatch.delenv("OUTRIDER_API_KEY")
+    absent = run(*models, "--engine", "vllm", "--launch", "--engine-command", "/absent/vllm")
+    assert absent[0] == 2 and "the engine's command cannot be run" in absent[2]
+
+
+def test_launch_becomes_the_engine(toy: Path, tmp_path: Path) -> None:
+    """One process: the engine has the terminal and takes the signals."""
+    port = free_port()
+    command = [sys.executable, "-m", "outrider.cli.main", "serve", "--engine", "vllm", "--launch", "--port", str(port)]
+    command += ["--target", str(toy / "target"), "--drafter", str(toy / "drafter")]
+    command += ["--engine-command", str(executable(tmp_path / "vllm"))]
+    ids = tmp_path / "ids"
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "FAKE_ENGINE_WORKER": str(ids)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        for _ in range(1200):
+            try:
+                assert httpx.get(f"http://127.0.0.1:{port}/health").is_success
+                break
+            except httpx.ConnectError:
+                assert process.poll() is None, "the engine did not start"
+                time.sleep(0.05)
+        leader, worker = processes(ids)
+        assert leader == process.pid
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        shown, _ = process.communicate(timeout=20)
+    assert "--speculative-config" in shown and wait_until_gone([worker])
+    assert process.returncode == -signal.SIGTERM
