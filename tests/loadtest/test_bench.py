@@ -82,7 +82,7 @@ class FakeEngine:
                 del self.live[id]
         n, committed = len(outputs), sum(len(output.tokens) for output in outputs)
         parts = (0.2 * self.seconds, 0.7 * self.seconds, 0.1 * self.seconds)
-        self.last = StepRecord(self.seconds, *parts, n, n, 4 * n, 0, 3 * n, 3 * n, n, committed, n, 0, 0)
+        self.last = StepRecord(self.seconds, *parts, n, n, 4 * n, 0, 3 * n, 3 * n, n, committed, 0, n, 0, 0)
         return outputs
 
 

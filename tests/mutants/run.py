@@ -50,6 +50,7 @@ FOLDERS = {
     "api": ("api",),
     "loadtest": ("loadtest",),
     "backends": ("backends", "loadtest"),
+    "serving": ("serving",),
 }
 
 # What the page counts by, by the beginning of the mutant's file; the first that fits.
@@ -72,6 +73,7 @@ AREAS = {
     "api": "scheduling",
     "loadtest": "load tests",
     "backends": "load tests",
+    "serving": "serving",
 }
 
 # Imported before the forks, as far as they are there: what takes long and is not ours.

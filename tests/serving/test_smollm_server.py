@@ -57,7 +57,9 @@ def test_text_is_that_of_generate(served: Served, client: OpenAI, model: Model) 
     counted = [served.metric(name) - earlier for name, earlier in zip(names, before, strict=True)]
     assert counted == [told["num_spec_steps"], told["num_draft_tokens"], told["num_accepted_draft_tokens"]]
     assert told["num_accepted_draft_tokens"] > 0 and len(told["acceptance_histogram"]) == told["num_spec_tokens"] + 1
-    assert served.metric("spec_decode_num_accepted_tokens_per_pos_total") == served.metric(names[2])
+    by_position = "spec_decode_num_accepted_tokens_per_pos_total"
+    assert served.metric(by_position) == served.metric(names[2])
+    assert served.metric(by_position, 'position="0"') == sum(told["acceptance_histogram"][1:])
 
     options = {"include_usage": True, "continuous_usage_stats": True}
     parts = list(client.chat.completions.create(**chat(PROMPTS[0], max_tokens=20, stream=True, stream_options=options)))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -19,10 +20,14 @@ from prometheus_client.parser import text_string_to_metric_families
 import outrider
 from outrider.api.model import Model
 from outrider.engine.batch import Output
+from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
 from outrider.serving.app import Limits
+from outrider.serving.metrics import ServerMetrics
 from outrider.serving.tools import Format, ToolCall, ToolCallParser, format_of
-from tests.toys.serving import Served, serving
+from outrider.serving.worker import Worker
+from outrider.target.model import Target
+from tests.toys.serving import Served, serving, wait_for
 
 SMALL = EngineConfig(max_requests=1)
 ASKED = {"prompt": "ab", "max_tokens": 8, "temperature": 0}
@@ -58,13 +63,6 @@ def in_background(call: Callable[[], httpx.Response]) -> Callable[[], httpx.Resp
     return answer
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def test_a_full_queue_says_when_to_come_again(model: Model) -> None:
     with serving(model, SMALL, max_waiting=1) as served:
         with held(served) as go:
@@ -80,6 +78,54 @@ def test_a_full_queue_says_when_to_come_again(model: Model) -> None:
         many = served.post("/v1/completions", **ASKED, n=3)
         assert many.status_code == 429, "choices count one by one"
         assert served.post("/v1/completions", **ASKED, n=2).status_code == 200
+
+
+def test_nothing_is_left_of_requests_that_are_refused_together(model: Model) -> None:
+    with serving(model) as served, held(served):
+        refused = served.post("/v1/completions", **{**ASKED, "prompt": ["ab", ""]})
+        assert refused.status_code == 400 and "prompt is empty" in refused.json()["error"]["message"]
+        assert served.engine.idle and not served.server.worker._live
+
+
+def test_preempted_requests_are_counted(model: Model) -> None:
+    """Two that do not fit together: one gives way, and has the text of a request alone all the same."""
+    asked = {**ASKED, "max_tokens": 60, "ignore_eos": True}
+    with serving(model, EngineConfig(max_requests=2, num_blocks=5)) as served:
+        alone = served.post("/v1/completions", **asked).json()["choices"]
+        assert served.metric("num_preemptions_total") == 0
+        answers = [in_background(lambda: served.post("/v1/completions", **asked)) for _ in range(2)]
+        assert [answer().json()["choices"] for answer in answers] == [alone, alone]
+        assert served.metric("num_preemptions_total") > 0
+
+
+def test_the_engine_warms_up_before_requests_are_taken(model: Model) -> None:
+    """With drafts, in the thread that runs it; nothing of it is counted or learned from."""
+    steps: list[tuple[str, int]] = []
+    step = Engine.step
+
+    def noted(engine: Engine) -> list[Output]:
+        found = step(engine)
+        assert engine.last is not None
+        steps.append((threading.current_thread().name, engine.last.proposed))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "step", noted)
+        with serving(model) as served:
+            assert {thread for thread, _ in steps} == {"engine"} and sum(proposed for _, proposed in steps) > 0
+            assert served.engine.idle and served.engine.last is None and served.engine.scheduler.allocator.used == 0
+            assert served.engine.drafting.history.gate_view([], []).typical_K is None
+            assert served.metric("generation_tokens_total") == served.metric("spec_decode_num_drafts_total") == 0
+
+
+def test_a_worker_whose_engine_fails_at_once_does_not_start(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(model.target, Target)
+    engine = Engine(model.target)
+    monkeypatch.setattr(engine, "step", Mock(side_effect=RuntimeError("out of memory")))
+    worker = Worker(engine, ServerMetrics("m", engine), most_waiting=1)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        asyncio.run(worker.start())
+    assert not worker.healthy
 
 
 def test_a_request_that_fails_ends_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

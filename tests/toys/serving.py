@@ -19,35 +19,51 @@ from outrider.api.model import Model
 from outrider.cli.serve import build_server
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
-from outrider.serving.app import Limits, Server, create_app
+from outrider.serving.app import Limits, Server
+from outrider.serving.connection import http_server
 
 
 @dataclass
 class Served:
-    """A running server; `stop` asks it to end."""
+    """A running server."""
 
     url: str
     server: Server
-    stop: Callable[[], None]
+    running: uvicorn.Server
+
+    def stop(self) -> None:
+        """Ask it to end."""
+        self.running.should_exit = True
 
     @property
     def engine(self) -> Engine:
         return self.server.worker.engine
 
+    @property
+    def connections(self) -> int:
+        """Of clients, open now."""
+        return len(self.running.server_state.connections)
+
     def post(self, path: str, **body: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60)
 
-    def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum of a metric's samples; of those with the label, as label="value"."""
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}{{"))
+        found = [line for line in lines if line.startswith(f"vllm:{name}{{") and label in line]
+        return sum(float(line.rpartition(" ")[2]) for line in found)
 
-    def wait_until_free(self, seconds: float = 20.0) -> None:
+    def wait_until_free(self) -> None:
         """No request is left, and no KV block is in use."""
-        until = time.monotonic() + seconds
-        while not (self.engine.idle and self.engine.scheduler.allocator.used == 0):
-            assert time.monotonic() < until, "requests are left"
-            time.sleep(0.01)
+        wait_for(lambda: self.engine.idle and self.engine.scheduler.allocator.used == 0)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Until it holds."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, f"not within {seconds:g} seconds"
+        time.sleep(0.01)
 
 
 @contextmanager
@@ -72,22 +88,18 @@ def serving(
         )
     server.limits = limits or server.limits
     listening = socket.create_server(("127.0.0.1", 0))
-    running = uvicorn.Server(
-        uvicorn.Config(create_app(server, key), log_level="error", timeout_graceful_shutdown=20, lifespan="on")
-    )
+    running = http_server(server, key, host="127.0.0.1", port=0)
     thread = threading.Thread(target=running.run, args=([listening],), daemon=True)
     thread.start()
     while not running.started:
         assert thread.is_alive(), "the server did not start"
         time.sleep(0.01)
 
-    def stop() -> None:
-        running.should_exit = True
-
+    served = Served(f"http://127.0.0.1:{listening.getsockname()[1]}", server, running)
     try:
-        yield Served(f"http://127.0.0.1:{listening.getsockname()[1]}", server, stop)
+        yield served
     finally:
-        stop()
+        served.stop()
         thread.join(30)
         listening.close()
         assert not thread.is_alive(), "the server did not end"

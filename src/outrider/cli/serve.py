@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from outrider.serving.app import Server
 
 SERVER, LOAD = "Server", "Load"
-_STOP_SECONDS = 30  # that requests have to finish when the server is stopped
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -80,11 +80,10 @@ def serve_command(
         serve_elsewhere(engine, plan, choose_drafter(drafter, target), launch=launch)
         return
     require_serving()
-    import uvicorn
 
     from outrider.api.model import load
     from outrider.engine.scheduler import EngineConfig
-    from outrider.serving.app import create_app
+    from outrider.serving.connection import http_server
 
     set_up(threads)
     console, key = Terminal(stderr=True, highlight=False, soft_wrap=True), os.environ.get(API_KEY)
@@ -100,9 +99,11 @@ def serve_command(
     )
     drafted = "plain decoding" if model.drafter is None else f"drafter {model.drafter.name}"
     console.print(f"serving {server.name} ({drafted}) at http://{host}:{port}/v1", markup=False)
-    uvicorn.run(
-        create_app(server, key), host=host, port=port, log_level="warning", timeout_graceful_shutdown=_STOP_SECONDS
-    )
+    running = http_server(server, key, host=host, port=port)
+    with suppress(KeyboardInterrupt):  # raised again once the server has ended in order
+        running.run()
+    if not running.started:  # uvicorn has said why
+        raise typer.Exit(1)
 
 
 # ----------------------------------------------------------------------------

@@ -76,8 +76,9 @@ class StepRecord:
     """Counts and times of one engine step; seconds add up to its length.
 
     `requests` decoded, `drafting` of them with a draft. `tokens` are the rows of the target forward, `prefill_tokens`
-    among them; `accepted` drafts behind a stop are not counted. `running`, `waiting` and
-    `used_blocks` are counted after the step. A simulated step leaves the same record, to be compared field by field.
+    among them; `accepted` drafts behind a stop are not counted. `preempted` requests gave up their KV blocks before it.
+    `running`, `waiting` and `used_blocks` are counted after the step. A simulated step leaves the same record, to be
+    compared field by field.
     """
 
     seconds: float
@@ -92,6 +93,7 @@ class StepRecord:
     admitted: int
     accepted: int
     committed: int
+    preempted: int
     running: int
     waiting: int
     used_blocks: int

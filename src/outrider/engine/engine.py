@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 
 from outrider.decoding.drafting import Drafting
-from outrider.decoding.request import RequestState
+from outrider.decoding.request import RequestState, StopRules
 from outrider.decoding.round import RoundResult, attempt_round
 from outrider.drafters.base import Drafter, draft_slots
 from outrider.engine.batch import Output, Request, StepBatch, StepRecord
@@ -26,6 +26,8 @@ from outrider.scheduling.gate import DraftGate
 from outrider.scheduling.policies import FixedPolicy, Policy
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV
+
+_WARM_UP_TOKENS = 16  # of the prompt, and of the response
 
 
 class Engine:
@@ -65,6 +67,19 @@ class Engine:
     @property
     def idle(self) -> bool:
         return not self._states
+
+    def warm_up(self) -> None:
+        """Decode a few tokens, drafts included, so that no request waits for what PyTorch sets up on its first use.
+
+        Call it in the thread that runs the steps, while there are no requests. Nothing is learned from it.
+        """
+        drafting, self.drafting = self.drafting, Drafting(self.drafting.drafter, self.policy)
+        fitting = self.config.num_blocks * self.config.block_size
+        tokens = min(_WARM_UP_TOKENS, fitting // 2, self.target.max_context // 2)
+        self.submit(Request("warm-up", [0] * tokens, rules=StopRules(tokens, stop_ids=())))
+        while not self.idle:
+            self.step()
+        self.drafting, self.last = drafting, None
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -129,7 +144,9 @@ class Engine:
         else:
             batch.score([])
         outputs = self._commit(batch, results)
-        self.last = self._record(batch, results, outputs, seconds=time.perf_counter() - started)
+        self.last = self._record(
+            batch, results, outputs, preempted=len(plan.preempted), seconds=time.perf_counter() - started
+        )
         return outputs
 
     def _commit(self, batch: StepBatch, results: Mapping[str, RoundResult]) -> list[Output]:
@@ -180,7 +197,13 @@ class Engine:
         self.drafting.forget(id)
 
     def _record(
-        self, batch: StepBatch, results: Mapping[str, RoundResult], outputs: list[Output], seconds: float
+        self,
+        batch: StepBatch,
+        results: Mapping[str, RoundResult],
+        outputs: list[Output],
+        *,
+        preempted: int,
+        seconds: float,
     ) -> StepRecord:
         draft, verify = batch.draft_clock.take(), batch.verify_clock.take()
         return StepRecord(
@@ -196,6 +219,7 @@ class Engine:
             admitted=sum(len(result.verified.tokens) for result in results.values()),
             accepted=sum(output.accepted for output in outputs),
             committed=sum(len(output.tokens) for output in outputs),
+            preempted=preempted,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             used_blocks=self.scheduler.allocator.used,

@@ -352,6 +352,7 @@ class SimulatedEngine:
             admitted=counts["admitted"],
             accepted=counts["accepted"],
             committed=sum(len(output.tokens) for output in outputs),
+            preempted=len(plan.preempted),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             used_blocks=self.scheduler.allocator.used,

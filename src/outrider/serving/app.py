@@ -3,8 +3,9 @@
     request -> schema -> prompt tokens -> `Worker.submit` -> outputs -> chunks of events, or one answer
 
 A client that goes away frees its requests after the engine's step. Errors have OpenAI's body: 400 for what is asked
-wrongly, 401 without the key, 404 for an unknown model, 413 and 408 for bodies too large or too slow, 429 while the
-queue is full, 503 when the engine does not run. Source of fields and events: OpenAI's API reference; vLLM 0.32.
+wrongly, 401 without the key, 404 for an unknown model, 413 and 408 for bodies too large or too slow, 415 for compressed
+ones and those that are not JSON, 429 while the queue is full, 503 when the engine does not run. Source of fields and
+events: OpenAI's API reference; vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -54,11 +56,13 @@ class Limits:
     Args:
         max_new_tokens: of a response; None: as many as the target's context and the engine's KV blocks hold.
         body_bytes, body_seconds: of a request's body, and until all of it has come.
+        unread_seconds: until a client that does not read its answer is cut off.
     """
 
     max_new_tokens: int | None = None
     body_bytes: int = 4 * 2**20
     body_seconds: float = 30.0
+    unread_seconds: float = 60.0
 
 
 class Server:
@@ -397,6 +401,7 @@ def create_app(server: Server, api_key: str | None = None) -> FastAPI:
 
     # No pages of documentation: they would load scripts from elsewhere. /openapi.json is there.
     app = FastAPI(title="Outrider", version=version("outrider"), lifespan=running, docs_url=None, redoc_url=None)
+    app.router.route_class = JSONRoute
     app.add_middleware(Guard, limits=server.limits, api_key=api_key)
     _add_errors(app, server)
 
@@ -542,8 +547,44 @@ def _add_errors(app: FastAPI, server: Server) -> None:
         return _refusal(503 if server.worker.failure else 500, str(error))
 
 
+class JSONRoute(APIRoute):
+    """A route whose JSON bodies give each field once: of two values one would be ignored."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See FastAPI's `APIRoute`."""
+        handle = super().get_route_handler()
+
+        async def handle_json(http: Request) -> Response:
+            kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if http.method == "POST" and kind != "application/json":
+                raise HTTPException(415, "the body must be JSON, and its Content-Type application/json.")
+            return await handle(_JSONRequest(http.scope, http.receive))
+
+        return handle_json
+
+
+class _JSONRequest(Request):
+    async def json(self) -> Any:
+        body = await self.body()
+        try:
+            return json.loads(body, object_pairs_hook=_fields_once)
+        except RecursionError:
+            raise HTTPException(400, "the values are nested too deeply.") from None
+        except ValueError as error:  # syntax, encoding, a number of thousands of digits
+            raise HTTPException(400, f"the body is not JSON: {error}.") from None
+
+
+def _fields_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise HTTPException(400, f"the field {name[:100]!r} is given twice.")
+        fields[name] = value
+    return fields
+
+
 class Guard:
-    """Refuses requests without the key, and bodies that are too large or come too slowly."""
+    """Refuses requests without the key, and bodies that are too large, come too slowly or are compressed."""
 
     def __init__(self, app: ASGIApp, limits: Limits, api_key: str | None) -> None:
         self.app, self.limits = app, limits
@@ -557,6 +598,12 @@ class Guard:
         key = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         if self._expected is not None and scope["path"] not in _OPEN_PATHS and not compare_digest(key, self._expected):
             await _refusal(401, "the key is missing or wrong: send Authorization: Bearer KEY.")(scope, receive, send)
+            return
+        encoding = next((value for name, value in scope["headers"] if name == b"content-encoding"), b"identity")
+        if encoding.lower() != b"identity":  # a few bytes could mean more than fits into memory
+            await _refusal(415, "compressed bodies are not read here: leave out Content-Encoding.")(
+                scope, receive, send
+            )
             return
         until, size, complete = time.monotonic() + self.limits.body_seconds, 0, False
 

@@ -7,7 +7,7 @@
 
 Drafts that the policy left out are not counted, as vLLM does not count what it does not schedule. Counters and
 histograms of several servers may be added up, and the gauges of requests too; `kv_cache_usage_perc` is a share of one
-server. Source of names and meanings: vLLM 0.32 (v1/metrics/loggers.py, v1/spec_decode/metrics.py).
+server. Source of names, meanings and buckets: vLLM 0.32 (v1/metrics/loggers.py, v1/spec_decode/metrics.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from outrider.engine.engine import Engine
 
 disable_created_metrics()  # gauges of the time at which each counter began: sums of them mean nothing
 
-_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
+_FIRST = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0),
+    *(80.0, 160.0, 640.0, 2560.0),
+)
+_GAP = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _LONG = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
@@ -119,13 +123,16 @@ class ServerMetrics:
         )
         self._prompts = self._counter("prompt_tokens", "Tokens of prompts.")
         self._generated = self._counter("generation_tokens", "Tokens generated.")
+        self._preempted = self._counter(
+            "num_preemptions", "Requests that gave up their KV blocks to be recomputed later."
+        )
         finished = self._counters("request_success", "Finished requests.", "finished_reason")
         self._finished = {
             reason: finished.labels(**self._labels, finished_reason=reason)
             for reason in (*get_args(FinishReason), "abort")
         }
-        self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
-        self._gap = self._histogram("inter_token_latency_seconds", "Between two rounds that gave tokens.", _SECONDS)
+        self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST)
+        self._gap = self._histogram("inter_token_latency_seconds", "Between two rounds that gave tokens.", _GAP)
         self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _LONG)
         self._queued = self._histogram("request_queue_time_seconds", "From arrival to the engine's batch.", _LONG)
         self._prompt_length = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
@@ -141,6 +148,7 @@ class ServerMetrics:
     def step(self, step: StepRecord) -> None:
         """A step of the engine."""
         self._rows.observe(step.tokens)
+        self._preempted.inc(step.preempted)
 
     def output(self, output: Output, record: RequestRecord, now: float) -> None:
         """What a step, which ended at `now`, gave a request; the record takes it, too."""

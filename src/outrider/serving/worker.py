@@ -90,9 +90,15 @@ class Worker:
         return self.failure is None and self._thread.is_alive()
 
     async def start(self) -> None:
-        """Start the thread."""
+        """Start the thread; on return the engine has warmed up.
+
+        Raises:
+            Exception: what the engine failed with.
+        """
         self._loop = asyncio.get_running_loop()
+        self._warm = self._loop.create_future()
         self._thread.start()
+        await self._warm
 
     async def stop(self) -> None:
         """End the thread after the step at hand; requests that have not finished end with an error."""
@@ -158,6 +164,8 @@ class Worker:
 
     def _run(self) -> None:
         try:
+            self.engine.warm_up()
+            self._call(_settle, self._warm, None)
             while self._take():
                 started = time.perf_counter()
                 outputs = self.engine.step()
@@ -220,6 +228,7 @@ class Worker:
     def _fail(self, error: Exception) -> None:
         """The engine cannot go on: all requests end with its error."""
         self.failure = error
+        _settle(self._warm, error)
         self._abandon(error)
 
     def _abandon(self, error: Exception) -> None:
