@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test fuzz test-all test-mlx test-engines test-llama-cpp soak mutants lint clean
+.PHONY: demo test fuzz test-all test-browser test-mlx test-engines test-llama-cpp soak mutants lint clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
@@ -21,12 +21,23 @@ test: $(READY)
 	$(PARALLEL)
 
 test-all: $(READY)
-	$(PARALLEL) -m 'not timed and not soak and not engine'
+	$(PARALLEL) -m 'not timed and not soak and not engine and not browser'
 	$(BIN)/python -m pytest -m timed
 
 # Every reader of files and servers' answers for ten minutes, on random changes; what fails is kept in the user's cache.
 fuzz: $(READY)
 	OUTRIDER_FUZZ_SECONDS=600 $(BIN)/python -m pytest tests/utils/test_readers.py -k changed
+
+# Pages in the machine's Chromium ($CHROMIUM, or found by name); where there is none, playwright fetches its own. With
+# OUTRIDER_PICTURES=DIR screenshots are written there.
+test-browser: $(VENV)/.browser
+	$(BIN)/python -m pytest -m browser
+
+$(VENV)/.browser: $(READY)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[browser]'
+	test -n "$$CHROMIUM" || command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null || \
+		$(BIN)/python -m playwright install --with-deps chromium
+	touch $@
 
 # MLX has an environment of its own, kept in the user's cache. With Debian's libopenblas0-pthread its products on Linux
 # are many times as fast as with the BLAS in its wheel.

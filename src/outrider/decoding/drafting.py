@@ -91,7 +91,7 @@ class Drafting:
 
     Args:
         drafter: None for plain decoding.
-        policy: decides on what is drafted here; it is only checked.
+        policy: decides on what is drafted here; it is only checked and asked for its reasons.
         gate: which requests draft at all; every one by default.
 
     Raises:
@@ -99,7 +99,7 @@ class Drafting:
     """
 
     def __init__(self, drafter: Drafter | None, policy: Policy, gate: DraftGate | None = None) -> None:
-        self.drafter, self.gate = drafter, gate or AlwaysDraft()
+        self.drafter, self.policy, self.gate = drafter, policy, gate or AlwaysDraft()
         if policy.min_confidence > 0 and not isinstance(self.gate, AlwaysDraft):
             raise ValueError(
                 f"{policy} ends drafts at its min_confidence, so a gate would learn from the better ones only: "
@@ -110,6 +110,7 @@ class Drafting:
         self.beliefs = None if self.copies is None else Beliefs(1, _MATCHED)
         self._found: dict[str, Copy] = {}  # copies of the round, taken or not
         self._taken: set[str] = set()
+        self._depths: dict[str, int] = {}  # of the round, by the gate
 
     def open(self, state: RequestState) -> None:
         """Begin a request's session."""
@@ -128,6 +129,7 @@ class Drafting:
         drafts: list[Draft] = [Draft.empty() for _ in turns]
         able = [i for i, turn in enumerate(turns) if turn.limit > 0 and turn.id not in failed]
         self._taken.clear()
+        self._depths.clear()
         self._found = self._look_up([turns[i] for i in able])
         if self.drafter is None or not able:
             return drafts, 0
@@ -138,7 +140,9 @@ class Drafting:
             other_requests=len(turns) - len(able),
         )
         view = replace(view, copied_RK=self._copied_RK([turns[i].id for i in able]))
-        limits = {i: min(turns[i].limit, depth) for i, depth in zip(able, self.gate.depths(view).tolist(), strict=True)}
+        depths = self.gate.depths(view).tolist()
+        limits = {i: min(turns[i].limit, depth) for i, depth in zip(able, depths, strict=True)}
+        self._depths = {turns[i].id: depth for i, depth in zip(able, depths, strict=True)}
         chosen = [i for i in able if limits[i]]
         for i in able:
             if not limits[i] and (copy := self._found.get(turns[i].id)) is not None:
@@ -193,6 +197,38 @@ class Drafting:
         groups_N, prior_N1 = _kinds(np.array(matched, dtype=np.int64))
         right_N = np.array(right, dtype=np.int64)
         self.beliefs.record(ids, np.ones_like(right_N), right_N, groups_R=groups_N, confidences_RK=prior_N1)
+
+    def copied(self, id: str) -> bool:
+        """Whether the draft of this request was a copy in this round."""
+        return id in self._taken
+
+    def reason(
+        self, turn: Turn, result: RoundResult, *, left: int, view: StepView, lengths_R: Ints, request: int
+    ) -> str:
+        """Why no more drafts of a request were verified in this round, for people.
+
+        Args:
+            left: tokens that the request could still commit before the round.
+            lengths_R: verified drafts of all requests of the round, of which this is number `request`.
+        """
+        drafted, depth, drafter = len(result.draft.tokens), self._depths.get(turn.id, 0), self.drafter
+        if len(result.verified.tokens) < drafted:
+            return self.policy.reason(view, lengths_R, request)
+        if drafter is None:
+            return "there is no drafter"
+        if self.copied(turn.id):
+            if drafted in (turn.limit, left - 1) or (self.copies is not None and drafted == self.copies.gamma):
+                return "the copy has as many tokens as a round may draft"
+            return "the rest of the copy promised too little" if drafted else "the copy promised too little"
+        if not depth:
+            return "the gate expected more tokens per second without a draft"
+        if drafted and drafted in (turn.limit, left - 1):
+            return "no more drafts fit the request or the step"
+        if drafted and drafted == depth < drafter.own_gamma:
+            return f"the gate asked for {depth} drafts"
+        if self.policy.min_confidence > 0 and drafted < drafter.own_gamma:
+            return f"draft {drafted + 1} had a confidence below {self.policy.min_confidence:g}, so it was not drawn"
+        return "the whole draft was verified" if drafted else "the drafter had nothing to propose"
 
     def _look_up(self, turns: Sequence[Turn]) -> dict[str, Copy]:
         """What these requests may copy, by id."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from outrider.decoding.drafting import Drafting, Turn
 from outrider.decoding.request import FinishReason, RequestState, StopRules
-from outrider.decoding.round import RoundResult, run_round
+from outrider.decoding.round import Origin, RoundResult, run_round
 from outrider.drafters.base import Drafter, draft_slots
 from outrider.drafters.draft import Draft
 from outrider.sampling import Randomness, RandomSource, SamplingParams
@@ -24,8 +23,6 @@ from outrider.scheduling.policies import FixedPolicy, Policy, StepView
 from outrider.target.model import DecodingTarget
 from outrider.utils.measure import Clock
 from outrider.verification import TargetRows, TypicalAcceptance
-
-Origin = Literal["draft", "correction", "bonus"]
 
 
 @dataclass(frozen=True)
@@ -234,16 +231,10 @@ def stream(
                 confidences=tuple(whole.confidences) if whole.is_chain else (),
                 depth=None if whole.is_chain else reach,
             )
-            yield Chunk(tokens, _origins(result, len(tokens)), text, stats=stats, finish=finish, seed=batch.state.seed)
+            yield Chunk(tokens, result.origins[: len(tokens)], text, stats=stats, finish=finish, seed=batch.state.seed)
             started = time.perf_counter()
     finally:
         batch.end()
-
-
-def _origins(result: RoundResult, count: int) -> list[Origin]:
-    own: Origin = "correction" if result.rejected else "bonus"
-    drafts: list[Origin] = ["draft"] * result.verdict.accepted
-    return [*drafts, own][:count]
 
 
 def generate(

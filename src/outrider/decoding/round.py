@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from outrider.drafters.draft import Draft
 from outrider.sampling import RandomSource
@@ -42,6 +42,9 @@ class Batch(Protocol):
         ...
 
 
+Origin = Literal["draft", "correction", "bonus"]
+
+
 @dataclass(frozen=True)
 class RoundResult:
     """A request's share of a round: its draft in full, the nodes of it that the target verified, and the verdict."""
@@ -59,6 +62,12 @@ class RoundResult:
     def rejected(self) -> bool:
         """Whether drafts were tried where the path ends: the next token then is a correction, else a bonus."""
         return bool(self.verified.children(self.verdict.path[-1] if self.verdict.path else -1))
+
+    @property
+    def origins(self) -> list[Origin]:
+        """Where each of `tokens` comes from; a bonus is also what plain decoding gives."""
+        own: Origin = "correction" if self.rejected else "bonus"
+        return [*["draft"] * self.verdict.accepted, own]  # type: ignore[list-item]
 
 
 def run_round(batch: Batch, policy: Policy, typical: TypicalAcceptance | None = None) -> list[RoundResult]:

@@ -217,3 +217,10 @@ class ChainHeads:
         temperature = 1.0 if self.temperatures is None else self.temperatures[k]
         offset = 0.0 if self.offsets is None else self.offsets[k]
         return (logit_N / temperature + offset).sigmoid()
+
+    def uncalibrated(self, confidence: float, k: int) -> float:
+        """The confidence at position k, counted from 0, that `calibrated` made `confidence` of."""
+        temperature = 1.0 if self.temperatures is None else self.temperatures[k]
+        offset = 0.0 if self.offsets is None else self.offsets[k]
+        logit = torch.tensor(confidence, dtype=torch.float64).logit(eps=1e-9)  # float32 sigmoids reach 0 and 1
+        return float(((logit - offset) * temperature).sigmoid())

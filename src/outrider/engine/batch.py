@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.decoding.drafting import Drafting, Turn
 from outrider.decoding.request import FinishReason, RequestState, StopRules
 from outrider.decoding.round import RoundResult
+from outrider.decoding.trace import RoundTrace, Source, trace_round
 from outrider.drafters.draft import Draft
 from outrider.engine.scheduler import Progress, StepPlan
 from outrider.sampling import RandomSource, SamplingParams, at_least_float32
@@ -29,7 +31,8 @@ class Request:
     its seed and on how many drafts were verified in each step, which company may change.
 
     `most_drafts`: draft tokens of a step, 0 for plain decoding; None: as many as the drafter has. `logprobs`: its
-    outputs tell the log-probability of each token and of so many of the likeliest; None: nothing.
+    outputs tell the log-probability of each token and of so many of the likeliest; None: nothing. `trace`: its outputs
+    tell what each round did, draft by draft.
     """
 
     id: str
@@ -38,6 +41,7 @@ class Request:
     rules: StopRules = field(default_factory=StopRules)
     most_drafts: int | None = None
     logprobs: int | None = None
+    trace: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Output:
 
     `seed`: what it is sampled with; None where another engine does not say. `error`: what ended it, where `finish` is
     "error". `verified` drafts were judged by the target in this step and `accepted` of them, those behind a stop left
-    out; 0 where another engine does not say. `logprobs`: of its tokens, where the request asked for them.
+    out; 0 where another engine does not say. `logprobs`, `trace`: of its tokens, where the request asked for them.
     """
 
     id: str
@@ -69,6 +73,7 @@ class Output:
     verified: int = 0
     accepted: int = 0
     logprobs: list[TokenLogprob] | None = None
+    trace: RoundTrace | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,7 @@ class StepBatch:
     Args:
         states, progress: of every request in the plan.
         failed: requests that end with this step, and why; those whose drafting fails join them.
+        traced: requests of which `trace` will be asked, and the number of this round of theirs.
     """
 
     def __init__(
@@ -127,8 +133,9 @@ class StepBatch:
         states: Mapping[str, RequestState],
         progress: Mapping[str, Progress],
         failed: dict[str, Exception],
+        traced: Mapping[str, int],
     ) -> None:
-        self.target, self.kv, self.drafting = target, kv, drafting
+        self.target, self.kv, self.drafting, self.traced = target, kv, drafting, traced
         self.work, self.states, self.progress, self.failed = plan.work, states, progress, failed
         self.deciding = [work for work in plan.work if work.decodes]
         self.ids = [work.id for work in self.deciding]
@@ -140,6 +147,8 @@ class StepBatch:
         self._view: StepView | None = None
         self._first_row: dict[str, int] = {}
         self._logits: dict[str, Tensor] = {}
+        self._verified: Sequence[Draft] = ()
+        self._compared: dict[str, dict[int, Tensor]] = {}  # rows that verification read, of traced requests
 
     @property
     def sources(self) -> Sequence[RandomSource]:
@@ -159,6 +168,7 @@ class StepBatch:
 
     def score(self, drafts: Sequence[Draft]) -> list[TargetRows]:
         """The step's one target forward, prefill included."""
+        self._verified = drafts
         draft_of = dict(zip(self.ids, drafts, strict=True))
         empty = Draft.empty()
         spans = []
@@ -188,6 +198,9 @@ class StepBatch:
             likeliest = None if likeliest_N is None else likeliest_N[own]
             self._logits[id] = logits_NV[own]
             rows.append(self.states[id].target_rows(logits_NV[own], draft, likeliest))
+            if id in self.traced:
+                self._compared[id] = {}
+                rows[-1] = replace(rows[-1], row=_kept_in(self._compared[id], rows[-1].row))
             first = own.stop
         return rows
 
@@ -201,6 +214,41 @@ class StepBatch:
             TokenLogprob(one, list(zip(top_ids, top, strict=True)))
             for one, top_ids, top in zip(own, ids, values, strict=True)
         ]
+
+    def trace(self, id: str, result: RoundResult, tokens: Sequence[int]) -> RoundTrace:
+        """Of the round of a request that committed `tokens`."""
+        place, view, drafting = self.ids.index(id), self._view, self.drafting
+        assert view is not None, "the policy was asked"
+        source: Source | None = None
+        if result.draft.tokens:
+            source = "copy" if drafting.copied(id) else "drafter"
+        heads = None if drafting.drafter is None or drafting.drafter.trees else drafting.drafter.heads
+        return trace_round(
+            result,
+            tokens,
+            self._logits[id],
+            compared=self._compared[id],
+            number=self.traced[id],
+            source=source,
+            reason=self._reason(place, result, view, committed=len(tokens)),
+            raw=None if heads is None else heads.uncalibrated,
+            believed=view.confidences_RK[place].tolist(),
+        )
+
+    def _reason(self, place: int, result: RoundResult, view: StepView, committed: int) -> str:
+        """Why no more drafts of the request were verified."""
+        turn, work = self.turns[place], self.deciding[place]
+        left = turn.state.remaining + committed
+        if turn.limit > 0:
+            lengths_R = np.array([len(draft.tokens) for draft in self._verified])
+            return self.drafting.reason(turn, result, left=left, view=view, lengths_R=lengths_R, request=place)
+        if self.drafting.drafter is None:
+            return "there is no drafter"
+        if self.progress[turn.id].most_drafts == 0:
+            return "the request asked for no drafts"
+        if work.prefill or self.traced[turn.id] == 1:
+            return "the prompt was read in this step, and drafts begin behind its first token"
+        return "only one more token could come" if left == 1 else "the step had no rows or KV blocks left for drafts"
 
     def close(self, kept: Mapping[str, list[int]], results: Mapping[str, RoundResult]) -> None:
         """Move the keys that stay together, note their rows for the drafter, and remember what became of the drafts.
@@ -225,3 +273,13 @@ class StepBatch:
             self.drafting.committed(state, state.tokens[cached - len(rows) : cached], aux_TLD)
         with self.draft_clock:
             self.drafting.read_overdue([self.states[id] for id in kept])
+
+
+def _kept_in(kept: dict[int, Tensor], row: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    """`row`, whose results stay in `kept`."""
+
+    def kept_row(k: int) -> Tensor:
+        kept[k] = row(k)
+        return kept[k]
+
+    return kept_row

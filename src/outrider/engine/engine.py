@@ -63,6 +63,7 @@ class Engine:
         self.last: StepRecord | None = None
         self._states: dict[str, RequestState] = {}
         self._logprobs: dict[str, int] = {}  # of requests that ask for them
+        self._traced: dict[str, int] = {}  # rounds of requests that ask for traces, this one included
 
     @property
     def idle(self) -> bool:
@@ -96,6 +97,8 @@ class Engine:
         self._states[request.id] = state
         if request.logprobs is not None:
             self._logprobs[request.id] = request.logprobs
+        if request.trace:
+            self._traced[request.id] = 1
 
     def cancel(self, id: str) -> bool:
         """Drop a request between two steps and free all it holds; False where there is none of that id."""
@@ -133,6 +136,7 @@ class Engine:
             states=self._states,
             progress=self.scheduler.running,
             failed=failed,
+            traced=self._traced,
         )
         results: dict[str, RoundResult] = {}
         if batch.deciding:
@@ -175,6 +179,10 @@ class Engine:
         if result is not None and error is None:
             try:
                 tokens, text, finish = state.commit(result.tokens)
+                trace = None
+                if id in self._traced:
+                    trace = batch.trace(id, result, tokens)
+                    self._traced[id] += 1
                 return Output(
                     id,
                     tokens,
@@ -184,6 +192,7 @@ class Engine:
                     verified=len(result.verified.tokens),
                     accepted=min(result.verdict.accepted, len(tokens)),
                     logprobs=None if count is None else batch.logprobs(id, result.verdict, tokens, count=count),
+                    trace=trace,
                 )
             except Exception as raised:
                 error = raised
@@ -193,6 +202,7 @@ class Engine:
         self.drafting.close(self._states[id])
         del self._states[id]
         self._logprobs.pop(id, None)
+        self._traced.pop(id, None)
         self.scheduler.remove(id)
         self.drafting.forget(id)
 

@@ -168,6 +168,14 @@ class Policy(Protocol):
         """How many of its draft tokens each request has verified, [R]."""
         ...
 
+    def reason(self, view: StepView, lengths_R: Ints, request: int) -> str:
+        """Why the draft behind the verified ones of this request is left out, for people.
+
+        Args:
+            lengths_R: what `lengths` gave for this view.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class FixedPolicy:
@@ -182,6 +190,9 @@ class FixedPolicy:
 
     def lengths(self, view: StepView) -> Ints:
         return view.drafted_R if self.length is None else np.minimum(view.drafted_R, self.length)
+
+    def reason(self, view: StepView, lengths_R: Ints, request: int) -> str:
+        return f"the policy verifies {self.length} drafts of a request"
 
 
 @dataclass(frozen=True)
@@ -211,6 +222,11 @@ class ThresholdPolicy:
         lengths_R: Ints = np.logical_and.accumulate(passing_RK, axis=1).sum(axis=1)
         return lengths_R
 
+    def reason(self, view: StepView, lengths_R: Ints, request: int) -> str:
+        place = int(lengths_R[request])
+        own_RK = view.confidences_RK if view.own_RK is None else view.own_RK
+        return f"confidence {own_RK[request, place]:.2f} of draft {place + 1} is below the threshold {self.threshold:g}"
+
 
 @dataclass(frozen=True)
 class CostPolicy:
@@ -218,6 +234,18 @@ class CostPolicy:
 
     cost: StepCost
     min_confidence: ClassVar[float] = 0.0
+    chosen: ClassVar[str] = ""  # what decides instead, where a step's own figures do not
+
+    def reason(self, view: StepView, lengths_R: Ints, request: int) -> str:
+        survival_RK, place = view.survival_RK(), int(lengths_R[request])
+        verified_RK = np.arange(survival_RK.shape[1]) < lengths_R[:, None]
+        tokens, more = len(lengths_R) + survival_RK[verified_RK].sum(), survival_RK[request, place]
+        seconds_2 = step_seconds(self.cost, view, lengths_R.sum() + np.arange(2))
+        return (
+            f"draft {place + 1} is expected to be accepted with probability {more:.2f} and costs "
+            f"{1000 * (seconds_2[1] - seconds_2[0]):.1f} ms more: {tokens / seconds_2[0]:.1f} tokens/s of the step "
+            f"without it, {(tokens + more) / seconds_2[1]:.1f} with it{self.chosen}"
+        )
 
 
 class CausalPolicy(CostPolicy):
@@ -265,6 +293,8 @@ class AsyncScheduler(CausalPolicy):
     step drafted nothing, `expected_K` takes its place. In the first step each draft gets one token.
     """
 
+    chosen: ClassVar[str] = "; the number of drafts was chosen from the confidences of two steps ago"
+
     def admitted(self, view: StepView, survival_RK: Floats, order_N: Ints) -> int:
         """See `CausalPolicy`; independent of this step's confidences."""
         drafting = int(np.count_nonzero(view.drafted_R))
@@ -298,6 +328,8 @@ def _earlier_survival(view: StepView) -> Floats | None:
 
 class GoodputPolicy(CostPolicy):
     """TurboSpec's goodput: the common length with most expected tokens per second; 1 before anything is known."""
+
+    chosen: ClassVar[str] = "; the length, one for all requests, was chosen from earlier steps"
 
     def lengths(self, view: StepView) -> Ints:
         view.survival_RK()  # refuses trees without confidences: nothing would ever be known of them

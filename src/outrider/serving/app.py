@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from hmac import compare_digest
 from importlib.metadata import version
 from itertools import accumulate
@@ -27,15 +27,17 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.data.chat import render, template_of
+from outrider.decoding.request import TextStream
 from outrider.engine.batch import Output, TokenLogprob
 from outrider.engine.batch import Request as EngineRequest
+from outrider.serving.inspector import page, trace_json, watched
 from outrider.serving.schema import (
     ChatRequest,
     CompletionRequest,
@@ -45,7 +47,9 @@ from outrider.serving.schema import (
 from outrider.serving.tools import ToolCall, ToolCallParser, format_of
 from outrider.serving.worker import Overloaded, Submission, Unavailable, Worker
 
-_OPEN_PATHS = ("/health", "/metrics", "/version")  # asked by probes, which have no key
+_OPEN_PATHS = ("/health", "/metrics", "/version", "/")  # asked by probes and browsers, which have no key
+_MOST_WATCHES = 16  # listeners to the engine's steps
+_KEPT_PIECES = 2**16  # texts of single tokens
 _GONE = 499  # what nginx calls a client that has closed its connection; nobody reads it
 
 
@@ -72,6 +76,10 @@ class Server:
         name: of the model, as clients ask for it.
         thinking: what chat templates are told where a request does not say.
 
+    Attributes:
+        piece: from a token to its own text.
+        closing: whether the process that serves is to end, which ends what would go on for ever.
+
     Raises:
         ValueError: the target has no tokenizer.
     """
@@ -85,6 +93,8 @@ class Server:
         self.started = int(time.time())
         # One thread: a long prompt must not hold up the others' events, and tokenizers are not for several at once.
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+        self.piece = lru_cache(_KEPT_PIECES)(lambda token: str(self.tokenizer.decode([token])))
+        self.closing: Callable[[], bool] = lambda: False
 
     def check_model(self, model: str) -> None:
         """Raises: HTTPException: it is another one than is served."""
@@ -143,11 +153,13 @@ class Server:
 
 @dataclass
 class Choice:
-    """One response of an answer; `calls`: where tools are offered."""
+    """One response of an answer; `calls`: where tools are offered; `traced`: its tokens' texts, where it is traced."""
 
     index: int
     prompt: list[int]
     parser: ToolCallParser | None
+    traced: TextStream | None = None
+    trace: list[dict[str, Any]] = field(default_factory=list)
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
@@ -204,11 +216,15 @@ class Answer(ABC):
         """
         async for output in submission:
             _check(output)
-            self.choices[output.id].add(output)
+            choice = self.choices[output.id]
+            choice.add(output)
+            choice.trace += self._trace(choice, output)
         choices = []
         for choice in self.choices.values():
             ids = {"token_ids": choice.tokens, "prompt_token_ids": choice.prompt} if self.asked.return_token_ids else {}
-            told = {"logprobs": self._logprobs(choice, 0), "finish_reason": choice.finish}
+            told: dict[str, Any] = {"logprobs": self._logprobs(choice, 0), "finish_reason": choice.finish}
+            if choice.traced is not None:
+                told["trace"] = choice.trace
             choices.append({"index": choice.index, **self.whole(choice), **told, **ids})
         return {**self._head(self.kind), "choices": choices, **self._closing(submission)}
 
@@ -225,7 +241,7 @@ class Answer(ABC):
                 choice = self.choices[output.id]
                 calls_before = len(choice.calls)
                 text, calls = choice.add(output)
-                always = self.asked.return_token_ids or self.asked.wanted_logprobs is not None
+                always = self.asked.return_token_ids or self.asked.wanted_logprobs is not None or self.asked.trace
                 if not (text or calls or choice.finish or (output.tokens and always)):
                     continue  # the text is held back: it may be the beginning of a stop string or a tool call
                 part = self.part(text, [_shown(call, calls_before + i, True) for i, call in enumerate(calls)])
@@ -242,6 +258,8 @@ class Answer(ABC):
             ids = {"token_ids": output.tokens}
             if len(choice.tokens) == len(output.tokens):  # the first
                 ids["prompt_token_ids"] = choice.prompt
+        if choice.traced is not None and output is not None:
+            ids["trace"] = self._trace(choice, output)
         usage = {"usage": self._usage()} if options.include_usage and options.continuous_usage_stats else {}
         finish = None if output is None else choice.finish
         logprobs = None if output is None else self._logprobs(choice, len(choice.tokens) - len(output.tokens))
@@ -256,9 +274,15 @@ class Answer(ABC):
     def _logprobs(self, choice: Choice, first: int) -> dict[str, Any] | None:
         return None if self.asked.wanted_logprobs is None else self.logprobs(choice, first)
 
-    def _piece(self, token: int) -> str:
-        """A token's own text."""
-        return str(self.server.tokenizer.decode([token]))
+    def _trace(self, choice: Choice, output: Output) -> list[dict[str, Any]]:
+        """The round of an output, where it was asked for."""
+        if choice.traced is None or output.trace is None:
+            return []
+        texts = []
+        for place, token in enumerate(output.tokens, 1):
+            choice.traced.push(token)
+            texts.append(choice.traced.release(final=output.finish is not None and place == len(output.tokens)))
+        return [trace_json(output.trace, texts, self.server.piece)]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.server.name}
@@ -288,12 +312,12 @@ class CompletionAnswer(Answer):
         return {"text": text}
 
     def logprobs(self, choice: Choice, first: int) -> dict[str, Any]:
-        pieces, told = [self._piece(token) for token in choice.tokens[first:]], choice.logprobs[first:]
+        pieces, told = [self.server.piece(token) for token in choice.tokens[first:]], choice.logprobs[first:]
         *offsets, choice.offset = accumulate((len(piece) for piece in pieces), initial=choice.offset)
         return {
             "tokens": pieces,
             "token_logprobs": [one.logprob for one in told],
-            "top_logprobs": [{self._piece(token): value for token, value in one.top} for one in told],
+            "top_logprobs": [{self.server.piece(token): value for token, value in one.top} for one in told],
             "text_offset": offsets,
         }
 
@@ -315,7 +339,7 @@ class ChatAnswer(Answer):
 
     def logprobs(self, choice: Choice, first: int) -> dict[str, Any]:
         def shown(token: int, value: float) -> dict[str, Any]:
-            piece = self._piece(token)
+            piece = self.server.piece(token)
             return {"token": piece, "logprob": value, "bytes": list(piece.encode())}
 
         pairs = zip(choice.tokens[first:], choice.logprobs[first:], strict=True)
@@ -420,6 +444,19 @@ def create_app(server: Server, api_key: str | None = None) -> FastAPI:
         prompt = await server.tokens_of_chat(asked, tools)
         return await respond(http, *_prepare(server, asked, [prompt], tools=tools))
 
+    @app.get("/", include_in_schema=False)
+    async def inspector() -> Response:
+        html, allowed = page()
+        return HTMLResponse(html, headers={"Content-Security-Policy": allowed, "Referrer-Policy": "no-referrer"})
+
+    @app.get("/inspector/events", include_in_schema=False)
+    async def inspector_events() -> Response:
+        if len(server.worker.watches) >= _MOST_WATCHES:
+            raise HTTPException(429, f"{_MOST_WATCHES} listen already.")
+        about = {"model": server.name, "version": version("outrider")}
+        events = watched(server.worker.watches, server.worker.engine, about, closing=server.closing)
+        return StreamingResponse((_data(event) async for event in events), media_type="text/event-stream")
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         model = {"id": server.name, "object": "model", "created": server.started, "owned_by": "outrider"}
@@ -489,10 +526,12 @@ def _prepare(
                 rules=rules,
                 most_drafts=asked.most_drafts,
                 logprobs=asked.wanted_logprobs,
+                trace=asked.trace,
             )
         )
         parser = None if format is None else ToolCallParser(format, tools)
-        choices[requests[-1].id] = Choice(index, prompt, parser)
+        traced = TextStream(server.tokenizer) if asked.trace else None
+        choices[requests[-1].id] = Choice(index, prompt, parser, traced=traced)
     return kind(server, asked, id, choices), requests
 
 

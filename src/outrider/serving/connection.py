@@ -24,7 +24,7 @@ _MOST_PIPELINED = 2**16  # bytes that may come behind a request before it is ans
 
 def http_server(server: Server, api_key: str | None = None, *, host: str, port: int) -> uvicorn.Server:
     """The server at an address; `run` it, or run it with sockets of one's own."""
-    return uvicorn.Server(
+    running = uvicorn.Server(
         uvicorn.Config(
             create_app(server, api_key),
             host=host,
@@ -36,6 +36,8 @@ def http_server(server: Server, api_key: str | None = None, *, host: str, port: 
             timeout_graceful_shutdown=_STOP_SECONDS,
         )
     )
+    server.closing = lambda: running.should_exit
+    return running
 
 
 def _connection(limits: Limits) -> type[H11Protocol]:

@@ -64,6 +64,7 @@ class _Sampled(_Fields):
     return_token_ids: bool = False
     speculative: Literal["off", "auto"] = "auto"
     max_draft_tokens: int | None = Field(None, ge=0)  # of a round; None: as many as the drafter has
+    trace: bool = False  # the answer tells every round
 
     user: str = ""
     metadata: dict[str, Any] = {}

@@ -20,6 +20,7 @@ from threading import Thread
 
 from outrider.engine.batch import Output, Request, StepRecord
 from outrider.engine.engine import Engine
+from outrider.serving.inspector import Watch
 from outrider.serving.metrics import RequestRecord, ServerMetrics
 
 _REMEMBERED = 32  # finished requests, from whose times a client is told when to come again
@@ -75,10 +76,13 @@ class Worker:
 
     Args:
         most_waiting: requests that may wait for a place among the engine's `max_requests`.
+
+    `watches` are told of every step.
     """
 
     def __init__(self, engine: Engine, metrics: ServerMetrics, most_waiting: int) -> None:
         self.engine, self.metrics, self.most_waiting = engine, metrics, most_waiting
+        self.watches: set[Watch] = set()
         self.failure: Exception | None = None
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._thread = Thread(target=self._run, name="engine", daemon=True)
@@ -214,6 +218,8 @@ class Worker:
                 submission.records[id].begin(started)
         if step is not None:
             self.metrics.step(step)
+            for watch in self.watches:
+                watch.add(step, outputs)
         for output in outputs:
             submission_of = self._live.get(output.id)
             if submission_of is None:

@@ -1,0 +1,99 @@
+"""What the inspector costs: throughput of the same streamed chats as they are, watched, and traced.
+
+    plain      neither
+    watched    while GET /inspector/events is read
+    traced     while it is read, with "trace": true in every request
+
+All three are taken in every round, each first as often as the others, against one server. Tokens per second are of the
+whole: all users' tokens over the seconds from the first request to the last token, at temperature 0 with `speculative`
+on. A round's ratios to its own plain run are what is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import httpx
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from outrider.utils.measure import machine, versions
+
+KINDS = ("plain", "watched", "traced")
+PROMPTS = ("Name three rivers.", "What is 7 + 5?", "Describe a sea.", "Count to 20.", "Tell a story.", "Explain rain.")
+
+
+def run(url: str, kind: str, users: int, tokens: int) -> float:
+    """Tokens per second of one run: every user asks once for exactly `tokens` tokens."""
+
+    def ask(user: int) -> None:
+        messages = [{"role": "user", "content": PROMPTS[user % len(PROMPTS)]}]
+        body = {"messages": messages, "temperature": 0, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        answer = httpx.stream(
+            "POST", f"{url}/v1/chat/completions", json=body | {"trace": kind == "traced"}, timeout=600
+        )
+        with answer as lines:
+            lines.raise_for_status()
+            for _ in lines.iter_raw():
+                pass
+
+    over = Event()
+    watching = Thread(target=watch, args=(url, over))
+    if kind != "plain":
+        watching.start()
+    started = time.perf_counter()
+    with ThreadPoolExecutor(users) as pool:
+        list(pool.map(ask, range(users)))
+    seconds = time.perf_counter() - started
+    over.set()
+    if kind != "plain":
+        watching.join()
+    return users * tokens / seconds
+
+
+def watch(url: str, over: Event) -> None:
+    """Read the events of the live panel until `over`."""
+    with httpx.stream("GET", f"{url}/inspector/events", timeout=60) as events:
+        for _ in events.iter_lines():
+            if over.is_set():
+                return
+
+
+def main() -> None:
+    """Measure a running server."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of a running outrider serve")
+    parser.add_argument("--users", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=64, help="of a response")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    run(options.url, "traced", options.users, tokens=16)  # what is computed once is computed now
+    found: list[dict[str, float]] = []
+    for number in range(options.rounds):
+        turn = [KINDS[(number + i) % 3] for i in range(3)]
+        found.append({kind: run(options.url, kind, options.users, tokens=options.tokens) for kind in turn})
+    table = Table("", "tokens/s", "of plain", "quartiles")
+    ratios: dict[str, Any] = {}
+    for kind in KINDS:
+        of_plain = [one[kind] / one["plain"] for one in found]
+        low, median, high = np.quantile(of_plain, (0.25, 0.5, 0.75)).tolist()
+        ratios[kind] = {"low": low, "median": median, "high": high}
+        speed = float(np.median([one[kind] for one in found]))
+        table.add_row(kind, f"{speed:.1f}", f"{median:.4f}", f"{low:.4f} to {high:.4f}")
+    Console().print(table)
+    if options.out:
+        settings = {"users": options.users, "tokens": options.tokens, "rounds": options.rounds}
+        written = {"settings": settings, "ratios": ratios, "runs": found, "machine": machine(), "versions": versions()}
+        options.out.write_text(json.dumps(written, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
