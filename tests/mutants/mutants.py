@@ -1281,8 +1281,42 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "target/few_rows.py",
-        "tests/target/test_few_rows.py",
+        "target/kernels.c",
+        "tests/target/test_kernels.py",
+        (
+            "kernels_bias_of_the_first_panel",
+            "every panel adds the bias of the first",
+            "matrix->bias[first + n]",
+            "matrix->bias[n]",
+        ),
+        (
+            "kernels_panel_not_moved_on",
+            "inputs behind the first block meet the weights of the first",
+            "matrix->weights + (p * in + k) * WIDTH",
+            "matrix->weights + p * in * WIDTH",
+        ),
+        (
+            "kernels_last_inputs_left_out",
+            "inputs behind a multiple of four are left out",
+            "for (; k < depth; k++) ADD(k);",
+            "",
+        ),
+        (
+            "kernels_keys_without_norm",
+            "keys are normed with the weights of queries",
+            "head < layer->heads ? layer->q_norm : layer->k_norm",
+            "layer->q_norm",
+        ),
+        (
+            "kernels_gate_and_up_swapped",
+            "the activation is taken of the other half",
+            "*up = gate + inner;",
+            "*up = gate; gate += inner;",
+        ),
+    ),
+    *_of(
+        "target/kernels.py",
+        "tests/target/test_kernels.py",
         (
             "few_rows_window_one_more",
             "a sliding window shows one cached position more",

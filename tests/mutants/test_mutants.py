@@ -21,12 +21,13 @@ def functions_of(path: Path) -> set[str]:
 
 
 def test_every_mutant_fits_the_code() -> None:
-    """Its old text is in its file exactly once, the file is Python with the new one, and its tests are there."""
+    """Its old text is in its file exactly once, Python stays Python with the new one, and its tests are there."""
     for mutant in MUTANTS:
         text = mutant.path(ROOT).read_text()
         broken = mutant.applied(text)
         assert broken != text, mutant.name
-        ast.parse(broken)
+        if mutant.file.endswith(".py"):
+            ast.parse(broken)
         path, _, function = mutant.tests.partition("::")
         assert (ROOT / path).is_file(), f"{mutant.name}: no tests {path}"
         assert not function or function in functions_of(ROOT / path), f"{mutant.name}: no test {mutant.tests}"

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-import outrider.target.few_rows as few_rows
+import outrider.target.kernels as kernels
 import outrider.target.paged as ragged
-from outrider.target.few_rows import few_rows_available
 from outrider.target.hf import ragged_attention
+from outrider.target.kernels import kernels_available
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, RaggedStep, Span
 from tests.toys.ragged import BLOCK, BLOCKS, RAGGED_AUX_LAYERS, ragged_difference, run_alone, run_ragged
@@ -29,7 +29,7 @@ def test_a_request_is_computed_as_if_it_were_alone(
     monkeypatch: pytest.MonkeyPatch, family: str, compiled: bool
 ) -> None:
     if not compiled:
-        monkeypatch.setattr(few_rows, "_compiled", lambda: None)
+        monkeypatch.setattr(kernels, "_compiled", lambda: None)
     difference = ragged_difference(toy_target(family))
     assert difference == 0.0 if family in LEAN else difference < 1e-5
 
@@ -106,11 +106,11 @@ def test_a_wrong_slot_or_mask_is_seen(
 def test_rows_that_see_the_future_are_seen_where_attention_is_compiled(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    if not few_rows_available(torch.float32, torch.device("cpu")):
+    if not kernels_available(torch.float32, torch.device("cpu")):
         pytest.skip("no C compiler here")
     target = toy_target(family)
     alone = run_alone(target)
-    monkeypatch.setattr(few_rows, "_sees", lambda rows, window: b"\1" * rows * rows)
+    monkeypatch.setattr(kernels, "_sees", lambda rows, window: b"\1" * rows * rows)
     assert ragged_difference(target, alone=alone) > 1e-3
 
 

@@ -12,7 +12,6 @@ Shapes: B sequences, T new tokens, S slots, D hidden, K kv heads, G queries per 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from outrider.target.attention import Branches, additive
 from outrider.target.cache import KVCache, KVLayer
-from outrider.target.few_rows import MOST_ROWS, FewRows, few_rows_available
+from outrider.target.kernels import MOST_ROWS, FewRows, LayerKernels, Norms, kernels_available
 from outrider.target.linear import PackedLinear
 from outrider.target.paged import RaggedStep
 
@@ -30,16 +29,38 @@ AuxOutput = tuple[Tensor, dict[int, Tensor]]  # normed last hidden states [B, T,
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class _Layer:
-    input_norm: Tensor
-    qkv: PackedLinear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: PackedLinear
-    post_norm: Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
+class Operators:
+    """A layer around its attention in PyTorch's operators, as `LayerKernels` where there are none."""
+
+    def __init__(
+        self,
+        qkv: PackedLinear,
+        o: PackedLinear,
+        gate_up: PackedLinear,
+        down: PackedLinear,
+        *,
+        norms: Norms,
+        heads: tuple[int, int],
+    ) -> None:
+        self.qkv, self.o, self.gate_up, self.down = qkv, o, gate_up, down
+        self.norms, self.heads = norms, heads
+
+    def before_attention(self, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+        T, E = cos_TE.shape
+        H, K = self.heads
+        norms = self.norms
+        qkv = self.qkv(F.rms_norm(hidden_TD, hidden_TD.shape[-1:], norms.input, norms.eps)).view(T, -1, E)
+        q, k, v = qkv.split((H, K, K), dim=1)
+        if norms.q is not None and norms.k is not None:
+            q, k = F.rms_norm(q, (E,), norms.q, norms.eps), F.rms_norm(k, (E,), norms.k, norms.eps)
+        qk = rotate(torch.cat((q, k), dim=1), cos_TE[:, None], sin_TE[:, None])
+        return torch.cat((qk, v), dim=1).view(T, -1)
+
+    def after_attention(self, attention_TD: Tensor, hidden_TD: Tensor) -> None:
+        hidden_TD += self.o(attention_TD)
+        normed = F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self.norms.post, self.norms.eps)
+        gate, up = self.gate_up(normed).chunk(2, dim=-1)
+        hidden_TD += self.down(F.silu(gate).mul_(up))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -89,19 +110,24 @@ class LeanDecoder:
         self.norm = decoder.norm.weight.detach()
         self.layers = [self._pack(layer) for layer in decoder.layers]
 
-    @staticmethod
-    def _pack(layer: Any) -> _Layer:
+    def _pack(self, layer: Any) -> LayerKernels | Operators:
         attn, mlp = layer.self_attn, layer.mlp
-        return _Layer(
-            input_norm=layer.input_layernorm.weight.detach(),
-            qkv=PackedLinear.fused(attn.q_proj, attn.k_proj, attn.v_proj),
-            q_norm=attn.q_norm.weight.detach() if hasattr(attn, "q_norm") else None,
-            k_norm=attn.k_norm.weight.detach() if hasattr(attn, "k_norm") else None,
-            o=PackedLinear.fused(attn.o_proj),
-            post_norm=layer.post_attention_layernorm.weight.detach(),
-            gate_up=PackedLinear.fused(mlp.gate_proj, mlp.up_proj),
-            down=PackedLinear.fused(mlp.down_proj),
+        linears = (
+            PackedLinear.fused(attn.q_proj, attn.k_proj, attn.v_proj),
+            PackedLinear.fused(attn.o_proj),
+            PackedLinear.fused(mlp.gate_proj, mlp.up_proj),
+            PackedLinear.fused(mlp.down_proj),
         )
+        norms = Norms(
+            input=layer.input_layernorm.weight.detach(),
+            post=layer.post_attention_layernorm.weight.detach(),
+            q=attn.q_norm.weight.detach() if hasattr(attn, "q_norm") else None,
+            k=attn.k_norm.weight.detach() if hasattr(attn, "k_norm") else None,
+            eps=self.eps,
+        )
+        heads = self.kv_heads * self.groups, self.kv_heads
+        own = [linear.matrix for linear in linears if linear.matrix is not None]
+        return LayerKernels(*own, norms=norms, heads=heads) if own else Operators(*linears, norms=norms, heads=heads)
 
     def forward(
         self,
@@ -116,7 +142,7 @@ class LeanDecoder:
         G, K, E = self.groups, self.kv_heads, self.head_dim
         few: FewRows | None = None
         mask: Tensor | None = None
-        if B == 1 and cache.pad_B is None and T <= MOST_ROWS and few_rows_available(self.embed.dtype, tokens_BT.device):
+        if B == 1 and cache.pad_B is None and T <= MOST_ROWS and kernels_available(self.embed.dtype, tokens_BT.device):
             # As the engine computes them (RaggedStep.attend): one block holds the whole cache.
             length = cache.length
             few = FewRows([0], [T], [length], blocks=[[0]], block_size=length + T, branches=[branches])
@@ -162,26 +188,17 @@ class LeanDecoder:
         G, K, E = self.groups, self.kv_heads, self.head_dim
         hidden = F.embedding(tokens_BT.reshape(-1), self.embed)
         cos, sin = self.rotary(hidden, positions_BT)  # [1 or B, T, E]
-        cos, sin = cos[:, :, None], signed_sin(sin)[:, :, None]
+        cos_TE, sin_TE = (x.expand(B, T, E).reshape(B * T, E) for x in (cos, signed_sin(sin)))
         captured: dict[int, Tensor] = {}
         if -1 in aux_layers:
-            captured[-1] = hidden.view(B, T, -1)
+            captured[-1] = hidden.view(B, T, -1).clone()
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(F.rms_norm(hidden, hidden.shape[-1:], layer.input_norm, self.eps))
-            qk, v = qkv.view(B, T, (G + 2) * K, E).split(((G + 1) * K, K), dim=2)
-            if layer.q_norm is not None:
-                q, k = qk.split((G * K, K), dim=2)
-                qk = torch.cat(
-                    (F.rms_norm(q, (E,), layer.q_norm, self.eps), F.rms_norm(k, (E,), layer.k_norm, self.eps)), dim=2
-                )
-            qk = rotate(qk, cos, sin).transpose(1, 2)
-            out = attention(index, qk[:, : G * K], qk[:, G * K :], v.transpose(1, 2))
-            out = out.transpose(1, 2).reshape(B * T, G * K * E)
-            hidden = hidden + layer.o(out)
-            gate, up = layer.gate_up(F.rms_norm(hidden, hidden.shape[-1:], layer.post_norm, self.eps)).chunk(2, dim=-1)
-            hidden = hidden + layer.down(F.silu(gate).mul_(up))
+            qkv = layer.before_attention(hidden, cos_TE, sin_TE).view(B, T, (G + 2) * K, E).transpose(1, 2)
+            q, k, v = qkv.split((G * K, K, K), dim=1)
+            out = attention(index, q, k, v).transpose(1, 2).reshape(B * T, G * K * E)
+            layer.after_attention(out, hidden)
             if index in aux_layers:
-                captured[index] = hidden.view(B, T, -1)
+                captured[index] = hidden.view(B, T, -1).clone()
         normed = F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.eps).view(B, T, -1)
         if len(self.layers) - 1 in aux_layers:
             captured[len(self.layers) - 1] = normed

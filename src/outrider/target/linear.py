@@ -1,8 +1,8 @@
 """Linear layers with weights packed once for the CPU's matrix kernels (inference only).
 
-`F.linear` re-reads a row-major weight and is slow for the 2-32 rows a verify pass has. oneDNN's reordered weight runs
-any number of rows from one copy: on the machine of docs/results.md, 8 rows of SmolLM2 cost about what 1 row costs
-(docs/architecture.md has the table, and why not MKL's pack).
+`F.linear` re-reads a row-major weight and is slow for the 2-32 rows a verify pass has. float32 weights are packed for
+our own kernels (target/kernels.py) where there is a compiler; else, and in bfloat16, by oneDNN. Both run any number of
+rows from one copy.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.target.kernels import PackedMatrix, kernels_available
+
 _PACK_ROWS = 16  # a hint for the layout; every row count runs from the same copy
 _MIN_ROWS = 4  # fewer rows take a slower kernel than four do
 
 _enabled = True
-# A packed matrix of every shape there is: kernels depend on shapes, not on weights.
+# A matrix of every shape that oneDNN packed: its kernels depend on shapes, not on weights.
 _packed: WeakValueDictionary[tuple[int, int, torch.dtype, bool], PackedLinear] = WeakValueDictionary()
 
 
@@ -44,11 +46,10 @@ def _packs_bfloat16() -> bool:
     return bool(products and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def packing_available(weight: Tensor) -> bool:
+def _onednn_packs(weight: Tensor) -> bool:
     """Whether this weight can be laid out for oneDNN: on a CPU that multiplies its type, in a build that can."""
     return (
-        _enabled
-        and weight.device.type == "cpu"
+        weight.device.type == "cpu"
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _packs_bfloat16()))
@@ -66,13 +67,15 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.widths = [self.out_features]
         self.bias = None if bias is None else bias.detach()
-        self.packed = packing_available(weight)
-        self.weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACK_ROWS)
-            if self.packed
-            else weight.detach()
-        )
-        if self.packed:
+        self.matrix: PackedMatrix | None = None  # for our own kernels
+        self.weight = weight.detach()
+        own = _enabled and kernels_available(weight.dtype, weight.device)
+        self.packed = own or (_enabled and _onednn_packs(weight))
+        if own:
+            self.matrix = PackedMatrix(self.weight, self.bias)
+            self.weight = self.matrix.panels
+        elif self.packed:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous(), _PACK_ROWS)
             _packed[self.out_features, self.in_features, weight.dtype, bias is None] = self
 
     @classmethod
@@ -91,6 +94,8 @@ class PackedLinear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         if x.dim() != 2:
             return self.forward(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        if self.matrix is not None:
+            return self.matrix.product(x)
         rows = x.shape[0]
         if rows < _MIN_ROWS:
             x = F.pad(x, (0, 0, 0, _MIN_ROWS - rows))
@@ -135,7 +140,7 @@ def pack(module: nn.Module) -> None:
 
 @torch.inference_mode()
 def warm_up(most_rows: int) -> None:
-    """Build oneDNN's kernels for every packed matrix there is and every number of rows up to `most_rows`.
+    """Build oneDNN's kernels for every matrix that it packed and every number of rows up to `most_rows`.
 
     Each is built at its first use, which takes several times as long as the next, and a batch whose size follows its
     confidences keeps meeting new ones.

@@ -28,7 +28,7 @@ from transformers import PretrainedConfig
 
 from outrider.target.attention import Branches, additive, attend_folded, fold, lowest_visible, unfold
 from outrider.target.cache import KVCache
-from outrider.target.few_rows import MOST_ROWS, FewRows, few_rows_available
+from outrider.target.kernels import MOST_ROWS, FewRows, kernels_available
 
 if TYPE_CHECKING:
     from outrider.target.model import Target
@@ -175,7 +175,7 @@ def check_pageable(config: PretrainedConfig) -> None:
 #
 # Embeddings, norms, projections and MLPs run on all rows at once; attention takes every row as it would be were the
 # request alone. Spans of few rows, which decode, are one compiled call per layer where that is available
-# (target/few_rows.py). The others go span by span: where the slots of a span lie one after another its keys are a view
+# (target/kernels.py). The others go span by span: where the slots of a span lie one after another its keys are a view
 # of the pool, else they are gathered. This loop runs (layers x requests) times a step, so what does not depend on the
 # layer (slots, masks, views of all layers) is made once. Latents are expanded to keys and values span by span, in every
 # step anew, as `transformers` does it: the pool stays small, and no more than one request's keys are there at a time.
@@ -280,7 +280,7 @@ class RaggedStep:
             return unfold(out, G)
 
         plain = softcap is None and sinks_H is None and expand is None
-        if not (self._few and plain and few_rows_available(self._kv.dtype, self._kv.device)):
+        if not (self._few and plain and kernels_available(self._kv.dtype, self._kv.device)):
             parts = q.split([len(span.tokens) for span in self.spans], dim=2)
             return torch.cat([one(index, part) for index, part in enumerate(parts)], dim=2)
         out_THE = q.new_empty(q.shape[2], q.shape[1], q.shape[3])

@@ -1,4 +1,4 @@
-"""The compiled attention of few rows against PyTorch's, and to the last bit in any company."""
+"""The compiled kernels against PyTorch's operators, and to the last bit in any company."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from outrider.target import few_rows
+from outrider.target import kernels
 from outrider.target.attention import Branches
-from outrider.target.few_rows import MOST_ROWS, FewRows, few_rows_available
+from outrider.target.kernels import MOST_ROWS, FewRows, LayerKernels, Norms, PackedMatrix, kernels_available
+from outrider.target.lean import Operators
+from outrider.target.linear import PackedLinear
 
 CPU = torch.device("cpu")
 SLOTS, BLOCK = 640, 4
 TREE = [-1, 0, 0, 1, 1, 2]
 
 needs_compiler = pytest.mark.skipif(
-    not few_rows_available(torch.float32, CPU), reason="no C compiler with OpenMP here: attention is PyTorch's"
+    not kernels_available(torch.float32, CPU), reason="no C compiler with OpenMP here: attention is PyTorch's"
 )
 
 
@@ -118,7 +120,7 @@ def test_a_row_does_not_depend_on_the_rows_behind_it() -> None:
 
 
 def test_rows_of_others_stay() -> None:
-    if not few_rows_available(torch.float32, CPU):
+    if not kernels_available(torch.float32, CPU):
         pytest.skip("no C compiler here")
     case = Case([(2, 5), (2, 5)], 1, 1, 8)
     few = FewRows([2], [2], [5], blocks=case.blocks[1:], block_size=BLOCK, branches=[None])
@@ -127,22 +129,96 @@ def test_rows_of_others_stay() -> None:
     assert not out[:2].any() and torch.equal(out[2:], case.run()[2:])
 
 
+# Products and layers
+
+
+@needs_compiler
+@pytest.mark.parametrize(("inputs", "out"), [(1, 1), (3, 5), (130, 24), (257, 49), (576, 200)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_any_shape(inputs: int, out: int, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(out, inputs, generator=generator), torch.randn(130, inputs, generator=generator)
+    added = torch.randn(out, generator=generator) if bias else None
+    matrix = PackedMatrix(weight, added)
+    expected = F.linear(x.double(), weight.double(), None if added is None else added.double())
+    whole = matrix.product(x)
+    torch.testing.assert_close(whole.double(), expected, atol=1e-5 * inputs**0.5, rtol=0)
+    for rows in (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 64, 65, 128):
+        assert torch.equal(matrix.product(x[:rows]), whole[:rows]), rows
+        assert torch.equal(matrix.product(x[-rows:]), whole[-rows:]), rows
+
+
+@needs_compiler
+def test_products_are_the_same_to_the_last_bit_on_any_threads(threads: None) -> None:
+    matrix, x = PackedMatrix(torch.randn(500, 300)), torch.randn(9, 300)
+    torch.set_num_threads(3)
+    found = matrix.product(x)
+    torch.set_num_threads(1)
+    assert torch.equal(found, matrix.product(x))
+
+
+@needs_compiler
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("rows", [1, 6, 70])
+def test_layers_are_those_of_pytorchs_operators(normed: bool, rows: int) -> None:
+    H, K, E, D, inner = 6, 2, 8, 40, 300
+    generator = torch.Generator().manual_seed(rows)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def linear(inputs: int, out: int) -> nn.Linear:
+        made = nn.Linear(inputs, out)
+        made.weight.data, made.bias.data = drawn(out, inputs) / inputs**0.5, drawn(out)
+        return made
+
+    shapes = ((D, (H + 2 * K) * E), (H * E, D), (D, 2 * inner), (inner, D))
+    linears = [PackedLinear.fused(linear(*shape)) for shape in shapes]
+    matrices = [one.matrix for one in linears]
+    norms = Norms(drawn(D), drawn(D), drawn(E) if normed else None, drawn(E) if normed else None, eps=1e-5)
+    own = LayerKernels(*(one for one in matrices if one is not None), norms=norms, heads=(H, K))
+    theirs = Operators(*linears, norms=norms, heads=(H, K))
+    hidden, cos, sin, attended = drawn(rows, D), drawn(rows, E), drawn(rows, E), drawn(rows, H * E)
+    expected = theirs.before_attention(hidden, cos, sin)
+    torch.testing.assert_close(own.before_attention(hidden, cos, sin), expected, atol=1e-5, rtol=1e-5)
+    other = hidden.clone()
+    own.after_attention(attended, hidden)
+    theirs.after_attention(attended, other)
+    torch.testing.assert_close(hidden, other, atol=2e-5, rtol=1e-5)
+
+
+@needs_compiler
+def test_activations_of_any_size() -> None:
+    """silu(g) of gates that float32 barely holds, where exp(-g) overflows."""
+    D = 8
+    gates = torch.tensor([-3e38, -200.0, -88.0, -1.0, 0.0, 1.0, 200.0, 1e30])
+    one, none = torch.eye(D), torch.zeros(D, D)
+    packed = [PackedMatrix(weight, bias) for weight, bias in (
+        (torch.zeros(3 * D, D), None), (none, None),
+        (torch.zeros(2 * D, D), torch.cat((gates, torch.ones(D)))), (one, None),
+    )]  # fmt: skip
+    own = LayerKernels(*packed, norms=Norms(torch.ones(D), torch.ones(D), None, None, 1e-5), heads=(1, 1))
+    hidden = torch.zeros(1, D)
+    own.after_attention(torch.zeros(1, D), hidden)
+    torch.testing.assert_close(hidden[0], F.silu(gates))
+
+
 def test_only_for_float32_on_a_cpu() -> None:
-    assert not few_rows_available(torch.float64, CPU)
-    assert not few_rows_available(torch.float32, torch.device("cuda"))
+    assert not kernels_available(torch.float64, CPU)
+    assert not kernels_available(torch.float32, torch.device("cuda"))
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """`_compiled` without what it remembers, with an empty cache directory."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    yield few_rows._compiled.__wrapped__
+    yield kernels._compiled.__wrapped__
 
 
 @pytest.mark.parametrize("compiler", [None, "false", "/no/such/compiler"])
 def test_without_a_working_compiler_there_is_none(monkeypatch: pytest.MonkeyPatch, fresh: Any, compiler: str) -> None:
     found = shutil.which(compiler or "") or compiler
-    monkeypatch.setattr(few_rows.shutil, "which", lambda name: found)
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: found)
     assert fresh() is None
 
 
@@ -150,7 +226,7 @@ def test_without_a_working_compiler_there_is_none(monkeypatch: pytest.MonkeyPatc
 def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, fresh: Any, tmp_path: Path) -> None:
     assert fresh() is not None
     (made,) = (tmp_path / "compiled").iterdir()
-    monkeypatch.setattr(few_rows.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr(kernels.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
     assert fresh() is not None
     elsewhere = tmp_path / "damaged" / "compiled" / made.name
     elsewhere.parent.mkdir(parents=True)

@@ -1,0 +1,436 @@
+/* What a float32 forward on a CPU spends its time on, for steps of few rows (target/kernels.py).
+
+   products     y = x W^T + b                    weights read once, at the speed of memory, for up to some ten rows
+   layers       what a Llama layer does before and after its attention, around the products
+   attention    of requests that bring few rows each, over keys and values in blocks
+
+   A row's sums are taken in the same order whatever other rows, requests and threads there are, so its result is the
+   same to the last bit.
+
+   Compiled with OpenMP by the C compiler of the machine. PyTorch has loaded the OpenMP library before, so both share
+   its threads. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* LANES: floats of the processor's vectors. GCC keeps wider ones in memory, which made attention ten times as slow. */
+#ifdef __AVX512F__ /* 32 registers */
+#define LANES 16
+#define VECTORS 2 /* of a panel's outputs */
+#define GROUP 8   /* rows whose sums are in registers */
+#define CHUNKS 4  /* vectors of a head whose sums are in registers, for two rows at once */
+#else             /* 16 registers */
+#define LANES 8
+#define VECTORS 3
+#define GROUP 4
+#define CHUNKS 4
+#endif
+
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+static inline Lanes load(const float *from, int64_t count) {
+    if (count >= LANES) return *(const Loose *)from;
+    float part[LANES] __attribute__((aligned(4 * LANES))) = {0};
+    memcpy(part, from, sizeof(float) * count);
+    return *(const Loose *)part;
+}
+
+static inline void store(float *to, Lanes x, int64_t count) {
+    if (count >= LANES)
+        *(Loose *)to = x;
+    else
+        memcpy(to, &x, sizeof(float) * count);
+}
+
+/* exp(x) for x <= 0, within 2 units in the last place (Cephes' expf); 0 below -87, where float32 ends. */
+static inline float exponential(float x) {
+    const float bounded = x > -87.0f ? x : -87.0f;
+    const float n = rintf(bounded * 1.44269504f);
+    const float r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    union { int32_t bits; float value; } power = {.bits = ((int32_t)n + 127) * (1 << 23)};
+    return x > -87.0f ? p * power.value : 0.0f;
+}
+
+/* ------------------------------------------------------------------------------------------------------------------
+   Products. W is packed into panels of WIDTH outputs, [panel, in, WIDTH], and a panel is read in blocks of DEPTH inputs,
+   which stay in the first cache while all rows pass over them, GROUP rows at a time with their sums in registers.
+   Meanwhile the next block is fetched from memory, spread evenly over the groups: few rows then cost what reading the
+   weights costs, one row or eight. Groups of rows and vectors as in Goto and van de Geijn, "Anatomy of high-performance
+   matrix multiplication" (TOMS 2008).
+   ------------------------------------------------------------------------------------------------------------------ */
+
+#define WIDTH (LANES * VECTORS)
+#define DEPTH 128
+#define UNROLLED 4
+#define ROWS 64                             /* whose sums of a panel are kept at once */
+#define CACHE_LINE 16                       /* floats */
+#define LINES (UNROLLED * WIDTH / CACHE_LINE) /* of UNROLLED inputs of a panel */
+
+int64_t panel_width(void) { return WIDTH; }
+
+/* sums [rows, WIDTH] += x [rows, depth] times weights [depth, WIDTH]; `lines` of `next` are fetched per UNROLLED inputs. */
+static inline __attribute__((always_inline)) void add_products(float *sums, const float *x, int64_t x_row,
+                                                               const float *weights, int64_t depth, const float *next,
+                                                               const int rows, const int lines) {
+    Lanes sum[GROUP][VECTORS];
+    int64_t k = 0;
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < VECTORS; v++) sum[i][v] = *(const Lanes *)(sums + i * WIDTH + v * LANES);
+#define ADD(k)                                                                                            \
+    do {                                                                                                  \
+        Lanes w[VECTORS];                                                                                \
+        for (int v = 0; v < VECTORS; v++) w[v] = *(const Lanes *)(weights + (k) * WIDTH + v * LANES);   \
+        for (int i = 0; i < rows; i++)                                                                    \
+            for (int v = 0; v < VECTORS; v++) sum[i][v] += x[i * x_row + (k)] * w[v];                     \
+    } while (0)
+    for (; k + UNROLLED <= depth; k += UNROLLED) {
+        for (int line = 0; line < lines; line++) __builtin_prefetch(next + line * CACHE_LINE, 0, 2);
+        next += lines * CACHE_LINE;
+        for (int u = 0; u < UNROLLED; u++) ADD(k + u);
+    }
+    for (; k < depth; k++) ADD(k);
+#undef ADD
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < VECTORS; v++) *(Lanes *)(sums + i * WIDTH + v * LANES) = sum[i][v];
+}
+
+static inline __attribute__((always_inline)) void add_block(float *sums, const float *x, int64_t x_row, int64_t rows,
+                                                            const float *weights, int64_t depth, const int lines) {
+    const float *next = weights + depth * WIDTH;
+    for (int64_t i = 0; i < rows; i += GROUP, next += lines * CACHE_LINE * (depth / UNROLLED)) {
+#define CASE(count)                                                                              \
+    case count:                                                                                  \
+        add_products(sums + i * WIDTH, x + i * x_row, x_row, weights, depth, next, count, lines); \
+        break
+        switch (rows - i < GROUP ? rows - i : GROUP) {
+            CASE(1);
+            CASE(2);
+            CASE(3);
+            CASE(4);
+#if GROUP == 8
+            CASE(5);
+            CASE(6);
+            CASE(7);
+            CASE(8);
+#endif
+        }
+#undef CASE
+    }
+}
+
+/* A packed matrix; `bias`: NULL or [out]. */
+typedef struct {
+    const float *weights, *bias;
+    int64_t in, out;
+} Matrix;
+
+/* Its panels, shared among the threads of the parallel region around: y [rows, out] = x W^T + b, or += where `add`. */
+static void multiply(const Matrix *matrix, const float *x, float *y, int64_t rows, const int add) {
+    const int64_t in = matrix->in, out = matrix->out, panels = (out + WIDTH - 1) / WIDTH;
+    float sums[ROWS * WIDTH] __attribute__((aligned(64)));
+#pragma omp for schedule(static)
+    for (int64_t p = 0; p < panels; p++) {
+        const int64_t first = p * WIDTH, width = out - first < WIDTH ? out - first : WIDTH;
+        for (int64_t row = 0; row < rows; row += ROWS) {
+            const int64_t count = rows - row < ROWS ? rows - row : ROWS, groups = (count + GROUP - 1) / GROUP;
+            memset(sums, 0, sizeof(float) * count * WIDTH);
+            for (int64_t k = 0; k < in; k += DEPTH) {
+                const int64_t depth = in - k < DEPTH ? in - k : DEPTH;
+                const float *weights = matrix->weights + (p * in + k) * WIDTH, *from = x + row * in + k;
+                if (row > 0) /* the panel is in the second cache */
+                    add_block(sums, from, in, count, weights, depth, 0);
+                else if (groups == 1)
+                    add_block(sums, from, in, count, weights, depth, LINES);
+                else if (groups == 2)
+                    add_block(sums, from, in, count, weights, depth, (LINES + 1) / 2);
+                else if (groups <= 4)
+                    add_block(sums, from, in, count, weights, depth, (LINES + 3) / 4);
+                else
+                    add_block(sums, from, in, count, weights, depth, 1);
+            }
+            for (int64_t i = 0; i < count; i++) {
+                const float *sum = sums + i * WIDTH;
+                float *to = y + (row + i) * out + first;
+                for (int64_t n = 0; n < width; n++) {
+                    const float value = matrix->bias == NULL ? sum[n] : sum[n] + matrix->bias[first + n];
+                    to[n] = add ? to[n] + value : value;
+                }
+            }
+        }
+    }
+}
+
+void product(const Matrix *matrix, const float *x, float *y, int64_t rows, int threads) {
+#pragma omp parallel num_threads(threads)
+    multiply(matrix, x, y, rows, 0);
+}
+
+/* ------------------------------------------------------------------------------------------------------------------
+   A Llama or Qwen3 layer around its attention.
+   ------------------------------------------------------------------------------------------------------------------ */
+
+/* `q_norm`, `k_norm`: NULL or [head_dim]. `qkv` has heads + 2 kv_heads heads, `gate_up` 2 inner outputs. */
+typedef struct {
+    Matrix qkv, o, gate_up, down;
+    const float *input_norm, *post_norm, *q_norm, *k_norm;
+    int64_t hidden, inner, heads, kv_heads, head_dim;
+    float eps;
+} Layer;
+
+#define STRIP 256 /* of a row, for one thread */
+
+static inline void normalise(float *to, const float *x, const float *weights, int64_t count, float eps) {
+    float squares = 0.0f;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < count; i++) squares += x[i] * x[i];
+    const float scale = 1.0f / sqrtf(squares / count + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) to[i] = x[i] * scale * weights[i];
+}
+
+static void normalise_rows(float *to, const float *x, const float *weights, int64_t rows, int64_t count, float eps) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; row++) normalise(to + row * count, x + row * count, weights, count, eps);
+}
+
+/* Rotary positions, half-split: x [E] in place; the sines of the first half are negative. */
+static inline void rotate(float *x, const float *cosine, const float *sine, int64_t E) {
+    const int64_t half = E / 2;
+#pragma omp simd
+    for (int64_t i = 0; i < half; i++) {
+        const float a = x[i], b = x[i + half];
+        x[i] = a * cosine[i] + b * sine[i];
+        x[i + half] = b * cosine[i + half] + a * sine[i + half];
+    }
+}
+
+/* qkv [rows, heads + 2 kv_heads, head_dim] of hidden [rows, hidden]: queries and keys normed and rotated.
+   cosine, sine: [rows, head_dim]; normed: [rows, hidden], scratch. */
+void before_attention(const Layer *layer, const float *hidden, const float *cosine, const float *sine, float *normed,
+                      float *qkv, int64_t rows, int threads) {
+    const int64_t E = layer->head_dim, turned = layer->heads + layer->kv_heads, all = turned + layer->kv_heads;
+#pragma omp parallel num_threads(threads)
+    {
+        normalise_rows(normed, hidden, layer->input_norm, rows, layer->hidden, layer->eps);
+        multiply(&layer->qkv, normed, qkv, rows, 0);
+#pragma omp for schedule(static) collapse(2)
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t head = 0; head < turned; head++) {
+                float *x = qkv + (row * all + head) * E;
+                const float *norm = head < layer->heads ? layer->q_norm : layer->k_norm;
+                if (norm != NULL) normalise(x, x, norm, E, layer->eps);
+                rotate(x, cosine + row * E, sine + row * E, E);
+            }
+    }
+}
+
+/* hidden [rows, hidden] += what follows attention [rows, heads * head_dim]. scratch: rows * (hidden + 3 inner). */
+void after_attention(const Layer *layer, const float *attention, float *hidden, float *scratch, int64_t rows,
+                     int threads) {
+    const int64_t inner = layer->inner, parts = (inner + STRIP - 1) / STRIP;
+    float *normed = scratch, *gate_up = normed + rows * layer->hidden, *active = gate_up + rows * 2 * inner;
+#pragma omp parallel num_threads(threads)
+    {
+        multiply(&layer->o, attention, hidden, rows, 1);
+        normalise_rows(normed, hidden, layer->post_norm, rows, layer->hidden, layer->eps);
+        multiply(&layer->gate_up, normed, gate_up, rows, 0);
+#pragma omp for schedule(static) collapse(2)
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t part = 0; part < parts; part++) {
+                const int64_t first = part * STRIP, count = inner - first < STRIP ? inner - first : STRIP;
+                const float *gate = gate_up + row * 2 * inner + first, *up = gate + inner;
+                float *to = active + row * inner + first;
+#pragma omp simd
+                for (int64_t i = 0; i < count; i++) {
+                    const float e = exponential(-fabsf(gate[i]));
+                    to[i] = gate[i] * up[i] * (gate[i] < 0.0f ? e : 1.0f) / (1.0f + e);
+                }
+            }
+        multiply(&layer->down, active, hidden, rows, 1);
+    }
+}
+
+/* ------------------------------------------------------------------------------------------------------------------
+   Attention.
+
+       row i of a request, key head h:   o_i = sum_n softmax_n(q_i k_n / scale) v_n     over the n that row i sees
+
+   All requests and key heads are one parallel loop. KEYS keys at a time are transposed, so that vectors sum
+   their products with a query.
+   ------------------------------------------------------------------------------------------------------------------ */
+
+#define KEYS 16 /* that are transposed at once */
+
+/* `first_*`: where a request's part of an array begins. `low`: the first position that a row sees, row by row.
+   `sees`: which of the request's new rows a row sees, [rows, rows]. Sizes are in floats. */
+typedef struct {
+    int64_t requests, block_size, widest;
+    const int64_t *first_row, *rows, *past, *first_block, *first_seen, *low, *blocks;
+    const uint8_t *sees;
+} Requests;
+
+typedef struct {
+    int64_t kv_heads, groups, head_dim, head_stride, query_row, query_head;
+    float scale;
+} Shapes;
+
+/* scores [rows (1 to 4), KEYS] of queries [rows, E] with KEYS keys, whose element e of key j is transposed[e][j]. */
+static inline __attribute__((always_inline)) void score(float *scores, int64_t scores_row, const float *queries,
+                                                        int64_t queries_row, const float *transposed, const int rows,
+                                                        const int64_t E) {
+    Lanes sum[4][KEYS / LANES];
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < KEYS / LANES; v++) sum[i][v] = (Lanes){0};
+    for (int64_t e = 0; e < E; e++)
+        for (int v = 0; v < KEYS / LANES; v++) {
+            const Lanes keys = *(const Lanes *)(transposed + e * KEYS + v * LANES);
+            for (int i = 0; i < rows; i++) sum[i][v] += queries[i * queries_row + e] * keys;
+        }
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < KEYS / LANES; v++) store(scores + i * scores_row + v * LANES, sum[i][v], LANES);
+}
+
+/* A position: its block among those of the request, and its place in the block. */
+typedef struct {
+    int64_t block, place;
+} Place;
+
+static inline int64_t next_slot(Place *at, const int64_t *blocks, int64_t size) {
+    const int64_t slot = blocks[at->block] * size + at->place;
+    if (++at->place == size) *at = (Place){at->block + 1, 0};
+    return slot;
+}
+
+/* sums of `rows` (1 or 2) rows += scores times values, in the vectors c .. c + CHUNKS - 1 of E. */
+static inline __attribute__((always_inline)) void add_values(Lanes *sums, int64_t sums_row, const float *scores,
+                                                             int64_t scores_row, const float *const *value,
+                                                             int64_t count, int64_t c, const int rows, const int64_t E) {
+    Lanes sum[2][CHUNKS];
+    for (int i = 0; i < rows; i++)
+        for (int k = 0; k < CHUNKS; k++)
+            if ((c + k) * LANES < E) sum[i][k] = sums[i * sums_row + k];
+    for (int64_t j = 0; j < count; j++)
+        for (int k = 0; k < CHUNKS; k++)
+            if ((c + k) * LANES < E) {
+                const Lanes x = load(value[j] + (c + k) * LANES, E - (c + k) * LANES);
+                for (int i = 0; i < rows; i++) sum[i][k] += scores[i * scores_row + j] * x;
+            }
+    for (int i = 0; i < rows; i++)
+        for (int k = 0; k < CHUNKS; k++)
+            if ((c + k) * LANES < E) sums[i * sums_row + k] = sum[i][k];
+}
+
+/* Rows of request r and key head h. E is head_dim, where it is a constant the compiler unrolls what runs over it. */
+static inline __attribute__((always_inline)) void attend_head(const Requests *all, const Shapes *shapes, int64_t r,
+                                                              int64_t h, const float *q, const float *keys,
+                                                              const float *values, float *out, void *scratch,
+                                                              const int64_t E) {
+    const int64_t G = shapes->groups, T = all->rows[r], Q = T * G, past = all->past[r], first = all->first_row[r];
+    const int64_t *blocks = all->blocks + all->first_block[r], *lows = all->low + first, size = all->block_size;
+    const uint8_t *sees = all->sees + all->first_seen[r];
+    int64_t low = past;
+    for (int64_t t = 0; t < T; t++) low = lows[t] < low ? lows[t] : low;
+    const int64_t N = past + T - low, S = (N + KEYS - 1) / KEYS * KEYS, C = (E + LANES - 1) / LANES;
+    Lanes *queries = scratch, *sums = queries + Q * C;
+    float *transposed = (float *)(sums + Q * C), *scores = transposed + E * KEYS;
+    const float *at[KEYS];
+    keys += h * shapes->head_stride;
+    values += h * shapes->head_stride;
+    for (int64_t i = 0; i < Q; i++)
+        for (int64_t c = 0; c < C; c++) {
+            const float *from = q + (first + i / G) * shapes->query_row + (h * G + i % G) * shapes->query_head;
+            queries[i * C + c] = load(from + c * LANES, E - c * LANES) * shapes->scale;
+            sums[i * C + c] = (Lanes){0};
+        }
+    Place place = {low / size, low % size};
+    for (int64_t n = 0; n < S; n += KEYS) {
+        /* Behind the last key comes a key again, for scores that nobody reads. */
+        for (int64_t j = 0; j < KEYS; j++) at[j] = keys + (n + j < N ? next_slot(&place, blocks, size) * E : at[0] - keys);
+        for (int64_t e = 0; e < E; e++)
+            for (int64_t j = 0; j < KEYS; j++) transposed[e * KEYS + j] = at[j][e];
+        int64_t i = 0;
+        for (; i + 4 <= Q; i += 4)
+            score(scores + i * S + n, S, (const float *)(queries + i * C), C * LANES, transposed, 4, E);
+        for (; i < Q; i++) score(scores + i * S + n, S, (const float *)(queries + i * C), C * LANES, transposed, 1, E);
+    }
+    for (int64_t i = 0; i < Q; i++) {
+        float *row = scores + i * S, most = -INFINITY, total = 0.0f;
+        const int64_t t = i / G;
+        for (int64_t n = 0; n < lows[t] - low; n++) row[n] = -INFINITY;
+        for (int64_t j = 0; j < T; j++)
+            if (!sees[t * T + j]) row[past - low + j] = -INFINITY;
+        for (int64_t n = N; n < S; n++) row[n] = -INFINITY;
+#pragma omp simd reduction(max : most)
+        for (int64_t n = 0; n < S; n++) most = row[n] > most ? row[n] : most;
+#pragma omp simd reduction(+ : total)
+        for (int64_t n = 0; n < S; n++) {
+            row[n] = exponential(row[n] - most);
+            total += row[n];
+        }
+        const float inverse = 1.0f / total;
+#pragma omp simd
+        for (int64_t n = 0; n < S; n++) row[n] *= inverse;
+    }
+    place = (Place){low / size, low % size};
+    for (int64_t n = 0; n < N; n += KEYS) {
+        const int64_t count = N - n < KEYS ? N - n : KEYS;
+        for (int64_t j = 0; j < count; j++) at[j] = values + next_slot(&place, blocks, size) * E;
+        for (int64_t c = 0; c < C; c += CHUNKS) {
+            int64_t i = 0;
+            for (; i + 1 < Q; i += 2) add_values(sums + i * C + c, C, scores + i * S + n, S, at, count, c, 2, E);
+            if (i < Q) add_values(sums + i * C + c, C, scores + i * S + n, S, at, count, c, 1, E);
+        }
+    }
+    for (int64_t i = 0; i < Q; i++)
+        for (int64_t c = 0; c < C; c++) {
+            float *to = out + (((first + i / G) * shapes->kv_heads + h) * G + i % G) * E + c * LANES;
+            store(to, sums[i * C + c], E - c * LANES);
+        }
+}
+
+/* q: [T, heads, E] with strides; keys, values: [kv_heads, slots, E]; out: [T, heads, E]. 0, or 1 without memory. */
+int attend(const Requests *all, const Shapes *shapes, const float *q, const float *keys, const float *values, float *out,
+           int threads) {
+    const int64_t lanes = (shapes->head_dim + LANES - 1) / LANES * LANES;
+    /* Queries, sums and transposed keys; scores come per request. */
+    const int64_t floats = all->widest * shapes->groups * 2 * lanes + shapes->head_dim * KEYS;
+    int64_t most = 0;
+    int failed = 0;
+    for (int64_t r = 0; r < all->requests; r++) {
+        const int64_t positions = all->past[r] + all->rows[r] + KEYS;
+        const int64_t scores = all->rows[r] * shapes->groups * positions;
+        most = scores > most ? scores : most;
+    }
+    const size_t bytes = (sizeof(float) * (floats + most) / sizeof(Lanes) + 1) * sizeof(Lanes);
+#pragma omp parallel num_threads(threads)
+    {
+        void *scratch = aligned_alloc(sizeof(Lanes), bytes);
+        if (scratch == NULL) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic, 1) collapse(2)
+        for (int64_t r = 0; r < all->requests; r++)
+            for (int64_t h = 0; h < shapes->kv_heads; h++) {
+                if (scratch == NULL) continue;
+                if (shapes->head_dim == 64)
+                    attend_head(all, shapes, r, h, q, keys, values, out, scratch, 64);
+                else if (shapes->head_dim == 128)
+                    attend_head(all, shapes, r, h, q, keys, values, out, scratch, 128);
+                else
+                    attend_head(all, shapes, r, h, q, keys, values, out, scratch, shapes->head_dim);
+            }
+        free(scratch);
+    }
+    return failed;
+}

@@ -1,0 +1,312 @@
+"""The compiled float32 kernels of a CPU: products of packed matrices, layers around their attention, and attention of
+requests with few rows each (a token, or a token and its drafts).
+
+A decoding step reads all weights once for a few rows. oneDNN's products do not reach the memory's speed then, and of a
+small target PyTorch's operators spend a third of a step between the products. The machine's C compiler makes
+a library of `kernels.c` when it is first needed, for this processor, and the library is kept in the user's cache
+directory. Where there is no compiler, on other systems than Linux and for other types than float32, products are
+oneDNN's and the rest PyTorch's: slower, and equal up to rounding.
+
+Shapes: R requests, T rows of all, K kv heads, G queries per kv head, H = K * G, E head dim, S slots, D hidden, I inner.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.target.attention import Branches
+from outrider.utils.files import cache_dir, write_atomically
+
+MOST_ROWS = 16  # of a request in attention; of more, matrix products are faster
+_SOURCE = Path(__file__).with_suffix(".c")
+_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+_NATIVE = {"x86_64": ("-march=native", "-mprefer-vector-width=512"), "aarch64": ("-mcpu=native",)}
+_SECONDS = 60  # for a compiler that hangs
+
+
+class _Requests(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("requests", "block_size", "widest")),
+        *((name, ctypes.c_void_p) for name in ("first_row", "rows", "past", "first_block", "first_seen", "low")),
+        ("blocks", ctypes.c_void_p),
+        ("sees", ctypes.c_void_p),
+    ]
+
+
+class _Shapes(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("kv_heads", "groups", "head_dim", "head_stride")),
+        *((name, ctypes.c_int64) for name in ("query_row", "query_head")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("inputs", ctypes.c_int64),
+        ("out", ctypes.c_int64),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, _Matrix) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, ctypes.c_int64) for name in ("hidden", "inner", "heads", "kv_heads", "head_dim")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+# Arguments of the functions of kernels.c.
+_POINTER, _COUNT, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "panel_width": (_COUNT, ()),
+    "product": (None, (ctypes.POINTER(_Matrix), _POINTER, _POINTER, _COUNT, _THREADS)),
+    "before_attention": (None, (ctypes.POINTER(_Layer), *(_POINTER,) * 5, _COUNT, _THREADS)),
+    "after_attention": (None, (ctypes.POINTER(_Layer), *(_POINTER,) * 3, _COUNT, _THREADS)),
+    "attend": (ctypes.c_int, (ctypes.POINTER(_Requests), ctypes.POINTER(_Shapes), *(_POINTER,) * 4, _THREADS)),
+}
+
+
+@cache
+def _compiled() -> Any | None:
+    """The library of kernels.c; None where it cannot be made."""
+    compiler = shutil.which("cc")
+    if not sys.platform.startswith("linux") or compiler is None:
+        return None
+    flags = (*_FLAGS, *_NATIVE.get(platform.machine(), ()))
+    try:
+        # One directory may be the cache of several machines, and code for one processor ends on another.
+        key = sha256(repr((_SOURCE.read_bytes(), flags, _processor(), compiler)).encode()).hexdigest()[:16]
+        path = cache_dir() / "compiled" / f"kernels-{key}.so"
+        if not path.is_file():
+            with tempfile.TemporaryDirectory() as directory:
+                made = Path(directory) / path.name
+                command = [compiler, *flags, str(_SOURCE), "-o", str(made), "-lm"]
+                subprocess.run(command, check=True, capture_output=True, timeout=_SECONDS)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, made.read_bytes())
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (
+        AttributeError,
+        OSError,
+        subprocess.SubprocessError,
+    ):  # no OpenMP, an old compiler, a read-only cache
+        return None
+    return library
+
+
+def _processor() -> list[str]:
+    """What /proc/cpuinfo says of the first core's model and instructions."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
+    return [line for line in lines if line.split("\t")[0] in ("model", "model name", "flags", "Features", "CPU part")]
+
+
+def kernels_available(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there are compiled kernels for this type on this device."""
+    return device.type == "cpu" and dtype == torch.float32 and _compiled() is not None
+
+
+class PackedMatrix:
+    """W [out, in] float32 as the kernels read it, with a bias [out] or none. It holds a copy of W."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        width = _library().panel_width()
+        panels = -(-self.out_features // width)
+        padded = torch.zeros(panels * width, self.in_features)
+        padded[: self.out_features] = weight
+        self.panels = padded.view(panels, width, self.in_features).transpose(1, 2).contiguous()
+        self.bias = None if bias is None else bias.float().contiguous()
+        self.struct = _Matrix(
+            weights=self.panels.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            inputs=self.in_features,
+            out=self.out_features,
+        )
+
+    def product(self, x_TD: Tensor) -> Tensor:
+        """x W^T + b, [T, in] -> [T, out]."""
+        assert x_TD.dtype == torch.float32
+        x_TD = x_TD.contiguous()
+        y_TD = x_TD.new_empty(len(x_TD), self.out_features)
+        _library().product(self.struct, x_TD.data_ptr(), y_TD.data_ptr(), len(x_TD), torch.get_num_threads())
+        return y_TD
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Weights of a layer's RMS norms: before attention and before the MLP [D]; of queries and keys [E], or None."""
+
+    input: Tensor
+    post: Tensor
+    q: Tensor | None
+    k: Tensor | None
+    eps: float
+
+
+class LayerKernels:
+    """A Llama or Qwen3 layer around its attention.
+
+    Args:
+        qkv, o, gate_up, down: its matrices; those of q, k and v and of gate and up are fused.
+        heads: (H, K).
+    """
+
+    def __init__(
+        self,
+        qkv: PackedMatrix,
+        o: PackedMatrix,
+        gate_up: PackedMatrix,
+        down: PackedMatrix,
+        *,
+        norms: Norms,
+        heads: tuple[int, int],
+    ) -> None:
+        self.out_features, self.inner = qkv.out_features, down.in_features
+        weights = [None if x is None else x.contiguous() for x in (norms.input, norms.post, norms.q, norms.k)]
+        self._kept = (qkv, o, gate_up, down, weights)  # the struct holds addresses only
+        input_norm, post_norm, q_norm, k_norm = (None if x is None else x.data_ptr() for x in weights)
+        self._struct = _Layer(
+            qkv=qkv.struct,
+            o=o.struct,
+            gate_up=gate_up.struct,
+            down=down.struct,
+            input_norm=input_norm,
+            post_norm=post_norm,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            hidden=qkv.in_features,
+            inner=self.inner,
+            heads=heads[0],
+            kv_heads=heads[1],
+            head_dim=o.in_features // heads[0],
+            eps=norms.eps,
+        )
+
+    def before_attention(self, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+        """Queries and keys, normed and rotated, and values of these rows: [T, (H + 2 K) E]."""
+        T = len(hidden_TD)
+        normed, qkv = torch.empty_like(hidden_TD), hidden_TD.new_empty(T, self.out_features)
+        read = (hidden_TD.data_ptr(), cos_TE.data_ptr(), sin_TE.data_ptr())
+        _library().before_attention(self._struct, *read, normed.data_ptr(), qkv.data_ptr(), T, torch.get_num_threads())
+        return qkv
+
+    def after_attention(self, attention_TD: Tensor, hidden_TD: Tensor) -> None:
+        """Add to the rows of `hidden_TD`, in place, what follows their attention [T, H E]."""
+        T, D = hidden_TD.shape
+        scratch = hidden_TD.new_empty(T * (D + 3 * self.inner))
+        pointers = (attention_TD.data_ptr(), hidden_TD.data_ptr(), scratch.data_ptr())
+        _library().after_attention(self._struct, *pointers, T, torch.get_num_threads())
+
+
+def _library() -> Any:
+    """The kernels, where `kernels_available`."""
+    library = _compiled()
+    assert library is not None
+    return library
+
+
+class FewRows:
+    """The rows of some requests, at most `MOST_ROWS` each, and what each row sees.
+
+    Args:
+        first_row: where each request's rows begin among all rows.
+        past: cached tokens of each request, which its rows follow.
+        blocks: of each request, in order of positions (`PagedKV`).
+        branches: of each request; None where every row sees those before it and itself.
+        window: the last so many positions are visible, the row's own included; None is all.
+    """
+
+    def __init__(
+        self,
+        first_row: Sequence[int],
+        rows: Sequence[int],
+        past: Sequence[int],
+        *,
+        blocks: Sequence[Sequence[int]],
+        block_size: int,
+        branches: Sequence[Branches | None],
+        window: int | None = None,
+    ) -> None:
+        assert max(rows) <= MOST_ROWS
+        sees: list[bytes] = []
+        low = np.zeros(max(start + count for start, count in zip(first_row, rows, strict=True)), dtype=np.int64)
+        for start, count, length, tree in zip(first_row, rows, past, branches, strict=True):
+            sees.append(_sees(count, window) if tree is None else _tree_sees(tree, window))
+            if window is not None:
+                depths = np.arange(count) if tree is None else tree.depths_T.numpy()
+                low[start : start + count] = np.clip(length + depths + 1 - window, 0, length)
+        self._arrays: dict[str, np.ndarray[Any, Any]] = {
+            "first_row": np.array(first_row, dtype=np.int64),
+            "rows": np.array(rows, dtype=np.int64),
+            "past": np.array(past, dtype=np.int64),
+            "first_block": _starts([len(own) for own in blocks]),
+            "first_seen": _starts([len(own) for own in sees]),
+            "low": low,
+            "blocks": np.array([block for own in blocks for block in own], dtype=np.int64),
+            "sees": np.frombuffer(b"".join(sees), dtype=np.uint8),
+        }
+        addresses = {name: array.ctypes.data for name, array in self._arrays.items()}
+        self._requests = _Requests(requests=len(rows), block_size=block_size, widest=max(rows), **addresses)
+
+    def attend(self, q: Tensor, keys_KSE: Tensor, values_KSE: Tensor, *, scale: float | None, out_THE: Tensor) -> None:
+        """Attention of these rows of q [1, H, T, E] into the same rows of `out_THE`; the other rows stay.
+
+        Raises:
+            MemoryError: there is none for the scores.
+        """
+        _, H, _, E = q.shape
+        K = keys_KSE.shape[0]
+        q = q if q.stride(3) == 1 else q.contiguous()
+        strides = keys_KSE.stride()
+        assert strides == values_KSE.stride() and strides[1:] == (E, 1) and out_THE.is_contiguous()
+        assert keys_KSE.dtype == values_KSE.dtype == q.dtype == out_THE.dtype == torch.float32
+        scale = E**-0.5 if scale is None else scale
+        shapes = _Shapes(
+            kv_heads=K,
+            groups=H // K,
+            head_dim=E,
+            head_stride=strides[0],
+            query_row=q.stride(2),
+            query_head=q.stride(1),
+            scale=scale,
+        )
+        tensors = (q.data_ptr(), keys_KSE.data_ptr(), values_KSE.data_ptr(), out_THE.data_ptr())
+        if _library().attend(self._requests, shapes, *tensors, torch.get_num_threads()):
+            raise MemoryError("no memory for the scores of attention")
+
+
+@cache
+def _sees(rows: int, window: int | None) -> bytes:
+    """Which rows of a chain each one sees, [rows, rows]."""
+    distance = np.arange(rows)[:, None] - np.arange(rows)
+    return ((distance >= 0) & (distance < (rows if window is None else window))).tobytes()
+
+
+def _tree_sees(branches: Branches, window: int | None) -> bytes:
+    return branches.visible(past=0, window=window).numpy().tobytes()
+
+
+def _starts(lengths: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.concatenate(([0], np.cumsum(lengths[:-1], dtype=np.int64))).astype(np.int64)
