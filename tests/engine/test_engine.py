@@ -34,20 +34,6 @@ from outrider.target.model import Target
 from tests.toys.engine import assert_solo, finish, prompts, toy_drafter, watch_preemptions
 from tests.toys.targets import toy_target
 
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    """A toy with few likely tokens: a random drafter is right now and then."""
-    found = toy_target()
-    found.model.lm_head.weight.data[3:] *= 0.01
-    return Target(found.model, None, "toy")
-
-
-@pytest.fixture(scope="module")
-def drafter(target: Target) -> BlockDrafter:
-    return toy_drafter(target)
-
-
 POLICIES: list[Policy] = [
     FixedPolicy(),
     FixedPolicy(0),

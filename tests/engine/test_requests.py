@@ -13,24 +13,10 @@ from outrider.engine.batch import Output, Request
 from outrider.engine.engine import Engine
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
-from tests.toys.engine import assert_solo, prompts, toy_drafter
+from tests.toys.engine import assert_solo, prompts
 from tests.toys.oracle import Oracle
-from tests.toys.targets import toy_target
 
 RULES = StopRules(24, stop_ids=())
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    """A toy with few likely tokens: a random drafter is right now and then."""
-    found = toy_target()
-    found.model.lm_head.weight.data[3:] *= 0.01
-    return Target(found.model, None, "toy")
-
-
-@pytest.fixture(scope="module")
-def drafter(target: Target) -> Drafter:
-    return toy_drafter(target)
 
 
 def outputs(engine: Engine, requests: Sequence[Request]) -> dict[str, list[Output]]:

@@ -15,10 +15,8 @@ from typer.testing import CliRunner
 
 import outrider.cli.bench as bench
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft, Siblings, over_vocabulary
-from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.batch import Request, StepRecord
 from outrider.engine.engine import Engine
@@ -33,28 +31,10 @@ from outrider.scheduling.policies import FixedPolicy, LookAhead, Policy, Thresho
 from outrider.target.model import Target
 from outrider.verification import TargetRows, verify
 from tests.proof.enumeration import EnumeratingSource, enumerate_traces
-from tests.toys.targets import randomise, toy_config, toy_target
 
 LINEAR = TableMachine(sps=[1 / (0.1 + 0.01 * b) for b in range(1, 400)], draft_seconds=[0.05], other_seconds=0.002)
 RULES = StopRules(24, stop_ids=(0,))
 SAMPLED = Traffic((1.0,), 0.9)
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    """A toy with few likely tokens: a random drafter is right now and then."""
-    found = toy_target()
-    found.model.lm_head.weight.data[8:] *= 0.05
-    return Target(found.model, None, "toy")
-
-
-@pytest.fixture(scope="module")
-def drafter(target: Target) -> BlockDrafter:
-    config = toy_config()
-    assert isinstance(config, DSparkConfig)
-    module = DSpark(config)
-    randomise(module, seed=6)
-    return BlockDrafter(DrafterWeights(module.eval()), target)
 
 
 @pytest.fixture(scope="module")

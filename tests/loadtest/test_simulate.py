@@ -19,9 +19,7 @@ import outrider.cli.bench as simulate
 from outrider.backends.local import default_variants
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter
-from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.engine.batch import Output, Request, StepRecord
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
@@ -48,7 +46,6 @@ from outrider.target.model import Target
 from tests.toys.command_line import Run, in_process
 from tests.toys.profiles import SETTING, cells_of, linear, profile_of
 from tests.toys.target_directory import save_toy_drafter, save_toy_target
-from tests.toys.targets import randomise, toy_config, toy_target
 
 GAMMA, STOP = 4, 0
 LINEAR = TableMachine(sps=[1 / (0.1 + 0.01 * b) for b in range(1, 400)], draft_seconds=[0.05], other_seconds=0.002)
@@ -60,23 +57,6 @@ POLICIES: list[Policy] = [
     PrefixScheduler(LINEAR),
     LookAhead(LINEAR),
 ]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    """A toy with few likely tokens: a random drafter is right now and then."""
-    found = toy_target()
-    found.model.lm_head.weight.data[8:] *= 0.05
-    return Target(found.model, None, "toy")
-
-
-@pytest.fixture(scope="module")
-def drafter(target: Target) -> BlockDrafter:
-    config = toy_config()
-    assert isinstance(config, DSparkConfig)
-    module = DSpark(config)
-    randomise(module, seed=6)
-    return BlockDrafter(DrafterWeights(module.eval()), target)
 
 
 @pytest.fixture(scope="module")
