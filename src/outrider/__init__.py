@@ -20,16 +20,19 @@ if TYPE_CHECKING:
     from outrider.checkpoints.checkpoint import load_drafter
     from outrider.decoding.generate import generate, stream
     from outrider.decoding.request import StopRules
+    from outrider.decoding.structured import GrammarCompiler, StructuredOutput
     from outrider.engine.engine import Engine
     from outrider.sampling import SamplingParams
     from outrider.target.model import load_target
 
 __all__ = [
     "Engine",
+    "GrammarCompiler",
     "Model",
     "Response",
     "SamplingParams",
     "StopRules",
+    "StructuredOutput",
     "generate",
     "load",
     "load_drafter",
@@ -39,10 +42,12 @@ __all__ = [
 
 _MODULES = {
     "Engine": "engine.engine",
+    "GrammarCompiler": "decoding.structured",
     "Model": "api.model",
     "Response": "api.model",
     "SamplingParams": "sampling",
     "StopRules": "decoding.request",
+    "StructuredOutput": "decoding.structured",
     "generate": "decoding.generate",
     "load": "api.model",
     "load_drafter": "checkpoints.checkpoint",

@@ -1,6 +1,6 @@
 """Sampling parameters, warping, random sources and coupled noise.
 
-    logits -> penalties -> temperature -> top-k -> top-p -> min-p -> the distribution to draw from
+    logits -> constraint -> penalties -> temperature -> top-k -> top-p -> min-p -> the distribution to draw from
 
 The defaults are greedy decoding. Speculative decoding is lossless with respect to the *warped* target distribution
 (Leviathan et al., arXiv 2211.17192, section 2.2), so target and drafter share one `SamplingParams`.
@@ -185,6 +185,30 @@ class SeenTokens:
         for token in tokens:
             seen_V[token] += IN_OUTPUT
         return seen_V
+
+
+# ----------------------------------------------------------------------------
+# Constrained responses: a token that may not come next has the logit -inf, before everything else of the warp.
+# ----------------------------------------------------------------------------
+
+
+class Constraint(Protocol):
+    """What the tokens of one response must follow, as of its committed tokens (decoding/structured.py)."""
+
+    def allowed(self, drafts: Sequence[int] = ()) -> Tensor | None:
+        """Tokens that may come behind `drafts`, bool [V], at least one; None: any, because nothing that comes there is
+        kept. That is so behind a stop token, and behind a draft that was not allowed itself.
+        """
+        ...
+
+    def commit(self, token: int) -> None:
+        """One more token of the response."""
+        ...
+
+
+def constrained(logits_C: Tensor, allowed_C: Tensor | None) -> Tensor:
+    """Logits of any tokens, -inf where they are not allowed; None: all are."""
+    return logits_C if allowed_C is None else logits_C.masked_fill(~allowed_C, -torch.inf)
 
 
 # ----------------------------------------------------------------------------

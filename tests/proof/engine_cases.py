@@ -8,18 +8,23 @@ ordinary cache, context by context. Shapes: P paths, V vocab.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
 
 import torch
+from llguidance import LLMatcher, LLTokenizer
+from llguidance._tokenizer import TokenizerWrapper
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from outrider.backends.local import WrappedDrafter
 from outrider.decoding.generate import stream
 from outrider.decoding.request import StopRules
+from outrider.decoding.structured import Grammar
 from outrider.drafters.base import DraftCall, Drafter
 from outrider.drafters.draft import Draft, rerank
 from outrider.drafters.heads import ChainHeads
@@ -168,9 +173,62 @@ PARAMS = [
 ]
 
 
+class TinyLanguage:
+    """All texts of tokens of a few letters that match a regular expression, by trying; the last token ends a response.
+
+    Args:
+        pieces: text of each token but the last.
+        longest: letters of its longest text, or of as much of it as is ever looked at.
+    """
+
+    def __init__(self, pattern: str, pieces: Sequence[str], longest: int) -> None:
+        self.pieces, self.end = list(pieces), len(pieces)
+        letters = sorted(set("".join(pieces)))
+        texts = ("".join(text) for n in range(longest + 1) for text in product(letters, repeat=n))
+        self.texts = {text for text in texts if re.fullmatch(pattern, text)}
+        self._beginnings = {text[:n] for text in self.texts for n in range(len(text) + 1)}
+        wrapper = TokenizerWrapper(self)
+        tokens = LLTokenizer(wrapper, len(pieces) + 1, eos_token=self.end)
+        matcher = LLMatcher(tokens, LLMatcher.grammar_from_regex(pattern))
+        known = SimpleNamespace(eos_ids=frozenset({self.end}), device="cpu")
+        self.grammar = Grammar(matcher, known)  # type: ignore[arg-type]
+
+    # What llguidance asks of a tokenizer.
+    bos_token_id = None
+
+    @property
+    def eos_token_id(self) -> int:
+        return self.end
+
+    @property
+    def tokens(self) -> list[bytes]:
+        return [*(piece.encode() for piece in self.pieces), b"<end>"]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [self.pieces.index(chr(byte)) for byte in text if chr(byte) in self.pieces]
+
+    def allowed(self, said: Tokens) -> Tensor:
+        """Bool [V]; all of them behind the end."""
+        if self.end in said:
+            return torch.ones(self.end + 1, dtype=torch.bool)
+        text = "".join(self.pieces[token] for token in said)
+        return torch.tensor([*(text + piece in self._beginnings for piece in self.pieces), text in self.texts])
+
+    def ended(self, outputs: Distribution) -> Distribution:
+        """What responses are that stop behind their end."""
+        found: Distribution = {}
+        for (said,), weight in outputs.items():
+            kept = said[: said.index(self.end) + 1] if self.end in said else said
+            found[(kept,)] = found.get((kept,), 0.0) + weight
+        return found
+
+
 @dataclass(frozen=True)
 class Case:
-    """What is enumerated: two requests in the engine, of so many new `tokens` each, or one in `stream`."""
+    """What is enumerated: two requests in the engine, of so many new `tokens` each, or one in `stream`.
+
+    The first follows `language`, if any, and ends with the language's last token.
+    """
 
     policy: Policy = field(default_factory=FixedPolicy)
     kind: str = "chain"
@@ -179,6 +237,11 @@ class Case:
     coupled: bool = False
     tokens: tuple[int, ...] = (4, 3)
     vocab: int = 2
+    language: TinyLanguage | None = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        return None if self.language is None else self.language.grammar
 
     @property
     def params(self) -> list[SamplingParams]:
@@ -196,7 +259,8 @@ class Case:
         )
         parts = zip(PROMPTS, self.params, self.tokens, strict=False)
         requests = [
-            Request(str(r), prompt, params, StopRules(count, ())) for r, (prompt, params, count) in enumerate(parts)
+            Request(str(r), prompt, params, StopRules(count, ()), grammar=None if r else self.grammar)
+            for r, (prompt, params, count) in enumerate(parts)
         ]
         said = finish(engine, requests)
         return tuple(tuple(said[request.id]) for request in requests)
@@ -211,6 +275,7 @@ class Case:
             rules=StopRules(self.tokens[0], ()),
             policy=self.policy,
             gate=self.gate,
+            grammar=self.grammar,
             randomness=EnumeratedUniforms(trace).randomness,
         )
         return (tuple(token for chunk in chunks for token in chunk.tokens),)
@@ -218,13 +283,25 @@ class Case:
     def expected(self) -> Distribution:
         """Every request's tokens drawn one by one from the target, the requests independent."""
         joint: Distribution = {(): 1.0}
-        for prompt, params, count in zip(PROMPTS, self.params, self.tokens, strict=False):
+        for r, (prompt, params, count) in enumerate(zip(PROMPTS, self.params, self.tokens, strict=False)):
+            language = None if r else self.language
 
-            def row(context: Tokens, params: SamplingParams = params, prompt: Tokens = prompt) -> Tensor:
-                seen = SeenTokens(self.vocab, params, prompt, output=context[len(prompt) :])
-                return warp(next_logits(target(self.vocab), context), params, seen.with_tokens())
+            def row(
+                context: Tokens,
+                params: SamplingParams = params,
+                prompt: Tokens = prompt,
+                language: TinyLanguage | None = language,
+            ) -> Tensor:
+                said = context[len(prompt) :]
+                seen = SeenTokens(self.vocab, params, prompt, output=said)
+                logits_V = next_logits(target(self.vocab), context)
+                if language is not None:
+                    logits_V = logits_V.masked_fill(~language.allowed(said), -torch.inf)
+                return warp(logits_V, params, seen.with_tokens())
 
             own = exact_target_distribution(row, [prompt], count)
+            if language is not None:
+                own = language.ended(own)
             joint = {(*a, *b): p * q for (a, p), (b, q) in product(joint.items(), own.items())}
         return joint
 

@@ -18,15 +18,25 @@ from outrider.drafters.chain import sample_chain, sample_rows
 from outrider.drafters.dflash2 import CandidateRows, CandidateSelector
 from outrider.drafters.draft import Draft, Siblings, conditional_confidences, without
 from outrider.drafters.heads import ChainHeads, ConfidenceHead, VanillaMarkov, build_sequential_head
-from outrider.sampling import RandomSource, SamplingParams, SeenTokens, warp
+from outrider.sampling import RandomSource, SamplingParams, SeenTokens, constrained, warp
 from tests.proof.enumeration import DraftTree, Tokens
 
 
 class ToyTarget:
-    """Random logits for every context, as a table that is filled when asked."""
+    """Random logits for every context, as a table that is filled when asked.
 
-    def __init__(self, vocab_size: int, params: SamplingParams, seed: int = 0) -> None:
-        self.vocab_size, self.params, self.seed = vocab_size, params, seed
+    Args:
+        constraint: the tokens that may follow a context, [V], or None for all.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        params: SamplingParams,
+        seed: int = 0,
+        constraint: Callable[[Tokens], Tensor | None] = lambda context: None,
+    ) -> None:
+        self.vocab_size, self.params, self.seed, self.constraint = vocab_size, params, seed, constraint
         self._rows: dict[Tokens, Tensor] = {}
 
     def row(self, context: Tokens) -> Tensor:
@@ -34,8 +44,22 @@ class ToyTarget:
         if context not in self._rows:
             logits_V = 1.5 * torch.randn(self.vocab_size, generator=_generator(self.seed, context), dtype=torch.float64)
             seen = SeenTokens(self.vocab_size, self.params, output=context)
-            self._rows[context] = warp(logits_V, self.params, seen.with_tokens())
+            self._rows[context] = warp(constrained(logits_V, self.constraint(context)), self.params, seen.with_tokens())
         return self._rows[context]
+
+
+@dataclass(frozen=True)
+class ToyConstraint:
+    """A `Constraint` that is a function of the context."""
+
+    after: Callable[[Tokens], Tensor | None]
+    context: Tokens
+
+    def allowed(self, drafts: Sequence[int] = ()) -> Tensor | None:
+        return self.after((*self.context, *drafts))
+
+    def commit(self, token: int) -> None:
+        raise AssertionError("an enumerated round commits nothing")
 
 
 class ToyDrafter:
@@ -79,7 +103,9 @@ class ToyDrafter:
         base_logits_KVd, hidden_KH = block.split([self.draft_vocab_size, self.hidden_size], dim=1)
         params = self.target.params
         seen = SeenTokens(self.target.vocab_size, params, output=context)
-        call = DraftCall(None, context[-1], params, seen, source)
+        call = DraftCall(
+            None, context[-1], params, seen, source, constraint=ToyConstraint(self.target.constraint, context)
+        )
         heads = ChainHeads(self.target.vocab_size, self.head, self.confidence, self.draft_ids_Vd)
         return self._sample(base_logits_KVd, hidden_KH, call, heads, min_confidence)
 

@@ -219,7 +219,7 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/chat/completions", {"messages": []}, 400, "messages"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": " "}]}, 400, "prompt is empty"),
     ("/v1/chat/completions", {"messages": [{"role": "wizard", "content": "a"}]}, 400, "role"),
-    ("/v1/chat/completions", {"messages": USER, "response_format": {"type": "json_object"}}, 400, "response_format"),
+    ("/v1/chat/completions", {"messages": USER, "response_format": {"type": "json_schema"}}, 400, "response_format"),
     ("/v1/chat/completions", {"messages": USER, "tools": [{"type": "function", "function": {"name": "f"}}]}, 400,
      "does not support tool calling"),
     ("/v1/chat/completions", {"messages": USER, "tool_choice": "required"}, 400, "tool_choice"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
@@ -35,6 +35,7 @@ from outrider.data.chat import render
 from outrider.data.conversations import Message
 from outrider.decoding.generate import Chunk, stream
 from outrider.decoding.request import FinishReason, StopRules
+from outrider.decoding.structured import GrammarCompiler, StructuredOutput
 from outrider.drafters.base import draft_slots
 from outrider.drafters.draft import TreeSize
 from outrider.engine.batch import Output, Request
@@ -87,6 +88,9 @@ class Model:
         stop                  a text that ends the response, or several
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed, coupled
                               see SamplingParams; greedy by default
+        json_schema           a schema that the response follows: a mapping, its text, or a class of pydantic's
+        regex, choice, grammar
+                              or an expression, several texts, a grammar; see StructuredOutput
         thinking              ask the chat template for it; False
         tools                 JSON schemas, for chat templates that know them
         raw                   continue the text, without chat template; False
@@ -106,6 +110,11 @@ class Model:
     def scheduling(self) -> Scheduling:
         """How much is drafted and verified where a call does not say: see `choose_scheduling`."""
         return choose_scheduling(self.target, self.drafter, self.say)
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles what responses must follow."""
+        return GrammarCompiler(self.target)
 
     def __repr__(self) -> str:
         drafter = "plain decoding" if self.drafter is None else f"drafter {self.drafter.name}"
@@ -208,6 +217,10 @@ class Model:
         thinking: bool = False,
         tools: Sequence[dict[str, Any]] = (),
         raw: bool = False,
+        json_schema: str | Mapping[str, Any] | type | None = None,
+        regex: str | None = None,
+        choice: Sequence[str] | None = None,
+        grammar: str | None = None,
         **sampling: Any,
     ) -> Request:
         params = SamplingParams(**sampling)
@@ -224,7 +237,10 @@ class Model:
         else:
             turn = prompt if isinstance(prompt, str) else tuple({"content": "", **message} for message in prompt)
             tokens = render(tokenizer, [turn], [], tools=tools, thinking=thinking)
-        return Request(id, tokens, params, rules=rules)
+        wanted = {"json": json_schema, "regex": regex, "choice": choice, "grammar": grammar}
+        given = {name: value for name, value in wanted.items() if value is not None}
+        compiled = self.grammars.compile(StructuredOutput(**given)) if given else None  # type: ignore[arg-type]
+        return Request(id, tokens, params, rules=rules, grammar=compiled)
 
     def _scheduling(self, threshold: float | None, policy: Policy | None, gate: DraftGate | None) -> Scheduling:
         if threshold is None and policy is None and gate is None:
@@ -246,6 +262,7 @@ class Model:
             policy=chosen.policy,
             gate=chosen.gate,
             typical=typical,
+            grammar=request.grammar,
         )
 
     def _generate(self, prompt: Prompt, **options: Any) -> Response:

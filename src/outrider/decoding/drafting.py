@@ -34,7 +34,7 @@ from torch import Tensor
 from outrider.decoding.request import RequestState
 from outrider.decoding.round import RoundResult
 from outrider.drafters.base import Drafter, FailedCall
-from outrider.drafters.draft import Draft
+from outrider.drafters.draft import Draft, allowed_part
 from outrider.drafters.ngram import NgramSession
 from outrider.scheduling.beliefs import Beliefs
 from outrider.scheduling.cost import Floats, Ints
@@ -163,6 +163,13 @@ class Drafting:
             for i, draft in zip(chosen, found, strict=True):
                 drafts[i] = draft
             break
+        for i in able:
+            constraint = turns[i].state.constraint
+            if constraint is not None and turns[i].id not in failed:
+                try:
+                    drafts[i] = allowed_part(drafts[i], constraint)
+                except Exception as error:
+                    failed[turns[i].id] = error
         return drafts, len(chosen)
 
     def view(self, turns: Sequence[Turn], drafts: Sequence[Draft], other_tokens: int = 0) -> StepView:

@@ -15,6 +15,7 @@ from torch import Tensor
 from outrider.decoding.drafting import Drafting, Turn
 from outrider.decoding.request import FinishReason, RequestState, StopRules
 from outrider.decoding.round import Origin, RoundResult, run_round
+from outrider.decoding.structured import Grammar
 from outrider.drafters.base import Drafter, draft_slots
 from outrider.drafters.draft import Draft
 from outrider.sampling import Randomness, RandomSource, SamplingParams
@@ -93,10 +94,11 @@ class SingleRequest:
         params: SamplingParams,
         rules: StopRules,
         randomness: Randomness | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         self.target, self.drafting = target, drafting
         drafter = drafting.drafter
-        self.state = RequestState(target, prompt, params, rules=rules, randomness=randomness)
+        self.state = RequestState(target, prompt, params, rules=rules, randomness=randomness, grammar=grammar)
         self._trees = drafter is not None and drafter.trees
         if self._trees:
             target.check_trees()
@@ -186,6 +188,7 @@ def stream(
     typical: TypicalAcceptance | None = None,
     *,
     gate: DraftGate | None = None,
+    grammar: Grammar | None = None,
     randomness: Randomness | None = None,
 ) -> Iterator[Chunk]:
     """Decode one request and yield one chunk per round.
@@ -196,6 +199,7 @@ def stream(
         policy: how many drafts to verify; all of them by default.
         typical: a lossy rule that accepts more; the output is then not distributed as the target's.
         gate: in which rounds it drafts, and how deep; a whole draft in each by default.
+        grammar: what the response must follow (decoding/structured.py); nothing by default.
         randomness: where random draws come from; the generators of `params.seed` by default.
 
     Raises:
@@ -208,7 +212,9 @@ def stream(
     started = time.perf_counter()
     with torch.inference_mode():
         drafting = Drafting(drafter, policy, gate)
-        batch = SingleRequest(target, drafting, prompt, params=params, rules=rules, randomness=randomness)
+        batch = SingleRequest(
+            target, drafting, prompt, params=params, rules=rules, randomness=randomness, grammar=grammar
+        )
     finish: FinishReason | None = None
     try:
         while finish is None:
@@ -247,6 +253,7 @@ def generate(
     typical: TypicalAcceptance | None = None,
     *,
     gate: DraftGate | None = None,
+    grammar: Grammar | None = None,
 ) -> Generation:
     """Decode one request, see `stream`, and return the whole response."""
     started = time.perf_counter()
@@ -255,7 +262,18 @@ def generate(
     pieces: list[str] = []
     finish: FinishReason = "length"
     seed = 0
-    for chunk in stream(target, prompt, drafter, params=params, rules=rules, policy=policy, typical=typical, gate=gate):
+    chunks = stream(
+        target,
+        prompt,
+        drafter,
+        params=params,
+        rules=rules,
+        policy=policy,
+        typical=typical,
+        gate=gate,
+        grammar=grammar,
+    )
+    for chunk in chunks:
         tokens += chunk.tokens
         rounds.append(chunk.stats)
         pieces.append(chunk.text)

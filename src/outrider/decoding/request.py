@@ -13,10 +13,20 @@ from typing import Any, Literal
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from outrider.decoding.structured import Grammar
 from outrider.drafters.base import DraftCall
 from outrider.drafters.draft import Draft
 from outrider.drafters.ngram import NgramSession
-from outrider.sampling import Randomness, RandomSource, SamplingParams, SeenTokens, at_least_float32, warp
+from outrider.sampling import (
+    Constraint,
+    Randomness,
+    RandomSource,
+    SamplingParams,
+    SeenTokens,
+    at_least_float32,
+    constrained,
+    warp,
+)
 from outrider.target.cache import KVCache
 from outrider.target.model import DecodingTarget
 from outrider.verification import TargetRows
@@ -223,6 +233,8 @@ class RequestState:
         seed: of its random draws.
         source, noise: where its random draws come from; `noise` for coupled sampling, else None.
         seen: the tokens so far, as penalties read them.
+        constraint: what its response must follow; None: nothing. Such a response ends at the target's stop tokens, too,
+            whatever the rules say: nothing can follow a complete one.
         text: its output text, cut at stop strings.
         session: its drafter's; None in plain decoding and while it does not run.
         unread: tokens in the target's cache that the drafter has yet to read, with aux hidden states [T, L, D].
@@ -240,6 +252,7 @@ class RequestState:
         params: SamplingParams,
         rules: StopRules,
         randomness: Randomness | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         check_prompt(target, prompt)
         self.params = params
@@ -251,7 +264,8 @@ class RequestState:
         self.noise = randomness.noise(self.seed, target.vocab_size) if params.coupled else None
         self.seen = SeenTokens(target.vocab_size, params, prompt, device=target.device)
         self.text = TextStream(target.tokenizer, rules.stop_strings)
-        self.stop_ids = rules.ids(target)
+        self.constraint: Constraint | None = None if grammar is None else grammar.start()
+        self.stop_ids = rules.ids(target) if grammar is None else rules.ids(target) | grammar.eos_ids
         self.session: Any = None
         self.unread: list[tuple[list[int], Tensor | None]] = []
         self.index: NgramSession | None = None
@@ -288,18 +302,23 @@ class RequestState:
             noise=self.noise,
             position=len(self.tokens),
             nodes=slots,
+            constraint=self.constraint,
         )
 
     def target_rows(self, logits_KV: Tensor, draft: Draft, likeliest: Sequence[int] | None = None) -> TargetRows:
         """The target's rows after the anchor and `draft`, from their logits; `likeliest`: their argmax, where known."""
 
         def row(k: int) -> Tensor:
-            return warp(at_least_float32(logits_KV[k]), self.params, self.seen.with_tokens(draft.tokens_before(k)))
+            before = draft.tokens_before(k)
+            allowed_V = None if self.constraint is None else self.constraint.allowed(before)
+            logits_V = constrained(at_least_float32(logits_KV[k]), allowed_V)
+            return warp(logits_V, self.params, self.seen.with_tokens(before))
 
         if self.noise is not None:
             noise, position = self.noise, len(self.tokens)
             return TargetRows(row, lambda k: noise.pick(row(k), position + len(draft.tokens_before(k))))
-        if self.params.temperature == 0.0 and likeliest is not None and not self.params.penalised:
+        plain = not self.params.penalised and self.constraint is None
+        if self.params.temperature == 0.0 and likeliest is not None and plain:
             return TargetRows(row, likeliest.__getitem__)
         return TargetRows(row)
 
@@ -309,6 +328,8 @@ class RequestState:
         self.tokens += kept
         for token in kept:
             self.seen.add(token)
+            if self.constraint is not None:
+                self.constraint.commit(token)
         finish: FinishReason | None = "stop" if stopped else "length" if self.remaining == 0 else None
         return kept, self.text.release(final=finish is not None), finish
 

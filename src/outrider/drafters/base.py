@@ -23,7 +23,7 @@ from outrider.drafters.config import DrafterConfig
 from outrider.drafters.draft import Draft, TreeSize
 from outrider.drafters.heads import ChainHeads, ConfidenceHead, Estimator, VanillaMarkov
 from outrider.drafters.layers import BlockLayout, RopeTables
-from outrider.sampling import PositionNoise, RandomSource, SamplingParams, SeenTokens
+from outrider.sampling import Constraint, PositionNoise, RandomSource, SamplingParams, SeenTokens, constrained
 from outrider.target.linear import Packable, PackedLinear, pack
 from outrider.target.model import DecodingTarget, Target
 
@@ -39,7 +39,8 @@ class DraftCall:
 
     `limit`: most tokens of use to it one after another, at least 1; None: the whole block. `nodes`: most draft tokens
     in all, where they branch; None: as many as the drafter has. With `noise` (coupled sampling) x_1 is drawn with that
-    of `position`, the number of committed tokens, and `source` is not asked.
+    of `position`, the number of committed tokens, and `source` is not asked. `constraint`: what the response must
+    follow; None: nothing.
     """
 
     session: Any
@@ -51,6 +52,17 @@ class DraftCall:
     noise: PositionNoise | None = None
     position: int = 0
     nodes: int | None = None
+    constraint: Constraint | None = None
+
+    def constrained(self, logits_C: Tensor, ids_C: Tensor | None, drafts: Sequence[int]) -> Tensor:
+        """Logits of the tokens `ids_C` (None: of all) behind `drafts`, -inf where the constraint rules a token out.
+
+        Where it rules out all of them they stay as they are: what is drawn has p_t = 0, is rejected, and its residual
+        is p_t. Ending the draft there would let its length, which policies see, tell of the tokens before.
+        """
+        allowed_V = None if self.constraint is None else self.constraint.allowed(drafts)
+        allowed_C = allowed_V if allowed_V is None or ids_C is None else allowed_V[ids_C]
+        return logits_C if allowed_C is None or not allowed_C.any() else constrained(logits_C, allowed_C)
 
 
 class FailedCall(ValueError):

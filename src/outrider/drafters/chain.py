@@ -179,6 +179,10 @@ def _draw(chains: Sequence[_Chain], logits_AC: Tensor, ids: Sequence[Tensor | No
     greedy = [chain.call.params.temperature == 0.0 and chain.seen_V is None for chain in chains]
     likeliest = logits_AC.argmax(-1).tolist() if any(greedy) else [0] * len(chains)
     for chain, logits_C, ids_C, top, is_greedy in zip(chains, logits_AC, ids, likeliest, greedy, strict=True):
+        if chain.call.constraint is not None:
+            with drawing_for(chain.call):
+                logits_C = chain.call.constrained(logits_C, ids_C, chain.tokens)
+            top = int(logits_C.argmax())
         if is_greedy:  # one-hot: nothing is drawn
             index = top
         else:

@@ -22,10 +22,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from operator import mul
 
 from torch import Tensor
 
-from outrider.sampling import PositionNoise, RandomSource
+from outrider.sampling import Constraint, PositionNoise, RandomSource
 
 
 @dataclass(frozen=True)
@@ -147,12 +149,35 @@ def rerank(draft: Draft, survivals: Sequence[float], nodes: int) -> Draft:
     assert all(p < 0 or survivals[i] <= survivals[p] for i, p in enumerate(draft.parents)), (
         "a child outlives its parent"
     )
-    kept = sorted(range(len(survivals)), key=lambda i: (-survivals[i], i))[:nodes]
-    place = {-1: -1, **{node: i for i, node in enumerate(kept)}}
+    return _part(draft, sorted(range(len(survivals)), key=lambda i: (-survivals[i], i))[:nodes], survivals)
+
+
+def allowed_part(draft: Draft, constraint: Constraint) -> Draft:
+    """A draft without chosen nodes that the constraint rules out, and without what comes behind them.
+
+    A draft with drawn nodes stays: how many there are must not depend on what was drawn. Our drafters draw from a
+    masked p_d (`DraftCall.constrained`); what another drafter draws and may not come has p_t = 0.
+    """
+    if draft.siblings:
+        return draft
+    kept: list[int] = []
+    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+        if parent < 0 or parent in kept:
+            allowed_V = constraint.allowed(draft.tokens_before(parent + 1))
+            if allowed_V is None or bool(allowed_V[token]):
+                kept.append(node)
+    if kept == list(range(len(kept))):
+        return draft.truncated(len(kept))
+    return _part(draft, kept, list(accumulate(draft.confidences, mul)))
+
+
+def _part(draft: Draft, nodes: Sequence[int], survivals: Sequence[float]) -> Draft:
+    """These nodes, parents before their children; `survivals` of all nodes, [] where there are no confidences."""
+    place = {-1: -1, **{node: i for i, node in enumerate(nodes)}}
     return Draft(
-        [draft.tokens[node] for node in kept],
-        [place[draft.parents[node]] for node in kept],
-        confidences=conditional_confidences([survivals[node] for node in kept]),
+        [draft.tokens[node] for node in nodes],
+        [place[draft.parents[node]] for node in nodes],
+        confidences=conditional_confidences([survivals[node] for node in nodes] if survivals else []),
     )
 
 

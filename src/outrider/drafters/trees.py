@@ -217,6 +217,7 @@ class _Drawing:
         seen_V = call.seen.with_tokens(before)
         position = call.position + len(before)
         with drawing_for(call):
+            logits_Vd = call.constrained(logits_Vd, ids_Vd, before)
             row_Vd = warp(logits_Vd, call.params, seen_V if seen_V is None or ids_Vd is None else seen_V[ids_Vd])
             found = draw_siblings(row_Vd, len(children), call.source, noise=call.noise, position=position, ids=ids_Vd)
         self.tokens |= zip(children, found if ids_Vd is None else ids_Vd[found].tolist(), strict=False)

@@ -12,6 +12,7 @@ from torch import Tensor
 from outrider.decoding.drafting import Drafting, Turn
 from outrider.decoding.request import FinishReason, RequestState, StopRules
 from outrider.decoding.round import RoundResult
+from outrider.decoding.structured import Grammar
 from outrider.decoding.trace import RoundTrace, Source, trace_round
 from outrider.drafters.draft import Draft
 from outrider.engine.scheduler import Progress, StepPlan
@@ -32,7 +33,8 @@ class Request:
 
     `most_drafts`: draft tokens of a step, 0 for plain decoding; None: as many as the drafter has. `logprobs`: its
     outputs tell the log-probability of each token and of so many of the likeliest; None: nothing. `trace`: its outputs
-    tell what each round did, draft by draft.
+    tell what each round did, draft by draft. `grammar`: what its response must follow, compiled for the engine's
+    target; None: nothing.
     """
 
     id: str
@@ -42,13 +44,15 @@ class Request:
     most_drafts: int | None = None
     logprobs: int | None = None
     trace: bool = False
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
     """Log-probability of a token and of the likeliest tokens (id, log-probability), likeliest first.
 
-    They are the target's own: of log softmax of its logits, before penalties, temperature, top-k, top-p and min-p.
+    They are the target's own: of log softmax of its logits, before the grammar, penalties, temperature, top-k, top-p
+    and min-p.
     """
 
     logprob: float

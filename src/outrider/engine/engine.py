@@ -91,7 +91,12 @@ class Engine:
         if request.id in self._states:
             raise ValueError(f"request id {request.id!r} is in use; give every request its own.")
         state = RequestState(
-            self.target, request.prompt, request.params, rules=request.rules, randomness=self.randomness
+            self.target,
+            request.prompt,
+            request.params,
+            rules=request.rules,
+            randomness=self.randomness,
+            grammar=request.grammar,
         )
         self.scheduler.add(request.id, len(state.tokens), state.remaining, most_drafts=request.most_drafts)
         self._states[request.id] = state

@@ -35,6 +35,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.data.chat import render, template_of
 from outrider.decoding.request import TextStream
+from outrider.decoding.structured import Grammar, GrammarCompiler, StructureError
 from outrider.engine.batch import Output, TokenLogprob
 from outrider.engine.batch import Request as EngineRequest
 from outrider.serving.inspector import page, trace_json, watched
@@ -91,6 +92,8 @@ class Server:
         self.worker, self.name, self.thinking = worker, name, thinking
         self.target, self.tokenizer, self.limits = target, target.tokenizer, limits or Limits()
         self.started = int(time.time())
+        self.grammars = GrammarCompiler(target)
+        self._compiling = ThreadPoolExecutor(1, "grammars")
         # One thread: a long prompt must not hold up the others' events, and tokenizers are not for several at once.
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
         self.piece = lru_cache(_KEPT_PIECES)(lambda token: str(self.tokenizer.decode([token])))
@@ -117,6 +120,17 @@ class Server:
         write = partial(render, tools=tools, thinking=self.thinking if thinking is None else thinking)
         tokens: list[int] = await self._in_thread(partial(write, self.tokenizer, [messages], []))
         return tokens
+
+    async def grammar(self, asked: ChatRequest | CompletionRequest) -> Grammar | None:
+        """What the choices of a request must follow; None: nothing.
+
+        Raises:
+            StructureError: it is not valid, cannot be followed, or is too large.
+        """
+        wanted = asked.structure
+        if wanted is None:
+            return None
+        return await asyncio.get_running_loop().run_in_executor(self._compiling, self.grammars.compile, wanted)
 
     async def text_of(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
@@ -213,6 +227,7 @@ class Answer(ABC):
 
         Raises:
             Unavailable: the engine failed, or one of the requests did.
+            StructureError: what the answer must follow turned out to be too much work.
         """
         async for output in submission:
             _check(output)
@@ -248,8 +263,8 @@ class Answer(ABC):
                 yield self._event(choice, part, output)
             if options.include_usage:
                 yield _data({**self._head(self.chunk), "choices": [], **self._closing(submission)})
-        except Unavailable as error:
-            yield _data(error_body(500, str(error)))
+        except (Unavailable, StructureError) as error:
+            yield _data(error_body(400 if isinstance(error, StructureError) else 500, str(error)))
         yield "data: [DONE]\n\n"
 
     def _event(self, choice: Choice, part: dict[str, Any], output: Output | None) -> str:
@@ -362,6 +377,9 @@ def _shown(call: ToolCall, index: int, streamed: bool) -> dict[str, Any]:
 
 
 def _check(output: Output) -> None:
+    error = output.error
+    if isinstance(error, StructureError) or (error is not None and isinstance(error.__cause__, StructureError)):
+        raise StructureError(str(error))
     if output.error is not None:
         raise Unavailable(f"the engine ended this request: {type(output.error).__name__}: {output.error}")
 
@@ -434,7 +452,8 @@ def create_app(server: Server, api_key: str | None = None) -> FastAPI:
         server.check_model(asked.model)
         server.worker.check_room(asked.n * len(asked.prompts))  # before anything is tokenised
         prompts = [await server.tokens_of_text(one) if isinstance(one, str) else one for one in asked.prompts]
-        return await respond(http, *_prepare(server, asked, prompts))
+        grammar = await server.grammar(asked)
+        return await respond(http, *_prepare(server, asked, prompts, grammar=grammar))
 
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatRequest, http: Request) -> Response:
@@ -442,7 +461,8 @@ def create_app(server: Server, api_key: str | None = None) -> FastAPI:
         server.worker.check_room(asked.n)
         tools = [tool.plain() for tool in asked.tools if asked.tool_choice == "auto"]
         prompt = await server.tokens_of_chat(asked, tools)
-        return await respond(http, *_prepare(server, asked, [prompt], tools=tools))
+        grammar = await server.grammar(asked)
+        return await respond(http, *_prepare(server, asked, [prompt], tools=tools, grammar=grammar))
 
     @app.get("/", include_in_schema=False)
     async def inspector() -> Response:
@@ -500,6 +520,7 @@ def _prepare(
     asked: ChatRequest | CompletionRequest,
     prompts: Sequence[list[int]],
     tools: Sequence[dict[str, Any]] = (),
+    grammar: Grammar | None = None,
 ) -> tuple[Answer, list[EngineRequest]]:
     """An empty answer, and the engine's requests: `asked.n` for each prompt.
 
@@ -526,6 +547,7 @@ def _prepare(
                 rules=rules,
                 most_drafts=asked.most_drafts,
                 logprobs=asked.wanted_logprobs,
+                grammar=grammar,
                 trace=asked.trace,
             )
         )

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from outrider.data.conversations import Message
 from outrider.decoding.request import StopRules
+from outrider.decoding.structured import StructuredOutput
 from outrider.sampling import SamplingParams
 
 _MOST_CHOICES, _MOST_STOPS, _LONGEST_STOP, _MOST_LOGPROBS = 32, 16, 1000, 20
@@ -43,6 +44,63 @@ class StreamOptions(_Fields):
     include_obfuscation: bool = False  # nothing is padded
 
 
+class NamedSchema(_Fields):
+    """A JSON schema as OpenAI's `json_schema` has it. It is followed whether or not `strict` asks for that."""
+
+    name: str = ""
+    description: str = ""
+    schema_: dict[str, Any] = Field({}, alias="schema")
+    strict: bool = True
+
+
+class ResponseFormat(_Fields):
+    """What an answer must be: any text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_is_asked_for(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type json_schema, and with no other")
+        return self
+
+    def structure(self) -> StructuredOutput | None:
+        """What the answer must follow."""
+        if self.type == "text":
+            return None
+        return StructuredOutput(json={"type": "object"} if self.json_schema is None else self.json_schema.schema_)
+
+
+class StructuredOutputs(_Fields):
+    """vLLM's field: what an answer must follow, one of the first five."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: Literal[True] | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> StructuredOutputs:
+        self.structure()
+        return self
+
+    def structure(self) -> StructuredOutput:
+        """As decoding takes it."""
+        if self.json_object and self.json_ is not None:
+            raise ValueError("give json or json_object, one of them")
+        return StructuredOutput(
+            json={"type": "object"} if self.json_object else self.json_,
+            regex=self.regex,
+            choice=self.choice,
+            grammar=self.grammar,
+            whitespace="" if self.disable_any_whitespace else self.whitespace_pattern,
+        )
+
+
 class _Sampled(_Fields):
     """What both kinds of completion have in common."""
 
@@ -64,6 +122,8 @@ class _Sampled(_Fields):
     return_token_ids: bool = False
     speculative: Literal["off", "auto"] = "auto"
     max_draft_tokens: int | None = Field(None, ge=0)  # of a round; None: as many as the drafter has
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     trace: bool = False  # the answer tells every round
 
     user: str = ""
@@ -95,6 +155,18 @@ class _Sampled(_Fields):
     def most_drafts(self) -> int | None:
         """Draft tokens of a round."""
         return 0 if self.speculative == "off" else self.max_draft_tokens
+
+    @model_validator(mode="after")
+    def _one_structure(self) -> _Sampled:
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise ValueError("give response_format or structured_outputs, one of them")
+        return self
+
+    @property
+    def structure(self) -> StructuredOutput | None:
+        """What an answer must follow; None: nothing."""
+        asked = self.structured_outputs or self.response_format
+        return None if asked is None else asked.structure()
 
     def rules(self, max_new_tokens: int, eos_ids: frozenset[int]) -> StopRules:
         """When a choice ends, given the target's stop tokens."""
@@ -177,12 +249,6 @@ class Tool(_Fields):
         return {"type": "function", "function": self.function.model_dump(exclude_unset=True)}
 
 
-class TextFormat(_Fields):
-    """The only form of an answer that is served."""
-
-    type: Literal["text"]
-
-
 class TemplateSettings(_Fields):
     """What a chat template is told besides the messages."""
 
@@ -199,7 +265,6 @@ class ChatRequest(_Sampled):
     tool_choice: Literal["none", "auto"] = "auto"
     parallel_tool_calls: Literal[True] = True
     chat_template_kwargs: TemplateSettings = TemplateSettings()
-    response_format: TextFormat = TextFormat(type="text")
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=_MOST_LOGPROBS)
 
