@@ -18,15 +18,18 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 import outrider
+import outrider.cli.bench as bench
 from outrider.api.model import Model
 from outrider.engine.batch import Output
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
+from outrider.loadtest.metrics import Journal
 from outrider.serving.app import Limits
 from outrider.serving.metrics import ServerMetrics
 from outrider.serving.tools import Format, ToolCall, ToolCallParser, format_of
 from outrider.serving.worker import Worker
 from outrider.target.model import Target
+from tests.toys.command_line import Run
 from tests.toys.serving import Served, serving, wait_for
 
 SMALL = EngineConfig(max_requests=1)
@@ -126,6 +129,26 @@ def test_a_worker_whose_engine_fails_at_once_does_not_start(model: Model, monkey
     with pytest.raises(RuntimeError, match="out of memory"):
         asyncio.run(worker.start())
     assert not worker.healthy
+
+
+def test_bench_reads_the_counters(
+    model: Model, toy: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`outrider bench` measures this server as it does vLLM: accepted lengths are those of the server's counters."""
+    monkeypatch.setattr(bench, "set_up", lambda threads: None)
+    (tmp_path / "tasks.jsonl").write_text('{"turns": ["number 1"]}\n{"turns": ["number 2"]}\n')
+    load = ["--tasks", tmp_path / "tasks.jsonl", "--concurrency", 2, "--requests-per-point", 2, "--max-new-tokens", 8]
+    with serving(model) as served:
+        url = ["--backend", "vllm", "--base-url", served.url, "--repeats", 1, "--out", tmp_path / "out"]
+        models = ["--target", toy / "target", "--drafter", toy / "drafter"]
+        status, _, errors = run("bench", *models, *load, *url)
+        assert status == 0, errors
+        names = [f"spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens")]
+        rounds, drafted, accepted = map(served.metric, names)
+    (point,) = Journal(tmp_path / "out", json.loads((tmp_path / "out" / "settings.json").read_text())).points
+    assert point.same == 2 and rounds > 0
+    assert point.metrics.tau == pytest.approx(1 + accepted / rounds)
+    assert point.metrics.acceptance == pytest.approx(accepted / drafted)
 
 
 def test_a_request_that_fails_ends_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

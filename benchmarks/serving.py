@@ -1,0 +1,346 @@
+"""Measure the server under load, and what it costs beside the engine alone.
+
+    python -m benchmarks.serving load --minutes 10 --out soak.json
+    python -m benchmarks.serving overhead --out overhead.json
+
+`load`: streaming clients of `outrider serve` ask for greedy answers, and some of them disconnect on the way. Every
+finished answer is compared with plain decoding of its prompt alone; a difference is a tie where the logits are one.
+Memory, descriptors and threads are those of the server's process. Afterwards no request and no KV block may be left.
+
+`overhead`: the same requests through an engine in this process and through HTTP, in turns. One process computes while
+the other waits. The client reads the events and no more, on the same cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import numpy as np
+import typer
+
+import outrider
+from outrider.backends.openai import read_metrics
+from outrider.cli.serve import build_server
+from outrider.data.chat import Chat
+from outrider.data.sources import load_prompts
+from outrider.decoding.request import StopRules
+from outrider.engine.batch import Request
+from outrider.engine.engine import Engine
+from outrider.engine.scheduler import EngineConfig
+from outrider.evaluation.evaluate import compare_greedy
+from outrider.sampling import SamplingParams
+from outrider.target.hub import EMBEDDED_ID
+from outrider.target.model import Target
+from outrider.utils.measure import machine, set_up, versions
+
+_SAMPLE_SECONDS = 5.0
+_PATIENCE = 300.0  # seconds for the server to start
+
+app = typer.Typer(add_completion=False)
+
+
+@dataclass
+class Server:
+    """A running `outrider serve`."""
+
+    port: int
+    process: int
+
+    def metrics(self) -> dict[str, float]:
+        """The page's samples by name, those of different labels added up; `aborted`: requests whose clients went."""
+        page = httpx.get(f"http://127.0.0.1:{self.port}/metrics").text
+        gone = read_metrics("\n".join(line for line in page.splitlines() if 'finished_reason="abort"' in line))
+        found = {name: sum(values) for name, values in read_metrics(page).items()}
+        return {**found, "aborted": sum(gone["vllm:request_success_total"])}
+
+    def resources(self) -> dict[str, float]:
+        """Resident memory (MiB), open descriptors and threads."""
+        place = Path(f"/proc/{self.process}")
+        pages = int((place / "statm").read_text().split()[1])
+        return {
+            "memory_mib": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+            "descriptors": len(list((place / "fd").iterdir())),
+            "threads": len(list((place / "task").iterdir())),
+        }
+
+
+@contextmanager
+def serving(target: str, threads: int) -> Iterator[Server]:
+    """`outrider serve` of a target with its drafter, until the end."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    options = ["--target", target, "--port", str(port), "--threads", str(threads)]
+    with subprocess.Popen([sys.executable, "-m", "outrider.cli.main", "serve", *options]) as process:
+        try:
+            until = time.monotonic() + _PATIENCE
+            while True:
+                assert process.poll() is None and time.monotonic() < until, "the server did not start"
+                try:
+                    if httpx.get(f"http://127.0.0.1:{port}/health").is_success:
+                        break
+                except httpx.TransportError:
+                    time.sleep(0.2)
+            yield Server(port, process.pid)
+        finally:
+            process.terminate()
+
+
+async def events(port: int, asked: dict[str, Any]) -> AsyncIterator[bytes]:
+    """The data of an answer's events, as they come; closing it disconnects. Nothing is parsed, to leave cores alone."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        body = json.dumps(asked).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        writer.write(head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        status = await reader.readline()
+        assert status.startswith(b"HTTP/1.1 200"), status + await reader.read()
+        async for line in reader:
+            if line.startswith(b"data: {"):
+                yield line[len(b"data: ") :]
+    finally:
+        writer.close()
+
+
+def asked_for(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+    """A greedy request of a stream."""
+    return {
+        "prompt": list(prompt),
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+
+
+# ----------------------------------------------------------------------------
+# Load.
+# ----------------------------------------------------------------------------
+
+
+class Clients:
+    """Clients that ask one after another, and what they saw.
+
+    Args:
+        plain: prompts and what plain decoding answers to each alone.
+        first, gaps: seconds to the first event of an answer, and between two.
+        different: prompts and answers that are not plain decoding's.
+    """
+
+    def __init__(self, port: int, plain: dict[tuple[int, ...], list[int]]) -> None:
+        self.port, self.plain = port, plain
+        self.first: list[float] = []
+        self.gaps: list[float] = []
+        self.counts: Counter[str] = Counter()
+        self.different: list[tuple[tuple[int, ...], list[int]]] = []
+
+    async def run(self, seed: int, until: float) -> None:
+        """Ask again and again; three answers in ten are left somewhere, some of them before their first token."""
+        draw = random.Random(seed)
+        while time.monotonic() < until:
+            prompt = draw.choice(list(self.plain))
+            patience = draw.uniform(0.0, 10.0) if draw.random() < 0.3 else None  # seconds
+            tokens: list[int] = []
+            try:
+                await asyncio.wait_for(self._ask(prompt, tokens), patience)
+            except asyncio.TimeoutError:
+                self.counts["disconnected"] += 1
+            else:
+                self.counts["finished"] += 1
+                if tokens != self.plain[prompt]:
+                    self.different.append((prompt, tokens))
+            self.counts["tokens"] += len(tokens)
+
+    async def _ask(self, prompt: tuple[int, ...], tokens: list[int]) -> None:
+        last = time.perf_counter()
+        async with aclosing(events(self.port, asked_for(prompt, len(self.plain[prompt])))) as stream:
+            async for event in stream:
+                now = time.perf_counter()
+                (self.gaps if tokens else self.first).append(now - last)
+                last = now
+                tokens += json.loads(event)["choices"][0]["token_ids"]
+
+
+async def sampled(server: Server, seconds: float) -> list[dict[str, float]]:
+    """The server's resources again and again, for so many seconds."""
+    started, found = time.monotonic(), list[dict[str, float]]()
+    while time.monotonic() - started < seconds:
+        found.append({"seconds": round(time.monotonic() - started, 1), **server.resources()})
+        await asyncio.sleep(_SAMPLE_SECONDS)
+    return found
+
+
+@app.command()
+def load(
+    minutes: Annotated[float, typer.Option(help="of load")] = 10.0,
+    users: Annotated[int, typer.Option(help="clients at once")] = 32,
+    tokens: Annotated[int, typer.Option(help="of an answer")] = 48,
+    prompts: Annotated[int, typer.Option(help="different ones")] = 24,
+    target: Annotated[str, typer.Option(help="directory or id")] = EMBEDDED_ID,
+    threads: Annotated[int, typer.Option(help="of the server, and of plain decoding")] = 2,
+    seed: Annotated[int, typer.Option(help="of the clients' choices")] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON file of the figures")] = None,
+) -> None:
+    """Streaming clients that disconnect at random: exactness, latencies, and what is left of them in the server."""
+    set_up(threads)
+    loaded = outrider.load(target, "none").target
+    assert isinstance(loaded, Target)
+    alone = Engine(loaded)
+    plain = {tuple(prompt): direct(alone, [prompt], tokens)[0] for prompt in tokenized(loaded, prompts)}
+    with serving(target, threads) as server:
+        asyncio.run(Clients(server.port, plain).run(seed, time.monotonic()))  # one, so that nothing is new
+        before, counted = server.resources(), server.metrics()
+        clients = Clients(server.port, plain)
+
+        async def together() -> list[dict[str, float]]:
+            until = time.monotonic() + 60 * minutes
+            running = asyncio.gather(*(clients.run(seed + 1 + user, until) for user in range(users)))
+            samples = await sampled(server, 60 * minutes)
+            await running
+            return samples
+
+        samples = asyncio.run(together())
+        time.sleep(_SAMPLE_SECONDS)  # connections are closed
+        after, metrics = server.resources(), server.metrics()
+    verdicts = Counter(compare_greedy(loaded, key, plain[key], speculative=other) for key, other in clients.different)
+    late = [sample["memory_mib"] for sample in samples[len(samples) // 2 :]]
+    found = {
+        "users": users,
+        "seconds": 60 * minutes,
+        **clients.counts,
+        "same": clients.counts["finished"] - len(clients.different),
+        "ties": verdicts["tie"],
+        "mismatches": verdicts["mismatch"],
+        "aborted": metrics["aborted"] - counted["aborted"],
+        "ttft_seconds": percentiles(clients.first),
+        "inter_token_seconds": percentiles(clients.gaps),
+        "left": {name: metrics[f"vllm:{name}"] for name in _LEFT},
+        "preemptions": metrics["vllm:num_preemptions_total"],
+        "before": before,
+        "after": after,
+        "memory_mib_of_second_half": [min(late), statistics.median(late), max(late)],
+        "samples": samples,
+    }
+    shown = {name: value for name, value in found.items() if name != "samples"}
+    typer.echo(json.dumps(shown, indent=1))
+    keep(out, found)
+    leaks = [name for name, value in found["left"].items() if value]
+    leaks += ["descriptors"] if after["descriptors"] > before["descriptors"] else []
+    if leaks or verdicts["mismatch"]:
+        raise typer.Exit(f"left in the server: {leaks or 'nothing'}; {verdicts['mismatch']} wrong answers")
+
+
+_LEFT = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+
+
+# ----------------------------------------------------------------------------
+# Overhead.
+# ----------------------------------------------------------------------------
+
+
+def direct(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+    """What an engine answers greedily, so many tokens to each prompt, all at once."""
+    found: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        found[str(index)] = []
+        engine.submit(Request(str(index), prompt, SamplingParams(0.0), StopRules(tokens, stop_ids=())))
+    while not engine.idle:
+        for output in engine.step():
+            found[output.id] += output.tokens
+    return list(found.values())
+
+
+async def through_http(port: int, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+    """The same through the server; the events are only counted."""
+
+    async def ask(prompt: Sequence[int]) -> None:
+        async with aclosing(events(port, asked_for(prompt, tokens))) as stream:
+            assert [event async for event in stream]
+
+    await asyncio.gather(*map(ask, prompts))
+
+
+@app.command()
+def overhead(
+    users: Annotated[str, typer.Option(help="requests at once, several levels")] = "1,8,32",
+    tokens: Annotated[int, typer.Option(help="of an answer")] = 64,
+    repeats: Annotated[int, typer.Option(help="of each side")] = 4,
+    target: Annotated[str, typer.Option(help="directory or id")] = EMBEDDED_ID,
+    threads: Annotated[int, typer.Option(help="of either side")] = 2,
+    out: Annotated[Path | None, typer.Option(help="JSON file of the figures")] = None,
+) -> None:
+    """Seconds of the same greedy requests through the engine and through HTTP, in turns: A B A B ..."""
+    set_up(threads)
+    with serving(target, threads) as server:
+        built = build_server(
+            outrider.load(target),
+            EngineConfig(),
+            None,
+            max_waiting=0,
+            max_new_tokens=None,
+            name=None,
+            thinking=False,
+        )
+        engine = built.worker.engine
+        engine.warm_up()
+        levels = [int(level) for level in users.split(",")]
+        prompts = tokenized(built.target, max(levels))
+        found = []
+        for level in levels:
+            seconds: dict[str, list[float]] = {"engine": [], "http": []}
+            for repeat in range(repeats + 1):
+                for side, times in seconds.items():
+                    started = time.perf_counter()
+                    if side == "engine":
+                        direct(engine, prompts[:level], tokens)
+                    else:
+                        asyncio.run(through_http(server.port, prompts[:level], tokens))
+                    if repeat:  # the first of each side is not counted
+                        times.append(round(time.perf_counter() - started, 4))
+            ratios = [http / alone for alone, http in zip(seconds["engine"], seconds["http"], strict=True)]
+            medians = {f"{side}_median": statistics.median(times) for side, times in seconds.items()}
+            percent = [round(100 * (ratio - 1), 2) for ratio in sorted(ratios)]
+            found.append({"users": level, **seconds, **medians, "overhead_percent": percent})
+            typer.echo(json.dumps(found[-1]))
+    keep(out, {"tokens": tokens, "threads": threads, "levels": found})
+
+
+# ----------------------------------------------------------------------------
+# Both.
+# ----------------------------------------------------------------------------
+
+
+def tokenized(target: Target, count: int) -> list[list[int]]:
+    """Prompts of eval_math, as the target's chat template writes them."""
+    chat = Chat.of(target)
+    return [chat.prompts(conversation, [], False)[0] for conversation in load_prompts("eval_math", count)]
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """p50, p95 and p99."""
+    return {f"p{p}": round(float(np.percentile(seconds, p)), 4) for p in (50, 95, 99)}
+
+
+def keep(out: Path | None, found: dict[str, Any]) -> None:
+    """Write figures with the machine and the versions they were taken on."""
+    if out is not None:
+        out.write_text(json.dumps({**found, "machine": machine(), "versions": versions()}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    app()
