@@ -186,9 +186,9 @@ WRONG: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {"json": {"type": "string", "minLength": 5, "maxLength": 2}}, "nsatisfiable"),
     (lambda: {"json": {"allOf": [{"type": "string"}, {"type": "number"}]}}, "nsatisfiable"),
     (lambda: {"json": {"enum": []}}, "nsatisfiable"),
-    (lambda: {"json": {"$ref": "#"}}, ""),
-    (lambda: {"json": {"$ref": "#/$defs/missing"}}, ""),
-    (lambda: {"json": "[" * 5000 + "]" * 5000}, ""),
+    (lambda: {"json": {"$ref": "#"}}, "rules never end"),
+    (lambda: {"json": {"$ref": "#/$defs/missing"}}, "does not exist"),
+    (lambda: {"json": "[" * 5000 + "]" * 5000}, "not JSON"),
     (lambda: {"json": '{"type": "array", "items": ' * 500 + "{}" + "}" * 500}, "recursion"),
     (lambda: {"json": {"enum": [f"value {i}" for i in range(20_000)]}}, "characters"),
     (
@@ -198,11 +198,11 @@ WRONG: list[tuple[Callable[[], dict[str, Any]], str]] = [
         "references",
     ),
     (lambda: {"regex": "(a"}, "unclosed group"),
-    (lambda: {"regex": r"[^\s\S]"}, ""),
+    (lambda: {"regex": r"[^\s\S]"}, "nothing satisfies"),
     (lambda: {"regex": r"a(?=b)"}, "look-around"),
-    (lambda: {"regex": "(" * 20_000 + "a" + ")" * 20_000}, ""),
+    (lambda: {"regex": "(" * 20_000 + "a" + ")" * 20_000}, "invalid regex"),
     (lambda: {"regex": "a" * 200_000}, "characters"),
-    (lambda: {"grammar": "start: start"}, ""),
+    (lambda: {"grammar": "start: start"}, "rules never end"),
     (lambda: {"grammar": "start: missing"}, "missing"),
     (lambda: {"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}, "cannot be read"),
     (lambda: {"grammar": chain_of_rules(5000)}, "rules"),
@@ -329,7 +329,7 @@ def test_ten_thousand_random_schemas(model: Model) -> None:
     started = time.monotonic()
     tally = toy_schemas(model, 10_000, seed=1)
     print(f"\n{tally}; {time.monotonic() - started:.0f} s")
-    assert tally.accepted and tally.cut < tally.responses / 100
+    assert tally.accepted and tally.cut < tally.responses / 20
 
 
 def real_schemas(count: int, seed: int) -> Tally:

@@ -250,4 +250,7 @@ class GrammarState:
 
 def _check(matcher: LLMatcher) -> None:
     if matcher.is_error():
-        raise StructureError(f"structured output: {_brief(matcher.get_error())}")
+        reason = _brief(matcher.get_error())
+        if reason.startswith("NoExtension"):
+            reason = "no token can follow here: nothing satisfies it, or its rules never end."
+        raise StructureError(f"structured output: {reason}")
