@@ -5,8 +5,11 @@
     traced     while it is read, with "trace": true in every request
 
 All three are taken in every round, each first as often as the others, against one server. Tokens per second are of the
-whole: all users' tokens over the seconds from the first request to the last token, at temperature 0 with `speculative`
-on. A round's ratios to its own plain run are what is reported.
+whole: all users' tokens over the seconds from the first request to the last token, at temperature 0. A round's ratios
+to its own plain run are what is reported; they vary by several per cent on a machine with other work.
+
+--inside needs no server: the seconds in which the engine makes traces, and those in which they become JSON, as shares
+of the seconds of its steps when every request is traced. Other work slows both alike.
 """
 
 from __future__ import annotations
@@ -24,6 +27,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from outrider.api.model import load
+from outrider.cli.serve import build_server
+from outrider.decoding.request import StopRules, TextStream
+from outrider.engine.batch import Request, StepBatch
+from outrider.engine.scheduler import EngineConfig
+from outrider.sampling import SamplingParams
+from outrider.serving.inspector import trace_json
+from outrider.target.hub import EMBEDDED_ID
 from outrider.utils.measure import machine, versions
 
 KINDS = ("plain", "watched", "traced")
@@ -66,15 +77,59 @@ def watch(url: str, over: Event) -> None:
                 return
 
 
+def inside(users: int, tokens: int, temperature: float) -> tuple[float, float, float]:
+    """(seconds of a step, share of making traces, share of writing JSON) with every request traced."""
+    model = load(EMBEDDED_ID)
+    server = build_server(
+        model, EngineConfig(), None, max_waiting=users, max_new_tokens=None, name=None, thinking=False
+    )
+    engine, tokenizer, spent = server.worker.engine, server.tokenizer, {"trace": 0.0, "step": 0.0, "json": 0.0}
+    made = StepBatch.trace
+
+    def timed(batch: StepBatch, *about: Any) -> Any:
+        started = time.perf_counter()
+        found = made(batch, *about)
+        spent["trace"] += time.perf_counter() - started
+        return found
+
+    StepBatch.trace = timed  # type: ignore[method-assign]
+    params, rules = SamplingParams(temperature=temperature, seed=0), StopRules(tokens, stop_ids=())
+    for user in range(users):
+        engine.submit(
+            Request(str(user), tokenizer(PROMPTS[user % len(PROMPTS)])["input_ids"], params, rules, trace=True)
+        )
+    texts = {str(user): TextStream(tokenizer) for user in range(users)}
+    steps = 0
+    while not engine.idle:
+        began = time.perf_counter()
+        outputs = engine.step()
+        ended = time.perf_counter()
+        for output in outputs:
+            pieces = [(texts[output.id].push(token), texts[output.id].release())[1] for token in output.tokens]
+            assert output.trace is not None
+            json.dumps(trace_json(output.trace, pieces, server.piece))
+        spent["step"] += ended - began
+        spent["json"] += time.perf_counter() - ended
+        steps += 1
+    StepBatch.trace = made  # type: ignore[method-assign]
+    return spent["step"] / steps, spent["trace"] / spent["step"], spent["json"] / spent["step"]
+
+
 def main() -> None:
-    """Measure a running server."""
+    """Measure a running server, or the engine in this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of a running outrider serve")
     parser.add_argument("--users", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64, help="of a response")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--inside", action="store_true", help="the engine in this process, without a server")
     options = parser.parse_args()
+    if options.inside:
+        for temperature in (0.0, 1.0):
+            step, trace, written = inside(options.users, options.tokens, temperature)
+            print(f"temperature {temperature:g}: a step {1000 * step:.0f} ms, traces {trace:.2%}, JSON {written:.2%}")
+        return
     run(options.url, "traced", options.users, tokens=16)  # what is computed once is computed now
     found: list[dict[str, float]] = []
     for number in range(options.rounds):

@@ -11,6 +11,7 @@ import pytest
 
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
+from outrider.decoding.trace import RoundTrace
 from outrider.drafters.base import DraftCall
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
@@ -40,6 +41,32 @@ def test_a_preempted_request_goes_on_with_its_random_numbers(target: Target) -> 
     assert len(set(preempted)) > 1
     for request in requests:
         assert found[request.id] == generate(target, request.prompt, None, request.params, request.rules).tokens
+
+
+def test_a_trace_changes_no_token_and_is_only_of_who_asks(target: Target) -> None:
+    """Sampled, with penalties, among others, some of which are preempted and read their prompts again."""
+    params = [SamplingParams(1.0, seed=i, repetition_penalty=1.0 + 0.3 * (i % 2)) for i in range(6)]
+    requests = [Request(str(i), [5, 7 + i], params[i], StopRules(40, stop_ids=())) for i in range(6)]
+    config = EngineConfig(max_requests=6, token_budget=64, block_size=4, num_blocks=40)
+    untraced = finish(Engine(target, toy_drafter(target), FixedPolicy(2), config=config), requests)
+    engine = Engine(target, toy_drafter(target), FixedPolicy(2), config=config)
+    preempted = watch_preemptions(engine)
+    for request in requests:
+        engine.submit(replace(request, trace=int(request.id) % 2 == 0))
+    told: dict[str, list[RoundTrace | None]] = {request.id: [] for request in requests}
+    while not engine.idle:
+        for output in engine.step():
+            told[output.id].append(output.trace)
+    assert preempted
+    for id, rounds in told.items():
+        if int(id) % 2:
+            assert set(rounds) == {None}
+            continue
+        traces = [one for one in rounds if one is not None]
+        assert [token.token for one in traces for token in one.tokens] == untraced[id]
+        assert [one.number for one in traces] == list(range(1, len(rounds) + 1))
+        assert {token.origin for one in traces for token in one.tokens} <= {"draft", "correction", "bonus", "plain"}
+        assert any(one.source == "drafter" and "verifies 2 drafts" in one.reason for one in traces)
 
 
 def test_drafts_reach_to_the_last_token_but_one(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2413,6 +2413,88 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
+        "decoding/trace.py",
+        "tests/decoding/test_trace.py",
+        (
+            "trace_first_left_out_is_verified",
+            "the first draft that the policy left out is told as verified",
+            "if node >= verified:",
+            "if node > verified:",
+        ),
+        (
+            "trace_reads_on_behind_the_end",
+            "drafts behind an accepted one that ended the response are told as rejected",
+            "ended = committed <= result.verdict.accepted",
+            "ended = False",
+        ),
+        (
+            "trace_sibling_behind_the_accepted",
+            "siblings behind an accepted one are told as rejected",
+            "any(sibling < node and sibling in path",
+            "any(sibling > node and sibling in path",
+        ),
+        (
+            "trace_compared_row_of_the_node",
+            "the probability compared is read from the row behind the draft",
+            "compared.get(parent + 1)",
+            "compared.get(node + 1)",
+        ),
+        (
+            "trace_plain_is_bonus",
+            "tokens of rounds without verified drafts are told as a bonus",
+            'origin if result.verified.tokens else "plain"',
+            "origin",
+        ),
+    ),
+    *_of(
+        "engine/engine.py",
+        "tests/engine/test_steps.py::test_a_trace_changes_no_token_and_is_only_of_who_asks",
+        (
+            "engine_traces_unasked",
+            "every request is traced",
+            "        if request.trace:\n",
+            "        if True:\n",
+        ),
+    ),
+    *_of(
+        "serving/inspector.py",
+        "tests/serving/test_inspector.py",
+        (
+            "inspector_counts_unread_as_reached",
+            "every verified draft counts as reached",
+            "range(min(output.verified, output.accepted + 1))",
+            "range(output.verified)",
+        ),
+        (
+            "inspector_keeps_listeners",
+            "listeners that have gone are told on",
+            "watches.discard(watch)",
+            "pass",
+        ),
+        (
+            "inspector_holds_up_the_end",
+            "a listener holds up the end of the server",
+            "while not closing():",
+            "while True:",
+        ),
+        (
+            "inspector_counts_are_kept",
+            "an event has the counts of those before it again",
+            "        self._clear()\n        return event",
+            "        return event",
+        ),
+    ),
+    *_of(
+        "serving/app.py",
+        "tests/serving/test_inspector.py",
+        (
+            "inspector_events_without_key",
+            "what the engine does is told without the key",
+            '"/version", "/")',
+            '"/version", "/", "/inspector/events")',
+        ),
+    ),
+    *_of(
         "serving/worker.py",
         "tests/serving/test_toy_server.py",
         (

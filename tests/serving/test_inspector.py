@@ -138,6 +138,9 @@ def test_events_count_what_the_engine_does(served: Served) -> None:
     assert sum(event["verified"] for event in seen) == counted["num_draft_tokens"]
     assert sum(sum(event["accepted_at"]) for event in seen) == counted["num_accepted_draft_tokens"]
     assert sum(event["reached_at"][0] for event in seen) == counted["num_spec_steps"]
+    rounds = answer["choices"][0]["trace"]
+    looked_at = outcomes(rounds, "accepted") + outcomes(rounds, "rejected")
+    assert sum(sum(event["reached_at"]) for event in seen) == looked_at, "what was not read was not reached"
     assert seen[-1]["running"] == seen[-1]["waiting"] == 0 and seen[-1]["cost"] is None
     until = time.monotonic() + 10
     while served.server.worker.watches:
@@ -148,7 +151,8 @@ def test_events_count_what_the_engine_does(served: Served) -> None:
 def test_the_page_is_open_and_what_it_shows_is_not(served: Served) -> None:
     found = httpx.get(served.url)
     assert found.status_code == 200 and "default-src 'none'" in found.headers["content-security-policy"]
-    assert httpx.get(f"{served.url}/inspector/events").status_code == 401
+    with httpx.stream("GET", f"{served.url}/inspector/events") as refused:  # an answer would never end
+        assert refused.status_code == 401
     assert httpx.post(f"{served.url}/v1/chat/completions", json=asked("Hi")).status_code == 401
     html, _ = page()
     assert found.text == html and not re.search(r"<link rel=.stylesheet|<script src|<img|@import|\son\w+=", html)

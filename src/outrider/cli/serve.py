@@ -98,7 +98,8 @@ def serve_command(
         model, config, profile, max_waiting=max_waiting, max_new_tokens=max_new_tokens, name=name, thinking=thinking
     )
     drafted = "plain decoding" if model.drafter is None else f"drafter {model.drafter.name}"
-    console.print(f"serving {server.name} ({drafted}) at http://{host}:{port}/v1", markup=False)
+    url = f"http://{host}:{port}"
+    console.print(f"serving {server.name} ({drafted}) at {url}/v1; {url}/ shows its work", markup=False)
     running = http_server(server, key, host=host, port=port)
     with suppress(KeyboardInterrupt):  # raised again once the server has ended in order
         running.run()

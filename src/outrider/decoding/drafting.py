@@ -110,6 +110,7 @@ class Drafting:
         self.beliefs = None if self.copies is None else Beliefs(1, _MATCHED)
         self._found: dict[str, Copy] = {}  # copies of the round, taken or not
         self._taken: set[str] = set()
+        self._cut: set[str] = set()  # requests whose drafts their constraint ended
         self._depths: dict[str, int] = {}  # of the round, by the gate
 
     def open(self, state: RequestState) -> None:
@@ -129,6 +130,7 @@ class Drafting:
         drafts: list[Draft] = [Draft.empty() for _ in turns]
         able = [i for i, turn in enumerate(turns) if turn.limit > 0 and turn.id not in failed]
         self._taken.clear()
+        self._cut.clear()
         self._depths.clear()
         self._found = self._look_up([turns[i] for i in able])
         if self.drafter is None or not able:
@@ -167,7 +169,9 @@ class Drafting:
             constraint = turns[i].state.constraint
             if constraint is not None and turns[i].id not in failed:
                 try:
-                    drafts[i] = allowed_part(drafts[i], constraint)
+                    whole, drafts[i] = drafts[i], allowed_part(drafts[i], constraint)
+                    if len(drafts[i].tokens) < len(whole.tokens):
+                        self._cut.add(turns[i].id)
                 except Exception as error:
                     failed[turns[i].id] = error
         return drafts, len(chosen)
@@ -223,6 +227,8 @@ class Drafting:
             return self.policy.reason(view, lengths_R, request)
         if drafter is None:
             return "there is no drafter"
+        if turn.id in self._cut:
+            return "the next token of the draft is not allowed by the request's constraint"
         if self.copied(turn.id):
             if drafted in (turn.limit, left - 1) or (self.copies is not None and drafted == self.copies.gamma):
                 return "the copy has as many tokens as a round may draft"

@@ -104,17 +104,17 @@ def trace_round(
         believed: of the draft's first nodes.
     """
     draft, path = result.draft, result.verdict.path
-    logprobs_PV = at_least_float32(logits_NV[[0, *(node + 1 for node in path)]]).log_softmax(-1)
+    became = _outcomes(result, len(tokens))
     row_of = {node: row for row, node in enumerate([-1, *path])}
+    compared_nodes = [node for node, outcome in enumerate(became) if outcome in ("accepted", "rejected")]
+    asked = [(row_of[draft.parents[node]], draft.tokens[node]) for node in compared_nodes]
+    found, top = _probabilities(logits_NV, [node + 1 for node in row_of], [*asked, *enumerate(tokens)])
+    target_of = dict(zip(compared_nodes, found, strict=False))
     drafts = []
-    for node, (token, parent, outcome) in enumerate(
-        zip(draft.tokens, draft.parents, _outcomes(result, len(tokens)), strict=True)
-    ):
-        p_target = target = None
-        if outcome in ("accepted", "rejected"):
-            row_V = compared.get(parent + 1)
+    for node, (token, parent, outcome) in enumerate(zip(draft.tokens, draft.parents, became, strict=True)):
+        p_target, row_V = None, compared.get(parent + 1)
+        if node in target_of:
             p_target = float(outcome == "accepted") if row_V is None else row_V[token].item()
-            target = logprobs_PV[row_of[parent], token].exp().item()
         confidence = draft.confidences[node] if node < len(draft.confidences) and source == "drafter" else None
         drafts.append(
             DraftTrace(
@@ -123,21 +123,34 @@ def trace_round(
                 outcome,
                 p_draft=_drawn_with(draft, node),
                 p_target=p_target,
-                target=target,
+                target=target_of.get(node),
                 raw=None if confidence is None or raw is None else raw(confidence, node),
                 calibrated=confidence,
                 believed=_known(believed, node),
             )
         )
     nodes: list[int | None] = [*path, None]
-    values, ids = (found.tolist() for found in logprobs_PV.topk(min(_TOP, logprobs_PV.shape[1])))
     committed = []
     for row, (token, origin) in enumerate(zip(tokens, result.origins, strict=False)):
-        top = [(id, math.exp(value)) for id, value in zip(ids[row], values[row], strict=True)]
-        probability = logprobs_PV[row, token].exp().item()
         shown: Origin | Literal["plain"] = origin if result.verified.tokens else "plain"
-        committed.append(TokenTrace(token, shown, nodes[row], target=probability, top=top))
+        target = found[len(compared_nodes) + row]
+        committed.append(TokenTrace(token, shown, nodes[row], target=target, top=top[row]))
     return RoundTrace(number, source, reason, drafts=drafts, tokens=committed)
+
+
+def _probabilities(
+    logits_NV: Tensor, rows: Sequence[int], asked: Sequence[tuple[int, int]]
+) -> tuple[list[float], list[list[tuple[int, float]]]]:
+    """Probabilities of (place in `rows`, token) under the softmax of these logits, and the likeliest of every row."""
+    chain = list(rows) == list(range(len(rows)))
+    logits_PV = at_least_float32(logits_NV[: len(rows)] if chain else logits_NV[list(rows)])
+    top_PT, ids_PT = logits_PV.topk(min(_TOP, logits_PV.shape[1]))
+    most_P1 = top_PT[:, :1]
+    sums_P1 = (logits_PV - most_P1).exp_().sum(-1, keepdim=True)
+    places, tokens = ([one[side] for one in asked] for side in (0, 1))
+    found = ((logits_PV[places, tokens] - most_P1[places, 0]).exp() / sums_P1[places, 0]).tolist()
+    values = ((top_PT - most_P1).exp() / sums_P1).tolist()
+    return found, [list(zip(ids, some, strict=True)) for ids, some in zip(ids_PT.tolist(), values, strict=True)]
 
 
 def _outcomes(result: RoundResult, committed: int) -> list[Outcome]:

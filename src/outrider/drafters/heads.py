@@ -12,6 +12,7 @@ Shapes: N blocks, K block positions, V vocab, Vd draft vocab, H draft hidden, r 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -222,5 +223,6 @@ class ChainHeads:
         """The confidence at position k, counted from 0, that `calibrated` made `confidence` of."""
         temperature = 1.0 if self.temperatures is None else self.temperatures[k]
         offset = 0.0 if self.offsets is None else self.offsets[k]
-        logit = torch.tensor(confidence, dtype=torch.float64).logit(eps=1e-9)  # float32 sigmoids reach 0 and 1
-        return float(((logit - offset) * temperature).sigmoid())
+        inside = min(max(confidence, 1e-9), 1 - 1e-9)  # float32 sigmoids reach 0 and 1
+        logit = math.log(inside) - math.log1p(-inside)
+        return 0.5 + 0.5 * math.tanh(0.5 * (logit - offset) * temperature)
