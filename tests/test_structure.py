@@ -30,6 +30,7 @@ ROOMS = [  # a room imports itself and the rooms before it (docs/architecture.md
     "evaluation",
     "loadtest",
     "serving",
+    "report",
     "api",
     "cli",
 ]

@@ -73,6 +73,7 @@ VERBS = {
     ],
     "serve": ["--target", "--drafter", "--host", "--port", "--max-waiting", "--profile", "--tree", "--thinking"],
     "compare": ["RESULTS", "--out", "--draft-cost", "--allow-different"],
+    "report": ["PLACES", "--out", "--title"],
     "experiment": ["TABLE", "--dry-run"],
     "bench-drafters": ["DRAFTERS", "--context", "--repeats"],
     "calibrate": ["--tasks", "--fit-tasks", "--plot", "--thinking"],

@@ -119,6 +119,7 @@ def text_cases() -> Iterator[Case]:
             yield Case(f"{verb} --base-url: {url!r}", args, "", statuses=(1, 2))
 
 
+_OF_PATHS = ("export", "inspect", "package", "train", "experiment", "runs", "compare", "report", "bench-table", "push")
 _TARGETS = ("", "/", "/dev/null", "a/b/c", "x" * 300, "\x1b[31mred", "a b", "\udcff", "{here}", "{here}/prompts.jsonl")
 
 
@@ -127,7 +128,7 @@ def name_cases() -> Iterator[Case]:
         for verb in ("generate hi", "init --out out", "doctor"):
             yield Case(f"{verb} --target {target[:20]!r}", (*verb.split(), f"--target={target}"), "")
     for path in ("", "/", "/dev/null", "x" * 300, "\x1b[31mred", "\udcff", "{here}", "{here}/prompts.jsonl"):
-        for verb in ("export", "inspect", "package", "train", "experiment", "runs", "compare", "bench-table", "push"):
+        for verb in _OF_PATHS:
             more = {"package": ("--out", "out"), "push": ("a/b",)}.get(verb, ())
             statuses = (0, 2) if verb == "runs" or (verb, path) == ("inspect", "{here}/prompts.jsonl") else (2,)
             yield Case(f"{verb} {path[:20]!r}", (verb, path, *more), "", statuses=statuses)

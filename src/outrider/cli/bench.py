@@ -76,31 +76,7 @@ def kinds() -> list[str]:
 
 # ----------------------------------------------------------------------------
 # What `outrider bench` shows: a table of 80 columns, verdicts, and where files and plots are.
-#
-# Of engines whose steps are seen it shows rows verified and the drafts' share, of others what users see instead: the
-# time between outputs.
 # ----------------------------------------------------------------------------
-
-
-_Column = tuple[str, float, str]  # heading, scale, format
-_COLUMNS: dict[str, _Column] = {
-    "tokens_per_second": ("tok/s", 1.0, ".1f"),
-    "user_p50": ("user", 1.0, ".1f"),
-    "user_p95": ("p95", 1.0, ".1f"),
-    "ttft_p50": ("TTFT", 1e3, ".0f"),
-    "ttft_p95": ("p95", 1e3, ".0f"),
-    "goodput": ("good/s", 1.0, ".2f"),
-}
-_INSIDE: dict[str, _Column] = {
-    "budget": ("rows", 1.0, ".2f"),
-    "tau": ("tau", 1.0, ".2f"),
-    "draft_share": ("draft", 100.0, ".0f"),
-}
-_OUTSIDE: dict[str, _Column] = {
-    "gap_p50": ("gap", 1e3, ".0f"),
-    "gap_p95": ("p95", 1e3, ".0f"),
-    "tau": ("tau", 1.0, ".2f"),
-}
 
 
 def report(frontier: Frontier, out: Path, console: Console, exact: bool = True) -> None:
@@ -164,15 +140,12 @@ def _gain_cell(gain: Gain) -> str:
 
 
 def _print(frontier: Frontier, console: Console) -> None:
-    seen = any(point.median("budget") is not None for point in frontier.points)
-    columns = _COLUMNS | (_INSIDE if seen else _OUTSIDE)
-    ours = "draft in % of the time" if seen else "gap between outputs in ms"
+    from outrider.loadtest.metrics import table_rows
+
+    headings, *rows = table_rows(frontier)
+    ours = "draft in % of the time" if "draft" in headings else "gap between outputs in ms"
     title = f"medians; {frontier.arrivals} arrivals; TTFT in ms, {ours}, other: mismatches"
-    headings = ("load", "variant", *(heading for heading, _, _ in columns.values()), "other")
-    table = terminal_table(headings, text=("variant",), title=title, box=None, padding=(0, 1, 0, 0))
-    for point in frontier.points:
-        cells = [point.shown(figure, scale, form) for figure, (_, scale, form) in columns.items()]
-        table.add_row(f"{point.level:g}", point.variant, *cells, str(point.mismatches))
+    table = terminal_table(headings, rows, text=("variant",), title=title, box=None, padding=(0, 1, 0, 0))
     console.print(table)
     for level in frontier.levels:
         console.print(
@@ -755,24 +728,13 @@ def points_table(points: list[PointSummary]) -> Table:
 
 def report_simulation(compared: list[Comparison], path: Path, console: Console) -> None:
     """Print and write the error at every point; the worst is named."""
-    from outrider.backends.local import NO_SPECULATION
+    from outrider.loadtest.simulate import errors_of, validation_rows
 
-    headings = ("variant", "level", "measured", "simulated", "error", "of ratio to none")
-    view = terminal_table(headings, text=("variant",), title="tokens per second: simulated against measured")
-    for one in compared:
-        relative = "" if one.ratio_error is None else f"{one.ratio_error:+.1f} %"
-        measured, predicted = f"{one.measured:.1f}", f"{one.predicted:.1f}"
-        view.add_row(one.variant, f"{one.level:g}", measured, predicted, f"{one.error:+.1f} %", relative)
-    console.print(view)
+    headings, *rows = validation_rows(compared)
+    title = "tokens per second: simulated against measured"
+    console.print(terminal_table(headings, rows, text=("variant",), title=title))
+    show_lines(console, *errors_of(compared))
     worst = max(compared, key=lambda one: abs(one.error))
-    console.print(f"worst: {worst.variant} at {worst.level:g}, {worst.error:+.1f} %", highlight=False)
-    ratios = [abs(one.ratio_error) for one in compared if one.ratio_error is not None and one.variant != NO_SPECULATION]
-    if ratios:
-        within = sum(error <= 10 for error in ratios)
-        console.print(
-            f"ratios to plain decoding: {within} of {len(ratios)} within 10 %, worst {max(ratios):.1f} %",
-            highlight=False,
-        )
     content = {"points": [one.model_dump() for one in compared], "worst": worst.model_dump()}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     show_paths(console, path)

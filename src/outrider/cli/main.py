@@ -99,6 +99,8 @@ class _Verbs(LazyGroup):
                example=f"outrider eval --target {SMOLLM2} --tasks eval_math --out runs/eval"),
         Listed("Measure", "compare", "Compare results of eval; those of one name are seeds of one drafter.",
                function="evaluate.compare_command", example="outrider compare docs/results/shipped-greedy"),
+        Listed("Measure", "report", "Write one HTML page of what was measured: verdicts, pictures, traces, settings.",
+               function="report.report_command", example="outrider report docs/results --out runs/report.html"),
         Listed("Measure", "doctor", "Check target, drafter and data against each other; status 1 if a fault is found.",
                function="evaluate.doctor", example=f"outrider doctor --target {SMOLLM2} --drafter {_SHIPPED}"),
         Listed("Measure", "calibrate", "Fit confidences to acceptance; of medusa and hydra, measure accuracies.",

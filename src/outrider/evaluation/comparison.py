@@ -16,7 +16,8 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from pydantic import BaseModel
+from matplotlib.ticker import MaxNLocator
+from pydantic import BaseModel, ValidationError
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
@@ -25,6 +26,7 @@ from outrider.evaluation.draft_cost import DraftCosts, cost_markdown
 from outrider.evaluation.model_card import WHOLE, listed, verified
 from outrider.evaluation.results import DrafterInfo, Results, TaskResult
 from outrider.evaluation.verdict import Speedup
+from outrider.utils.files import invalid_fields
 from outrider.utils.plots import (
     COLOURS,
     FEWEST_ROUNDS,
@@ -34,8 +36,8 @@ from outrider.utils.plots import (
     label_ends,
     label_point,
     save_figure,
-    set_title,
     short_name,
+    small_multiples,
 )
 from outrider.utils.terminal import markdown_table, terminal_table
 
@@ -239,6 +241,23 @@ def compare(
     )
 
 
+def load_comparison(path: Path) -> Comparison:
+    """Read the comparison.json that `outrider compare --out` wrote.
+
+    Raises:
+        ValueError: something else; the message names the file and the field.
+    """
+    try:
+        found = Comparison.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        reason = invalid_fields(error, "the file")[0]
+        raise ValueError(f"{path} is no comparison.json of outrider compare ({reason}); compare again.") from error
+    figures = [one for group in found.groups for entry in group.entries for one in entry.figures]
+    if not figures or any(len(one.speedup_quartiles) != 3 for one in figures if one.task != MEAN):
+        raise ValueError(f"{path} has no quartiles of the speedups; compare again (outrider compare).")
+    return found
+
+
 def _tasks(one: LabelledResults) -> list[str]:
     return [task.task for task in one.results.tasks]
 
@@ -349,29 +368,25 @@ def _facts(comparison: Comparison, most: int) -> tuple[str | None, ...]:
 def plot_conditional(comparison: Comparison, path: Path) -> None:
     """Plot P(accept k | 1..k-1 accepted): a panel per task, a line per drafter."""
     tasks, groups = [task for task in comparison.groups[0].spreads if task != MEAN], ranked(comparison)[:MOST_SERIES]
-    columns = min(len(tasks), 3)
-    lines = math.ceil(len(tasks) / columns)
-    size = (max(7.2, 5.2 * columns), 3.6 * lines + 0.6)
-    figure, grid = plt.subplots(lines, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
-    for unused in grid.flat[len(tasks) :]:
-        unused.set_axis_off()
-    for i, (task, axes) in enumerate(zip(tasks, grid.flat, strict=False)):
+    figure, panels = small_multiples(len(tasks), 3, panel=(5.2, 3.6))
+    for i, (task, axes) in enumerate(zip(tasks, panels, strict=True)):
         axes.set(xlabel="draft position k", ylim=(0, 1))
         axes.set_title(task, fontsize=10)
         gamma = max(group.entries[0].drafter.gamma for group in groups)
         axes.set_xticks(range(1, gamma + 1))
         axes.set_xlim(0.5, gamma + 0.5)
         axes.grid(alpha=0.3)
-        ends = [_conditional_line(axes, group, i, color=COLOURS[number]) for number, group in enumerate(groups)]
+        ends = [_conditional_line(axes, group, i, rank=rank) for rank, group in enumerate(groups)]
         label_ends(axes, [end for end in ends if end is not None])
-    figure.supxlabel(f"positions that fewer than {FEWEST_ROUNDS} rounds reached are left out", fontsize=8, color="grey")
-    grid[0][0].set_ylabel("P(accept k | 1..k-1 accepted)")
-    set_title(figure, "Conditional acceptance by position", *_facts(comparison, MOST_SERIES))
-    save_figure(figure, path)
+    note = f"positions that fewer than {FEWEST_ROUNDS} rounds reached are left out; bold: the fastest drafter"
+    figure.supxlabel(note, fontsize=8, color="grey")
+    panels[0].set_ylabel("P(accept k | 1..k-1 accepted)")
+    save_figure(figure, path, "Conditional acceptance by position", *_facts(comparison, MOST_SERIES))
 
 
-def _conditional_line(axes: Axes, group: Group, task: int, color: str) -> LineEnd | None:
-    """Draw a drafter's line; its end, None where every position was reached by few rounds."""
+def _conditional_line(axes: Axes, group: Group, task: int, rank: int) -> LineEnd | None:
+    """Draw a drafter's line, that of rank 0 in front; its end, None where every position was reached by few rounds."""
+    color, order = COLOURS[rank], 3 + (MOST_SERIES - rank) / 100
     found = [entry.figures[task] for entry in group.entries]
     drawn: list[tuple[int, float]] = []
     for k in range(max(len(figures.reached) for figures in found)):
@@ -383,7 +398,9 @@ def _conditional_line(axes: Axes, group: Group, task: int, color: str) -> LineEn
         drawn.append((k + 1, sum(height * count for height, count in judged) / rounds))
         if len(found) > 1:
             axes.scatter([k + 1] * len(judged), [height for height, _ in judged], s=8, color=color, alpha=0.5)
-    axes.plot([k for k, _ in drawn], [height for _, height in drawn], color=color, marker="o", markersize=4)
+    width, size = (2.6, 5) if rank == 0 else (1.2, 3)
+    positions, heights = [k for k, _ in drawn], [height for _, height in drawn]
+    axes.plot(positions, heights, "o-", color=color, zorder=order, linewidth=width, markersize=size)
     return LineEnd(*drawn[-1], text=group.name, color=color) if drawn else None
 
 
@@ -413,37 +430,51 @@ def plot_tau_and_speedup(comparison: Comparison, path: Path, most: int = BEST) -
             axes.grid(alpha=0.3, axis="x")
         panels[0].set_yticks(places, [group.name for group in groups], fontsize=8)
     grid[0][0].invert_yaxis()  # of all panels, which share it
-    set_title(figure, "Accepted length and speedup (grey: slower than plain decoding)", *_facts(comparison, most))
-    save_figure(figure, path)
+    save_figure(
+        figure, path, "Accepted length and speedup (grey: slower than plain decoding)", *_facts(comparison, most)
+    )
 
 
 def plot_draft_cost(costs: DraftCosts, path: Path, first: Sequence[str] = ()) -> None:
     """Plot milliseconds per round against the length of the draft: medians, with the quartiles as a band.
 
-    `first`: labels in the order of their importance; beyond eight drafters the others are grey.
+    Beyond eight drafters each has a panel, in which the others are grey.
+
+    `first`: labels in the order of their importance.
     """
-    known = {drafter.info.label: drafter for drafter in costs.drafters}
+    known = {drafter.info.label: drafter.points for drafter in costs.drafters}
     shown = [*(label for label in first if label in known), *(label for label in known if label not in first)]
-    figure, axes = plt.subplots(figsize=(8.4, 4.6), layout="constrained")
-    ends = []
-    for number, label in enumerate(shown):
-        points = known[label].points
-        color = COLOURS[number] if number < MOST_SERIES else GREY
-        gammas = [point.gamma for point in points]
-        low, middle, high = ([1e3 * point.whole[i] for point in points] for i in range(3))
-        axes.plot(gammas, middle, color=color, marker="." if color == GREY else "o", markersize=4, zorder=2)
-        if number < MOST_SERIES:
-            axes.fill_between(gammas, low, high, color=color, alpha=0.15, linewidth=0)
-            ends.append(LineEnd(gammas[-1], middle[-1], text=label, color=color))
+    if len(shown) > MOST_SERIES:
+        figure, panels = small_multiples(len(shown), 6, panel=(2.0, 1.7))
+        drawn = [(axes, [label]) for axes, label in zip(panels, shown, strict=True)]
+    else:
+        figure, axes = plt.subplots(figsize=(8.4, 4.6), layout="constrained")
+        drawn = [(axes, shown)]
+    for axes, labels in drawn:
+        ends = []
+        for label in shown if len(drawn) > 1 else ():
+            middle = [1e3 * point.whole[1] for point in known[label]]
+            axes.plot([point.gamma for point in known[label]], middle, color=GREY, linewidth=0.7, alpha=0.6)
+        for number, label in reversed(list(enumerate(labels))):  # the first one in front
+            gammas = [point.gamma for point in known[label]]
+            low, middle, high = ([1e3 * point.whole[i] for point in known[label]] for i in range(3))
+            axes.plot(gammas, middle, "o-", color=COLOURS[number], markersize=3 if len(drawn) > 1 else 4)
+            axes.fill_between(gammas, low, high, color=COLOURS[number], alpha=0.15, linewidth=0)
+            ends.append(LineEnd(gammas[-1], middle[-1], text=label, color=COLOURS[number]))
+        axes.grid(alpha=0.3)
+        if len(drawn) > 1:
+            longest, cost = ends[0].x, ends[0].y
+            axes.set_title(f"{ends[0].text}: {cost:.1f} ms for {longest:g}", fontsize=8)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         else:
-            label_point(axes, label, x=gammas[-1], y=middle[-1])
-    axes.set(xlabel="draft tokens in a row (of a tree: its depth)", ylabel="milliseconds per round", ylim=(0, None))
-    axes.set_xticks(range(1, max(drafter.info.gamma for drafter in costs.drafters) + 1))
-    axes.grid(alpha=0.3)
-    label_ends(axes, ends)
+            axes.set_xticks(range(1, max(drafter.info.gamma for drafter in costs.drafters) + 1))
+            axes.set_ylim(0, None)
+            label_ends(axes, ends)
+    drawn[0][0].set_ylim(0, None)  # of all panels, which share it
+    figure.supxlabel("draft tokens in a row (of a tree: its depth)", fontsize=9)
+    figure.supylabel("milliseconds per round", fontsize=9)
     facts = (short_name(costs.target), costs.machine.get("cpu"), costs.date)
-    set_title(figure, f"Cost of drafting after {costs.context} tokens", *facts)
-    save_figure(figure, path)
+    save_figure(figure, path, f"Cost of drafting after {costs.context} tokens", *facts)
 
 
 # ----------------------------------------------------------------------------

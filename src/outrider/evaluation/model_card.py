@@ -39,7 +39,9 @@ def confidences(stored: object) -> str:
     except ValidationError as error:
         reason = invalid_fields(error)[0]
         raise ValueError(f"outrider.json: calibration.{reason}; run outrider calibrate again.") from error
-    parts = ["## Confidences", *_estimator(found.estimator), _scaling(found), _table(found), _measured(found)]
+    headings, *rows = calibration_rows(found)
+    table = "\n".join(markdown_table(headings, rows))
+    parts = ["## Confidences", *_estimator(found.estimator), _scaling(found), table, _measured(found)]
     return "\n\n".join(parts)
 
 
@@ -71,7 +73,8 @@ def _offsets(found: Calibration) -> list[float] | None:
     return found.offsets if any(found.offsets) else None
 
 
-def _table(found: Calibration) -> str:
+def calibration_rows(found: Calibration) -> list[list[str]]:
+    """Headings, then a row per draft position."""
     offsets, before, after = _offsets(found), found.before, found.after
     headings = ["k", "temperature", *(["offset"] if offsets else []), "ECE", "ECE by chance", "Brier", "ROC-AUC after"]
     rows = []
@@ -80,7 +83,7 @@ def _table(found: Calibration) -> str:
         cells += [f"{before.ece[i]:.3f} -> {after.ece[i]:.3f}", f"{after.ece_noise[i]:.3f}"]
         cells += [f"{before.brier[i]:.3f} -> {after.brier[i]:.3f}", "-" if area is None else f"{area:.3f}"]
         rows.append(cells)
-    return "\n".join(markdown_table(headings, rows))
+    return [headings, *rows]
 
 
 def _measured(found: Calibration) -> str:
@@ -124,7 +127,7 @@ def measured(many: Sequence[Results]) -> str:
         "",
     ]
     machines = dict.fromkeys(f"Measured on {listed(r.machine)}; {listed(r.versions)}." for r in many)
-    return "\n".join([*lines, *machines, "", "```", *(_command(r) for r in many), "```"])
+    return "\n".join([*lines, *machines, "", "```", *(eval_command(r) for r in many), "```"])
 
 
 def _row(task: TaskResult, results: Results) -> list[str]:
@@ -152,7 +155,8 @@ def verified(settings: Mapping[str, Any]) -> str:
     return WHOLE if length is not None or settings["policy"] == repr(FixedPolicy()) else str(settings["policy"])
 
 
-def _command(results: Results) -> str:
+def eval_command(results: Results) -> str:
+    """The command that measures the same again."""
     settings = results.settings
     options = {"target": settings["target"], "drafter": "DIR", "tasks": ",".join(map(_task_argument, results.tasks))}
     named = ("max_samples", "max_new_tokens", "draft_length", "confidence_threshold", "block_size", "tree")

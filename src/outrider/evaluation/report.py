@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from outrider.calibration.fit import Rounds, Scaling, SweepPoint, at_position, ece, reliability
+from outrider.calibration.fit import Calibration, Rounds, Scaling, SweepPoint, at_position, ece, reliability
 from outrider.evaluation.model_card import verified
 from outrider.evaluation.profile import break_even
 from outrider.evaluation.results import Results, TaskResult
@@ -20,15 +20,16 @@ from outrider.utils.files import write_atomically
 from outrider.utils.plots import (
     COLOURS,
     FEWEST_ROUNDS,
+    GREY,
     MOST_SERIES,
     LineEnd,
     label_ends,
     plain_ticks,
     powers_of_two,
     save_figure,
-    set_title,
     shade,
     short_name,
+    small_multiples,
 )
 from outrider.utils.terminal import terminal_table
 
@@ -65,26 +66,26 @@ def plot_acceptance(results: Results, path: Path) -> None:
     axes.grid(alpha=0.3)
     label_ends(axes, ends)
     figure.supxlabel(f"positions that fewer than {FEWEST_ROUNDS} rounds reached are left out", fontsize=8, color="grey")
-    set_title(figure, "Conditional acceptance by position", *facts_of(results))
-    save_figure(figure, path)
+    save_figure(figure, path, "Conditional acceptance by position", *facts_of(results))
 
 
 def plot_histogram(results: Results, path: Path) -> None:
-    """Plot the share of rounds by number of accepted drafts, grouped by task."""
-    figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
+    """Plot the share of rounds by number of accepted drafts, a panel per task."""
     tasks = results.tasks[:MOST_SERIES]
-    width = 0.8 / len(tasks)
-    for number, task in enumerate(tasks):
-        counts = task.acceptance_histogram
-        offset = (number - (len(tasks) - 1) / 2) * width
-        places = [k + offset for k in range(len(counts))]
-        axes.bar(places, [c / task.rounds for c in counts], width=width, label=task.task, color=COLOURS[number])
-        axes.set_xticks(range(len(counts)))
-    axes.set(xlabel="accepted drafts in a round", ylabel="share of rounds")
-    axes.grid(alpha=0.3, axis="y")
-    axes.legend(frameon=False)
-    set_title(figure, "Accepted drafts by round, without the bonus token", *facts_of(results))
-    save_figure(figure, path)
+    figure, panels = small_multiples(len(tasks), 4, panel=(3.0, 2.9))
+    for task, axes in zip(tasks, panels, strict=True):
+        shares = [count / task.rounds for count in task.acceptance_histogram]
+        axes.bar(range(len(shares)), shares, width=0.8, color=COLOURS[0])
+        for k, share in enumerate(shares):
+            label = f"{100 * share:.0f}" if share >= 0.005 or not share else "<1"
+            axes.annotate(label, (k, share), xytext=(0, 2), textcoords="offset points", fontsize=7, ha="center")
+        axes.set_title(f"{task.task} (\u03c4 {task.accepted_length:.2f})", fontsize=10)
+        axes.set_xticks(range(len(shares)))
+        axes.grid(alpha=0.3, axis="y")
+        axes.margins(y=0.1)
+    figure.supxlabel("accepted drafts in a round (numbers: per cent)", fontsize=9)
+    panels[0].set_ylabel("share of rounds")
+    save_figure(figure, path, "Accepted drafts by round, without the bonus token", *facts_of(results))
 
 
 def plot_reliability(rounds: Rounds, scaling: Scaling, path: Path, facts: Sequence[str]) -> None:
@@ -117,8 +118,7 @@ def plot_reliability(rounds: Rounds, scaling: Scaling, path: Path, facts: Sequen
             axes.grid(alpha=0.3)
     figure.supxlabel("predicted survival (area: share of rounds)", fontsize=9)
     figure.supylabel("rounds with positions 1..k accepted", fontsize=9)
-    set_title(figure, "Reliability of the confidences", *facts)
-    save_figure(figure, path)
+    save_figure(figure, path, "Reliability of the confidences", *facts)
 
 
 def plot_sweep(points: Sequence[SweepPoint], path: Path, facts: Sequence[str]) -> None:
@@ -139,8 +139,25 @@ def plot_sweep(points: Sequence[SweepPoint], path: Path, facts: Sequence[str]) -
     for axes in (left, right):
         axes.grid(alpha=0.3)
         label_ends(axes, ends[axes is left])
-    set_title(figure, "Verify while confidence >= threshold", *facts)
-    save_figure(figure, path)
+    save_figure(figure, path, "Verify while confidence >= threshold", *facts)
+
+
+def plot_calibration(calibration: Calibration, path: Path, facts: Sequence[str]) -> None:
+    """Plot the expected calibration error of the survival by draft position, before and after."""
+    figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
+    positions, ends = range(1, len(calibration.temperatures) + 1), list[LineEnd]()
+    chance = calibration.after.ece_noise
+    axes.fill_between(positions, 0, chance, color=GREY, alpha=0.35, linewidth=0)
+    ends.append(LineEnd(positions[-1], chance[-1], text="by chance", color="#606060"))
+    both = (("raw", calibration.before, COLOURS[0]), ("calibrated", calibration.after, COLOURS[1]))
+    for label, quality, color in both:
+        axes.plot(positions, quality.ece, "o-", color=color)
+        ends.append(LineEnd(positions[-1], quality.ece[-1], text=label, color=color))
+    axes.set(xlabel="draft position k", ylabel="ECE of the survival to k", ylim=(0, None))
+    axes.set_xticks(positions)
+    axes.grid(alpha=0.3)
+    label_ends(axes, ends)
+    save_figure(figure, path, "Calibration error by position (grey: what perfect confidences would show)", *facts)
 
 
 def plot_profile(profile: Profile, context: int, path: Path, rows: int) -> None:
@@ -188,8 +205,7 @@ def plot_profile(profile: Profile, context: int, path: Path, rows: int) -> None:
         axes.grid(alpha=0.3)
     setting = profile.setting
     facts = (setting.target, setting.drafter or "no drafter", setting.processor, profile.date)
-    set_title(figure, f"Cost of a step after {context} tokens per request", *facts)
-    save_figure(figure, path)
+    save_figure(figure, path, f"Cost of a step after {context} tokens per request", *facts)
 
 
 def write_report(results: Results, out: Path) -> list[Path]:
@@ -212,13 +228,20 @@ def speedups(results: Results) -> list[Speedup]:
     return found
 
 
+HEADINGS = ("task", "tokens", "tau", "tok/s", "plain", "speedup", "quartiles", "identical")
+
+
 def table(results: Results) -> Table:
     """The table for the terminal, one row per task."""
     drafts = f"drafts verified: {verified(results.settings)}"
     title = " - ".join(filter(None, ("Speculative against plain decoding, same run", drafts, results.lossy)))
-    headings = ("task", "tokens", "tau", "tok/s", "plain", "speedup", "quartiles", "identical")
-    rows = [_row(task, results) for task in results.tasks]
-    return terminal_table(headings, rows, text=("task",), title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    found = [[f"[red]{cell}[/red]" if cell.endswith("differ") else cell for cell in row] for row in rows(results)]
+    return terminal_table(HEADINGS, found, text=("task",), title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
+def rows(results: Results) -> list[list[str]]:
+    """Cells under `HEADINGS`, a row per task."""
+    return [_row(task, results) for task in results.tasks]
 
 
 def _row(task: TaskResult, results: Results) -> list[str]:
@@ -228,7 +251,7 @@ def _row(task: TaskResult, results: Results) -> list[str]:
     elif results.lossy:
         same = f"{task.turns - task.greedy_mismatches}/{task.turns} turns"
     elif task.greedy_mismatches:
-        same = f"[red]{task.greedy_mismatches} differ[/red]"
+        same = f"{task.greedy_mismatches} differ"
     else:
         same = f"yes ({task.greedy_ties} ties)" if task.greedy_ties else "yes"
     cells = [task.task, str(task.tokens), f"{task.accepted_length:.2f}", f"{task.tokens_per_second:.1f}"]

@@ -531,3 +531,41 @@ def speedups(frontier: Frontier) -> dict[str, list[Speedup]]:
 def _known_quartiles(values: Sequence[float | None]) -> Quartiles | None:
     known = [value for value in values if value is not None]
     return quartiles(known) if known else None
+
+
+# ----------------------------------------------------------------------------
+# A table of a frontier. Of engines whose steps are seen it shows rows verified and the drafts' share, of others what
+# users see instead: the time between outputs.
+# ----------------------------------------------------------------------------
+
+
+_Column = tuple[str, float, str]  # heading, scale, format
+_COLUMNS: dict[str, _Column] = {
+    "tokens_per_second": ("tok/s", 1.0, ".1f"),
+    "user_p50": ("user", 1.0, ".1f"),
+    "user_p95": ("p95", 1.0, ".1f"),
+    "ttft_p50": ("TTFT", 1e3, ".0f"),
+    "ttft_p95": ("p95", 1e3, ".0f"),
+    "goodput": ("good/s", 1.0, ".2f"),
+}
+_INSIDE: dict[str, _Column] = {
+    "budget": ("rows", 1.0, ".2f"),
+    "tau": ("tau", 1.0, ".2f"),
+    "draft_share": ("draft", 100.0, ".0f"),
+}
+_OUTSIDE: dict[str, _Column] = {
+    "gap_p50": ("gap", 1e3, ".0f"),
+    "gap_p95": ("p95", 1e3, ".0f"),
+    "tau": ("tau", 1.0, ".2f"),
+}
+
+
+def table_rows(frontier: Frontier) -> list[list[str]]:
+    """Headings, then a row of medians for each load and variant; times in ms, shares in per cent."""
+    seen = any(point.median("budget") is not None for point in frontier.points)
+    columns = _COLUMNS | (_INSIDE if seen else _OUTSIDE)
+    found = [["load", "variant", *(heading for heading, _, _ in columns.values()), "other"]]
+    for point in frontier.points:
+        cells = [point.shown(figure, scale, form) for figure, (_, scale, form) in columns.items()]
+        found.append([f"{point.level:g}", point.variant, *cells, str(point.mismatches)])
+    return found

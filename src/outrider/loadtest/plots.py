@@ -25,7 +25,6 @@ from outrider.utils.plots import (
     plain_ticks,
     powers_of_two,
     save_figure,
-    set_title,
     short_name,
 )
 
@@ -51,8 +50,7 @@ def plot_frontier(frontier: Frontier, path: Path) -> None:
     label_ends(axes, ends)
     grey = [variant for variant, color in colours.items() if color == GREY]
     facts = [*_facts(frontier), f"grey: {', '.join(grey)}" if grey else None]
-    set_title(figure, f"Throughput against user speed (numbers: {_UNITS[frontier.arrivals]})", *facts)
-    save_figure(figure, path)
+    save_figure(figure, path, f"Throughput against user speed (numbers: {_UNITS[frontier.arrivals]})", *facts)
 
 
 def plot_load(frontier: Frontier, path: Path) -> None:
@@ -83,8 +81,7 @@ def plot_load(frontier: Frontier, path: Path) -> None:
             axes.set_xticks(levels, [f"{level:g}" for level in levels])
         label_ends(axes, ends)
     panels[1].set_xlabel(_UNITS[frontier.arrivals])
-    set_title(figure, "Throughput and verification budget under load", *_facts(frontier))
-    save_figure(figure, path)
+    save_figure(figure, path, "Throughput and verification budget under load", *_facts(frontier))
 
 
 def plot_gains(frontier: Frontier, path: Path) -> None:
@@ -115,8 +112,9 @@ def plot_gains(frontier: Frontier, path: Path) -> None:
         axes.grid(alpha=0.3)
         label_ends(axes, ends)
     bands = f"bands: {100 * INTERVAL:.0f} % intervals over repeats"
-    set_title(figure, f"Gain over {against} at equal speed per user, and at equal throughput", bands, *_facts(frontier))
-    save_figure(figure, path)
+    save_figure(
+        figure, path, f"Gain over {against} at equal speed per user, and at equal throughput", bands, *_facts(frontier)
+    )
 
 
 def _facts(frontier: Frontier) -> tuple[str | None, ...]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from outrider.backends.local import NO_SPECULATION, build_variant
 from outrider.decoding.request import FinishReason
@@ -32,7 +32,7 @@ from outrider.sampling import SamplingParams
 from outrider.scheduling.cost import Floats, Ints, Profile, SpsTable, StepCost
 from outrider.scheduling.gate import AlwaysDraft, DraftGate, History, known_verdicts
 from outrider.scheduling.policies import FixedPolicy, Policy
-from outrider.utils.documents import read_json
+from outrider.utils.documents import read_json, read_mapping
 from outrider.utils.files import invalid_fields
 
 
@@ -466,7 +466,7 @@ class Comparison(BaseModel):
     measured: float
     predicted: float
     error: float
-    ratio_error: float | None
+    ratio_error: float | None = None
 
 
 def serve(
@@ -528,6 +528,40 @@ def check_comparable(simulated: Mapping[str, Any], measured: Mapping[str, Any]) 
         raise ValueError(
             f"--validate: measured under another load: {'; '.join(differing)}. Simulate what was measured."
         )
+
+
+def load_validation(path: Path) -> list[Comparison]:
+    """Read the validation.json that `outrider simulate --validate` wrote.
+
+    Raises:
+        ValueError: something else.
+    """
+    try:
+        return TypeAdapter(list[Comparison]).validate_python(read_mapping(path).get("points"))
+    except ValidationError as error:
+        reason = invalid_fields(error, "points")[0]
+        raise ValueError(f"{path} is no validation.json of outrider simulate ({reason}).") from error
+
+
+def errors_of(compared: Sequence[Comparison]) -> list[str]:
+    """The worst error, and how many ratios to plain decoding are right within 10 %, as lines."""
+    worst = max(compared, key=lambda one: abs(one.error))
+    lines = [f"worst: {worst.variant} at {worst.level:g}, {worst.error:+.1f} %"]
+    ratios = [abs(one.ratio_error) for one in compared if one.ratio_error is not None and one.variant != NO_SPECULATION]
+    if ratios:
+        within = sum(error <= 10 for error in ratios)
+        lines.append(f"ratios to plain decoding: {within} of {len(ratios)} within 10 %, worst {max(ratios):.1f} %")
+    return lines
+
+
+def validation_rows(compared: Sequence[Comparison]) -> list[list[str]]:
+    """Headings, then a row per point."""
+    found = [["variant", "level", "measured", "simulated", "error", "of ratio to none"]]
+    for one in compared:
+        relative = "" if one.ratio_error is None else f"{one.ratio_error:+.1f} %"
+        measured, predicted = f"{one.measured:.1f}", f"{one.predicted:.1f}"
+        found.append([one.variant, f"{one.level:g}", measured, predicted, f"{one.error:+.1f} %", relative])
+    return found
 
 
 def compare(predicted: Sequence[PointSummary], measured: Sequence[PointSummary]) -> list[Comparison]:

@@ -35,7 +35,6 @@ from outrider.utils.plots import (
     LineEnd,
     label_ends,
     save_figure,
-    set_title,
     shade,
 )
 
@@ -289,8 +288,7 @@ def plot_training(metrics: Path, picture: Path, facts: Sequence[str] = (), best_
     rate.set_xlabel("step")
     rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     best = None if best_step is None else f"dotted: best drafter, step {best_step}"
-    set_title(figure, "Training", *facts, best)
-    save_figure(figure, picture)
+    save_figure(figure, picture, "Training", *facts, best)
 
 
 def _positions(groups: Groups) -> list[tuple[str, str, str, str]]:

@@ -35,18 +35,32 @@ class LineEnd(NamedTuple):
     color: str
 
 
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG and close it."""
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+def save_figure(figure: Figure, path: Path, title: str, *facts: str | None) -> None:
+    """Write a figure as its suffix says (.png, .svg) and close it.
 
-
-def set_title(figure: Figure, title: str, *facts: str | None) -> None:
-    """The title, and below it what was measured: target, drafter, date; what is not known is left out."""
+    Above it is the title, and below that what was measured: target, drafter, date; what is not known is left out.
+    """
     width = int(_TITLE_WIDTH * figure.get_figwidth())
     known = [fact.replace(" ", "\xa0") for fact in facts if fact]  # a line ends between two facts
     lines = [line.removeprefix("| ").removesuffix(" |") for line in textwrap.wrap(" | ".join(known), width)]
     figure.suptitle("\n".join([*textwrap.wrap(title, width), *lines]).replace("\xa0", " "), fontsize=10)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def small_multiples(count: int, columns: int, panel: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` panels of that size (inches) with the same axes, at most so many in a row."""
+    columns = min(count, columns)
+    lines = math.ceil(count / columns)
+    size = (max(7.2, panel[0] * columns), panel[1] * lines + 0.6)
+    figure, grid = plt.subplots(
+        lines, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
+    for place, axes in enumerate(grid.flat):
+        if place >= count:
+            axes.set_axis_off()
+        axes.tick_params(labelbottom=place + columns >= count)  # where no panel is below
+    return figure, list(grid.flat[:count])
 
 
 def short_name(name: object) -> str:
@@ -75,8 +89,11 @@ def shade(number: int, count: int) -> str:
 
 
 def label_point(axes: Axes, text: str, x: float, y: float) -> None:
-    """Write a small label to the right of a point."""
-    axes.annotate(text, (x, y), xytext=(4, 0), textcoords="offset points", fontsize=7, va="center", color="#505050")
+    """Write a small label to the right of a point; lines end at it."""
+    ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+    axes.annotate(
+        text, (x, y), xytext=(4, 0), textcoords="offset points", fontsize=7, va="center", color="#404040", bbox=ground
+    )
 
 
 def apart(heights: Sequence[float], gap: float) -> list[float]:

@@ -1,0 +1,1 @@
+"""`outrider report`: what the verbs have measured, as one self-contained HTML page."""
