@@ -28,15 +28,18 @@ test-all: $(READY)
 fuzz: $(READY)
 	OUTRIDER_FUZZ_SECONDS=600 $(BIN)/python -m pytest tests/utils/test_readers.py -k changed
 
-# Pages in the machine's Chromium ($CHROMIUM, or found by name); where there is none, playwright fetches its own. With
-# OUTRIDER_PICTURES=DIR screenshots are written there.
+# Pages in the machine's Chromium ($CHROMIUM, or found by name). Where there is none, Debian's is installed, or playwright
+# fetches its own; where neither can be, the tests are skipped and say so. With OUTRIDER_PICTURES=DIR screenshots are
+# written there.
 test-browser: $(VENV)/.browser
 	$(BIN)/python -m pytest -m browser
 
 $(VENV)/.browser: $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[browser]'
 	test -n "$$CHROMIUM" || command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null || \
-		$(BIN)/python -m playwright install --with-deps chromium
+		{ apt-get update -q && apt-get install -y -q chromium; } || \
+		$(BIN)/python -m playwright install --with-deps chromium || \
+		echo "no Chromium could be installed: the tests of pages will be skipped"
 	touch $@
 
 # MLX has an environment of its own, kept in the user's cache. With Debian's libopenblas0-pthread its products on Linux

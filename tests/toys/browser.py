@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -49,6 +51,8 @@ def browsing(width: int = 1440, height: int = 900) -> Iterator[Browser]:
 
     found = os.environ.get("CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
     with sync_playwright() as playwright:
+        if found is None and not Path(playwright.chromium.executable_path).is_file():
+            pytest.skip("no Chromium here, and none could be installed: set $CHROMIUM to the program")
         chromium = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         page = chromium.new_page(viewport={"width": width, "height": height}, bypass_csp=False)
         browser = Browser(page)
