@@ -40,6 +40,7 @@ from outrider.sampling import SamplingParams
 from outrider.scheduling.cost import Profile
 from outrider.scheduling.gate import History, SkipDrafting
 from outrider.target.hub import EMBEDDED_ID
+from outrider.target.kernels import LayerKernels
 from outrider.target.lean import LeanDecoder
 from outrider.target.linear import PackedLinear
 from outrider.target.model import Target, load_target
@@ -61,6 +62,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "drafter: chain": [(BlockDrafter, "propose")],
     "matrix products": [(PackedLinear, "forward"), (PackedLinear, "__call__")],
     "target: set-up": [(RaggedStep, "__init__"), (StepBatch, "score")],
+    "target: layers": [(LayerKernels, "before_attention"), (LayerKernels, "after_attention")],
     "target: attention": [(RaggedStep, "attend")],
     "target: the rest": [(LeanDecoder, "run"), (Target, "forward_ragged")],
     "verify": [(StepBatch, "_target_rows"), (rounds, "verify")],

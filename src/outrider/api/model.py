@@ -237,9 +237,10 @@ class Model:
         else:
             turn = prompt if isinstance(prompt, str) else tuple({"content": "", **message} for message in prompt)
             tokens = render(tokenizer, [turn], [], tools=tools, thinking=thinking)
-        wanted = {"json": json_schema, "regex": regex, "choice": choice, "grammar": grammar}
-        given = {name: value for name, value in wanted.items() if value is not None}
-        compiled = self.grammars.compile(StructuredOutput(**given)) if given else None  # type: ignore[arg-type]
+        compiled = None
+        if any(one is not None for one in (json_schema, regex, choice, grammar)):
+            wanted = StructuredOutput(json=json_schema, regex=regex, choice=choice, grammar=grammar)
+            compiled = self.grammars.compile(wanted)
         return Request(id, tokens, params, rules=rules, grammar=compiled)
 
     def _scheduling(self, threshold: float | None, policy: Policy | None, gate: DraftGate | None) -> Scheduling:
