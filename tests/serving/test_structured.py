@@ -89,9 +89,9 @@ def test_the_forms_of_vllm(served: Served) -> None:
         '{"a":  1}',
         '{  "a":  1}',
     )
-    asked = {"messages": USER, "max_tokens": 3, "response_format": {"type": "json_object"}}
+    asked = {"messages": USER, "max_tokens": 1, "response_format": {"type": "json_object"}}
     cut = served.post("/v1/chat/completions", **asked).json()["choices"][0]
-    assert cut["message"]["content"][0] == "{" and cut["finish_reason"] == "length"
+    assert cut["message"]["content"] == "{" and cut["finish_reason"] == "length"
 
 
 def rules(count: int) -> str:
