@@ -7,8 +7,10 @@
 finished answer is compared with plain decoding of its prompt alone; a difference is a tie where the logits are one.
 Memory, descriptors and threads are those of the server's process. Afterwards no request and no KV block may be left.
 
-`overhead`: the same requests through an engine in this process and through HTTP, in turns. One process computes while
-the other waits. The client reads the events and no more, on the same cores.
+`overhead`: the same requests in turns through an engine in this process; through HTTP with clients that sleep until
+their answers are complete, which is what the server itself costs; and through HTTP with clients that read every event
+as it comes, on the same cores. One process computes while the other waits. `loop_percent` is the processor time of the
+server's event loop as a share of its runs, a figure that other work on the machine hardly changes.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ from outrider.utils.measure import machine, set_up, versions
 
 _SAMPLE_SECONDS = 5.0
 _PATIENCE = 300.0  # seconds for the server to start
+_WHOLE_ANSWER = 2**20  # bytes, more than an answer has; its end wakes the client, too
 
 app = typer.Typer(add_completion=False)
 
@@ -67,6 +70,11 @@ class Server:
         gone = read_metrics("\n".join(line for line in page.splitlines() if 'finished_reason="abort"' in line))
         found = {name: sum(values) for name, values in read_metrics(page).items()}
         return {**found, "aborted": sum(gone["vllm:request_success_total"])}
+
+    def loop_seconds(self) -> float:
+        """Processor time of the main thread, which runs the event loop; the engine computes in others."""
+        spent = Path(f"/proc/{self.process}/task/{self.process}/schedstat").read_text().split()[0]
+        return int(spent) / 1e9
 
     def resources(self) -> dict[str, float]:
         """Resident memory (MiB), open descriptors and threads."""
@@ -100,10 +108,15 @@ def serving(target: str, threads: int) -> Iterator[Server]:
             process.terminate()
 
 
-async def events(port: int, asked: dict[str, Any]) -> AsyncIterator[bytes]:
-    """The data of an answer's events, as they come; closing it disconnects. Nothing is parsed, to leave cores alone."""
+async def events(port: int, asked: dict[str, Any], *, at_once: bool = False) -> AsyncIterator[bytes]:
+    """The data of an answer's events; closing it disconnects. Nothing is parsed, to leave cores alone.
+
+    `at_once`: they come when the answer is complete, and until then this process is not woken; else as they are sent.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
+        if at_once:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _WHOLE_ANSWER)
         body = json.dumps(asked).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         writer.write(head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
@@ -265,11 +278,11 @@ def direct(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> lis
     return list(found.values())
 
 
-async def through_http(port: int, prompts: Sequence[Sequence[int]], tokens: int) -> None:
-    """The same through the server; the events are only counted."""
+async def through_http(port: int, prompts: Sequence[Sequence[int]], tokens: int, *, at_once: bool) -> None:
+    """The same through the server; the events are only counted. `at_once` as of `events`."""
 
     async def ask(prompt: Sequence[int]) -> None:
-        async with aclosing(events(port, asked_for(prompt, tokens))) as stream:
+        async with aclosing(events(port, asked_for(prompt, tokens), at_once=at_once)) as stream:
             assert [event async for event in stream]
 
     await asyncio.gather(*map(ask, prompts))
@@ -284,7 +297,7 @@ def overhead(
     threads: Annotated[int, typer.Option(help="of either side")] = 2,
     out: Annotated[Path | None, typer.Option(help="JSON file of the figures")] = None,
 ) -> None:
-    """Seconds of the same greedy requests through the engine and through HTTP, in turns: A B A B ..."""
+    """Seconds of the same greedy requests through the engine and through HTTP, in turns: A B C A B C ..."""
     set_up(threads)
     with serving(target, threads) as server:
         built = build_server(
@@ -302,22 +315,33 @@ def overhead(
         prompts = tokenized(built.target, max(levels))
         found = []
         for level in levels:
-            seconds: dict[str, list[float]] = {"engine": [], "http": []}
+            seconds: dict[str, list[float]] = {"engine": [], "server": [], "server_and_readers": []}
+            loop = list[float]()  # per cent of the server's runs
             for repeat in range(repeats + 1):
                 for side, times in seconds.items():
-                    started = time.perf_counter()
+                    spent, started = server.loop_seconds(), time.perf_counter()
                     if side == "engine":
                         direct(engine, prompts[:level], tokens)
                     else:
-                        asyncio.run(through_http(server.port, prompts[:level], tokens))
+                        at_once = side == "server"
+                        asyncio.run(through_http(server.port, prompts[:level], tokens, at_once=at_once))
+                    taken = time.perf_counter() - started
                     if repeat:  # the first of each side is not counted
-                        times.append(round(time.perf_counter() - started, 4))
-            ratios = [http / alone for alone, http in zip(seconds["engine"], seconds["http"], strict=True)]
-            medians = {f"{side}_median": statistics.median(times) for side, times in seconds.items()}
-            percent = [round(100 * (ratio - 1), 2) for ratio in sorted(ratios)]
-            found.append({"users": level, **seconds, **medians, "overhead_percent": percent})
+                        times.append(round(taken, 4))
+                    if repeat and side == "server":
+                        loop.append(100 * (server.loop_seconds() - spent) / taken)
+            over = {name: percent_over(seconds["engine"], seconds[name]) for name in ("server", "server_and_readers")}
+            medians = {name: round(statistics.median(times), 4) for name, times in seconds.items()}
+            found.append({"users": level, "seconds": seconds, "medians": medians, "overhead_percent": over})
+            found[-1]["loop_percent"] = round(statistics.median(loop), 2)
             typer.echo(json.dumps(found[-1]))
     keep(out, {"tokens": tokens, "threads": threads, "levels": found})
+
+
+def percent_over(alone: Sequence[float], through: Sequence[float]) -> dict[str, Any]:
+    """By how much the second of each pair takes longer: the median of the pairs, and all of them in order."""
+    percents = sorted(100 * (other / own - 1) for own, other in zip(alone, through, strict=True))
+    return {"median": round(statistics.median(percents), 2), "pairs": [round(one, 2) for one in percents]}
 
 
 # ----------------------------------------------------------------------------

@@ -18,7 +18,10 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 import outrider
+import outrider.api.model
 import outrider.cli.bench as bench
+import outrider.cli.serve as serve
+import outrider.serving.connection as connection
 from outrider.api.model import Model
 from outrider.engine.batch import Output
 from outrider.engine.engine import Engine
@@ -119,6 +122,30 @@ def test_the_engine_warms_up_before_requests_are_taken(model: Model) -> None:
             assert served.engine.idle and served.engine.last is None and served.engine.scheduler.allocator.used == 0
             assert served.engine.drafting.history.gate_view([], []).typical_K is None
             assert served.metric("generation_tokens_total") == served.metric("spec_decode_num_drafts_total") == 0
+
+
+def test_the_thread_that_loads_has_ended_when_serving_begins(
+    toy: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With it its OpenMP threads: more of them than cores make every barrier of the engine's steps a sleep."""
+    threads: list[threading.Thread] = []
+    alive: list[bool] = []
+    load = outrider.api.model.load
+
+    def noted(*values: Any, **options: Any) -> Model:
+        threads.append(threading.current_thread())
+        return load(*values, **options)
+
+    running = Mock(started=True, run=lambda: alive.append(threads[0].is_alive()))
+    monkeypatch.setattr(serve, "set_up", lambda threads: None)
+    monkeypatch.setattr(outrider.api.model, "load", noted)
+    monkeypatch.setattr(connection, "http_server", Mock(return_value=running))
+    status, _, errors = run("serve", "--target", toy / "target", "--drafter", "none")
+    assert status == 0, errors
+    assert threads[0].daemon and alive == [False]
+    monkeypatch.setattr(outrider.api.model, "load", Mock(side_effect=ValueError("no such target")))
+    status, _, errors = run("serve", "--target", toy / "target", "--drafter", "none")
+    assert status != 0 and "no such target" in errors
 
 
 def test_a_worker_whose_engine_fails_at_once_does_not_start(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from threading import Thread
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from outrider.serving.app import Server
 
 SERVER, LOAD = "Server", "Load"
+_Result = TypeVar("_Result")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -93,7 +97,7 @@ def serve_command(
         console.print(f"warning: anyone who reaches {host} may use this server; set {API_KEY} to ask for a key.")
     config = EngineConfig(max_requests, token_budget, num_blocks=kv_tokens // EngineConfig.block_size)
     choice, say = choose_drafter(drafter, target, thinking), partial(show_lines, console)
-    model = load(target, choice, device, thinking=thinking, tree=choose_tree(tree), say=say)
+    model = _call_in_thread(lambda: load(target, choice, device, thinking=thinking, tree=choose_tree(tree), say=say))
     server = build_server(
         model, config, profile, max_waiting=max_waiting, max_new_tokens=max_new_tokens, name=name, thinking=thinking
     )
@@ -105,6 +109,29 @@ def serve_command(
         running.run()
     if not running.started:  # uvicorn has said why
         raise typer.Exit(1)
+
+
+def _call_in_thread(function: Callable[[], _Result]) -> _Result:
+    """What a function returns that is called in a thread of its own, which has ended on return.
+
+    GCC's OpenMP keeps a pool of threads for every thread that has computed in parallel, until that thread ends. While
+    all pools together have more threads than there are cores, whoever waits at a barrier sleeps instead of spinning,
+    and a step of the engine has hundreds of barriers: the engine's thread must have the only pool. Source: libgomp,
+    config/linux/wait.h (`gomp_managed_threads`).
+    """
+    done: Future[_Result] = Future()
+
+    def call() -> None:
+        try:
+            done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = Thread(target=call, name="load", daemon=True)  # a daemon: Ctrl-C must not wait for a download
+    thread.start()
+    found = done.result()
+    thread.join()
+    return found
 
 
 # ----------------------------------------------------------------------------
