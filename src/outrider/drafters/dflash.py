@@ -55,6 +55,8 @@ from outrider.drafters.layers import (
     rope_table,
     split_attention,
 )
+from outrider.target.kernels import LayerKernels, Norms
+from outrider.target.linear import Packable
 from outrider.target.model import Target
 from outrider.utils.distributed import full_tensor
 
@@ -231,8 +233,13 @@ class BlockContext(NamedTuple):
         return kernel(q_NKQE, *context, k_NKGE, v_NKGE, self.layout, attention.pattern)
 
 
-class DraftLayer(nn.Module):
-    """A decoder layer: x += attention(norm(x)), x += MLP(norm(x))."""
+class DraftLayer(Packable):
+    """A decoder layer: x += attention(norm(x)), x += MLP(norm(x)).
+
+    Packed, all of it but attention runs in compiled kernels where there are some (target/kernels.py).
+    """
+
+    kernels: LayerKernels | None = None
 
     def __init__(self, config: DFlashConfig, index: int) -> None:
         super().__init__()
@@ -242,9 +249,39 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(H, eps=eps)
         self.mlp = SwiGLU(config)
 
+    def after_packing(self) -> None:
+        attention, mlp = self.self_attn, self.mlp
+        heads = attention.matrices["q_proj", "k_proj", "v_proj"]
+        packed = (
+            heads,
+            attention.matrices["o_proj",],
+            mlp.matrices["gate_proj", "up_proj"],
+            mlp.matrices["down_proj",],
+        )
+        qkv, o, gate_up, down = (linear.matrix for linear in packed)
+        if qkv is None or o is None or gate_up is None or down is None:
+            return
+        norms = Norms(
+            input=self.input_layernorm.weight,
+            post=self.post_attention_layernorm.weight,
+            q=attention.q_norm.weight,
+            k=attention.k_norm.weight,
+            eps=float(self.input_layernorm.eps or 0.0),
+        )
+        q, k, _ = (width // attention.head_dim for width in heads.widths)
+        self.kernels = LayerKernels(qkv, o, gate_up, down=down, norms=norms, heads=(q, k))
+
     def forward(self, x_NKH: Tensor, rope: Rope, source: KeySource) -> Tensor:
-        x_NKH = x_NKH + self.self_attn(self.input_layernorm(x_NKH), rope, source)
-        return x_NKH + self.mlp(self.post_attention_layernorm(x_NKH))
+        if self.kernels is None:
+            x_NKH = x_NKH + self.self_attn(self.input_layernorm(x_NKH), rope, source)
+            return x_NKH + self.mlp(self.post_attention_layernorm(x_NKH))
+        E, (H, K) = self.self_attn.head_dim, self.kernels.heads
+        hidden_XH = x_NKH.flatten(0, -2).clone()  # the kernels add to it
+        cos_XE, sin_XE = (table.expand(*x_NKH.shape[:-1], 1, E).reshape(-1, E) for table in rope)
+        qkv = self.kernels.before_attention(hidden_XH, cos_XE, sin_XE).view(*x_NKH.shape[:-1], -1, E)
+        attended = source.attend(self.self_attn, *qkv.split((H, K, K), dim=-2))
+        self.kernels.after_attention(attended.reshape(-1, H * E), hidden_XH)
+        return hidden_XH.view(x_NKH.shape)
 
 
 class DFlash(DraftModule):

@@ -191,6 +191,9 @@ class ConvolvedLayer(DraftLayer):
         self.attention_conv = GroupedDynamicConv(*sizes)
         self.mlp_conv = GroupedDynamicConv(*sizes)
 
+    def after_packing(self) -> None:
+        """Its convolutions stand between what the kernels join."""
+
     def forward(self, x_NKH: Tensor, rope: Rope, source: KeySource) -> Tensor:
         x_NKH = x_NKH + convolved(
             self.attention_conv, self.input_layernorm(x_NKH), lambda y: self.self_attn(y, rope, source)

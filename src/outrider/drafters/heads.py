@@ -20,11 +20,14 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from outrider.target.linear import Packable
 
-class VanillaMarkov(nn.Module):
+
+class VanillaMarkov(Packable):
     """A first-order Markov correction of rank r. The other heads compute the latent l_k differently, nothing else."""
 
     kind: ClassVar[str] = "vanilla"
+    groups: tuple[tuple[str, ...], ...] = (("markov_w2",),)
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
         super().__init__()
@@ -58,6 +61,7 @@ class GatedMarkov(VanillaMarkov):
     """The block's hidden state decides, per latent dimension, how much the previous token matters."""
 
     kind: ClassVar[str] = "gated"
+    groups = (("markov_w2",), ("gate_proj",))
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
         super().__init__(vocab_size, draft_vocab_size, hidden_size, rank=rank)
@@ -79,6 +83,7 @@ class RNNMarkov(VanillaMarkov):
     """A gated recurrence over the whole drafted prefix."""
 
     kind: ClassVar[str] = "rnn"
+    groups = (("markov_w2",), ("joint_proj",))
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
         super().__init__(vocab_size, draft_vocab_size, hidden_size, rank=rank)

@@ -183,7 +183,7 @@ class LayerKernels:
         norms: Norms,
         heads: tuple[int, int],
     ) -> None:
-        self.out_features, self.inner = qkv.out_features, down.in_features
+        self.out_features, self.inner, self.heads = qkv.out_features, down.in_features, heads
         weights = [None if x is None else x.contiguous() for x in (norms.input, norms.post, norms.q, norms.k)]
         self._kept = (qkv, o, gate_up, down, weights)  # the struct holds addresses only
         input_norm, post_norm, q_norm, k_norm = (None if x is None else x.data_ptr() for x in weights)

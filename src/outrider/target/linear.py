@@ -122,6 +122,9 @@ class Packable(nn.Module):
             return [self.get_submodule(name)(x) for name in names]
         return matrix(x).split(matrix.widths, dim=-1)
 
+    def after_packing(self) -> None:
+        """Called once the linears of this module and of those below it are packed."""
+
 
 def pack(module: nn.Module) -> None:
     """Lay out the linears of every `Packable` in `module` for serving, in place; their parameters are dropped."""
@@ -136,6 +139,8 @@ def pack(module: nn.Module) -> None:
             for name in names:
                 parent, _, own = name.rpartition(".")
                 setattr(part.get_submodule(parent), own, matrix if len(names) == 1 else None)
+    for part in parts:
+        part.after_packing()
 
 
 @torch.inference_mode()
