@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
 
+from outrider.decoding.generate import stream
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import Drafter
 from outrider.engine.batch import Output, Request
 from outrider.engine.engine import Engine
 from outrider.sampling import SamplingParams
+from outrider.scheduling.policies import FixedPolicy
 from outrider.target.model import Target
 from tests.toys.engine import assert_solo, prompts
 from tests.toys.oracle import Oracle
@@ -55,6 +59,33 @@ def test_logprobs_are_those_of_the_targets_logits(target: Target, drafter: Draft
         values_TK, ids_TK = expected_TV.topk(request.logprobs)
         torch.testing.assert_close(torch.tensor([[value for _, value in one.top] for one in told]), values_TK)
         assert [[id for id, _ in one.top] for one in told] == ids_TK.tolist()
+
+
+def assert_alike(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> None:
+    """Equal, and probabilities nearly so."""
+    for one, other in zip(found, expected, strict=True):
+        tops = one.pop("top", []), other.pop("top", [])
+        assert [id for id, _ in tops[0]] == [id for id, _ in tops[1]]
+        assert [value for _, value in tops[0]] == pytest.approx([value for _, value in tops[1]], abs=1e-5)
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+def test_a_request_alone_has_the_engines_trace(target: Target, drafter: Drafter) -> None:
+    """From its second round on: the engine reads the prompt in the first, without a draft."""
+    prompt, policy = prompts(1)[0], FixedPolicy(3)
+    requests = [Request("a", prompt, rules=RULES, trace=True)]
+    first, *theirs = [output.trace for output in outputs(Engine(target, drafter, policy), requests)["a"]]
+    assert first is not None
+    text, rules = [*prompt, first.tokens[0].token], StopRules(23, stop_ids=())
+    mine = [chunk.trace for chunk in stream(target, text, drafter, rules=rules, policy=policy, traced=True)]
+    assert len(mine) == len(theirs)
+    for number, (one, other) in enumerate(zip(mine, theirs, strict=True), 1):
+        assert one is not None and other is not None and one.number == number
+        assert (one.source, one.reason) == (other.source, other.reason)
+        assert_alike(asdict(one)["drafts"], asdict(other)["drafts"])
+        assert_alike(asdict(one)["tokens"], asdict(other)["tokens"])
+    outcomes = {draft.outcome for one in mine if one is not None for draft in one.drafts}
+    assert {"accepted", "rejected", "left out"} <= outcomes
 
 
 def test_a_stop_cuts_the_logprobs_too(target: Target) -> None:

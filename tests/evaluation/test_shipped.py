@@ -24,6 +24,7 @@ from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dspark import DSpark
 from outrider.evaluation.model_card import model_card
 from outrider.evaluation.results import DrafterInfo, Results
+from outrider.report.sources import find_sources
 from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.target.hub import EMBEDDED_ID, canonical_id
 from outrider.target.model import load_target
@@ -378,3 +379,6 @@ def test_the_demo_measures_the_shipped_drafter_too(monkeypatch: pytest.MonkeyPat
     measured.clear()
     demo.demo([f"target={toy / 'target'}"], out=tmp_path / "out", eval_samples=2, eval_tokens=8)
     assert measured == [(str(fresh), ThresholdPolicy(0.25)), (str(shipped.relative_to(tmp_path)), FixedPolicy(None))]
+    (traced,) = find_sources([tmp_path / "out" / "answer.json"])
+    assert traced.content.settings["drafter"] == str(shipped.relative_to(tmp_path))
+    assert (tmp_path / "out" / "report.html").is_file()

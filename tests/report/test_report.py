@@ -11,11 +11,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import outrider
+from outrider.calibration.fit import Calibration, Rounds, calibrate
+from outrider.data.sources import TaskSettings
 from outrider.evaluation.results import Results
 from outrider.report.sources import find_sources
+from outrider.sampling import SamplingParams
 from outrider.utils.files import file_sha256
 from tests.toys.browser import browsing
 from tests.toys.command_line import Run, check_error
@@ -68,12 +72,25 @@ def answer(toy: Path) -> dict[str, Any]:
     return found
 
 
+def calibrated() -> Calibration:
+    """A calibration of 200 random rounds of 2 conversations, whose bins are recorded."""
+    random = np.random.default_rng(0)
+    confidences_NK = random.uniform(0.3, 1.0, (200, 3))
+    agreed_NK = random.random((200, 3)) < confidences_NK**2
+    accepted_N = np.logical_and.accumulate(agreed_NK, axis=1).sum(axis=1)
+    rounds = Rounds(confidences_NK, accepted_N, np.full(200, 3))
+    conversations = [[rounds.chosen(np.arange(half * 100, half * 100 + 100))] for half in (0, 1)]
+    settings = TaskSettings(None, 8, SamplingParams(temperature=1.0))
+    found = calibrate({"toy": conversations}, ["toy"], [], settings=settings, versions={"torch": "2"})
+    return found.calibration
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory, answer: dict[str, Any]) -> Path:
     """A directory of one file of several kinds, and of others that are none."""
     directory = tmp_path_factory.mktemp("measured")
     shutil.copytree(MEASURED / "shipped-greedy", directory / "eval")
-    shutil.copy(MEASURED / "calibration-gsm8k" / "calibration.json", directory)
+    (directory / "calibration.json").write_text(calibrated().model_dump_json())
     shutil.copy(MEASURED / "simulated" / "validation.json", directory)
     (directory / "run").mkdir()
     lines = [
@@ -112,7 +129,8 @@ def test_a_report_holds_what_was_measured(page: Path, measured: Path, answer: di
     assert "worst: fixed-7 at 8, +24.3 %" in found.text
     for gone in ("config.json", "points.jsonl"):
         assert gone not in found.text
-    assert found.tags["img"] == 4, "two of the evaluation, one of the calibration, one of the training"
+    assert found.tags["img"] == 5, "two of the evaluation, two of the calibration, one of the training"
+    assert "Predicted against observed survival, a panel per draft position" in found.text
     tokens = sum(len(one["tokens"]) for one in answer["choices"][0]["trace"])
     assert f"{tokens} tokens in {len(answer['choices'][0]['trace'])} rounds" in found.text
 
@@ -128,6 +146,34 @@ def test_a_report_is_one_file_that_loads_nothing(page: Path, answer: dict[str, A
     traces = next(json.loads(script) for script in found.scripts if script.lstrip().startswith("{"))
     assert list(traces.values()) == [[answer["choices"][0]["trace"]]], "texts that would end the script are data"
     assert HOSTILE not in html
+
+
+def test_a_traced_generation_is_in_the_report(run: Run, toy: Path, tmp_path: Path) -> None:
+    """`outrider generate --trace` writes what the page shows; the answer on standard output is the same without."""
+    command = (
+        "generate",
+        "ab",
+        "--raw",
+        "--target",
+        toy / "target",
+        "--drafter",
+        toy / "drafter",
+        "--max-new-tokens",
+        20,
+    )
+    options = (*command, "--confidence-threshold", 0.1, "--temperature", 1, "--seed", 3)
+    plain, traced = run(*options), run(*options, "--trace", tmp_path / "new" / "answer.json")
+    assert traced[0] == 0 and traced[1] == plain[1] and str(tmp_path / "new" / "answer.json") in traced[2]
+    (source,) = find_sources([tmp_path])
+    (rounds,) = source.content.traces
+    tokens = [token for one in rounds for token in one["tokens"]]
+    assert "".join(token["text"] for token in tokens if token["in_text"]) + "\n" == plain[1] and len(tokens) == 20
+    assert {draft["outcome"] for one in rounds for draft in one["drafts"]} >= {"rejected"}
+    assert source.content.settings["seed"] == 3 and source.content.versions["torch"]
+    found = run("report", tmp_path, "--out", tmp_path / "report.html")
+    assert (tmp_path / "report.html").resolve().as_uri() in found[1].replace("\n", "")
+    assert f"20 tokens in {len(rounds)} rounds" in Page((tmp_path / "report.html").read_text()).text
+    check_error(run(*command, "--trace", tmp_path), "is a directory: name a file")
 
 
 def spoil(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:

@@ -154,3 +154,8 @@ def test_demo_from_prompts_to_a_measured_speedup(tmp_path: Path) -> None:
     for picture in ("conditional_acceptance.png", "accepted_length.png"):
         assert (tmp_path / "demo" / "eval" / picture).read_bytes()[:4] == b"\x89PNG"
         assert picture in done.stdout.replace("\n", "")
+    page = tmp_path / "demo" / "report.html"
+    *_, url, _, following = done.stdout.strip().splitlines()
+    assert url.strip() == page.as_uri() and following.startswith("next: outrider serve")
+    shown = page.read_text(encoding="utf-8")
+    assert all(heading in shown for heading in ("Evaluation", "Training", "Generation"))

@@ -36,6 +36,7 @@ from outrider.data.conversations import Message
 from outrider.decoding.generate import Chunk, stream
 from outrider.decoding.request import FinishReason, StopRules
 from outrider.decoding.structured import GrammarCompiler, StructuredOutput
+from outrider.decoding.trace import RoundTrace
 from outrider.drafters.base import draft_slots
 from outrider.drafters.draft import TreeSize
 from outrider.engine.batch import Output, Request
@@ -58,7 +59,7 @@ class Response:
 
     `rounds`: forwards of the target that gave tokens. `seconds`: from the call to the last token, prefill included; in
     a batch others were decoded meanwhile. `seed`: what it was sampled with, drawn where none was given. `error`: of a
-    batch, what ended this one, where `finish` is "error"; the text so far is kept.
+    batch, what ended this one, where `finish` is "error"; the text so far is kept. `trace`: of every round, if asked.
     """
 
     text: str
@@ -68,6 +69,7 @@ class Response:
     seconds: float
     seed: int
     error: Exception | None = None
+    trace: Sequence[RoundTrace] = ()
 
     @property
     def accepted_length(self) -> float:
@@ -97,6 +99,7 @@ class Model:
         confidence_threshold  verify drafts while so confident; None: see `scheduling`
         policy, gate          how many drafts are verified, and who drafts (scheduling/); None: see `scheduling`
         typical               a lossy rule (TypicalAcceptance); None: the output is distributed as the target's
+        trace                 tell of every round where its tokens come from (RoundTrace); False
 
     `say` is told in a line before step costs are measured, which is done once for a machine; None: the logger
     `outrider`.
@@ -221,6 +224,7 @@ class Model:
         regex: str | None = None,
         choice: Sequence[str] | None = None,
         grammar: str | None = None,
+        trace: bool = False,
         **sampling: Any,
     ) -> Request:
         params = SamplingParams(**sampling)
@@ -241,7 +245,7 @@ class Model:
         if any(one is not None for one in (json_schema, regex, choice, grammar)):
             wanted = StructuredOutput(json=json_schema, regex=regex, choice=choice, grammar=grammar)
             compiled = self.grammars.compile(wanted)
-        return Request(id, tokens, params, rules=rules, grammar=compiled)
+        return Request(id, tokens, params, rules=rules, grammar=compiled, trace=trace)
 
     def _scheduling(self, threshold: float | None, policy: Policy | None, gate: DraftGate | None) -> Scheduling:
         if threshold is None and policy is None and gate is None:
@@ -264,6 +268,7 @@ class Model:
             gate=chosen.gate,
             typical=typical,
             grammar=request.grammar,
+            traced=request.trace,
         )
 
     def _generate(self, prompt: Prompt, **options: Any) -> Response:
@@ -359,4 +364,5 @@ def _response(parts: Sequence[Chunk] | Sequence[Output], seconds: float) -> Resp
         seconds=seconds,
         seed=seed,
         error=last.error if isinstance(last, Output) else None,
+        trace=[part.trace for part in parts if part.trace is not None],
     )

@@ -375,6 +375,17 @@ def with_estimates(rounds: Rounds, estimator: CertaintyEstimator) -> Rounds:
 _FEWEST_ROUNDS = 100  # a 20-bin error of fewer is mostly noise
 
 
+class Bins(BaseModel):
+    """A reliability diagram: the bins that hold rounds, in rising order.
+
+    Of each: how many rounds, the mean of their predictions, and the share of them whose positions 1..k were accepted.
+    """
+
+    rounds: list[int]
+    predicted: list[float]
+    accepted: list[float]
+
+
 class Quality(BaseModel):
     """Errors of the survival a_k against "positions 1..k accepted", one value per position."""
 
@@ -382,6 +393,7 @@ class Quality(BaseModel):
     ece_noise: list[float]  # ECE that perfect confidences would show by chance in as many rounds
     brier: list[float]
     roc_auc: list[float | None]  # None: never or always accepted
+    reliability: list[Bins] = []  # []: not recorded, as with drafters that were calibrated before it was
 
 
 class Calibration(BaseModel):
@@ -488,14 +500,22 @@ def calibrate(
 
 
 def quality(rounds: Rounds, scaling: Scaling) -> Quality:
-    """ECE (20 bins), Brier score and ROC-AUC of the survival at each position."""
+    """ECE (20 bins), Brier score, ROC-AUC and reliability of the survival at each position."""
     pairs = [at_position(rounds, scaling, k) for k in range(1, len(scaling.temperatures) + 1)]
     return Quality(
         ece=[ece(*pair) for pair in pairs],
         ece_noise=[ece_noise(predicted_N) for predicted_N, _ in pairs],
         brier=[brier(*pair) for pair in pairs],
         roc_auc=[roc_auc(*pair) for pair in pairs],
+        reliability=[_bins(reliability(*pair)) for pair in pairs],
     )
+
+
+def _bins(found: Reliability) -> Bins:
+    full = found.count_M > 0
+    count_M = found.count_M[full]
+    means_M, shares_M = (np.round(sums_M[full] / count_M, 4) for sums_M in (found.predicted_M, found.happened_M))
+    return Bins(rounds=count_M.tolist(), predicted=means_M.tolist(), accepted=shares_M.tolist())
 
 
 def _enough(conversations: Sequence[Sequence[Rounds]], replay: bool, purpose: str) -> list[Rounds]:

@@ -55,7 +55,7 @@ def calibrate_command(
     """Fit confidences to acceptance; of medusa and hydra, measure accuracies."""
     from outrider.calibration.candidates import measure_candidates
     from outrider.calibration.collect import collect_tasks, load_rounds, save_rounds
-    from outrider.calibration.fit import Rounds, calibrate, fit_sts, refusal
+    from outrider.calibration.fit import calibrate, fit_sts, refusal
     from outrider.calibration.fit import sweep as sweep_thresholds
     from outrider.checkpoints.checkpoint import add_metadata, load_checkpoint
     from outrider.data.sources import TaskSettings
@@ -125,7 +125,7 @@ def calibrate_command(
     written, facts = [], (short_name(target), f"drafter {short_name(drafter)}", f"temperature {temperature:g}", today())
     if plot is not None:
         plot.parent.mkdir(parents=True, exist_ok=True)
-        plot_reliability(Rounds.joined(found.held_out), found.calibration.scaling, plot, facts=facts)
+        plot_reliability(found.calibration, plot, facts)
         written.append(plot)
     if sweep is not None:
         points = sweep_thresholds(found.measured, found.serving, replay=temperature == 0.0)

@@ -204,6 +204,7 @@ def run_command(command: list[str]) -> int:
 
 _TASKS = ["eval_math", "eval_chat", "eval_code"]
 _THRESHOLD = 0.25  # a drafter this young is often wrong, and knows it
+_PROMPT = "Write a Python function that returns the sum of a list."  # whose answer the report shows token by token
 
 
 def demo(
@@ -217,10 +218,14 @@ def demo(
     threads: opt.Threads = None,
     dry_run: opt.DryRun = False,
 ) -> None:
-    """Generate responses, train and evaluate a small drafter, in under ten minutes."""
+    """Train, evaluate and report a small drafter, responses included, in ten minutes."""
+    from outrider.api.model import Model
     from outrider.checkpoints.checkpoint import read_metadata
     from outrider.checkpoints.published import shipped_drafter
+    from outrider.cli.generate import write_trace
+    from outrider.cli.report import write_page
     from outrider.data.sources import TaskSettings
+    from outrider.scheduling.policies import FixedPolicy
     from outrider.training.recipe import load_recipe
 
     console = Terminal()
@@ -238,12 +243,25 @@ def demo(
     config = TaskSettings(eval_samples, eval_tokens)
     console.rule("the drafter trained just now")
     _measure(out / "drafter", target, config, threshold=_THRESHOLD, out=out / "eval", console=console)
+    shown = out / "drafter"
+    threshold: float | None = _THRESHOLD
     shipped = shipped_drafter(recipe.target)
     if shipped is not None:
         console.rule("the shipped drafter, trained for longer")
-        threshold = recommended_threshold(read_metadata(shipped))
+        shown, threshold = shipped, recommended_threshold(read_metadata(shipped))
         _measure(shipped, target, config, threshold=threshold, out=out / "eval-shipped", console=console)
-    console.print(f"demo finished in {(time.perf_counter() - started) / 60:.1f} minutes")
+    model = Model(target, require_drafter(str(shown), recipe.target).open(target))
+    policy = choose_policy(None, threshold) or FixedPolicy()
+    chunks = list(model.stream(_PROMPT, max_new_tokens=eval_tokens, policy=policy, trace=True))
+    asked = {"prompt": _PROMPT, "drafter": str(shown), "max_new_tokens": eval_tokens, "policy": str(policy)}
+    write_trace(out / "answer.json", model, chunks, settings=asked)
+    console.rule("the report")
+    write_page([out], out / "report.html", "outrider demo", console=console)
+    show_lines(
+        console,
+        f"demo finished in {(time.perf_counter() - started) / 60:.1f} minutes",
+        "next: outrider serve, whose page at http://127.0.0.1:8000/ shows the same of your own prompts",
+    )
 
 
 def _measure(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,12 +17,13 @@ from rich.text import Text
 
 from outrider.api.drafter import AUTO, HOW_TO_TRAIN, choose_drafter
 from outrider.cli import options as opt
-from outrider.cli.common import choose_tree, choose_typical, show_lines
+from outrider.cli.common import check_outputs, choose_tree, choose_typical, show_lines, show_paths
 from outrider.cli.options import DRAFTS, PROMPTS, SAMPLING, SMOLLM2, option
-from outrider.utils.measure import set_up
+from outrider.utils.measure import machine, set_up, versions
 from outrider.utils.terminal import Terminal, printable
 
 if TYPE_CHECKING:
+    from outrider.api.model import Model
     from outrider.checkpoints.published import Published
     from outrider.decoding.generate import Chunk
     from outrider.target.model import DecodingTarget
@@ -50,6 +53,7 @@ def generate_command(
     tree: opt.Tree = None,
     typical: opt.Typical = None,
     show_rounds: Annotated[bool, option(DRAFTS, "colour drafts, corrections and bonus tokens")] = False,
+    trace: Annotated[Path | None, option(DRAFTS, "JSON file of every round, for outrider report")] = None,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
 ) -> None:
@@ -65,6 +69,7 @@ def generate_command(
         raise ValueError("the prompt is empty: give at least one word to answer.")
     if raw and thinking:
         raise ValueError("--thinking asks the chat template for it, and --raw has none: leave one of them out.")
+    check_outputs(files=[trace])
     size = choose_tree(tree, confidence_threshold)
     lossy, choice = choose_typical(typical), choose_drafter(drafter, target, thinking)
     if choice is None and (size is not None or lossy is not None):
@@ -96,6 +101,7 @@ def generate_command(
         seed=seed,
         confidence_threshold=confidence_threshold,
         typical=lossy,
+        trace=trace is not None,
     ):
         chunks.append(chunk)
         if show_rounds:
@@ -107,6 +113,44 @@ def generate_command(
     if temperature > 0:
         used += f"; seed {chunks[-1].seed}"
     summary(chunks, used, errors, legend=show_rounds)
+    if trace is not None:
+        asked = {
+            "prompt": prompt,
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "seed": chunks[-1].seed,
+        }
+        write_trace(trace, model, chunks, settings=asked | {"decoded by": used})
+        show_paths(errors, trace)
+
+
+def write_trace(path: Path, model: Model, chunks: Sequence[Chunk], settings: Mapping[str, Any]) -> None:
+    """Write a response whose chunks have traces, as `outrider serve` writes its answers (docs/serving.md)."""
+    from outrider.decoding.request import TextStream
+    from outrider.serving.inspector import trace_json
+    from outrider.utils.files import write_atomically
+
+    tokenizer = model.target.tokenizer
+    assert tokenizer is not None
+    texts, rounds = TextStream(tokenizer), []
+    for chunk in chunks:
+        assert chunk.trace is not None, "the chunks were decoded with trace=True"
+        added = []
+        for place, token in enumerate(chunk.tokens, 1):
+            texts.push(token)
+            added.append(texts.release(final=chunk.finish is not None and place == len(chunk.tokens)))
+        rounds.append(trace_json(chunk.trace, added, lambda id: str(tokenizer.decode([id]))))
+    choice = {"index": 0, "text": "".join(chunk.text for chunk in chunks), "finish_reason": chunks[-1].finish}
+    answer = {
+        "object": "generation",
+        "model": model.target.name,
+        "choices": [choice | {"trace": rounds}],
+        "settings": dict(settings),
+        "machine": machine(),
+        "versions": versions(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(answer, ensure_ascii=False, indent=1) + "\n")
 
 
 def coloured(chunk: Chunk, target: DecodingTarget) -> Text:

@@ -78,7 +78,7 @@ class _Verbs(LazyGroup):
                example=f"outrider package {_SHIPPED} --out runs/smollm2-135m-dspark"),
         Listed("Use", "push", "Put a packaged drafter on the Hugging Face hub, with its model card.",
                function="checkpoints.push_command", example="outrider push runs/smollm2-135m-dspark ME/smollm2-dspark"),
-        Listed("Train", "demo", "Generate responses, train and evaluate a small drafter, in under ten minutes.",
+        Listed("Train", "demo", "Train, evaluate and report a small drafter, responses included, in ten minutes.",
                function="experiment.demo", example="outrider demo"),
         Listed("Train", "init", "Look at a model and prompts; write a recipe and say what to run.",
                function="init.init", example=f"outrider init --target {SMOLLM2} --out runs/first"),

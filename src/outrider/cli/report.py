@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from outrider.cli.common import check_outputs, show_paths
+from outrider.cli.common import check_outputs, show_lines
 from outrider.cli.options import FILES, option
 from outrider.utils.terminal import Terminal
 
@@ -19,16 +21,27 @@ def report_command(
     title: Annotated[str, option(FILES, "of the page")] = "Outrider report",
 ) -> None:
     """Write one HTML page of what was measured: verdicts, pictures, traces, settings."""
+    check_outputs(files=[out])
+    write_page(places, out, title, console=Terminal())
+
+
+def write_page(places: Sequence[Path], out: Path, title: str, *, console: Console) -> None:
+    """Write the report of what is at these places, and say where a browser finds it.
+
+    Raises:
+        ValueError: see `find_sources` and `render`.
+    """
     from outrider.report.page import render
     from outrider.report.sources import find_sources
     from outrider.utils.files import write_atomically
 
-    check_outputs(files=[out])
     sources = find_sources(places)
     page = render(sources, title)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page)
-    console = Terminal()
     count = len(sources)
-    console.print(f"{count} file{'s' * (count > 1)}, {len(page.encode()) / 1e6:.1f} MB", highlight=False)
-    show_paths(console, out)
+    show_lines(
+        console,
+        f"report of {count} file{'s' * (count > 1)}, {len(page.encode()) / 1e3:.0f} kB; open it in a browser:",
+        f"  {out.resolve().as_uri()}",
+    )

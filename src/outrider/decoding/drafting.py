@@ -24,7 +24,7 @@ Shapes: R requests, K positions, N outcomes, T tokens, L aux layers, D target hi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from outrider.decoding.request import RequestState
 from outrider.decoding.round import RoundResult
+from outrider.decoding.trace import RoundTrace, Source, trace_round
 from outrider.drafters.base import Drafter, FailedCall
 from outrider.drafters.draft import Draft, allowed_part
 from outrider.drafters.ngram import NgramSession
@@ -227,6 +228,8 @@ class Drafting:
             return self.policy.reason(view, lengths_R, request)
         if drafter is None:
             return "there is no drafter"
+        if left == 1:
+            return "only one more token could come"
         if turn.id in self._cut:
             return "the next token of the draft is not allowed by the request's constraint"
         if self.copied(turn.id):
@@ -242,6 +245,35 @@ class Drafting:
         if self.policy.min_confidence > 0 and drafted < drafter.own_gamma:
             return f"draft {drafted + 1} had a confidence below {self.policy.min_confidence:g}, so it was not drawn"
         return "the whole draft was verified" if drafted else "the drafter had nothing to propose"
+
+    def trace(
+        self,
+        turn: Turn,
+        result: RoundResult,
+        tokens: Sequence[int],
+        *,
+        logits_NV: Tensor,
+        compared: Mapping[int, Tensor],
+        number: int,
+        reason: str,
+        believed_K: Floats,
+    ) -> RoundTrace:
+        """The trace of a request's round; see `trace_round`."""
+        source: Source | None = None
+        if result.draft.tokens:
+            source = "copy" if self.copied(turn.id) else "drafter"
+        heads = None if self.drafter is None or self.drafter.trees else self.drafter.heads
+        return trace_round(
+            result,
+            tokens,
+            logits_NV,
+            compared=compared,
+            number=number,
+            source=source,
+            reason=reason,
+            raw=None if heads is None else heads.uncalibrated,
+            believed=believed_K.tolist(),
+        )
 
     def _look_up(self, turns: Sequence[Turn]) -> dict[str, Copy]:
         """What these requests may copy, by id."""

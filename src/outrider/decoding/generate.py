@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from outrider.decoding.drafting import Drafting, Turn
 from outrider.decoding.request import FinishReason, RequestState, StopRules
 from outrider.decoding.round import Origin, RoundResult, run_round
 from outrider.decoding.structured import Grammar
+from outrider.decoding.trace import RoundTrace, recorded
 from outrider.drafters.base import Drafter, draft_slots
 from outrider.drafters.draft import Draft
 from outrider.sampling import Randomness, RandomSource, SamplingParams
@@ -62,6 +64,7 @@ class Chunk:
     stats: RoundStats
     finish: FinishReason | None
     seed: int
+    trace: RoundTrace | None = None  # where it was asked for
 
 
 @dataclass(frozen=True)
@@ -93,10 +96,12 @@ class SingleRequest:
         prompt: Sequence[int],
         params: SamplingParams,
         rules: StopRules,
+        *,
         randomness: Randomness | None = None,
         grammar: Grammar | None = None,
+        traced: bool = False,
     ) -> None:
-        self.target, self.drafting = target, drafting
+        self.target, self.drafting, self.traced = target, drafting, traced
         drafter = drafting.drafter
         self.state = RequestState(target, prompt, params, rules=rules, randomness=randomness, grammar=grammar)
         self._trees = drafter is not None and drafter.trees
@@ -110,6 +115,9 @@ class SingleRequest:
         self._turns: list[Turn] = []
         self._view: StepView | None = None
         self._scored: tuple[list[int], Tensor | None] = [], None
+        self._logits_NV: Tensor | None = None
+        self._compared: dict[int, Tensor] = {}  # rows that verification read, where the request is traced
+        self._rounds = 0  # traced
         try:
             self._prefill(prompt[:-1])
         except BaseException:
@@ -159,7 +167,11 @@ class SingleRequest:
             output = self.target.forward(block, self.cache, self.aux_layers, logits=None, parents=draft.row_parents)
         assert output.logits_BTV is not None
         self._scored = tokens, output.aux_BTLD
-        return [self.state.target_rows(output.logits_BTV[0], draft)]
+        rows = self.state.target_rows(output.logits_BTV[0], draft)
+        if self.traced:
+            self._logits_NV = output.logits_BTV[0]
+            rows, self._compared = recorded(rows)
+        return [rows]
 
     def commit(self, result: RoundResult) -> tuple[list[int], str, FinishReason | None]:
         """Keep the accepted path in the caches and take the round's tokens, see `RequestState.commit`."""
@@ -172,6 +184,24 @@ class SingleRequest:
         if self._view is not None:
             self.drafting.record(self._turns, self._view, [result])
         return done
+
+    def trace(self, result: RoundResult, tokens: Sequence[int]) -> RoundTrace:
+        """Of the round that committed `tokens`; the request is `traced`."""
+        (turn,), view = self._turns, self._view
+        assert view is not None and self._logits_NV is not None, "a round was run"
+        self._rounds += 1
+        lengths_R = np.array([len(result.verified.tokens)])
+        left = self.state.remaining + len(tokens)
+        return self.drafting.trace(
+            turn,
+            result,
+            tokens,
+            logits_NV=self._logits_NV,
+            compared=self._compared,
+            number=self._rounds,
+            reason=self.drafting.reason(turn, result, left=left, view=view, lengths_R=lengths_R, request=0),
+            believed_K=view.confidences_RK[0],
+        )
 
     def end(self) -> None:
         """Free what the drafter holds for the request."""
@@ -190,6 +220,7 @@ def stream(
     gate: DraftGate | None = None,
     grammar: Grammar | None = None,
     randomness: Randomness | None = None,
+    traced: bool = False,
 ) -> Iterator[Chunk]:
     """Decode one request and yield one chunk per round.
 
@@ -201,6 +232,7 @@ def stream(
         gate: in which rounds it drafts, and how deep; a whole draft in each by default.
         grammar: what the response must follow (decoding/structured.py); nothing by default.
         randomness: where random draws come from; the generators of `params.seed` by default.
+        traced: every chunk has the trace of its round.
 
     Raises:
         ValueError: the prompt is empty or does not fit the target's context; a lossy rule for coupled sampling, whose
@@ -213,7 +245,7 @@ def stream(
     with torch.inference_mode():
         drafting = Drafting(drafter, policy, gate)
         batch = SingleRequest(
-            target, drafting, prompt, params=params, rules=rules, randomness=randomness, grammar=grammar
+            target, drafting, prompt, params=params, rules=rules, randomness=randomness, grammar=grammar, traced=traced
         )
     finish: FinishReason | None = None
     try:
@@ -221,6 +253,7 @@ def stream(
             with torch.inference_mode():
                 (result,) = run_round(batch, policy, typical)
                 tokens, text, finish = batch.commit(result)
+                trace = batch.trace(result, tokens) if traced else None
             whole, verified = result.draft, result.verified
             accepted = min(result.verdict.accepted, len(tokens))
             reach = min(verified.depth, len(tokens)) if accepted == len(tokens) else verified.depth
@@ -237,7 +270,8 @@ def stream(
                 confidences=tuple(whole.confidences) if whole.is_chain else (),
                 depth=None if whole.is_chain else reach,
             )
-            yield Chunk(tokens, result.origins[: len(tokens)], text, stats=stats, finish=finish, seed=batch.state.seed)
+            origins, seed = result.origins[: len(tokens)], batch.state.seed
+            yield Chunk(tokens, origins, text, stats=stats, finish=finish, seed=seed, trace=trace)
             started = time.perf_counter()
     finally:
         batch.end()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from outrider.decoding.round import Origin, RoundResult
 from outrider.drafters.draft import Draft
 from outrider.sampling import at_least_float32
+from outrider.verification import TargetRows
 
 Outcome = Literal["accepted", "rejected", "unread", "left out"]
 Source = Literal["drafter", "copy"]
@@ -80,6 +81,17 @@ class RoundTrace:
     reason: str
     drafts: list[DraftTrace]
     tokens: list[TokenTrace]
+
+
+def recorded(rows: TargetRows) -> tuple[TargetRows, dict[int, Tensor]]:
+    """These rows, and a mapping that will hold those of them that verification has read: `compared` of a trace."""
+    read: dict[int, Tensor] = {}
+
+    def row(k: int) -> Tensor:
+        read[k] = rows.row(k)
+        return read[k]
+
+    return replace(rows, row=row), read
 
 
 def trace_round(

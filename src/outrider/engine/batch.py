@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from outrider.decoding.drafting import Drafting, Turn
 from outrider.decoding.request import FinishReason, RequestState, StopRules
 from outrider.decoding.round import RoundResult
 from outrider.decoding.structured import Grammar
-from outrider.decoding.trace import RoundTrace, Source, trace_round
+from outrider.decoding.trace import RoundTrace, recorded
 from outrider.drafters.draft import Draft
 from outrider.engine.scheduler import Progress, StepPlan
 from outrider.sampling import RandomSource, SamplingParams, at_least_float32
@@ -203,8 +203,7 @@ class StepBatch:
             self._logits[id] = logits_NV[own]
             rows.append(self.states[id].target_rows(logits_NV[own], draft, likeliest))
             if id in self.traced:
-                self._compared[id] = {}
-                rows[-1] = replace(rows[-1], row=_kept_in(self._compared[id], rows[-1].row))
+                rows[-1], self._compared[id] = recorded(rows[-1])
             first = own.stop
         return rows
 
@@ -221,33 +220,26 @@ class StepBatch:
 
     def trace(self, id: str, result: RoundResult, tokens: Sequence[int]) -> RoundTrace:
         """Of the round of a request that committed `tokens`."""
-        place, view, drafting = self.ids.index(id), self._view, self.drafting
+        place, view = self.ids.index(id), self._view
         assert view is not None, "the policy was asked"
-        source: Source | None = None
-        if result.draft.tokens:
-            source = "copy" if drafting.copied(id) else "drafter"
-        heads = None if drafting.drafter is None or drafting.drafter.trees else drafting.drafter.heads
-        return trace_round(
+        return self.drafting.trace(
+            self.turns[place],
             result,
             tokens,
-            self._logits[id],
+            logits_NV=self._logits[id],
             compared=self._compared[id],
             number=self.traced[id],
-            source=source,
             reason=self._reason(place, result, view, committed=len(tokens)),
-            raw=None if heads is None else heads.uncalibrated,
-            believed=view.confidences_RK[place].tolist(),
+            believed_K=view.confidences_RK[place],
         )
 
     def _reason(self, place: int, result: RoundResult, view: StepView, committed: int) -> str:
         """Why no more drafts of the request were verified."""
         turn, work = self.turns[place], self.deciding[place]
         left = turn.state.remaining + committed
-        if turn.limit > 0:
+        if turn.limit > 0 or self.drafting.drafter is None:
             lengths_R = np.array([len(draft.tokens) for draft in self._verified])
             return self.drafting.reason(turn, result, left=left, view=view, lengths_R=lengths_R, request=place)
-        if self.drafting.drafter is None:
-            return "there is no drafter"
         if self.progress[turn.id].most_drafts == 0:
             return "the request asked for no drafts"
         if work.prefill or self.traced[turn.id] == 1:
@@ -277,13 +269,3 @@ class StepBatch:
             self.drafting.committed(state, state.tokens[cached - len(rows) : cached], aux_TLD)
         with self.draft_clock:
             self.drafting.read_overdue([self.states[id] for id in kept])
-
-
-def _kept_in(kept: dict[int, Tensor], row: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
-    """`row`, whose results stay in `kept`."""
-
-    def kept_row(k: int) -> Tensor:
-        kept[k] = row(k)
-        return kept[k]
-
-    return kept_row

@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from outrider.calibration.fit import Calibration, Rounds, Scaling, SweepPoint, at_position, ece, reliability
+from outrider.calibration.fit import Calibration, SweepPoint
 from outrider.evaluation.model_card import verified
 from outrider.evaluation.profile import break_even
 from outrider.evaluation.results import Results, TaskResult
@@ -32,6 +32,8 @@ from outrider.utils.plots import (
     small_multiples,
 )
 from outrider.utils.terminal import terminal_table
+
+_COUNTS, _BAR = 0.2, 0.02  # of a reliability diagram: the highest bar, and the width of bars
 
 
 def facts_of(results: Results) -> tuple[str | None, ...]:
@@ -88,36 +90,31 @@ def plot_histogram(results: Results, path: Path) -> None:
     save_figure(figure, path, "Accepted drafts by round, without the bonus token", *facts_of(results))
 
 
-def plot_reliability(rounds: Rounds, scaling: Scaling, path: Path, facts: Sequence[str]) -> None:
-    """Plot predicted against observed survival, a column per position: raw above, calibrated below.
+def plot_reliability(calibration: Calibration, path: Path, facts: Sequence[str]) -> None:
+    """Plot predicted against observed survival, a panel per position, raw and calibrated, over the rounds of each bin.
 
-    Positions that few rounds reached are left out.
+    Positions that few rounds reached are left out. `calibration` has recorded its reliability.
     """
-    pairs = {
-        (name, k): at_position(rounds, used, k)
-        for name, used in (("raw", Scaling.identity(len(scaling.temperatures))), ("calibrated", scaling))
-        for k in range(1, len(scaling.temperatures) + 1)
-    }
-    positions = [k for name, k in pairs if name == "raw" and len(pairs[name, k][0]) >= FEWEST_ROUNDS] or [1]
-    size = (1.9 * len(positions) + 0.6, 4.8)
-    figure, grid = plt.subplots(
-        2, len(positions), figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
-    )
-    for row, name in enumerate(("raw", "calibrated")):
-        for column, k in enumerate(positions):
-            axes, pair = grid[row][column], pairs[name, k]
-            found = reliability(*pair)
-            full = found.count_M > 0
-            count_M = found.count_M[full]
-            axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
-            share_M = 160 * count_M / count_M.sum()
-            happened_M = found.happened_M[full] / count_M
-            axes.scatter(found.predicted_M[full] / count_M, happened_M, s=share_M + 4, alpha=0.8, color=COLOURS[row])
-            axes.set_title(f"k = {k}, {name}: ECE {ece(*pair):.3f}", fontsize=8)
-            axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
-            axes.grid(alpha=0.3)
-    figure.supxlabel("predicted survival (area: share of rounds)", fontsize=9)
-    figure.supylabel("rounds with positions 1..k accepted", fontsize=9)
+    before, after = calibration.before, calibration.after
+    counts = [sum(bins.rounds) for bins in after.reliability]
+    places = [i for i, count in enumerate(counts) if count >= FEWEST_ROUNDS] or [0]
+    figure, panels = small_multiples(len(places), 4, panel=(2.6, 2.9))
+    both = (("raw", before, COLOURS[0], "o"), ("calibrated", after, COLOURS[1], "s"))
+    for i, axes in zip(places, panels, strict=True):
+        axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
+        for number, (name, quality, color, marker) in enumerate(both):
+            bins, most = quality.reliability[i], max(max(one.reliability[i].rounds) for _, one, _, _ in both)
+            axes.plot(bins.predicted, bins.accepted, marker, markersize=3.5, color=color, alpha=0.85)
+            heights = [_COUNTS * count / most for count in bins.rounds]
+            shift = (number - 0.5) * _BAR
+            axes.bar([x + shift for x in bins.predicted], heights, _BAR, color=color, alpha=0.35)
+            text = f"{name} {quality.ece[i]:.3f}"
+            axes.text(0.04, 0.95 - 0.09 * number, text, color=color, fontsize=8, va="top", transform=axes.transAxes)
+        axes.set_title(f"k = {i + 1}, {counts[i]} rounds", fontsize=9)
+        axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
+        axes.grid(alpha=0.3)
+    figure.supxlabel("predicted survival to k (numbers: ECE; bars: rounds of each bin)", fontsize=9)
+    figure.supylabel("share of rounds with 1..k accepted", fontsize=9)
     save_figure(figure, path, "Reliability of the confidences", *facts)
 
 

@@ -246,10 +246,19 @@ def _(content: Profile) -> Section:
 def _(content: Calibration) -> Section:
     before, after = (sum(quality.ece) / len(quality.ece) for quality in (content.before, content.after))
     facts = f"fitted on {', '.join(content.fitted_on)}", f"measured on {', '.join(content.measured_on)}"
+    pictures = [drawn(partial(evaluated.plot_calibration, content, facts=facts), "Calibration error by draft position")]
+    if content.after.reliability:
+        pictures.insert(
+            0,
+            drawn(
+                partial(evaluated.plot_reliability, content, facts=facts),
+                "Predicted against observed survival, a panel per draft position; the line is perfect calibration",
+            ),
+        )
     return Section(
         f"confidences on {', '.join(content.measured_on)}",
         [f"Mean error of the survival over all positions: {before:.3f} before, {after:.3f} after."],
-        [drawn(partial(evaluated.plot_calibration, content, facts=facts), "Calibration error by draft position")],
+        pictures,
         tables=[Figures("Survival to position k against what was accepted", calibration_rows(content))],
         key=(f"{before:.3f} to {after:.3f}", "mean calibration error of the survival"),
         settings={"sampling": content.sampling, "max_new_tokens": content.max_new_tokens}
@@ -323,7 +332,9 @@ def _(content: Answer) -> Section:
     return Section(
         f"{short_name(content.model)}, {tokens} tokens",
         [f"{tokens} tokens in {len(rounds)} rounds, {tau:.2f} a round."],
-        settings={"model": content.model, **content.metrics},
+        settings={"model": content.model, **content.settings},
+        machine=content.machine,
+        versions=content.versions,
     )
 
 

@@ -5,7 +5,7 @@ results.json       outrider eval                  whatever it is called; a file 
 frontier.json      outrider bench, simulate       other files are passed over
 validation.json    outrider simulate --validate
 draft_cost.json    outrider bench-drafters
-any name           outrider profile, outrider calibrate --sweep, an answer of outrider serve with traces
+any name           outrider profile, calibrate --sweep, generate --trace, an answer of outrider serve with traces
 outrider.json      the calibration in it
 metrics.jsonl      outrider train
 """
@@ -72,11 +72,16 @@ class _Round(BaseModel):
 
 @dataclass(frozen=True)
 class Answer:
-    """A saved answer of `outrider serve`; of each choice the rounds as the answer tells them (docs/serving.md)."""
+    """A saved answer of `outrider serve` or `generate --trace`; of each choice the rounds as docs/serving.md has them.
+
+    `settings`: the metrics of a server's answer, or what `generate` was called with.
+    """
 
     model: str
     traces: list[list[dict[str, Any]]]
-    metrics: dict[str, Any]
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    versions: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,12 @@ def _answer(path: Path) -> Answer:
     if None in traces:
         raise ValueError(f'{path}: an answer without a trace: ask with "trace": true (docs/serving.md).')
     _validated(path, list[list[_Round]], traces, what="a trace of outrider serve")
-    return Answer(str(raw.get("model", "")), traces, dict(raw.get("metrics") or {}))
+    settings, recorded, versions = (
+        _validated(path, dict[str, Any], raw.get(name) or {}, what="an answer")
+        for name in ("settings", "machine", "versions")
+    )
+    metrics = _validated(path, dict[str, Any], raw.get("metrics") or {}, what="an answer")
+    return Answer(str(raw.get("model", "")), traces, metrics | settings, machine=recorded, versions=versions)
 
 
 KINDS = (
