@@ -29,6 +29,7 @@ from outrider.checkpoints.checkpoint import load_drafter
 from outrider.checkpoints.published import shipped_drafter
 from outrider.data.chat import Chat
 from outrider.data.sources import load_prompts
+from outrider.decoding.drafting import Drafting
 from outrider.decoding.request import RequestState, StopRules
 from outrider.drafters.base import Drafter
 from outrider.drafters.dflash import BlockDrafter
@@ -53,16 +54,16 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "gate, policy, history": [
         (SkipDrafting, "depths"),
         (History, "gate_view"),
-        (History, "record"),
+        (Drafting, "record"),
         (StepBatch, "view"),
     ],
-    "drafter: reads": [(StepBatch, "_read")],
+    "drafter: reads": [(Drafting, "read"), (Drafting, "read_overdue")],
     "drafter: attention": [(CachedKeys, "attend")],
     "drafter: block": [(BlockDrafter, "block_hidden")],
     "drafter: chain": [(BlockDrafter, "propose")],
     "matrix products": [(PackedLinear, "forward"), (PackedLinear, "__call__")],
     "target: set-up": [(RaggedStep, "__init__"), (StepBatch, "score")],
-    "target: layers": [(LayerKernels, "before_attention"), (LayerKernels, "after_attention")],
+    "layers' kernels": [(LayerKernels, "before_attention"), (LayerKernels, "after_attention")],
     "target: attention": [(RaggedStep, "attend")],
     "target: the rest": [(LeanDecoder, "run"), (Target, "forward_ragged")],
     "verify": [(StepBatch, "_target_rows"), (rounds, "verify")],
