@@ -13,6 +13,22 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+def test_every_file_beside_code_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By package-data in pyproject.toml, as setuptools reads it."""
+    from setuptools import Distribution
+    from setuptools.command.build_py import build_py
+
+    monkeypatch.chdir(ROOT)
+    distribution = Distribution()
+    distribution.parse_config_files()
+    distribution.include_package_data = False  # what git tracks would count as declared
+    build = build_py(distribution)
+    build.ensure_finalized()
+    declared = {Path(directory, name) for _, directory, _, names in build.data_files for name in names}
+    kept = {path for path in Path("src/outrider").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert len(kept) > 30 and not kept - declared
+
+
 @pytest.mark.slow
 def test_an_installed_wheel_generates_and_lists_recipes(tmp_path: Path) -> None:
     """From an empty directory, with nothing of the checkout on the path."""

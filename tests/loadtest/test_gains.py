@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from outrider.cli.bench import _print_gains
-from outrider.loadtest.gains import Curve, Gain, Measured, gains
-from outrider.loadtest.metrics import Frontier, Metrics, Point, summarise_points
+from outrider.loadtest.metrics import Curve, Frontier, Gain, Measured, Metrics, Point, gains, summarise_points
 from outrider.loadtest.plots import highlighted, write_plots
 from outrider.utils.terminal import Terminal
 

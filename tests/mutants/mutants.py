@@ -2338,7 +2338,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "loadtest/gains.py",
+        "loadtest/metrics.py",
         "tests/loadtest/test_gains.py",
         (
             "gains_inverted",

@@ -54,9 +54,8 @@ if TYPE_CHECKING:
     from outrider.backends.local import NamedDrafter
     from outrider.backends.openai import Endpoint
     from outrider.loadtest.engines import MeasuredEngine
-    from outrider.loadtest.gains import Gain
     from outrider.loadtest.load import Traffic
-    from outrider.loadtest.metrics import Frontier, PointSummary
+    from outrider.loadtest.metrics import Frontier, Gain, PointSummary
     from outrider.loadtest.simulate import Cluster, Comparison, Routing
     from outrider.loadtest.traces import Traces
     from outrider.target.model import Target
@@ -105,7 +104,7 @@ def report(frontier: Frontier, out: Path, console: Console, exact: bool = True) 
 
 def _print_gains(frontier: Frontier, console: Console) -> None:
     """Gains of the highlighted variants, at six values at most; frontier.json has all."""
-    from outrider.loadtest.gains import INTERVAL
+    from outrider.loadtest.metrics import INTERVAL
     from outrider.loadtest.plots import highlighted
 
     titles = {

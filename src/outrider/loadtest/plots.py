@@ -14,8 +14,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from outrider.backends.local import NO_SPECULATION, drafter_of, is_adaptive
-from outrider.loadtest.gains import INTERVAL
-from outrider.loadtest.metrics import Frontier, PointSummary
+from outrider.loadtest.metrics import INTERVAL, Frontier, PointSummary
 from outrider.utils.plots import (
     COLOURS,
     GREY,
