@@ -5,7 +5,9 @@
 
 `load`: streaming clients of `outrider serve` ask for greedy answers, and some of them disconnect on the way. Every
 finished answer is compared with plain decoding of its prompt alone; a difference is a tie where the logits are one.
-Memory, descriptors and threads are those of the server's process. Afterwards no request and no KV block may be left.
+Memory, descriptors and threads are those of the server's process, whose KV pool is resident before it listens: what
+its memory grows by is outside of the pool. Afterwards no request and no KV block may be left, and from the second
+quarter of the time to the last memory may grow by `--most-growth` and no more.
 
 `overhead`: the same requests in turns through an engine in this process; through HTTP with clients that sleep until
 their answers are complete, which is what the server itself costs; and through HTTP with clients that read every event
@@ -190,12 +192,21 @@ class Clients:
 
 
 async def sampled(server: Server, seconds: float) -> list[dict[str, float]]:
-    """The server's resources again and again, for so many seconds."""
+    """The server's resources and its share of KV blocks in use, printed again and again for so many seconds."""
     started, found = time.monotonic(), list[dict[str, float]]()
-    while time.monotonic() - started < seconds:
-        found.append({"seconds": round(time.monotonic() - started, 1), **server.resources()})
+    while (now := time.monotonic() - started) < seconds:
+        metrics = await asyncio.to_thread(server.metrics)
+        blocks = round(metrics["vllm:kv_cache_usage_perc"], 4)
+        found.append({"seconds": round(now, 1), **server.resources(), "kv_blocks_used": blocks})
+        typer.echo(json.dumps(found[-1]))
         await asyncio.sleep(_SAMPLE_SECONDS)
     return found
+
+
+def growth(samples: Sequence[dict[str, float]]) -> float:
+    """MiB of memory between the medians of the second and the last quarter of the samples."""
+    memory, quarter = [sample["memory_mib"] for sample in samples], -(-len(samples) // 4)
+    return statistics.median(memory[-quarter:]) - statistics.median(memory[quarter : 2 * quarter])
 
 
 @app.command()
@@ -207,6 +218,7 @@ def load(
     target: Annotated[str, typer.Option(help="directory or id")] = EMBEDDED_ID,
     threads: Annotated[int, typer.Option(help="of the server, and of plain decoding")] = 2,
     seed: Annotated[int, typer.Option(help="of the clients' choices")] = 0,
+    most_growth: Annotated[float, typer.Option(help="MiB, from the second quarter of the time to the last")] = 50.0,
     out: Annotated[Path | None, typer.Option(help="JSON file of the figures")] = None,
 ) -> None:
     """Streaming clients that disconnect at random: exactness, latencies, and what is left of them in the server."""
@@ -231,7 +243,6 @@ def load(
         time.sleep(_SAMPLE_SECONDS)  # connections are closed
         after, metrics = server.resources(), server.metrics()
     verdicts = Counter(compare_greedy(loaded, key, plain[key], speculative=other) for key, other in clients.different)
-    late = [sample["memory_mib"] for sample in samples[len(samples) // 2 :]]
     found = {
         "users": users,
         "seconds": 60 * minutes,
@@ -246,7 +257,7 @@ def load(
         "preemptions": metrics["vllm:num_preemptions_total"],
         "before": before,
         "after": after,
-        "memory_mib_of_second_half": [min(late), statistics.median(late), max(late)],
+        "growth_mib": round(growth(samples), 1),
         "samples": samples,
     }
     shown = {name: value for name, value in found.items() if name != "samples"}
@@ -254,6 +265,7 @@ def load(
     keep(out, found)
     leaks = [name for name, value in found["left"].items() if value]
     leaks += ["descriptors"] if after["descriptors"] > before["descriptors"] else []
+    leaks += ["memory"] if found["growth_mib"] > most_growth else []
     if leaks or verdicts["mismatch"]:
         raise typer.Exit(f"left in the server: {leaks or 'nothing'}; {verdicts['mismatch']} wrong answers")
 

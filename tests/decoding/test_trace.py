@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.decoding.round import RoundResult
-from outrider.decoding.trace import RoundTrace, trace_round
+from outrider.decoding.trace import RoundTrace, _likeliest, trace_round
 from outrider.drafters.draft import Draft, Siblings
 from outrider.drafters.heads import ChainHeads
 from outrider.scheduling.cost import SpsTable
@@ -96,3 +96,12 @@ def test_policies_say_why_they_stopped(policy: Policy, said: list[str]) -> None:
     assert lengths_R.tolist() == [1]
     reason = policy.reason(view, lengths_R, 0)
     assert all(part in reason for part in said), reason
+
+
+def test_the_likeliest_are_those_of_the_whole_vocabulary() -> None:
+    """Wherever they are: several in one chunk, and behind the last whole chunk of 64."""
+    logits_PV = torch.randn(3, 64 * 40 + 9, generator=torch.Generator().manual_seed(0))
+    logits_PV[0, [5, 7, 9, 11, 13]] += 20.0
+    logits_PV[1, -9:] += 20.0
+    for logits in (logits_PV, logits_PV[:, : 64 * 40], logits_PV[:, :70]):
+        assert _likeliest(logits, 5).tolist() == logits.sort(-1, descending=True).indices[:, :5].tolist()

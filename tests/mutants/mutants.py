@@ -2440,6 +2440,12 @@ MUTANTS: list[Mutant] = [
             "compared.get(node + 1)",
         ),
         (
+            "trace_forgets_the_last_tokens",
+            "tokens behind the last whole chunk of the vocabulary are never among the likeliest",
+            "torch.arange(behind, V, device",
+            "torch.arange(behind, behind, device",
+        ),
+        (
             "trace_plain_is_bonus",
             "tokens of rounds without verified drafts are told as a bonus",
             'origin if result.verified.tokens else "plain"',
@@ -2593,6 +2599,12 @@ MUTANTS: list[Mutant] = [
     *_of(
         "engine/engine.py",
         "tests/serving/test_toy_server.py",
+        (
+            "engine_claims_no_memory",
+            "the KV pool's memory comes as blocks are first written, so that a server grows under load",
+            "        self.kv.claim()\n",
+            "",
+        ),
         (
             "engine_learns_from_warm_up",
             "what is learned of the warm-up's drafts stays",

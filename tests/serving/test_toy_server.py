@@ -32,6 +32,7 @@ from outrider.serving.metrics import ServerMetrics
 from outrider.serving.tools import Format, ToolCall, ToolCallParser, format_of
 from outrider.serving.worker import Worker
 from outrider.target.model import Target
+from outrider.target.paged import PagedKV
 from tests.toys.command_line import Run
 from tests.toys.serving import Served, serving, wait_for
 
@@ -105,11 +106,13 @@ def test_preempted_requests_are_counted(model: Model) -> None:
 
 
 def test_the_engine_warms_up_before_requests_are_taken(model: Model) -> None:
-    """With drafts, in the thread that runs it; nothing of it is counted or learned from."""
+    """With drafts, in the thread that runs it, the KV pool claimed before; nothing of it is counted or learned from."""
     steps: list[tuple[str, int]] = []
+    claimed: list[PagedKV] = []
     step = Engine.step
 
     def noted(engine: Engine) -> list[Output]:
+        assert claimed == [engine.kv]
         found = step(engine)
         assert engine.last is not None
         steps.append((threading.current_thread().name, engine.last.proposed))
@@ -117,6 +120,7 @@ def test_the_engine_warms_up_before_requests_are_taken(model: Model) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "step", noted)
+        patch.setattr(PagedKV, "claim", lambda kv: claimed.append(kv))
         with serving(model) as served:
             assert {thread for thread, _ in steps} == {"engine"} and sum(proposed for _, proposed in steps) > 0
             assert served.engine.idle and served.engine.last is None and served.engine.scheduler.allocator.used == 0

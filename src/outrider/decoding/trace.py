@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from outrider.decoding.round import Origin, RoundResult
@@ -27,6 +28,7 @@ from outrider.verification import TargetRows
 Outcome = Literal["accepted", "rejected", "unread", "left out"]
 Source = Literal["drafter", "copy"]
 _TOP = 5  # of the target's likeliest tokens
+_CHUNK = 64  # of the vocabulary
 
 
 @dataclass(frozen=True)
@@ -156,13 +158,28 @@ def _probabilities(
     """Probabilities of (place in `rows`, token) under the softmax of these logits, and the likeliest of every row."""
     chain = list(rows) == list(range(len(rows)))
     logits_PV = at_least_float32(logits_NV[: len(rows)] if chain else logits_NV[list(rows)])
-    top_PT, ids_PT = logits_PV.topk(min(_TOP, logits_PV.shape[1]))
-    most_P1 = top_PT[:, :1]
-    sums_P1 = (logits_PV - most_P1).exp_().sum(-1, keepdim=True)
+    ids_PT = _likeliest(logits_PV, min(_TOP, logits_PV.shape[1]))
+    probs_PV = logits_PV.softmax(-1)
     places, tokens = ([one[side] for one in asked] for side in (0, 1))
-    found = ((logits_PV[places, tokens] - most_P1[places, 0]).exp() / sums_P1[places, 0]).tolist()
-    values = ((top_PT - most_P1).exp() / sums_P1).tolist()
-    return found, [list(zip(ids, some, strict=True)) for ids, some in zip(ids_PT.tolist(), values, strict=True)]
+    values = probs_PV.gather(1, ids_PT).tolist()
+    top = [list(zip(ids, some, strict=True)) for ids, some in zip(ids_PT.tolist(), values, strict=True)]
+    return probs_PV[places, tokens].tolist(), top
+
+
+def _likeliest(logits_PV: Tensor, count: int) -> Tensor:
+    """[P, count] ids of the largest logits, largest first.
+
+    They are among those of the `count` chunks with the largest maxima, and behind the last whole chunk: to compare V
+    values with a maximum is several times faster than to select among them.
+    """
+    P, V = logits_PV.shape
+    behind = V - V % _CHUNK
+    if behind <= count * _CHUNK:
+        return logits_PV.topk(count).indices
+    chunks_PT = logits_PV[:, :behind].unflatten(1, (-1, _CHUNK)).amax(-1).topk(count).indices
+    inside = (chunks_PT[..., None] * _CHUNK + torch.arange(_CHUNK, device=logits_PV.device)).flatten(1)
+    ids = torch.cat((inside, torch.arange(behind, V, device=logits_PV.device).expand(P, -1)), dim=1)
+    return ids.gather(1, logits_PV.gather(1, ids).topk(count).indices)
 
 
 def _outcomes(result: RoundResult, committed: int) -> list[Outcome]:

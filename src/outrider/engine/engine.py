@@ -70,10 +70,12 @@ class Engine:
         return not self._states
 
     def warm_up(self) -> None:
-        """Decode a few tokens, drafts included, so that no request waits for what PyTorch sets up on its first use.
+        """Claim the KV pool's memory, and decode a few tokens, drafts included.
 
-        Call it in the thread that runs the steps, while there are no requests. Nothing is learned from it.
+        So no request waits for what PyTorch sets up on its first use, and memory that is missing is missed now. Call it
+        in the thread that runs the steps, while there are no requests. Nothing is learned from it.
         """
+        self.kv.claim()
         drafting, self.drafting = self.drafting, Drafting(self.drafting.drafter, self.policy)
         fitting = self.config.num_blocks * self.config.block_size
         tokens = min(_WARM_UP_TOKENS, fitting // 2, self.target.max_context // 2)

@@ -91,7 +91,8 @@ class PagedKV:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.latent = getattr(config, "kv_lora_rank", None) is not None
         kept = [_kept_per_slot(getattr(layer, "self_attn", None), config) for layer in target.decoder.layers]
-        # Not zeroed: the system gives memory as blocks are first written, and a slot is written before it is read.
+        # Not zeroed: the system gives memory as blocks are first written (`claim`), and a slot is written before it is
+        # read.
         self.pools: list[tuple[Tensor, Tensor]] = []
         for (K, *dims), run in groupby(kept):
             L = len(list(run))
@@ -106,6 +107,11 @@ class PagedKV:
     @property
     def dtype(self) -> torch.dtype:
         return self.pools[0][0].dtype
+
+    def claim(self) -> None:
+        """Write every slot once, so that all memory is this process's from now on; nothing may be kept in it yet."""
+        for pool in chain.from_iterable(self.pools):
+            pool.zero_()
 
     def slots(self, blocks: list[int], start: int, end: int) -> Tensor:
         """[end - start] int64 on the CPU: the slots of positions start .. end - 1 of the request with these blocks."""
