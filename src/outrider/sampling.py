@@ -66,6 +66,11 @@ class SamplingParams:
             object.__setattr__(self, "temperature", 0.0)
 
     @property
+    def fixed_text(self) -> bool:
+        """Whether one text alone can come out, plain decoding's, whatever is drafted."""
+        return self.temperature == 0.0 or self.coupled
+
+    @property
     def penalised(self) -> bool:
         """Whether the tokens so far change the next one's distribution."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 import outrider
 import outrider.api.scheduling as scheduling
-from outrider.api.scheduling import BY_PROFILE, choose_scheduling
+from outrider.api.scheduling import BY_PROFILE, UNGATED, choose_scheduling
+from outrider.decoding.drafting import Drafting
 from outrider.drafters.base import Drafter
 from outrider.drafters.draft import TreeSize
 from outrider.evaluation.machine_profile import MachineProfile
+from outrider.scheduling.cost import Curve
 from outrider.scheduling.gate import AlwaysDraft, SkipDrafting
-from outrider.scheduling.policies import FixedPolicy, LookAhead, ThresholdPolicy
+from outrider.scheduling.policies import FixedPolicy, LookAhead, Policy, ThresholdPolicy
 from outrider.target.model import Target
 from tests.toys.profiles import cells_of, linear, profile_of
 
@@ -87,6 +89,54 @@ def test_trees_and_what_cannot_be_timed_are_decoded_as_before(
     chosen = choose_scheduling(model.target, recommended, said.append)
     assert chosen.policy == ThresholdPolicy(0.25) and chosen.gate is None and not str(chosen)
     assert said == ["what a step costs cannot be measured here: not batched"] * 2
+
+
+def test_drafters_without_confidences_are_chosen_for_by_cost_too(profiled: None, model: outrider.Model) -> None:
+    assert model.drafter is not None
+    unsure = replace(model.drafter, drafter=cast(Drafter, _Chains()), metadata={})
+    chosen = choose_scheduling(model.target, unsure)
+    assert chosen.policy == LookAhead(KNOWN.profile) and chosen.gate == SkipDrafting(KNOWN.profile)
+
+
+def test_drafts_that_cost_nothing_are_not_gated(model: outrider.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    least = Curve(requests=[1], seconds=[(0.0, 1e-6, 1e-5)])
+    free = KNOWN.profile.model_copy(update=dict.fromkeys(("draft", "draft_one", "extend"), least))
+    monkeypatch.setattr(scheduling, "machine_profile", lambda *_: replace(KNOWN, profile=free))
+    chosen = choose_scheduling(model.target, model.drafter)
+    assert chosen.policy == LookAhead(free) and chosen.gate == AlwaysDraft() and chosen.name == UNGATED
+
+
+def test_what_requests_taught_stays_with_the_model(
+    profiled: None, model: outrider.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no draft can change a token; elsewhere, and under a policy of the caller's, every request begins anew."""
+    begun: list[bool] = []
+    init = Drafting.__init__
+
+    def watched(self: Drafting, drafter: Drafter | None, policy: Policy, *rest: Any, **more: Any) -> None:
+        init(self, drafter, policy, *rest, **more)
+        begun.append(self.history.gate_view([], []).typical_K is None)
+
+    monkeypatch.setattr(Drafting, "__init__", watched)
+    plain = model.generate(PROMPT, max_new_tokens=12, policy=FixedPolicy(0)).tokens
+    for _ in range(2):
+        assert model.generate(PROMPT, max_new_tokens=12).tokens == plain
+    assert model.generate([PROMPT] * 2, max_new_tokens=12)[1].tokens == plain
+    model.generate(PROMPT, max_new_tokens=12, temperature=1.0, coupled=True, seed=2)
+    assert begun == [True, True, False, False, False]
+    sampled = [model.generate(PROMPT, max_new_tokens=12, temperature=1.0, seed=5).tokens for _ in range(2)]
+    assert sampled[0] == sampled[1] and begun[5:] == [True, True]
+    first, second = model.stream(PROMPT, max_new_tokens=12), model.stream(PROMPT, max_new_tokens=12)
+    next(first), next(second)
+    assert begun[7:] == [False, True], "a request beside another"
+    first.close(), second.close()
+    assert [len(one.history._slots) for one in model._experience] == [0]
+
+
+class _Chains:
+    """What is asked of a drafter of chains without confidences."""
+
+    trees, heads, gamma = False, None, 7
 
 
 class _Trees:

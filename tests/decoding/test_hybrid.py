@@ -79,7 +79,8 @@ def rounds_of(drafting: Drafting, state: RequestState, texts: Sequence[Sequence[
 
 def first_of_copy(drafting: Drafting, state: RequestState) -> float:
     """What is expected of the first token of a copy now."""
-    (copy,) = drafting._look_up([Turn("a", state, 12)]).values()
+    assert drafting.copies is not None
+    (copy,) = drafting.copies.look_up({"a": state.tokens}).values()
     return float(copy.confidences_K[0])
 
 
@@ -130,7 +131,8 @@ def test_alone_and_in_the_engine_the_text_is_plain_decoding_s(
     engine = Engine(target, hybrid(target), gate=gate)
     together = finish(engine, [Request(str(i), text, params, NO_STOPS) for i, text in enumerate(texts)])
     assert list(together.values()) == plain
-    assert engine.drafting.beliefs is not None and not engine.drafting.beliefs._slots._places
+    copies = engine.drafting.copies
+    assert copies is not None and not copies.beliefs._slots._places and not copies._indexes
 
 
 def test_a_copy_is_no_longer_than_the_response(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

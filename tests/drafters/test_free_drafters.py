@@ -88,7 +88,9 @@ def test_copies_are_those_of_a_brute_force_search(
         done = min(done + part, len(text) - 1)
         proposal = drafter.propose([call_for(session, text[: done + 1], vocab=4)])[0]
         assert proposal.tokens == brute_force(text[: done + 1], config)
-        assert drafted_with(proposal) == [1.0] * len(proposal.tokens) and not proposal.confidences
+        assert drafted_with(proposal) == [1.0] * len(proposal.tokens)
+        assert len(proposal.confidences) == len(proposal.tokens) and all(0 < c < 1 for c in proposal.confidences)
+        assert proposal.confidences == sorted(proposal.confidences), "the more tokens agree, the surer"
         for k, token in enumerate(proposal.tokens):
             assert row_of(proposal, k, 4).tolist() == [float(token == v) for v in range(4)]
 

@@ -659,8 +659,8 @@ MUTANTS: list[Mutant] = [
         (
             "copies_learned_taken_only",
             "copies that were not taken teach nothing",
-            "if (copy := self._found.get(turn.id)) is not None:\n                outcomes",
-            "if (copy := self._found.get(turn.id)) is not None and turn.id in self._taken:\n                outcomes",
+            "{turn.id: turn.state.tokens for turn in turns})",
+            "{turn.id: turn.state.tokens for turn in turns if turn.id in self._taken})",
             "tests/decoding/test_hybrid.py",
         ),
         (
@@ -1105,6 +1105,13 @@ MUTANTS: list[Mutant] = [
             "a new request inherits the beliefs of one that left",
             "            self._beliefs.forget(id)\n",
             "            pass\n",
+        ),
+        (
+            "gate_means_without_confidences",
+            "the gate reads lagging means of drafts without confidences",
+            "if self._foreseen and self._beliefs is not None:",
+            "if False and self._beliefs is not None:",
+            "tests/scheduling/test_scheduling.py::test_without_confidences_text_that_does_not_fit_costs_at_most_3_per_cent",
         ),
         (
             "gate_margin_ignored",
@@ -2231,8 +2238,8 @@ MUTANTS: list[Mutant] = [
         (
             "default_without_gate",
             "by default every round drafts, whatever it costs",
-            "variant.policy, variant.gate, BY_PROFILE",
-            "variant.policy, None, BY_PROFILE",
+            "variant.policy, variant.gate, name",
+            "variant.policy, None, name",
         ),
         (
             "default_trees_cut",

@@ -26,6 +26,7 @@ from outrider.scheduling.policies import (
     PrefixScheduler,
     StepView,
     ThresholdPolicy,
+    promised_survival,
 )
 from tests.toys.timing import slowness
 
@@ -558,3 +559,55 @@ def test_planning_takes_less_than_450_microseconds(policy: Policy) -> None:
 @pytest.mark.timed
 def test_the_gate_takes_less_than_950_microseconds() -> None:
     assert min(gate_microseconds(SkipDrafting(CLIFFS), repeats=50) for _ in range(10)) < 950 * slowness()
+
+
+# Drafters without confidences: what is believed of their drafts decides, who drafts included.
+
+
+@dataclass(frozen=True)
+class DraftsDear:
+    """A forward costs 1 and 0.05 for every draft verified, drafting up to 0.5, less where it is shallow."""
+
+    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
+        draft = 0.0 if not drafting else 0.2 + 0.3 * (7 if depth is None else depth) / 7
+        return 1 + 0.05 * (tokens_N - requests) + draft
+
+
+def seconds_per_token(accepted: float, tokens: int, history: History) -> float:
+    """Of a lone request whose drafts are accepted with that probability, each; plain decoding takes 1."""
+    cost, generator, seconds, committed = DraftsDear(), np.random.default_rng(3), 0.0, 0
+    gate, policy = SkipDrafting(cost), LookAhead(cost)
+    while committed < tokens:
+        depth = int(gate.depths(history.gate_view(["a"], [100]))[0])
+        view = history.step_view(["a"], [[]], [depth], [100])
+        lengths_R = policy.lengths(view)
+        right = int(np.logical_and.accumulate(generator.random(depth) < accepted).sum())
+        accepted_R = np.minimum(lengths_R, right)
+        history.record(["a"], view, verified_R=lengths_R, accepted_R=accepted_R)
+        seconds += float(cost.seconds(1 + lengths_R, 1, int(depth > 0), 100, depth=depth)[0])
+        committed += int(accepted_R[0]) + 1
+    history.forget("a")
+    return seconds / committed
+
+
+@pytest.mark.parametrize("accepted", [0.0, 0.1, 0.2])
+def test_without_confidences_text_that_does_not_fit_costs_at_most_3_per_cent(accepted: float) -> None:
+    history = History(7)
+    assert seconds_per_token(accepted, 200, history) <= 1.03
+    assert seconds_per_token(accepted, 60, history) <= 1.03, "the next request of the same history"
+
+
+def test_without_confidences_text_that_fits_is_drafted() -> None:
+    history = History(7)
+    assert seconds_per_token(0.0, 100, history) <= 1.03
+    assert seconds_per_token(0.85, 300, history) < 0.5, "after text that did not fit"
+    assert seconds_per_token(0.85, 60, history) < 0.45
+
+
+def test_what_is_foreseen() -> None:
+    """Beliefs without confidences and copies follow from the past, so policies may plan with them."""
+    history = History(3)
+    view = history.step_view(["a", "b", "c"], [[], [0.9, 0.9], [0.8]], [2, 2, 1], [9] * 3, copied=[False, False, True])
+    assert view.foreseen_R.tolist() == [True, False, True]
+    assert np.allclose(promised_survival(view)[0], [0.5, 0.25]) and promised_survival(view)[1].tolist() == [0, 0]
+    assert StepView.of([[0.9]], [1]).foreseen_R.tolist() == [False]

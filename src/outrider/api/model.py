@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
@@ -33,6 +34,7 @@ from outrider.api.drafter import (
 from outrider.api.scheduling import Scheduling, choose_scheduling, given
 from outrider.data.chat import render
 from outrider.data.conversations import Message
+from outrider.decoding.drafting import Experience
 from outrider.decoding.generate import Chunk, stream
 from outrider.decoding.request import FinishReason, StopRules
 from outrider.decoding.structured import GrammarCompiler, StructuredOutput
@@ -113,6 +115,30 @@ class Model:
     def scheduling(self) -> Scheduling:
         """How much is drafted and verified where a call does not say: see `choose_scheduling`."""
         return choose_scheduling(self.target, self.drafter, self.say)
+
+    @cached_property
+    def _experience(self) -> list[Experience]:
+        """What requests have taught so far, for the next one; empty before the first, and while one is under way."""
+        return []
+
+    @contextmanager
+    def _experienced(self, requests: Sequence[Request], chosen: Scheduling) -> Iterator[Experience | None]:
+        """What earlier requests taught, to be used and added to.
+
+        None where a seed has to give the same tokens again, and where costs do not decide: what is learned under a
+        threshold says nothing about drafts that it would have ended.
+        """
+        if not chosen.costs or not all(request.params.fixed_text for request in requests):
+            yield None
+            return
+        try:
+            experience = self._experience.pop()
+        except IndexError:  # the first request, or one beside another
+            experience = Experience.of(None if self.drafter is None else self.drafter.drafter)
+        try:
+            yield experience
+        finally:
+            self._experience[:] = [experience]
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
@@ -258,18 +284,20 @@ class Model:
 
     def _chunks(self, request: Request, chosen: Scheduling, typical: TypicalAcceptance | None) -> Iterator[Chunk]:
         drafter = None if self.drafter is None else self.drafter.drafter
-        return stream(
-            self.target,
-            request.prompt,
-            drafter,
-            params=request.params,
-            rules=request.rules,
-            policy=chosen.policy,
-            gate=chosen.gate,
-            typical=typical,
-            grammar=request.grammar,
-            traced=request.trace,
-        )
+        with self._experienced([request], chosen) as experience:
+            yield from stream(
+                self.target,
+                request.prompt,
+                drafter,
+                params=request.params,
+                rules=request.rules,
+                policy=chosen.policy,
+                gate=chosen.gate,
+                typical=typical,
+                grammar=request.grammar,
+                traced=request.trace,
+                experience=experience,
+            )
 
     def _generate(self, prompt: Prompt, **options: Any) -> Response:
         started = time.perf_counter()
@@ -279,16 +307,17 @@ class Model:
         started = time.perf_counter()
         drafter = None if self.drafter is None else self.drafter.drafter
         config = _engine_config(requests, draft_slots(drafter))
-        engine = Engine(target, drafter, chosen.policy, gate=chosen.gate, config=config)
         outputs: dict[str, list[Output]] = {request.id: [] for request in requests}
         found: dict[str, Response] = {}
-        for request in requests:
-            engine.submit(request)
-        while not engine.idle:
-            for output in engine.step():
-                outputs[output.id].append(output)
-                if output.finish is not None:
-                    found[output.id] = _response(outputs[output.id], time.perf_counter() - started)
+        with self._experienced(requests, chosen) as experience:
+            engine = Engine(target, drafter, chosen.policy, gate=chosen.gate, config=config, experience=experience)
+            for request in requests:
+                engine.submit(request)
+            while not engine.idle:
+                for output in engine.step():
+                    outputs[output.id].append(output)
+                    if output.finish is not None:
+                        found[output.id] = _response(outputs[output.id], time.perf_counter() - started)
         return [found[request.id] for request in requests]
 
 

@@ -3,7 +3,7 @@
 --confidence-threshold X    the longest prefix whose confidences are all >= X
 --draft-length K            K drafts; as many as the drafter has and more: whole drafts
 neither                     per round, by what a step costs here and what is expected to be accepted: `LookAhead`
-                            and `SkipDrafting` over the machine's profile
+                            and, where a draft costs something, `SkipDrafting` over the machine's profile
 neither, trees              whole trees: no policy plans the nodes of trees
 neither, no profile         the drafter's recommended threshold, else whole drafts: targets that cannot be timed here
 """
@@ -15,15 +15,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from outrider.api.drafter import OpenedDrafter
 from outrider.backends.local import SKIP, build_variant
-from outrider.drafters.base import Drafter
 from outrider.evaluation.machine_profile import machine_profile
+from outrider.scheduling.cost import Profile
 from outrider.scheduling.gate import DraftGate
 from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.target.model import DecodingTarget, Target
 
-BY_PROFILE = f"look-ahead{SKIP}"
+UNGATED = "look-ahead"
+BY_PROFILE = f"{UNGATED}{SKIP}"
+_NOTHING = 0.01  # of a plain step: a draft that costs less is looked at before anything is decided, as copies are
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,11 @@ class Scheduling:
         return f"draft lengths by {self.name}: {self.costs}, {self.profile or 'not kept'}"
 
 
+def _costs(profile: Profile) -> bool:
+    """Whether a draft costs so much that it has to be decided who drafts."""
+    return profile.draft_seconds(1) > _NOTHING * profile.verify_seconds(np.array([1]), 1, 0.0).item()
+
+
 def given(policy: Policy, gate: DraftGate | None = None) -> Scheduling:
     """What a caller asks for."""
     return Scheduling(policy, gate, repr(policy))
@@ -60,18 +69,15 @@ def choose_scheduling(
     """
     if opened is None or opened.drafter.trees:
         return given(FixedPolicy())
-    if isinstance(target, Target) and _confident(opened.drafter):
+    if isinstance(target, Target):
         say = say or logging.getLogger("outrider").info
         try:
             found = machine_profile(target, opened.drafter, say)
         except ValueError as error:
             say(f"what a step costs cannot be measured here: {error}")
         else:
-            variant = build_variant(BY_PROFILE, opened.drafter.gamma, None, cost=found.profile)
-            return Scheduling(variant.policy, variant.gate, BY_PROFILE, costs=found.facts, profile=found.path)
+            name = BY_PROFILE if _costs(found.profile) else UNGATED
+            variant = build_variant(name, opened.drafter.gamma, None, cost=found.profile)
+            return Scheduling(variant.policy, variant.gate, name, costs=found.facts, profile=found.path)
     threshold = opened.recommended_threshold
     return given(FixedPolicy() if threshold is None else ThresholdPolicy(threshold))
-
-
-def _confident(drafter: Drafter) -> bool:
-    return drafter.heads is not None and drafter.heads.confident

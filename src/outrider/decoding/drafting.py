@@ -9,10 +9,8 @@
 The drafter reads committed tokens late, all at once when their request drafts next: a request that skips its drafts
 pays nothing for them, and what it skips for long is read in one product.
 
-A copy is a function of the committed text. What is expected of its token k follows from the number of tokens before it
-that agree with those before the place it is copied from, if the k - 1 copied ones are right:
-
-    m_k = matched + k - 1      c_k = sigmoid(a + b ln m_k) before anything is known, corrected by `Beliefs` of group m_k
+A copy is a function of the committed text. What is expected of its token k is at first what drafters/ngram.py says;
+`Beliefs` of group m_k, the number of tokens that agree before it, correct that.
 
 Every copy is compared with the tokens that were committed in its place, drafted or not: a token drawn from p_t equals
 the copied x with probability p_t(x), which is how often x is accepted. So beliefs about copies cost no drafts. The
@@ -36,7 +34,7 @@ from outrider.decoding.round import RoundResult
 from outrider.decoding.trace import RoundTrace, Source, trace_round
 from outrider.drafters.base import Drafter, FailedCall
 from outrider.drafters.draft import Draft, allowed_part
-from outrider.drafters.ngram import NgramSession
+from outrider.drafters.ngram import MOST_MATCHED, NgramConfig, NgramSession, copy_confidences
 from outrider.scheduling.beliefs import Beliefs
 from outrider.scheduling.cost import Floats, Ints
 from outrider.scheduling.gate import AlwaysDraft, DraftGate, History, known_verdicts
@@ -54,8 +52,6 @@ class Turn:
     limit: int
 
 
-_MATCHED = 16  # tokens that agree before a copied one; more count as this
-_PRIOR = -1.11, 1.47  # a and b: fitted to 34 greedy answers of SmolLM2 to gsm8k, humaneval and mt-bench
 _LEAST_SURVIVAL = 0.1  # of a copied token: one that is less likely to be reached is not worth its row of the forward
 
 
@@ -87,6 +83,90 @@ class Copy:
         return found
 
 
+class Copies:
+    """What requests may copy, and what is expected of it, learned from all of them.
+
+    Args:
+        config: how the texts are searched, and most tokens of a copy.
+    """
+
+    def __init__(self, config: NgramConfig) -> None:
+        self.config, self.beliefs = config, Beliefs(1, MOST_MATCHED)
+        self._indexes: dict[str, NgramSession] = {}
+
+    def look_up(self, texts: Mapping[str, Sequence[int]]) -> dict[str, Copy]:
+        """What each request may copy, by id, given its committed tokens; nothing where no suffix is known."""
+        gamma, found = self.config.gamma, dict[str, tuple[int, list[int]]]()
+        for id, text in texts.items():
+            index = self._indexes.setdefault(id, NgramSession(self.config))
+            for token in text[len(index.tokens) : -1]:
+                index.append(token)
+            place = index.place(text[-1])
+            if place is not None:
+                found[id] = index.matched(place, text[-1], MOST_MATCHED), index.copy(place, text[-1], gamma)
+        if not found:
+            return {}
+        matched_RK = np.array([matched for matched, _ in found.values()])[:, None] + np.arange(gamma)
+        groups_N, prior_N1 = _kinds(matched_RK.ravel())
+        ids = [id for id in found for _ in range(gamma)]
+        expected_RK = self.beliefs.expected(ids, groups_N, prior_N1).reshape(matched_RK.shape)
+        return {
+            id: Copy(len(texts[id]), matched, tokens=tokens, confidences_K=expected_K)
+            for (id, (matched, tokens)), expected_K in zip(found.items(), expected_RK, strict=True)
+        }
+
+    def expected_RK(self, found: Mapping[str, Copy], ids: Sequence[str]) -> Floats | None:
+        """What is expected of the copies that were found for these requests, 0 without one; None: nothing was found."""
+        if not found:
+            return None
+        nothing_K = np.zeros(self.config.gamma)
+        return np.stack([found[id].confidences_K if id in found else nothing_K for id in ids])
+
+    def record(self, found: Mapping[str, Copy], texts: Mapping[str, Sequence[int]]) -> None:
+        """Learn from what was committed in the place of copies, taken or not. `texts`: committed tokens by id."""
+        ids: list[str] = []
+        matched: list[int] = []
+        right: list[bool] = []
+        for id, text in texts.items():
+            if (copy := found.get(id)) is not None:
+                outcomes = copy.outcomes(text)
+                ids += [id] * len(outcomes)
+                matched += range(copy.matched, copy.matched + len(outcomes))
+                right += outcomes
+        groups_N, prior_N1 = _kinds(np.array(matched, dtype=np.int64))
+        right_N = np.array(right, dtype=np.int64)
+        self.beliefs.record(ids, np.ones_like(right_N), right_N, groups_R=groups_N, confidences_RK=prior_N1)
+
+    def forget(self, id: str) -> None:
+        """Drop what is known of a request that has left alone."""
+        self.beliefs.forget(id)
+        self._indexes.pop(id, None)
+
+
+def _kinds(matched_N: Ints) -> tuple[Ints, Floats]:
+    """Groups [N] and prior confidences [N, 1] of copied tokens by how many tokens agree before them."""
+    return np.minimum(matched_N, MOST_MATCHED) - 1, copy_confidences(matched_N)[:, None]
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What earlier rounds taught about a drafter and copies beside it: of an engine's requests, or of a model's.
+
+    Requests that share one are told apart by their ids, and run in one thread.
+    """
+
+    history: History
+    copies: Copies | None = None
+
+    @staticmethod
+    def of(drafter: Drafter | None) -> Experience:
+        """Before the first round."""
+        if drafter is None:
+            return Experience(History(0))
+        copies = None if drafter.copies is None else Copies(drafter.copies)
+        return Experience(History(drafter.own_slots, chains=not drafter.trees), copies)
+
+
 class Drafting:
     """Drafts of the requests of one target, round after round.
 
@@ -94,21 +174,27 @@ class Drafting:
         drafter: None for plain decoding.
         policy: decides on what is drafted here; it is only checked and asked for its reasons.
         gate: which requests draft at all; every one by default.
+        experience: of earlier requests, which is added to; none by default.
 
     Raises:
         ValueError: the policy ends drafts by their confidence, which a gate would learn from.
     """
 
-    def __init__(self, drafter: Drafter | None, policy: Policy, gate: DraftGate | None = None) -> None:
+    def __init__(
+        self,
+        drafter: Drafter | None,
+        policy: Policy,
+        gate: DraftGate | None = None,
+        experience: Experience | None = None,
+    ) -> None:
         self.drafter, self.policy, self.gate = drafter, policy, gate or AlwaysDraft()
         if policy.min_confidence > 0 and not isinstance(self.gate, AlwaysDraft):
             raise ValueError(
                 f"{policy} ends drafts at its min_confidence, so a gate would learn from the better ones only: "
                 "use a policy that decides by cost, or no gate."
             )
-        self.history = History(0 if drafter is None else drafter.own_slots, chains=drafter is None or not drafter.trees)
-        self.copies = None if drafter is None else drafter.copies
-        self.beliefs = None if self.copies is None else Beliefs(1, _MATCHED)
+        experience = experience or Experience.of(drafter)
+        self.history, self.copies = experience.history, experience.copies
         self._found: dict[str, Copy] = {}  # copies of the round, taken or not
         self._taken: set[str] = set()
         self._cut: set[str] = set()  # requests whose drafts their constraint ended
@@ -133,16 +219,20 @@ class Drafting:
         self._taken.clear()
         self._cut.clear()
         self._depths.clear()
-        self._found = self._look_up([turns[i] for i in able])
+        self._found = {}
+        if self.copies is not None:
+            self._found = self.copies.look_up({turns[i].id: turns[i].state.tokens for i in able})
         if self.drafter is None or not able:
             return drafts, 0
+        ids = [turns[i].id for i in able]
         view = self.history.gate_view(
-            [turns[i].id for i in able],
+            ids,
             [len(turns[i].state.tokens) for i in able],
             other_tokens,
             other_requests=len(turns) - len(able),
         )
-        view = replace(view, copied_RK=self._copied_RK([turns[i].id for i in able]))
+        if self.copies is not None:
+            view = replace(view, copied_RK=self.copies.expected_RK(self._found, ids))
         depths = self.gate.depths(view).tolist()
         limits = {i: min(turns[i].limit, depth) for i, depth in zip(able, depths, strict=True)}
         self._depths = {turns[i].id: depth for i, depth in zip(able, depths, strict=True)}
@@ -195,20 +285,8 @@ class Drafting:
         committed_R = np.array([len(turn.state.tokens) for turn in turns]) - view.contexts_R
         verified_R, accepted_R = known_verdicts(verified_R, accepted_R, committed_R)
         self.history.record([turn.id for turn in turns], view, verified_R=verified_R, accepted_R=accepted_R)
-        if self.beliefs is None:
-            return
-        ids: list[str] = []
-        matched: list[int] = []
-        right: list[bool] = []
-        for turn in turns:
-            if (copy := self._found.get(turn.id)) is not None:
-                outcomes = copy.outcomes(turn.state.tokens)
-                ids += [turn.id] * len(outcomes)
-                matched += range(copy.matched, copy.matched + len(outcomes))
-                right += outcomes
-        groups_N, prior_N1 = _kinds(np.array(matched, dtype=np.int64))
-        right_N = np.array(right, dtype=np.int64)
-        self.beliefs.record(ids, np.ones_like(right_N), right_N, groups_R=groups_N, confidences_RK=prior_N1)
+        if self.copies is not None:
+            self.copies.record(self._found, {turn.id: turn.state.tokens for turn in turns})
 
     def copied(self, id: str) -> bool:
         """Whether the draft of this request was a copy in this round."""
@@ -233,7 +311,7 @@ class Drafting:
         if turn.id in self._cut:
             return "the next token of the draft is not allowed by the request's constraint"
         if self.copied(turn.id):
-            if drafted in (turn.limit, left - 1) or (self.copies is not None and drafted == self.copies.gamma):
+            if drafted in (turn.limit, left - 1) or (self.copies is not None and drafted == self.copies.config.gamma):
                 return "the copy has as many tokens as a round may draft"
             return "the rest of the copy promised too little" if drafted else "the copy promised too little"
         if not depth:
@@ -275,38 +353,6 @@ class Drafting:
             believed=believed_K.tolist(),
         )
 
-    def _look_up(self, turns: Sequence[Turn]) -> dict[str, Copy]:
-        """What these requests may copy, by id."""
-        if self.copies is None or self.beliefs is None:
-            return {}
-        gamma, found = self.copies.gamma, dict[str, tuple[int, list[int], int]]()
-        for turn in turns:
-            tokens, index = turn.state.tokens, turn.state.index or NgramSession(self.copies)
-            turn.state.index = index
-            for token in tokens[len(index.tokens) : -1]:
-                index.append(token)
-            place = index.place(tokens[-1])
-            if place is not None:
-                matched = index.matched(place, tokens[-1], _MATCHED)
-                found[turn.id] = matched, index.copy(place, tokens[-1], gamma), len(tokens)
-        if not found:
-            return {}
-        matched_RK = np.array([matched for matched, _, _ in found.values()])[:, None] + np.arange(gamma)
-        groups_N, prior_N1 = _kinds(matched_RK.ravel())
-        ids = [id for id in found for _ in range(gamma)]
-        expected_RK = self.beliefs.expected(ids, groups_N, prior_N1).reshape(matched_RK.shape)
-        return {
-            id: Copy(start, matched, tokens=tokens, confidences_K=expected_K)
-            for (id, (matched, tokens, start)), expected_K in zip(found.items(), expected_RK, strict=True)
-        }
-
-    def _copied_RK(self, ids: Sequence[str]) -> Floats | None:
-        """What is expected of these requests' copies; None where there are none."""
-        if self.copies is None or not self._found:
-            return None
-        nothing_K = np.zeros(self.copies.gamma)
-        return np.stack([self._found[id].confidences_K if id in self._found else nothing_K for id in ids])
-
     def committed(self, state: RequestState, tokens: Sequence[int], aux_TLD: Tensor | None) -> None:
         """Note tokens that the target has read and that stay, for the drafter. `aux_TLD`: as `Drafter.extend`."""
         if self.drafter is not None:
@@ -330,18 +376,11 @@ class Drafting:
     def forget(self, id: str) -> None:
         """Drop what was remembered of a request that has left."""
         self.history.forget(id)
-        if self.beliefs is not None:
-            self.beliefs.forget(id)
+        if self.copies is not None:
+            self.copies.forget(id)
 
     def close(self, state: RequestState) -> None:
         """Free what the drafter holds for a request."""
         if self.drafter is not None and state.session is not None:
             self.drafter.end(state.session)
             state.session = None
-
-
-def _kinds(matched_N: Ints) -> tuple[Ints, Floats]:
-    """Groups [N] and prior confidences [N, 1] of copied tokens by how many tokens agree before them."""
-    constant, slope = _PRIOR
-    prior_N: Floats = 1 / (1 + np.exp(-(constant + slope * np.log(matched_N))))
-    return np.minimum(matched_N, _MATCHED) - 1, prior_N[:, None]

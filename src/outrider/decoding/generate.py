@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.decoding.drafting import Drafting, Turn
+from outrider.decoding.drafting import Drafting, Experience, Turn
 from outrider.decoding.request import FinishReason, RequestState, StopRules
 from outrider.decoding.round import Origin, RoundResult, run_round
 from outrider.decoding.structured import Grammar
@@ -204,8 +204,10 @@ class SingleRequest:
         )
 
     def end(self) -> None:
-        """Free what the drafter holds for the request."""
+        """Free what the drafter holds for the request, and what is remembered of it alone."""
         self.drafting.close(self.state)
+        for turn in self._turns:
+            self.drafting.forget(turn.id)
 
 
 def stream(
@@ -221,6 +223,7 @@ def stream(
     grammar: Grammar | None = None,
     randomness: Randomness | None = None,
     traced: bool = False,
+    experience: Experience | None = None,
 ) -> Iterator[Chunk]:
     """Decode one request and yield one chunk per round.
 
@@ -233,6 +236,8 @@ def stream(
         grammar: what the response must follow (decoding/structured.py); nothing by default.
         randomness: where random draws come from; the generators of `params.seed` by default.
         traced: every chunk has the trace of its round.
+        experience: what requests before this one taught, which is added to; no other request may use it meanwhile. How
+            much is drafted depends on it, and so do the tokens that a seed gives where sampling is not coupled.
 
     Raises:
         ValueError: the prompt is empty or does not fit the target's context; a lossy rule for coupled sampling, whose
@@ -243,7 +248,7 @@ def stream(
         raise ValueError("typical acceptance lets drafts change tokens, coupled sampling does not: choose one of them.")
     started = time.perf_counter()
     with torch.inference_mode():
-        drafting = Drafting(drafter, policy, gate)
+        drafting = Drafting(drafter, policy, gate, experience=experience)
         batch = SingleRequest(
             target, drafting, prompt, params=params, rules=rules, randomness=randomness, grammar=grammar, traced=traced
         )

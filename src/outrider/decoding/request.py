@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from outrider.decoding.structured import Grammar
 from outrider.drafters.base import DraftCall
 from outrider.drafters.draft import Draft
-from outrider.drafters.ngram import NgramSession
 from outrider.sampling import (
     Constraint,
     Randomness,
@@ -238,7 +237,6 @@ class RequestState:
         text: its output text, cut at stop strings.
         session: its drafter's; None in plain decoding and while it does not run.
         unread: tokens in the target's cache that the drafter has yet to read, with aux hidden states [T, L, D].
-        index: n-grams of its text, where copies of it may be drafted; filled when they are looked for.
         recurrent: its states in the engine where the target has such layers (`Target.new_states`), while it runs.
 
     Raises:
@@ -268,7 +266,6 @@ class RequestState:
         self.stop_ids = rules.ids(target) if grammar is None else rules.ids(target) | grammar.eos_ids
         self.session: Any = None
         self.unread: list[tuple[list[int], Tensor | None]] = []
-        self.index: NgramSession | None = None
         self.recurrent: KVCache | None = None
 
     @property

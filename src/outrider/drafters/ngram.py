@@ -9,7 +9,11 @@ copied: one table entry per n-gram holds it. A copy that reaches the end of the 
 drafted whole. A round costs (new tokens) x (suffix lengths) writes to the table and at most (suffix lengths) look-ups,
 however long the text is.
 
-Nothing here is random: p_k is one-hot at any temperature, so x_k is accepted with p_t(x_k).
+Nothing here is random: p_k is one-hot at any temperature, so x_k is accepted with p_t(x_k). Its confidence follows from
+the number of tokens before it that agree with those before the place it is copied from, if the k - 1 copied ones are
+right:
+
+    m_k = matched + k - 1      c_k = sigmoid(a + b ln m_k)
 """
 
 from __future__ import annotations
@@ -17,12 +21,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.drafters.base import DraftCall, Drafter
 from outrider.drafters.draft import Draft
 
 _MOST_DRAFTS = 4096  # of one round
+MOST_MATCHED = 16  # tokens that agree before a copied one; of a match no more are counted
+_INTERCEPT, _SLOPE = -1.11, 1.47  # a and b: fitted to 34 greedy answers of SmolLM2 to gsm8k, humaneval and mt-bench
 
 
 @dataclass(frozen=True)
@@ -105,15 +113,23 @@ class NgramDrafter(Drafter):
                 session.append(token)
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
-        """What followed before; empty where no suffix is known. There are no confidences to hold against
-        `min_confidence`.
-        """
-        return [self._propose(call) for call in calls]
+        """What followed before; empty where no suffix is known."""
+        return [self._propose(call, min_confidence) for call in calls]
 
-    def _propose(self, call: DraftCall) -> Draft:
+    def _propose(self, call: DraftCall, min_confidence: float) -> Draft:
         session: NgramSession = call.session
         place = session.place(call.anchor)
         if place is None:
             return Draft.empty()
         count = self.gamma if call.limit is None else min(self.gamma, call.limit)
-        return Draft.chain(session.copy(place, call.anchor, count))
+        matched = session.matched(place, call.anchor, MOST_MATCHED)
+        confidences_K = copy_confidences(matched + np.arange(count))
+        count = int(np.logical_and.accumulate(confidences_K >= min_confidence).sum())
+        tokens = session.copy(place, call.anchor, count)
+        return Draft.chain(tokens, confidences=confidences_K[:count].tolist())
+
+
+def copy_confidences(matched: NDArray[np.int64]) -> NDArray[np.float64]:
+    """How likely a copied token is to be right behind so many that agree, any shape."""
+    confidences: NDArray[np.float64] = 1 / (1 + np.exp(-(_INTERCEPT + _SLOPE * np.log(matched))))
+    return confidences

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
-from outrider.decoding.drafting import Drafting
+from outrider.decoding.drafting import Drafting, Experience
 from outrider.decoding.request import RequestState, StopRules
 from outrider.decoding.round import RoundResult, attempt_round
 from outrider.drafters.base import Drafter, draft_slots
@@ -38,6 +38,7 @@ class Engine:
         policy: how many drafts to verify; all of them by default.
         gate: which requests draft at all; every one by default.
         randomness: where random draws come from; generators of the requests' seeds by default.
+        experience: what earlier requests taught, which is added to; none by default.
     """
 
     def __init__(
@@ -49,10 +50,11 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         randomness: Randomness | None = None,
+        experience: Experience | None = None,
     ) -> None:
         self.target = target
         self.policy: Policy = policy or FixedPolicy()
-        self.drafting = Drafting(drafter, self.policy, gate)
+        self.drafting = Drafting(drafter, self.policy, gate, experience=experience)
         self.config = config or EngineConfig()
         self.randomness = randomness
         if drafter is not None and drafter.trees:

@@ -109,7 +109,7 @@ class Ask(NamedTuple):
     @property
     def comparable(self) -> bool:
         """Whether its response has to be plain decoding's, token by token."""
-        return self.params.temperature == 0.0 or self.params.coupled
+        return self.params.fixed_text
 
 
 @dataclass(frozen=True)

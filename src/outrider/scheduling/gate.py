@@ -12,9 +12,11 @@ of them: neighbouring sizes cost nearly the same. All that draft draft equally d
 paid for once. The best of many estimates is too high on average, so drafting has to promise `margin` more than plain
 decoding and copies.
 
-Nothing new is known of a request that skips, so it probes. It saves `probe_share` of its share of every step it skips,
-and some of those that have waited longest draft once their savings pay for it: all probing together costs `probe_share`
-of the time at most, and at most a quarter of the requests probe in one step.
+Nothing new is known of a request that skips, so it probes, unless beliefs without confidences say what to expect of it:
+these fade by themselves, and of a probe of which too little is expected nothing would be verified. A request that
+probes saves `probe_share` of its share of every step it skips, and some of those that have waited longest draft once
+their savings pay for it: all probing together costs `probe_share` of the time at most, and at most a quarter of the
+requests probe in one step.
 
 Everything read comes from earlier steps, so the output stays exact. Shapes: R requests, K draft positions, N, M counts.
 """
@@ -40,8 +42,9 @@ Flags = NDArray[np.bool_]
 class GateView:
     """What a gate is shown: what is known before a step drafts.
 
-    `expected_RK`: a request's own mean calibrated confidence per position, NaN where it has never drafted; `idle_R`:
-    steps since it last drafted, or since it came; `other_requests` decode in the same step and cannot draft in it;
+    `expected_RK`: a request's own mean calibrated confidence per position, NaN where it has never drafted; of a drafter
+    without confidences what is believed now. `idle_R`: steps since it last drafted, or since it came, 0 where it need
+    not probe; `other_requests` decode in the same step and cannot draft in it;
     `typical_K`: the same mean over all requests there ever were, None before there were any. `contexts_R` and
     `other_tokens` as in `StepView`. `copied_RK`: expected confidences of the copy that each request may take instead of
     a draft (drafters/hybrid.py), 0 behind it; None: there are no copies.
@@ -221,6 +224,7 @@ def _halves(count: int) -> list[int]:
 #
 #     of its drafts        c_k as `Beliefs` corrects it, or what is believed of position k where the drafter has no c_k
 #     before it drafts     e_k = mean(a_k) / mean(a_{k-1}),   exponentially weighted means of products of these c_k
+#                          what is believed of position k where the drafter has no c_k
 #
 # e_k is the mean confidence at position k, each draft weighted by its survival up to there. That makes e_1 ... e_k the
 # mean survival itself; a plain mean of c_k would count drafts that were lost before k, and its products would come out
@@ -249,6 +253,7 @@ class History:
         self._past: deque[PastStep] = deque(maxlen=2)
         self._all_2K: Floats | None = None  # mean a_{k-1} and mean a_k over all requests
         self._beliefs = Beliefs(gamma) if chains else None
+        self._foreseen = False  # the drafter has no confidences
         self._slots = Slots()
         self._means_S2K = np.empty((0, 2, gamma))  # the same by request, NaN before its first draft
         self._idle_S = np.empty(0, dtype=np.int64)
@@ -258,9 +263,12 @@ class History:
     ) -> GateView:
         """What a `DraftGate` is shown of these requests before they draft, copies left out."""
         slots_R = self._slots_of(ids)
+        expected_RK, idle_R = _ratio(self._means_S2K[slots_R]), self._idle_S[slots_R]
+        if self._foreseen and self._beliefs is not None:
+            expected_RK, idle_R = self._beliefs.expected(ids), np.zeros_like(idle_R)
         return GateView(
-            _ratio(self._means_S2K[slots_R]),
-            self._idle_S[slots_R],
+            expected_RK,
+            idle_R,
             np.asarray(contexts, dtype=np.int64),
             other_tokens=other_tokens,
             other_requests=other_requests,
@@ -301,6 +309,8 @@ class History:
         if self._beliefs is not None and view.own_RK is not None:
             verified_R, accepted_R = np.minimum(verified_R, made_R), np.minimum(accepted_R, made_R)
             self._beliefs.record(ids, verified_R, accepted_R, confidences_RK=view.own_RK[:, : self.gamma])
+            if made_R.any():
+                self._foreseen = bool(np.isnan(view.own_RK[made_R > 0]).any())
         self._past.append(PastStep(view.confidences_RK, view.drafted_R))
         self._idle_S[slots_R] = np.where(made_R > 0, 0, self._idle_S[slots_R] + 1)
         known_R = (made_R > 0) & ~np.isnan(view.confidences_RK).any(axis=1)

@@ -47,13 +47,13 @@ class StepView:
     """What a policy is shown: one step before its verification, without its tokens.
 
     Row r of `confidences_RK` holds c_1 .. c_drafted of request r, known before the tokens they judge, and 0 behind
-    them: what is believed of its drafts (`Beliefs`), which reads its drafter's own confidences where it has any;
-    NaN where nothing is believed, of trees without confidences. `own_RK`: the drafters' own, NaN where they have none;
-    None: `confidences_RK` are. `contexts_R` counts committed tokens; `other_tokens` are rows of the same target forward
-    that verify nothing (chunks of prefill); `past` holds earlier steps, the latest last; `expected_K` is the mean
-    confidence per position over earlier steps, None before there were any. `copied_R`: which
-    drafts are copies of the text so far (None: none is). They cost no draft, and their confidences follow from earlier
-    steps alone, so a policy may read all of a copy's at any time.
+    them: what is believed of its drafts (`Beliefs`), which reads its drafter's own confidences where it has any; NaN
+    where nothing is believed, of trees without confidences. `own_RK`: the drafters' own, NaN where they have none, so
+    that all that is believed follows from earlier steps; None: `confidences_RK` are. `contexts_R` counts committed
+    tokens; `other_tokens` are rows of the same target forward that verify nothing (chunks of prefill); `past` holds
+    earlier steps, the latest last; `expected_K` is the mean confidence per position over earlier steps, None before
+    there were any. `copied_R`: which drafts are copies of the text so far (None: none is). They cost no draft, and
+    their confidences follow from earlier steps alone.
     """
 
     confidences_RK: Floats
@@ -69,6 +69,12 @@ class StepView:
     def made_R(self) -> Ints:
         """Drafted tokens of each request that a drafter made, [R]: 0 where they are copied."""
         return self.drafted_R if self.copied_R is None else np.where(self.copied_R, 0, self.drafted_R)
+
+    @property
+    def foreseen_R(self) -> Flags:
+        """Whose confidences follow from earlier steps alone, [R]: a policy may read all of them at any time."""
+        copied_R = np.zeros(len(self.drafted_R), dtype=np.bool_) if self.copied_R is None else self.copied_R
+        return copied_R if self.own_RK is None else copied_R | np.isnan(self.own_RK).any(axis=1)
 
     @staticmethod
     def of(
@@ -108,7 +114,7 @@ def step_seconds(cost: StepCost, view: StepView, admitted_N: Ints) -> Floats:
 
 
 def promised_survival(view: StepView, least: float = 0.0) -> Floats:
-    """Survival [R, K] that earlier steps let one expect: of copies their own, else the products of `expected_K`.
+    """Survival [R, K] that earlier steps let one expect: their own where it is foreseen, else that of `expected_K`.
 
     Args:
         least: that every factor counts as.
@@ -118,9 +124,10 @@ def promised_survival(view: StepView, least: float = 0.0) -> Floats:
     if view.expected_K is not None:
         known_K = view.expected_K[:positions]
         expected_K[: len(known_K)] = known_K
-    if view.copied_R is None or not view.copied_R.any():  # all alike
+    foreseen_R = view.foreseen_R
+    if not foreseen_R.any():  # all alike
         return np.broadcast_to(np.cumprod(np.maximum(expected_K, least), dtype=np.float64), (requests, positions))
-    expected_RK = np.where(view.copied_R[:, None], view.confidences_RK, expected_K)
+    expected_RK = np.where(foreseen_R[:, None], view.confidences_RK, expected_K)
     return np.cumprod(np.maximum(expected_RK, least), axis=1, dtype=np.float64)
 
 
