@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import yaml
 from huggingface_hub.utils import LocalEntryNotFoundError
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -173,15 +174,49 @@ def test_options_from_a_file(run: Run, toy: Path, tmp_path: Path) -> None:
     levels.write_text("concurrency: [1, 2]\ntasks: eval_math\nout: there\nchat: true\n")
     options = parser("bench").make_context("bench", ["--config", str(levels)]).params
     assert (options["concurrency"], options["tasks"], options["chat"]) == ("1,2", "eval_math", True)
+    assert options["out"] == tmp_path / "there"
     config.write_text("max-new-tokenz: 7\n")
     check_error(run(*command, "--config", config), "no option 'max-new-tokenz'; did you mean max-new-tokens?")
     config.write_text("max-new-tokens: many\n")
     check_error(run(*command, "--config", config), "Invalid value for '--max-new-tokens'")
+    for line, reason in (
+        ("show-rounds: 1", "show-rounds: 1 is not true or false"),
+        ("device: no", "device: False is not a number or a text"),
+        ("stop: [[a]]", "stop: ['a'] is not a number"),
+        ("seed: {a: 1}", "seed: {'a': 1} is not a number"),
+    ):
+        config.write_text(line)
+        check_error(run(*command, "--config", config), reason)
     config.write_text("- 7\n")
     check_error(run(*command, "--config", config), "one option per line")
     config.write_text("a: [\n")
     check_error(run(*command, "--config", config), "not valid YAML")
     check_error(run(*command, "--config", tmp_path / "absent.yaml"), "absent.yaml")
+
+
+def test_every_option_of_serve_can_be_in_its_file(tmp_path: Path) -> None:
+    """As on the command line, which comes first; what lies beside the file is found there."""
+    (tmp_path / "mine").mkdir()
+    given: dict[str, Any] = {
+        "target": "mine", "drafter": "ngram@4", "host": "::1", "port": 8001, "name": "m", "thinking": True,
+        "max-requests": 3, "max-waiting": 0, "max-new-tokens": 9, "kv-tokens": 64, "token-budget": 5,
+        "profile": "profiles/one.json", "tree": "8,depth=2", "device": "cpu", "threads": 1, "engine": "vllm",
+        "launch": True, "engine-dtype": "float32", "engine-python": "python3", "engine-command": "mine",
+        "engine-args": "--seed 1",
+    }  # fmt: skip
+    verb, config = parser("serve"), tmp_path / "serve.yaml"
+    names = {param.opts[0].removeprefix("--") for param in verb.params if param.expose_value}
+    assert given.keys() == names
+    config.write_text(yaml.safe_dump(given))
+    here = {name: tmp_path / given[name] for name in ("target", "profile", "engine-command")}
+    words = [
+        str(word) for name, value in {**given, **here}.items() for word in (f"--{name}", value) if word is not True
+    ]
+    read = verb.make_context("serve", ["--config", str(config)]).params
+    assert read == verb.make_context("serve", words).params
+    assert read["profile"] == tmp_path / "profiles" / "one.json"
+    over = verb.make_context("serve", ["--config", str(config), "--port", "8002", "--no-thinking"]).params
+    assert over == {**read, "port": 8002, "thinking": False}
 
 
 def test_the_packaged_drafter_is_found_by_its_name(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,10 +213,10 @@ WRONG: list[tuple[Callable[[], dict[str, Any]], str]] = [
 def test_what_cannot_be_followed_is_refused(
     compiler: GrammarCompiler, describe: Callable[[], dict[str, Any]], reason: str
 ) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(StructureError, match=reason):
         compiler.compile(StructuredOutput(**describe()))
-    assert time.monotonic() - started < 20
+    assert time.process_time() - started < 20, "of a processor, however long this process had to wait for one"
 
 
 def test_the_most_that_is_read(compiler: GrammarCompiler) -> None:

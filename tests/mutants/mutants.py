@@ -2582,6 +2582,29 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
+        "serving/tools.py",
+        "tests/serving/test_structured.py",
+        (
+            "tools_arguments_of_any_kind",
+            "a call that is required has any object as its arguments",
+            "_ANY_OBJECT | function.parameters if follows else _ANY_OBJECT",
+            "_ANY_OBJECT",
+        ),
+        (
+            "tools_several_calls",
+            "parallel_tool_calls false lets a response have several calls",
+            'one = format == "llama" or not asked.parallel_tool_calls',
+            'one = format == "llama"',
+        ),
+        (
+            "tools_mark_in_a_text_ends_the_call",
+            "a mark in a text of a call's JSON ends the call",
+            'if self.format != "hermes" or self._quotes % 2 == 0:',
+            "if True:",
+            "tests/serving/test_toy_server.py::test_tool_calls_are_read",
+        ),
+    ),
+    *_of(
         "serving/connection.py",
         "tests/serving/test_hostile_clients.py",
         (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ import outrider
 from outrider.api.model import Model
 from outrider.serving.inspector import page
 from outrider.target.hub import EMBEDDED_ID
-from tests.toys.serving import Served, serving
+from tests.toys.serving import Served, serving, wait_for
 
 KEY = {"Authorization": "Bearer secret"}
 REPEATED = "Repeat this sentence three times: The quick brown fox jumps over the lazy dog."
@@ -142,18 +141,15 @@ def test_events_count_what_the_engine_does(served: Served) -> None:
     looked_at = outcomes(rounds, "accepted") + outcomes(rounds, "rejected")
     assert sum(sum(event["reached_at"]) for event in seen) == looked_at, "what was not read was not reached"
     assert seen[-1]["running"] == seen[-1]["waiting"] == 0 and seen[-1]["cost"] is None
-    until = time.monotonic() + 10
-    while served.server.worker.watches:
-        assert time.monotonic() < until, "a listener that has gone is told no more"
-        time.sleep(0.05)
+    wait_for(lambda: not served.server.worker.watches)  # a listener that has gone is told no more
 
 
 def test_the_page_is_open_and_what_it_shows_is_not(served: Served) -> None:
     found = httpx.get(served.url)
     assert found.status_code == 200 and "default-src 'none'" in found.headers["content-security-policy"]
-    with httpx.stream("GET", f"{served.url}/inspector/events") as refused:  # an answer would never end
+    with httpx.stream("GET", f"{served.url}/inspector/events", timeout=60) as refused:  # an answer would never end
         assert refused.status_code == 401
-    assert httpx.post(f"{served.url}/v1/chat/completions", json=asked("Hi")).status_code == 401
+    assert httpx.post(f"{served.url}/v1/chat/completions", json=asked("Hi"), timeout=60).status_code == 401
     html, _ = page()
     assert found.text == html and not re.search(r"<link rel=.stylesheet|<script src|<img|@import|\son\w+=", html)
     addresses = set(re.findall(r"https?://[\w./-]+", html))
@@ -163,9 +159,9 @@ def test_the_page_is_open_and_what_it_shows_is_not(served: Served) -> None:
 def test_listeners_are_few_and_do_not_hold_up_the_end(model: Model) -> None:
     with serving(model) as served:
         served.server.worker.watches |= {object() for _ in range(16)}  # type: ignore[misc]
-        assert httpx.get(f"{served.url}/inspector/events").status_code == 429
+        assert served.get("/inspector/events").status_code == 429
         served.server.worker.watches.clear()
-        with httpx.stream("GET", f"{served.url}/inspector/events", timeout=10) as stream:
+        with httpx.stream("GET", f"{served.url}/inspector/events", timeout=60) as stream:
             events = events_of(stream.iter_lines())
             next(events)
             served.stop()

@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -20,6 +19,7 @@ from tests.toys.command_line import Run, check_error
 from tests.toys.dialects import made
 from tests.toys.fake_engine import executable
 from tests.toys.processes import processes, wait_until_gone
+from tests.toys.serving import wait_for
 
 
 def test_the_command_is_printed(run: Run, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +94,13 @@ def test_options_of_the_other_engine_are_refused(run: Run, toy: Path, monkeypatc
     assert absent[0] == 2 and "the engine's command cannot be run" in absent[2]
 
 
+def answers(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=60).is_success
+    except httpx.ConnectError:
+        return False
+
+
 def test_launch_becomes_the_engine(toy: Path, tmp_path: Path) -> None:
     """One process: the engine has the terminal and takes the signals."""
     port = free_port()
@@ -109,17 +116,11 @@ def test_launch_becomes_the_engine(toy: Path, tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        for _ in range(1200):
-            try:
-                assert httpx.get(f"http://127.0.0.1:{port}/health").is_success
-                break
-            except httpx.ConnectError:
-                assert process.poll() is None, "the engine did not start"
-                time.sleep(0.05)
+        wait_for(lambda: answers(port) or process.poll() is not None, seconds=600)
         leader, worker = processes(ids)
         assert leader == process.pid
     finally:
         os.killpg(process.pid, signal.SIGTERM)
-        shown, _ = process.communicate(timeout=20)
+        shown, _ = process.communicate(timeout=120)
     assert "--speculative-config" in shown and wait_until_gone([worker])
     assert process.returncode == -signal.SIGTERM

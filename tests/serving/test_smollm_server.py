@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
@@ -13,7 +16,7 @@ from openai import AsyncOpenAI, OpenAI
 import outrider
 from outrider.api.model import Model
 from outrider.target.hub import EMBEDDED_ID
-from tests.toys.serving import Served, serving
+from tests.toys.serving import Served, serving, wait_for
 
 PROMPTS = [
     "Name three rivers.",
@@ -161,9 +164,9 @@ def test_logprobs_and_fewer_drafts(served: Served, client: OpenAI) -> None:
 
 def test_pages(served: Served, client: OpenAI, model: Model) -> None:
     assert [one.id for one in client.models.list().data] == ["m"]
-    assert httpx.get(f"{served.url}/version").json() == {"version": outrider.__version__}
-    assert httpx.get(f"{served.url}/health").status_code == 200
-    assert httpx.get(f"{served.url}/openapi.json").json()["paths"].keys() >= {"/v1/completions", "/tokenize"}
+    assert served.get("/version").json() == {"version": outrider.__version__}
+    assert served.get("/health").status_code == 200
+    assert served.get("/openapi.json").json()["paths"].keys() >= {"/v1/completions", "/tokenize"}
     tokenizer = model.target.tokenizer
     assert tokenizer is not None
     found = served.post("/tokenize", prompt="Two words", return_token_strs=True).json()
@@ -177,18 +180,36 @@ def test_pages(served: Served, client: OpenAI, model: Model) -> None:
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_client_that_goes_frees_its_request(served: Served, streamed: bool) -> None:
     """Which would have gone on for minutes."""
-    aborted = served.metric("request_success_total")
+    ended = served.metric("request_success_total")
     body = chat("Count to a million.", max_tokens=4000, stream=streamed, ignore_eos=True)
-    with httpx.Client(timeout=60) as http:
+    with closing(HTTPConnection(served.url.removeprefix("http://"), timeout=60)) as connection:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
         if streamed:
-            with http.stream("POST", f"{served.url}/v1/chat/completions", json=body) as response:
-                assert next(response.iter_lines()).startswith("data: ")
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                http.post(f"{served.url}/v1/chat/completions", json=body, timeout=0.5)
+            assert connection.getresponse().readline().startswith(b"data: ")
+        wait_for(lambda: not served.engine.idle)
     served.wait_until_free()
-    assert served.metric("request_success_total") == aborted + 1
+    wait_for(lambda: served.metric("request_success_total") == ended + 1)
     assert served.post("/v1/completions", prompt="Still", max_tokens=1).status_code == 200
+
+
+def test_a_tool_call_that_is_required(client: OpenAI, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a target whose template is given tools here: arguments that follow the schema, the same without drafts."""
+    template = "{% if tools %}<|im_start|>system\n{{ tools | tojson }} Call one in <tool_call>.<|im_end|>\n{% endif %}"
+    monkeypatch.setattr(model.target.tokenizer, "chat_template", template + str(model.target.tokenizer.chat_template))  # type: ignore[union-attr]
+    city, days = {"type": "string", "maxLength": 20}, {"type": "integer", "minimum": 1, "maximum": 9}
+    schema = {"type": "object", "properties": {"city": city, "days": days}, "required": ["city", "days"]}
+    strict = {**schema, "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "forecast", "strict": True, "parameters": strict}}]
+    asked = chat("How is the weather in Oslo in the next 3 days?", tools=tools, tool_choice="required", max_tokens=200)
+    answer: Any = client.chat.completions.create(**asked, parallel_tool_calls=False)
+    (call,) = answer.choices[0].message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "forecast" and answer.choices[0].finish_reason == "tool_calls"
+    assert arguments.keys() == {"city", "days"} and len(arguments["city"]) <= 20 and 1 <= arguments["days"] <= 9
+    assert answer.metrics["speculative_decoding"]["num_draft_tokens"] > 0
+    off = {"speculative": "off"}
+    plain: Any = client.chat.completions.create(**asked, parallel_tool_calls=False, extra_body=off)
+    assert plain.choices[0].message.tool_calls[0].function == call.function
 
 
 USER = [{"role": "user", "content": "hi"}]
@@ -247,4 +268,4 @@ def test_bodies_that_are_no_requests(served: Served, content: bytes) -> None:
         f"{served.url}/v1/completions", content=content, headers={"Content-Type": "application/json"}, timeout=60
     )
     assert found.status_code == 400 and found.json()["error"]["message"], found.text
-    assert httpx.get(f"{served.url}/health").status_code == 200
+    assert served.get("/health").status_code == 200

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 import pytest
 from llguidance import LLParserLimits
 from openai import OpenAI
@@ -16,10 +15,13 @@ from pydantic import BaseModel, Field
 
 import outrider
 import outrider.decoding.structured as structured_module
+from outrider.decoding.structured import GrammarCompiler, StructureError
+from outrider.serving.schema import ChatRequest
+from outrider.serving.tools import Format, call_structure
 from outrider.target.model import Target
 from tests.toys.schemas import problem
 from tests.toys.serving import Served, serving
-from tests.toys.tokenizer import TOKENIZER
+from tests.toys.tokenizer import CHAT_TEMPLATE, TOKENIZER, ids
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +131,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_what_cannot_be_followed_is_refused(served: Served, body: dict[str, Any], reason: str) -> None:
     found = served.post("/v1/chat/completions", messages=USER, max_tokens=5, **body)
     assert found.status_code == 400 and reason in found.json()["error"]["message"], found.text
-    assert httpx.get(f"{served.url}/health").status_code == 200
+    assert served.get("/health").status_code == 200
 
 
 def test_too_much_work_is_the_clients_fault(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,3 +145,129 @@ def test_too_much_work_is_the_clients_fault(served: Served, monkeypatch: pytest.
     assert error["code"] == 400 and "too many states" in error["message"]
     served.wait_until_free()
     assert served.post("/v1/completions", prompt="ab", max_tokens=2).status_code == 200
+
+
+# ----------------------------------------------------------------------------
+# Tool calls that are constrained, in the three forms.
+# ----------------------------------------------------------------------------
+
+
+def function(name: str, strict: bool, required: list[str], **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "strict": strict, "parameters": parameters}}
+
+
+TEMPLATES: dict[Format, str] = {
+    "hermes": "<tool_call>",
+    "xml": "<tool_call><function=",
+    "llama": 'ipython "parameters"',
+}
+CITY = {"type": "string", "enum": ["Oslo", "Rome"]}
+TOOLS = [function("weather", False, ["city"], city=CITY), function("time", False, ["hour"], hour={"enum": [1, 2]})]
+PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+
+
+@pytest.mark.parametrize("format", TEMPLATES)
+def test_a_call_that_is_required(
+    served: Served, client: OpenAI, monkeypatch: pytest.MonkeyPatch, format: Format
+) -> None:
+    """By a target that would never call anything; whole, streamed and without drafts it is the same."""
+    tools = "{% for tool in tools or [] %}T{% endfor %}"
+    monkeypatch.setattr(served.server.tokenizer, "chat_template", f"{tools} {TEMPLATES[format]}{CHAT_TEMPLATE}")
+    asked: dict[str, Any] = {"model": "m", "messages": USER, "tools": TOOLS, "max_tokens": 190}
+    one = {**asked, "tool_choice": "required", "parallel_tool_calls": False}
+    greedy: Any = client.chat.completions.create(**one, temperature=0)
+    sampled = [client.chat.completions.create(**one, temperature=1.5, seed=seed) for seed in range(3)]
+    named = {"type": "function", "function": {"name": "time"}}
+    forced: Any = client.chat.completions.create(**{**one, "tool_choice": named}, temperature=0)
+    for answer in (greedy, forced, *sampled):
+        choice = answer.choices[0]
+        (call,) = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        assert problem(PARAMETERS[call.function.name], call.function.arguments) is None
+    assert forced.choices[0].message.tool_calls[0].function.name == "time"
+    call = greedy.choices[0].message.tool_calls[0].function
+    plain: Any = client.chat.completions.create(**one, temperature=0, extra_body={"speculative": "off"})
+    assert plain.choices[0].message.tool_calls[0].function == call
+    parts = list(client.chat.completions.create(**one, temperature=0, stream=True))
+    (streamed,) = [part.choices[0].delta.tool_calls[0].function for part in parts if part.choices[0].delta.tool_calls]
+    assert (streamed.name, streamed.arguments) == (call.name, call.arguments) and not any(
+        part.choices[0].delta.content for part in parts
+    )
+
+
+def written(format: Format, name: str, arguments: dict[str, Any]) -> str:
+    """A call as the form has it."""
+    if format == "llama":
+        return json.dumps({"name": name, "parameters": arguments})
+    if format == "hermes":
+        return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+    shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in shown.items())
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("format", TEMPLATES)
+def test_which_responses_fit_what_is_asked_of_calls(served: Served, format: Format) -> None:
+    strict = function("find", True, ["text", "most"], text={"type": "string"}, most={"$ref": "#/$defs/Count"}, by=CITY)
+    strict["function"]["parameters"]["$defs"] = {"Count": {"type": "integer"}}
+    lax = function("go", False, ["to"], to={"type": "integer"})
+    find = written(format, "find", {"text": "a </b>\n{c", "most": 3})
+    more = written(format, "find", {"text": "", "most": 3, "by": "Rome"})
+    wrong = [find.replace("3", "3.5"), more.replace("Rome", "Bonn"), written(format, "find", {"most": 3})]
+    go, anywhere = written(format, "go", {"to": 1}), written(format, "go", {"where": [None]})
+    two, marked = f"{find}\n{go}", format != "llama"
+
+    def fitting(texts: list[str], **asked: Any) -> list[bool]:
+        wanted = call_structure(ChatRequest(messages=USER, tools=[strict, lax], **asked), format)
+        assert wanted is not None
+        grammar = GrammarCompiler(served.server.target).compile(wanted)
+
+        def fits(text: str) -> bool:
+            allowed_V = grammar.start().allowed(ids(text))
+            return allowed_V is not None and bool(allowed_V[TOKENIZER.eos_token_id])
+
+        return [fits(text) for text in texts]
+
+    no = [False] * 3
+    assert fitting([find, more, go, *wrong, two], tool_choice="required") == [True, True, True, *no, marked]
+    assert fitting([find, go, two], tool_choice="required", parallel_tool_calls=False) == [True, True, False]
+    assert fitting(["", "Hi", anywhere, f"Hi {find}"], tool_choice="required") == [False] * 4
+    assert fitting([find, go], tool_choice={"type": "function", "function": {"name": "go"}}) == [False, True]
+    assert fitting(["", "Hi", find, go, anywhere, *wrong, two]) == [*[True] * 5, *no, marked]
+    assert fitting([f"Hi {find}", f"Hi {find} x {go}"]) == [True, True], "text of the form llama may have braces"
+    assert fitting(["Hi", find, two], parallel_tool_calls=False) == [True, True, False]
+
+
+def test_calls_that_need_no_grammar_and_calls_that_cannot_have_one() -> None:
+    def wanted(format: Format, *tools: Any, **asked: Any) -> Any:
+        return call_structure(ChatRequest(messages=USER, tools=list(tools), **asked), format)
+
+    assert wanted("hermes", *TOOLS) is None and wanted("llama", *TOOLS, parallel_tool_calls=False) is None
+    narrow = function("f", True, [], a={"type": "string", "pattern": "x+"})
+    assert wanted("hermes", narrow) is not None
+    strict = function("f", True, ["b"], a={"type": "integer"})
+    for format, tool, asked, reason in (
+        ("xml", narrow, {}, "pattern of 'a'"),
+        ("xml", strict, {}, "requires 'b'"),
+        ("xml", function("a name", True, []), {}, "'a name' cannot be written"),
+        ("xml", function("f", True, [], a={"type": "string", "enum": 1}), {}, "the enum of 'a' is no list"),
+        ("hermes", {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}, "strict": True}}, {},
+         "no object"),
+        ("hermes", narrow, {"response_format": {"type": "json_object"}}, "do not go with calls"),
+    ):  # fmt: skip
+        with pytest.raises(StructureError, match=reason):
+            wanted(format, tool, **asked)  # type: ignore[arg-type]
+    for tools, choice, reason in (
+        ([], "required", "there are no tools"),
+        (TOOLS, {"type": "function", "function": {"name": "h"}}, "no tool is named 'h'"),
+        ([*TOOLS, TOOLS[0]], "auto", "the same name"),
+        ([function("f", True, 3)], "auto", "required a list"),  # type: ignore[arg-type]
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": {"properties": [1]}}}],
+            "auto",
+            "properties must",
+        ),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            wanted("hermes", *tools, tool_choice=choice)

@@ -49,7 +49,7 @@ def model(toy: Path) -> Model:
 def held(served: Served) -> Iterator[threading.Event]:
     """The engine's steps wait until the event is set."""
     go, step = threading.Event(), served.engine.step
-    served.engine.step = lambda: step() if go.wait(20) else []  # type: ignore[method-assign]
+    served.engine.step = lambda: step() if go.wait(60) else []  # type: ignore[method-assign]
     try:
         yield go
     finally:
@@ -64,7 +64,7 @@ def in_background(call: Callable[[], httpx.Response]) -> Callable[[], httpx.Resp
     thread.start()
 
     def answer() -> httpx.Response:
-        thread.join(30)
+        thread.join(60)
         return found[0]
 
     return answer
@@ -202,8 +202,8 @@ def test_a_request_that_fails_ends_alone(model: Model, monkeypatch: pytest.Monke
         lost = served.post("/v1/completions", prompt=[7], max_tokens=1)
         assert lost.status_code == 500 and "lost" in lost.json()["error"]["message"]
         assert served.post("/v1/completions", **ASKED).status_code == 200
-        assert httpx.get(f"{served.url}/health").status_code == 200
-        assert 'finished_reason="error",model_name="m"} 1.0' in httpx.get(f"{served.url}/metrics").text
+        assert served.get("/health").status_code == 200
+        assert 'finished_reason="error",model_name="m"} 1.0' in served.get("/metrics").text
 
 
 def test_an_engine_that_fails_makes_the_server_unhealthy(model: Model) -> None:
@@ -219,12 +219,11 @@ def test_an_engine_that_fails_makes_the_server_unhealthy(model: Model) -> None:
             return step()
 
         served.engine.step = failing  # type: ignore[method-assign]
-        with httpx.stream(
-            "POST", f"{served.url}/v1/completions", json={"prompt": "ab", "max_tokens": 50, "stream": True}, timeout=60
-        ) as stream:
+        body = {**ASKED, "max_tokens": 50, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as stream:
             events = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
         assert events[-1] == "[DONE]" and "out of memory" in json.loads(events[-2])["error"]["message"]
-        for found in (httpx.get(f"{served.url}/health"), served.post("/v1/completions", **ASKED)):
+        for found in (served.get("/health"), served.post("/v1/completions", **ASKED)):
             assert found.status_code == 503 and "out of memory" in found.json()["error"]["message"]
 
 
@@ -234,7 +233,7 @@ def test_metrics_of_two_servers_can_be_summed(model: Model) -> None:
     with serving(model) as first, serving(model) as second:
         for served, count in ((first, 1), (second, 2)):
             told += [served.post("/v1/completions", **ASKED).json() for _ in range(count)]
-        pages = [httpx.get(f"{served.url}/metrics").text for served in (first, second)]
+        pages = [served.get("/metrics").text for served in (first, second)]
     families = [{family.name: family for family in text_string_to_metric_families(page)} for page in pages]
     assert families[0].keys() == families[1].keys()
     gauges = {name for name, family in families[0].items() if family.type == "gauge"}
@@ -271,13 +270,13 @@ def test_metrics_of_two_servers_can_be_summed(model: Model) -> None:
 def test_keys_are_asked_for_where_one_is_set(model: Model) -> None:
     with serving(model, key="secret") as served:
         for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
-            found = httpx.post(f"{served.url}/v1/completions", json=ASKED, headers=header)
+            found = httpx.post(f"{served.url}/v1/completions", json=ASKED, headers=header, timeout=60)
             assert found.status_code == 401 and found.json()["error"]["type"] == "authentication_error"
-        assert httpx.get(f"{served.url}/v1/models").status_code == 401
+        assert served.get("/v1/models").status_code == 401
         client = OpenAI(base_url=f"{served.url}/v1", api_key="secret", max_retries=0)
         assert client.completions.create(model="m", prompt="ab", max_tokens=3).usage
         for page in ("health", "metrics", "version"):
-            assert httpx.get(f"{served.url}/{page}").status_code == 200
+            assert served.get(f"/{page}").status_code == 200
 
 
 def test_bodies_too_large_or_too_slow(model: Model) -> None:
@@ -290,7 +289,7 @@ def test_bodies_too_large_or_too_slow(model: Model) -> None:
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
                 b"Content-Length: 100\r\n\r\n{"
             )
-            slow.settimeout(20)
+            slow.settimeout(60)
             assert b"408" in slow.recv(1000).splitlines()[0]
         assert served.post("/v1/completions", **ASKED).status_code == 200
 
@@ -326,6 +325,7 @@ XML = (
     "<tool_call>\n<function=weather>\n<parameter=city>\n1\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
     "</function>\n</tool_call>"
 )
+ODD = '"\\\\\\"</tool_call></tool_call>"'  # a text with a quote, and marks that do not end the call
 LLAMA = '{"name": "weather", "parameters": {"city": "1", "days": 2}}'
 
 
@@ -333,12 +333,20 @@ LLAMA = '{"name": "weather", "parameters": {"city": "1", "days": 2}}'
 @pytest.mark.parametrize(
     ("format", "text", "content", "calls"),
     [
-        ("hermes", f"Let me see.\n{HERMES}\n{HERMES}", "Let me see.\n\n", [CALL, CALL]),
+        ("hermes", f"Let me see.\n{HERMES}\n{HERMES}", "Let me see.\n", [CALL, CALL]),
+        ("hermes", f"{HERMES}\n and\n{HERMES} ", "\n and\n", [CALL, CALL]),
+        ("hermes", HERMES.replace('"1"', ODD), "", [ToolCall("weather", CALL.arguments.replace('"1"', ODD))]),
         ("hermes", HERMES.removesuffix("</tool_call>"), "", [CALL]),
         ("hermes", "a < b, <tool", "a < b, <tool", []),
         ("hermes", "<tool_call>nonsense</tool_call> on", "<tool_call>nonsense</tool_call> on", []),
         ("hermes", HERMES.replace("weather", "other"), HERMES.replace("weather", "other"), []),
         ("xml", f"So: {XML}", "So: ", [CALL]),
+        (
+            "xml",
+            XML.replace("2", '["</parameter>"]'),
+            "",
+            [ToolCall("weather", CALL.arguments.replace("2", '["</parameter>"]'))],
+        ),
         ("xml", "<tool_call><function=weather></tool_call>", "<tool_call><function=weather></tool_call>", []),
         ("llama", LLAMA, "", [CALL]),
         ("llama", f"Text {LLAMA}", f"Text {LLAMA}", []),

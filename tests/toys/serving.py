@@ -44,12 +44,15 @@ class Served:
         """Of clients, open now."""
         return len(self.running.server_state.connections)
 
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=60)
+
     def post(self, path: str, **body: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60)
 
     def metric(self, name: str, label: str = "") -> float:
         """The sum of a metric's samples; of those with the label, as label="value"."""
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        lines = self.get("/metrics").text.splitlines()
         found = [line for line in lines if line.startswith(f"vllm:{name}{{") and label in line]
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
@@ -58,8 +61,8 @@ class Served:
         wait_for(lambda: self.engine.idle and self.engine.scheduler.allocator.used == 0)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Until it holds."""
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Until it holds; the limit is for what hangs, not for what is slow."""
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, f"not within {seconds:g} seconds"

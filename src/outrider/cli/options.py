@@ -82,11 +82,18 @@ Device = Annotated[str, option(GENERAL, "auto (cuda where there is one), cpu, cu
 Threads = Annotated[int | None, option(GENERAL, "CPU threads; $OMP_NUM_THREADS, else all", min=1, max=1024)]
 
 
+# Options whose value is a file or directory, or else a name of something.
+_PATHS_OR_NAMES = ("target", "drafter", "assistant", "tasks", "engine_target", "engine_drafter", "engine_python",
+                   "engine_command")  # fmt: skip
+
+
 def _read_config(context: typer.Context, path: Path | None) -> None:
     """Take options from a YAML file of {option name: value}; what the command line gives comes first.
 
+    Relative paths are relative to the file; what may also be a name is a path where it is there.
+
     Raises:
-        ValueError: no such file, not YAML, or an option that the verb does not have.
+        ValueError: no such file, not YAML, an option that the verb does not have, or a value of another kind than its.
     """
     if path is None:
         return
@@ -109,9 +116,24 @@ def _read_config(context: typer.Context, path: Path | None) -> None:
             near = get_close_matches(name, options, 1)
             hint = f"did you mean {near[0]}?" if near else f"{context.command_path} --help-all lists them."
             raise ValueError(f"{path}: {context.info_name} has no option {key!r}; {hint}")
-        values = [one if isinstance(one, bool) else str(one) for one in (value if isinstance(value, list) else [value])]
+        if value is None:
+            context.default_map[param.name] = None
+            continue
+        values = [_config_value(param, one, place=path) for one in (value if isinstance(value, list) else [value])]
         alone = values[0] if len(values) == 1 else ",".join(map(str, values))
-        context.default_map[param.name] = None if value is None else values if param.multiple else alone
+        context.default_map[param.name] = values if param.multiple else alone
+
+
+def _config_value(param: Any, value: Any, place: Path) -> bool | str:
+    """A value of an option as the command line would give it."""
+    if not isinstance(value, (bool, int, float, str)) or isinstance(value, bool) != bool(param.is_flag):
+        kind = "true or false" if param.is_flag else "a number or a text (in quotes if it is yes, no or a date)"
+        raise ValueError(f"{place}: {param.opts[0].removeprefix('--')}: {value!r} is not {kind}.")
+    if isinstance(value, bool):
+        return value
+    beside = place.parent / str(value)
+    is_path = param.type_descriptor.annotation is Path or (param.name in _PATHS_OR_NAMES and beside.exists())
+    return str(beside if is_path else value)
 
 
 def _show_all(context: typer.Context, asked: bool) -> None:

@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -32,6 +32,7 @@ from outrider.target.model import DecodingTarget
 # JSON may have one space, or a line break with indentation, between two parts: without a bound a small model may write
 # white space until its tokens run out.
 WHITESPACE = r"( |\n {0,20})"
+_SPACES = {"x-guidance": {"whitespace_pattern": WHITESPACE}}  # of a schema that is a part of a grammar
 _MOST_CHARACTERS = 100_000
 _MOST_RULES = 1000  # llguidance follows a chain of rules by recursion, which ends the process beyond some 3,000
 # A request's mask is to take milliseconds: with these limits the worst found took 150, and then ended its request.
@@ -43,6 +44,17 @@ _KEPT_GRAMMARS = 64  # compiled; a server is asked for the same ones again and a
 
 class StructureError(ValueError):
     """What a response should follow is not valid, cannot be followed, or is too much work."""
+
+
+class Structure(Protocol):
+    """What a response must follow."""
+
+    def source(self) -> str:
+        """As llguidance reads it.
+
+        Raises:
+            StructureError: it is no such thing, or too large.
+        """
 
 
 @dataclass(frozen=True)
@@ -76,11 +88,7 @@ class StructuredOutput:
             raise StructureError("whitespace is about json: leave it out.")
 
     def source(self) -> str:
-        """As llguidance reads it.
-
-        Raises:
-            StructureError: it is no such thing, or too large.
-        """
+        """See `Structure`."""
         if self.json is not None:
             return self._json_source(self.json)
         text = self.regex if self.regex is not None else self.grammar
@@ -111,9 +119,7 @@ class StructuredOutput:
             json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
             raise StructureError(f"json: the schema is not JSON: {error}") from error
-        _check_size(text)
-        if text.count('"$ref"') > _MOST_RULES:
-            raise StructureError(f"json: the schema has more than {_MOST_RULES} references.")
+        _check_schema(text)
         pattern = WHITESPACE if self.whitespace is None else self.whitespace
         spaces: Any = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
         try:
@@ -135,6 +141,27 @@ def _closed(schema: Any) -> Any:
 def _check_size(text: str) -> None:
     if len(text) > _MOST_CHARACTERS:
         raise StructureError(f"structured output is described in {len(text)} characters, {_MOST_CHARACTERS} are read.")
+
+
+def _check_schema(text: str) -> None:
+    _check_size(text)
+    if text.count('"$ref"') > _MOST_RULES:
+        raise StructureError(f"json: the schema has more than {_MOST_RULES} references.")
+
+
+@dataclass(frozen=True)
+class JSONWithin:
+    """A grammar of llguidance's Lark variant with JSON schemas as parts: `lark` names schema i as `json_i`."""
+
+    lark: str
+    schemas: tuple[Mapping[str, Any], ...] = ()
+
+    def source(self) -> str:
+        """See `Structure`."""
+        parts = [json.dumps({**schema, **_SPACES}, ensure_ascii=False) for schema in self.schemas]
+        text = "\n".join([self.lark, *(f"json_{i}: %json {part}" for i, part in enumerate(parts))])
+        _check_schema(text)
+        return LLMatcher.grammar_from_lark(text)
 
 
 def _brief(message: str) -> str:
@@ -159,7 +186,7 @@ class GrammarCompiler:
         except ValueError as error:
             raise StructureError(f"structured output needs a fast tokenizer: {error}") from error
 
-    def compile(self, wanted: StructuredOutput) -> Grammar:
+    def compile(self, wanted: Structure) -> Grammar:
         """Takes milliseconds, for the largest that are read about a second.
 
         Raises:

@@ -35,7 +35,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.data.chat import render, template_of
 from outrider.decoding.request import TextStream
-from outrider.decoding.structured import Grammar, GrammarCompiler, StructureError
+from outrider.decoding.structured import Grammar, GrammarCompiler, Structure, StructureError
 from outrider.engine.batch import Output, TokenLogprob
 from outrider.engine.batch import Request as EngineRequest
 from outrider.serving.inspector import page, trace_json, watched
@@ -45,7 +45,7 @@ from outrider.serving.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from outrider.serving.tools import ToolCall, ToolCallParser, format_of
+from outrider.serving.tools import Format, ToolCall, ToolCallParser, call_structure, format_of
 from outrider.serving.worker import Overloaded, Submission, Unavailable, Worker
 
 _OPEN_PATHS = ("/health", "/metrics", "/version", "/")  # asked by probes and browsers, which have no key
@@ -121,13 +121,23 @@ class Server:
         tokens: list[int] = await self._in_thread(partial(write, self.tokenizer, [messages], []))
         return tokens
 
-    async def grammar(self, asked: ChatRequest | CompletionRequest) -> Grammar | None:
+    def call_format(self, tools: Sequence[dict[str, Any]]) -> Format | None:
+        """The form of tool calls that the target's chat template asks for; None where there are no tools.
+
+        Raises:
+            ValueError: it is another form than those that are read here.
+        """
+        format = format_of(template_of(self.tokenizer, tools)) if tools else None
+        if tools and format is None:
+            raise ValueError("tools: calls in the form that this target's chat template asks for are not read here.")
+        return format
+
+    async def grammar(self, wanted: Structure | None) -> Grammar | None:
         """What the choices of a request must follow; None: nothing.
 
         Raises:
             StructureError: it is not valid, cannot be followed, or is too large.
         """
-        wanted = asked.structure
         if wanted is None:
             return None
         return await asyncio.get_running_loop().run_in_executor(self._compiling, self.grammars.compile, wanted)
@@ -452,17 +462,20 @@ def create_app(server: Server, api_key: str | None = None) -> FastAPI:
         server.check_model(asked.model)
         server.worker.check_room(asked.n * len(asked.prompts))  # before anything is tokenised
         prompts = [await server.tokens_of_text(one) if isinstance(one, str) else one for one in asked.prompts]
-        grammar = await server.grammar(asked)
+        grammar = await server.grammar(asked.structure)
         return await respond(http, *_prepare(server, asked, prompts, grammar=grammar))
 
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatRequest, http: Request) -> Response:
         server.check_model(asked.model)
         server.worker.check_room(asked.n)
-        tools = [tool.plain() for tool in asked.tools if asked.tool_choice == "auto"]
+        tools = [tool.plain() for tool in asked.tools if asked.tool_choice != "none"]
         prompt = await server.tokens_of_chat(asked, tools)
-        grammar = await server.grammar(asked)
-        return await respond(http, *_prepare(server, asked, [prompt], tools=tools, grammar=grammar))
+        format = server.call_format(tools)
+        calls = None if format is None else call_structure(asked, format)
+        grammar = await server.grammar(calls or asked.structure)
+        parser = None if format is None else partial(ToolCallParser, format, tools)
+        return await respond(http, *_prepare(server, asked, [prompt], parser=parser, grammar=grammar))
 
     @app.get("/", include_in_schema=False)
     async def inspector() -> Response:
@@ -519,10 +532,13 @@ def _prepare(
     server: Server,
     asked: ChatRequest | CompletionRequest,
     prompts: Sequence[list[int]],
-    tools: Sequence[dict[str, Any]] = (),
+    parser: Callable[[], ToolCallParser] | None = None,
     grammar: Grammar | None = None,
 ) -> tuple[Answer, list[EngineRequest]]:
     """An empty answer, and the engine's requests: `asked.n` for each prompt.
+
+    Args:
+        parser: makes what reads the tool calls of a choice, where there are tools.
 
     Raises:
         ValueError: a prompt, a limit or a parameter that cannot be served.
@@ -530,9 +546,6 @@ def _prepare(
     most = asked.max_tokens
     if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:
         most = asked.max_completion_tokens
-    format = format_of(template_of(server.tokenizer, tools)) if tools else None
-    if tools and format is None:
-        raise ValueError("tools: calls in the form that this target's chat template asks for are not read here.")
     kind: type[Answer] = ChatAnswer if isinstance(asked, ChatRequest) else CompletionAnswer
     id = f"{'chatcmpl' if kind is ChatAnswer else 'cmpl'}-{uuid.uuid4().hex}"
     choices: dict[str, Choice] = {}
@@ -551,9 +564,8 @@ def _prepare(
                 trace=asked.trace,
             )
         )
-        parser = None if format is None else ToolCallParser(format, tools)
         traced = TextStream(server.tokenizer) if asked.trace else None
-        choices[requests[-1].id] = Choice(index, prompt, parser, traced=traced)
+        choices[requests[-1].id] = Choice(index, prompt, parser and parser(), traced=traced)
     return kind(server, asked, id, choices), requests
 
 

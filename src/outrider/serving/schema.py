@@ -191,9 +191,10 @@ class CompletionRequest(_Sampled):
     @property
     def prompts(self) -> list[str | list[int]]:
         """One or more."""
-        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        ids = [one for one in self.prompt if isinstance(one, int)]
+        return [ids] if ids else [one for one in self.prompt if not isinstance(one, int)]
 
 
 class _TextPart(_Fields):
@@ -235,7 +236,15 @@ class Function(_Fields):
     name: str
     description: str = ""
     parameters: dict[str, Any] = {}
-    strict: Literal[False] = False
+    strict: bool = False  # arguments follow the schema also where the target chooses whether to call
+
+    @model_validator(mode="after")
+    def _properties_by_name(self) -> Function:
+        required = self.parameters.get("required") or []
+        names = isinstance(required, list) and all(isinstance(one, str) for one in required)
+        if not names or not isinstance(self.parameters.get("properties") or {}, dict):
+            raise ValueError("parameters: properties must be an object, required a list of their names")
+        return self
 
 
 class Tool(_Fields):
@@ -246,7 +255,20 @@ class Tool(_Fields):
 
     def plain(self) -> dict[str, Any]:
         """As chat templates read it."""
-        return {"type": "function", "function": self.function.model_dump(exclude_unset=True)}
+        return {"type": "function", "function": self.function.model_dump(exclude_unset=True, exclude={"strict"})}
+
+
+class FunctionName(_Fields):
+    """Which function."""
+
+    name: str
+
+
+class NamedTool(_Fields):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class TemplateSettings(_Fields):
@@ -262,8 +284,8 @@ class ChatRequest(_Sampled):
     max_tokens: int | None = Field(None, ge=1)  # None: as many as fit
     max_completion_tokens: int | None = Field(None, ge=1)  # its newer name
     tools: list[Tool] = []
-    tool_choice: Literal["none", "auto"] = "auto"
-    parallel_tool_calls: Literal[True] = True
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True  # False: at most one call
     chat_template_kwargs: TemplateSettings = TemplateSettings()
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=_MOST_LOGPROBS)
@@ -273,6 +295,24 @@ class ChatRequest(_Sampled):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs")
         return self
+
+    @model_validator(mode="after")
+    def _tools_that_there_are(self) -> ChatRequest:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: two functions have the same name")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice: no tool is named {self.tool_choice.function.name[:100]!r}")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice: a call is required, and there are no tools")
+        return self
+
+    @property
+    def must_call(self) -> list[Function]:
+        """One of these functions must be called; []: none need be."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [one.function for one in self.tools if one.function.name == self.tool_choice.function.name]
+        return [one.function for one in self.tools] if self.tool_choice == "required" else []
 
     @property
     def wanted_logprobs(self) -> int | None:
