@@ -125,3 +125,19 @@ def test_spec_generate_answers_the_call_of_z_labs(tmp_path: Path) -> None:
     other.config.vocab_size = 12
     with pytest.raises(ValueError, match="vocab_size 12"):
         ours.spec_generate(**{**call, "target": other})
+
+
+def test_texts_to_copy_from_are_read_for_hybrids(toy: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("say a word and another one")
+    beside = f"hybrid:{toy / 'drafter'}"
+    model = outrider.load(toy / "target", beside, "cpu", lookup=[tmp_path / "notes.txt"], lookup_responses=100)
+    assert model.target.tokenizer is not None and model.drafter is not None
+    tokens = model.target.tokenizer("say a word and another one", add_special_tokens=False)["input_ids"]
+    library = model.drafter.drafter.library
+    assert library is not None and library.responses == 100
+    assert library.find(tuple(tokens[:4]), 99) == (4, tokens[4:])
+    for drafter, message in ((toy / "drafter", "beside a trained drafter"), (None, "plain decoding copies nothing")):
+        with pytest.raises(ValueError, match=message):
+            outrider.load(toy / "target", drafter, "cpu", lookup_responses=10)
+    with pytest.raises(ValueError, match=r"none\.txt is no UTF-8 text"):
+        outrider.load(toy / "target", beside, "cpu", lookup=[tmp_path / "none.txt"])

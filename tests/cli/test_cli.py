@@ -202,13 +202,14 @@ def test_every_option_of_serve_can_be_in_its_file(tmp_path: Path) -> None:
         "max-requests": 3, "max-waiting": 0, "max-new-tokens": 9, "kv-tokens": 64, "token-budget": 5,
         "profile": "profiles/one.json", "tree": "8,depth=2", "device": "cpu", "threads": 1, "engine": "vllm",
         "launch": True, "engine-dtype": "float32", "engine-python": "python3", "engine-command": "mine",
-        "engine-args": "--seed 1",
+        "engine-args": "--seed 1", "lookup": ["mine", "texts.txt"], "lookup-responses": 7,
     }  # fmt: skip
     verb, config = parser("serve"), tmp_path / "serve.yaml"
     names = {param.opts[0].removeprefix("--") for param in verb.params if param.expose_value}
     assert given.keys() == names
     config.write_text(yaml.safe_dump(given))
-    here = {name: tmp_path / given[name] for name in ("target", "profile", "engine-command")}
+    here: dict[str, Any] = {name: tmp_path / given[name] for name in ("target", "profile", "engine-command")}
+    here["lookup"] = f"{tmp_path / 'mine'},texts.txt"
     words = [
         str(word) for name, value in {**given, **here}.items() for word in (f"--{name}", value) if word is not True
     ]

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from outrider.decoding.drafting import Copy, Drafting, Turn
+from outrider.decoding.drafting import Copies, Copy, Drafting, Turn
 from outrider.decoding.generate import generate
 from outrider.decoding.request import RequestState, StopRules
 from outrider.drafters.base import Drafter
 from outrider.drafters.hybrid import HybridDrafter
-from outrider.drafters.ngram import NgramConfig
+from outrider.drafters.ngram import Library, NgramConfig
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.sampling import SamplingParams
@@ -173,6 +173,62 @@ def test_copies_are_no_drafts_of_the_drafter(target: Target, monkeypatch: pytest
     assert all(not view.made_R.any() for view, _ in copied)
     for number, (_, after) in enumerate(views, 1):
         assert np.isnan(after.expected_RK).all() and after.idle_R.tolist() == [number]
+
+
+def test_a_library_is_searched_for_the_longest_match() -> None:
+    library = Library([[1, 2, 3, 4, 5], [9, 2, 3, 4, 6, 7]], responses=12)
+    assert library.find((1, 2, 3), 9) == (3, [4, 5]), "up to the end of the document"
+    assert library.find((8, 2, 3, 4), 1) == (3, [6]), "the latest of two"
+    assert library.find((1, 2, 3, 4), 9) == (4, [5])
+    assert library.find((3, 4), 9) == library.find((5, 9, 2), 9) == (0, [])
+    library.add([1, 2, 3, 8])
+    assert library.find((1, 2, 3), 9) == (3, [8]), "responses come before documents"
+    library.add([1, 2, 3, 0])
+    library.add([5, 5, 5, 5])
+    assert library.find((1, 2, 3), 9) == (3, [0])
+    library.add([6, 6, 6, 6])
+    library.add([7, 7, 7, 7])
+    assert library.find((1, 2, 3), 9) == (3, [4, 5]), "old responses are dropped"
+    forgetful = Library([[1, 2, 3, 4]])
+    forgetful.add([1, 2, 3, 5])
+    assert forgetful.find((1, 2, 3), 9) == (3, [4])
+    with pytest.raises(ValueError, match="keep 0 or more"):
+        Library(responses=-1)
+
+
+def test_asking_twice_is_answered_from_the_first_answer(target: Target) -> None:
+    """In the engine; the text is plain decoding's, and the second answer takes far fewer rounds."""
+    text = prompts(3)[2]
+    plain = generate(target, text, rules=NO_STOPS).tokens
+    rounds: dict[int, list[int]] = {}
+    for responses in (0, 400):
+        drafter = HybridDrafter(toy_drafter(target), NgramConfig(12), Library(responses=responses))
+        engine = Engine(target, drafter, gate=Never())
+        engine.warm_up()
+        for asked in (text, text, [*text[:3], *text]):
+            steps: list[None] = []
+            found = finish(engine, [Request("a", asked, rules=NO_STOPS)], lambda steps=steps: steps.append(None))  # type: ignore[misc]
+            assert asked != text or found["a"] == plain
+            rounds.setdefault(responses, []).append(len(steps))
+    assert rounds[0][0] == rounds[0][1] == rounds[400][0] and rounds[400][1] <= rounds[0][1] // 2
+
+
+def test_a_copy_is_taken_whence_more_tokens_agree() -> None:
+    copies = Copies(NgramConfig(4), Library([[7, 8, 9, 1]], responses=100))
+    own, other = copies.look_up({"a": [6, 7, 8, 9, 2, 6, 7, 8, 9], "b": [5, 7, 8, 9]}).values()
+    assert (own.borrowed, own.matched, own.tokens) == (False, 4, [2, 6, 7, 8])
+    assert (other.borrowed, other.matched, other.tokens) == (True, 3, [1]) and len(other.confidences_K) == 1
+    expected_RK = copies.expected_RK({"b": other}, ["b", "c"])
+    assert expected_RK is not None and (expected_RK > 0).tolist() == [[True, False, False, False], [False] * 4]
+    for _ in range(20):
+        copies.record({"b": other}, {"b": [5, 7, 8, 9, 0]})
+    copies.forget("b")
+    again = copies.look_up({"c": [5, 7, 8, 9], "d": [4, 7, 8, 9, 2, 7, 8, 9]})
+    lowered, kept = again["c"].confidences_K[0], again["d"].confidences_K[0]
+    assert lowered < 0.75 * other.confidences_K[0], "borrowed copies were wrong"
+    assert kept > 0.85 * other.confidences_K[0] and not again["d"].borrowed, "which says little about own ones"
+    copies.forget("d")
+    assert copies.library is not None and copies.library.find((4, 7, 8, 9), 1) == (3, [1]), "prompts are not kept"
 
 
 def gate_view(own: Sequence[float], copied: Sequence[float]) -> GateView:

@@ -16,10 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import outrider.cli.bench as simulate
-from outrider.backends.local import default_variants
+from outrider.backends.local import LimitedDrafter, default_variants
+from outrider.decoding.drafting import Copy
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.dflash import BlockDrafter
+from outrider.drafters.draft import Draft
+from outrider.drafters.hybrid import HybridDrafter
+from outrider.drafters.ngram import NgramConfig
 from outrider.engine.batch import Output, Request, StepRecord
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
@@ -40,7 +44,8 @@ from outrider.loadtest.simulate import (
 from outrider.loadtest.sweep import Sweep
 from outrider.loadtest.traces import Response, Traces, record
 from outrider.sampling import SamplingParams
-from outrider.scheduling.gate import SkipDrafting
+from outrider.scheduling.cost import Ints
+from outrider.scheduling.gate import AlwaysDraft, GateView, SkipDrafting
 from outrider.scheduling.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler, ThresholdPolicy
 from outrider.target.model import Target
 from tests.toys.command_line import Run, in_process
@@ -147,10 +152,59 @@ def test_the_simulator_takes_the_steps_of_the_engine(
     assert any(after.waiting > before.waiting for before, after in pairwise(real)), "no preemption"
 
 
+class NowAndThen(AlwaysDraft):
+    """The drafter drafts where the text is of odd length."""
+
+    def depths(self, view: GateView) -> Ints:
+        return np.where(view.contexts_R % 2 == 1, view.expected_RK.shape[1], 0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "skip", "slots"),
+    [
+        (FixedPolicy(), False, None),
+        (FixedPolicy(), False, 2),
+        (ThresholdPolicy(0.55), False, None),
+        (LookAhead(LINEAR), True, None),
+    ],
+)
+def test_copies_are_taken_where_the_engine_takes_them(
+    target: Target,
+    drafter: BlockDrafter,
+    prompts: list[list[int]],
+    policy: Policy,
+    skip: bool,
+    slots: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are found in the recorded text again; only drafts of the drafter itself are recorded."""
+    taken, copied = list[list[int]](), Copy.draft
+
+    def watched(self: Copy, limit: int, min_confidence: float) -> Draft:
+        found = copied(self, limit, min_confidence)
+        taken.append(found.tokens)
+        return found
+
+    monkeypatch.setattr(Copy, "draft", watched)
+    beside = HybridDrafter(drafter, NgramConfig(6))
+    asks = [Ask(prompt * 3, SamplingParams(temperature=0.7, seed=i, coupled=True)) for i, prompt in enumerate(prompts)]
+    recorded = record(target, beside, asks[:6], StopRules(30, stop_ids=(STOP,)), {})
+    assert recorded.gamma == GAMMA and recorded.slots == 6
+    config = EngineConfig(max_requests=4, token_budget=24, block_size=4, num_blocks=60)
+    gate, rules = SkipDrafting(LINEAR) if skip else NowAndThen(), StopRules(30, stop_ids=(STOP,))
+    requests = [Request(str(i), list(ask.prompt), ask.params, rules) for i, ask in enumerate(asks[:6])]
+    served = beside if slots is None else LimitedDrafter(beside, slots)
+    real, _ = run(Engine(target, served, policy, gate, config), requests)
+    theirs = taken.copy()
+    simulated, _ = run(SimulatedEngine(recorded, LINEAR, policy, gate, config, slots), requests)
+    assert taken == theirs * 2 and (sum(map(len, theirs)) >= 5 or not isinstance(policy, FixedPolicy))
+    assert [[getattr(r, n) for n in COUNTED] for r in simulated] == [[getattr(r, n) for n in COUNTED] for r in real]
+
+
 def test_plain_decoding_is_the_engine_without_a_drafter(target: Target, recorded: Traces) -> None:
     config = EngineConfig(max_requests=3, token_budget=16, block_size=4, num_blocks=40)
     real, _ = run(Engine(target, config=config), requests_for(recorded, 12))
-    simulated, _ = run(SimulatedEngine(recorded, LINEAR, config=config, gamma=0), requests_for(recorded, 12))
+    simulated, _ = run(SimulatedEngine(recorded, LINEAR, config=config, slots=0), requests_for(recorded, 12))
     assert [[getattr(r, n) for n in COUNTED] for r in simulated] == [[getattr(r, n) for n in COUNTED] for r in real]
 
 
@@ -185,7 +239,7 @@ def test_preemption_by_hand() -> None:
     """6 blocks of 2 for two requests that need 4 each in the end: the younger starts again once the elder is done."""
     traces = made((3, [0] * 5), (3, [0] * 5))
     config = EngineConfig(max_requests=2, token_budget=8, block_size=2, num_blocks=6)
-    simulated = SimulatedEngine(traces, LINEAR, FixedPolicy(0), config=config, gamma=0)
+    simulated = SimulatedEngine(traces, LINEAR, FixedPolicy(0), config=config, slots=0)
     records, outputs = run(simulated, requests_for(traces, 5))
     assert [[o.id for o in step] for step in outputs] == [["0", "1"]] * 4 + [["0"], ["1"]]
     assert [r.waiting for r in records] == [0, 0, 0, 0, 1, 0]
@@ -221,7 +275,7 @@ def test_nothing_is_lost_whatever_the_load(seed: int) -> None:
 def test_replicas_by_hand() -> None:
     """Prompts of 2, 10 and 2 tokens, two tokens each; the third request comes when the first step has ended."""
     traces = made((2, [0, 0]), (10, [0, 0]), (2, [0, 0]))
-    plain = [SimulatedEngine(traces, LINEAR, gamma=0) for _ in range(2)]
+    plain = [SimulatedEngine(traces, LINEAR, slots=0) for _ in range(2)]
     cluster = Cluster(plain, "round-robin")
     first, second, third = requests_for(traces, 2)
     cluster.submit(first)
@@ -238,7 +292,7 @@ def test_replicas_by_hand() -> None:
 
 def test_the_least_loaded_replica_gets_the_request() -> None:
     traces = made((2, [0] * 9), (2, [0, 0]), (2, [0] * 9))
-    engines = [SimulatedEngine(traces, LINEAR, gamma=0) for _ in range(2)]
+    engines = [SimulatedEngine(traces, LINEAR, slots=0) for _ in range(2)]
     cluster = Cluster(engines)
     first, second, third = requests_for(traces, 9)
     cluster.submit(first)

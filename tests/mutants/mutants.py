@@ -664,6 +664,27 @@ MUTANTS: list[Mutant] = [
             "tests/decoding/test_hybrid.py",
         ),
         (
+            "copies_of_all_sources_alike",
+            "what came of copies of other texts counts for those of the request's own",
+            "- 1 + MOST_MATCHED * borrowed_N",
+            "- 1 + 0 * borrowed_N",
+            "tests/decoding/test_hybrid.py",
+        ),
+        (
+            "library_keeps_prompts",
+            "prompts are copied to other requests too",
+            "self.library.add(text[prompt:])",
+            "self.library.add(text)",
+            "tests/decoding/test_hybrid.py",
+        ),
+        (
+            "library_before_the_text",
+            "another text is copied though more of the request's own agrees",
+            "matched > found[id][0]",
+            "True",
+            "tests/decoding/test_hybrid.py",
+        ),
+        (
             "copies_outcomes_one_late",
             "copies are compared with the text one token on",
             "text[self.start :]",
@@ -2012,8 +2033,8 @@ MUTANTS: list[Mutant] = [
         (
             "ngram_shortest_suffix",
             "the shortest known suffix decides",
-            "range(len(suffix), self.config.shortest - 1, -1)",
-            "range(self.config.shortest, len(suffix) + 1)",
+            "range(min(len(ending), self.config.longest), self.config.shortest - 1, -1)",
+            "range(self.config.shortest, min(len(ending), self.config.longest) + 1)",
         ),
     ),
     *_of(

@@ -30,7 +30,7 @@ from outrider.drafters.draft import Draft, rerank
 from outrider.drafters.heads import ChainHeads
 from outrider.drafters.hybrid import HybridDrafter
 from outrider.drafters.language_model import StandaloneDrafter
-from outrider.drafters.ngram import NgramConfig
+from outrider.drafters.ngram import Library, NgramConfig
 from outrider.drafters.trees import CandidateTree, draw_trees
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
@@ -145,10 +145,13 @@ def target(vocab: int) -> Target:
 @cache
 def drafter(kind: str, vocab: int) -> Drafter:
     """`chain`: a language model, with its own paged cache, `unsure`: without its confidences; `drawn` and `chosen`
-    trees; `hybrid KIND`: copies beside.
+    trees; `hybrid KIND`: copies beside; `borrowed KIND`: of other texts too.
     """
     if kind.startswith("hybrid "):
         return HybridDrafter(drafter(kind.removeprefix("hybrid "), vocab), NgramConfig(COPIED, longest=2))
+    if kind.startswith("borrowed "):
+        library = Library([[0, 0, 1, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0, 1]])
+        return HybridDrafter(drafter(kind.removeprefix("borrowed "), vocab), NgramConfig(COPIED, longest=2), library)
     model = tiny_llama(3, vocab)
     if kind in ("drawn", "chosen"):
         return TinyTrees(model, kind == "chosen")

@@ -85,6 +85,21 @@ class ByLength(AlwaysDraft):
         return np.where(view.contexts_R % 2 == 1, view.expected_RK.shape[1], 0)
 
 
+@pytest.mark.parametrize("where", WHERE)
+def test_copies_of_other_texts(where: str, tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+    borrowed: set[bool] = set()
+    draft = Copy.draft
+
+    def watched(self: Copy, limit: int, min_confidence: float) -> Draft:
+        borrowed.add(self.borrowed)
+        return draft(self, limit, min_confidence)
+
+    monkeypatch.setattr(Copy, "draft", watched)
+    case = Case(POLICIES["prefix"], "borrowed chain", gate=ByLength(), tokens=(5,))
+    assert tally.deviation(case, case.in_engine if where == "engine" else case.in_stream) <= TOLERANCE
+    assert True in borrowed
+
+
 @pytest.mark.parametrize("kind", ["drawn", "chosen"])
 def test_beside_trees(kind: str, tally: Tally, sources: set[tuple[bool, bool]]) -> None:
     case = Case(POLICIES["prefix"], f"hybrid {kind}", gate=ByLength(), tokens=(4,))

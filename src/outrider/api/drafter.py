@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from outrider.checkpoints.published import Published
     from outrider.drafters.base import Drafter, DraftModule
     from outrider.drafters.draft import TreeSize
+    from outrider.drafters.ngram import Library
     from outrider.evaluation.results import DrafterInfo
     from outrider.target.model import Target
 
@@ -117,15 +118,23 @@ class DrafterChoice:
         """Of a trained drafter, None for the others."""
         return Path(self.where) if self.kind == "directory" else None
 
-    def open(self, target: Target, block_size: int | None = None, tree: TreeSize | None = None) -> OpenedDrafter:
+    def open(
+        self,
+        target: Target,
+        block_size: int | None = None,
+        tree: TreeSize | None = None,
+        library: Library | None = None,
+    ) -> OpenedDrafter:
         """Ready to draft for `target`.
 
         Args:
             block_size: rows of a block drafter's blocks, if not as trained.
             tree: draft trees of that size.
+            library: texts that a hybrid may copy from, beside the request's own.
 
         Raises:
-            ValueError: no drafter or model there, it does not fit the target, or it has no such blocks or trees.
+            ValueError: no drafter or model there, it does not fit the target, or it has no such blocks, trees or
+                copies.
         """
         from outrider.checkpoints.checkpoint import load_checkpoint
         from outrider.drafters.hybrid import HybridDrafter
@@ -133,6 +142,8 @@ class DrafterChoice:
         from outrider.evaluation.draft_cost import with_block_size
         from outrider.target.model import load_target
 
+        if library is not None and not self.hybrid:
+            raise ValueError("other texts are copied beside a trained drafter: choose hybrid, or hybrid:DIR_OR_NAME.")
         if self.kind == "directory":
             checkpoint = load_checkpoint(self.where, num_target_layers=target.num_layers)
             if block_size is not None:
@@ -145,7 +156,11 @@ class DrafterChoice:
                 served, name = _branched(module, served, tree), f"{name} ({shape})"
             algorithm = module.algorithm
             if self.hybrid:
-                served, name, algorithm = HybridDrafter(served), f"{HYBRID}:{name}", f"{HYBRID} {algorithm}"
+                served, name, algorithm = (
+                    HybridDrafter(served, library=library),
+                    f"{HYBRID}:{name}",
+                    f"{HYBRID} {algorithm}",
+                )
             return OpenedDrafter(
                 served, name, algorithm, parameters=parameters, metadata=checkpoint.metadata, tree=tree
             )

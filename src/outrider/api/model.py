@@ -41,6 +41,7 @@ from outrider.decoding.structured import GrammarCompiler, StructuredOutput
 from outrider.decoding.trace import RoundTrace
 from outrider.drafters.base import draft_slots
 from outrider.drafters.draft import TreeSize
+from outrider.drafters.ngram import Library
 from outrider.engine.batch import Output, Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
@@ -329,6 +330,8 @@ def load(
     thinking: bool = False,
     tree: str | TreeSize | None = None,
     backend: Literal["local", "mlx"] = "local",
+    lookup: Sequence[str | Path] = (),
+    lookup_responses: int = 0,
     say: Callable[[str], None] | None = None,
 ) -> Model:
     """Load a target and its drafter.
@@ -340,6 +343,9 @@ def load(
         thinking: whether responses will think: `auto` then prefers a drafter that has seen it.
         tree: draft trees of this size ("16"), for methods that have them.
         backend: local (PyTorch) or mlx.
+        lookup: UTF-8 text files that a hybrid may copy from, beside the request's own text.
+        lookup_responses: and so many tokens of the latest responses to other requests, 0 for none. Sampled tokens of a
+            seed then depend on what was asked before, and the speed of an answer tells whether its text is among them.
         say: see `Model`.
 
     Raises:
@@ -357,8 +363,24 @@ def load(
         opened = None if choice is None else open_for_mlx(choice, target, tree=size)
     else:
         target = load_target(model, default_dtype(device), device)
-        opened = None if choice is None else choice.open(target, tree=size)
+        library = _library(target, lookup, lookup_responses) if lookup or lookup_responses else None
+        if library is not None and choice is None:
+            raise ValueError("plain decoding copies nothing: choose a hybrid drafter, or give no texts to copy from.")
+        opened = None if choice is None else choice.open(target, tree=size, library=library)
     return Model(target, opened, say)
+
+
+def _library(target: Target, files: Sequence[str | Path], responses: int) -> Library:
+    documents = []
+    for file in files:
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{file} is no UTF-8 text that can be read ({error}).") from error
+        if target.tokenizer is None:
+            raise ValueError(f"{target.name} has no tokenizer, so no text can be looked up.")
+        documents.append(target.tokenizer(text, add_special_tokens=False)["input_ids"])
+    return Library(documents, responses)
 
 
 def _is_batch(prompt: Sequence[Any]) -> bool:

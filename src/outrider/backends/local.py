@@ -222,7 +222,7 @@ class WrappedDrafter(Drafter):
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.aux_layers, self.gamma, self.nodes = drafter.aux_layers, drafter.gamma, drafter.nodes
-        self.copies = drafter.copies
+        self.copies, self.library = drafter.copies, drafter.library
 
     @property
     def own_slots(self) -> int:

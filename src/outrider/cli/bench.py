@@ -630,7 +630,7 @@ def simulate_command(
         raise ValueError(unsaid) from error
     machine = load_machine(profile, setting, scale_draft, verify=scale_verify)
     threshold = recommended if confidence_threshold is None else confidence_threshold
-    allowed = default_variants(recorded.gamma, threshold, not np.isnan(recorded.confidences_NK).any())
+    allowed = default_variants(recorded.slots, threshold, not np.isnan(recorded.confidences_NK).any())
     names = allowed if variants is None else split_names(variants, f"variant; there are {KNOWN}")
     kind: Literal["closed", "poisson"] = "closed" if rates is None else "poisson"
     levels = split_numbers("--concurrency", concurrency) if rates is None else split_numbers("--rates", rates)

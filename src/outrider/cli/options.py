@@ -83,8 +83,8 @@ Threads = Annotated[int | None, option(GENERAL, "CPU threads; $OMP_NUM_THREADS, 
 
 
 # Options whose value is a file or directory, or else a name of something.
-_PATHS_OR_NAMES = ("target", "drafter", "assistant", "tasks", "engine_target", "engine_drafter", "engine_python",
-                   "engine_command")  # fmt: skip
+_PATHS_OR_NAMES = ("target", "drafter", "assistant", "tasks", "lookup", "engine_target", "engine_drafter",
+                   "engine_python", "engine_command")  # fmt: skip
 
 
 def _read_config(context: typer.Context, path: Path | None) -> None:

@@ -18,7 +18,7 @@ import typer
 
 from outrider.api.drafter import AUTO, choose_drafter
 from outrider.cli import options as opt
-from outrider.cli.common import choose_tree, show_lines, split_words
+from outrider.cli.common import choose_tree, show_lines, split_names, split_words
 from outrider.cli.options import API_KEY, DRAFTS, ENGINES, SMOLLM2, option, rare
 from outrider.utils.measure import set_up
 from outrider.utils.packaged import name_of
@@ -52,6 +52,8 @@ def serve_command(
     token_budget: Annotated[int, rare(LOAD, "most rows of one forward", min=1)] = 512,
     profile: Annotated[Path | None, option(DRAFTS, "from outrider profile: draft and verify what pays")] = None,
     tree: opt.Tree = None,
+    lookup: Annotated[str | None, rare(DRAFTS, "text files that hybrid drafts may copy from")] = None,
+    lookup_responses: Annotated[int, rare(DRAFTS, "and tokens of the latest responses, anyone's", min=0)] = 0,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
     engine: Annotated[
@@ -97,7 +99,9 @@ def serve_command(
         console.print(f"warning: anyone who reaches {host} may use this server; set {API_KEY} to ask for a key.")
     config = EngineConfig(max_requests, token_budget, num_blocks=kv_tokens // EngineConfig.block_size)
     choice, say = choose_drafter(drafter, target, thinking), partial(show_lines, console)
-    model = _call_in_thread(lambda: load(target, choice, device, thinking=thinking, tree=choose_tree(tree), say=say))
+    texts = () if lookup is None else split_names(lookup, "text file")
+    loading = partial(load, lookup=texts, lookup_responses=lookup_responses, tree=choose_tree(tree), say=say)
+    model = _call_in_thread(lambda: loading(target, choice, device, thinking=thinking))
     server = build_server(
         model, config, profile, max_waiting=max_waiting, max_new_tokens=max_new_tokens, name=name, thinking=thinking
     )

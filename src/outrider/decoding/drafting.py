@@ -34,8 +34,8 @@ from outrider.decoding.round import RoundResult
 from outrider.decoding.trace import RoundTrace, Source, trace_round
 from outrider.drafters.base import Drafter, FailedCall
 from outrider.drafters.draft import Draft, allowed_part
-from outrider.drafters.ngram import MOST_MATCHED, NgramConfig, NgramSession, copy_confidences
-from outrider.scheduling.beliefs import Beliefs
+from outrider.drafters.ngram import MOST_MATCHED, Library, NgramConfig, NgramSession, copy_confidences
+from outrider.scheduling.beliefs import Beliefs, Flags
 from outrider.scheduling.cost import Floats, Ints
 from outrider.scheduling.gate import AlwaysDraft, DraftGate, History, known_verdicts
 from outrider.scheduling.policies import Policy, StepView
@@ -59,13 +59,15 @@ _LEAST_SURVIVAL = 0.1  # of a copied token: one that is less likely to be reache
 class Copy:
     """What a request may copy: the tokens behind an earlier occurrence of its last `matched` tokens.
 
-    `start`: committed tokens when it was found. `confidences_K`: what is expected of the tokens.
+    `start`: committed tokens when it was found. `confidences_K`: what is expected of the tokens. `borrowed`: they are
+    from the library.
     """
 
     start: int
     matched: int
     tokens: list[int]
     confidences_K: Floats
+    borrowed: bool = False
 
     def draft(self, limit: int, min_confidence: float) -> Draft:
         """As a draft of at most `limit` tokens; it ends where they promise too little."""
@@ -88,64 +90,82 @@ class Copies:
 
     Args:
         config: how the texts are searched, and most tokens of a copy.
+        library: other texts, which are copied where more tokens agree; responses are added to it. None: there are none.
     """
 
-    def __init__(self, config: NgramConfig) -> None:
-        self.config, self.beliefs = config, Beliefs(1, MOST_MATCHED)
+    def __init__(self, config: NgramConfig, library: Library | None = None) -> None:
+        self.config, self.library = config, library
+        self.beliefs = Beliefs(1, 2 * MOST_MATCHED)
         self._indexes: dict[str, NgramSession] = {}
+        self._texts: dict[str, tuple[int, Sequence[int]]] = {}  # length of the prompt, committed tokens
 
     def look_up(self, texts: Mapping[str, Sequence[int]]) -> dict[str, Copy]:
         """What each request may copy, by id, given its committed tokens; nothing where no suffix is known."""
-        gamma, found = self.config.gamma, dict[str, tuple[int, list[int]]]()
+        gamma, found = self.config.gamma, dict[str, tuple[int, list[int], bool]]()
         for id, text in texts.items():
+            self._texts.setdefault(id, (len(text), text))
             index = self._indexes.setdefault(id, NgramSession(self.config))
             for token in text[len(index.tokens) : -1]:
                 index.append(token)
             place = index.place(text[-1])
             if place is not None:
-                found[id] = index.matched(place, text[-1], MOST_MATCHED), index.copy(place, text[-1], gamma)
+                found[id] = index.matched(place, text[-1], MOST_MATCHED), index.copy(place, text[-1], gamma), False
+            if self.library is not None:
+                matched, tokens = self.library.find(tuple(text[-MOST_MATCHED:]), gamma)
+                if tokens and (id not in found or matched > found[id][0]):
+                    found[id] = matched, tokens, True
         if not found:
             return {}
-        matched_RK = np.array([matched for matched, _ in found.values()])[:, None] + np.arange(gamma)
-        groups_N, prior_N1 = _kinds(matched_RK.ravel())
+        matched_RK = np.array([matched for matched, _, _ in found.values()])[:, None] + np.arange(gamma)
+        borrowed_N = np.repeat([borrowed for _, _, borrowed in found.values()], gamma)
+        groups_N, prior_N1 = _kinds(matched_RK.ravel(), borrowed_N)
         ids = [id for id in found for _ in range(gamma)]
         expected_RK = self.beliefs.expected(ids, groups_N, prior_N1).reshape(matched_RK.shape)
         return {
-            id: Copy(len(texts[id]), matched, tokens=tokens, confidences_K=expected_K)
-            for (id, (matched, tokens)), expected_K in zip(found.items(), expected_RK, strict=True)
+            id: Copy(len(texts[id]), matched, tokens, confidences_K=expected_K[: len(tokens)], borrowed=borrowed)
+            for (id, (matched, tokens, borrowed)), expected_K in zip(found.items(), expected_RK, strict=True)
         }
 
     def expected_RK(self, found: Mapping[str, Copy], ids: Sequence[str]) -> Floats | None:
         """What is expected of the copies that were found for these requests, 0 without one; None: nothing was found."""
         if not found:
             return None
-        nothing_K = np.zeros(self.config.gamma)
-        return np.stack([found[id].confidences_K if id in found else nothing_K for id in ids])
+        expected_RK = np.zeros((len(ids), self.config.gamma))
+        for expected_K, id in zip(expected_RK, ids, strict=True):
+            if id in found:
+                expected_K[: len(found[id].tokens)] = found[id].confidences_K
+        return expected_RK
 
     def record(self, found: Mapping[str, Copy], texts: Mapping[str, Sequence[int]]) -> None:
         """Learn from what was committed in the place of copies, taken or not. `texts`: committed tokens by id."""
         ids: list[str] = []
         matched: list[int] = []
+        borrowed: list[bool] = []
         right: list[bool] = []
         for id, text in texts.items():
             if (copy := found.get(id)) is not None:
                 outcomes = copy.outcomes(text)
                 ids += [id] * len(outcomes)
                 matched += range(copy.matched, copy.matched + len(outcomes))
+                borrowed += [copy.borrowed] * len(outcomes)
                 right += outcomes
-        groups_N, prior_N1 = _kinds(np.array(matched, dtype=np.int64))
+        groups_N, prior_N1 = _kinds(np.array(matched, dtype=np.int64), np.array(borrowed, dtype=np.bool_))
         right_N = np.array(right, dtype=np.int64)
         self.beliefs.record(ids, np.ones_like(right_N), right_N, groups_R=groups_N, confidences_RK=prior_N1)
 
     def forget(self, id: str) -> None:
-        """Drop what is known of a request that has left alone."""
+        """Drop what is known of a request that has left alone; its response goes to the library."""
         self.beliefs.forget(id)
         self._indexes.pop(id, None)
+        prompt, text = self._texts.pop(id, (0, ()))
+        if self.library is not None:
+            self.library.add(text[prompt:])
 
 
-def _kinds(matched_N: Ints) -> tuple[Ints, Floats]:
-    """Groups [N] and prior confidences [N, 1] of copied tokens by how many tokens agree before them."""
-    return np.minimum(matched_N, MOST_MATCHED) - 1, copy_confidences(matched_N)[:, None]
+def _kinds(matched_N: Ints, borrowed_N: Flags) -> tuple[Ints, Floats]:
+    """Groups [N] and prior confidences [N, 1] of copied tokens by whence they are and how many agree before them."""
+    groups_N: Ints = np.minimum(matched_N, MOST_MATCHED) - 1 + MOST_MATCHED * borrowed_N
+    return groups_N, copy_confidences(matched_N)[:, None]
 
 
 @dataclass(frozen=True)
@@ -163,7 +183,7 @@ class Experience:
         """Before the first round."""
         if drafter is None:
             return Experience(History(0))
-        copies = None if drafter.copies is None else Copies(drafter.copies)
+        copies = None if drafter.copies is None else Copies(drafter.copies, drafter.library)
         return Experience(History(drafter.own_slots, chains=not drafter.trees), copies)
 
 

@@ -28,7 +28,7 @@ from outrider.target.linear import Packable, PackedLinear, pack
 from outrider.target.model import DecodingTarget, Target
 
 if TYPE_CHECKING:
-    from outrider.drafters.ngram import NgramConfig
+    from outrider.drafters.ngram import Library, NgramConfig
 
 Calibratable: TypeAlias = Literal["confidences", "candidates"] | None
 
@@ -93,6 +93,7 @@ class Drafter(ABC):
         heads: what its chains are sampled with; None where it samples none.
         calibratable: what `outrider calibrate` measures of it: its confidences, or the accuracy of its candidates.
         copies: how the text so far is copied where that promises more than its drafts; None: not at all.
+        library: other texts that are copied likewise.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -102,6 +103,7 @@ class Drafter(ABC):
     heads: ChainHeads | None = None
     calibratable: Calibratable = None
     copies: NgramConfig | None = None
+    library: Library | None = None
 
     @property
     def trees(self) -> bool:

@@ -1,8 +1,8 @@
 """A trained drafter beside copies from the text so far; decoding/drafting.py chooses between them.
 
     trained drafter   p_d of its own, seconds for every draft
-    copy              what followed the longest known suffix (drafters/ngram.py): one-hot, no seconds, and longer where
-                      the text repeats itself
+    copy              what followed the longest known suffix, in the text so far or in others (drafters/ngram.py):
+                      one-hot, no seconds, and longer where the text repeats itself
 
 Which of them drafts is decided per request and round from what is committed and what came of earlier drafts, before
 either has a token: a choice that reads the drafted tokens would favour some of them. Prompt look-up beside a trained
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.drafters.base import DraftCall, Drafter
 from outrider.drafters.draft import Draft
-from outrider.drafters.ngram import NgramConfig
+from outrider.drafters.ngram import Library, NgramConfig
 
 COPIES = NgramConfig(gamma=16)
 
@@ -27,12 +27,15 @@ class HybridDrafter(Drafter):
     """`trained` with `copies` of the text so far beside it, which are no drafts of its own: it proposes as `trained`.
 
     Its drafts may be trees; a copy is a chain all the same.
+
+    Args:
+        library: other texts that may be copied; none by default.
     """
 
     copies: NgramConfig
 
-    def __init__(self, trained: Drafter, copies: NgramConfig = COPIES) -> None:
-        self.trained, self.copies = trained, copies
+    def __init__(self, trained: Drafter, copies: NgramConfig = COPIES, library: Library | None = None) -> None:
+        self.trained, self.copies, self.library = trained, copies, library
         self.aux_layers, self.nodes = trained.aux_layers, trained.nodes
         self.config, self.heads = trained.config, trained.heads
         self.gamma = max(trained.gamma, copies.gamma)

@@ -69,21 +69,19 @@ class NgramSession:
 
     def place(self, anchor: int) -> int | None:
         """Where the longest known suffix of the tokens and the anchor went on before; None: no suffix is known."""
-        suffix = (*self.tokens[max(0, len(self.tokens) + 1 - self.config.longest) :], anchor)
-        for n in range(len(suffix), self.config.shortest - 1, -1):
-            place = self.places.get(suffix[-n:])
+        return self.find((*self.tokens[max(0, len(self.tokens) + 1 - self.config.longest) :], anchor))
+
+    def find(self, ending: tuple[int, ...]) -> int | None:
+        """Where the longest known suffix of a text with this ending went on last; None: no suffix is known."""
+        for n in range(min(len(ending), self.config.longest), self.config.shortest - 1, -1):
+            place = self.places.get(ending[-n:])
             if place is not None:
                 return place
         return None
 
     def matched(self, place: int, anchor: int, most: int) -> int:
         """How many tokens before `place` are those that end in the anchor, `most` at most."""
-        if self.tokens[place - 1] != anchor:
-            return 0
-        known, count = len(self.tokens), 1
-        while count < min(most, place) and self.tokens[place - 1 - count] == self.tokens[known - count]:
-            count += 1
-        return count
+        return _agreeing(self.tokens, place, [*self.tokens[max(0, len(self.tokens) + 1 - most) :], anchor])
 
     def copy(self, place: int, anchor: int, count: int) -> list[int]:
         """`count` tokens from `place` on; behind the anchor the copy goes on with its own beginning."""
@@ -92,6 +90,61 @@ class NgramSession:
         for at in range(place, place + count):
             found.append(self.tokens[at] if at < known else anchor if at == known else found[at - known - 1])
         return found
+
+
+def _agreeing(tokens: Sequence[int], place: int, ending: Sequence[int]) -> int:
+    """How many tokens before `place` are those that `ending` ends with."""
+    count = 0
+    while count < min(len(ending), place) and tokens[place - 1 - count] == ending[-1 - count]:
+        count += 1
+    return count
+
+
+_LIBRARY = NgramConfig(longest=4, shortest=3)  # fewer tokens than three say little about another text
+_END = -1  # behind every text of a library: no token
+
+
+class Library:
+    """Texts beside a request's own that it may copy from: documents, and the latest responses to other requests.
+
+    Args:
+        documents: token ids of each.
+        responses: tokens of responses that are kept, the latest; 0: none. How fast one request is answered then tells
+            whether another one had the same text.
+    """
+
+    def __init__(self, documents: Sequence[Sequence[int]] = (), responses: int = 0) -> None:
+        if responses < 0:
+            raise ValueError(f"{responses} tokens of earlier responses: keep 0 or more.")
+        self.responses = responses
+        self._documents, self._latest, self._before = (NgramSession(_LIBRARY) for _ in range(3))
+        for document in documents:
+            _append(self._documents, document)
+
+    def add(self, response: Sequence[int]) -> None:
+        """Keep a response. Of two halves the older one is dropped when the other is full."""
+        if self.responses:
+            if len(self._latest.tokens) >= self.responses // 2:
+                self._before, self._latest = self._latest, NgramSession(_LIBRARY)
+            _append(self._latest, response[: self.responses // 2])
+
+    def find(self, ending: tuple[int, ...], count: int) -> tuple[int, list[int]]:
+        """How many tokens of a text's ending agree with the best place found, and up to `count` tokens behind it.
+
+        (0, []) where nothing is found; the latest of places that agree equally far.
+        """
+        best: tuple[int, list[int]] = 0, []
+        for session in (self._latest, self._before, self._documents):
+            place = session.find(ending)
+            if place is not None and (matched := _agreeing(session.tokens, place, ending)) > best[0]:
+                tokens = session.tokens[place : place + count]
+                best = matched, tokens[: tokens.index(_END)] if _END in tokens else tokens
+        return best
+
+
+def _append(session: NgramSession, text: Sequence[int]) -> None:
+    for token in (*text, _END):
+        session.append(token)
 
 
 class NgramDrafter(Drafter):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -78,7 +79,9 @@ class Engine:
         in the thread that runs the steps, while there are no requests. Nothing is learned from it.
         """
         self.kv.claim()
-        drafting, self.drafting = self.drafting, Drafting(self.drafting.drafter, self.policy)
+        drafting, drafter = self.drafting, self.drafting.drafter
+        own = replace(Experience.of(drafter), copies=None)  # copies would leave its text in the library
+        self.drafting = Drafting(drafter, self.policy, experience=own)
         fitting = self.config.num_blocks * self.config.block_size
         tokens = min(_WARM_UP_TOKENS, fitting // 2, self.target.max_context // 2)
         self.submit(Request("warm-up", [0] * tokens, rules=StopRules(tokens, stop_ids=())))

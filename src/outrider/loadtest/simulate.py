@@ -21,13 +21,14 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from outrider.backends.local import NO_SPECULATION, build_variant
+from outrider.decoding.drafting import Copies, Copy
 from outrider.decoding.request import FinishReason
 from outrider.engine.batch import Output, Request, StepRecord
 from outrider.engine.scheduler import EngineConfig, Scheduler, StepPlan, Work
 from outrider.loadtest.load import Ask, run_load
 from outrider.loadtest.metrics import Point, PointSummary, summarise
 from outrider.loadtest.sweep import Sweep
-from outrider.loadtest.traces import Response, Traces
+from outrider.loadtest.traces import Response, Traces, matching
 from outrider.sampling import SamplingParams
 from outrider.scheduling.cost import Floats, Ints, Profile, SpsTable, StepCost
 from outrider.scheduling.gate import AlwaysDraft, DraftGate, History, known_verdicts
@@ -163,7 +164,7 @@ def load_machine(path: Path, recorded: Mapping[str, Any], draft: float = 1.0, ve
 # Discrete events: the engine's own scheduling over recorded drafts, each step charged what the machine would take.
 #
 #     plan      engine/scheduler.py     queues, blocks, chunks of prefill, preemption     the production object
-#     draft     gate, traces            c_1 .. c_l of position n                          recorded
+#     draft     gate, traces, copies    c_1 .. c_l of position n                          recorded, or copied
 #     decide    history, policy         l per request                                     the production objects
 #     commit    min(A_n, l) + 1 tokens                                                    exact, see traces.py
 #     clock  += draft(D) + verify(B, R, S) + other(R)                                     measured, or supposed
@@ -203,7 +204,7 @@ class SimulatedEngine:
     """`Engine` without models: the same calls and step records, with recorded drafts and seconds from `machine`.
 
     Args:
-        gamma: most drafts of a block, as recorded by default; 0 simulates plain decoding.
+        slots: most drafts of a round, as recorded by default; 0 simulates plain decoding.
     """
 
     def __init__(
@@ -213,15 +214,19 @@ class SimulatedEngine:
         policy: Policy | None = None,
         gate: DraftGate | None = None,
         config: EngineConfig | None = None,
-        gamma: int | None = None,
+        slots: int | None = None,
     ) -> None:
         self.traces, self.config = traces, config or EngineConfig()
         self.policy: Policy = policy or FixedPolicy()
         self.gate: DraftGate = gate or AlwaysDraft()
-        gamma = traces.gamma if gamma is None else gamma
-        assert gamma <= traces.gamma, f"blocks of {gamma} asked for, {traces.gamma} recorded"
-        self.machine = machine if gamma else machine.plain()
-        self.scheduler, self.history = Scheduler(self.config, gamma), History(gamma)
+        slots = traces.slots if slots is None else slots
+        assert slots <= traces.slots, f"drafts of {slots} asked for, {traces.slots} recorded"
+        self.gamma = min(slots, traces.gamma)
+        self.copies: Copies | None = None
+        if traces.copies is not None and slots:
+            self.copies = Copies(replace(traces.copies, gamma=min(slots, traces.copies.gamma)))
+        self.machine = machine if slots else machine.plain()
+        self.scheduler, self.history = Scheduler(self.config, slots), History(self.gamma)
         self.last: StepRecord | None = None
         self._live: dict[str, _Live] = {}
 
@@ -282,39 +287,60 @@ class SimulatedEngine:
         """Draft, decide and commit; the outputs, and how many requests drafted (`drafting`), how many draft tokens were
         `proposed`, `admitted` and `accepted`, and the length of the longest draft (`depth`)."""
         ids, live = [work.id for work in deciding], [self._live[work.id] for work in deciding]
-        contexts, rows_R = [one.length for one in live], np.array([one.row for one in live])
-        depths_R = self._depths(deciding, contexts, prefill)
+        rows_R = np.array([one.row for one in live])
+        found = {} if self.copies is None else self.copies.look_up(self._texts(deciding))
+        depths_R = self._depths(deciding, prefill, found)
         confidences_RK = self.traces.confidences_NK[rows_R].astype(np.float64)
         drafted_R = np.minimum(self.traces.drafted_N[rows_R], depths_R)
         doubted_RK = confidences_RK < self.policy.min_confidence  # False for NaN: without confidences all are kept
         drafted_R = np.where(doubted_RK.any(axis=1), np.minimum(drafted_R, doubted_RK.argmax(axis=1)), drafted_R)
+        depth = int(drafted_R.max())
+        confidences, right_R, copied = confidences_RK.tolist(), self.traces.accepted_N[rows_R], [False] * len(ids)
+        for i, work in enumerate(deciding):
+            if work.limit > 0 and not depths_R[i] and work.id in found:
+                draft = found[work.id].draft(work.limit, self.policy.min_confidence)
+                confidences[i], copied[i], drafted_R[i] = draft.confidences, True, len(draft.tokens)
+                right_R[i] = matching(draft.tokens, live[i].response.tokens[live[i].place :])
         view = self.history.step_view(
-            ids, confidences_RK.tolist(), drafted_R.tolist(), contexts=contexts, other_tokens=prefill
+            ids,
+            confidences,
+            drafted_R.tolist(),
+            contexts=[one.length for one in live],
+            other_tokens=prefill,
+            copied=None if self.copies is None else copied,
         )
         admitted_R = self.policy.lengths(view)
-        accepted_R = np.minimum(self.traces.accepted_N[rows_R], admitted_R)
+        accepted_R = np.minimum(right_R, admitted_R)
         parts = [one.commit(count + 1) for one, count in zip(live, accepted_R.tolist(), strict=True)]
         committed_R = np.array([len(tokens) for tokens, _ in parts])
         verified_R, known_R = known_verdicts(admitted_R, accepted_R, committed_R)
         self.history.record(ids, view, verified_R=verified_R, accepted_R=known_R)
+        if self.copies is not None:
+            self.copies.record(found, self._texts(deciding))
         counts = Counter(
             drafting=int((depths_R > 0).sum()),
             proposed=int(drafted_R.sum()),
             admitted=int(admitted_R.sum()),
             accepted=int(accepted_R.sum()),
-            depth=int(drafted_R.max()),
+            depth=depth,
         )
         return counts, [Output(id, tokens, "", finish=finish) for id, (tokens, finish) in zip(ids, parts, strict=True)]
 
-    def _depths(self, deciding: Sequence[Work], contexts: Sequence[int], prefill: int) -> Ints:
-        """Most tokens drafted for each request, [R]: as many as it can use and the gate allows."""
+    def _texts(self, deciding: Sequence[Work]) -> dict[str, list[int]]:
+        """What is committed of the requests that may use a draft, by id."""
+        live = {work.id: self._live[work.id] for work in deciding if work.limit > 0}
+        return {id: [*one.response.prompt, *one.response.tokens[: one.place]] for id, one in live.items()}
+
+    def _depths(self, deciding: Sequence[Work], prefill: int, found: Mapping[str, Copy]) -> Ints:
+        """Most tokens drafted for each request, [R]: as many as it can use and the gate allows, none for a copy."""
         able = [i for i, work in enumerate(deciding) if work.limit > 0]
         depths_R = np.zeros(len(deciding), dtype=np.int64)
         if able:
             ids = [deciding[i].id for i in able]
-            view = self.history.gate_view(
-                ids, [contexts[i] for i in able], prefill, other_requests=len(deciding) - len(able)
-            )
+            contexts = [self._live[id].length for id in ids]
+            view = self.history.gate_view(ids, contexts, prefill, other_requests=len(deciding) - len(able))
+            if self.copies is not None:
+                view = replace(view, copied_RK=self.copies.expected_RK(found, ids))
             depths_R[able] = np.minimum(self.gate.depths(view), [deciding[i].limit for i in able])
         return depths_R
 
@@ -332,6 +358,8 @@ class SimulatedEngine:
     def _forget(self, id: str) -> None:
         self.scheduler.remove(id)
         self.history.forget(id)
+        if self.copies is not None:
+            self.copies.forget(id)
 
     def _record(self, plan: StepPlan, counts: Counter[str], outputs: Sequence[Output], context: float) -> StepRecord:
         requests, prefill = len(plan.work), sum(work.prefill for work in plan.work)
@@ -483,7 +511,7 @@ def serve(
     Raises:
         ValueError: no such variant, or it needs what is not there.
     """
-    variant = build_variant(name, traces.gamma, threshold, cost=machine)
+    variant = build_variant(name, traces.slots, threshold, cost=machine)
     parts = (traces, machine, variant.policy, variant.gate, engine, variant.drafts)
     return Cluster([SimulatedEngine(*parts) for _ in range(replicas)], routing)
 

@@ -31,6 +31,7 @@ from outrider.decoding.generate import generate
 from outrider.decoding.request import RequestState, StopRules
 from outrider.drafters.base import DraftCall, Drafter
 from outrider.drafters.draft import Draft
+from outrider.drafters.ngram import NgramConfig
 from outrider.loadtest.load import Ask
 from outrider.sampling import (
     PositionNoise,
@@ -70,6 +71,8 @@ class Traces:
         confidences_NK: float32; as the drafter hands them over (calibrated), 0 behind `drafted_N`; NaN without a head.
         drafted_N: block lengths. accepted_N: A_n <= drafted_N.
         about: what they were recorded with (target, drafter, ...).
+        copies: how the texts were to be copied beside the drafter; None: not at all. What is copied follows from the
+            text, so copies are not recorded: of one-hot drafts those are accepted that equal the text, sampled or not.
     """
 
     def __init__(
@@ -82,11 +85,18 @@ class Traces:
     ) -> None:
         self.responses = list(responses)
         self.confidences_NK, self.drafted_N, self.accepted_N, self.about = confidences_NK, drafted_N, accepted_N, about
+        self.copies = None if about.get("copies") is None else NgramConfig(**about["copies"])
         self._by_prompt = {response.prompt: response for response in self.responses}
 
     @property
     def gamma(self) -> int:
+        """Most drafts of a recorded block."""
         return int(self.confidences_NK.shape[1])
+
+    @property
+    def slots(self) -> int:
+        """Most drafts of a round, copies included."""
+        return self.gamma if self.copies is None else max(self.gamma, self.copies.gamma)
 
     def find(self, prompt: Sequence[int]) -> Response:
         """The response recorded for these prompt tokens.
@@ -136,6 +146,8 @@ class Traces:
                 params = [SamplingParams(**fields) for fields in parse_json(str(file["sampling"]))]
             if not isinstance(about, dict) or not _consistent(arrays) or len(params) != len(arrays["ends"]):
                 raise ValueError("arrays that do not fit one another")
+            if about.get("copies") is not None:
+                NgramConfig(**about["copies"])
         except (BadZipFile, KeyError, ValueError, TypeError, EOFError) as error:
             raise ValueError(
                 f"{path} holds no traces, or damaged ones; record them again (--record {path})."
@@ -167,10 +179,11 @@ def _consistent(arrays: Mapping[str, NDArray[Any]]) -> bool:
 
 
 class RecordingDrafter(WrappedDrafter):
-    """A drafter whose drafts for its one request are kept in `recorded`."""
+    """A drafter whose drafts for its one request are kept in `recorded`; it drafts alone, without copies."""
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__(drafter)
+        self.copies, self.gamma = None, drafter.own_gamma
         self.recorded: list[Draft] = []
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
@@ -278,10 +291,8 @@ def record(
         asks: prompts and how they are sampled; a prompt that comes again is recorded as it came first.
 
     Raises:
-        ValueError: no prompts, or one that does not fit the target; or a drafter with copies beside it.
+        ValueError: no prompts, or one that does not fit the target; or drafts that branch.
     """
-    if drafter.copies is not None:
-        raise ValueError("copies beside a drafter cannot be recorded: record the trained drafter, or ngram.")
     if not asks:
         raise ValueError("no prompts to record: give task files or shipped sets.")
     responses: list[Response] = []
@@ -303,18 +314,18 @@ def record(
         drafts = [*recorded, Draft.empty()][: len(tokens)]
         assert len(drafts) == len(tokens), "a position without its proposal"
         responses.append(Response(prompt, tokens, generation.finish == "stop", start=len(blocks), params=ask.params))
-        blocks += [(proposal, _matching(proposal.tokens, tokens[n:])) for n, proposal in enumerate(drafts)]
+        blocks += [(proposal, matching(proposal.tokens, tokens[n:])) for n, proposal in enumerate(drafts)]
     on_progress("traces", len(distinct), len(distinct))
-    confidences_NK = np.zeros((len(blocks), drafter.gamma), dtype=np.float32)
+    confidences_NK = np.zeros((len(blocks), drafter.own_gamma), dtype=np.float32)
     for row_K, (proposal, _) in zip(confidences_NK, blocks, strict=True):
         row_K[: len(proposal.tokens)] = proposal.confidences[: len(proposal.tokens)] or np.nan
     drafted_N = np.array([len(proposal.tokens) for proposal, _ in blocks])
-    return Traces(
-        responses, confidences_NK, drafted_N, accepted_N=np.array([count for _, count in blocks]), about=about
-    )
+    copies = None if drafter.copies is None else asdict(drafter.copies)
+    accepted_N = np.array([count for _, count in blocks])
+    return Traces(responses, confidences_NK, drafted_N, accepted_N=accepted_N, about=about | {"copies": copies})
 
 
-def _matching(draft: Sequence[int], text: Sequence[int]) -> int:
+def matching(draft: Sequence[int], text: Sequence[int]) -> int:
     """How many tokens of a draft equal the text, from the first on."""
     count = 0
     while count < min(len(draft), len(text)) and draft[count] == text[count]:
