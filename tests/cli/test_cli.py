@@ -209,7 +209,7 @@ def test_every_option_of_serve_can_be_in_its_file(tmp_path: Path) -> None:
     assert given.keys() == names
     config.write_text(yaml.safe_dump(given))
     here: dict[str, Any] = {name: tmp_path / given[name] for name in ("target", "profile", "engine-command")}
-    here["lookup"] = f"{tmp_path / 'mine'},texts.txt"
+    here["lookup"] = f"{tmp_path / 'mine'},{tmp_path / 'texts.txt'}"
     words = [
         str(word) for name, value in {**given, **here}.items() for word in (f"--{name}", value) if word is not True
     ]
@@ -218,6 +218,65 @@ def test_every_option_of_serve_can_be_in_its_file(tmp_path: Path) -> None:
     assert read["profile"] == tmp_path / "profiles" / "one.json"
     over = verb.make_context("serve", ["--config", str(config), "--port", "8002", "--no-thinking"]).params
     assert over == {**read, "port": 8002, "thinking": False}
+
+
+def test_paths_in_a_file_of_options_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after NAME=, hybrid: and lm:, and between commas. Names stay names, and words of --drafter are none."""
+    monkeypatch.chdir(Path("/"))
+    top, config = tmp_path / "below", tmp_path / "below" / "options.yaml"
+    for name in ("here", "ngram", "auto", "a=b"):
+        (top / name).mkdir(parents=True)
+
+    def read(verb: str, **given: Any) -> list[Any]:
+        config.write_text(yaml.safe_dump(given))
+        required = [] if verb != "calibrate" else ["--drafter", "d", "--target", "t"]
+        required += ["--tasks", "t"] if "tasks" not in given and verb in ("bench", "calibrate") else []
+        words = [*required, *(["--out", "o"] if verb == "bench" else []), "--config", str(config)]
+        params = parser(verb).make_context(verb, words).params
+        return [params[name] for name in given]
+
+    assert read("bench", profile=["one.json", "sub/two.json"]) == [[top / "one.json", top / "sub/two.json"]]
+    assert read("bench", profile="one.json") == [[top / "one.json"]]
+    found = f"gsm8k,{top / 'here'}"
+    for tasks in ("gsm8k,here", "gsm8k, here,", ["gsm8k", "here"]):
+        assert read("calibrate", tasks=tasks, fit_tasks=tasks) == [found, found]
+        assert read("bench", tasks=tasks) == [found]
+    assert read("serve", lookup="a.txt,b/c.txt") == [f"{top / 'a.txt'},{top / 'b/c.txt'}"]
+    assert read("prepare", prompts=["here", "hf:here", "eval_chat"], recipe="demo") == [
+        [str(top / "here"), "hf:here", "eval_chat"], Path("demo")
+    ]  # fmt: skip
+    assert read("prepare", recipe="here") == [top / "here"]
+    for given, meant in {
+        "here": f"{top}/here", "hybrid:here": f"hybrid:{top}/here", "lm:here": f"lm:{top}/here",
+        "lm:here@4": f"lm:{top}/here@4", "mine=here": f"mine={top}/here", "mine=lm:here@4": f"mine=lm:{top}/here@4",
+        "mine=hybrid:here": f"mine=hybrid:{top}/here", "a=b": f"{top}/a=b",
+    }.items():  # fmt: skip
+        assert read("bench", drafter=given) == [[meant]], given
+        if not given.startswith("mine="):
+            assert read("serve", drafter=given) == [meant], given
+    names = ["auto", "none", "hybrid", "ngram", "mine=ngram", "ngram@4", "hybrid:", "lm:", "lm:absent@4", "o/absent"]
+    assert read("bench", drafter=names) == [names]
+    (top / "7").touch()
+    assert read("bench", prompts=7) == [7]
+
+
+def test_every_option_that_takes_a_path_takes_it_from_beside_the_file(tmp_path: Path) -> None:
+    """A new option of text is in cli/options.py as one that takes paths, or here as one that takes none."""
+    (tmp_path / "here").touch()
+    none = {"label", "tree", "typical", "device", "stop", "host", "name", "contexts", "temperature", "concurrency",
+            "rates", "variants", "against", "user_speeds", "base_url", "baseline_url", "served_model", "engine_args",
+            "block_size", "model", "routing", "backend"}  # fmt: skip
+    for verb in VERBS:
+        params = parser(verb).params
+        if not any("--config" in param.opts for param in params):
+            continue
+        for param in params:
+            if not param.opts[0].startswith("--") or param.is_eager:
+                continue
+            annotation = param.type_descriptor.annotation
+            if {str, Path} & {annotation, *get_args(annotation)}:
+                found = opt._config_value(param, "here", place=tmp_path / "options.yaml")
+                assert found == ("here" if param.name in none else str(tmp_path / "here")), (verb, param.name)
 
 
 def test_the_packaged_drafter_is_found_by_its_name(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

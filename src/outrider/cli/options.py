@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from typer.core import TyperCommand
@@ -82,15 +83,21 @@ Device = Annotated[str, option(GENERAL, "auto (cuda where there is one), cpu, cu
 Threads = Annotated[int | None, option(GENERAL, "CPU threads; $OMP_NUM_THREADS, else all", min=1, max=1024)]
 
 
-# Options whose value is a file or directory, or else a name of something.
-_PATHS_OR_NAMES = ("target", "drafter", "assistant", "tasks", "lookup", "engine_target", "engine_drafter",
-                   "engine_python", "engine_command")  # fmt: skip
+# Options whose value is a file or directory, or else a name of something; and those that take several, by commas.
+_PATHS_OR_NAMES = ("target", "drafter", "assistant", "tasks", "fit_tasks", "prompts", "recipe", "engine_target",
+                   "engine_drafter", "engine_python", "engine_command")  # fmt: skip
+_SEVERAL = ("tasks", "fit_tasks", "lookup")
+# A drafter is one of the words, or [NAME=]PATH, [NAME=]hybrid:PATH or [NAME=]lm:PATH[@LENGTH] (api.drafter).
+_DRAFTER = re.compile(
+    r"(?P<name>[^=]*=)?(?:auto|none|hybrid|ngram(?:@\d+)?|(?P<kind>hybrid:|lm:)?(?P<path>.+?)(?P<length>@\d+)?)"
+)
 
 
 def _read_config(context: typer.Context, path: Path | None) -> None:
     """Take options from a YAML file of {option name: value}; what the command line gives comes first.
 
-    Relative paths are relative to the file; what may also be a name is a path where it is there.
+    Relative paths are relative to the file; what may also be a name is a path where it is there. This holds for each
+    text between commas, and for a drafter's path after NAME=, hybrid: and lm:.
 
     Raises:
         ValueError: no such file, not YAML, an option that the verb does not have, or a value of another kind than its.
@@ -131,9 +138,39 @@ def _config_value(param: Any, value: Any, place: Path) -> bool | str:
         raise ValueError(f"{place}: {param.opts[0].removeprefix('--')}: {value!r} is not {kind}.")
     if isinstance(value, bool):
         return value
-    beside = place.parent / str(value)
-    is_path = param.type_descriptor.annotation is Path or (param.name in _PATHS_OR_NAMES and beside.exists())
-    return str(beside if is_path else value)
+    annotation = param.type_descriptor.annotation
+    kinds = {annotation, *get_args(annotation)}  # of an option that can be repeated: list[Path]
+    text = str(value)
+    if param.name in _PATHS_OR_NAMES and kinds & {str, Path}:  # the prompts of bench are a number
+        find = _drafter_beside if param.name == "drafter" else _found_beside
+    elif Path in kinds or param.name == "lookup":
+        find = _beside
+    else:
+        return text
+    if param.name not in _SEVERAL:
+        return find(text, place)
+    return ",".join(find(part, place) for part in map(str.strip, text.split(",")) if part)
+
+
+def _beside(text: str, place: Path) -> str:
+    """A path of the file at `place`."""
+    return str(place.parent / text)
+
+
+def _found_beside(text: str, place: Path) -> str:
+    """A path of the file at `place` where it is there, else a name."""
+    return _beside(text, place) if text and (place.parent / text).exists() else text
+
+
+def _drafter_beside(text: str, place: Path) -> str:
+    """As `_found_beside`, for a drafter's path and what may be around it."""
+    match = _DRAFTER.fullmatch(text)
+    if match is None or match["path"] is None:
+        return text
+    if (whole := _found_beside(text, place)) != text:  # the name of a directory may hold the signs
+        return whole
+    name, kind, path, length = (part or "" for part in match.group("name", "kind", "path", "length"))
+    return f"{name}{kind}{_found_beside(path, place)}{length}"
 
 
 def _show_all(context: typer.Context, asked: bool) -> None:
