@@ -161,7 +161,8 @@ def test_a_traced_generation_is_in_the_report(run: Run, toy: Path, tmp_path: Pat
         "--max-new-tokens",
         20,
     )
-    options = (*command, "--confidence-threshold", 0.1, "--temperature", 1, "--seed", 3)
+    options = (*command, "--confidence-threshold", 0.1, "--temperature", 1, "--seed", 3, "--top-k", 50, "--min-p", 0.01)
+    options += ("--top-p", 0.99, "--repetition-penalty", 1.1, "--stop", "never in the text")
     plain, traced = run(*options), run(*options, "--trace", tmp_path / "new" / "answer.json")
     assert traced[0] == 0 and traced[1] == plain[1] and str(tmp_path / "new" / "answer.json") in traced[2]
     (source,) = find_sources([tmp_path])
@@ -169,7 +170,10 @@ def test_a_traced_generation_is_in_the_report(run: Run, toy: Path, tmp_path: Pat
     tokens = [token for one in rounds for token in one["tokens"]]
     assert "".join(token["text"] for token in tokens if token["in_text"]) + "\n" == plain[1] and len(tokens) == 20
     assert {draft["outcome"] for one in rounds for draft in one["drafts"]} >= {"rejected"}
-    assert source.content.settings["seed"] == 3 and source.content.versions["torch"]
+    recorded = source.content.settings
+    asked = {"prompt": "ab", "raw": True, "thinking": False, "max_new_tokens": 20, "temperature": 1, "seed": 3}
+    asked |= {"top_k": 50, "top_p": 0.99, "min_p": 0.01, "repetition_penalty": 1.1, "stop": ["never in the text"]}
+    assert recorded | asked | {"confidence_threshold": 0.1} == recorded and source.content.versions["torch"]
     found = run("report", tmp_path, "--out", tmp_path / "report.html")
     assert (tmp_path / "report.html").resolve().as_uri() in found[1].replace("\n", "")
     assert f"20 tokens in {len(rounds)} rounds" in Page((tmp_path / "report.html").read_text()).text

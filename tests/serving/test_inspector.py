@@ -13,9 +13,12 @@ import pytest
 
 import outrider
 from outrider.api.model import Model
-from outrider.serving.inspector import page
+from outrider.decoding.request import TextStream
+from outrider.decoding.trace import RoundTrace, TokenTrace
+from outrider.serving.inspector import page, trace_json
 from outrider.target.hub import EMBEDDED_ID
 from tests.toys.serving import Served, serving, wait_for
+from tests.toys.tokenizer import TOKENIZER, ids
 
 KEY = {"Authorization": "Bearer secret"}
 REPEATED = "Repeat this sentence three times: The quick brown fox jumps over the lazy dog."
@@ -60,6 +63,14 @@ def texts(rounds: list[dict[str, Any]]) -> str:
 
 def outcomes(rounds: list[dict[str, Any]], outcome: str) -> int:
     return sum(draft["outcome"] == outcome for one in rounds for draft in one["drafts"])
+
+
+@pytest.mark.parametrize(("final", "in_text"), [(False, [True, False]), (True, [True, True])])
+def test_a_character_that_is_cut_is_text_where_the_response_ends(final: bool, in_text: list[bool]) -> None:
+    tokens = [TokenTrace(token, "plain", None, target=1.0, top=[]) for token in ids("aé")[:2]]
+    trace = RoundTrace(1, None, "", drafts=[], tokens=tokens)
+    shown = trace_json(trace, TextStream(TOKENIZER), lambda token: "piece", final=final)["tokens"]
+    assert [token["in_text"] for token in shown] == in_text and shown[0]["text"] == "a"
 
 
 def test_a_trace_agrees_with_the_answer(served: Served) -> None:

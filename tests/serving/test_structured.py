@@ -247,8 +247,20 @@ def test_calls_that_need_no_grammar_and_calls_that_cannot_have_one() -> None:
     narrow = function("f", True, [], a={"type": "string", "pattern": "x+"})
     assert wanted("hermes", narrow) is not None
     strict = function("f", True, ["b"], a={"type": "integer"})
+    keywords = {"$ref": "#/$defs/A", "anyOf": [{}], "allOf": [{}], "oneOf": [{}], "not": {}, "if": {}, "enum": [{}]}
+    keywords |= {"minProperties": 1, "patternProperties": {}, "dependentRequired": {"a": ["b"]}}
+    keywords |= {"additionalProperties": {"type": "integer"}}
+    for keyword, value in keywords.items():
+        tool = function("f", True, [], a={"type": "integer"})
+        tool["function"]["parameters"][keyword] = value
+        with pytest.raises(StructureError, match=re.escape(f"{keyword} of 'f' cannot be followed")):
+            wanted("xml", tool)
     for format, tool, asked, reason in (
         ("xml", narrow, {}, "pattern of 'a'"),
+        ("xml", function("f", True, [], a={"type": "integer"}, b={"items": {"$ref": "#/properties/a"}}), {},
+         "'#/properties/a' of 'f'"),
+        ("xml", function("f", True, [], a=False), {}, "the schema of 'a' is no object"),
+        ("xml", function("f", True, [], a={"type": "string", "enum": ["x", 1]}), {}, "the enum of 'a' is no list"),
         ("xml", strict, {}, "requires 'b'"),
         ("xml", function("a name", True, []), {}, "'a name' cannot be written"),
         ("xml", function("f", True, [], a={"type": "string", "enum": 1}), {}, "the enum of 'a' is no list"),
@@ -271,3 +283,36 @@ def test_calls_that_need_no_grammar_and_calls_that_cannot_have_one() -> None:
     ):
         with pytest.raises(ValueError, match=reason):
             wanted("hermes", *tools, tool_choice=choice)
+
+
+def test_definitions_are_written_only_where_they_are_referred_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the XML form every argument has a schema of its own, and many that share definitions can be too large."""
+
+    def source(referring: int) -> str:
+        properties: dict[str, Any] = {f"a{i}": {"type": "integer"} for i in range(40)}
+        properties |= {f"b{i}": {"$ref": "#/$defs/Word"} for i in range(referring)}
+        tool = function("f", True, [], **properties)
+        tool["function"]["parameters"]["$defs"] = {"Word": {"enum": ["w" * 4000]}}
+        found = call_structure(ChatRequest(messages=USER, tools=[tool]), "xml")
+        assert found is not None
+        return found.source()
+
+    assert source(2).count("w" * 4000) == 2
+    sizes: list[int] = []
+    check = structured_module._check_size
+    monkeypatch.setattr(structured_module, "_check_size", lambda text: (sizes.append(len(text)), check(text)))
+    with pytest.raises(StructureError, match="at least"):
+        source(1000)
+    assert sizes[-1] < 200_000, "nothing is written behind the limit"
+
+
+def test_a_function_that_allows_no_arguments(served: Served) -> None:
+    """Also where its schema names no properties."""
+    tool = {"type": "function", "function": {"name": "f", "strict": True}}
+    tool["function"] |= {"parameters": {"additionalProperties": False}}  # type: ignore[operator]
+    wanted = call_structure(ChatRequest(messages=USER, tools=[tool], tool_choice="required"), "xml")  # type: ignore[list-item]
+    assert wanted is not None
+    grammar = GrammarCompiler(served.server.target).compile(wanted)
+    for arguments, fits in (({}, True), ({"a": 1}, False)):
+        allowed_V = grammar.start().allowed(ids(written("xml", "f", arguments)))
+        assert (allowed_V is not None and bool(allowed_V[TOKENIZER.eos_token_id])) == fits

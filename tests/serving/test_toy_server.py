@@ -326,6 +326,9 @@ XML = (
     "</function>\n</tool_call>"
 )
 ODD = '"\\\\\\"</tool_call></tool_call>"'  # a text with a quote, and marks that do not end the call
+BROKEN = HERMES.replace('"1"', '"a " b"')  # a quote too many
+CUT_OFF = XML.replace("</function>\n", "")
+MARKS = '["a</tool_call>", "<tool_call>"]'
 LLAMA = '{"name": "weather", "parameters": {"city": "1", "days": 2}}'
 
 
@@ -347,7 +350,16 @@ LLAMA = '{"name": "weather", "parameters": {"city": "1", "days": 2}}'
             "",
             [ToolCall("weather", CALL.arguments.replace("2", '["</parameter>"]'))],
         ),
+        ("hermes", f"{BROKEN} or\n{HERMES}", f"{BROKEN} or\n", [CALL]),
+        ("hermes", f"{BROKEN}\n{HERMES}\n{BROKEN}\n{HERMES}", f"{BROKEN}\n\n{BROKEN}\n", [CALL, CALL]),
         ("xml", "<tool_call><function=weather></tool_call>", "<tool_call><function=weather></tool_call>", []),
+        ("xml", f"{CUT_OFF}\n{XML}", f"{CUT_OFF}\n", [CALL]),
+        (
+            "xml",
+            f"{XML.replace('2', MARKS)}\n{XML}",
+            "",
+            [ToolCall("weather", CALL.arguments.replace("2", MARKS)), CALL],
+        ),
         ("llama", LLAMA, "", [CALL]),
         ("llama", f"Text {LLAMA}", f"Text {LLAMA}", []),
         ("llama", '{"name": 3}', '{"name": 3}', []),

@@ -86,23 +86,21 @@ def generate_command(
         used += f"(outrider models); {HOW_TO_TRAIN}"
     if lossy is not None:
         used += f"; {lossy_note(lossy.settings)}"
+    options: dict[str, Any] = {
+        "raw": raw,
+        "thinking": thinking,
+        "max_new_tokens": max_new_tokens,
+        "stop": stop or (),
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "confidence_threshold": confidence_threshold,
+    }
     chunks = []
-    for chunk in model.stream(
-        prompt,
-        raw=raw,
-        thinking=thinking,
-        max_new_tokens=max_new_tokens,
-        stop=stop or (),
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        confidence_threshold=confidence_threshold,
-        typical=lossy,
-        trace=trace is not None,
-    ):
+    for chunk in model.stream(prompt, **options, typical=lossy, trace=trace is not None):
         chunks.append(chunk)
         if show_rounds:
             console.print(coloured(chunk, model.target), end="")
@@ -114,13 +112,9 @@ def generate_command(
         used += f"; seed {chunks[-1].seed}"
     summary(chunks, used, errors, legend=show_rounds)
     if trace is not None:
-        asked = {
-            "prompt": prompt,
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "seed": chunks[-1].seed,
-        }
-        write_trace(trace, model, chunks, settings=asked | {"decoded by": used})
+        drafts = {"tree": tree, "typical": typical, "decoded by": used}
+        settings = {"prompt": prompt, **options, "seed": chunks[-1].seed, **drafts}
+        write_trace(trace, model, chunks, settings=settings)
         show_paths(errors, trace)
 
 
@@ -132,14 +126,11 @@ def write_trace(path: Path, model: Model, chunks: Sequence[Chunk], settings: Map
 
     tokenizer = model.target.tokenizer
     assert tokenizer is not None
-    texts, rounds = TextStream(tokenizer), []
+    text, rounds = TextStream(tokenizer), []
     for chunk in chunks:
         assert chunk.trace is not None, "the chunks were decoded with trace=True"
-        added = []
-        for place, token in enumerate(chunk.tokens, 1):
-            texts.push(token)
-            added.append(texts.release(final=chunk.finish is not None and place == len(chunk.tokens)))
-        rounds.append(trace_json(chunk.trace, added, lambda id: str(tokenizer.decode([id]))))
+        final = chunk.finish is not None
+        rounds.append(trace_json(chunk.trace, text, lambda id: str(tokenizer.decode([id])), final=final))
     choice = {"index": 0, "text": "".join(chunk.text for chunk in chunks), "finish_reason": chunks[-1].finish}
     answer = {
         "object": "generation",

@@ -140,7 +140,9 @@ def _closed(schema: Any) -> Any:
 
 def _check_size(text: str) -> None:
     if len(text) > _MOST_CHARACTERS:
-        raise StructureError(f"structured output is described in {len(text)} characters, {_MOST_CHARACTERS} are read.")
+        raise StructureError(
+            f"structured output is described in at least {len(text)} characters, {_MOST_CHARACTERS} are read."
+        )
 
 
 def _check_schema(text: str) -> None:
@@ -158,8 +160,10 @@ class JSONWithin:
 
     def source(self) -> str:
         """See `Structure`."""
-        parts = [json.dumps({**schema, **_SPACES}, ensure_ascii=False) for schema in self.schemas]
-        text = "\n".join([self.lark, *(f"json_{i}: %json {part}" for i, part in enumerate(parts))])
+        text = self.lark
+        for i, schema in enumerate(self.schemas):
+            _check_size(text)  # before the next is written: schemas may share definitions, each writes them again
+            text += f"\njson_{i}: %json {json.dumps({**schema, **_SPACES}, ensure_ascii=False)}"
         _check_schema(text)
         return LLMatcher.grammar_from_lark(text)
 

@@ -303,11 +303,7 @@ class Answer(ABC):
         """The round of an output, where it was asked for."""
         if choice.traced is None or output.trace is None:
             return []
-        texts = []
-        for place, token in enumerate(output.tokens, 1):
-            choice.traced.push(token)
-            texts.append(choice.traced.release(final=output.finish is not None and place == len(output.tokens)))
-        return [trace_json(output.trace, texts, self.server.piece)]
+        return [trace_json(output.trace, choice.traced, self.server.piece, final=output.finish is not None)]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.server.name}

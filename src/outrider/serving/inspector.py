@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from outrider.decoding.request import TextStream
 from outrider.decoding.trace import DraftTrace, RoundTrace
 from outrider.engine.batch import Output, StepRecord
 from outrider.engine.engine import Engine
@@ -30,24 +31,29 @@ _INTERVAL = 0.5  # seconds from one event to the next
 _POINTS, _CURVE = 32, 48  # of an event: last steps, and points of the cost curve at most
 
 
-def trace_json(trace: RoundTrace, texts: Sequence[str], piece: Callable[[int], str]) -> dict[str, Any]:
+def trace_json(trace: RoundTrace, text: TextStream, piece: Callable[[int], str], final: bool) -> dict[str, Any]:
     """A round as the answer tells it (docs/serving.md).
 
     Args:
-        texts: what each of its tokens added to the text.
+        text: of the rounds before; takes the tokens of this one.
         piece: a token's own text, special tokens included.
+        final: the response ends with this round.
     """
+    added = []
+    for place, token in enumerate(trace.tokens, 1):
+        text.push(token.token)
+        added.append(text.release(final=final and place == len(trace.tokens)))
     tokens = [
         {
             "id": token.token,
-            "text": text or piece(token.token),
-            "in_text": bool(text),
+            "text": new or piece(token.token),
+            "in_text": bool(new),
             "origin": token.origin,
             "draft": token.node,
             "target": _rounded(token.target),
             "top": [{"id": id, "text": piece(id), "target": _rounded(value)} for id, value in token.top],
         }
-        for token, text in zip(trace.tokens, texts, strict=True)
+        for token, new in zip(trace.tokens, added, strict=True)
     ]
     drafts = [_draft_json(draft, piece) for draft in trace.drafts]
     return {

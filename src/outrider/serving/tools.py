@@ -24,6 +24,7 @@ Format = Literal["hermes", "xml", "llama"]
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
+_NEXT_CALL = re.compile(rf"{_OPEN}\n\s*<function=")  # a value of JSON cannot hold it: texts have no line breaks there
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL)
 
 
@@ -58,6 +59,7 @@ class ToolCallParser:
         self._text = False  # llama: the response has begun with something else than a call
         self._behind_call = False  # nothing but white space has come since a call
         self._passed = self._quotes = 0  # of a call that has begun: characters that do not end it, quotes in them
+        self._first_mark = False  # there was a call that cannot be read: from there on the first mark ends each
 
     def push(self, text: str, final: bool) -> tuple[str, list[ToolCall]]:
         """(text that belongs to no call, calls that are complete); `final`: there will be no more text."""
@@ -68,12 +70,18 @@ class ToolCallParser:
         read: Callable[[str], ToolCall | None] = self._json if self.format == "hermes" else self._xml
         content, calls = "", list[ToolCall]()
         while (begin := self._held.find(_OPEN)) >= 0:
-            end = self._end_of_call(begin + len(_OPEN))
+            start = begin + len(_OPEN)
+            end = self._end_of_call(start)
             if end < 0 and not final:
                 content, self._held = content + self._outside(self._held[:begin]), self._held[begin:]
                 return content, calls
+            call = read(self._held[start : len(self._held) if end < 0 else end])
+            if call is None and end != self._held.find(_CLOSE, start):
+                # A quote too many, or a mark too few: calls that come behind the first mark can be read all the same.
+                # What they hold is not counted again, or the work would grow with the square of the text.
+                self._first_mark, self._passed, self._quotes = True, 0, 0
+                continue
             after = len(self._held) if end < 0 else end + len(_CLOSE)
-            call = read(self._held[begin + len(_OPEN) : len(self._held) if end < 0 else end])
             content += self._outside(self._held[:begin] if call else self._held[:after])
             calls += [call] if call else []
             self._behind_call = call is not None
@@ -88,8 +96,10 @@ class ToolCallParser:
     def _end_of_call(self, start: int) -> int:
         """Where the mark begins that ends the call; -1: it has not come. In JSON a text may have such a mark in it."""
         while (end := self._held.find(_CLOSE, start + self._passed)) >= 0:
-            self._quotes += _ESCAPED.sub("", self._held[start + self._passed : end]).count('"')
-            if self.format != "hermes" or self._quotes % 2 == 0:
+            passed = self._held[start + self._passed : end]
+            self._quotes += _ESCAPED.sub("", passed).count('"')
+            complete = passed.rstrip().endswith("</function>") if self.format == "xml" else self._quotes % 2 == 0
+            if complete or self._first_mark:
                 self._passed = self._quotes = 0
                 return end
             self._passed = end + 1 - start
@@ -124,7 +134,7 @@ class ToolCallParser:
 
     def _xml(self, text: str) -> ToolCall | None:
         found = _FUNCTION.fullmatch(text)
-        if found is None or found[1] not in self._schemas:
+        if found is None or found[1] not in self._schemas or _NEXT_CALL.search(text):
             return None
         types = self._schemas[found[1]].get("properties") or {}
         arguments = {name: _typed(value, types.get(name)) for name, value in _PARAMETER.findall(found[2])}
@@ -152,6 +162,10 @@ def _beginning(text: str) -> int:
 
 _ANY_OBJECT = {"type": "object"}
 _FREE_TEXT = {"type", "title", "description", "default", "examples", "enum"}  # keywords of a text in the XML form
+_DEFINITIONS = ("$defs", "definitions")
+# Keywords of the arguments as a whole that the XML form can follow, and those that only describe.
+_ARGUMENTS = {"type", "properties", "required", "additionalProperties", *_DEFINITIONS}
+_ARGUMENTS |= {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated"}
 _TERMINALS = [
     rf"OUTSIDE: /(.|\n)*/ & ~/(.|\n)*{_OPEN}(.|\n)*/",
     f'BEGIN: OUTSIDE "{_OPEN}"',
@@ -216,31 +230,73 @@ class _Rules:
         return f"json_{len(self.schemas) - 1}"
 
     def _xml(self, name: str, schema: Mapping[str, Any]) -> str:
-        properties, required = schema.get("properties") or {}, schema.get("required") or []
+        properties, required = schema.get("properties") or {}, set(schema.get("required") or [])
+        others = schema.get("additionalProperties", True)
+        unknown = schema.keys() - _ARGUMENTS
+        if not isinstance(others, bool) and others != {}:
+            unknown.add("additionalProperties")
+        if unknown:
+            raise StructureError(
+                f"tools: {min(unknown)} of {name!r} cannot be followed in this target's form of calls."
+            )
         if "properties" not in schema and not required:
-            parts = ['("<parameter=" KEY ">\\n" VALUE)*']
+            parts = [] if others is False else ['("<parameter=" KEY ">\\n" VALUE)*']
         else:
-            shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+            shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
+            _check_references(name, properties, shared)
             parts = []
             for key, value in properties.items():
                 part = _text(f"<parameter={_word(key)}>\n") + " " + self._value(key, value, shared)
                 parts.append(part if key in required else f"({part})?")
-            if missing := set(required) - properties.keys():
+            if missing := required - properties.keys():
                 raise StructureError(f"tools: {name!r} requires {min(missing)!r}, which is none of its properties.")
         return " ".join([_text(f"\n<function={_word(name)}>\n"), *parts, _text(f"</function>\n{_CLOSE}")])
 
     def _value(self, key: str, schema: Any, shared: Mapping[str, Any]) -> str:
         """A parameter's value and the mark that ends it: a text as it is, else JSON."""
         end = _text("\n</parameter>\n")
-        if not isinstance(schema, dict) or schema.get("type") != "string":
-            return f"{self._json({**schema, **shared} if isinstance(schema, dict) else {})} {end}"
+        schema = {} if schema is True else schema
+        if not isinstance(schema, dict):
+            raise StructureError(f"tools: the schema of {key!r} is no object.")
+        if schema.get("type") != "string":
+            return f"{self._json({**schema, **shared} if _references(schema) else schema)} {end}"
         if unknown := schema.keys() - _FREE_TEXT:
             raise StructureError(f"tools: {min(unknown)} of {key!r} cannot be followed in this target's form of calls.")
         if "enum" not in schema:
             return "VALUE"
-        if not isinstance(schema["enum"], list):
-            raise StructureError(f"tools: the enum of {key!r} is no list.")
-        return f"({' | '.join(_text(str(one)) for one in schema['enum'])}) {end}"
+        if not isinstance(schema["enum"], list) or not all(isinstance(one, str) for one in schema["enum"]):
+            raise StructureError(f"tools: the enum of {key!r} is no list of texts.")
+        return f"({' | '.join(_text(one) for one in schema['enum'])}) {end}"
+
+
+def _check_references(name: str, properties: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
+    """In the XML form each argument has a schema of its own, in which only the shared definitions can be referred to.
+
+    Raises:
+        StructureError: something else is referred to.
+    """
+    if not (found := _references(properties)):
+        return
+    beginnings = tuple(f"#/{key}/" for key in shared)
+    if foreign := {one for one in found | _references(shared) if not one.startswith(beginnings)}:
+        raise StructureError(
+            f"tools: the $ref {min(foreign)[:100]!r} of {name!r} cannot be followed in this target's form of calls; "
+            "refer to its $defs."
+        )
+
+
+def _references(schema: Any) -> set[str]:
+    """What the parts of a schema refer to."""
+    found, parts = set[str](), [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            parts += part.values()
+            if isinstance(reference := part.get("$ref"), str):
+                found.add(reference)
+        elif isinstance(part, list):
+            parts += part
+    return found
 
 
 def _text(text: str) -> str:
