@@ -12,10 +12,16 @@ import pytest
 import outrider
 import outrider.api.scheduling as scheduling
 from outrider.api.scheduling import BY_PROFILE, UNGATED, choose_scheduling
+from outrider.cli.serve import build_server
 from outrider.decoding.drafting import Drafting
 from outrider.drafters.base import Drafter
 from outrider.drafters.draft import TreeSize
+from outrider.drafters.hybrid import HybridDrafter
+from outrider.engine.batch import Output
+from outrider.engine.engine import Engine
+from outrider.engine.scheduler import EngineConfig
 from outrider.evaluation.machine_profile import MachineProfile
+from outrider.evaluation.profile import setting_of
 from outrider.scheduling.cost import Curve
 from outrider.scheduling.gate import AlwaysDraft, SkipDrafting
 from outrider.scheduling.policies import FixedPolicy, LookAhead, Policy, ThresholdPolicy
@@ -104,6 +110,9 @@ def test_drafts_that_cost_nothing_are_not_gated(model: outrider.Model, monkeypat
     monkeypatch.setattr(scheduling, "machine_profile", lambda *_: replace(KNOWN, profile=free))
     chosen = choose_scheduling(model.target, model.drafter)
     assert chosen.policy == LookAhead(free) and chosen.gate == AlwaysDraft() and chosen.name == UNGATED
+    assert model.drafter is not None
+    beside = replace(model.drafter, drafter=HybridDrafter(model.drafter.drafter))
+    assert choose_scheduling(model.target, beside).gate == SkipDrafting(free), "copies are weighed by what was measured"
 
 
 def test_what_requests_taught_stays_with_the_model(
@@ -129,14 +138,56 @@ def test_what_requests_taught_stays_with_the_model(
     first, second = model.stream(PROMPT, max_new_tokens=12), model.stream(PROMPT, max_new_tokens=12)
     next(first), next(second)
     assert begun[7:] == [False, True], "a request beside another"
-    first.close(), second.close()
-    assert [len(one.history._slots) for one in model._experience] == [0]
+    first.close()
+    ((_, richer),) = model._experience
+    second.close()
+    ((_, kept),) = model._experience
+    assert kept is richer, "what one request taught does not take the place of what five did"
+    assert len(kept.history._slots) == 0
+
+
+def test_an_interrupted_batch_leaves_no_requests_behind(
+    profiled: None, model: outrider.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, steps = Engine.step, 0
+
+    def breaking(engine: Engine) -> list[Output]:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            raise RuntimeError("out of memory")
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", breaking)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model.generate([PROMPT] * 2, max_new_tokens=30)
+    ((_, kept),) = model._experience
+    assert not kept.history._slots
+
+
+def test_a_server_s_profile_decides_for_every_drafter_of_chains(toy: Path, tmp_path: Path) -> None:
+    model = outrider.load(toy / "target", drafter="ngram@8", device="cpu")
+    assert isinstance(model.target, Target) and model.drafter is not None
+    measured = KNOWN.profile.model_copy(update={"setting": setting_of(model.target, model.drafter.drafter)})
+    measured.save(tmp_path / "profile.json")
+
+    def served(model: outrider.Model) -> Engine:
+        config = EngineConfig(num_blocks=8)
+        built = build_server(
+            model, config, tmp_path / "profile.json", max_waiting=1, max_new_tokens=None, name="m", thinking=False
+        )
+        return cast(Engine, built.worker.engine)
+
+    engine = served(model)
+    assert engine.policy == LookAhead(measured) and engine.drafting.gate == SkipDrafting(measured)
+    with pytest.raises(ValueError, match="no chains are drafted here"):
+        served(replace(model, drafter=None))
 
 
 class _Chains:
     """What is asked of a drafter of chains without confidences."""
 
-    trees, heads, gamma = False, None, 7
+    trees, heads, gamma, copies = False, None, 7, None
 
 
 class _Trees:

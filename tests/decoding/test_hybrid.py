@@ -13,6 +13,7 @@ from outrider.decoding.generate import generate
 from outrider.decoding.request import RequestState, StopRules
 from outrider.drafters.base import Drafter
 from outrider.drafters.hybrid import HybridDrafter
+from outrider.drafters.language_model import StandaloneDrafter
 from outrider.drafters.ngram import Library, NgramConfig
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
@@ -21,6 +22,7 @@ from outrider.scheduling.cost import Floats, Ints
 from outrider.scheduling.gate import AlwaysDraft, GateView, History, SkipDrafting
 from outrider.scheduling.policies import FixedPolicy, LookAhead, StepView
 from outrider.target.model import Target
+from tests.proof.engine_cases import tiny_llama
 from tests.toys.engine import finish, prompts, toy_drafter
 from tests.toys.oracle import SelfDrafter
 from tests.toys.targets import toy_target
@@ -189,11 +191,66 @@ def test_a_library_is_searched_for_the_longest_match() -> None:
     library.add([6, 6, 6, 6])
     library.add([7, 7, 7, 7])
     assert library.find((1, 2, 3), 9) == (3, [4, 5]), "old responses are dropped"
+    assert library.find((6, 6, 6), 9) == (3, [6]) and library.find((6, 6, 6), 9, responses=False) == (0, [])
     forgetful = Library([[1, 2, 3, 4]])
     forgetful.add([1, 2, 3, 5])
     assert forgetful.find((1, 2, 3), 9) == (3, [4])
     with pytest.raises(ValueError, match="keep 0 or more"):
         Library(responses=-1)
+
+
+def test_a_match_with_nothing_behind_it_hides_no_other() -> None:
+    library = Library([[1, 2, 3, 4], [8, 1, 2, 3]])
+    assert library.find((8, 1, 2, 3), 9) == (3, [4])
+
+
+@pytest.mark.parametrize("responses", [1, 2, 9, 20])
+def test_a_library_keeps_no_more_than_it_may_and_long_responses_whole(responses: int) -> None:
+    library, rng = Library(responses=responses), np.random.default_rng(0)
+    for length in rng.integers(0, 30, size=40).tolist():
+        response = rng.integers(0, 99, size=length).tolist()
+        library.add(response)
+        kept = [*library._before.tokens, *library._latest.tokens]
+        assert len(kept) <= responses
+        last = [*response, -1][-(responses // 2 * 2) :]
+        assert not length or responses < 2 or kept[-len(last) :] == last, "a response longer than a half too"
+
+
+def test_responses_that_a_client_s_seed_may_have_drawn_are_not_copied() -> None:
+    """Of three tokens that are equally likely: the numbers that drew a response accept the copies of its 0 alone.
+
+    Two requests with the same prompt and seed; the fourth token of the second is a copy where that is allowed.
+    """
+    target = tiny_llama(2, 3)
+    target.model.model.norm.weight.data.zero_()
+    trained, own = StandaloneDrafter(tiny_llama(3, 3), target, 1), NgramConfig(1, longest=4, shortest=4)
+    drawn, rules = np.zeros(3), StopRules(5, stop_ids=())
+    for seed in range(150):
+        drafter = HybridDrafter(trained, own, Library(responses=64))
+        for _ in range(2):
+            found = generate(target, [0], drafter, SamplingParams(1.0, seed=seed), rules, gate=Never())
+        drawn[found.tokens[3]] += 1
+    assert drawn.max() < 75, f"{drawn}: 50 each are expected, 90 of token 0 where responses are copied"
+
+
+@pytest.mark.parametrize(
+    ("params", "may"),
+    [
+        (SamplingParams(seed=1), True),
+        (SamplingParams(1.0), True),
+        (SamplingParams(1.0, seed=1, coupled=True), True),
+        (SamplingParams(1.0, seed=1), False),
+    ],
+)
+def test_who_copies_responses(target: Target, params: SamplingParams, may: bool) -> None:
+    """Documents are copied by all."""
+    library = Library([[50, 51, 52, 53]], responses=64)
+    library.add([7, 8, 9, 60])
+    drafting = Drafting(HybridDrafter(toy_drafter(target), NgramConfig(4), library), FixedPolicy(), Never())
+    for text, wanted in (([5, 7, 8, 9], [60] if may else []), ([5, 50, 51, 52], [53])):
+        drafts, _ = drafting.draft([Turn("a", RequestState(target, text, params, NO_STOPS), 4)], 0.0, {})
+        assert drafts[0].tokens == wanted
+        drafting.forget("a", [])
 
 
 def test_asking_twice_is_answered_from_the_first_answer(target: Target) -> None:
@@ -210,6 +267,10 @@ def test_asking_twice_is_answered_from_the_first_answer(target: Target) -> None:
             found = finish(engine, [Request("a", asked, rules=NO_STOPS)], lambda steps=steps: steps.append(None))  # type: ignore[misc]
             assert asked != text or found["a"] == plain
             rounds.setdefault(responses, []).append(len(steps))
+            if responses:
+                assert drafter.library is not None
+                assert drafter.library._latest.tokens[-41:] == [*found["a"], -1], "all of the response, no prompt"
+                assert len(drafter.library._latest.tokens) % 41 == 0
     assert rounds[0][0] == rounds[0][1] == rounds[400][0] and rounds[400][1] <= rounds[0][1] // 2
 
 
@@ -227,7 +288,7 @@ def test_a_copy_is_taken_whence_more_tokens_agree() -> None:
     lowered, kept = again["c"].confidences_K[0], again["d"].confidences_K[0]
     assert lowered < 0.75 * other.confidences_K[0], "borrowed copies were wrong"
     assert kept > 0.85 * other.confidences_K[0] and not again["d"].borrowed, "which says little about own ones"
-    copies.forget("d")
+    copies.forget("d", [3])
     assert copies.library is not None and copies.library.find((4, 7, 8, 9), 1) == (3, [1]), "prompts are not kept"
 
 

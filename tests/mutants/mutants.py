@@ -380,6 +380,13 @@ MUTANTS: list[Mutant] = [
         "decoding/request.py",
         "tests/decoding/test_decoding.py",
         (
+            "library_keeps_prompts",
+            "prompts are copied to other requests too",
+            "return self.tokens[self._prompt_length :]",
+            "return list(self.tokens)",
+            "tests/decoding/test_hybrid.py::test_asking_twice_is_answered_from_the_first_answer",
+        ),
+        (
             "request_target_unmasked",
             "the target's rows are not masked",
             "logits_V = constrained(at_least_float32(logits_KV[k]), allowed_V)",
@@ -671,10 +678,10 @@ MUTANTS: list[Mutant] = [
             "tests/decoding/test_hybrid.py",
         ),
         (
-            "library_keeps_prompts",
-            "prompts are copied to other requests too",
-            "self.library.add(text[prompt:])",
-            "self.library.add(text)",
+            "library_any_seed",
+            "responses are copied by requests whose numbers may have drawn them (biased)",
+            "return params.fixed_text or params.seed is None",
+            "return True",
             "tests/decoding/test_hybrid.py",
         ),
         (
@@ -786,7 +793,7 @@ MUTANTS: list[Mutant] = [
         (
             "eng_history_never_forgets",
             "what a finished request's drafts were worth stays for ever",
-            "        self.drafting.forget(id)\n",
+            "        self.drafting.forget(id, state.response)\n",
             "",
             "tests/engine/test_steps.py",
         ),
@@ -803,9 +810,9 @@ MUTANTS: list[Mutant] = [
             "            return False\n        self._forget(id)\n",
             (
                 "            return False\n"
-                "        del self._states[id]\n"
+                "        state = self._states.pop(id)\n"
                 "        self.scheduler.remove(id)\n"
-                "        self.drafting.forget(id)\n"
+                "        self.drafting.forget(id, state.response)\n"
             ),
             "tests/engine/test_stateful.py",
         ),

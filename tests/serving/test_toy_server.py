@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import Mock
 
 import httpx
@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import outrider
 import outrider.api.model
+import outrider.api.scheduling
 import outrider.cli.bench as bench
 import outrider.cli.serve as serve
 import outrider.serving.connection as connection
@@ -140,13 +141,19 @@ def test_the_thread_that_loads_has_ended_when_serving_begins(
         threads.append(threading.current_thread())
         return load(*values, **options)
 
+    def measured(*_: object) -> NoReturn:
+        threads.append(threading.current_thread())
+        raise ValueError("nothing is measured in tests")
+
     running = Mock(started=True, run=lambda: alive.append(threads[0].is_alive()))
     monkeypatch.setattr(serve, "set_up", lambda threads: None)
     monkeypatch.setattr(outrider.api.model, "load", noted)
     monkeypatch.setattr(connection, "http_server", Mock(return_value=running))
-    status, _, errors = run("serve", "--target", toy / "target", "--drafter", "none")
+    monkeypatch.setattr(outrider.api.scheduling, "machine_profile", measured)
+    status, _, errors = run("serve", "--target", toy / "target", "--drafter", toy / "drafter")
     assert status == 0, errors
     assert threads[0].daemon and alive == [False]
+    assert threads == [threads[0]] * 2, "step costs are measured by forwards, which use OpenMP too"
     monkeypatch.setattr(outrider.api.model, "load", Mock(side_effect=ValueError("no such target")))
     status, _, errors = run("serve", "--target", toy / "target", "--drafter", "none")
     assert status != 0 and "no such target" in errors

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, overload
 
@@ -118,8 +119,11 @@ class Model:
         return choose_scheduling(self.target, self.drafter, self.say)
 
     @cached_property
-    def _experience(self) -> list[Experience]:
-        """What requests have taught so far, for the next one; empty before the first, and while one is under way."""
+    def _experience(self) -> list[tuple[int, Experience]]:
+        """What requests have taught so far, for the next one, and how many they were.
+
+        Empty before the first, and while one is under way.
+        """
         return []
 
     @contextmanager
@@ -133,13 +137,14 @@ class Model:
             yield None
             return
         try:
-            experience = self._experience.pop()
+            earlier, experience = self._experience.pop()
         except IndexError:  # the first request, or one beside another
-            experience = Experience.of(None if self.drafter is None else self.drafter.drafter)
+            earlier, experience = 0, Experience.of(None if self.drafter is None else self.drafter.drafter)
         try:
             yield experience
-        finally:
-            self._experience[:] = [experience]
+        finally:  # a request that ran beside this one may have put back what fewer or more have taught
+            candidates = [*self._experience, (earlier + len(requests), experience)]
+            self._experience[:] = [max(candidates, key=itemgetter(0))]
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
@@ -312,13 +317,17 @@ class Model:
         found: dict[str, Response] = {}
         with self._experienced(requests, chosen) as experience:
             engine = Engine(target, drafter, chosen.policy, gate=chosen.gate, config=config, experience=experience)
-            for request in requests:
-                engine.submit(request)
-            while not engine.idle:
-                for output in engine.step():
-                    outputs[output.id].append(output)
-                    if output.finish is not None:
-                        found[output.id] = _response(outputs[output.id], time.perf_counter() - started)
+            try:
+                for request in requests:
+                    engine.submit(request)
+                while not engine.idle:
+                    for output in engine.step():
+                        outputs[output.id].append(output)
+                        if output.finish is not None:
+                            found[output.id] = _response(outputs[output.id], time.perf_counter() - started)
+            finally:  # of an interrupted batch, ids must not stay in what is learned: the next batch has the same ids
+                for request in requests:
+                    engine.cancel(request.id)
         return [found[request.id] for request in requests]
 
 
@@ -344,8 +353,9 @@ def load(
         tree: draft trees of this size ("16"), for methods that have them.
         backend: local (PyTorch) or mlx.
         lookup: UTF-8 text files that a hybrid may copy from, beside the request's own text.
-        lookup_responses: and so many tokens of the latest responses to other requests, 0 for none. Sampled tokens of a
-            seed then depend on what was asked before, and the speed of an answer tells whether its text is among them.
+        lookup_responses: and so many tokens of the latest responses to other requests, 0 for none. The speed of an
+            answer then tells whether its text is among them. Requests that sample with a given seed do not copy them,
+            unless they are coupled: their random numbers may have drawn them.
         say: see `Model`.
 
     Raises:

@@ -3,7 +3,8 @@
 --confidence-threshold X    the longest prefix whose confidences are all >= X
 --draft-length K            K drafts; as many as the drafter has and more: whole drafts
 neither                     per round, by what a step costs here and what is expected to be accepted: `LookAhead`
-                            and, where a draft costs something, `SkipDrafting` over the machine's profile
+                            and, where a draft costs something or there are copies beside it, `SkipDrafting`, over
+                            the machine's profile
 neither, trees              whole trees: no policy plans the nodes of trees
 neither, no profile         the drafter's recommended threshold, else whole drafts: targets that cannot be timed here
 """
@@ -19,15 +20,15 @@ import numpy as np
 
 from outrider.api.drafter import OpenedDrafter
 from outrider.backends.local import SKIP, build_variant
-from outrider.evaluation.machine_profile import machine_profile
-from outrider.scheduling.cost import Profile
+from outrider.drafters.base import Drafter
+from outrider.evaluation.machine_profile import MachineProfile, machine_profile
 from outrider.scheduling.gate import DraftGate
 from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.target.model import DecodingTarget, Target
 
 UNGATED = "look-ahead"
 BY_PROFILE = f"{UNGATED}{SKIP}"
-_NOTHING = 0.01  # of a plain step: a draft that costs less is looked at before anything is decided, as copies are
+_NEGLIGIBLE = 0.01  # share of a plain step: whether to make a draft that costs less need not be decided
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,16 @@ class Scheduling:
         return f"draft lengths by {self.name}: {self.costs}, {self.profile or 'not kept'}"
 
 
-def _costs(profile: Profile) -> bool:
-    """Whether a draft costs so much that it has to be decided who drafts."""
-    return profile.draft_seconds(1) > _NOTHING * profile.verify_seconds(np.array([1]), 1, 0.0).item()
+def by_profile(drafter: Drafter, known: MachineProfile) -> Scheduling:
+    """The choice by measured step costs, for a drafter of chains.
+
+    Who drafts is decided where a draft costs something, or where it takes the place of a copy.
+    """
+    profile = known.profile
+    draft, step = profile.draft_seconds(1), profile.verify_seconds(np.array([1]), 1, 0.0).item()
+    name = BY_PROFILE if drafter.copies is not None or draft > _NEGLIGIBLE * step else UNGATED
+    variant = build_variant(name, drafter.gamma, None, cost=profile)
+    return Scheduling(variant.policy, variant.gate, name, costs=known.facts, profile=known.path)
 
 
 def given(policy: Policy, gate: DraftGate | None = None) -> Scheduling:
@@ -76,8 +84,6 @@ def choose_scheduling(
         except ValueError as error:
             say(f"what a step costs cannot be measured here: {error}")
         else:
-            name = BY_PROFILE if _costs(found.profile) else UNGATED
-            variant = build_variant(name, opened.drafter.gamma, None, cost=found.profile)
-            return Scheduling(variant.policy, variant.gate, name, costs=found.facts, profile=found.path)
+            return by_profile(opened.drafter, found)
     threshold = opened.recommended_threshold
     return given(FixedPolicy() if threshold is None else ThresholdPolicy(threshold))

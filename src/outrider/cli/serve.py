@@ -101,10 +101,15 @@ def serve_command(
     choice, say = choose_drafter(drafter, target, thinking), partial(show_lines, console)
     texts = () if lookup is None else split_names(lookup, "text file")
     loading = partial(load, lookup=texts, lookup_responses=lookup_responses, tree=choose_tree(tree), say=say)
-    model = _call_in_thread(lambda: loading(target, choice, device, thinking=thinking))
-    server = build_server(
-        model, config, profile, max_waiting=max_waiting, max_new_tokens=max_new_tokens, name=name, thinking=thinking
+    building = partial(
+        build_server, max_waiting=max_waiting, max_new_tokens=max_new_tokens, name=name, thinking=thinking
     )
+
+    def load_and_build() -> tuple[Model, Server]:
+        model = loading(target, choice, device, thinking=thinking)
+        return model, building(model, config, profile)  # it may run forwards, to measure what a step costs
+
+    model, server = _call_in_thread(load_and_build)
     drafted = "plain decoding" if model.drafter is None else f"drafter {model.drafter.name}"
     url = f"http://{host}:{port}"
     console.print(f"serving {server.name} ({drafted}) at {url}/v1; {url}/ shows its work", markup=False)
@@ -263,14 +268,15 @@ def build_server(
     """The server of a loaded model.
 
     Args:
-        profile: drafts and verifies by these costs (look-ahead, +skip); None: by the model's own `scheduling`, whose
-            costs are those of a handful of users.
+        profile: drafts and verifies by these costs; None: by the model's own `scheduling`, whose costs are those of a
+            handful of users.
 
     Raises:
         ValueError: the target cannot be served, or the profile was measured with something else.
     """
-    from outrider.backends.local import SKIP, build_variant
+    from outrider.api.scheduling import by_profile
     from outrider.engine.engine import Engine
+    from outrider.evaluation.machine_profile import MachineProfile
     from outrider.evaluation.profile import setting_of
     from outrider.scheduling.cost import Profile
     from outrider.serving.app import Limits, Server
@@ -282,17 +288,16 @@ def build_server(
         raise ValueError("the engine serves targets of PyTorch.")
     drafter = None if model.drafter is None else model.drafter.drafter
     if profile is None:
-        policy, gate = model.scheduling.policy, model.scheduling.gate
+        chosen = model.scheduling
     else:
-        if drafter is None or drafter.trees or drafter.heads is None or not drafter.heads.confident:
+        if drafter is None or drafter.trees:
             raise ValueError(
-                "--profile chooses drafts by their confidences, and none are drafted that have any: leave it out."
+                "--profile chooses how much of a chain is drafted, and no chains are drafted here: leave it out."
             )
         cost = Profile.load(profile)
         cost.check(setting_of(model.target, drafter))
-        variant = build_variant(f"look-ahead{SKIP}", drafter.gamma, None, cost=cost)
-        policy, gate = variant.policy, variant.gate
-    engine = Engine(model.target, drafter, policy, gate=gate, config=config)
+        chosen = by_profile(drafter, MachineProfile(cost, profile, None))
+    engine = Engine(model.target, drafter, chosen.policy, gate=chosen.gate, config=config)
     name = name or model.target.name
     worker = Worker(engine, ServerMetrics(name, engine), max_waiting)
     return Server(worker, name, Limits(max_new_tokens), thinking=thinking)

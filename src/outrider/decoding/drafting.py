@@ -22,7 +22,7 @@ Shapes: R requests, K positions, N outcomes, T tokens, L aux layers, D target hi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,6 +35,7 @@ from outrider.decoding.trace import RoundTrace, Source, trace_round
 from outrider.drafters.base import Drafter, FailedCall
 from outrider.drafters.draft import Draft, allowed_part
 from outrider.drafters.ngram import MOST_MATCHED, Library, NgramConfig, NgramSession, copy_confidences
+from outrider.sampling import SamplingParams
 from outrider.scheduling.beliefs import Beliefs, Flags
 from outrider.scheduling.cost import Floats, Ints
 from outrider.scheduling.gate import AlwaysDraft, DraftGate, History, known_verdicts
@@ -97,13 +98,15 @@ class Copies:
         self.config, self.library = config, library
         self.beliefs = Beliefs(1, 2 * MOST_MATCHED)
         self._indexes: dict[str, NgramSession] = {}
-        self._texts: dict[str, tuple[int, Sequence[int]]] = {}  # length of the prompt, committed tokens
 
-    def look_up(self, texts: Mapping[str, Sequence[int]]) -> dict[str, Copy]:
-        """What each request may copy, by id, given its committed tokens; nothing where no suffix is known."""
+    def look_up(self, texts: Mapping[str, Sequence[int]], open_to_responses: Collection[str] = ()) -> dict[str, Copy]:
+        """What each request may copy, by id, given its committed tokens; nothing where no suffix is known.
+
+        Args:
+            open_to_responses: requests that may copy the library's responses too, see `may_copy_responses`.
+        """
         gamma, found = self.config.gamma, dict[str, tuple[int, list[int], bool]]()
         for id, text in texts.items():
-            self._texts.setdefault(id, (len(text), text))
             index = self._indexes.setdefault(id, NgramSession(self.config))
             for token in text[len(index.tokens) : -1]:
                 index.append(token)
@@ -111,7 +114,8 @@ class Copies:
             if place is not None:
                 found[id] = index.matched(place, text[-1], MOST_MATCHED), index.copy(place, text[-1], gamma), False
             if self.library is not None:
-                matched, tokens = self.library.find(tuple(text[-MOST_MATCHED:]), gamma)
+                ending = tuple(text[-MOST_MATCHED:])
+                matched, tokens = self.library.find(ending, gamma, responses=id in open_to_responses)
                 if tokens and (id not in found or matched > found[id][0]):
                     found[id] = matched, tokens, True
         if not found:
@@ -153,13 +157,21 @@ class Copies:
         right_N = np.array(right, dtype=np.int64)
         self.beliefs.record(ids, np.ones_like(right_N), right_N, groups_R=groups_N, confidences_RK=prior_N1)
 
-    def forget(self, id: str) -> None:
+    def forget(self, id: str, response: Sequence[int] = ()) -> None:
         """Drop what is known of a request that has left alone; its response goes to the library."""
         self.beliefs.forget(id)
         self._indexes.pop(id, None)
-        prompt, text = self._texts.pop(id, (0, ()))
         if self.library is not None:
-            self.library.add(text[prompt:])
+            self.library.add(response)
+
+
+def may_copy_responses(params: SamplingParams) -> bool:
+    """Whether the random numbers that judge a request's drafts are independent of earlier responses.
+
+    A client's seed may be that of an earlier request too, whose tokens were drawn with the numbers that would judge
+    their copies: too many would be accepted. A seed of our own is fresh, and a fixed text follows from no copy.
+    """
+    return params.fixed_text or params.seed is None
 
 
 def _kinds(matched_N: Ints, borrowed_N: Flags) -> tuple[Ints, Floats]:
@@ -241,7 +253,11 @@ class Drafting:
         self._depths.clear()
         self._found = {}
         if self.copies is not None:
-            self._found = self.copies.look_up({turns[i].id: turns[i].state.tokens for i in able})
+            states = {turns[i].id: turns[i].state for i in able}
+            self._found = self.copies.look_up(
+                {id: state.tokens for id, state in states.items()},
+                [id for id, state in states.items() if may_copy_responses(state.params)],
+            )
         if self.drafter is None or not able:
             return drafts, 0
         ids = [turns[i].id for i in able]
@@ -393,11 +409,11 @@ class Drafting:
         for state in behind:
             state.unread.clear()
 
-    def forget(self, id: str) -> None:
-        """Drop what was remembered of a request that has left."""
+    def forget(self, id: str, response: Sequence[int]) -> None:
+        """Drop what was remembered of a request that has left; `response`: its committed tokens, for the library."""
         self.history.forget(id)
         if self.copies is not None:
-            self.copies.forget(id)
+            self.copies.forget(id, response)
 
     def close(self, state: RequestState) -> None:
         """Free what the drafter holds for a request."""

@@ -207,7 +207,7 @@ class SingleRequest:
         """Free what the drafter holds for the request, and what is remembered of it alone."""
         self.drafting.close(self.state)
         for turn in self._turns:
-            self.drafting.forget(turn.id)
+            self.drafting.forget(turn.id, self.state.response)
 
 
 def stream(

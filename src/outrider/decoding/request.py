@@ -255,6 +255,7 @@ class RequestState:
         check_prompt(target, prompt)
         self.params = params
         self.tokens = list(prompt)
+        self._prompt_length = len(prompt)
         self.capacity = min(len(prompt) + rules.max_new_tokens, target.max_context)
         self.seed = params.request_seed()
         randomness = randomness or Randomness()
@@ -272,6 +273,11 @@ class RequestState:
     def anchor(self) -> int:
         """The last committed token, which is in no cache yet."""
         return self.tokens[-1]
+
+    @property
+    def response(self) -> list[int]:
+        """The committed tokens behind the prompt."""
+        return self.tokens[self._prompt_length :]
 
     @property
     def remaining(self) -> int:

@@ -63,6 +63,10 @@ class NgramSession:
     def append(self, token: int) -> None:
         """Take one committed token."""
         self.tokens.append(token)
+        self.index_end()
+
+    def index_end(self) -> None:
+        """Note that what comes next follows the n-grams that end the tokens."""
         end = len(self.tokens)
         for n in range(self.config.shortest, min(self.config.longest, end) + 1):
             self.places[tuple(self.tokens[end - n : end])] = end
@@ -109,8 +113,8 @@ class Library:
 
     Args:
         documents: token ids of each.
-        responses: tokens of responses that are kept, the latest; 0: none. How fast one request is answered then tells
-            whether another one had the same text.
+        responses: most tokens of responses that are kept, the latest; each response ends with a mark, which counts as
+            one. 0: none. How fast one request is answered then tells whether another one had the same text.
     """
 
     def __init__(self, documents: Sequence[Sequence[int]] = (), responses: int = 0) -> None:
@@ -119,22 +123,36 @@ class Library:
         self.responses = responses
         self._documents, self._latest, self._before = (NgramSession(_LIBRARY) for _ in range(3))
         for document in documents:
-            _append(self._documents, document)
+            _append(self._documents, [*document, _END])
 
     def add(self, response: Sequence[int]) -> None:
-        """Keep a response. Of two halves the older one is dropped when the other is full."""
-        if self.responses:
-            if len(self._latest.tokens) >= self.responses // 2:
-                self._before, self._latest = self._latest, NgramSession(_LIBRARY)
-            _append(self._latest, response[: self.responses // 2])
+        """Keep a response, or the end of one that is longer than all that may be kept.
 
-    def find(self, ending: tuple[int, ...], count: int) -> tuple[int, list[int]]:
+        Two halves: a response that does not fit into the later one takes the place of the earlier one. One that is
+        longer than a half goes on in the next, and no copy crosses from one to the other.
+        """
+        half = self.responses // 2
+        if not (half and response):
+            return
+        text = [*response, _END][-2 * half :]
+        if len(self._latest.tokens) + len(text) > half:
+            self._turn_over()
+        _append(self._latest, text[:half])
+        if text[half:]:
+            self._turn_over()
+            _append(self._latest, text[half:])
+
+    def _turn_over(self) -> None:
+        self._before, self._latest = self._latest, NgramSession(_LIBRARY)
+
+    def find(self, ending: tuple[int, ...], count: int, *, responses: bool = True) -> tuple[int, list[int]]:
         """How many tokens of a text's ending agree with the best place found, and up to `count` tokens behind it.
 
-        (0, []) where nothing is found; the latest of places that agree equally far.
+        (0, []) where nothing is found; the latest of places that agree equally far. Without `responses` documents alone
+        are searched.
         """
         best: tuple[int, list[int]] = 0, []
-        for session in (self._latest, self._before, self._documents):
+        for session in (*((self._latest, self._before) if responses else ()), self._documents):
             place = session.find(ending)
             if place is not None and (matched := _agreeing(session.tokens, place, ending)) > best[0]:
                 tokens = session.tokens[place : place + count]
@@ -143,8 +161,10 @@ class Library:
 
 
 def _append(session: NgramSession, text: Sequence[int]) -> None:
-    for token in (*text, _END):
-        session.append(token)
+    for token in text:
+        if token != _END:  # a place with nothing behind it would hide an earlier one
+            session.index_end()
+        session.tokens.append(token)
 
 
 class NgramDrafter(Drafter):

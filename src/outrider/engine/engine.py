@@ -211,12 +211,13 @@ class Engine:
         return Output(id, [], "", finish="error", seed=state.seed, error=error)
 
     def _forget(self, id: str) -> None:
-        self.drafting.close(self._states[id])
+        state = self._states[id]
+        self.drafting.close(state)
         del self._states[id]
         self._logprobs.pop(id, None)
         self._traced.pop(id, None)
         self.scheduler.remove(id)
-        self.drafting.forget(id)
+        self.drafting.forget(id, state.response)
 
     def _record(
         self,
