@@ -63,7 +63,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "drafter: chain": [(BlockDrafter, "propose")],
     "matrix products": [(PackedLinear, "forward"), (PackedLinear, "__call__")],
     "target: set-up": [(RaggedStep, "__init__"), (StepBatch, "score")],
-    "layers' kernels": [(LayerKernels, "before_attention"), (LayerKernels, "after_attention")],
+    "layers' kernels": [(LayerKernels, name) for name in ("forward", "before_attention", "after_attention")],
     "target: attention": [(RaggedStep, "attend")],
     "target: the rest": [(LeanDecoder, "run"), (Target, "forward_ragged")],
     "verify": [(StepBatch, "_target_rows"), (rounds, "verify")],

@@ -364,7 +364,7 @@ def within(seconds: float, work: Callable[[], Regeneration]) -> Regeneration:
 def ask_three(target: Target, path: Path, url: str, **options: Any) -> tuple[Regeneration, ServerSource]:
     """The first three conversations, four turns in all."""
     data = section(
-        base_urls=[url], **{"concurrency": 2, "retries": 1, "timeout": 1.5, "served_model": "toy", **options}
+        base_urls=[url], **{"concurrency": 2, "retries": 1, "timeout": 4.0, "served_model": "toy", **options}
     )
     source = ServerSource(Chat.of(target), data, api_key="key-9876", backoff=0.01)
     return within(120, lambda: regenerate(source, PROMPTS[:3], path, seed=SEED)), source
@@ -378,7 +378,7 @@ def printable(lines: Iterable[str]) -> bool:
 def test_a_bad_answer_ends_its_own_request_alone(
     monkeypatch: pytest.MonkeyPatch, target: Target, local: list[Reply], tmp_path: Path, bad: str
 ) -> None:
-    monkeypatch.setattr(openai, "_CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(openai, "_CONNECT_SECONDS", 2.0)
     path, prompt = tmp_path / "r.jsonl", next(r.prompt for r in local if r.id == "p0")
     with serving(ToyServer(target, lambda _, body: BAD_ANSWERS[bad]() if body["prompt"] == prompt else None)) as toy:
         made, source = ask_three(target, path, toy.url)

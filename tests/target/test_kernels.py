@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from outrider.target import kernels
 from outrider.target.attention import Branches
-from outrider.target.kernels import MOST_ROWS, FewRows, LayerKernels, Norms, PackedMatrix, kernels_available
+from outrider.target.kernels import MOST_ROWS, Cache, FewRows, LayerKernels, Norms, PackedMatrix, kernels_available
 from outrider.target.lean import Operators
 from outrider.target.linear import PackedLinear
 
@@ -157,6 +157,10 @@ def test_products_are_the_same_to_the_last_bit_on_any_threads(threads: None) -> 
     assert torch.equal(found, matrix.product(x))
 
 
+def compiled(linears: Sequence[PackedLinear], norms: Norms, heads: tuple[int, int]) -> LayerKernels:
+    return LayerKernels(*(one.matrix for one in linears if one.matrix is not None), norms=norms, heads=heads)
+
+
 @needs_compiler
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("rows", [1, 6, 70])
@@ -174,9 +178,8 @@ def test_layers_are_those_of_pytorchs_operators(normed: bool, rows: int) -> None
 
     shapes = ((D, (H + 2 * K) * E), (H * E, D), (D, 2 * inner), (inner, D))
     linears = [PackedLinear.fused(linear(*shape)) for shape in shapes]
-    matrices = [one.matrix for one in linears]
     norms = Norms(drawn(D), drawn(D), drawn(E) if normed else None, drawn(E) if normed else None, eps=1e-5)
-    own = LayerKernels(*(one for one in matrices if one is not None), norms=norms, heads=(H, K))
+    own = compiled(linears, norms, heads=(H, K))
     theirs = Operators(*linears, norms=norms, heads=(H, K))
     hidden, cos, sin, attended = drawn(rows, D), drawn(rows, E), drawn(rows, E), drawn(rows, H * E)
     expected = theirs.before_attention(hidden, cos, sin)
@@ -185,6 +188,45 @@ def test_layers_are_those_of_pytorchs_operators(normed: bool, rows: int) -> None
     own.after_attention(attended, hidden)
     theirs.after_attention(attended, other)
     torch.testing.assert_close(hidden, other, atol=2e-5, rtol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("requests", [[(1, 0)], [(1, 7), (4, 130), (16, 3)]])
+def test_whole_layers_are_their_parts_to_the_last_bit(
+    requests: list[tuple[int, int]], normed: bool, threads: None
+) -> None:
+    D, inner = 40, 300
+    case = Case(requests, K=2, G=3, E=8)
+    H, K, E, T = 6, case.K, case.E, sum(case.rows)
+
+    def linear(inputs: int, out: int) -> PackedLinear:
+        return PackedLinear.fused(nn.Linear(inputs, out))
+
+    generator = torch.Generator().manual_seed(T)
+    hidden, cos, sin = (torch.randn(T, width, generator=generator) for width in (D, E, E))
+    q_norm, k_norm = (torch.rand(E, generator=generator) if normed else None for _ in range(2))
+    norms = Norms(torch.rand(D), torch.rand(D), q_norm, k_norm, eps=1e-5)
+    layer = compiled([linear(D, (H + 2 * K) * E), linear(H * E, D), linear(D, 2 * inner), linear(inner, D)],
+                     norms, heads=(H, K))  # fmt: skip
+    slots = torch.tensor([
+        blocks[p // BLOCK] * BLOCK + p % BLOCK
+        for (rows, past), blocks in zip(requests, case.blocks, strict=True) for p in range(past, past + rows)
+    ])  # fmt: skip
+    pasts = [past for _, past in requests]
+    few = FewRows(
+        case.starts, case.rows, pasts, blocks=case.blocks, block_size=BLOCK, branches=[None for _ in requests]
+    )
+    keys, values, expected = case.keys.clone(), case.values.clone(), hidden.clone()
+    q, k, v = layer.before_attention(expected, cos, sin).view(T, -1, E).split((H, K, K), dim=1)
+    keys[:, slots], values[:, slots] = k.transpose(0, 1), v.transpose(0, 1)
+    attended = torch.empty(T, H, E)
+    few.attend(q.transpose(0, 1)[None], keys, values, scale=None, out_THE=attended)
+    layer.after_attention(attended.view(T, -1), expected)
+    torch.set_num_threads(3)
+    layer.forward(hidden, cos, sin, rows=few, cache=Cache(case.keys, case.values, slots))
+    assert torch.equal(hidden, expected)
+    assert torch.equal(case.keys, keys) and torch.equal(case.values, values)
 
 
 @needs_compiler

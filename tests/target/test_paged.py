@@ -174,6 +174,7 @@ def test_the_ordinary_forward_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch,
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(RaggedStep, "attend", fail)
+    monkeypatch.setattr(RaggedStep, "whole", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         target.forward_ragged([Span([5], 0, [1], 1)], kv)
     assert target.config._attn_implementation == implementation

@@ -142,12 +142,18 @@ class KVLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append [B, kv_heads, T, head_dim] and return views of everything so far."""
+        start = self.length
+        keys, values = self.reserve(key_states, value_states)
+        keys[:, :, start:].copy_(key_states)
+        values[:, :, start:].copy_(value_states)
+        return keys, values
+
+    def reserve(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """As `update`, but the values of what is appended are left to be written."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.length + key_states.shape[2]
         assert end <= self.capacity, f"cache of {self.capacity} slots asked to hold {end}"
-        self.keys[:, :, self.length : end].copy_(key_states)
-        self.values[:, :, self.length : end].copy_(value_states)
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 

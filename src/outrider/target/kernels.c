@@ -214,50 +214,72 @@ static inline void rotate(float *x, const float *cosine, const float *sine, int6
     }
 }
 
+/* Where keys and values are kept: [kv_heads, slots, head_dim] each, with these floats from head to head. Row t's go to
+   slots[t]. */
+typedef struct {
+    float *keys, *values;
+    const int64_t *slots;
+    int64_t head_stride;
+} Cache;
+
+/* Shared among the threads of the parallel region around. `cache`: NULL, or where keys and values are written, too. */
+static void project(const Layer *layer, const float *hidden, const float *cosine, const float *sine, float *normed,
+                    float *qkv, int64_t rows, const Cache *cache) {
+    const int64_t E = layer->head_dim, turned = layer->heads + layer->kv_heads, all = turned + layer->kv_heads;
+    normalise_rows(normed, hidden, layer->input_norm, rows, layer->hidden, layer->eps);
+    multiply(&layer->qkv, normed, qkv, rows, 0);
+#pragma omp for schedule(static) collapse(2)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t head = 0; head < all; head++) {
+            float *x = qkv + (row * all + head) * E;
+            const float *norm = head < layer->heads ? layer->q_norm : layer->k_norm;
+            if (head < turned) {
+                if (norm != NULL) normalise(x, x, norm, E, layer->eps);
+                rotate(x, cosine + row * E, sine + row * E, E);
+            }
+            if (cache != NULL && head >= layer->heads) {
+                float *kept = head < turned ? cache->keys + (head - layer->heads) * cache->head_stride
+                                            : cache->values + (head - turned) * cache->head_stride;
+                memcpy(kept + cache->slots[row] * E, x, sizeof(float) * E);
+            }
+        }
+}
+
+/* As `project`. scratch: rows * (hidden + 3 inner). */
+static void feed_forward(const Layer *layer, const float *attention, float *hidden, float *scratch, int64_t rows) {
+    const int64_t inner = layer->inner, parts = (inner + STRIP - 1) / STRIP;
+    float *normed = scratch, *gate_up = normed + rows * layer->hidden, *active = gate_up + rows * 2 * inner;
+    multiply(&layer->o, attention, hidden, rows, 1);
+    normalise_rows(normed, hidden, layer->post_norm, rows, layer->hidden, layer->eps);
+    multiply(&layer->gate_up, normed, gate_up, rows, 0);
+#pragma omp for schedule(static) collapse(2)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t first = part * STRIP, count = inner - first < STRIP ? inner - first : STRIP;
+            const float *gate = gate_up + row * 2 * inner + first, *up = gate + inner;
+            float *to = active + row * inner + first;
+#pragma omp simd
+            for (int64_t i = 0; i < count; i++) {
+                const float e = exponential(-fabsf(gate[i]));
+                to[i] = gate[i] * up[i] * (gate[i] < 0.0f ? e : 1.0f) / (1.0f + e);
+            }
+        }
+    multiply(&layer->down, active, hidden, rows, 1);
+}
+
 /* qkv [rows, heads + 2 kv_heads, head_dim] of hidden [rows, hidden]: queries and keys normed and rotated.
    cosine, sine: [rows, head_dim]; normed: [rows, hidden], scratch. */
 void before_attention(const Layer *layer, const float *hidden, const float *cosine, const float *sine, float *normed,
                       float *qkv, int64_t rows, int threads) {
-    const int64_t E = layer->head_dim, turned = layer->heads + layer->kv_heads, all = turned + layer->kv_heads;
 #pragma omp parallel num_threads(threads)
-    {
-        normalise_rows(normed, hidden, layer->input_norm, rows, layer->hidden, layer->eps);
-        multiply(&layer->qkv, normed, qkv, rows, 0);
-#pragma omp for schedule(static) collapse(2)
-        for (int64_t row = 0; row < rows; row++)
-            for (int64_t head = 0; head < turned; head++) {
-                float *x = qkv + (row * all + head) * E;
-                const float *norm = head < layer->heads ? layer->q_norm : layer->k_norm;
-                if (norm != NULL) normalise(x, x, norm, E, layer->eps);
-                rotate(x, cosine + row * E, sine + row * E, E);
-            }
-    }
+    project(layer, hidden, cosine, sine, normed, qkv, rows, NULL);
 }
 
 /* hidden [rows, hidden] += what follows attention [rows, heads * head_dim]. scratch: rows * (hidden + 3 inner). */
 void after_attention(const Layer *layer, const float *attention, float *hidden, float *scratch, int64_t rows,
                      int threads) {
-    const int64_t inner = layer->inner, parts = (inner + STRIP - 1) / STRIP;
-    float *normed = scratch, *gate_up = normed + rows * layer->hidden, *active = gate_up + rows * 2 * inner;
 #pragma omp parallel num_threads(threads)
-    {
-        multiply(&layer->o, attention, hidden, rows, 1);
-        normalise_rows(normed, hidden, layer->post_norm, rows, layer->hidden, layer->eps);
-        multiply(&layer->gate_up, normed, gate_up, rows, 0);
-#pragma omp for schedule(static) collapse(2)
-        for (int64_t row = 0; row < rows; row++)
-            for (int64_t part = 0; part < parts; part++) {
-                const int64_t first = part * STRIP, count = inner - first < STRIP ? inner - first : STRIP;
-                const float *gate = gate_up + row * 2 * inner + first, *up = gate + inner;
-                float *to = active + row * inner + first;
-#pragma omp simd
-                for (int64_t i = 0; i < count; i++) {
-                    const float e = exponential(-fabsf(gate[i]));
-                    to[i] = gate[i] * up[i] * (gate[i] < 0.0f ? e : 1.0f) / (1.0f + e);
-                }
-            }
-        multiply(&layer->down, active, hidden, rows, 1);
-    }
+    feed_forward(layer, attention, hidden, scratch, rows);
 }
 
 /* ------------------------------------------------------------------------------------------------------------------
@@ -398,39 +420,73 @@ static inline __attribute__((always_inline)) void attend_head(const Requests *al
         }
 }
 
-/* q: [T, heads, E] with strides; keys, values: [kv_heads, slots, E]; out: [T, heads, E]. 0, or 1 without memory. */
-int attend(const Requests *all, const Shapes *shapes, const float *q, const float *keys, const float *values, float *out,
-           int threads) {
+/* Bytes of scratch that a thread needs for these requests. */
+static size_t scratch_bytes(const Requests *all, const Shapes *shapes) {
     const int64_t lanes = (shapes->head_dim + LANES - 1) / LANES * LANES;
     /* Queries, sums and transposed keys; scores come per request. */
     const int64_t floats = all->widest * shapes->groups * 2 * lanes + shapes->head_dim * KEYS;
     int64_t most = 0;
-    int failed = 0;
     for (int64_t r = 0; r < all->requests; r++) {
         const int64_t positions = all->past[r] + all->rows[r] + KEYS;
         const int64_t scores = all->rows[r] * shapes->groups * positions;
         most = scores > most ? scores : most;
     }
-    const size_t bytes = (sizeof(float) * (floats + most) / sizeof(Lanes) + 1) * sizeof(Lanes);
+    return (sizeof(float) * (floats + most) / sizeof(Lanes) + 1) * sizeof(Lanes);
+}
+
+/* Shared among the threads of the parallel region around. */
+static void attend_all(const Requests *all, const Shapes *shapes, const float *q, const float *keys,
+                       const float *values, float *out, size_t bytes, int *failed) {
+    void *scratch = aligned_alloc(sizeof(Lanes), bytes);
+    if (scratch == NULL) {
+#pragma omp atomic write
+        *failed = 1;
+    }
+#pragma omp for schedule(dynamic, 1) collapse(2)
+    for (int64_t r = 0; r < all->requests; r++)
+        for (int64_t h = 0; h < shapes->kv_heads; h++) {
+            if (scratch == NULL) continue;
+            if (shapes->head_dim == 64)
+                attend_head(all, shapes, r, h, q, keys, values, out, scratch, 64);
+            else if (shapes->head_dim == 128)
+                attend_head(all, shapes, r, h, q, keys, values, out, scratch, 128);
+            else
+                attend_head(all, shapes, r, h, q, keys, values, out, scratch, shapes->head_dim);
+        }
+    free(scratch);
+}
+
+/* q: [T, heads, E] with strides; keys, values: [kv_heads, slots, E]; out: [T, heads, E]. 0, or 1 without memory. */
+int attend(const Requests *all, const Shapes *shapes, const float *q, const float *keys, const float *values, float *out,
+           int threads) {
+    const size_t bytes = scratch_bytes(all, shapes);
+    int failed = 0;
+#pragma omp parallel num_threads(threads)
+    attend_all(all, shapes, q, keys, values, out, bytes, &failed);
+    return failed;
+}
+
+/* A whole layer, hidden [rows, hidden] in place, where all rows are of requests with few: one parallel region.
+   scratch: rows * (2 hidden + 3 inner + (2 heads + 2 kv_heads) head_dim). 0, or 1 without memory. */
+int whole_layer(const Layer *layer, const Requests *all, const Cache *cache, float scale, float *hidden,
+                const float *cosine, const float *sine, float *scratch, int64_t rows, int threads) {
+    const int64_t E = layer->head_dim, width = (layer->heads + 2 * layer->kv_heads) * E;
+    const Shapes shapes = {.kv_heads = layer->kv_heads,
+                           .groups = layer->heads / layer->kv_heads,
+                           .head_dim = E,
+                           .head_stride = cache->head_stride,
+                           .query_row = width,
+                           .query_head = E,
+                           .scale = scale};
+    const size_t bytes = scratch_bytes(all, &shapes);
+    float *qkv = scratch + rows * layer->hidden, *attended = qkv + rows * width;
+    float *inner = attended + rows * layer->heads * E;
+    int failed = 0;
 #pragma omp parallel num_threads(threads)
     {
-        void *scratch = aligned_alloc(sizeof(Lanes), bytes);
-        if (scratch == NULL) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp for schedule(dynamic, 1) collapse(2)
-        for (int64_t r = 0; r < all->requests; r++)
-            for (int64_t h = 0; h < shapes->kv_heads; h++) {
-                if (scratch == NULL) continue;
-                if (shapes->head_dim == 64)
-                    attend_head(all, shapes, r, h, q, keys, values, out, scratch, 64);
-                else if (shapes->head_dim == 128)
-                    attend_head(all, shapes, r, h, q, keys, values, out, scratch, 128);
-                else
-                    attend_head(all, shapes, r, h, q, keys, values, out, scratch, shapes->head_dim);
-            }
-        free(scratch);
+        project(layer, hidden, cosine, sine, scratch, qkv, rows, cache);
+        attend_all(all, &shapes, qkv, cache->keys, cache->values, attended, bytes, &failed);
+        feed_forward(layer, attended, hidden, inner, rows);
     }
     return failed;
 }

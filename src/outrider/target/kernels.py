@@ -18,12 +18,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -74,6 +74,13 @@ class _Layer(ctypes.Structure):
     ]
 
 
+class _Cache(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "slots")),
+        ("head_stride", ctypes.c_int64),
+    ]
+
+
 # Arguments of the functions of kernels.c.
 _POINTER, _COUNT, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -82,6 +89,16 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "before_attention": (None, (ctypes.POINTER(_Layer), *(_POINTER,) * 5, _COUNT, _THREADS)),
     "after_attention": (None, (ctypes.POINTER(_Layer), *(_POINTER,) * 3, _COUNT, _THREADS)),
     "attend": (ctypes.c_int, (ctypes.POINTER(_Requests), ctypes.POINTER(_Shapes), *(_POINTER,) * 4, _THREADS)),
+    "whole_layer": (
+        ctypes.c_int,
+        (
+            *(ctypes.POINTER(struct) for struct in (_Layer, _Requests, _Cache)),
+            ctypes.c_float,
+            *(_POINTER,) * 4,
+            _COUNT,
+            _THREADS,
+        ),
+    ),
 }
 
 
@@ -166,7 +183,7 @@ class Norms:
 
 
 class LayerKernels:
-    """A Llama or Qwen3 layer around its attention.
+    """A Llama or Qwen3 layer: around its attention, or as a whole.
 
     Args:
         qkv, o, gate_up, down: its matrices; those of q, k and v and of gate and up are fused.
@@ -184,6 +201,7 @@ class LayerKernels:
         heads: tuple[int, int],
     ) -> None:
         self.out_features, self.inner, self.heads = qkv.out_features, down.in_features, heads
+        self._scratch = 2 * qkv.in_features + 3 * self.inner + qkv.out_features + o.in_features  # floats of a row
         weights = [None if x is None else x.contiguous() for x in (norms.input, norms.post, norms.q, norms.k)]
         self._kept = (qkv, o, gate_up, down, weights)  # the struct holds addresses only
         input_norm, post_norm, q_norm, k_norm = (None if x is None else x.data_ptr() for x in weights)
@@ -219,12 +237,37 @@ class LayerKernels:
         pointers = (attention_TD.data_ptr(), hidden_TD.data_ptr(), scratch.data_ptr())
         _library().after_attention(self._struct, *pointers, T, torch.get_num_threads())
 
+    def forward(self, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, rows: FewRows, cache: Cache) -> None:
+        """All of the layer, in place, where every row is one of `rows`; their keys and values are put into `cache`.
+
+        Raises:
+            MemoryError: there is none for the scores of attention.
+        """
+        T, threads = len(hidden_TD), torch.get_num_threads()
+        scratch = hidden_TD.new_empty(T * self._scratch)
+        tensors = (hidden_TD.data_ptr(), cos_TE.data_ptr(), sin_TE.data_ptr(), scratch.data_ptr())
+        scale = self._struct.head_dim**-0.5
+        if _library().whole_layer(self._struct, rows.requests, cache.struct, scale, *tensors, T, threads):
+            raise MemoryError("no memory for the scores of attention")
+
 
 def _library() -> Any:
     """The kernels, where `kernels_available`."""
     library = _compiled()
     assert library is not None
     return library
+
+
+class Cache:
+    """Keys and values of a layer, [K, S, E] each, and the slots [T] int64 of the rows of a step."""
+
+    def __init__(self, keys_KSE: Tensor, values_KSE: Tensor, slots_T: Tensor) -> None:
+        strides, E = keys_KSE.stride(), keys_KSE.shape[2]
+        assert strides == values_KSE.stride() and strides[1:] == (E, 1)
+        assert keys_KSE.dtype == values_KSE.dtype == torch.float32 and slots_T.dtype == torch.int64
+        self._kept = keys_KSE, values_KSE, slots_T  # the struct holds addresses only
+        keys, values, slots = (tensor.data_ptr() for tensor in self._kept)
+        self.struct = _Cache(keys=keys, values=values, slots=slots, head_stride=strides[0])
 
 
 class FewRows:
@@ -268,7 +311,7 @@ class FewRows:
             "sees": np.frombuffer(b"".join(sees), dtype=np.uint8),
         }
         addresses = {name: array.ctypes.data for name, array in self._arrays.items()}
-        self._requests = _Requests(requests=len(rows), block_size=block_size, widest=max(rows), **addresses)
+        self.requests = _Requests(requests=len(rows), block_size=block_size, widest=max(rows), **addresses)
 
     def attend(self, q: Tensor, keys_KSE: Tensor, values_KSE: Tensor, *, scale: float | None, out_THE: Tensor) -> None:
         """Attention of these rows of q [1, H, T, E] into the same rows of `out_THE`; the other rows stay.
@@ -293,8 +336,18 @@ class FewRows:
             scale=scale,
         )
         tensors = (q.data_ptr(), keys_KSE.data_ptr(), values_KSE.data_ptr(), out_THE.data_ptr())
-        if _library().attend(self._requests, shapes, *tensors, torch.get_num_threads()):
+        if _library().attend(self.requests, shapes, *tensors, torch.get_num_threads()):
             raise MemoryError("no memory for the scores of attention")
+
+
+class WholeStep(NamedTuple):
+    """A step in which every row is of a request with few, so that `LayerKernels.forward` computes whole layers.
+
+    `cache`: of a layer, by its index.
+    """
+
+    rows: FewRows
+    cache: Callable[[int], Cache]
 
 
 @cache

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.target.attention import Branches, additive
 from outrider.target.cache import KVCache, KVLayer
-from outrider.target.kernels import MOST_ROWS, FewRows, LayerKernels, Norms, kernels_available
+from outrider.target.kernels import MOST_ROWS, Cache, FewRows, LayerKernels, Norms, WholeStep
 from outrider.target.linear import PackedLinear
 from outrider.target.paged import RaggedStep
 
@@ -109,6 +109,7 @@ class LeanDecoder:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.norm = decoder.norm.weight.detach()
         self.layers = [self._pack(layer) for layer in decoder.layers]
+        self.compiled = all(isinstance(layer, LayerKernels) for layer in self.layers)
 
     def _pack(self, layer: Any) -> LayerKernels | Operators:
         attn, mlp = layer.self_attn, layer.mlp
@@ -140,27 +141,32 @@ class LeanDecoder:
         """Run T new tokens after those in `cache`; the last layer's aux hidden state is the normed one."""
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim
-        few: FewRows | None = None
-        mask: Tensor | None = None
-        if B == 1 and cache.pad_B is None and T <= MOST_ROWS and kernels_available(self.embed.dtype, tokens_BT.device):
-            # As the engine computes them (RaggedStep.attend): one block holds the whole cache.
-            length = cache.length
-            few = FewRows([0], [T], [length], blocks=[[0]], block_size=length + T, branches=[branches])
-        else:
-            mask = visibility_mask(cache, B, T, groups=G, dtype=self.embed.dtype, branches=branches)
+        if self.compiled and B == 1 and cache.pad_B is None and T <= MOST_ROWS:
+            # As the engine computes them: one block holds the whole cache.
+            start, slots_T = cache.length, torch.arange(cache.length, cache.length + T)
+            rows = FewRows([0], [T], [start], blocks=[[0]], block_size=start + T, branches=[branches])
+
+            new_1KTE = self.embed.new_empty(1, K, T, E)
+
+            def reserved(index: int) -> Cache:
+                keys, values = self._store(cache, index).reserve(new_1KTE, new_1KTE)
+                return Cache(keys[0], values[0], slots_T)
+
+            return self.run(tokens_BT, positions_BT, aux_layers, whole=WholeStep(rows, reserved))
+        mask = visibility_mask(cache, B, T, groups=G, dtype=self.embed.dtype, branches=branches)
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            store = cache.layers[index]
-            assert isinstance(store, KVLayer)
-            keys, values = store.update(k, v)
-            if few is not None:
-                out_THE = q.new_empty(T, K * G, E)
-                few.attend(q, keys[0], values[0], scale=None, out_THE=out_THE)
-                return out_THE.transpose(0, 1)[None]
+            keys, values = self._store(cache, index).update(k, v)
             out = F.scaled_dot_product_attention(q.reshape(B, K, G * T, E), keys, values, attn_mask=mask)
             return out.view(B, K * G, T, E)
 
         return self.run(tokens_BT, positions_BT, aux_layers, attention=attend)
+
+    @staticmethod
+    def _store(cache: KVCache, index: int) -> KVLayer:
+        store = cache.layers[index]
+        assert isinstance(store, KVLayer)
+        return store
 
     def forward_packed(self, tokens_T: Tensor, lengths: Sequence[int], aux_layers: tuple[int, ...]) -> AuxOutput:
         """Documents of `lengths` tokens, concatenated; each sees itself only, from position 0 on. As `forward`, B = 1.
@@ -181,9 +187,18 @@ class LeanDecoder:
 
     def forward_ragged(self, step: RaggedStep, aux_layers: tuple[int, ...]) -> AuxOutput:
         """The rows of many requests, each attending as `step` says. As `forward`, B = 1."""
-        return self.run(step.tokens_1T, step.positions_1T, aux_layers, attention=step.attend)
+        whole = step.whole() if self.compiled else None
+        return self.run(step.tokens_1T, step.positions_1T, aux_layers, attention=step.attend, whole=whole)
 
-    def run(self, tokens_BT: Tensor, positions_BT: Tensor, aux_layers: tuple[int, ...], attention: Attend) -> AuxOutput:
+    def run(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        aux_layers: tuple[int, ...],
+        attention: Attend | None = None,
+        whole: WholeStep | None = None,
+    ) -> AuxOutput:
+        """As `forward`, with this attention, or with whole layers in compiled kernels."""
         B, T = tokens_BT.shape
         G, K, E = self.groups, self.kv_heads, self.head_dim
         hidden = F.embedding(tokens_BT.reshape(-1), self.embed)
@@ -193,10 +208,15 @@ class LeanDecoder:
         if -1 in aux_layers:
             captured[-1] = hidden.view(B, T, -1).clone()
         for index, layer in enumerate(self.layers):
-            qkv = layer.before_attention(hidden, cos_TE, sin_TE).view(B, T, (G + 2) * K, E).transpose(1, 2)
-            q, k, v = qkv.split((G * K, K, K), dim=1)
-            out = attention(index, q, k, v).transpose(1, 2).reshape(B * T, G * K * E)
-            layer.after_attention(out, hidden)
+            if whole is not None:
+                assert isinstance(layer, LayerKernels)
+                layer.forward(hidden, cos_TE, sin_TE, rows=whole.rows, cache=whole.cache(index))
+            else:
+                assert attention is not None
+                qkv = layer.before_attention(hidden, cos_TE, sin_TE).view(B, T, (G + 2) * K, E).transpose(1, 2)
+                q, k, v = qkv.split((G * K, K, K), dim=1)
+                out = attention(index, q, k, v).transpose(1, 2).reshape(B * T, G * K * E)
+                layer.after_attention(out, hidden)
             if index in aux_layers:
                 captured[index] = hidden.view(B, T, -1).clone()
         normed = F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.eps).view(B, T, -1)

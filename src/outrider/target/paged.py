@@ -28,7 +28,7 @@ from transformers import PretrainedConfig
 
 from outrider.target.attention import Branches, additive, attend_folded, fold, lowest_visible, unfold
 from outrider.target.cache import KVCache
-from outrider.target.kernels import MOST_ROWS, FewRows, kernels_available
+from outrider.target.kernels import MOST_ROWS, Cache, FewRows, WholeStep, kernels_available
 
 if TYPE_CHECKING:
     from outrider.target.model import Target
@@ -297,6 +297,12 @@ class RaggedStep:
                 rows = slice(self._first_row[index], self._first_row[index] + len(span.tokens))
                 out[:, :, rows] = one(index, q[:, :, rows])
         return out
+
+    def whole(self) -> WholeStep | None:
+        """For layers that are computed as a whole; None where a span has too many rows for that."""
+        if len(self._few) < len(self.spans):
+            return None
+        return WholeStep(self._few_rows_of(None), lambda layer: Cache(*self._kv.layers[layer], self._slots_T))
 
     def _few_rows_of(self, window: int | None) -> FewRows:
         """The spans of few rows under a sliding window, cached by window."""
