@@ -203,6 +203,10 @@ UNSERVED: list[tuple[str, str, Change, str]] = [
     ("llama.cpp", "dspark", {"confidence_head_with_markov": False}, "confidence_head_with_markov false has no place"),
     ("llama.cpp", "dflash", {"draft_vocab_size": VD}, "40 has no place .* drafter.draft_vocab_size=null"),
     ("llama.cpp", "dflash2", {"selector_top_k": 6}, "selector_top_k 6 does not fit; its selector keeps 42 numbers"),
+    *[
+        (engine, "lilicorr", {"lilicorr_candidate_topk": count}, f"lilicorr_candidate_topk {count} has no place")
+        for engine, count in (("vllm", 6), ("sglang", 32))
+    ],
     ("vllm", "dflash", {"sample_from_anchor": True}, "sample_from_anchor true is not served there"),
     ("sglang", "dspark", {"markov_rank": 0, "confidence_head_with_markov": False}, "markov_rank 0 has no place"),
     ("deepspec", "dspark", {"sample_from_anchor": False}, "sample_from_anchor false is not heeded there"),
@@ -304,6 +308,25 @@ def test_engines_run_dflash_2_under_dflashs_name() -> None:
         assert json.loads(words[-1]) == {"method": "dflash", "model": "d", "num_speculative_tokens": 3}
     assert "--speculative-algorithm DFLASH --speculative-dflash-block-size 4" in commands["sglang"]
     assert "--spec-type draft-dflash --spec-draft-n-max 3" in commands["llama.cpp"]
+
+
+def test_engines_run_lilicorr_under_dflashs_name_and_find_its_head() -> None:
+    weights = made("lilicorr", conv_kernel_size=2, conv_group_size=8).weights.folded()
+    for engine in ("vllm", "sglang"):
+        written = engine_of(engine).write(weights, FACTS)
+        section = written.config["dflash_config"]
+        assert written.config["architectures"] == ["LiLiCorrDraftModel"] and section["projector_type"] == "lilicorr"
+        assert (section["lilicorr_candidate_topk"], section["lilicorr_hidden_size"]) == (4, 16)
+        assert (section["lilicorr_vector_eps"], section["lilicorr_logit_scale"]) == (1e-4, 8.0)
+        assert (section["conv_kernel_size"], section["conv_group_size"]) == (2, 8)
+        assert {"lilicorr.layers.1.attn.in_proj_weight", "lilicorr.feature_norm.bias"} <= set(written.tensors)
+    words = shlex.split(engine_of("vllm").serve(weights, "d", "t")[0])
+    assert words[0] == "VLLM_USE_V2_MODEL_RUNNER=1"
+    assert json.loads(words[-1]) == {"method": "dflash", "model": "d", "num_speculative_tokens": 3}
+    assert (
+        "--speculative-algorithm DFLASH --speculative-dflash-block-size 4"
+        in engine_of("sglang").serve(weights, "d", "t")[0]
+    )
 
 
 def test_calibration_is_named_where_an_engine_has_no_place_for_it(tmp_path: Path) -> None:

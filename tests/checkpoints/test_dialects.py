@@ -24,7 +24,7 @@ from outrider.checkpoints.dialects.deepspec import DeepSpec
 from outrider.checkpoints.dialects.eagle3 import Eagle3Dialect
 from outrider.checkpoints.dialects.medusa import MedusaDialect
 from outrider.checkpoints.dialects.speculators import Speculators
-from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
+from outrider.checkpoints.dialects.zlab import LiLiCorrDialect, ZLab, ZLab2
 from outrider.drafters.registry import method_of
 from tests.toys.dialects import (
     FACTS,
@@ -60,6 +60,11 @@ HEADS: list[Change] = [
 CASES: list[tuple[Dialect, str, str, Change]] = [
     *[(ZLab(), "dflash", own, change) for change, own in zip(BLOCKS, ("", "embedding", "head"), strict=True)],
     *[(ZLab2(), "dflash2", own, change) for change, own in zip(BLOCKS, ("", "embedding", "head"), strict=True)],
+    *[
+        (LiLiCorrDialect(), "lilicorr", own, change)
+        for change, own in zip(BLOCKS, ("", "embedding", "head"), strict=True)
+    ],
+    (LiLiCorrDialect(), "lilicorr", "", {"conv_kernel_size": 2, "conv_group_size": 8, "lilicorr_hidden_size": 0}),
     *[(DeepSpec(), "dspark", "", change) for change in [*BLOCKS, *HEADS]],
     *[(ZLab(), "dflash", "", change) for change in [*CAUSAL, {"is_causal": True}]],
     (ZLab2(), "dflash2", "", CAUSAL[1]),
@@ -107,7 +112,7 @@ def test_a_round_trip_keeps_every_field_and_every_bit(tmp_path: Path, case: tupl
     assert [type(one) for one in owners] == [type(dialect)], "one dialect claims it"
 
 
-@pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark", "eagle3", "medusa", "hydra", "mtp"])
+@pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark", "eagle3", "lilicorr", "medusa", "hydra", "mtp"])
 def test_our_own_writing_keeps_heads_of_other_makers(tmp_path: Path, method: str) -> None:
     checkpoint = made(method, "embedding" if method in ("medusa", "hydra") else "head embedding")
     save_drafter(checkpoint, tmp_path / "d")
@@ -254,6 +259,13 @@ REFUSED: list[tuple[Dialect, str, Change, str]] = [
     (ZLab(), "dflash", {"input_embedding_scale": 2.0}, "is 2.0, dflash_config.input_embedding_scale is 1.0: .*agree"),
     (ZLab2(), "dflash2", {"dflash_config": {"selector_rank": 0}}, "needs the field 'dflash_config.conv_kernel_size'"),
     (Speculators(), "dflash2", {"selector_rank": "x"}, "selector_rank is 'x'; it must be an integer"),
+    (
+        LiLiCorrDialect(),
+        "lilicorr",
+        {"dflash_config": {"lilicorr_num_layers": 2}},
+        "'dflash_config.lilicorr_candidate_",
+    ),
+    (LiLiCorrDialect(), "lilicorr", {"dflash_config": {"lilicorr_enabled": False}}, "lilicorr_enabled is False"),
     (ZLab(), "dflash", {"rope_theta": 1.0}, "rope_theta is 1.0; it must be 777, as in rope_parameters"),
     (ZLab(), "dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [3, 0]}}, "ascending"),
     (DeepSpec(), "dspark", {"markov_head_type": 3}, "markov_head_type is 3; it must be a string"),
@@ -375,7 +387,7 @@ def test_a_damaged_draft_vocabulary(tmp_path: Path) -> None:
 
 
 REDUCED = [
-    *[(dialect_for(method_of(name)), name) for name in ("dflash", "dflash2", "dspark", "eagle3", "hydra")],
+    *[(dialect_for(method_of(name)), name) for name in ("dflash", "dflash2", "dspark", "eagle3", "hydra", "lilicorr")],
     (Speculators(), "dspark"),
     (Eagle3Dialect(), "eagle3"),
 ]
@@ -395,6 +407,7 @@ def test_a_draft_vocabulary_names_no_token_twice(tmp_path: Path, dialect: Dialec
 FUZZED: list[tuple[Dialect, str, str, Change]] = [
     (ZLab(), "dflash", "", {"draft_vocab_size": VD}),
     (ZLab2(), "dflash2", "", {}),
+    (LiLiCorrDialect(), "lilicorr", "", {}),
     (DeepSpec(), "dspark", "", {"sliding_window": 9}),
     (Speculators(), "dspark", "", {"draft_vocab_size": VD}),
     (Speculators(), "eagle3", "head", {}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ from tests.proof.enumeration import (
     exact_target_distribution,
     max_deviation,
 )
-from tests.proof.toys import ForgetfulRequest, ToyDrafter, ToyRequest, ToyTarget
+from tests.proof.toys import ForgetfulRequest, ToyDrafter, ToyLattice, ToyRequest, ToyTarget
 from tests.toys.oracle import chain_of, drafted_with, row_of
 
 
@@ -82,6 +82,31 @@ def test_reduced_draft_vocabulary(head: str | None, name: str) -> None:
     drafter = toy(WARPS[name], 2, head, vocab=4, ids=[1, 3])
     for policy in POLICIES:
         assert deviation(requests_of(drafter), drafter.target, [(0,)], policy, 3) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("count", "name"), [*((2, name) for name in WARPS), (1, "plain"), (3, "plain"), (3, "greedy"), (3, "all")]
+)
+def test_steps_between_candidates(count: int, name: str) -> None:
+    drafter = ToyLattice(ToyTarget(3, WARPS[name]), 2, count)
+    for policy in POLICIES:
+        assert deviation(requests_of(drafter), drafter.target, [(0,)], policy, 3) <= TOLERANCE
+    reduced = ToyLattice(ToyTarget(4, WARPS[name]), 2, min(count, 2), [1, 3])
+    assert deviation(requests_of(reduced), reduced.target, [(0,)], POLICIES[1], 3) <= TOLERANCE
+
+
+class OneStepBehind(ToyLattice):
+    """A wrong one: says of every token that it was drawn by the scores of the first position's candidates."""
+
+    def _sample(self, *arguments: Any) -> Draft:
+        drawn = super()._sample(*arguments)
+        rows = [0.8 * row_of(drawn, k) + 0.2 * row_of(drawn, 0) for k in range(len(drawn.tokens))]
+        return chain_of(drawn.tokens, torch.stack(rows), drawn.confidences)
+
+
+def test_a_lattice_that_reports_other_scores_is_caught() -> None:
+    drafter = OneStepBehind(ToyTarget(3, WARPS["plain"]), 2, 2)
+    assert deviation(requests_of(drafter), drafter.target, [(0,)], FixedPolicy(), 3) > VISIBLE
 
 
 @pytest.mark.parametrize("policy", POLICIES)

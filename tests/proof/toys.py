@@ -18,6 +18,7 @@ from outrider.drafters.chain import sample_chain, sample_rows
 from outrider.drafters.dflash2 import CandidateRows, CandidateSelector
 from outrider.drafters.draft import Draft, Siblings, conditional_confidences, without
 from outrider.drafters.heads import ChainHeads, ConfidenceHead, VanillaMarkov, build_sequential_head
+from outrider.drafters.lilicorr import LatticeHead, LatticeRows, LiLiCorrConfig
 from outrider.sampling import RandomSource, SamplingParams, SeenTokens, constrained, warp
 from tests.proof.enumeration import DraftTree, Tokens
 
@@ -133,6 +134,47 @@ class ToySelector(ToyDrafter):
         self, base_logits_KVd: Tensor, hidden_KH: Tensor, call: DraftCall, heads: ChainHeads, min_confidence: float
     ) -> Draft:
         rows = CandidateRows(lambda _: base_logits_KVd, hidden_KH[None], self.selector, self.count, self.draft_ids_Vd)
+        return sample_rows(rows, self.gamma, [call], heads, min_confidence)[0]
+
+
+class ToyLattice(ToyDrafter):
+    """The same block, drawn by the scores of a real lattice head between the `count` likeliest tokens of positions."""
+
+    def __init__(
+        self, target: ToyTarget, gamma: int, count: int, draft_ids: Sequence[int] | None = None, seed: int = 1
+    ) -> None:
+        super().__init__(target, gamma, None, draft_ids, seed)
+        shapes = dict.fromkeys(("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"), 1)
+        config = LiLiCorrConfig(
+            **shapes,
+            hidden_size=self.hidden_size,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=self.draft_vocab_size,
+            target_layer_ids=(0,),
+            num_target_layers=1,
+            mask_token_id=0,
+            block_size=gamma + 1,
+            lilicorr_candidate_topk=count,
+            lilicorr_hidden_size=4,
+            lilicorr_num_layers=1,
+            lilicorr_num_heads=2,
+            lilicorr_factor_dim=2,
+            lilicorr_logit_scale=2.0,
+        )
+        self.lattice, generator = LatticeHead(config).double(), _generator(seed, (count,))
+        for weight in self.lattice.parameters():
+            torch.nn.init.normal_(weight, generator=generator)
+        self.embed_VH = torch.randn(target.vocab_size, self.hidden_size, generator=generator, dtype=torch.float64)
+
+    def _sample(
+        self, base_logits_KVd: Tensor, hidden_KH: Tensor, call: DraftCall, heads: ChainHeads, min_confidence: float
+    ) -> Draft:
+        log_probs_Kc, tokens_Kc = base_logits_KVd.log_softmax(-1).topk(self.lattice.config.lilicorr_candidate_topk)
+        if self.draft_ids_Vd is not None:
+            tokens_Kc = self.draft_ids_Vd[tokens_Kc]
+        context_1H = self.embed_VH[call.anchor][None]
+        scores = self.lattice(self.embed_VH[tokens_Kc][None], log_probs_Kc[None], hidden_KH[None], context_1H)
+        rows = LatticeRows(hidden_KH[None], tokens_Kc[None], *scores)
         return sample_rows(rows, self.gamma, [call], heads, min_confidence)[0]
 
 

@@ -14,9 +14,11 @@ from outrider.checkpoints.checkpoint import Checkpoint, load_weights
 from outrider.checkpoints.dialects.base import ExportedCheckpoint, TargetFacts
 from outrider.checkpoints.dialects.medusa import MedusaDialect
 from outrider.drafters.base import DrafterWeights
+from outrider.drafters.dflash import DFlashConfig
 from outrider.drafters.dflash2 import DFlash2Config
 from outrider.drafters.eagle3 import Eagle3Config
 from outrider.drafters.hydra import HydraConfig
+from outrider.drafters.lilicorr import LiLiCorrConfig
 from outrider.drafters.medusa import MedusaConfig
 from outrider.drafters.mtp import MTPConfig
 from outrider.drafters.peagle import PEagleConfig
@@ -47,15 +49,24 @@ FACTS = TargetFacts("toys/target", ("ToyForCausalLM",), L, random(V, H, seed=1),
 
 
 DFLASH2_SIZES = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
+LILICORR_SIZES = {
+    "conv_kernel_size": 0,
+    "conv_group_size": 0,
+    "lilicorr_candidate_topk": 4,
+    "lilicorr_hidden_size": 16,
+    "lilicorr_num_heads": 2,
+    "lilicorr_factor_dim": 12,
+}
 
 
 def config_of(method: str, **changes: Any) -> Any:
     """A toy config of a method."""
     if method in ("dflash", "dspark"):
         return toy_config(method == "dspark", **changes)
-    if method == "dflash2":
-        shared = {name: value for name, value in changes.items() if name not in DFLASH2_SIZES}
-        return DFlash2Config(**{**vars(toy_config(False, **shared)), **DFLASH2_SIZES, **changes})
+    if method in ("dflash2", "lilicorr"):
+        kind, sizes = (DFlash2Config, DFLASH2_SIZES) if method == "dflash2" else (LiLiCorrConfig, LILICORR_SIZES)
+        shared = {name: value for name, value in changes.items() if name in DFlashConfig.__dataclass_fields__}
+        return kind(**{**vars(toy_config(False, **shared)), **sizes, **changes})
     if method in ("eagle3", "peagle"):
         eagle = Eagle3Config if method == "eagle3" else PEagleConfig
         return eagle(**{**SHAPES, "target_layer_ids": (0, 1, 3), "gamma": 4, **changes})
@@ -74,7 +85,7 @@ def made(method: str, own: str = "", **changes: Any) -> Checkpoint:
     config = config_of(method, **{**heads, **changes})
     module = method_of(method).module(config)
     randomise(module)
-    if method in ("dflash", "dflash2", "dspark", "eagle3"):
+    if method in ("dflash", "dflash2", "dspark", "eagle3", "lilicorr"):
         module.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0, 2.0][: len(config.target_layer_ids)]))
     ids = torch.randperm(V, generator=torch.Generator().manual_seed(3))[:VD].sort().values
     rows = config.draft_vocab_size

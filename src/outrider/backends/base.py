@@ -273,6 +273,7 @@ class ExternalEngine:
 
 
 _READ_NO_EMBEDDING = ("medusa",)
+_MOST_CANDIDATES = 16
 
 
 # ----------------------------------------------------------------------------
@@ -289,6 +290,20 @@ def check_sequential_head(parts: DrafterWeights) -> None:
     if parts.algorithm == "dspark" and parts.config.markov_rank == 0:
         raise ValueError(
             "markov_rank 0 has no place there; its DSpark needs a sequential head: train with drafter.markov_rank=64."
+        )
+
+
+def check_candidates(parts: DrafterWeights) -> None:
+    """Refuse a LiLiCorr whose candidates do not fit the kernels that walk through them.
+
+    Raises:
+        ValueError: their number is no power of two, or above 16.
+    """
+    count = getattr(parts.config, "lilicorr_candidate_topk", 1)
+    if count > _MOST_CANDIDATES or count & (count - 1):
+        raise ValueError(
+            f"lilicorr_candidate_topk {count} has no place there; its LiLiCorr has 1, 2, 4, 8 or 16 candidates a "
+            "position: train with drafter.lilicorr_candidate_topk=8."
         )
 
 

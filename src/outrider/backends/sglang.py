@@ -1,13 +1,14 @@
 """SGLang 0.5.23: dialects of the methods' makers, `--speculative-*` flags, and the files its DSpark scheduler reads.
 
     dflash  dflash2     z-lab            \
+    lilicorr            ModelOpt          |
     dspark              DeepSpec         / every field of the block also in `dflash_config`
     eagle3              EAGLE-3
     K drafts            --speculative-dspark-block-size K, --speculative-dflash-block-size K + 1,
                         or --speculative-num-draft-tokens K + 1
 
 SGLang counts the rows that are verified, the anchor among them; a DSpark block alone counts drafts. DFlash 2 is in it
-since 0.5.19, under DFlash's name: the checkpoint's architecture tells.
+since 0.5.19, under DFlash's name: the checkpoint's architecture tells. LiLiCorr is told likewise.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from outrider.backends.base import (
     Launch,
     MetricNames,
     Speculation,
+    check_candidates,
     check_sequential_head,
     check_targets_vocabulary,
 )
 from outrider.checkpoints.dialects.base import ExportedCheckpoint
 from outrider.checkpoints.dialects.deepspec import DeepSpec
 from outrider.checkpoints.dialects.eagle3 import FLAGS, Eagle3Dialect
-from outrider.checkpoints.dialects.zlab import ZLab, ZLab2
+from outrider.checkpoints.dialects.zlab import LiLiCorrDialect, ZLab, ZLab2
 from outrider.drafters.base import DrafterWeights
 
 CALIBRATION_FILE, TABLE_FILE = "confidence_sts.json", "sps_table.json"
@@ -51,8 +53,14 @@ class SGLang(ExternalEngine):
     """SGLang, by `python -m sglang.launch_server`."""
 
     name = "sglang"
-    dialects = {"dflash": ZLab(), "dflash2": ZLab2(), "dspark": DeepSpec(), "eagle3": Eagle3Dialect()}
-    whole_vocabulary = ("dflash", "dflash2")
+    dialects = {
+        "dflash": ZLab(),
+        "dflash2": ZLab2(),
+        "lilicorr": LiLiCorrDialect(),
+        "dspark": DeepSpec(),
+        "eagle3": Eagle3Dialect(),
+    }
+    whole_vocabulary = ("dflash", "dflash2", "lilicorr")
     widens = ("dspark",)
     scales_embeddings = ("dflash", "dflash2", "dspark")
     calibration = (
@@ -60,7 +68,7 @@ class SGLang(ExternalEngine):
     )
     method_names = {
         **{name: name.upper() for name in ("dflash", "dspark", "eagle3", "ngram")},
-        "dflash2": "DFLASH",
+        **dict.fromkeys(("dflash2", "lilicorr"), "DFLASH"),
         "lm": "STANDALONE",
     }
     metrics = MetricNames(length="sglang:spec_accept_length")
@@ -79,6 +87,7 @@ class SGLang(ExternalEngine):
                 )
             return []
         check_sequential_head(parts)
+        check_candidates(parts)
         check_targets_vocabulary(parts)
         if parts.algorithm == "dspark" and not config.sample_from_anchor:
             raise ValueError(

@@ -443,7 +443,8 @@ class DraftRows:
     """What the objective reads: draft logits are head(hidden) + w2 latent.
 
     With `candidates` they are so for the likeliest tokens of head(hidden) only, that many, and no other can be drafted;
-    head(hidden) is then trained beside them, so that the right ones are among them.
+    head(hidden) is then trained beside them, so that the right ones are among them. With a `lattice` its scores alone
+    are the draft logits of the candidates.
 
     Attributes:
         hidden_NKH: normed hidden states; row (n, k) predicts x_k and may depend on previous_NK[n, :k+1] only.
@@ -451,6 +452,9 @@ class DraftRows:
         embedding_NKr: what `confidence` reads beside the hidden state; None if nothing.
         confidence: (hidden [M, H], embedding [M, r] or None) -> logits of c [M], asked of supervised rows, in float32.
         candidates: how many tokens of the draft vocabulary can be drafted at a position; None: all of them.
+        lattice: (the candidates' ids in the target's vocabulary, the likeliest first, and the logarithms of their
+            probabilities, [N, K, c]) -> draft logits of the first position [N, c], and of each later one by the
+            candidate before and its own [N, K - 1, c, c]; None: candidates are rescored by latents and w2.
     """
 
     hidden_NKH: Tensor
@@ -459,6 +463,7 @@ class DraftRows:
     embedding_NKr: Tensor | None = None
     confidence: Callable[[Tensor, Tensor | None], Tensor] | None = None
     candidates: int | None = None
+    lattice: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 M = TypeVar("M", bound="DraftModule")

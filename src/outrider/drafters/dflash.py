@@ -296,18 +296,22 @@ class DFlash(DraftModule):
     aux_weight: str | None = "fc.weight"
     drafts_blocks = True
     calibratable = "confidences"
-    layer: ClassVar[type[DraftLayer]] = DraftLayer
     config: DFlashConfig
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(self.layer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.make_layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         names = [f"layers.{i}.self_attn.{name}" for i in range(len(self.layers)) for name in ("k_proj", "v_proj")]
         self.context_projections = tuple(names)
         self.groups = (("fc",), self.context_projections)
+
+    @staticmethod
+    def make_layer(config: Any, index: int) -> DraftLayer:
+        """A fresh layer of the backbone."""
+        return DraftLayer(config, index)
 
     def context(self, aux_SLT: Tensor) -> Tensor:
         """Features of committed tokens [S, L, T] -> H_ctx [S, H]."""

@@ -171,17 +171,26 @@ class DFlash2Config(DFlashConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.conv_kernel_size > self.block_size:
-            raise ValueError(
-                f"conv_kernel_size {self.conv_kernel_size} must be between 1 and block_size {self.block_size}: nothing "
-                "precedes a block."
-            )
-        if self.hidden_size % self.conv_group_size:
-            raise ValueError(f"conv_group_size {self.conv_group_size} must divide hidden_size {self.hidden_size}.")
+        check_convolution(self)
         if self.selector_top_k > self.draft_vocab_size:
             raise ValueError(
                 f"selector_top_k {self.selector_top_k} must be between 1 and draft_vocab_size {self.draft_vocab_size}."
             )
+
+
+def check_convolution(config: Any) -> None:
+    """The convolution of a config fits its block and its hidden size.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if config.conv_kernel_size > config.block_size:
+        raise ValueError(
+            f"conv_kernel_size {config.conv_kernel_size} must be between 1 and block_size {config.block_size}: nothing "
+            "precedes a block."
+        )
+    if config.hidden_size % config.conv_group_size:
+        raise ValueError(f"conv_group_size {config.conv_group_size} must divide hidden_size {config.hidden_size}.")
 
 
 class ConvolvedLayer(DraftLayer):
@@ -210,7 +219,6 @@ def convolved(conv: GroupedDynamicConv, x_NKH: Tensor, sublayer: Callable[[Tenso
 class DFlash2(DFlash):
     """The convolved backbone with its selector."""
 
-    layer: ClassVar[type[DraftLayer]] = ConvolvedLayer
     config: DFlash2Config
 
     def __init__(self, config: DFlash2Config) -> None:
@@ -218,6 +226,10 @@ class DFlash2(DFlash):
         self.candidate_selector = CandidateSelector(
             config.vocab_size, config.draft_vocab_size, config.hidden_size, rank=config.selector_rank
         )
+
+    @staticmethod
+    def make_layer(config: Any, index: int) -> DraftLayer:
+        return ConvolvedLayer(config, index)
 
     def rows(self, inputs: BlockInputs) -> DraftRows:
         rows, selector = super().rows(inputs), self.candidate_selector

@@ -11,6 +11,7 @@ from outrider.drafters.dflash2 import DFlash2, DFlash2Config
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config
 from outrider.drafters.hydra import Hydra, HydraConfig
+from outrider.drafters.lilicorr import LiLiCorr, LiLiCorrConfig
 from outrider.drafters.medusa import Medusa, MedusaConfig
 from outrider.drafters.mtp import MTP, MTPConfig
 from outrider.drafters.peagle import PEagle, PEagleConfig
@@ -43,6 +44,7 @@ METHODS: tuple[Method, ...] = (
     Method(MTPConfig, MTP),
     Method(DFlash2Config, DFlash2),
     Method(PEagleConfig, PEagle),
+    Method(LiLiCorrConfig, LiLiCorr),
 )
 
 

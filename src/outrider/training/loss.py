@@ -8,6 +8,7 @@
     BlockObjective   drafter and batch  ->  rows of the supervised positions  ->  loss
     objective        rows and the target's view of them  ->  loss, acceptance, agreement
     _distances       the same positions in chunks of bounded size  ->  cross-entropy, distance and gradients
+    lattice_loss     scores of the steps between candidates  ->  their own terms (LiLiCorr)
     reduce_rows      the logits of a chunk, drafter and target  ->  cross-entropy, p_d - p_t and d loss / d logits
 
 The LM head W_d is frozen and needs no gradient. ||.||_1 counts the target's mass outside a reduced draft vocabulary:
@@ -21,7 +22,7 @@ vocabulary, D target hidden, H draft hidden, r rank, c candidates.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from outrider.drafters.base import BlockInputs, DraftModule, DraftRows
 from outrider.drafters.dflash2 import candidate_scores
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch
-from outrider.training.recipe import ObjectiveConfig, Precision
+from outrider.training.recipe import LatticeTerms, ObjectiveConfig, Precision
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class BlockObjective:
         head_VH = target.head_VD[draft_ids_Vd] if reduced else target.head_VD
         # A whole bfloat16 head is never widened: the loss converts tiles of it where it needs float32.
         self.head_VH = head_VH.to(self.products) if reduced or self.products == torch.bfloat16 else head_VH
-        self.inverse_V = inverse_ids(draft_ids_Vd, target.vocab_size)
+        self.draft_ids_Vd, self.inverse_V = draft_ids_Vd, inverse_ids(draft_ids_Vd, target.vocab_size)
         self.softcap = target.softcap
         self.config = config
 
@@ -122,7 +123,7 @@ class BlockObjective:
         )
         weights_K = self.config.position_weights(keep_NK.shape[1], device)
         with torch.autocast(device.type, enabled=False):  # the caller's, where there is one
-            return objective(
+            found = objective(
                 hidden_NH,
                 self.head_VH,
                 view,
@@ -133,8 +134,42 @@ class BlockObjective:
                 confidence_N=None if rows.confidence is None else rows.confidence(hidden_NH, embedding_Nr),
                 products=self.products,
                 total_weight=total_weight,
-                candidates=rows.candidates,
+                candidates=None if rows.lattice is not None else rows.candidates,
             )
+        if rows.lattice is None:
+            return found
+        loss, acceptance_NK, agreement_NK = self._lattice(rows, batch, weights_K, total_weight=total_weight)
+        return found._replace(
+            loss=found.loss + loss, acceptance_N=acceptance_NK[keep_NK], agreement_N=agreement_NK[keep_NK].float()
+        )
+
+    def _lattice(
+        self, rows: DraftRows, batch: BlockBatch, weights_K: Tensor, total_weight: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, acceptance and agreement [N, K] of draft tokens that are drawn by the scores of a lattice."""
+        assert rows.lattice is not None and rows.candidates is not None
+        keep_NK, device = batch.supervised_NK, batch.supervised_NK.device
+        head = HeadProducts(self.head_VH, self.products)
+        argmax_NK = self.inverse_V[batch.argmax_NK]
+        with torch.autocast(device.type, enabled=False):
+            indices_NKc, log_probs_NKc = candidate_log_probs(
+                rows.hidden_NKH.float(), head, argmax_NK.clamp(min=0), count=rows.candidates
+            )
+            targets_NKc = head.logits_at(batch.target_hidden_NKD, indices_NKc)
+            if self.softcap is not None:
+                targets_NKc = torch.tanh(targets_NKc / self.softcap) * self.softcap
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.products == torch.bfloat16):
+            start_Nc, pairs_NJcc = rows.lattice(self.draft_ids_Vd[indices_NKc], log_probs_NKc)
+        weights_NK = weights_K * keep_NK
+        labels_NK = torch.where(keep_NK, self.inverse_V[batch.labels_NK], -1)
+        return lattice_loss(
+            (start_Nc, pairs_NJcc),
+            indices_NKc == labels_NK[..., None],
+            targets_NKc - batch.lse_NK[..., None],
+            config=self.config.lattice,
+            weights_NK=weights_NK / (weights_NK.sum() if total_weight is None else total_weight),
+            is_argmax_NKc=indices_NKc == argmax_NK[..., None],
+        )
 
 
 def scatter(values_M: Tensor, supervised_NK: Tensor) -> Tensor:
@@ -239,6 +274,23 @@ class HeadProducts:
     def at(self, x_CH: Tensor, token_C: Tensor) -> Tensor:
         """One logit per row, [C]."""
         return (x_CH * self.head_VH[token_C].to(x_CH.dtype)).sum(-1)
+
+    def logits_at(self, x_XH: Tensor, tokens_Xc: Tensor) -> Tensor:
+        """Logits of a few tokens per row, [..., c], in the type of `x_XH`; rows of the head are copied in parts."""
+        x_NH, tokens_Nc = x_XH.flatten(0, -2), tokens_Xc.flatten(0, -2)
+        rows = self._few(x_NH, tokens_Nc)
+        return torch.cat([(head @ x_NH[part][..., None])[..., 0] for part, head in rows]).view(tokens_Xc.shape)
+
+    def pull_back_at(self, grad_Nc: Tensor, tokens_Nc: Tensor) -> Tensor:
+        """sum_i grad_i W[token_i], [N, H]."""
+        rows = self._few(grad_Nc, tokens_Nc)
+        return torch.cat([(grad_Nc[part][:, None] @ head)[:, 0] for part, head in rows])
+
+    def _few(self, like_NX: Tensor, tokens_Nc: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        step = max(1, TILE_BYTES // (tokens_Nc.shape[1] * self.head_VH.shape[1] * like_NX.dtype.itemsize))
+        for start in range(0, len(tokens_Nc), step):
+            part = slice(start, start + step)
+            yield part, self.head_VH[tokens_Nc[part]].to(like_NX.dtype)
 
 
 class RowInputs(NamedTuple):
@@ -494,3 +546,112 @@ def _reduce_candidates(
     likeliest_C = indices.gather(1, log_p_d.argmax(-1, keepdim=True))[:, 0]
     outputs = RowOutputs(ce_C.detach(), distance_C.detach(), likeliest_C == rows.argmax_C)
     return indices, outputs, torch.autograd.grad(loss, leaves) if needs_grad else ()
+
+
+# ----------------------------------------------------------------------------
+# The loss of scores of steps between candidates (drafters/lilicorr.py).
+#
+#     q_k = softmax(s_k), s_k the scores of the steps from the true x_{k-1} to C_k
+#     L_k = ce (-log q_k(x_k)) + margin [m - s_k(x_k) + max_{j != x_k} s_k(j)]_+
+#           + penalty sum_j q_k(j) [t_k(x_k) - t_k(j)]_+                                     t_k: the target's logits
+#
+# The penalty costs little where the target finds the other candidate likely, too. Position k counts while x_1 .. x_k
+# are all candidates; otherwise no draft gets there along the text, and the acceptance behind is 0. The objective of the
+# parallel logits is beside this, with the same position weights.
+#
+# Source: LiLiCorr, arXiv 2608.20530, in NVIDIA's Model Optimizer, which has no position weights here, divides by the
+# number of positions that count, and leaves out blocks that reach beyond the response.
+# Shapes: N blocks, K positions, J = K - 1, c candidates.
+# ----------------------------------------------------------------------------
+
+
+class _LogProbs(torch.autograd.Function):
+    """log p [M, c] of candidates. d log p_i / dh = W[v_i] - E_p W, of which the forward brings E_p W [M, H]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_MH: Tensor, head: HeadProducts, indices_Mc: Tensor, lse_M: Tensor, mean_MH: Tensor
+    ) -> Tensor:
+        ctx.head = head
+        ctx.save_for_backward(indices_Mc, mean_MH)
+        return head.logits_at(hidden_MH, indices_Mc) - lse_M[:, None]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        indices_Mc, mean_MH = ctx.saved_tensors
+        towards_MH = ctx.head.pull_back_at(grads[0], indices_Mc) - grads[0].sum(-1, keepdim=True) * mean_MH
+        return towards_MH, None, None, None, None
+
+
+def candidate_log_probs(hidden_NKH: Tensor, head: HeadProducts, near_NK: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest tokens of softmax(W_d h), likeliest first, and the logarithms of their probabilities.
+
+    These are differentiable, towards the whole softmax; the choice is not.
+
+    Args:
+        near_NK: tokens with a logit near the largest, which is taken from the others before they are rounded.
+    """
+    hidden_MH, near_M = hidden_NKH.flatten(0, 1), near_NK.flatten()
+    needs_grad = torch.is_grad_enabled() and hidden_MH.requires_grad
+    chosen, sums, means = [], [], []
+    with torch.no_grad():
+        M, V = len(hidden_MH), len(head.head_VH)
+        C = chunk_rows(M, V, head.dtype.itemsize)
+        for start in range(0, M, C):
+            rows_CH = hidden_MH[start : start + C]
+            shift_C = head.at(rows_CH, near_M[start : start + C])
+            z = (-shift_C.to(head.dtype))[:, None].expand(-1, V).contiguous()
+            head.add_logits(z, rows_CH.to(head.dtype))
+            indices_Cc = z.topk(count, dim=-1).indices
+            order_Cc = torch.sort(head.logits_at(rows_CH, indices_Cc), stable=True, descending=True).indices
+            chosen.append(indices_Cc.gather(-1, order_Cc))
+            wide = z.to(rows_CH.dtype)
+            sums.append(wide.logsumexp(-1) + shift_C.to(head.dtype).to(wide.dtype))
+            if needs_grad:
+                means.append(head.pull_back(wide.softmax(-1).to(head.dtype)).to(wide.dtype))
+        indices_Mc, lse_M = torch.cat(chosen), torch.cat(sums)
+        mean_MH = torch.cat(means) if needs_grad else lse_M
+    log_probs_Mc = _LogProbs.apply(hidden_MH, head, indices_Mc, lse_M, mean_MH)
+    shape = (*near_NK.shape, count)
+    return indices_Mc.view(shape), log_probs_Mc.view(shape)
+
+
+def lattice_loss(
+    scores: tuple[Tensor, Tensor],
+    true_NKc: Tensor,
+    log_targets_NKc: Tensor,
+    *,
+    config: LatticeTerms,
+    weights_NK: Tensor,
+    is_argmax_NKc: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """sum_i w_i L_i, and acceptance and agreement per position [N, K], detached.
+
+    Args:
+        scores: of the first position [N, c], and of each later one by the candidate before and its own [N, J, c, c].
+        true_NKc: which candidate is the response's token, none where it is not among them or not supervised.
+        log_targets_NKc: log p_t of the candidates.
+        weights_NK: w_i, 0 where not supervised.
+        is_argmax_NKc: which candidate is the target's likeliest token.
+    """
+    start_Nc, pairs_NJcc = scores
+    found_NK, place_NK = true_NKc.any(-1), true_NKc.int().argmax(-1)
+    through_NK = found_NK.cumprod(-1).bool()
+    reached_NK = torch.cat((torch.ones_like(found_NK[:, :1]), through_NK[:, :-1]), dim=1)
+    from_N1c = place_NK[:, :-1, None, None].expand(-1, -1, 1, start_Nc.shape[-1])
+    steps_NKc = torch.cat((start_Nc[:, None], pairs_NJcc.gather(2, from_N1c)[:, :, 0]), dim=1)
+    log_q_NKc = steps_NKc.log_softmax(-1)
+    loss_NK = -config.ce * log_q_NKc.gather(-1, place_NK[..., None])[..., 0]
+    if config.margin and steps_NKc.shape[-1] > 1:
+        best_NK = steps_NKc.masked_fill(true_NKc, -torch.inf).amax(-1)
+        gap_NK = steps_NKc.gather(-1, place_NK[..., None])[..., 0] - best_NK
+        loss_NK = loss_NK + config.margin * F.relu(config.margin_width - gap_NK)
+    if config.penalty:
+        true_NK1 = log_targets_NKc.gather(-1, place_NK[..., None])
+        loss_NK = loss_NK + config.penalty * (log_q_NKc.exp() * F.relu(true_NK1 - log_targets_NKc)).sum(-1)
+    total = torch.where(through_NK, weights_NK * loss_NK, 0.0).sum()
+    with torch.no_grad():
+        distance_NK = 2 * (log_q_NKc.exp() - log_targets_NKc.exp()).clamp(min=0).sum(-1)
+        acceptance_NK = (1 - distance_NK / 2).clamp(0, 1) * reached_NK
+        agreement_NK = is_argmax_NKc.gather(-1, log_q_NKc.argmax(-1, keepdim=True))[..., 0] & reached_NK
+    return total, acceptance_NK, agreement_NK

@@ -61,6 +61,19 @@ def _refusal(field: str, value: object, reason: str) -> ValidationError:
     return ValidationError.from_exception_data("drafter", [InitErrorDetails(type=error, loc=(field,), input=value)])
 
 
+class LatticeTerms(Section):
+    """Weights of the terms of a lattice's scores, of LiLiCorr drafters alone (training/loss.py)."""
+
+    ce: float = Field(0.25, ge=0)
+    """Weight of the cross-entropy among the candidates."""
+    margin: float = Field(0.0, ge=0)
+    """Weight of the hinge between the true candidate's score and the best other one's."""
+    margin_width: float = Field(2.0, gt=0)
+    """By how much the true one's must be larger."""
+    penalty: float = Field(0.25, ge=0)
+    """Weight of the expected gap of the target's logits between the true candidate and the one that is drafted."""
+
+
 class ObjectiveConfig(Section):
     """Weights of the three terms of the loss and the decay length in positions (training/loss.py)."""
 
@@ -72,6 +85,16 @@ class ObjectiveConfig(Section):
     """Weight of the confidence head's loss; 0 for drafters without one."""
     decay: float = Field(4.0, gt=0, allow_inf_nan=True)
     """Positions after which a draft position's weight has fallen to 1/e."""
+    lattice: LatticeTerms = LatticeTerms()
+    """Of LiLiCorr drafters: what their scores are trained by, beside the terms above of the parallel logits."""
+
+    @model_serializer(mode="wrap")
+    def _omit_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """As in `OptimizerSection`: what a recipe does not set changes no digest."""
+        written: dict[str, Any] = handler(self)
+        if self.lattice == LatticeTerms():
+            written.pop("lattice", None)
+        return written
 
     def position_weights(self, gamma: int, device: torch.device) -> torch.Tensor:
         """w_k = exp(-(k - 1) / decay) for k = 1..gamma."""

@@ -30,6 +30,7 @@ from outrider.checkpoints.dialects.blocks import (
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import DFlashConfig, default_aux_layers
 from outrider.drafters.dflash2 import DFlash2Config
+from outrider.drafters.lilicorr import LiLiCorrConfig
 
 OWN_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # of DFlash 2
 
@@ -137,3 +138,80 @@ class ZLab2:
         written = self._zlab.write(parts, target)
         nested = {**written.config["dflash_config"], **write_own(parts.config)}
         return replace(written, config={**written.config, "architectures": [self.spelling], "dflash_config": nested})
+
+
+# ----------------------------------------------------------------------------
+# NVIDIA's LiLiCorr: `architectures: ["LiLiCorrDraftModel"]`, z-lab's DFlash with the head's fields in `dflash_config`.
+#
+#     lilicorr_*                           all stated: two of them change no shape, and readers have no defaults
+#     conv_kernel_size, conv_group_size    both, or neither, as without convolutions
+#     lilicorr.*                           tensors beside DFlash's; attn.in_proj_{weight,bias} as torch's own attention
+#
+# Model Optimizer has written the MLPs as sequences (feature_mlp.0, .1 and .3, mlp.0 and .2), which SGLang and we read
+# too; vLLM reads the names that are written here.
+#
+# Source: Model Optimizer's code and export tests (torch/speculative/plugins), models/lilicorr.py of vLLM and SGLang.
+# ----------------------------------------------------------------------------
+
+
+_LILICORR_COUNTS = ("candidate_topk", "num_layers", "num_heads", "factor_dim")
+_LILICORR_NUMBERS = ("mlp_ratio", "vector_eps", "logit_scale")
+_LILICORR_NAMES = (  # ours, theirs, or what theirs were
+    (".attn.in_proj.", ".attn.in_proj_"),
+    ("lilicorr.feature_norm.", "lilicorr.feature_mlp.0."),
+    ("lilicorr.feature_mlp.up_proj.", "lilicorr.feature_mlp.1."),
+    ("lilicorr.feature_mlp.down_proj.", "lilicorr.feature_mlp.3."),
+    (".mlp.up_proj.", ".mlp.0."),
+    (".mlp.down_proj.", ".mlp.2."),
+)
+
+
+class LiLiCorrDialect:
+    """LiLiCorr as NVIDIA's Model Optimizer exports it."""
+
+    name = "ModelOpt"
+    spelling = "LiLiCorrDraftModel"
+    methods: tuple[str, ...] = (LiLiCorrConfig.algorithm,)
+
+    def __init__(self) -> None:
+        self._zlab = ZLab()
+
+    def reads(self, raw: Mapping[str, Any]) -> bool:
+        return self.spelling in (raw.get("architectures") or [])
+
+    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
+        section = Fields(raw, source.where, self.name).section("dflash_config")
+        if not section.flag("lilicorr_enabled", True):
+            raise section.refuse("lilicorr_enabled", "true where the architecture is LiLiCorr's")
+        own: dict[str, Any] = {f"lilicorr_{name}": section.integer(f"lilicorr_{name}") for name in _LILICORR_COUNTS}
+        own |= {f"lilicorr_{name}": section.number(f"lilicorr_{name}") for name in _LILICORR_NUMBERS}
+        own["lilicorr_hidden_size"] = section.integer("lilicorr_hidden_size", low=0)
+        for name in ("conv_kernel_size", "conv_group_size"):
+            own[name] = section.integer(name, low=0, default=0)
+        fields = BlockFields(raw, source, self.name, nested="dflash_config")
+        found = {_renamed(name): tensor for name, tensor in tensors.items()}
+        weights = read_vocabulary(LiLiCorrConfig(**_read_block(fields), **own), found, source)
+        return replace(weights, embedding_scale=_embedding_scale(fields))
+
+    def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
+        written, config = self._zlab.write(parts, target), parts.config
+        counts = ("hidden_size", *_LILICORR_COUNTS, *_LILICORR_NUMBERS)
+        own = {"projector_type": "lilicorr", "lilicorr_enabled": True}
+        own |= {f"lilicorr_{name}": getattr(config, f"lilicorr_{name}") for name in counts}
+        if config.conv_kernel_size:
+            own |= {name: getattr(config, name) for name in ("conv_kernel_size", "conv_group_size")}
+        section = {**written.config["dflash_config"], **own}
+        ours, theirs = _LILICORR_NAMES[0]
+        return replace(
+            written,
+            config={**written.config, "architectures": [self.spelling], "dflash_config": section},
+            tensors={name.replace(ours, theirs): tensor for name, tensor in written.tensors.items()},
+        )
+
+
+def _renamed(name: str) -> str:
+    """Our name of a tensor of the head."""
+    if name.startswith("lilicorr."):
+        for ours, theirs in _LILICORR_NAMES:
+            name = name.replace(theirs, ours)
+    return name
