@@ -119,9 +119,9 @@ def served(smollm: Target, tmp_path_factory: pytest.TempPathFactory) -> Served:
     found = {directory: directory for directory in DIRECTORIES}
     for method in TRAINED:
         sections = {"drafter": {"algorithm": str(method)}}  # the whole vocabulary
-        _, found[method] = small_training.train_until(
+        found[method] = small_training.train_until(
             KNOWN_LENGTH, str(method), smollm, known, root / method, sections=sections
-        )
+        ).directory
     checkpoints = {place: load_checkpoint(directory) for place, directory in found.items()}
 
     source, executable = resolve_model(EMBEDDED_ID), TREE / "build" / "bin" / "llama-server"

@@ -43,7 +43,7 @@ def exported(smollm: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert smollm.tokenizer is not None
     conversations = load_prompts("eval_math", KNOWN)
     prompts = [render(smollm.tokenizer, conversation.turns, []) for conversation in conversations]
-    _, directory = train_until(KNOWN_LENGTH, "dflash", smollm, answer(smollm, prompts), root / "training")
+    directory = train_until(KNOWN_LENGTH, "dflash", smollm, answer(smollm, prompts), root / "training").directory
     export_command(directory, to="vllm", out=root / "vllm")
     rows = [{"id": conversation.id, "turns": conversation.turns} for conversation in conversations]
     (root / "known.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -64,8 +64,8 @@ def served(smollm: Target, tmp_path_factory: pytest.TempPathFactory) -> Served:
     known = small_training.answer(smollm, prompts[:KNOWN]) if TRAINED else []
     for method in TRAINED:
         folder = root / "training" / method
-        _, directory = small_training.train_until(KNOWN_LENGTH, str(method), smollm, known, folder)
-        found[method] = load_checkpoint(directory)
+        trained = small_training.train_until(KNOWN_LENGTH, str(method), smollm, known, folder)
+        found[method] = load_checkpoint(trained.directory)
     checkpoints = {place: checkpoint for place, checkpoint in found.items() if checkpoint.algorithm in TOLERANCE}
     assert checkpoints, "vLLM serves none of these drafters, so there is nothing to compare"
     job = Job(resolve_model(EMBEDDED_ID), prompts, NEW, max_num_seqs=PROMPTS)

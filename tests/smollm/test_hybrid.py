@@ -15,6 +15,7 @@ from outrider.engine.scheduler import EngineConfig
 from outrider.evaluation.evaluate import compare_greedy
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
+from tests.toys.engine import finish
 
 CODE = "Write three Python functions: add(x, y), sub(x, y) and mul(x, y), each with a docstring."
 PARAMS = {"greedy": SamplingParams(), "coupled": SamplingParams(0.8, top_p=0.95, seed=7, coupled=True)}
@@ -29,19 +30,15 @@ def test_the_text_is_plain_decoding_s(smollm: Target, name: str) -> None:
     chat = load_prompts("eval_chat", 1)[0].turns[0]
     prompts = [render(smollm.tokenizer, [text], []) for text in (CODE, chat)]
     params, rules = PARAMS[name], StopRules(80)
-    engine = Engine(smollm, opened.drafter, config=EngineConfig(2, 64, 16, 100))
-    for number, prompt in enumerate(prompts):
-        engine.submit(Request(str(number), prompt, params, rules))
-    together: dict[str, list[int]] = {"0": [], "1": []}
-    while not engine.idle:
-        for output in engine.step():
-            together[output.id] += output.tokens
+    requests = [Request(str(number), prompt, params, rules) for number, prompt in enumerate(prompts)]
+    texts = finish(Engine(smollm), requests)
+    together = finish(Engine(smollm, opened.drafter, config=EngineConfig(2, 64, 16, 100)), requests)
     longest = 0
-    for number, prompt in enumerate(prompts):
-        plain = generate(smollm, prompt, params=params, rules=rules).tokens
+    for request in requests:
+        prompt, plain = request.prompt, texts[request.id]
         alone = generate(smollm, prompt, opened.drafter, params, rules)
-        for tokens in (alone.tokens, together[str(number)]):
+        for tokens in (alone.tokens, together[request.id]):
             same = compare_greedy(smollm, prompt, plain, tokens) != "mismatch" if name == "greedy" else tokens == plain
-            assert same, number
+            assert same, request.id
         longest = max([longest, *(r.proposed for r in alone.rounds)])
     assert longest > 7, "a copy longer than the drafter's blocks"

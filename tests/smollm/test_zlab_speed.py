@@ -35,7 +35,7 @@ def test_at_least_as_fast_as_the_published_loop(smollm: Target, tmp_path: Path) 
     prompts = [render(smollm.tokenizer, prompt.turns, []) for prompt in load_prompts("eval_math", PROMPTS)]
     sections = {"drafter": {"algorithm": "dflash"}}  # the whole vocabulary: their loop knows no other
     answers = answer(smollm, prompts[:KNOWN])
-    _, directory = train_until(1.6, "dflash", smollm, answers, tmp_path, sections=sections)
+    directory = train_until(1.6, "dflash", smollm, answers, tmp_path, sections=sections).directory
     ours, theirs = load_checkpoint(directory).serve(smollm), DFlashDraftModel.from_pretrained(directory).eval()
     target = load_causal_lm(EMBEDDED_ID, "cpu", torch.float32)
     ratios, seconds, rounds = [], [0.0, 0.0], 0

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.data.chat import Chat
 from outrider.data.responses import FORMAT
-from outrider.decoding.generate import generate
+from outrider.decoding.generate import Generation, generate
 from outrider.decoding.request import StopRules
 from outrider.target.model import Target
 from outrider.training.recipe import Recipe
@@ -24,7 +24,7 @@ from outrider.training.setup import Run, prepare
 from tests.toys import training
 
 TOKENS = 40
-CHUNK, MOST_STEPS = 40, 400  # of `train_until`
+CHUNK, MOST_STEPS = 20, 400  # of `train_until`
 
 
 class Answer(NamedTuple):
@@ -32,6 +32,22 @@ class Answer(NamedTuple):
 
     prompt: list[int]
     response: list[int]
+
+
+class Trained(NamedTuple):
+    """What was trained, on all answers but one, and its checkpoint's directory; metrics.jsonl lies beside that.
+
+    `decoded`: what it decodes, served from there, for the prompt of every answer, the held-out one too.
+    """
+
+    run: Run
+    directory: Path
+    decoded: list[Generation]
+
+    @property
+    def accepted(self) -> float:
+        """Mean number of accepted draft tokens of a round."""
+        return mean(stats.accepted for generation in self.decoded for stats in generation.rounds)
 
 
 def answer(target: Target, prompts: list[list[int]]) -> list[Answer]:
@@ -46,23 +62,21 @@ def train_until(
     answers: list[Answer],
     folder: Path,
     sections: Mapping[str, Any] | None = None,
-) -> tuple[Run, Path]:
-    """What was trained, on all answers but one, and its checkpoint's directory; metrics.jsonl lies beside that.
-
-    The drafter has that accepted length on all answers, the held-out one too.
+) -> Trained:
+    """Train a drafter until it has that accepted length over all answers.
 
     `sections`: drafter and objective of a recipe, where the method's own defaults are not what is asked about.
     """
     recipe, directory = _recipe(method, target, answers, folder, sections or {}), folder / "out" / "drafter"
-    run = prepare(recipe, target)
+    trained = Trained(prepare(recipe, target), directory, [])
 
     def reached(_: dict[str, float]) -> bool:
         drafter = load_checkpoint(directory).serve(target)
-        runs = [generate(target, prompt, drafter, rules=StopRules(TOKENS)) for prompt, _ in answers]
-        return 1 + mean(stats.accepted for run in runs for stats in run.rounds) >= accepted_length
+        trained.decoded[:] = [generate(target, prompt, drafter, rules=StopRules(TOKENS)) for prompt, _ in answers]
+        return 1 + trained.accepted >= accepted_length
 
-    training.train_until(reached, recipe, run, part=CHUNK)
-    return run, directory
+    training.train_until(reached, recipe, trained.run, part=CHUNK)
+    return trained
 
 
 def _recipe(method: str, target: Target, answers: list[Answer], folder: Path, sections: Mapping[str, Any]) -> Recipe:
