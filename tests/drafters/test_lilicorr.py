@@ -16,13 +16,17 @@ from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.data.responses import Sample
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
-from outrider.drafters.base import DraftCall, DrafterWeights
+from outrider.drafters.base import DraftCall, Drafter, DrafterWeights
 from outrider.drafters.dflash2 import ConvolvedLayer
+from outrider.drafters.hybrid import HybridDrafter
 from outrider.drafters.lilicorr import LatticeHead, LatticeRows, LiLiCorr, LiLiCorrConfig, LiLiCorrDrafter
+from outrider.drafters.ngram import NgramConfig
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
+from outrider.scheduling.cost import SpsTable
+from outrider.scheduling.gate import SkipDrafting
 from outrider.target.model import Target
 from outrider.training.batches import Schedule
 from outrider.training.dataset import choose_draft_ids
@@ -387,17 +391,20 @@ def peaked() -> Target:
 @pytest.mark.parametrize(
     "params", [SamplingParams(), SamplingParams(temperature=0.8, seed=3, coupled=True)], ids=["greedy", "coupled"]
 )
-def test_output_is_that_of_plain_decoding_alone_and_in_company(params: SamplingParams) -> None:
+@pytest.mark.parametrize("gated", [False, True], ids=["alone", "copies-and-a-gate"])
+def test_output_is_that_of_plain_decoding_alone_and_in_company(params: SamplingParams, gated: bool) -> None:
     target = peaked()
-    drafter = DrafterWeights(make(lilicorr_candidate_topk=4)).serve(target)
+    drafter: Drafter = DrafterWeights(make(lilicorr_candidate_topk=4)).serve(target)
+    gate = SkipDrafting(SpsTable([1.0, 0.98, 0.96, 0.94, 0.92, 0.9])) if gated else None
+    drafter = HybridDrafter(drafter, NgramConfig(4)) if gated else drafter
     rules = StopRules(24, stop_ids=())
     prompts = [[5], [9, 8, 7, 30, 31], list(range(10, 23))]
     plain = [generate(target, prompt, None, params, rules) for prompt in prompts]
-    alone = [generate(target, prompt, drafter, params, rules) for prompt in prompts]
+    alone = [generate(target, prompt, drafter, params, rules, gate=gate) for prompt in prompts]
     assert [g.tokens for g in alone] == [g.tokens for g in plain]
     assert sum(r.accepted for g in alone for r in g.rounds) > 0
-    assert max(r.proposed for g in alone for r in g.rounds) == 3
-    engine = Engine(target, drafter, config=EngineConfig(max_requests=2, num_blocks=40))
+    assert 3 <= max(r.proposed for g in alone for r in g.rounds) <= drafter.gamma
+    engine = Engine(target, drafter, gate=gate, config=EngineConfig(max_requests=2, num_blocks=40))
     for number, prompt in enumerate(prompts):
         engine.submit(Request(str(number), prompt, params, rules))
     together: dict[str, list[int]] = {}
