@@ -581,13 +581,9 @@ def test_smollm_with_the_shipped_drafter() -> None:
     made, rules = load_checkpoint(where), StopRules(16)
     ours, target = load_mlx_target(EMBEDDED_ID), load_target(EMBEDDED_ID)
     drafter, packed = MLXDrafter(made, ours), made.serve(target)
-    rounds: dict[str, list[Any]] = {"mlx": [], "torch": []}
-    for question in ("What is 12 times 7? Think step by step.", "Write a Python function that reverses a list."):
-        prompt = render(ours.tokenizer, [question], [])
-        mine, theirs = generate(ours, prompt, drafter, rules=rules), generate(target, prompt, packed, rules=rules)
-        assert mine.tokens == plain_mlx(ours, prompt, len(mine.tokens)) == theirs.tokens
-        rounds["mlx"] += mine.rounds
-        rounds["torch"] += theirs.rounds
-    lengths = {path: acceptance(found, drafter.gamma)[0] for path, found in rounds.items()}
+    prompt = render(ours.tokenizer, ["What is 12 times 7? Think step by step."], [])
+    mine, theirs = generate(ours, prompt, drafter, rules=rules), generate(target, prompt, packed, rules=rules)
+    assert mine.tokens == plain_mlx(ours, prompt, len(mine.tokens)) == theirs.tokens
+    lengths = {path: acceptance(found.rounds, drafter.gamma)[0] for path, found in (("mlx", mine), ("torch", theirs))}
     assert lengths["mlx"] > 1.1
     assert lengths["mlx"] == pytest.approx(lengths["torch"], rel=0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -458,10 +459,12 @@ def test_a_block_ends_with_its_response_even_where_another_one_follows() -> None
     assert batch.lse_NK[2].tolist() == [5.0, 6.0, 7.0] and batch.previous_NK[0].tolist() == [11, 12, 13]
 
 
-def test_library_functions_become_prompts_without_being_imported() -> None:
+def test_library_functions_become_prompts_without_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = load_prompts("stdlib_functions", 300)
     assert len(prompts) == 300 == len({p.id for p in prompts})
-    assert prompts == load_prompts("stdlib_functions", 400)[:300]
+    part = Path(sysconfig.get_paths()["stdlib"]) / "email"  # the whole library takes seconds to parse
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(part)})
+    assert load_prompts("stdlib_functions", 20) == load_prompts("stdlib_functions", 30)[:20]
     for prompt in prompts:
         code = str(prompt.turns[0]).split("```python\n")[1].removesuffix("\n```")
         assert code.startswith("def ") and code.count('"""') >= 2

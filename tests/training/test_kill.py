@@ -12,7 +12,7 @@ import yaml
 from tests.toys.zygote import Zygote, run_killed, size, write_toy, zygote_in
 
 KILLS = 10
-STEPS = 80
+STEPS = 40
 TIMES = {"seconds", "share_of_time", "tokens_per_second", "break_even"}
 
 
