@@ -17,7 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial, partialmethod
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -84,15 +86,16 @@ def inside(users: int, tokens: int, temperature: float) -> tuple[float, float, f
         model, EngineConfig(), None, max_waiting=users, max_new_tokens=None, name=None, thinking=False
     )
     engine, tokenizer, spent = server.worker.engine, server.tokenizer, {"trace": 0.0, "step": 0.0, "json": 0.0}
-    made = StepBatch.trace
+    originals = {name: getattr(StepBatch, name) for name in ("look_at_paths", "trace")}
 
-    def timed(batch: StepBatch, *about: Any) -> Any:
+    def timed(original: Callable[..., Any], *about: Any) -> Any:
         started = time.perf_counter()
-        found = made(batch, *about)
+        found = original(*about)
         spent["trace"] += time.perf_counter() - started
         return found
 
-    StepBatch.trace = timed  # type: ignore[method-assign]
+    for name, original in originals.items():
+        setattr(StepBatch, name, partialmethod(partial(timed, original)))
     params, rules = SamplingParams(temperature=temperature, seed=0), StopRules(tokens, stop_ids=())
     for user in range(users):
         engine.submit(
@@ -105,13 +108,14 @@ def inside(users: int, tokens: int, temperature: float) -> tuple[float, float, f
         outputs = engine.step()
         ended = time.perf_counter()
         for output in outputs:
-            pieces = [(texts[output.id].push(token), texts[output.id].release())[1] for token in output.tokens]
             assert output.trace is not None
-            json.dumps(trace_json(output.trace, pieces, server.piece))
+            final = output.finish is not None
+            json.dumps(trace_json(output.trace, texts[output.id], server.piece, final=final))
         spent["step"] += ended - began
         spent["json"] += time.perf_counter() - ended
         steps += 1
-    StepBatch.trace = made  # type: ignore[method-assign]
+    for name, original in originals.items():
+        setattr(StepBatch, name, original)
     return spent["step"] / steps, spent["trace"] / spent["step"], spent["json"] / spent["step"]
 
 

@@ -455,6 +455,18 @@ def test_lossy_verification_says_so_everywhere(run: Run, toy: Path, tmp_path: Pa
     check_error(run("generate", "word", "--drafter", "none", "--typical", "default"), "nothing is drafted")
 
 
+def test_generate_copies_from_texts_as_serve_does(run: Run, toy: Path, tmp_path: Path) -> None:
+    """As far as the library, which only hybrids have; tests/api reads the texts."""
+    (tmp_path / "notes.txt").write_text("say a word and another one")
+    command = ("generate", "say a word", "--target", toy / "target", "--max-new-tokens", 8)
+    texts = ("--lookup", tmp_path / "notes.txt")
+    plain = run(*command, "--drafter", "none")
+    assert plain[0] == 0 and run(*command, *texts, "--drafter", f"hybrid:{toy / 'drafter'}")[:2] == plain[:2]
+    check_error(run(*command, *texts, "--drafter", toy / "drafter"), "beside a trained drafter: choose hybrid")
+    check_error(run(*command, *texts, "--drafter", "none"), "plain decoding copies nothing")
+    check_error(run(*command, "--lookup", tmp_path / "absent", "--drafter", f"hybrid:{toy / 'drafter'}"), "absent")
+
+
 def test_mistakes_in_recipes(run: Run, tmp_path: Path) -> None:
     check_error(run("train", tmp_path / "nope.yaml"), "no recipe")
     check_error(run("train", tmp_path / "[/nope].yaml"), "[/nope].yaml")  # not markup

@@ -31,6 +31,18 @@ def test_without_a_terminal_a_line_every_ten_seconds(clock: list[float], capsys:
     ]
 
 
+def test_no_more_time_is_left_than_the_job_may_take(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    """A first batch says little: of 80 replies under way one is complete."""
+    with common.responding(Console(), minutes=1.5) as progress:
+        for done in (0, 1, 1):
+            progress.update(done, 240)
+            clock[0] += 15
+    assert capsys.readouterr().err.splitlines() == [
+        "responses: 1 of 240 replies, 15.0 s each, about 75 seconds left",
+        "responses: 1 of 240 replies, 30.0 s each, about 60 seconds left",
+    ]
+
+
 def test_another_part_of_a_job_has_a_rate_of_its_own(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with common.counting(Console(), "eval") as count:
         for task, seconds in (("chat", 4.0), ("math", 0.5)):

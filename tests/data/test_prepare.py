@@ -9,12 +9,14 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import outrider.cli.data as data_verbs
 from outrider.data.responses import companion_file, read_responses
 from outrider.target.model import Target, load_target
+from outrider.training import dataset
 from outrider.training.dataset import existing_responses, recipe_samples
 from outrider.training.recipe import Recipe
 from tests.toys.command_line import check_error, in_process
@@ -239,6 +241,20 @@ def test_prompts_without_ids_may_be_inserted_moved_repeated_and_removed(served: 
     assert len(copied) == 3 and {name: more[name] for name in copied if name in more} == {
         name: copied[name] for name in copied if not name.endswith("-2")
     }, "what was removed from the file is left out, and a copy is a prompt of its own"
+
+
+def test_a_run_whose_minutes_are_over_says_what_it_goes_on_with(
+    served: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter([0.0, 0.0, 91.0])  # when it begins, and before each batch
+    monkeypatch.setattr(dataset, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"turns": ["word {i}"]}}\n' for i in range(6)))
+    data = {"prompts": [{"path": str(tmp_path / "prompts.jsonl")}], "max_new_tokens": 8, "held_out": 1, "batch_size": 2}
+    recipe = Recipe.model_validate({"target": served.name, "out": str(tmp_path), "data": data | {"max_minutes": 1.5}})
+    said: list[str] = []
+    train, held_out, _ = recipe_samples(recipe, served, say=said.append)
+    assert len(train) + len(held_out) == 2
+    assert "data.max_minutes, 1.5, is over: 2 of 6 turns are answered, which training goes on with" in said
 
 
 def test_mistakes_end_in_one_line(zygote: Zygote, toy: Path, tmp_path: Path) -> None:

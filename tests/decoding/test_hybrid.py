@@ -195,8 +195,15 @@ def test_a_library_is_searched_for_the_longest_match() -> None:
     forgetful = Library([[1, 2, 3, 4]])
     forgetful.add([1, 2, 3, 5])
     assert forgetful.find((1, 2, 3), 9) == (3, [4])
-    with pytest.raises(ValueError, match="keep 0 or more"):
-        Library(responses=-1)
+
+
+def test_no_fewer_tokens_of_responses_than_can_be_copied() -> None:
+    least = Library(responses=8)
+    least.add([1, 2, 3, 4])
+    assert least.find((1, 2, 3), 9) == (3, [4])
+    for few in (-1, 1, 7):
+        with pytest.raises(ValueError, match=f"{few} tokens .* keep 0, or at least 8"):
+            Library(responses=few)
 
 
 def test_a_match_with_nothing_behind_it_hides_no_other() -> None:
@@ -204,7 +211,7 @@ def test_a_match_with_nothing_behind_it_hides_no_other() -> None:
     assert library.find((8, 1, 2, 3), 9) == (3, [4])
 
 
-@pytest.mark.parametrize("responses", [1, 2, 9, 20])
+@pytest.mark.parametrize("responses", [8, 9, 20])
 def test_a_library_keeps_no_more_than_it_may_and_long_responses_whole(responses: int) -> None:
     library, rng = Library(responses=responses), np.random.default_rng(0)
     for length in rng.integers(0, 30, size=40).tolist():
@@ -213,7 +220,7 @@ def test_a_library_keeps_no_more_than_it_may_and_long_responses_whole(responses:
         kept = [*library._before.tokens, *library._latest.tokens]
         assert len(kept) <= responses
         last = [*response, -1][-(responses // 2 * 2) :]
-        assert not length or responses < 2 or kept[-len(last) :] == last, "a response longer than a half too"
+        assert not length or kept[-len(last) :] == last, "a response longer than a half too"
 
 
 def test_responses_that_a_client_s_seed_may_have_drawn_are_not_copied() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.decoding.round import RoundResult
-from outrider.decoding.trace import RoundTrace, _likeliest, trace_round
+from outrider.decoding.trace import RoundTrace, _likeliest, path_rows, trace_round
 from outrider.drafters.draft import Draft, Siblings
 from outrider.drafters.heads import ChainHeads
 from outrider.scheduling.cost import SpsTable
@@ -26,7 +26,8 @@ TREE = Draft([1, 2, 1, 3, 2, 3], [-1, -1, 0, 0, 1, 2])
 def traced(draft: Draft, verified: int, path: list[int], tokens: int, **more: object) -> RoundTrace:
     result = RoundResult(draft, draft.truncated(verified), Verdict(path, 0))
     about = {"compared": {}, "number": 1, "source": "drafter", "reason": "because", "raw": None, "believed": []}
-    return trace_round(result, result.tokens[:tokens], LOGITS_NV, **{**about, **more})  # type: ignore[arg-type]
+    (rows,) = path_rows(LOGITS_NV, [(0, path)])
+    return trace_round(result, result.tokens[:tokens], rows, **{**about, **more})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -105,3 +106,17 @@ def test_the_likeliest_are_those_of_the_whole_vocabulary() -> None:
     logits_PV[1, -9:] += 20.0
     for logits in (logits_PV, logits_PV[:, : 64 * 40], logits_PV[:, :70]):
         assert _likeliest(logits, 5).tolist() == logits.sort(-1, descending=True).indices[:, :5].tolist()
+
+
+@pytest.mark.parametrize("paths", [[(0, [0]), (2, []), (3, [0, 1])], [(1, [1, 3]), (6, []), (7, [0])]])
+def test_rows_of_several_rounds_are_those_of_each_alone(paths: list[tuple[int, list[int]]]) -> None:
+    """Also where rejected drafts lie between them, as in the second case."""
+    logits_NV = torch.randn(9, 200, generator=torch.Generator().manual_seed(0))
+    together = path_rows(logits_NV, paths)
+    assert len(together) == len(paths)
+    for (anchor, path), found in zip(paths, together, strict=True):
+        probs_PV = logits_NV[[anchor, *(anchor + 1 + node for node in path)]].softmax(-1)
+        torch.testing.assert_close(torch.from_numpy(found.probs_PV), probs_PV)
+        values, ids = probs_PV.topk(5)
+        assert [[id for id, _ in row] for row in found.top] == ids.tolist()
+        torch.testing.assert_close(torch.tensor([[p for _, p in row] for row in found.top]), values)

@@ -2043,6 +2043,13 @@ MUTANTS: list[Mutant] = [
             "range(min(len(ending), self.config.longest), self.config.shortest - 1, -1)",
             "range(self.config.shortest, min(len(ending), self.config.longest) + 1)",
         ),
+        (
+            "library_of_one_token",
+            "a library takes a number of tokens that hold nothing to copy",
+            "responses < _LEAST_RESPONSES",
+            "responses < 0",
+            "tests/decoding/test_hybrid.py::test_no_fewer_tokens_of_responses_than_can_be_copied",
+        ),
     ),
     *_of(
         "training/trainer.py",
@@ -2479,6 +2486,18 @@ MUTANTS: list[Mutant] = [
             "tokens behind the last whole chunk of the vocabulary are never among the likeliest",
             "torch.arange(behind, V, device",
             "torch.arange(behind, behind, device",
+        ),
+        (
+            "trace_rows_of_the_round_before",
+            "a round's likeliest tokens are those in the rows of the round before",
+            "first = own.stop",
+            "first = own.start",
+        ),
+        (
+            "trace_rows_between_accepted_drafts",
+            "rows of rejected drafts are taken for those of the accepted path",
+            "adjacent = rows == list(range(rows[0], rows[0] + len(rows)))",
+            "adjacent = True",
         ),
         (
             "trace_plain_is_bonus",

@@ -94,6 +94,20 @@ def test_options_of_the_other_engine_are_refused(run: Run, toy: Path, monkeypatc
     assert absent[0] == 2 and "the engine's command cannot be run" in absent[2]
 
 
+def test_an_engine_that_is_not_installed_is_refused_before_anything_is_written(
+    run: Run, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    vocab = json.loads((toy / "target" / "config.json").read_text())["vocab_size"]
+    save_drafter(made("eagle3", vocab_size=vocab, draft_vocab_size=vocab), tmp_path / "mine")
+    command = ("serve", "--target", toy / "target", "--drafter", "mine", "--engine", "vllm", "--launch")
+    check_error(run(*command), f"--engine-python: {sys.executable} has no package vllm: name the python of")
+    check_error(
+        run(*command, "--engine-python", "/absent/python"), "--engine-python: the engine's command cannot be run"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
 def answers(port: int) -> bool:
     try:
         return httpx.get(f"http://127.0.0.1:{port}/health", timeout=60).is_success

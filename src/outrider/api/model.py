@@ -353,9 +353,9 @@ def load(
         tree: draft trees of this size ("16"), for methods that have them.
         backend: local (PyTorch) or mlx.
         lookup: UTF-8 text files that a hybrid may copy from, beside the request's own text.
-        lookup_responses: and so many tokens of the latest responses to other requests, 0 for none. The speed of an
-            answer then tells whether its text is among them. Requests that sample with a given seed do not copy them,
-            unless they are coupled: their random numbers may have drawn them.
+        lookup_responses: and so many tokens of the latest responses to other requests: 0 for none, or at least 8. The
+            speed of an answer then tells whether its text is among them. Requests that sample with a given seed do not
+            copy them, unless they are coupled: their random numbers may have drawn them.
         say: see `Model`.
 
     Raises:
@@ -368,14 +368,17 @@ def load(
         warn_of_thinking(choice, thinking)
     elif drafter == AUTO:
         warnings.warn(f"no drafter for {model}, so decoding is plain; {HOW_TO_TRAIN}.", stacklevel=2)
+    copies = bool(lookup) or lookup_responses != 0
+    if copies and choice is None:
+        raise ValueError("plain decoding copies nothing: choose a hybrid drafter, or give no texts to copy from.")
+    if copies and backend == "mlx":
+        raise ValueError("backend mlx copies from no other texts: use the local backend, or give none to copy from.")
     if backend == "mlx":
         target: Any = load_for_mlx(model)
         opened = None if choice is None else open_for_mlx(choice, target, tree=size)
     else:
         target = load_target(model, default_dtype(device), device)
-        library = _library(target, lookup, lookup_responses) if lookup or lookup_responses else None
-        if library is not None and choice is None:
-            raise ValueError("plain decoding copies nothing: choose a hybrid drafter, or give no texts to copy from.")
+        library = _library(target, lookup, lookup_responses) if copies else None
         opened = None if choice is None else choice.open(target, tree=size, library=library)
     return Model(target, opened, say)
 

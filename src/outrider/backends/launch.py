@@ -91,6 +91,26 @@ def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         raise _not_run(command, error) from error
 
 
+_FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+
+
+def check_installed(command: Sequence[str]) -> None:
+    """Refuse a command `PYTHON -m MODULE ...` whose python does not have the module's package.
+
+    Raises:
+        ValueError: so it is, or there is no such python.
+    """
+    if command[1:2] != ["-m"]:
+        return
+    package = command[2].partition(".")[0]
+    try:
+        found = subprocess.run([command[0], "-c", _FIND, package], env=_environment({}), check=False)
+    except OSError as error:
+        raise _not_run(command, error) from error
+    if found.returncode != 0:
+        raise ValueError(f"{command[0]} has no package {package}: name the python of an environment that has it.")
+
+
 def _environment(added: Mapping[str, str]) -> dict[str, str]:
     """This process's variables but PYTHONPATH: an engine has packages of its own, often in other versions."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | dict(added)

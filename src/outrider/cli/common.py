@@ -208,9 +208,13 @@ class JobProgress:
     Args:
         bar: where there is a terminal.
         unit: what is counted, in lines.
+        most_seconds: after which the job ends, done or not.
     """
 
-    def __init__(self, console: Console, title: str, unit: str, bar: Progress | None) -> None:
+    def __init__(
+        self, console: Console, title: str, unit: str, bar: Progress | None, most_seconds: float = math.inf
+    ) -> None:
+        self._end = time.monotonic() + most_seconds
         self.console, self.title, self.unit, self.bar = console, title, unit, bar
         self.done = 0
         self._task: TaskID | None = None
@@ -254,15 +258,15 @@ class JobProgress:
         elif new:
             parts.append(f"{new / seconds:.1f}/s" if new > seconds else f"{seconds / new:.1f} s each")
         if new and self.done < total:
-            parts.append(time_left(seconds / new * (total - self.done)))
+            parts.append(time_left(min(seconds / new * (total - self.done), max(0.0, self._end - now))))
         return ", ".join(parts)
 
 
 @contextmanager
-def _progress(console: Console, title: str, unit: str = "") -> Iterator[JobProgress]:
+def _progress(console: Console, title: str, unit: str = "", most_seconds: float = math.inf) -> Iterator[JobProgress]:
     errors = Terminal(stderr=True, quiet=console.quiet)
     if not errors.is_terminal:
-        yield JobProgress(errors, title, unit, bar=None)
+        yield JobProgress(errors, title, unit, bar=None, most_seconds=most_seconds)
         return
     columns = (
         TextColumn("[bold]{task.description}"),
@@ -273,7 +277,7 @@ def _progress(console: Console, title: str, unit: str = "") -> Iterator[JobProgr
     )
     # What goes to a file stays there: only output to the terminal is moved above the bar.
     with Progress(*columns, console=errors, redirect_stdout=console.is_terminal) as bar:
-        yield JobProgress(errors, title, unit, bar=bar)
+        yield JobProgress(errors, title, unit, bar=bar, most_seconds=most_seconds)
 
 
 @contextmanager
@@ -284,13 +288,17 @@ def counting(console: Console, title: str) -> Iterator[Callable[[str, int, int],
 
 
 @contextmanager
-def responding(console: Console) -> Iterator[JobProgress]:
+def responding(console: Console, minutes: float | None = None) -> Iterator[JobProgress]:
     """Progress of regeneration, which Ctrl-C stops.
+
+    Args:
+        minutes: after which it ends, `data.max_minutes`; None: when all is answered.
 
     Raises:
         typer.Exit: Ctrl-C; the status is 130, and what is kept is said.
     """
-    with _progress(console, "responses", " replies") as progress:
+    most_seconds = math.inf if minutes is None else 60 * minutes
+    with _progress(console, "responses", " replies", most_seconds=most_seconds) as progress:
         try:
             yield progress
         except KeyboardInterrupt as error:

@@ -137,7 +137,7 @@ def run(data: DataSection, target: str, path: Path, seed: int, device: str, prec
         loaded = load(target, place, training_dtype(precision, place, console), console=console)
         chat = Chat.of(loaded)
     started = time.monotonic()
-    with responding(console) as progress, sole_writer(path):
+    with responding(console, data.max_minutes) as progress, sole_writer(path):
         made = make_responses(data, chat, loaded, seed=seed, path=path, on_progress=progress.update, say=progress.say)
     report(made, path, time.monotonic() - started, console=console)
     if warning := truncation_warning(made.replies, data.max_new_tokens):

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from outrider.api.drafter import AUTO, HOW_TO_TRAIN, choose_drafter
 from outrider.cli import options as opt
-from outrider.cli.common import check_outputs, choose_tree, choose_typical, show_lines, show_paths
+from outrider.cli.common import check_outputs, choose_tree, choose_typical, show_lines, show_paths, split_names
 from outrider.cli.options import DRAFTS, PROMPTS, SAMPLING, SMOLLM2, option
 from outrider.utils.measure import machine, set_up, versions
 from outrider.utils.terminal import Terminal, printable
@@ -51,6 +51,7 @@ def generate_command(
         float | None, option(DRAFTS, "verify while so confident; else by cost, per round", min=0.0, max=1.0)
     ] = None,
     tree: opt.Tree = None,
+    lookup: opt.Lookup = None,
     typical: opt.Typical = None,
     show_rounds: Annotated[bool, option(DRAFTS, "colour drafts, corrections and bonus tokens")] = False,
     trace: Annotated[Path | None, option(DRAFTS, "JSON file of every round, for outrider report")] = None,
@@ -75,7 +76,9 @@ def generate_command(
     if choice is None and (size is not None or lossy is not None):
         raise ValueError(f"--drafter {drafter}: nothing is drafted, so --tree and --typical have no meaning.")
     errors = Terminal(stderr=True, highlight=False, soft_wrap=True)
-    model = load(target, choice, device, thinking=thinking, tree=size, backend=backend, say=partial(show_lines, errors))
+    texts = () if lookup is None else split_names(lookup, "text file")
+    loading = partial(load, tree=size, backend=backend, lookup=texts, say=partial(show_lines, errors))
+    model = loading(target, choice, device, thinking=thinking)
     used = "plain decoding"
     if model.drafter is not None:
         used = f"drafter {model.drafter.name}"
@@ -112,7 +115,7 @@ def generate_command(
         used += f"; seed {chunks[-1].seed}"
     summary(chunks, used, errors, legend=show_rounds)
     if trace is not None:
-        drafts = {"tree": tree, "typical": typical, "decoded by": used}
+        drafts = {"tree": tree, "lookup": lookup, "typical": typical, "decoded by": used}
         settings = {"prompt": prompt, **options, "seed": chunks[-1].seed, **drafts}
         write_trace(trace, model, chunks, settings=settings)
         show_paths(errors, trace)

@@ -62,6 +62,7 @@ SeedOrRandom = Annotated[int | None, option(SAMPLING, "of random numbers; anothe
 ConfidenceThreshold = Annotated[
     float | None, option(DRAFTS, "verify drafts while at least as confident", min=0.0, max=1.0)
 ]
+Lookup = Annotated[str | None, rare(DRAFTS, "text files that hybrid drafts may copy from")]
 Tree = Annotated[str | None, option(DRAFTS, f"{TREE_FORM} ({TREE_METHODS})", metavar="SIZE")]
 Typical = Annotated[
     str | None,

@@ -52,7 +52,7 @@ def serve_command(
     token_budget: Annotated[int, rare(LOAD, "most rows of one forward", min=1)] = 512,
     profile: Annotated[Path | None, option(DRAFTS, "from outrider profile: draft and verify what pays")] = None,
     tree: opt.Tree = None,
-    lookup: Annotated[str | None, rare(DRAFTS, "text files that hybrid drafts may copy from")] = None,
+    lookup: opt.Lookup = None,
     lookup_responses: Annotated[int, rare(DRAFTS, "and tokens of the latest responses, anyone's", min=0)] = 0,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
@@ -183,7 +183,7 @@ def serve_elsewhere(name: str, plan: Launch, choice: DrafterChoice | None, launc
     Raises:
         ValueError: it cannot serve this drafter, or its command cannot be run.
     """
-    from outrider.backends.launch import become
+    from outrider.backends.launch import become, check_installed
     from outrider.backends.registry import server_of
     from outrider.target.hub import loadable_name, resolve_model
 
@@ -202,6 +202,10 @@ def serve_elsewhere(name: str, plan: Launch, choice: DrafterChoice | None, launc
     if not launch:
         print(*([shlex.join(export)] if export else []), shown, sep="\n")
         return
+    try:
+        check_installed(command)
+    except ValueError as error:
+        raise ValueError(f"--engine-python: {error}") from error
     if export:
         _export(export, console)
     console.print(shown, markup=False)

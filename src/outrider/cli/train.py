@@ -153,7 +153,7 @@ def prepare_with_progress(recipe: Recipe, target: Target, console: Console, rank
     from outrider.training.setup import prepare
     from outrider.utils.distributed import ALONE
 
-    with responding(console) as progress:
+    with responding(console, recipe.data.max_minutes) as progress:
         return prepare(recipe, target, progress.update, ranks=ranks or ALONE, say=progress.say)
 
 

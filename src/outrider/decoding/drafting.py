@@ -31,7 +31,7 @@ from torch import Tensor
 
 from outrider.decoding.request import RequestState
 from outrider.decoding.round import RoundResult
-from outrider.decoding.trace import RoundTrace, Source, trace_round
+from outrider.decoding.trace import PathRows, RoundTrace, Source, trace_round
 from outrider.drafters.base import Drafter, FailedCall
 from outrider.drafters.draft import Draft, allowed_part
 from outrider.drafters.ngram import MOST_MATCHED, Library, NgramConfig, NgramSession, copy_confidences
@@ -366,7 +366,7 @@ class Drafting:
         result: RoundResult,
         tokens: Sequence[int],
         *,
-        logits_NV: Tensor,
+        rows: PathRows,
         compared: Mapping[int, Tensor],
         number: int,
         reason: str,
@@ -380,7 +380,7 @@ class Drafting:
         return trace_round(
             result,
             tokens,
-            logits_NV,
+            rows,
             compared=compared,
             number=number,
             source=source,

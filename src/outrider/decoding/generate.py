@@ -17,7 +17,7 @@ from outrider.decoding.drafting import Drafting, Experience, Turn
 from outrider.decoding.request import FinishReason, RequestState, StopRules
 from outrider.decoding.round import Origin, RoundResult, run_round
 from outrider.decoding.structured import Grammar
-from outrider.decoding.trace import RoundTrace, recorded
+from outrider.decoding.trace import RoundTrace, path_rows, recorded
 from outrider.drafters.base import Drafter, draft_slots
 from outrider.drafters.draft import Draft
 from outrider.sampling import Randomness, RandomSource, SamplingParams
@@ -192,11 +192,12 @@ class SingleRequest:
         self._rounds += 1
         lengths_R = np.array([len(result.verified.tokens)])
         left = self.state.remaining + len(tokens)
+        (rows,) = path_rows(self._logits_NV, [(0, result.verdict.path)])
         return self.drafting.trace(
             turn,
             result,
             tokens,
-            logits_NV=self._logits_NV,
+            rows=rows,
             compared=self._compared,
             number=self._rounds,
             reason=self.drafting.reason(turn, result, left=left, view=view, lengths_R=lengths_R, request=0),

@@ -7,7 +7,7 @@ confidences there are of a draft:
     calibrated  what the drafter hands over             sigmoid(s_k / T_k + b_k), as `outrider calibrate` fitted them
     believed    as earlier outcomes have corrected it   what the policy reads
 
-Shapes: P tokens of the accepted path and the one behind it, V target vocab.
+Shapes: P rows, of the anchor and the accepted path; V target vocab.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.decoding.round import Origin, RoundResult
@@ -96,10 +98,44 @@ def recorded(rows: TargetRows) -> tuple[TargetRows, dict[int, Tensor]]:
     return replace(rows, row=row), read
 
 
+@dataclass(frozen=True)
+class PathRows:
+    """The target's probabilities at temperature 1 after the anchor and every node of a round's accepted path.
+
+    `probs_PV`: of all tokens, in main memory. `top`: the likeliest of every row (id, probability), likeliest first.
+    """
+
+    probs_PV: NDArray[np.float32]
+    top: list[list[tuple[int, float]]]
+
+
+def path_rows(logits_NV: Tensor, paths: Sequence[tuple[int, Sequence[int]]]) -> list[PathRows]:
+    """The rows of several rounds, computed together: one pass over them costs less than one each.
+
+    Args:
+        logits_NV: the target's, of all these rounds.
+        paths: of every round the anchor's row in `logits_NV`, and its accepted path.
+    """
+    rows = [anchor + row for anchor, path in paths for row in (0, *(node + 1 for node in path))]
+    adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
+    logits_PV = at_least_float32(logits_NV[rows[0] : rows[0] + len(rows)] if adjacent else logits_NV[rows])
+    ids_PT = _likeliest(logits_PV, min(_TOP, logits_PV.shape[1]))
+    probs_PV = logits_PV.softmax(-1)
+    values = probs_PV.gather(1, ids_PT).tolist()
+    top = [list(zip(ids, some, strict=True)) for ids, some in zip(ids_PT.tolist(), values, strict=True)]
+    known_PV = probs_PV.numpy(force=True)  # picks single numbers many times as fast as a tensor does
+    found, first = [], 0
+    for _, path in paths:
+        own = slice(first, first + 1 + len(path))
+        found.append(PathRows(known_PV[own], top[own]))
+        first = own.stop
+    return found
+
+
 def trace_round(
     result: RoundResult,
     tokens: Sequence[int],
-    logits_NV: Tensor,
+    rows: PathRows,
     *,
     compared: Mapping[int, Tensor],
     number: int,
@@ -112,7 +148,7 @@ def trace_round(
 
     Args:
         tokens: committed; fewer than `result.tokens` where the response ended among them.
-        logits_NV: the target's, after the anchor and every verified node.
+        rows: of its accepted path.
         compared: the rows [V] that verification read, 0 the anchor's; none where it picked the target's token.
         raw: from a confidence and its position, counted from 0; None: the drafter has no head for them.
         believed: of the draft's first nodes.
@@ -121,8 +157,8 @@ def trace_round(
     became = _outcomes(result, len(tokens))
     row_of = {node: row for row, node in enumerate([-1, *path])}
     compared_nodes = [node for node, outcome in enumerate(became) if outcome in ("accepted", "rejected")]
-    asked = [(row_of[draft.parents[node]], draft.tokens[node]) for node in compared_nodes]
-    found, top = _probabilities(logits_NV, [node + 1 for node in row_of], [*asked, *enumerate(tokens)])
+    places = [*(row_of[draft.parents[node]] for node in compared_nodes), *range(len(tokens))]
+    found = rows.probs_PV[places, [*(draft.tokens[node] for node in compared_nodes), *tokens]].tolist()
     target_of = dict(zip(compared_nodes, found, strict=False))
     drafts = []
     for node, (token, parent, outcome) in enumerate(zip(draft.tokens, draft.parents, became, strict=True)):
@@ -148,22 +184,8 @@ def trace_round(
     for row, (token, origin) in enumerate(zip(tokens, result.origins, strict=False)):
         shown: Origin | Literal["plain"] = origin if result.verified.tokens else "plain"
         target = found[len(compared_nodes) + row]
-        committed.append(TokenTrace(token, shown, nodes[row], target=target, top=top[row]))
+        committed.append(TokenTrace(token, shown, nodes[row], target=target, top=rows.top[row]))
     return RoundTrace(number, source, reason, drafts=drafts, tokens=committed)
-
-
-def _probabilities(
-    logits_NV: Tensor, rows: Sequence[int], asked: Sequence[tuple[int, int]]
-) -> tuple[list[float], list[list[tuple[int, float]]]]:
-    """Probabilities of (place in `rows`, token) under the softmax of these logits, and the likeliest of every row."""
-    chain = list(rows) == list(range(len(rows)))
-    logits_PV = at_least_float32(logits_NV[: len(rows)] if chain else logits_NV[list(rows)])
-    ids_PT = _likeliest(logits_PV, min(_TOP, logits_PV.shape[1]))
-    probs_PV = logits_PV.softmax(-1)
-    places, tokens = ([one[side] for one in asked] for side in (0, 1))
-    values = probs_PV.gather(1, ids_PT).tolist()
-    top = [list(zip(ids, some, strict=True)) for ids, some in zip(ids_PT.tolist(), values, strict=True)]
-    return probs_PV[places, tokens].tolist(), top
 
 
 def _likeliest(logits_PV: Tensor, count: int) -> Tensor:
@@ -177,8 +199,9 @@ def _likeliest(logits_PV: Tensor, count: int) -> Tensor:
     if behind <= count * _CHUNK:
         return logits_PV.topk(count).indices
     chunks_PT = logits_PV[:, :behind].unflatten(1, (-1, _CHUNK)).amax(-1).topk(count).indices
-    inside = (chunks_PT[..., None] * _CHUNK + torch.arange(_CHUNK, device=logits_PV.device)).flatten(1)
-    ids = torch.cat((inside, torch.arange(behind, V, device=logits_PV.device).expand(P, -1)), dim=1)
+    ids = (chunks_PT[..., None] * _CHUNK + torch.arange(_CHUNK, device=logits_PV.device)).flatten(1)
+    if behind < V:
+        ids = torch.cat((ids, torch.arange(behind, V, device=logits_PV.device).expand(P, -1)), dim=1)
     return ids.gather(1, logits_PV.gather(1, ids).topk(count).indices)
 
 

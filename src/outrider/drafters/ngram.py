@@ -105,6 +105,7 @@ def _agreeing(tokens: Sequence[int], place: int, ending: Sequence[int]) -> int:
 
 
 _LIBRARY = NgramConfig(longest=4, shortest=3)  # fewer tokens than three say little about another text
+_LEAST_RESPONSES = 2 * (_LIBRARY.shortest + 1)  # tokens: in each half as many as must agree, and one to copy
 _END = -1  # behind every text of a library: no token
 
 
@@ -115,11 +116,16 @@ class Library:
         documents: token ids of each.
         responses: most tokens of responses that are kept, the latest; each response ends with a mark, which counts as
             one. 0: none. How fast one request is answered then tells whether another one had the same text.
+
+    Raises:
+        ValueError: so few tokens of responses that none of them could ever be copied.
     """
 
     def __init__(self, documents: Sequence[Sequence[int]] = (), responses: int = 0) -> None:
-        if responses < 0:
-            raise ValueError(f"{responses} tokens of earlier responses: keep 0 or more.")
+        if responses != 0 and responses < _LEAST_RESPONSES:
+            raise ValueError(
+                f"{responses} tokens of earlier responses hold nothing to copy: keep 0, or at least {_LEAST_RESPONSES}."
+            )
         self.responses = responses
         self._documents, self._latest, self._before = (NgramSession(_LIBRARY) for _ in range(3))
         for document in documents:

@@ -13,7 +13,7 @@ from outrider.decoding.drafting import Drafting, Turn
 from outrider.decoding.request import FinishReason, RequestState, StopRules
 from outrider.decoding.round import RoundResult
 from outrider.decoding.structured import Grammar
-from outrider.decoding.trace import RoundTrace, recorded
+from outrider.decoding.trace import PathRows, RoundTrace, path_rows, recorded
 from outrider.drafters.draft import Draft
 from outrider.engine.scheduler import Progress, StepPlan
 from outrider.sampling import RandomSource, SamplingParams, at_least_float32
@@ -150,9 +150,11 @@ class StepBatch:
         self._aux_TLD: Tensor | None = None
         self._view: StepView | None = None
         self._first_row: dict[str, int] = {}
-        self._logits: dict[str, Tensor] = {}
+        self._logits_NV: Tensor | None = None
+        self._logit_rows: dict[str, slice] = {}
         self._verified: Sequence[Draft] = ()
         self._compared: dict[str, dict[int, Tensor]] = {}  # rows that verification read, of traced requests
+        self._paths: dict[str, PathRows] = {}  # of traced requests
 
     @property
     def sources(self) -> Sequence[RandomSource]:
@@ -196,11 +198,11 @@ class StepBatch:
     def _target_rows(self, logits_NV: Tensor, draft_of: Mapping[str, Draft]) -> list[TargetRows]:
         greedy = any(self.states[id].params.temperature == 0.0 for id in draft_of)
         likeliest_N = logits_NV.argmax(-1).tolist() if greedy else None
+        self._logits_NV = logits_NV
         rows, first = [], 0
         for id, draft in draft_of.items():
-            own = slice(first, first + len(draft.tokens) + 1)
+            own = self._logit_rows[id] = slice(first, first + len(draft.tokens) + 1)
             likeliest = None if likeliest_N is None else likeliest_N[own]
-            self._logits[id] = logits_NV[own]
             rows.append(self.states[id].target_rows(logits_NV[own], draft, likeliest))
             if id in self.traced:
                 rows[-1], self._compared[id] = recorded(rows[-1])
@@ -210,7 +212,8 @@ class StepBatch:
     def logprobs(self, id: str, verdict: Verdict, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
         """Of the committed tokens of a request's round and of the `count` likeliest in place of each."""
         rows = [0, *(node + 1 for node in verdict.path)][: len(tokens)]  # the row that each token was drawn from
-        logprobs_TV = at_least_float32(self._logits[id][rows]).log_softmax(-1)
+        assert self._logits_NV is not None, "tokens were committed"
+        logprobs_TV = at_least_float32(self._logits_NV[self._logit_rows[id]][rows]).log_softmax(-1)
         own = logprobs_TV.gather(1, torch.tensor(tokens, device=logprobs_TV.device)[:, None])[:, 0].tolist()
         values, ids = (found.tolist() for found in logprobs_TV.topk(min(count, logprobs_TV.shape[1])))
         return [
@@ -218,15 +221,23 @@ class StepBatch:
             for one, top_ids, top in zip(own, ids, values, strict=True)
         ]
 
+    def look_at_paths(self, results: Mapping[str, RoundResult]) -> None:
+        """Prepare `trace` of the requests that are traced, all of them together."""
+        paths = {id: (self._logit_rows[id].start, results[id].verdict.path) for id in results if id in self.traced}
+        if paths:
+            assert self._logits_NV is not None, "the rounds were verified"
+            rows = path_rows(self._logits_NV, list(paths.values()))
+            self._paths = dict(zip(paths, rows, strict=True))
+
     def trace(self, id: str, result: RoundResult, tokens: Sequence[int]) -> RoundTrace:
-        """Of the round of a request that committed `tokens`."""
+        """Of the round of a request that committed `tokens`, after `look_at_paths`."""
         place, view = self.ids.index(id), self._view
         assert view is not None, "the policy was asked"
         return self.drafting.trace(
             self.turns[place],
             result,
             tokens,
-            logits_NV=self._logits[id],
+            rows=self._paths[id],
             compared=self._compared[id],
             number=self.traced[id],
             reason=self._reason(place, result, view, committed=len(tokens)),

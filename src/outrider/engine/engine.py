@@ -168,6 +168,7 @@ class Engine:
     def _commit(self, batch: StepBatch, results: Mapping[str, RoundResult]) -> list[Output]:
         outputs: list[Output] = []
         kept: dict[str, list[int]] = {}
+        batch.look_at_paths(results)
         for work in batch.work:
             if not work.decodes and work.id not in batch.failed:
                 self.scheduler.advance(work.id, work.prefill)

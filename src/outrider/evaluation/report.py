@@ -104,7 +104,7 @@ def plot_reliability(calibration: Calibration, path: Path, facts: Sequence[str])
         axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
         for number, (name, quality, color, marker) in enumerate(both):
             bins, most = quality.reliability[i], max(max(one.reliability[i].rounds) for _, one, _, _ in both)
-            axes.plot(bins.predicted, bins.accepted, marker, markersize=3.5, color=color, alpha=0.85)
+            axes.plot(bins.predicted, bins.accepted, marker, markersize=3.5, color=color, alpha=0.85, clip_on=False)
             heights = [_COUNTS * count / most for count in bins.rounds]
             shift = (number - 0.5) * _BAR
             axes.bar([x + shift for x in bins.predicted], heights, _BAR, color=color, alpha=0.35)

@@ -194,7 +194,11 @@ def recipe_samples(
     fixed = target.sharded or (state / "state.json").is_file()
     if data.prompts and not fixed:
         with sole_writer(path):  # the processes of `outrider features write` come here one after another
-            make_responses(data, Chat.of(target), target, seed=recipe.seed, path=path, on_progress=on_progress, say=say)
+            chat = Chat.of(target)
+            made = make_responses(data, chat, target, seed=recipe.seed, path=path, on_progress=on_progress, say=say)
+        if made.summary.waiting and data.max_minutes is not None:
+            answered = f"{made.summary.done} of {made.summary.total} turns are answered"
+            say(f"data.max_minutes, {data.max_minutes:g}, is over: {answered}, which training goes on with")
     settings, replies = existing_responses(path, target)
     replies = _wanted(data, replies)
     if warning := truncation_warning(replies, settings.get("max_new_tokens", data.max_new_tokens)):
