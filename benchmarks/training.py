@@ -31,6 +31,7 @@ from outrider.cli.common import load
 from outrider.data.responses import Sample, join_turns
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dflash2 import DFlash2
+from outrider.drafters.domino import Domino
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.dataset import existing_responses, responses_path
@@ -104,7 +105,7 @@ class Setup:
             )
         torch.manual_seed(recipe.seed)
         start = fresh(new_drafter(recipe, target), recipe, target, samples)
-        if not isinstance(start.drafter, DFlash) or isinstance(start.drafter, DFlash2):
+        if not isinstance(start.drafter, DFlash) or isinstance(start.drafter, (DFlash2, Domino)):
             raise ValueError(
                 f"drafter.algorithm={recipe.drafter.algorithm}: the straightforward step knows block drafters only "
                 "(dflash, dspark)."

@@ -24,7 +24,7 @@ from outrider.checkpoints.dialects.deepspec import DeepSpec
 from outrider.checkpoints.dialects.eagle3 import Eagle3Dialect
 from outrider.checkpoints.dialects.medusa import MedusaDialect
 from outrider.checkpoints.dialects.speculators import Speculators
-from outrider.checkpoints.dialects.zlab import LiLiCorrDialect, ZLab, ZLab2
+from outrider.checkpoints.dialects.zlab import LiLiCorrDialect, SpecForgeDomino, ZLab, ZLab2
 from outrider.drafters.registry import method_of
 from tests.toys.dialects import (
     FACTS,
@@ -60,6 +60,11 @@ HEADS: list[Change] = [
 CASES: list[tuple[Dialect, str, str, Change]] = [
     *[(ZLab(), "dflash", own, change) for change, own in zip(BLOCKS, ("", "embedding", "head"), strict=True)],
     *[(ZLab2(), "dflash2", own, change) for change, own in zip(BLOCKS, ("", "embedding", "head"), strict=True)],
+    *[
+        (SpecForgeDomino(), "domino", own, change)
+        for change, own in zip(BLOCKS, ("", "embedding", "head"), strict=True)
+    ],
+    (SpecForgeDomino(), "domino", "", {"sample_from_anchor": False, "pure_draft_prefix_len": 2, **CAUSAL[1]}),
     *[
         (LiLiCorrDialect(), "lilicorr", own, change)
         for change, own in zip(BLOCKS, ("", "embedding", "head"), strict=True)
@@ -112,7 +117,9 @@ def test_a_round_trip_keeps_every_field_and_every_bit(tmp_path: Path, case: tupl
     assert [type(one) for one in owners] == [type(dialect)], "one dialect claims it"
 
 
-@pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark", "eagle3", "lilicorr", "medusa", "hydra", "mtp"])
+@pytest.mark.parametrize(
+    "method", ["dflash", "dflash2", "domino", "dspark", "eagle3", "lilicorr", "medusa", "hydra", "mtp"]
+)
 def test_our_own_writing_keeps_heads_of_other_makers(tmp_path: Path, method: str) -> None:
     checkpoint = made(method, "embedding" if method in ("medusa", "hydra") else "head embedding")
     save_drafter(checkpoint, tmp_path / "d")
@@ -259,6 +266,8 @@ REFUSED: list[tuple[Dialect, str, Change, str]] = [
     (ZLab(), "dflash", {"input_embedding_scale": 2.0}, "is 2.0, dflash_config.input_embedding_scale is 1.0: .*agree"),
     (ZLab2(), "dflash2", {"dflash_config": {"selector_rank": 0}}, "needs the field 'dflash_config.conv_kernel_size'"),
     (Speculators(), "dflash2", {"selector_rank": "x"}, "selector_rank is 'x'; it must be an integer"),
+    (SpecForgeDomino(), "domino", {"shift_label": "yes"}, "shift_label is 'yes', dflash_config.shift_label is True"),
+    (SpecForgeDomino(), "domino", {"dflash_config": {"projector_type": "domino"}}, "needs the field"),
     (
         LiLiCorrDialect(),
         "lilicorr",
@@ -291,6 +300,7 @@ def test_what_no_drafter_here_can_be_is_refused_by_name(
 
 
 UNWRITABLE: list[tuple[Dialect, str, str, Change, str]] = [
+    (SpecForgeDomino(), "domino", "", CAPPED, "output_multiplier 0.5 and final_logit_softcapping 3.0 have no place"),
     (DeepSpec(), "dspark", "", CAPPED, "output_multiplier 0.5 and final_logit_softcapping 3.0 have no place"),
     (Speculators(), "dflash", "", CAPPED, "output_multiplier 0.5 and final_logit_softcapping 3.0 have no place"),
     (ZLab(), "dflash", "", {"sample_from_anchor": True}, "sample_from_anchor=false"),
@@ -387,7 +397,10 @@ def test_a_damaged_draft_vocabulary(tmp_path: Path) -> None:
 
 
 REDUCED = [
-    *[(dialect_for(method_of(name)), name) for name in ("dflash", "dflash2", "dspark", "eagle3", "hydra", "lilicorr")],
+    *[
+        (dialect_for(method_of(name)), name)
+        for name in ("dflash", "dflash2", "domino", "dspark", "eagle3", "hydra", "lilicorr")
+    ],
     (Speculators(), "dspark"),
     (Eagle3Dialect(), "eagle3"),
 ]
@@ -407,6 +420,7 @@ def test_a_draft_vocabulary_names_no_token_twice(tmp_path: Path, dialect: Dialec
 FUZZED: list[tuple[Dialect, str, str, Change]] = [
     (ZLab(), "dflash", "", {"draft_vocab_size": VD}),
     (ZLab2(), "dflash2", "", {}),
+    (SpecForgeDomino(), "domino", "", {}),
     (LiLiCorrDialect(), "lilicorr", "", {}),
     (DeepSpec(), "dspark", "", {"sliding_window": 9}),
     (Speculators(), "dspark", "", {"draft_vocab_size": VD}),

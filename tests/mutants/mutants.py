@@ -1581,7 +1581,7 @@ MUTANTS: list[Mutant] = [
         (
             "loss_decay_from_one",
             "position weights begin at exp(-1/g)",
-            "torch.exp(-torch.arange(gamma, device=device, dtype=torch.float32) / self.decay)",
+            "torch.exp(-torch.arange(gamma, device=device, dtype=torch.float32) / decay)",
             "torch.exp(-torch.arange(1, gamma + 1, device=device, dtype=torch.float32) / self.decay)",
             "tests/training/test_objective.py::test_position_weights_decay",
         ),
@@ -1984,6 +1984,50 @@ MUTANTS: list[Mutant] = [
             "torch.cat((angles, angles), dim=-1)",
             "angles.repeat_interleave(2, dim=-1)",
             "tests/drafters/test_dflash_parity.py",
+        ),
+    ),
+    *_of(
+        "drafters/domino.py",
+        "tests/drafters/test_domino.py",
+        (
+            "domino_served_without_memory",
+            "the served head knows the last token alone",
+            "return latent_Nr, None, PrefixState(state_NG, k + 1)",
+            "return latent_Nr, None, PrefixState(torch.zeros_like(state_NG), k + 1)",
+        ),
+        (
+            "domino_corrects_one_later",
+            "the served head leaves one draft more uncorrected",
+            "k >= self.module.config.pure_draft_prefix_len",
+            "k > self.module.config.pure_draft_prefix_len",
+        ),
+        (
+            "domino_trained_on_the_next_token",
+            "the GRU of training is asked for the state before the last token",
+            "latent_NKr = self.latent(hidden_NKH, states_NKG)",
+            "latent_NKr = self.latent(hidden_NKH, F.pad(states_NKG, (0, 0, 1, 0))[:, :-1])",
+        ),
+    ),
+    *_of(
+        "training/loss.py",
+        "tests/training/test_objective.py",
+        (
+            "dpace_without_suffix",
+            "D-PACE weighs a position by what precedes it alone",
+            "return reached_NK.flip(-1).cumsum(-1).flip(-1)",
+            "return reached_NK",
+        ),
+        (
+            "dpace_trusts_what_cannot_be_drafted",
+            "a token outside the draft vocabulary counts as drafted for sure",
+            "found.append(log_probs_C.exp() * (label_C >= 0))",
+            "found.append(torch.where(label_C >= 0, log_probs_C.exp(), 1.0))",
+        ),
+        (
+            "base_share_beside_the_whole",
+            "the corrected logits keep their whole loss beside the parallel ones",
+            "ce_N=(1 - share) * config.ce * w_N",
+            "ce_N=config.ce * w_N",
         ),
     ),
     *_of(

@@ -30,7 +30,7 @@ WARPS = {
     "greedy": SamplingParams(),
     "all": SamplingParams(temperature=1.4, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.3),
 }
-HEADS = ["vanilla", "gated", "rnn", None]
+HEADS = ["vanilla", "gated", "rnn", "domino", None]
 POLICIES: list[Policy] = [
     FixedPolicy(),
     ThresholdPolicy(0.5),

@@ -8,19 +8,23 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.drafters.base import DraftCall
 from outrider.drafters.chain import sample_chain, sample_rows
 from outrider.drafters.dflash2 import CandidateRows, CandidateSelector
+from outrider.drafters.domino import Domino, DominoConfig, PrefixHead
 from outrider.drafters.draft import Draft, Siblings, conditional_confidences, without
-from outrider.drafters.heads import ChainHeads, ConfidenceHead, VanillaMarkov, build_sequential_head
+from outrider.drafters.heads import ChainHeads, ConfidenceHead, SequentialHead, build_sequential_head
 from outrider.drafters.lilicorr import LatticeHead, LatticeRows, LiLiCorrConfig
 from outrider.sampling import RandomSource, SamplingParams, SeenTokens, constrained, warp
 from tests.proof.enumeration import DraftTree, Tokens
+
+M = TypeVar("M", bound=torch.nn.Module)
 
 
 class ToyTarget:
@@ -79,17 +83,29 @@ class ToyDrafter:
         self.target, self.gamma, self.seed = target, gamma, seed
         self.draft_ids_Vd = None if draft_ids is None else torch.tensor(draft_ids)
         self.draft_vocab_size = target.vocab_size if draft_ids is None else len(draft_ids)
-        self.head: VanillaMarkov | None = None
-        if head_kind is not None:
-            self.head = build_sequential_head(
-                head_kind, target.vocab_size, self.draft_vocab_size, self.hidden_size, self.rank
-            ).double()
-        self.confidence = ConfidenceHead(self.hidden_size, self.rank, with_markov=head_kind is not None).double()
+        self.head: SequentialHead | None = None
         generator = _generator(seed, ())
-        for module in (self.head, self.confidence):
-            for weight in () if module is None else module.parameters():
-                torch.nn.init.normal_(weight, generator=generator)
+        if head_kind == "domino":
+            self.head = self._prefix_head(generator)
+        elif head_kind is not None:
+            markov = build_sequential_head(
+                head_kind, target.vocab_size, self.draft_vocab_size, self.hidden_size, self.rank
+            )
+            self.head = _random(markov, generator)
+        with_markov = head_kind not in (None, "domino")
+        self.confidence = _random(ConfidenceHead(self.hidden_size, self.rank, with_markov), generator)
         self._trees: dict[tuple[Tokens, float], DraftTree] = {}
+
+    def _prefix_head(self, generator: torch.Generator) -> PrefixHead:
+        """Domino's, whose first draft of several is uncorrected, over a random embedding; its backbone is not asked."""
+        shapes = {"hidden_size": self.hidden_size, "intermediate_size": 2, "num_attention_heads": 1, "head_dim": 2}
+        target = {"vocab_size": self.target.vocab_size, "num_target_layers": 1, "target_layer_ids": (0,)}
+        head = {"gru_hidden_dim": 2, "emb_dim": self.rank, "pure_draft_prefix_len": min(1, self.gamma - 1)}
+        fields: dict[str, Any] = {**shapes, **target, **head, "num_key_value_heads": 1, "mask_token_id": 0}
+        fields |= {"draft_vocab_size": self.draft_vocab_size, "block_size": self.gamma}
+        module = _random(Domino(DominoConfig(**fields)), generator)
+        embedding_VH = torch.randn(self.target.vocab_size, self.hidden_size, generator=generator, dtype=torch.float64)
+        return PrefixHead(module, lambda tokens: F.embedding(tokens, embedding_VH))
 
     def draft(self, context: Tokens, source: RandomSource, min_confidence: float = 0.0) -> Draft:
         if (context, min_confidence) not in self._trees:
@@ -202,6 +218,13 @@ class ForgetfulRequest(ToyRequest):
         mask_V = SeenTokens(self.target.vocab_size, params, output=self.context).with_tokens()
         plain = ToyTarget(self.target.vocab_size, SamplingParams(temperature=1.0), self.target.seed)
         return lambda k: warp(plain.row(self.context + tuple(tokens[:k])).log(), params, mask_V)
+
+
+def _random(module: M, generator: torch.Generator) -> M:
+    """The module in float64, all of its weights random."""
+    for weight in module.double().parameters():
+        torch.nn.init.normal_(weight, generator=generator)
+    return module
 
 
 def _generator(seed: int, context: Tokens) -> torch.Generator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import outrider.training.loss as loss_module
-from outrider.training.loss import TargetView, objective
+from outrider.training.batches import Schedule
+from outrider.training.loss import BlockObjective, TargetView, objective
 from outrider.training.recipe import ObjectiveConfig
+from tests.toys.alignment import build
+from tests.toys.dialects import made
+from tests.toys.targets import toy_samples, toy_target
 
 V, VD, H, R, N = 29, 17, 8, 5, 41
 
@@ -112,6 +117,130 @@ def test_candidates_have_the_dense_loss_and_gradients(
     (3 * expected).backward()
     for name in trained:
         torch.testing.assert_close(ours[name].grad, theirs[name].grad, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_the_parallel_logits_have_their_share_of_the_loss(share: float) -> None:
+    """Of cross-entropy and distance; the confidence head's loss stays whole."""
+    trained, head, p_t, view = case(6)
+    config, weights = ObjectiveConfig(ce=0.3, l1=0.9, confidence=0.7), torch.rand(N, dtype=torch.float64)
+    ours = {k: v.clone().requires_grad_() for k, v in trained.items()}
+    theirs = {k: v.clone().requires_grad_() for k, v in trained.items()}
+    output = objective(ours["hidden"], head, view, config, weights_N=weights, **heads(ours), base_share=share)
+    alone = config.model_copy(update={"confidence": 0.0})
+    bce = config.model_copy(update={"ce": 0.0, "l1": 0.0})
+    parallel = {**theirs, "latent": torch.zeros_like(trained["latent"])}
+    parts = [dense(theirs, head, p_t, view, weights, alone), dense(parallel, head, p_t, view, weights, alone)]
+    expected = (1 - share) * parts[0] + share * parts[1] + dense(theirs, head, p_t, view, weights, bce)
+    torch.testing.assert_close(output.loss, expected, atol=1e-12, rtol=1e-12)
+    output.loss.backward()
+    expected.backward()
+    for name in trained:
+        torch.testing.assert_close(ours[name].grad, theirs[name].grad, atol=1e-12, rtol=1e-10)
+    plain = objective(trained["hidden"], head, view, config, weights_N=weights, **heads(trained))
+    torch.testing.assert_close(output.acceptance_N, plain.acceptance_N)
+
+
+def test_the_share_of_the_parallel_logits_falls_to_zero() -> None:
+    config = ObjectiveConfig(base=0.8, base_fraction=0.5)
+    assert [config.base_share(done) for done in (0.0, 0.25, 0.5, 1.0)] == pytest.approx([0.8, 0.4, 0.0, 0.0])
+    assert ObjectiveConfig().base_share(0.0) == 0.0
+
+
+def test_what_a_recipe_does_not_set_is_not_recorded() -> None:
+    """Runs from before these fields can be resumed."""
+    assert set(ObjectiveConfig().model_dump()) == {"ce", "l1", "confidence", "decay"}
+    set_here = ObjectiveConfig(dpace=0.5, base=1.0, base_fraction=0.5).model_dump()
+    assert {name: set_here[name] for name in ("dpace", "base", "base_fraction")} == {
+        "dpace": 0.5,
+        "base": 1.0,
+        "base_fraction": 0.5,
+    }
+
+
+# D-PACE.
+
+
+def dpace_reference(likely: list[float], alpha: float) -> list[float]:
+    """The weights of one block, from the paper's sums."""
+    smoothed = [alpha + (1 - alpha) * q for q in likely]
+    reached = [math.prod(smoothed[: j + 1]) for j in range(len(smoothed))]
+    return [sum(reached[k:]) for k in range(len(smoothed))]
+
+
+def test_dpace_weights_are_the_gradient_of_the_accepted_length() -> None:
+    supervised = torch.arange(4) < torch.tensor([4, 2, 0, 1])[:, None]
+    likely = torch.rand(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = loss_module.dpace_weights(likely, supervised, 0.5)
+    for row, kept, count in zip(found.tolist(), likely.tolist(), (4, 2, 0, 1), strict=True):
+        assert row == pytest.approx([*dpace_reference(kept[:count], 0.5), *[0.0] * (4 - count)], abs=1e-14)
+    log_s = (0.5 + 0.5 * likely[0]).log().requires_grad_()
+    log_s.exp().cumprod(-1).sum().backward()
+    torch.testing.assert_close(found[0], log_s.grad)
+
+
+@pytest.mark.parametrize("count", [None, 4])
+def test_probabilities_of_labels(count: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 7 * 2 * VD * 8)
+    trained, head, _, view = case(7)
+    found = loss_module.label_probabilities(
+        (trained["hidden"], trained["latent"], trained["w2"]),
+        loss_module.HeadProducts(head, torch.float64),
+        view.labels_N,
+        count,
+    )
+    unary = trained["hidden"] @ head.T
+    z = unary + trained["latent"] @ trained["w2"].T
+    if count is not None:
+        z = z.masked_fill(
+            ~torch.zeros_like(z, dtype=torch.bool).scatter(1, unary.topk(count).indices, True), -torch.inf
+        )
+    expected = z.softmax(-1).gather(1, view.labels_N.clamp(min=0)[:, None])[:, 0] * (view.labels_N >= 0)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    assert (found == 0).any() and (found > 0).any()
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark", "dflash2", "domino"])
+def test_dpace_is_its_definition_for_every_block_drafter(method: str) -> None:
+    """Loss and gradients of a training batch, with a reduced vocabulary and blocks that end early."""
+    target, samples = toy_target(), toy_samples(3)
+    ids = torch.arange(0, 80, 2)
+    drafter = made(method, draft_vocab_size=40).weights.module.train().requires_grad_()
+    batch, _ = build(drafter, target, samples, ids, Schedule(samples, 3, 5, seed=1).step(0))
+    assert not batch.supervised_NK.all()
+    config = ObjectiveConfig(ce=1.0, l1=0.0, confidence=0.0, dpace=0.5)
+    compute = BlockObjective(target, ids, config)
+    rows = compute.rows(drafter, batch)
+    z_NKV = unary_NKV = rows.hidden_NKH @ compute.head_VH.T
+    if rows.latent_NKr is not None and rows.w2_Vr is not None:
+        z_NKV = z_NKV + rows.latent_NKr @ rows.w2_Vr.T
+    if rows.candidates is not None:
+        kept = torch.zeros_like(z_NKV, dtype=torch.bool).scatter(2, unary_NKV.topk(rows.candidates).indices, True)
+        z_NKV = z_NKV.masked_fill(~kept, -torch.inf)
+    total: Tensor | float = 0.0
+    for n, k_s in enumerate(batch.supervised_NK.sum(-1).tolist()):
+        labels = [int((ids == label).nonzero()[0]) if label in ids else None for label in batch.labels_NK[n, :k_s]]
+        log_probs = [
+            z_NKV[n, k].log_softmax(-1)[label] if label is not None else None for k, label in enumerate(labels)
+        ]
+        likely = [0.0 if log_p is None else math.exp(log_p.item()) for log_p in log_probs]
+        for k, weight in enumerate(dpace_reference(likely, 0.5)):
+            if likely[k] > 0 and log_probs[k] is not None:
+                total = total - weight * log_probs[k]
+            if rows.candidates is not None and labels[k] is not None:  # the parallel logits have a loss of their own
+                total = total - weight * unary_NKV[n, k].log_softmax(-1)[labels[k]]
+    assert isinstance(total, Tensor)
+    expected = total / batch.supervised_NK.sum()
+    found = compute(drafter, batch).loss
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    parameters = list(drafter.parameters())
+    whole = torch.autograd.grad(expected, parameters, allow_unused=True, materialize_grads=True)
+    ours = torch.autograd.grad(found, parameters, allow_unused=True, materialize_grads=True)
+    for mine, theirs in zip(ours, whole, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3)
+    decayed = BlockObjective(target, ids, config.model_copy(update={"dpace": None}))(drafter, batch).loss
+    assert abs(decayed.item() - found.item()) > 1e-3
 
 
 def test_acceptance_is_the_overlap_of_the_distributions() -> None:

@@ -1,6 +1,7 @@
 """SGLang 0.5.23: dialects of the methods' makers, `--speculative-*` flags, and the files its DSpark scheduler reads.
 
     dflash  dflash2     z-lab            \
+    domino              SpecForge         |
     lilicorr            ModelOpt          |
     dspark              DeepSpec         / every field of the block also in `dflash_config`
     eagle3              EAGLE-3
@@ -8,7 +9,8 @@
                         or --speculative-num-draft-tokens K + 1
 
 SGLang counts the rows that are verified, the anchor among them; a DSpark block alone counts drafts. DFlash 2 is in it
-since 0.5.19, under DFlash's name: the checkpoint's architecture tells. LiLiCorr is told likewise.
+since 0.5.19, under DFlash's name: the checkpoint's architecture tells. LiLiCorr is told likewise, and Domino by
+`projector_type`; the rows of its block are the checkpoint's, and it drafts one token less than they are.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from outrider.backends.base import (
 from outrider.checkpoints.dialects.base import ExportedCheckpoint
 from outrider.checkpoints.dialects.deepspec import DeepSpec
 from outrider.checkpoints.dialects.eagle3 import FLAGS, Eagle3Dialect
-from outrider.checkpoints.dialects.zlab import LiLiCorrDialect, ZLab, ZLab2
+from outrider.checkpoints.dialects.zlab import LiLiCorrDialect, SpecForgeDomino, ZLab, ZLab2
 from outrider.drafters.base import DrafterWeights
 
 CALIBRATION_FILE, TABLE_FILE = "confidence_sts.json", "sps_table.json"
@@ -57,10 +59,11 @@ class SGLang(ExternalEngine):
         "dflash": ZLab(),
         "dflash2": ZLab2(),
         "lilicorr": LiLiCorrDialect(),
+        "domino": SpecForgeDomino(),
         "dspark": DeepSpec(),
         "eagle3": Eagle3Dialect(),
     }
-    whole_vocabulary = ("dflash", "dflash2", "lilicorr")
+    whole_vocabulary = ("dflash", "dflash2", "lilicorr", "domino")
     widens = ("dspark",)
     scales_embeddings = ("dflash", "dflash2", "dspark")
     calibration = (
@@ -68,7 +71,7 @@ class SGLang(ExternalEngine):
     )
     method_names = {
         **{name: name.upper() for name in ("dflash", "dspark", "eagle3", "ngram")},
-        **dict.fromkeys(("dflash2", "lilicorr"), "DFLASH"),
+        **dict.fromkeys(("dflash2", "lilicorr", "domino"), "DFLASH"),
         "lm": "STANDALONE",
     }
     metrics = MetricNames(length="sglang:spec_accept_length")
@@ -104,6 +107,16 @@ class SGLang(ExternalEngine):
                 "whether output_multiplier and final_logit_softcapping are heeded is not known; drafters trained here "
                 "have neither."
             )
+        if parts.algorithm == "domino":
+            if config.pure_draft_prefix_len != 1:
+                raise ValueError(
+                    f"pure_draft_prefix_len {config.pure_draft_prefix_len} is not served there; its Domino corrects "
+                    "every draft but the first: train with drafter.pure_draft_prefix_len=1."
+                )
+            return [
+                f"SGLang drafts {config.block_size - 1} tokens with Domino, greedily, in bfloat16 and on CUDA alone, "
+                "among the 2048 likeliest of a block (--speculative-domino-candidate-pool-size 0: among all)."
+            ]
         return []
 
     def finish(self, written: ExportedCheckpoint) -> ExportedCheckpoint:
@@ -136,6 +149,8 @@ class SGLang(ExternalEngine):
         name, rows = self.name_of(speculation.method), speculation.drafts + 1
         flags = ["--speculative-draft-model-path", speculation.drafter] if speculation.drafter else []
         flags += ["--speculative-algorithm", name]
+        if speculation.method == "domino":
+            return flags
         if name == "DSPARK":
             return [*flags, "--speculative-dspark-block-size", str(speculation.drafts)]
         if name == "DFLASH":

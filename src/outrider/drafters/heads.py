@@ -15,12 +15,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from outrider.target.linear import Packable
+
+
+class SequentialHead(Protocol):
+    """What the sampling chain asks of a head: the latent l_k of one position after the other."""
+
+    def initial_state(self, batch: int) -> Any:
+        """What `step` takes at the first position, of so many requests; None where there is nothing to remember."""
+        ...
+
+    def step(self, prev_tokens_N: Tensor, hidden_NH: Tensor, state: Any) -> tuple[Tensor | None, Tensor | None, Any]:
+        """l_k [N, r] (None: no correction), what the confidence head reads [N, r] (None: nothing), the next state."""
+        ...
+
+    def bias(self, latent_Nr: Tensor) -> Tensor:
+        """W2 l_k [N, Vd], to be added to the drafter's own logits."""
+        ...
 
 
 class VanillaMarkov(Packable):
@@ -52,9 +68,9 @@ class VanillaMarkov(Packable):
         embedding_NKr = self.markov_w1(prev_tokens_NK)
         return embedding_NKr, embedding_NKr
 
-    def bias(self, latent: Tensor) -> Tensor:
+    def bias(self, latent_Nr: Tensor) -> Tensor:
         """[..., r] -> [..., Vd], to be added to the drafter's own logits."""
-        return self.markov_w2(latent)
+        return self.markov_w2(latent_Nr)
 
 
 class GatedMarkov(VanillaMarkov):
@@ -206,7 +222,7 @@ class ChainHeads:
     """
 
     vocab_size: int
-    sequential: VanillaMarkov | None = None
+    sequential: SequentialHead | None = None
     confidence: ConfidenceHead | None = None
     draft_ids_Vd: Tensor | None = None
     temperatures: Sequence[float] | None = None

@@ -8,6 +8,7 @@ from outrider.drafters.base import DraftModule
 from outrider.drafters.config import DrafterConfig, DrafterSection, section_of
 from outrider.drafters.dflash import DFlash, DFlashConfig
 from outrider.drafters.dflash2 import DFlash2, DFlash2Config
+from outrider.drafters.domino import Domino, DominoConfig
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config
 from outrider.drafters.hydra import Hydra, HydraConfig
@@ -43,6 +44,7 @@ METHODS: tuple[Method, ...] = (
     Method(HydraConfig, Hydra),
     Method(MTPConfig, MTP),
     Method(DFlash2Config, DFlash2),
+    Method(DominoConfig, Domino),
     Method(PEagleConfig, PEagle),
     Method(LiLiCorrConfig, LiLiCorr),
 )

@@ -4,6 +4,8 @@
     loss = sum_i w_i [ce (-log p_d(x_i)) + l1 ||p_d - p_t||_1 + confidence BCE(c_i, a_i)] / sum_i w_i
     a_i = 1 - ||p_d - p_t||_1 / 2                              the acceptance probability
     w_i = exp(-(k_i - 1) / decay)                              k_i: position in the block, from 1
+    with `dpace`:  w_k = sum_{j >= k} prod_{i <= j} (alpha + (1 - alpha) p_d(x_i)), detached; divided by the positions
+    with `base`:   (1 - b) loss + b loss of softmax(W_d h),  b falls to 0; the BCE has its whole weight
 
     BlockObjective   drafter and batch  ->  rows of the supervised positions  ->  loss
     objective        rows and the target's view of them  ->  loss, acceptance, agreement
@@ -14,7 +16,8 @@
 The LM head W_d is frozen and needs no gradient. ||.||_1 counts the target's mass outside a reduced draft vocabulary:
 tokens that can never be drafted are part of the distance.
 
-Source: DSpark, arXiv 2607.05147 (weights 0.1, 0.9, 1.0 and the decay); DFlash, arXiv 2602.06036 (CE with decay).
+Source: DSpark, arXiv 2607.05147 (weights 0.1, 0.9, 1.0 and the decay); DFlash, arXiv 2602.06036 (CE with decay);
+D-PACE, arXiv 2605.18810 (`dpace`, there for DFlash's CE); Domino, arXiv 2605.29707 (`base`).
 Shapes: N supervised positions, C positions of a chunk, K draft positions of a block, V target vocabulary, Vd draft
 vocabulary, D target hidden, H draft hidden, r rank, c candidates.
 """
@@ -103,8 +106,15 @@ class BlockObjective:
             BlockInputs(aux_SLD, batch.next_tokens_S, batch.layout, previous_NK=batch.previous_NK, embed=self.embed)
         )
 
-    def __call__(self, drafter: DraftModule, batch: BlockBatch, total_weight: Tensor | None = None) -> ObjectiveOutput:
-        """Loss of the supervised positions; `total_weight` as in `objective`."""
+    def __call__(
+        self, drafter: DraftModule, batch: BlockBatch, total_weight: Tensor | None = None, progress: float = 1.0
+    ) -> ObjectiveOutput:
+        """Loss of the supervised positions.
+
+        Args:
+            total_weight: as in `objective`; of the position weights of the config, before those of D-PACE.
+            progress: the part of the run's steps that are done, which the share of the parallel logits follows.
+        """
         keep_NK = batch.supervised_NK
         device = keep_NK.device
         with torch.autocast(device.type, torch.bfloat16, enabled=self.products == torch.bfloat16):
@@ -121,30 +131,41 @@ class BlockObjective:
             argmax_N=self.inverse_V[batch.argmax_NK[keep_NK]],
             softcap=self.softcap,
         )
-        weights_K = self.config.position_weights(keep_NK.shape[1], device)
+        weights_NK = self.config.position_weights(keep_NK.shape[1], device) * keep_NK
+        if total_weight is None:
+            total_weight = weights_NK.sum()
         with torch.autocast(device.type, enabled=False):  # the caller's, where there is one
+            if self.config.dpace is not None:
+                likely_N = label_probabilities(
+                    (hidden_NH, latent_Nr, rows.w2_Vr),
+                    HeadProducts(self.head_VH, self.products),
+                    view.labels_N,
+                    candidates=rows.candidates,
+                )
+                weights_NK = weights_NK * dpace_weights(scatter(likely_N, keep_NK), keep_NK, self.config.dpace)
             found = objective(
                 hidden_NH,
                 self.head_VH,
                 view,
                 config=self.config,
-                weights_N=weights_K.expand_as(keep_NK)[keep_NK],
+                weights_N=weights_NK[keep_NK],
                 latent_Nr=latent_Nr,
                 w2_Vr=rows.w2_Vr,
                 confidence_N=None if rows.confidence is None else rows.confidence(hidden_NH, embedding_Nr),
                 products=self.products,
                 total_weight=total_weight,
                 candidates=None if rows.lattice is not None else rows.candidates,
+                base_share=self.config.base_share(progress),
             )
         if rows.lattice is None:
             return found
-        loss, acceptance_NK, agreement_NK = self._lattice(rows, batch, weights_K, total_weight=total_weight)
+        loss, acceptance_NK, agreement_NK = self._lattice(rows, batch, weights_NK, total_weight=total_weight)
         return found._replace(
             loss=found.loss + loss, acceptance_N=acceptance_NK[keep_NK], agreement_N=agreement_NK[keep_NK].float()
         )
 
     def _lattice(
-        self, rows: DraftRows, batch: BlockBatch, weights_K: Tensor, total_weight: Tensor | None
+        self, rows: DraftRows, batch: BlockBatch, weights_NK: Tensor, total_weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, acceptance and agreement [N, K] of draft tokens that are drawn by the scores of a lattice."""
         assert rows.lattice is not None and rows.candidates is not None
@@ -160,16 +181,31 @@ class BlockObjective:
                 targets_NKc = torch.tanh(targets_NKc / self.softcap) * self.softcap
         with torch.autocast(device.type, torch.bfloat16, enabled=self.products == torch.bfloat16):
             start_Nc, pairs_NJcc = rows.lattice(self.draft_ids_Vd[indices_NKc], log_probs_NKc)
-        weights_NK = weights_K * keep_NK
         labels_NK = torch.where(keep_NK, self.inverse_V[batch.labels_NK], -1)
         return lattice_loss(
             (start_Nc, pairs_NJcc),
             indices_NKc == labels_NK[..., None],
             targets_NKc - batch.lse_NK[..., None],
             config=self.config.lattice,
-            weights_NK=weights_NK / (weights_NK.sum() if total_weight is None else total_weight),
+            weights_NK=weights_NK / total_weight,
             is_argmax_NKc=indices_NKc == argmax_NK[..., None],
         )
+
+
+def dpace_weights(likely_NK: Tensor, supervised_NK: Tensor, alpha: float) -> Tensor:
+    """D-PACE's weights [N, K]: d log of (expected accepted drafts) / d log of each smoothed probability.
+
+        s_i = alpha + (1 - alpha) q_i,   S = sum_j prod_{i <= j} s_i
+        w_k = dS / d log s_k = sum_{j >= k} prod_{i <= j} s_i
+
+    Args:
+        likely_NK: q, the drafter's probability of the response's token, detached.
+        supervised_NK: the positions that count, the first ones of each block.
+        alpha: the least that a probability counts as; with 0, one unlikely token would end the weights of its block.
+    """
+    smoothed_NK = torch.where(supervised_NK, alpha + (1 - alpha) * likely_NK, 1.0)
+    reached_NK = smoothed_NK.cumprod(-1) * supervised_NK
+    return reached_NK.flip(-1).cumsum(-1).flip(-1)
 
 
 def scatter(values_M: Tensor, supervised_NK: Tensor) -> Tensor:
@@ -192,6 +228,7 @@ def objective(
     products: torch.dtype | None = None,
     total_weight: Tensor | None = None,
     candidates: int | None = None,
+    base_share: float = 0.0,
 ) -> ObjectiveOutput:
     """The weighted mean loss over N supervised positions.
 
@@ -206,16 +243,24 @@ def objective(
         total_weight: the denominator, where these positions are one part of a step; None: their own sum.
         candidates: number of top tokens of W_d h that latents and w2 rescore, the only ones that can be drafted. Both
             softmax(W_d h) and p_d over the candidates then have a loss; acceptance and agreement are the latter's.
+        base_share: b, the share of the loss that softmax(W_d h) has in place of p_d, for another pass over the logits.
+            Without latents the two are one, and with candidates both have a whole loss as it is.
     """
     w_N = (weights_N / (weights_N.sum() if total_weight is None else total_weight)).to(view.lse_N.dtype)
+    head = HeadProducts(head_VH, products or hidden_NH.dtype)
+    share = base_share if latent_Nr is not None and candidates is None else 0.0
     total, ce_N, distance_N, agreement_N = _distances(
         (hidden_NH, latent_Nr, w2_Vr),
-        HeadProducts(head_VH, products or hidden_NH.dtype),
+        head,
         view,
-        ce_N=config.ce * w_N,
-        l1_N=config.l1 * w_N,
+        ce_N=(1 - share) * config.ce * w_N,
+        l1_N=(1 - share) * config.l1 * w_N,
         candidates=candidates,
     )
+    if share:
+        parallel = (hidden_NH, None, None)
+        ce, l1 = share * config.ce * w_N, share * config.l1 * w_N
+        total = total + _distances(parallel, head, view, ce_N=ce, l1_N=l1, candidates=None)[0]
     acceptance_N = (1 - distance_N / 2).clamp(0, 1)
     if confidence_N is not None:
         bce_N = F.binary_cross_entropy_with_logits(confidence_N, acceptance_N, reduction="none")
@@ -398,6 +443,39 @@ def _distances(
     if needs_grad:
         loss = _WithGradients.apply(loss, (d_hidden, d_latent, d_w2), *trained)
     return loss, ce, distance, agreement
+
+
+@torch.no_grad()
+def label_probabilities(
+    trained: tuple[Tensor, Tensor | None, Tensor | None],
+    head: HeadProducts,
+    labels_N: Tensor,
+    candidates: int | None = None,
+) -> Tensor:
+    """p_d of the label at each position [N], 0 for one that cannot be drafted; one product with the head, in chunks.
+
+    Without latents it is that of softmax(W_d h), also where a lattice rescores the candidates.
+    """
+    hidden_NH, latent_Nr, w2_Vr = trained
+    N, V = len(hidden_NH), len(head.head_VH)
+    C = chunk_rows(N, V, head.dtype.itemsize)
+    found = []
+    for start in range(0, N, C):
+        part = slice(start, start + C)
+        z = torch.zeros(len(hidden_NH[part]), V, dtype=head.dtype, device=hidden_NH.device)
+        head.add_logits(z, hidden_NH[part].to(head.dtype))
+        label_C, wide = labels_N[part], torch.promote_types(z.dtype, torch.float32)
+        if latent_Nr is not None and w2_Vr is not None and candidates is not None:
+            top, indices = z.topk(candidates, dim=-1)
+            scores = candidate_scores(top.to(wide), w2_Vr[indices], latent_Nr[part])
+            found.append((scores.softmax(-1) * (indices == label_C[:, None])).sum(-1))
+            continue
+        if latent_Nr is not None and w2_Vr is not None:
+            z.addmm_(latent_Nr[part].to(head.dtype), w2_Vr.to(head.dtype).T)
+        z = z.to(wide)
+        log_probs_C = z.gather(1, label_C.clamp(min=0)[:, None])[:, 0] - z.logsumexp(-1)
+        found.append(log_probs_C.exp() * (label_C >= 0))
+    return torch.cat(found)
 
 
 def _target_logits(t_CV: Tensor, view: TargetView, part: slice, head: HeadProducts) -> Tensor:

@@ -42,8 +42,8 @@ class _Forward(nn.Module):
         self.drafter = drafter
         self.objective = objective
 
-    def forward(self, batch: BlockBatch, total_weight: Tensor) -> ObjectiveOutput:
-        return self.objective(self.drafter, batch, total_weight)
+    def forward(self, batch: BlockBatch, total_weight: Tensor, progress: float) -> ObjectiveOutput:
+        return self.objective(self.drafter, batch, total_weight, progress=progress)
 
 
 def draft_layers(drafter: DraftModule) -> list[nn.Module]:
@@ -77,7 +77,7 @@ class ParallelStep:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
             if recipe.compile:
                 layer.compile(dynamic=True)
-        self.forward: Callable[[BlockBatch, Tensor], ObjectiveOutput] = partial(objective, drafter)
+        self.forward: Callable[..., ObjectiveOutput] = partial(objective, drafter)
         if ranks.world > 1 and recipe.parallel == "fsdp":
             gathered = torch.bfloat16 if recipe.precision == "bfloat16" else None
             self.forward = _shard(_Forward(drafter, objective), gathered)
@@ -86,16 +86,19 @@ class ParallelStep:
                 _Forward(drafter, objective), broadcast_buffers=False, gradient_as_bucket_view=True
             )
 
-    def backward(self, batch: BlockBatch, total_weight: Tensor, last: bool, counts: bool = True) -> ObjectiveOutput:
+    def backward(
+        self, batch: BlockBatch, total_weight: Tensor, last: bool, counts: bool = True, *, progress: float = 1.0
+    ) -> ObjectiveOutput:
         """Forward and backward of one micro-batch.
 
         Args:
             total_weight: the step's summed position weights, over all ranks and micro-batches.
+            progress: as in `BlockObjective`.
             last: the gradients of this and the micro-batches before it are then reduced over ranks.
             counts: False for a batch that is there only because other ranks have one more.
         """
         with self._reducing(last):
-            output = self.forward(batch, total_weight)
+            output = self.forward(batch, total_weight, progress=progress)
             (output.loss * (self.ranks.world if counts else 0)).backward()
         return output
 

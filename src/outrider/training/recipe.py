@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -75,7 +76,7 @@ class LatticeTerms(Section):
 
 
 class ObjectiveConfig(Section):
-    """Weights of the three terms of the loss and the decay length in positions (training/loss.py)."""
+    """Weights of the terms of the loss, and of draft positions in all of them (training/loss.py)."""
 
     ce: float = Field(0.1, ge=0)
     """Weight of the cross-entropy with the response's tokens."""
@@ -85,20 +86,34 @@ class ObjectiveConfig(Section):
     """Weight of the confidence head's loss; 0 for drafters without one."""
     decay: float = Field(4.0, gt=0, allow_inf_nan=True)
     """Positions after which a draft position's weight has fallen to 1/e."""
+    dpace: float | None = Field(None, gt=0, le=1)
+    """D-PACE: position weights that follow from the drafter's own probabilities of the response, each raised to at
+    least this much (0.5 in the paper), in place of weights that decay; null: none."""
+    base: float = Field(0.0, ge=0, le=1)
+    """Share of the loss that the parallel logits have alone at the first step, beside those that a sequential head
+    corrects; it falls linearly to 0. 1 for Domino."""
+    base_fraction: float = Field(1.0, gt=0, le=1)
+    """Part of the steps after which that share is 0."""
     lattice: LatticeTerms = LatticeTerms()
     """Of LiLiCorr drafters: what their scores are trained by, beside the terms above of the parallel logits."""
+
+    def position_weights(self, gamma: int, device: torch.device) -> torch.Tensor:
+        """w_k = exp(-(k - 1) / decay) for k = 1..gamma; with `dpace` ones, which each block's own weights multiply."""
+        decay = math.inf if self.dpace is not None else self.decay
+        return torch.exp(-torch.arange(gamma, device=device, dtype=torch.float32) / decay)
+
+    def base_share(self, progress: float) -> float:
+        """The parallel logits' share of the loss; `progress`: the part of the steps that are done."""
+        return self.base * max(0.0, 1 - progress / self.base_fraction)
 
     @model_serializer(mode="wrap")
     def _omit_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """As in `OptimizerSection`: what a recipe does not set changes no digest."""
         written: dict[str, Any] = handler(self)
+        added = {"dpace": None, "base": 0.0, "base_fraction": 1.0}
         if self.lattice == LatticeTerms():
             written.pop("lattice", None)
-        return written
-
-    def position_weights(self, gamma: int, device: torch.device) -> torch.Tensor:
-        """w_k = exp(-(k - 1) / decay) for k = 1..gamma."""
-        return torch.exp(-torch.arange(gamma, device=device, dtype=torch.float32) / self.decay)
+        return {name: value for name, value in written.items() if name not in added or value != added[name]}
 
 
 class OptimizerSection(Section):

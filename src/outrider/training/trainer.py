@@ -227,7 +227,9 @@ class Trainer:
             with self.meters.forward_backward:
                 seen = [next(features) for _ in part]
                 batch = build_batch(part, samples, seen, gamma=drafter.config.gamma) if part else idle_batch(drafter)
-                output = self.parallel.backward(batch, weight, last=number == len(share), counts=bool(part))
+                output = self.parallel.backward(
+                    batch, weight, last=number == len(share), counts=bool(part), progress=step / config.steps
+                )
                 if part:
                     values = output.loss.detach(), output.agreement_N.sum(), output.acceptance_N.sum()
                     sums[:4] += torch.stack([*values, torch.tensor(len(output.agreement_N), device=sums.device)])

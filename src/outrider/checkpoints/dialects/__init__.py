@@ -3,6 +3,7 @@
 speculators  speculators_model_type   eagle3, dflash, dflash2, dspark, mtp; one envelope, read by vLLM
 z-lab        DFlashDraftModel         DFlash; aux layers and mask token in `dflash_config`; anchor + masks layout
 z-lab        DFlash2DraftModel        DFlash 2; the sizes of convolution and selector beside them
+SpecForge    DFlashDraftModel         Domino, by `projector_type` in `dflash_config`; z-lab's fields and the head's
 ModelOpt     LiLiCorrDraftModel       LiLiCorr: z-lab's fields and those of the head, in `dflash_config`
 DeepSpec     Qwen3DSparkModel         DSpark (and DFlash as markov_rank 0); aux layers and mask token at the top level
 EAGLE-3      LlamaForCausalLMEagle3   EAGLE-3, one layer; aux layers in three spellings, DeepSpec's among them
@@ -21,7 +22,7 @@ from outrider.checkpoints.dialects.eagle3 import Eagle3Dialect
 from outrider.checkpoints.dialects.medusa import MedusaDialect
 from outrider.checkpoints.dialects.own import Own
 from outrider.checkpoints.dialects.speculators import Speculators
-from outrider.checkpoints.dialects.zlab import LiLiCorrDialect, ZLab, ZLab2
+from outrider.checkpoints.dialects.zlab import LiLiCorrDialect, SpecForgeDomino, ZLab, ZLab2
 from outrider.drafters import registry
 from outrider.drafters.registry import Method
 
@@ -29,6 +30,7 @@ _MAKERS: tuple[Dialect, ...] = (
     Speculators(),
     ZLab(),
     ZLab2(),
+    SpecForgeDomino(),
     LiLiCorrDialect(),
     DeepSpec(),
     Eagle3Dialect(),
@@ -37,6 +39,7 @@ _MAKERS: tuple[Dialect, ...] = (
 _NATIVE: tuple[Dialect, ...] = (
     ZLab(),
     ZLab2(),
+    SpecForgeDomino(),
     LiLiCorrDialect(),
     DeepSpec(),
 )  # carry every field of their method; the other methods are saved in ours

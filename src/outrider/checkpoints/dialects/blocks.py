@@ -176,6 +176,11 @@ _ANYWHERE = (
     "input_embedding_scale",
     "output_multiplier",
     "final_logit_softcapping",
+    "projector_type",
+    "gru_hidden_dim",
+    "emb_dim",
+    "pure_draft_prefix_len",
+    "shift_label",
 )
 
 

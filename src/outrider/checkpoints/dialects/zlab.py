@@ -19,9 +19,10 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.checkpoints.dialects.base import ExportedCheckpoint, Fields, Source, TargetFacts
+from outrider.checkpoints.dialects.base import MOST_DRAFTS, ExportedCheckpoint, Fields, Source, TargetFacts
 from outrider.checkpoints.dialects.blocks import (
     BlockFields,
+    check_plain_logits,
     read_backbone,
     read_vocabulary,
     write_backbone,
@@ -30,6 +31,7 @@ from outrider.checkpoints.dialects.blocks import (
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import DFlashConfig, default_aux_layers
 from outrider.drafters.dflash2 import DFlash2Config
+from outrider.drafters.domino import DominoConfig
 from outrider.drafters.lilicorr import LiLiCorrConfig
 
 OWN_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # of DFlash 2
@@ -54,6 +56,24 @@ def _embedding_scale(fields: BlockFields) -> float | None:
     return fields.number("input_embedding_scale") if "input_embedding_scale" in fields else None
 
 
+def _written(parts: DrafterWeights, target: TargetFacts | None, spelling: str) -> ExportedCheckpoint:
+    """The checkpoint of the backbone and its block, and of all tensors."""
+    config = parts.config
+    section: dict[str, Any] = {"mask_token_id": config.mask_token_id}
+    section |= {"target_layer_ids": list(config.target_layer_ids), "output_multiplier": config.output_multiplier}
+    section |= {"final_logit_softcapping": config.final_logit_softcapping}
+    scale = parts.embedding_scale if target is None else target.embedding_scale
+    fields = {
+        **write_backbone(config),
+        "architectures": [spelling],
+        "draft_vocab_size": config.draft_vocab_size,
+        "block_size": config.block_size,
+        "num_target_layers": config.num_target_layers,
+        "dflash_config": section if scale is None else {**section, "input_embedding_scale": scale},
+    }
+    return ExportedCheckpoint(fields, write_vocabulary(parts))
+
+
 class ZLab:
     """DFlash as z-lab publishes it."""
 
@@ -62,7 +82,7 @@ class ZLab:
     methods: tuple[str, ...] = (DFlashConfig.algorithm,)
 
     def reads(self, raw: Mapping[str, Any]) -> bool:
-        return self.spelling in (raw.get("architectures") or [])
+        return self.spelling in (raw.get("architectures") or []) and not _is_domino(raw)
 
     def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
         fields = BlockFields(raw, source, self.name, nested="dflash_config")
@@ -76,19 +96,7 @@ class ZLab:
                 "the z-lab dialect has one block layout, anchor + masks: train with "
                 "drafter.sample_from_anchor=false, or with drafter.algorithm=dspark."
             )
-        section: dict[str, Any] = {"mask_token_id": config.mask_token_id}
-        section |= {"target_layer_ids": list(config.target_layer_ids), "output_multiplier": config.output_multiplier}
-        section |= {"final_logit_softcapping": config.final_logit_softcapping}
-        scale = parts.embedding_scale if target is None else target.embedding_scale
-        fields = {
-            **write_backbone(config),
-            "architectures": [self.spelling],
-            "draft_vocab_size": config.draft_vocab_size,
-            "block_size": config.block_size,
-            "num_target_layers": config.num_target_layers,
-            "dflash_config": section if scale is None else {**section, "input_embedding_scale": scale},
-        }
-        return ExportedCheckpoint(fields, write_vocabulary(parts))
+        return _written(parts, target, self.spelling)
 
 
 # ----------------------------------------------------------------------------
@@ -138,6 +146,64 @@ class ZLab2:
         written = self._zlab.write(parts, target)
         nested = {**written.config["dflash_config"], **write_own(parts.config)}
         return replace(written, config={**written.config, "architectures": [self.spelling], "dflash_config": nested})
+
+
+# ----------------------------------------------------------------------------
+# SpecForge's Domino: z-lab's DFlash with `projector_type: domino` and the fields of the head in `dflash_config`.
+#
+#     gru_hidden_dim, emb_dim     emb_dim may stand at the top, as in SpecForge's own configs
+#     pure_draft_prefix_len       0 where it is left out
+#     shift_label                 sample_from_anchor: every row predicts the token after its own; false where left out
+#     prefix_gru.weight_{ih,hh}_l0, embed_proj.{0,2}.weight      tensors beside DFlash's, names our own
+#
+# A block with shift_label has block_size rows that predict, and all are drafted from here; SpecForge and SGLang train
+# them all and draft from all but the last. Published checkpoints are called DFlashDraftModel, which SGLang loads;
+# SpecForge has come to write DominoDraftModel, which is read too.
+#
+# Source: SpecForge (modeling/draft/domino.py, configs/qwen3-8b-domino.json), SGLang 0.5.23 (models/dflash.py).
+# ----------------------------------------------------------------------------
+
+
+_DOMINO = "domino"
+
+
+def _is_domino(raw: Mapping[str, Any]) -> bool:
+    section = raw.get("dflash_config")
+    nested = section.get("projector_type") if isinstance(section, Mapping) else None
+    return _DOMINO in (nested, raw.get("projector_type"))
+
+
+class SpecForgeDomino:
+    """Domino as its authors publish it."""
+
+    name = "SpecForge"
+    spelling = ZLab.spelling
+    methods: tuple[str, ...] = (DominoConfig.algorithm,)
+
+    def reads(self, raw: Mapping[str, Any]) -> bool:
+        names = raw.get("architectures") or []
+        return "DominoDraftModel" in names or (self.spelling in names and _is_domino(raw))
+
+    def read(self, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Source) -> DrafterWeights:
+        fields = BlockFields(raw, source, self.name, nested="dflash_config")
+        own = {
+            "sample_from_anchor": fields.flag("shift_label", False),
+            "gru_hidden_dim": fields.integer("gru_hidden_dim"),
+            "emb_dim": fields.integer("emb_dim"),
+            "pure_draft_prefix_len": fields.integer("pure_draft_prefix_len", low=0, high=MOST_DRAFTS, default=0),
+        }
+        config = DominoConfig(**{**_read_block(fields), **own})
+        check_plain_logits(config, self.name)
+        return replace(read_vocabulary(config, tensors, source), embedding_scale=_embedding_scale(fields))
+
+    def write(self, parts: DrafterWeights, target: TargetFacts | None) -> ExportedCheckpoint:
+        config = parts.config
+        check_plain_logits(config, self.name)
+        written = _written(parts, target, self.spelling)
+        own = {"projector_type": _DOMINO, "shift_label": config.sample_from_anchor}
+        own |= {name: getattr(config, name) for name in ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")}
+        section = {**written.config["dflash_config"], **own}
+        return replace(written, config={**written.config, "dflash_config": section})
 
 
 # ----------------------------------------------------------------------------
