@@ -200,7 +200,8 @@ def replay(
             believed_RK[:, : view.confidences_RK.shape[1]] = view.confidences_RK
             parts.append((np.full(len(live), done), rows_R, believed_RK, drafted_R, right_R))
             total = np.array([len(live) + int(verified_R.sum())])
-            spent = cost.seconds(total, len(live), int((drafted_R > 0).sum()), context=float(np.mean(contexts)))
+            spent = cost.seconds(total, len(live), float(np.mean(contexts)))
+            spent += cost.draft_seconds(int((drafted_R > 0).sum()))
             tokens, seconds, done = tokens + int(committed_R.sum()), seconds + float(spent[0]), done + len(live)
             for one, count in zip(live, committed_R.tolist(), strict=True):
                 one.place += count

@@ -39,8 +39,11 @@ class Costs:
     draft: float = 0.3
     per_token: float = 0.02
 
-    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
-        return 1 + self.per_token * tokens_N.astype(np.float64) + (drafting > 0) * self.draft
+    def seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
+        return 1 + self.per_token * tokens_N.astype(np.float64)
+
+    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
+        return (drafting > 0) * self.draft
 
 
 class Never(AlwaysDraft):
@@ -83,7 +86,7 @@ def first_of_copy(drafting: Drafting, state: RequestState) -> float:
     """What is expected of the first token of a copy now."""
     assert drafting.copies is not None
     (copy,) = drafting.copies.look_up({"a": state.tokens}).values()
-    return float(copy.confidences_K[0])
+    return copy.confidences[0]
 
 
 def test_a_copy_goes_on_where_the_text_did(target: Target) -> None:
@@ -285,16 +288,16 @@ def test_a_copy_is_taken_whence_more_tokens_agree() -> None:
     copies = Copies(NgramConfig(4), Library([[7, 8, 9, 1]], responses=100))
     own, other = copies.look_up({"a": [6, 7, 8, 9, 2, 6, 7, 8, 9], "b": [5, 7, 8, 9]}).values()
     assert (own.borrowed, own.matched, own.tokens) == (False, 4, [2, 6, 7, 8])
-    assert (other.borrowed, other.matched, other.tokens) == (True, 3, [1]) and len(other.confidences_K) == 1
+    assert (other.borrowed, other.matched, other.tokens) == (True, 3, [1]) and len(other.confidences) == 1
     expected_RK = copies.expected_RK({"b": other}, ["b", "c"])
     assert expected_RK is not None and (expected_RK > 0).tolist() == [[True, False, False, False], [False] * 4]
     for _ in range(20):
         copies.record({"b": other}, {"b": [5, 7, 8, 9, 0]})
     copies.forget("b")
     again = copies.look_up({"c": [5, 7, 8, 9], "d": [4, 7, 8, 9, 2, 7, 8, 9]})
-    lowered, kept = again["c"].confidences_K[0], again["d"].confidences_K[0]
-    assert lowered < 0.75 * other.confidences_K[0], "borrowed copies were wrong"
-    assert kept > 0.85 * other.confidences_K[0] and not again["d"].borrowed, "which says little about own ones"
+    lowered, kept = again["c"].confidences[0], again["d"].confidences[0]
+    assert lowered < 0.75 * other.confidences[0], "borrowed copies were wrong"
+    assert kept > 0.85 * other.confidences[0] and not again["d"].borrowed, "which says little about own ones"
     copies.forget("d", [3])
     assert copies.library is not None and copies.library.find((4, 7, 8, 9), 1) == (3, [1]), "prompts are not kept"
 
@@ -323,11 +326,11 @@ def test_all_of_a_copy_may_be_read_when_planning() -> None:
     steps = np.array([1.0, 1.0, 2.0, 2.0, 2.0, 2.0])
 
     class Cliff(Costs):
-        def seconds(self, tokens_N: Ints, *rest: object, **more: object) -> Floats:  # type: ignore[override]
+        def seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
             found: Floats = steps[np.minimum(tokens_N, 5)]
             return found
 
-    confidences, policy = [[0.9, 0.9, 0.9, 0.9]], LookAhead(Cliff())
+    confidences, policy = [[0.9, 0.9, 0.9, 0.9]], LookAhead(Cliff(draft=0.0))
     own = StepView.of(confidences, [4])
     history = History(4)
     copied = history.step_view(["a"], confidences, [4], [50], copied=[True])

@@ -357,10 +357,11 @@ def test_machines_scale_and_extrapolate(tmp_path: Path) -> None:
     machine: Machine = load_machine(tmp_path / "table.json", {})
     assert [machine.draft_seconds(n) for n in range(5)] == pytest.approx([0, 0.02, 0.03, 0.04, 0.05])
     tokens = np.array([1, 2, 9])
-    assert machine.seconds(tokens, 3, 2, 100).tolist() == pytest.approx([0.131, 0.231, 0.231])
+    assert machine.seconds(tokens, 3, 100).tolist() == pytest.approx([0.101, 0.201, 0.201])
     scaled = load_machine(tmp_path / "table.json", {}, draft=2, verify=0.5)
     assert isinstance(scaled, Scaled)
-    assert scaled.seconds(tokens, 3, 2, 100).tolist() == pytest.approx([0.111, 0.161, 0.161])
+    assert scaled.seconds(tokens, 3, 100).tolist() == pytest.approx([0.051, 0.101, 0.101])
+    assert scaled.draft_seconds(2) == pytest.approx(0.06)
 
 
 @pytest.mark.parametrize(
@@ -527,7 +528,7 @@ def test_a_profile_of_something_else_is_refused(tmp_path: Path) -> None:
     profile.save(tmp_path / "profile.json")
     same = {"target": SETTING.target, "drafter": SETTING.drafter}
     machine = load_machine(tmp_path / "profile.json", same)
-    assert machine.seconds(np.array([9]), 2, 1, 100) == profile.seconds(np.array([9]), 2, 1, 100)
+    assert machine.seconds(np.array([9]), 2, 100) == profile.seconds(np.array([9]), 2, 100)
     assert machine.plain().draft_seconds(3) == 0 < machine.draft_seconds(3), "plain decoding has no drafter"
     for name in same:
         with pytest.raises(ValueError, match=f"{name} is .*, the traces are of another"):

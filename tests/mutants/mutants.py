@@ -701,8 +701,8 @@ MUTANTS: list[Mutant] = [
         (
             "copies_never_end",
             "copies are drafted however unlikely their end is",
-            "(np.cumprod(self.confidences_K) >= _LEAST_SURVIVAL)",
-            "(np.cumprod(self.confidences_K) >= 0.0)",
+            "if survival < _LEAST_SURVIVAL or",
+            "if",
             "tests/decoding/test_hybrid.py",
         ),
         (
@@ -751,8 +751,8 @@ MUTANTS: list[Mutant] = [
         (
             "eng_features_of_first_request",
             "the drafter is given the aux hidden states of the step's first rows",
-            "[first + row for row in rows]",
-            "[row for row in rows]",
+            "torch.tensor([self._first_row[id] + row for",
+            "torch.tensor([row for",
         ),
         (
             "eng_keeps_path_behind",
@@ -1041,8 +1041,8 @@ MUTANTS: list[Mutant] = [
         (
             "seconds_without_prefill",
             "rows of prefill cost nothing",
-            "requests + view.other_tokens + admitted_N, float",
-            "requests + admitted_N, float",
+            "other_tokens=view.other_tokens, context=context",
+            "other_tokens=0, context=context",
         ),
     ),
     *_of(
@@ -1144,14 +1144,15 @@ MUTANTS: list[Mutant] = [
         (
             "gate_margin_ignored",
             "drafting need not promise the margin",
-            "(1 + self.margin) * plan.throughput()",
-            "plan.throughput()",
+            "return best if best.throughput() > (1 + self.margin) * plan.throughput()",
+            "return best if best.throughput() > plan.throughput()",
             "tests/scheduling/test_scheduling.py::test_a_gain_too_small_to_trust_is_left",
+            [("copied_RK]).throughput() > (1 + self.margin) * plan", "copied_RK]).throughput() > plan")],
         ),
         (
             "gate_probe_free",
             "probes are not paid for by savings",
-            "if float(more[0]) - plan.seconds <= float(saved[count - 1]):",
+            "if self.cost.draft_seconds(plan.drafting + count, plan.depth) - drafting <= float(saved[count - 1]):",
             "if True:",
             "tests/scheduling/test_scheduling.py::test_probing_costs_a_hundredth_and_is_staggered",
         ),
@@ -1209,6 +1210,13 @@ MUTANTS: list[Mutant] = [
     *_of(
         "scheduling/cost.py",
         "tests/scheduling/test_profile.py",
+        (
+            "cost_prompts_counted",
+            "what reading prompts takes counts against the step, so that drafts look cheap beside them",
+            "found_N: Floats = seconds_N - (alone_2[1] - alone_2[0])",
+            "found_N: Floats = seconds_N",
+            "tests/scheduling/test_scheduling.py",
+        ),
         (
             "cost_may_fall",
             "noise in the cells is kept: more tokens may cost less",

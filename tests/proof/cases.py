@@ -74,8 +74,11 @@ class DraftsCost:
     table: SpsTable
     per_draft: float
 
-    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
-        return self.table.seconds(tokens_N, requests, drafting, context) + self.per_draft * drafting
+    def seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
+        return self.table.seconds(tokens_N, requests, context)
+
+    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
+        return self.per_draft * drafting
 
 
 @dataclass(frozen=True)

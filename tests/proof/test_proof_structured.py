@@ -209,8 +209,11 @@ def test_mutation_a_chain_ends_where_no_draft_token_may_come(monkeypatch: pytest
 class DepthsCost:
     """Seconds that grow with the drafts' length, as a drafter's that computes position after position do."""
 
-    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
-        return 1.0 + 0.4 * (tokens_N - requests) + 0.3 * (depth or 0)
+    def seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
+        return 1.0 + 0.4 * (tokens_N - requests)
+
+    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
+        return 0.3 * (depth or 0) * (drafting > 0)
 
 
 def test_the_language_of_these_tests_rules_out_and_leaves_a_choice() -> None:

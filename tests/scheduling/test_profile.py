@@ -23,6 +23,7 @@ from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_dr
 from outrider.drafters.base import Drafter, DrafterWeights
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.eagle3 import DynamicTreeDrafter, Eagle3Drafter, TreeShape
+from outrider.engine.batch import StepRecord
 from outrider.evaluation.profile import (
     ProfileConfig,
     break_even,
@@ -115,18 +116,18 @@ def test_one_dense_row_gives_the_others_their_cliffs() -> None:
 
 def test_a_step_is_draft_verify_and_the_rest() -> None:
     profile, tokens = profile_of(cells_of(linear)), np.array([4, 5, 12])
-    whole = profile.seconds(tokens, 4, 3, 100.0)
-    parts = profile.verify_seconds(tokens, 4, 100.0) + profile.draft_seconds(3) + profile.other_seconds(4)
-    np.testing.assert_allclose(whole, parts, rtol=1e-12)
+    parts = profile.verify_seconds(tokens, 4, 100.0) + profile.other_seconds(4, tokens - 4)
+    np.testing.assert_allclose(profile.seconds(tokens, 4, 100.0), parts, rtol=1e-12)
     assert profile.draft_seconds(0) == 0.0
     assert profile.draft_seconds(3) == pytest.approx(0.0053)
     assert profile.draft_seconds(20) == pytest.approx(0.024)
     # Reading comes with every block. Blocks kept short: linear in depth between one token and gamma = 7.
     assert [profile.draft_seconds(3, k) for k in (0, 1, 4, 7, 9)] == pytest.approx([0, 0.0038, 0.00455, 0.0053, 0.0053])
-    np.testing.assert_allclose(profile.seconds(tokens, 4, 3, 100.0, 1), whole - 0.0015)
-    assert profile.other_seconds(4) == pytest.approx(0.0018)
+    assert profile.other_seconds(4, tokens - 4) == pytest.approx([0.0018] * 3)
+    dear = profile.model_copy(update={"verified": 0.001})
+    np.testing.assert_allclose(dear.seconds(tokens, 4, 100.0) - profile.seconds(tokens, 4, 100.0), [0, 0.001, 0.008])
     plain = profile.plain()
-    assert plain.draft_seconds(3) == 0.0 and plain.other_seconds(4) == pytest.approx(0.0018)
+    assert plain.draft_seconds(3) == 0.0 and plain.other.at(4) == pytest.approx(0.0018)
     assert np.array_equal(plain.verify_seconds(tokens, 4, 100.0), profile.verify_seconds(tokens, 4, 100.0))
 
 
@@ -209,7 +210,7 @@ def test_policies_may_ask_at_every_step() -> None:
     for _ in range(50):
         started = time.perf_counter()
         for _ in range(20):
-            profile.seconds(tokens, 7, 7, 123.4)
+            profile.seconds(tokens, 7, 123.4)
         best = min(best, (time.perf_counter() - started) / 20)
     assert best < 100e-6, best
 
@@ -269,7 +270,7 @@ def test_the_verb_measures_what_fits_its_own_setting(run: Run, toy: Path, tmp_pa
     assert {c.tokens for c in profile.cells if c.requests == 1} == set(range(1, 21))
     assert all(c.low <= c.median <= c.high for c in profile.cells) and len(profile.fit.residuals) == len(profile.cells)
     assert profile.draft and profile.extend and profile.draft.requests == profile.other.requests == [1, 2, 3]
-    assert (profile.seconds(np.arange(3, 40), 3, 2, 10.0) > 0).all()
+    assert (profile.seconds(np.arange(3, 40), 3, 10.0) > 0).all()
 
     assert (profile.setting.threads, profile.setting.processor) == (1, machine()["cpu"])
     target = load_target(str(toy / "target"))
@@ -350,11 +351,12 @@ def test_break_even_is_where_drafting_is_as_fast_as_plain_decoding() -> None:
 def test_what_a_step_does_besides_is_repeated_as_often_as_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def other_seconds(target: Target, drafter: Drafter | None, requests: int, repeats: int) -> list[float]:
+    def steps(target: Target, drafter: Drafter | None, requests: int, repeats: int) -> list[StepRecord]:
         asked.append(repeats)
-        return [0.001] * repeats
+        return engine_steps(target, drafter, requests, repeats)
 
-    monkeypatch.setattr(profile_module, "other_seconds", other_seconds)
+    engine_steps = profile_module.engine_steps
+    monkeypatch.setattr(profile_module, "engine_steps", steps)
     config = ProfileConfig(max_requests=2, max_tokens=2, contexts=(4,), repeats=9, seconds=0.0)
     assert measure_profile(toy_target(), None, config).repeats == 3 and asked == [3, 3]
 

@@ -61,9 +61,11 @@ class DraftCost:
     draft: float = 0.0
     per_draft: float = 0.0
 
-    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
-        drafts = (drafting > 0) * self.draft + drafting * self.per_draft
-        return self.base + self.per_token * tokens_N.astype(np.float64) + drafts
+    def seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
+        return self.base + self.per_token * tokens_N.astype(np.float64)
+
+    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
+        return (drafting > 0) * self.draft + drafting * self.per_draft
 
 
 # Static lengths
@@ -237,7 +239,7 @@ def throughput(cost: SpsTable | DraftCost, view: StepView, lengths_R: Ints) -> f
     within_RK = np.arange(view.confidences_RK.shape[1]) < lengths_R[:, None]
     tokens = len(lengths_R) + (view.survival_RK() * within_RK).sum()
     budget = np.array([len(lengths_R) + lengths_R.sum()])
-    return float(tokens / cost.seconds(budget, len(lengths_R), len(lengths_R), 0.0)[0])
+    return float(tokens / (cost.seconds(budget, len(lengths_R), 0.0)[0] + cost.draft_seconds(len(lengths_R))))
 
 
 @pytest.mark.parametrize("requests", [1, 2, 4, 8, 16, 32])
@@ -457,8 +459,31 @@ def test_skip_drafting_sorts_the_good_from_the_bad() -> None:
 class DepthCost(DraftCost):
     """`per_draft` for every drafted token."""
 
-    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
-        return super().seconds(tokens_N, requests, drafting * (4 if depth is None else depth), context)
+    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
+        return super().draft_seconds(drafting * (4 if depth is None else depth))
+
+
+@pytest.mark.parametrize("prompt_rows", [1, 30, 500])
+def test_reading_prompts_in_a_step_does_not_make_its_drafts_look_cheap(prompt_rows: int) -> None:
+    """Each row costs the same, so what pays beside prompts is what pays without: 0.5 tokens for 0.5 seconds do not."""
+    cost = DraftCost(base=0.2, per_token=0.5, per_draft=0.05)
+    for confidences in ([0.95, 0.9], [0.5, 0.5]):
+        alone = gate_view([confidences] * 3)
+        beside = replace(alone, other_tokens=prompt_rows)
+        assert SkipDrafting(cost).depths(beside).tolist() == SkipDrafting(cost).depths(alone).tolist()
+        step = with_past([confidences] * 3, None, confidences)
+        for policy in (LookAhead(cost), PrefixScheduler(cost), GoodputPolicy(cost), AsyncScheduler(cost)):
+            found_R = policy.lengths(replace(step, other_tokens=prompt_rows))
+            assert found_R.tolist() == policy.lengths(step).tolist()
+    assert SkipDrafting(cost).depths(gate_view([[0.95, 0.9]])).any() and not SkipDrafting(cost).depths(alone).any()
+
+
+def test_rows_beside_prompts_cost_what_they_cost_there() -> None:
+    """Free up to eight rows, then a second each: a draft is free alone and dear beside seven rows of a prompt."""
+    stairs = SpsTable([1 / max(1, tokens - 7) for tokens in range(1, 64)])
+    view = with_past([[0.6, 0.6]], None, [0.6, 0.6])
+    assert LookAhead(stairs).lengths(view).tolist() == [2]
+    assert LookAhead(stairs).lengths(replace(view, other_tokens=7)).tolist() == [0]
 
 
 def test_a_gain_too_small_to_trust_is_left() -> None:
@@ -514,8 +539,8 @@ def run_gate(cost: DraftCost, truth_RK: Floats, steps: int) -> tuple[list[Ints],
         rows = [row if d else [] for row, d in zip(truth_RK.tolist(), drafted, strict=True)]
         remember(history, ids, history.step_view(ids, rows, drafted, [100] * len(ids)))
         tokens, count = np.array([len(ids)]), int(drafting_R.sum())
-        seconds = cost.seconds(tokens, len(ids), count, 0.0)[0]
-        spent, total = spent + seconds - cost.seconds(tokens, len(ids), 0, 0.0)[0], total + seconds
+        spent += cost.draft_seconds(count)
+        total += cost.seconds(tokens, len(ids), 0.0)[0] + cost.draft_seconds(count)
         drafts.append(np.flatnonzero(drafting_R))
     return drafts, spent / total
 
@@ -568,9 +593,11 @@ def test_the_gate_takes_less_than_950_microseconds() -> None:
 class DraftsDear:
     """A forward costs 1 and 0.05 for every draft verified, drafting up to 0.5, less where it is shallow."""
 
-    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
-        draft = 0.0 if not drafting else 0.2 + 0.3 * (7 if depth is None else depth) / 7
-        return 1 + 0.05 * (tokens_N - requests) + draft
+    def seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
+        return 1 + 0.05 * (tokens_N - requests)
+
+    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
+        return 0.0 if not drafting else 0.2 + 0.3 * (7 if depth is None else depth) / 7
 
 
 def seconds_per_token(accepted: float, tokens: int, history: History) -> float:
@@ -584,7 +611,7 @@ def seconds_per_token(accepted: float, tokens: int, history: History) -> float:
         right = int(np.logical_and.accumulate(generator.random(depth) < accepted).sum())
         accepted_R = np.minimum(lengths_R, right)
         history.record(["a"], view, verified_R=lengths_R, accepted_R=accepted_R)
-        seconds += float(cost.seconds(1 + lengths_R, 1, int(depth > 0), 100, depth=depth)[0])
+        seconds += float(cost.seconds(1 + lengths_R, 1, 100)[0]) + cost.draft_seconds(int(depth > 0), depth)
         committed += int(accepted_R[0]) + 1
     history.forget("a")
     return seconds / committed

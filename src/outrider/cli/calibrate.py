@@ -325,7 +325,7 @@ def summary(profile: Profile, context: int, rows: int) -> list[str]:
         return ", ".join(f"{text(n)} with {n} request{'s' * (n > 1)}" for n in dict.fromkeys(counts))
 
     def step(n: int) -> str:
-        seconds = forwards[n][0] + profile.other_seconds(n)
+        seconds = forwards[n][0] + profile.other.at(n)
         return f"{1e3 * seconds:.1f} ms ({n / seconds:.0f} tokens/s)"
 
     drafter = by_requests(lambda n: f"{1e3 * profile.draft_seconds(n):.1f} ms")

@@ -60,21 +60,25 @@ _LEAST_SURVIVAL = 0.1  # of a copied token: one that is less likely to be reache
 class Copy:
     """What a request may copy: the tokens behind an earlier occurrence of its last `matched` tokens.
 
-    `start`: committed tokens when it was found. `confidences_K`: what is expected of the tokens. `borrowed`: they are
+    `start`: committed tokens when it was found. `confidences`: what is expected of each token. `borrowed`: they are
     from the library.
     """
 
     start: int
     matched: int
     tokens: list[int]
-    confidences_K: Floats
+    confidences: list[float]
     borrowed: bool = False
 
     def draft(self, limit: int, min_confidence: float) -> Draft:
         """As a draft of at most `limit` tokens; it ends where they promise too little."""
-        worth_K = (np.cumprod(self.confidences_K) >= _LEAST_SURVIVAL) & (self.confidences_K >= min_confidence)
-        count = min(limit, int(np.logical_and.accumulate(worth_K).sum()))
-        return Draft.chain(self.tokens[:count], confidences=self.confidences_K[:count].tolist())
+        count, survival = 0, 1.0
+        for confidence in self.confidences[:limit]:
+            survival *= confidence
+            if survival < _LEAST_SURVIVAL or confidence < min_confidence:
+                break
+            count += 1
+        return Draft.chain(self.tokens[:count], confidences=self.confidences[:count])
 
     def outcomes(self, text: Sequence[int]) -> list[bool]:
         """Which of its tokens agree with what was committed, up to the first that does not."""
@@ -126,8 +130,8 @@ class Copies:
         ids = [id for id in found for _ in range(gamma)]
         expected_RK = self.beliefs.expected(ids, groups_N, prior_N1).reshape(matched_RK.shape)
         return {
-            id: Copy(len(texts[id]), matched, tokens, confidences_K=expected_K[: len(tokens)], borrowed=borrowed)
-            for (id, (matched, tokens, borrowed)), expected_K in zip(found.items(), expected_RK, strict=True)
+            id: Copy(len(texts[id]), matched, tokens, confidences=own_K[: len(tokens)].tolist(), borrowed=borrowed)
+            for (id, (matched, tokens, borrowed)), own_K in zip(found.items(), expected_RK, strict=True)
         }
 
     def expected_RK(self, found: Mapping[str, Copy], ids: Sequence[str]) -> Floats | None:
@@ -137,7 +141,7 @@ class Copies:
         expected_RK = np.zeros((len(ids), self.config.gamma))
         for expected_K, id in zip(expected_RK, ids, strict=True):
             if id in found:
-                expected_K[: len(found[id].tokens)] = found[id].confidences_K
+                expected_K[: len(found[id].tokens)] = found[id].confidences
         return expected_RK
 
     def record(self, found: Mapping[str, Copy], texts: Mapping[str, Sequence[int]]) -> None:
@@ -316,6 +320,8 @@ class Drafting:
 
     def record(self, turns: Sequence[Turn], view: StepView, results: Sequence[RoundResult | None]) -> None:
         """Remember a round, once its tokens are committed; None: the verification of its drafts failed."""
+        if self.drafter is None:
+            return
         counts = [(0, 0) if one is None else (len(one.verified.tokens), one.verdict.accepted) for one in results]
         verified_R, accepted_R = np.array(counts, dtype=np.int64).reshape(-1, 2).T
         committed_R = np.array([len(turn.state.tokens) for turn in turns]) - view.contexts_R

@@ -271,12 +271,12 @@ class StepBatch:
             self.drafting.record(self.turns, self._view, [results.get(id) for id in self.ids])
         if self.drafting.drafter is None:
             return
-        for id, rows in kept.items():
-            state, cached, first = self.states[id], self.progress[id].cached, self._first_row[id]
-            aux_TLD = None
-            if self._aux_TLD is not None:  # a copy: a view would keep the aux hidden states of the whole step
-                places = torch.tensor([first + row for row in rows], device=self._aux_TLD.device)
-                aux_TLD = self._aux_TLD[places]
+        aux: Sequence[Tensor | None] = [None] * len(kept)
+        if self._aux_TLD is not None and kept:  # copied: rows that do not stay must not be kept with the others
+            places = torch.tensor([self._first_row[id] + row for id, rows in kept.items() for row in rows])
+            aux = self._aux_TLD[places.to(self._aux_TLD.device)].split([len(rows) for rows in kept.values()])
+        for (id, rows), aux_TLD in zip(kept.items(), aux, strict=True):
+            state, cached = self.states[id], self.progress[id].cached
             self.drafting.committed(state, state.tokens[cached - len(rows) : cached], aux_TLD)
         with self.draft_clock:
             self.drafting.read_overdue([self.states[id] for id in kept])

@@ -21,6 +21,7 @@ Shapes: T tokens, L aux layers, D target hidden.
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -34,7 +35,7 @@ import torch
 
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, Drafter, draft_slots
-from outrider.engine.batch import Request
+from outrider.engine.batch import Request, StepRecord
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
@@ -183,8 +184,8 @@ def sweep(
     return timed
 
 
-def other_seconds(target: Target, drafter: Drafter | None, requests: int, repeats: int) -> list[float]:
-    """Seconds that greedy engine steps of so many requests spend outside target and drafter."""
+def engine_steps(target: Target, drafter: Drafter | None, requests: int, repeats: int) -> list[StepRecord]:
+    """Greedy engine steps of so many requests, every draft verified."""
     steps, slots = WARM_UP_STEPS + repeats, draft_slots(drafter)
     length = steps * (1 if drafter is None else drafter.gamma + 1) + 1  # no request ends before the last step
     blocks = -(-(1 + length + slots) // _BLOCK_SIZE)
@@ -196,7 +197,7 @@ def other_seconds(target: Target, drafter: Drafter | None, requests: int, repeat
     for _ in range(steps):
         engine.step()
         assert engine.last is not None and engine.last.requests == requests
-        found.append(engine.last.other_seconds)
+        found.append(engine.last)
     return found[WARM_UP_STEPS:]
 
 
@@ -305,7 +306,12 @@ def measure_profile(
         low, median, high = quartiles(timed["forward", (r, b, s)])
         cells.append(Cell(requests=r, tokens=b, context=s, low=low, median=median, high=high))
     repeats = len(timed["forward", shapes[0]])  # as many as `seconds` allowed
-    others = [other_seconds(target, drafter, n, repeats=repeats) for n in counts]
+    plain = {n: [step.other_seconds for step in engine_steps(target, None, n, repeats=repeats)] for n in counts}
+    verified = 0.0
+    if drafter is not None:  # with most requests, where it can be told from what steps vary by
+        steps = engine_steps(target, drafter, counts[-1], repeats=repeats)
+        more = statistics.median([step.other_seconds for step in steps]) - statistics.median(plain[counts[-1]])
+        verified = max(0.0, more) / max(1.0, statistics.mean([step.admitted for step in steps]))
     return Profile(
         setting=setting_of(target, drafter),
         cells=cells,
@@ -314,7 +320,8 @@ def measure_profile(
         draft=_curve("draft", timed),
         draft_one=_curve("draft_one", timed),
         extend=_curve("extend", timed),
-        other=Curve(requests=counts, seconds=[quartiles(seconds) for seconds in others]),
+        other=Curve(requests=counts, seconds=[quartiles(plain[n]) for n in counts]),
+        verified=verified,
         repeats=repeats,
         machine=machine(),
         versions=versions(),
@@ -334,7 +341,6 @@ def break_even(profile: Profile, context: int, rows: int) -> dict[int, float]:
     """
     found = {}
     for count in profile.other.requests:
-        (drafting,) = profile.seconds(np.array([count * rows]), count, count, context=context)
-        (plain,) = profile.seconds(np.array([count]), count, 0, context=context)
-        found[count] = float(drafting / plain)
+        plain, verifying = profile.seconds(np.array([count, count * rows]), count, context)
+        found[count] = float((verifying + profile.draft_seconds(count)) / plain)
     return found

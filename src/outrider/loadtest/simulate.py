@@ -38,18 +38,14 @@ from outrider.utils.files import invalid_fields
 
 
 class Machine(StepCost, Protocol):
-    """A step cost with the seconds of each part; `seconds` is their sum."""
-
-    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
-        """Seconds of drafting `depth` tokens (None: a whole block) for each of `drafting` requests; 0 for none."""
-        ...
+    """A step cost with the parts of `seconds`, which is their sum."""
 
     def verify_seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
         """Seconds of target forwards of `tokens_N` rows in all, [N]."""
         ...
 
-    def other_seconds(self, requests: int) -> float:
-        """Seconds of sampling and bookkeeping."""
+    def other_seconds(self, requests: int, verified_N: Ints) -> Floats:
+        """Seconds [N] of sampling and bookkeeping in steps that verify so many drafts."""
         ...
 
     def plain(self) -> Machine:
@@ -70,9 +66,8 @@ class Scaled:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--scale-{name} {getattr(self, name)} must be above 0: it multiplies seconds.")
 
-    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
-        fixed = self.draft_seconds(drafting, depth) + self.other_seconds(requests)
-        return fixed + self.verify_seconds(tokens_N, requests, context)
+    def seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
+        return self.verify_seconds(tokens_N, requests, context) + self.other_seconds(requests, tokens_N - requests)
 
     def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
         return self.draft * self.machine.draft_seconds(drafting, depth)
@@ -80,8 +75,8 @@ class Scaled:
     def verify_seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
         return self.verify * self.machine.verify_seconds(tokens_N, requests, context)
 
-    def other_seconds(self, requests: int) -> float:
-        return self.machine.other_seconds(requests)
+    def other_seconds(self, requests: int, verified_N: Ints) -> Floats:
+        return self.machine.other_seconds(requests, verified_N)
 
     def plain(self) -> Scaled:
         return replace(self, machine=self.machine.plain())
@@ -111,8 +106,8 @@ class TableMachine(BaseModel):
         """The target's forwards."""
         return SpsTable(self.sps)
 
-    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
-        return self.draft_seconds(drafting, depth) + self.other + self.verify_seconds(tokens_N, requests, context)
+    def seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
+        return self.other + self.verify_seconds(tokens_N, requests, context)
 
     def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
         seconds = [0.0, *self.draft]
@@ -122,10 +117,10 @@ class TableMachine(BaseModel):
         return seconds[last] + (drafting - last) * (seconds[last] - seconds[last - 1])
 
     def verify_seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
-        return self.forward.seconds(tokens_N, requests, 0, context=context)
+        return self.forward.seconds(tokens_N, requests, context)
 
-    def other_seconds(self, requests: int) -> float:
-        return self.other
+    def other_seconds(self, requests: int, verified_N: Ints) -> Floats:
+        return np.full(verified_N.shape, self.other)
 
     def plain(self) -> TableMachine:
         return self
@@ -366,7 +361,7 @@ class SimulatedEngine:
         tokens = prefill + len(outputs) + counts["admitted"]
         draft = self.machine.draft_seconds(counts["drafting"], max(counts["depth"], 1))
         verify = float(self.machine.verify_seconds(np.array([tokens]), requests, context)[0])
-        other = self.machine.other_seconds(requests)
+        other = float(self.machine.other_seconds(requests, np.array([counts["admitted"]]))[0])
         return StepRecord(
             seconds=draft + verify + other,
             draft_seconds=draft,

@@ -26,18 +26,40 @@ Ints = NDArray[np.int64]
 
 
 class StepCost(Protocol):
-    """Seconds of engine steps on some machine."""
+    """Seconds of engine steps on some machine: `seconds`, and `draft_seconds` in addition where requests draft."""
 
-    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
-        """Seconds [N] of steps with forwards of `tokens_N` tokens.
+    def seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
+        """Seconds [N] of steps with forwards of `tokens_N` tokens, without drafting.
 
         Args:
             requests: sequences in the step.
-            drafting: how many of them a block was drafted for.
             context: their mean number of committed tokens.
-            depth: tokens of the longest draft, where drafts were kept short; None: a whole block.
         """
         ...
+
+    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
+        """Seconds of drafting.
+
+        Args:
+            drafting: how many requests a block is drafted for; 0 costs nothing.
+            depth: tokens of the longest draft, where drafts are kept short; None: a whole block.
+        """
+        ...
+
+
+def decoding_seconds(cost: StepCost, verified_N: Ints, requests: int, *, other_tokens: int, context: float) -> Floats:
+    """Seconds [N] of steps that verify so many drafts, without drafting them and without reading prompts.
+
+    Rows of prompts (`other_tokens`) have to be read in one step or another, so what they take alone does not depend on
+    what is verified beside them. They do change what a draft more takes: a forward of many rows may be bound by
+    arithmetic where one of few waits for memory. Counted in full, they would make every draft look cheap beside them.
+    """
+    seconds_N = cost.seconds(requests + other_tokens + verified_N, requests, context)
+    if not other_tokens:
+        return seconds_N
+    alone_2 = cost.seconds(np.array([requests, requests + other_tokens]), requests, context)
+    found_N: Floats = seconds_N - (alone_2[1] - alone_2[0])
+    return found_N
 
 
 class SpsTable:
@@ -49,9 +71,12 @@ class SpsTable:
             raise ValueError(f"SPS values {list(sps)} must be positive numbers, one per token count from 1.")
         self._seconds = 1.0 / rates
 
-    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
+    def seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
         found_N: Floats = self._seconds[np.minimum(tokens_N, len(self._seconds)) - 1]
         return found_N
+
+    def draft_seconds(self, drafting: int, depth: int | None = None) -> float:
+        return 0.0
 
 
 # ----------------------------------------------------------------------------
@@ -211,12 +236,13 @@ def _between(grid: Sequence[int], value: float) -> tuple[int, int, float]:
 
 
 # ----------------------------------------------------------------------------
-# A measured machine:   seconds of one step  =  draft(D)  +  verify(R, B, S)  +  other(R)
+# A measured machine:   seconds of one step  =  draft(D)  +  verify(R, B, S)  +  other(R, B - R)
 #
 #     verify     `ForwardTable` over requests R, tokens B >= R and mean context S
 #     draft      for each of D requests the drafter reads its new tokens, then drafts a block of some depth (linear
 #                between one token and gamma); 0 for none
-#     other      what else a step does for R requests: rows are warped and verified, text is written
+#     other      what else a step does for R requests and for each of the B - R drafts: rows are warped and verified,
+#                text is written
 #
 # SPS(B) = 1 / seconds is the curve of DSpark, arXiv 2607.05147. Shapes: N token counts asked for.
 # ----------------------------------------------------------------------------
@@ -266,7 +292,8 @@ class Profile(BaseModel):
     """Measured costs of steps on one machine, a `StepCost`.
 
     `draft` are whole blocks of `gamma` tokens, `draft_one` blocks kept to one; `extend` is the drafter's reading of new
-    tokens, which comes with each block.
+    tokens, which comes with each block. `verified`: seconds beside drafter and target for each draft that is verified;
+    profiles that were made before it was measured apart have these in `other`.
 
     Raises:
         ValueError: cells that are no grid (some requests were not measured at some context), or twice the same.
@@ -283,6 +310,7 @@ class Profile(BaseModel):
     draft_one: Curve | None
     extend: Curve | None
     other: Curve
+    verified: float = Field(default=0.0, ge=0)
     repeats: int
     machine: dict[str, Any]
     versions: dict[str, str]
@@ -307,11 +335,9 @@ class Profile(BaseModel):
         drafts = [curve.seconds[0] for curve in (self.draft, self.draft_one) if curve is not None]
         return float(max([forwards, *((high - low) / median for low, median, high in drafts)]))
 
-    def seconds(self, tokens_N: Ints, requests: int, drafting: int, context: float, depth: int | None = None) -> Floats:
-        """Whole steps, [N]; see `StepCost`."""
-        around = self.draft_seconds(drafting, depth) + self.other_seconds(requests)
-        seconds_N: Floats = self.verify_seconds(tokens_N, requests, context) + around
-        return seconds_N
+    def seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
+        """See `StepCost`."""
+        return self.verify_seconds(tokens_N, requests, context) + self.other_seconds(requests, tokens_N - requests)
 
     def verify_seconds(self, tokens_N: Ints, requests: int, context: float) -> Floats:
         """Target forwards [N] of `tokens_N` tokens, those of prefill chunks included."""
@@ -327,9 +353,9 @@ class Profile(BaseModel):
         one = self.draft_one.at(drafting)
         return reading + one + (whole - one) * (depth - 1) / (self.gamma - 1)
 
-    def other_seconds(self, requests: int) -> float:
-        """What a step of `requests` costs besides drafting and the target."""
-        return self.other.at(requests)
+    def other_seconds(self, requests: int, verified_N: Ints) -> Floats:
+        """What steps of `requests` that verify so many drafts cost besides drafting and the target, [N]."""
+        return self.other.at(requests) + self.verified * verified_N.astype(np.float64)
 
     def plain(self) -> Profile:
         """The same machine serving without a drafter."""

@@ -1,6 +1,6 @@
 """Draft gates: which requests draft at all in a step, and how many tokens.
 
-    D*, k* = argmax_{D, k}  max_m (R + the m largest a_{r,j} with r in D, j <= k) / seconds(R + m, |D|, k)
+    D*, k* = argmax_{D, k}  max_m (R + the m largest a_{r,j} with r in D, j <= k) / (seconds(R, m) + draft(|D|, k))
 
 a_{r,j} is the survival that earlier steps let one expect of each request (`History`, below). Where requests have copies
 of the text so far (drafters/hybrid.py), those not in D bring theirs, at any j and for no seconds of drafting.
@@ -24,7 +24,7 @@ Everything read comes from earlier steps, so the output stays exact. Shapes: R r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.scheduling.beliefs import Beliefs, Slots
-from outrider.scheduling.cost import Floats, Ints, StepCost
+from outrider.scheduling.cost import Floats, Ints, StepCost, decoding_seconds
 from outrider.scheduling.policies import PastStep, StepView, gains
 
 Flags = NDArray[np.bool_]
@@ -135,31 +135,39 @@ class SkipDrafting:
         copied_RK = view.copied_survival_RK()
         gain_R = survival_RK.sum(axis=1) - copied_RK.sum(axis=1)
         ranked_R = np.argsort(-gain_R, kind="stable")
+        decoding = requests + view.other_requests
+        context = float(view.contexts_R.mean())
+        most = np.arange(1 + survival_RK.size + copied_RK.size)
+        undrafted_M = decoding_seconds(self.cost, most, decoding, other_tokens=view.other_tokens, context=context)
+
+        def planned(drafting: int, depth: int, survival: Sequence[Floats]) -> _Plan:
+            """The best plan that verifies some of these drafts."""
+            curve = gains(np.concatenate([one.ravel() for one in survival]))
+            seconds_M = undrafted_M[: len(curve)] + self.cost.draft_seconds(drafting, depth)
+            tokens_M = decoding + curve
+            best = int((tokens_M / seconds_M).argmax())
+            return _Plan(drafting, depth, tokens=float(tokens_M[best]), seconds=float(seconds_M[best]))
 
         def tried(drafting: int, depth: int) -> _Plan:
-            drafts_RK, copies_RK = survival_RK[ranked_R[:drafting], :depth], copied_RK[ranked_R[drafting:]]
-            return self._plan(view, np.concatenate((drafts_RK.ravel(), copies_RK.ravel())), drafting, depth=depth)
+            """The best plan in which so many requests draft so deep."""
+            return planned(drafting, depth, [survival_RK[ranked_R[:drafting], :depth], copied_RK[ranked_R[drafting:]]])
 
         plan = replace(tried(0, 0), depth=gamma)  # probes learn about every position
-        # The best depth with all drafting that have no better copy, then the best number of requests at that depth.
-        counts = _halves(max(1, int(np.count_nonzero(gain_R > 0))))
-        plans = [tried(counts[0], depth) for depth in _halves(gamma)]
-        depth = max(plans, key=_Plan.throughput).depth
-        plans += [tried(count, depth) for count in counts[1:]]
-        best = max(plans, key=_Plan.throughput)
-        if best.throughput() > (1 + self.margin) * plan.throughput():
-            plan = best
+        # Every draft and every copy, for the price of the least draft, is more than any plan can give.
+        if planned(1, 1, [survival_RK, copied_RK]).throughput() > (1 + self.margin) * plan.throughput():
+            plan = self._better(plan, tried, gamma=gamma, counts=_halves(max(1, int(np.count_nonzero(gain_R > 0)))))
         depths_R[ranked_R[: plan.drafting]] = plan.depth
         depths_R[self._probing(view, depths_R == 0, plan)] = plan.depth
         return depths_R
 
-    def _plan(self, view: GateView, survival_N: Floats, drafting: int, depth: int) -> _Plan:
-        """The best plan in which so many requests draft and drafts and copies have this expected survival."""
-        curve = gains(survival_N)
-        seconds_M = self._seconds(view, np.arange(len(curve)), drafting, depth=depth)
-        tokens_M = len(view.idle_R) + view.other_requests + curve
-        best = int((tokens_M / seconds_M).argmax())
-        return _Plan(drafting, depth, best, tokens=float(tokens_M[best]), seconds=float(seconds_M[best]))
+    def _better(self, plan: _Plan, tried: Callable[[int, int], _Plan], *, gamma: int, counts: list[int]) -> _Plan:
+        """The best plan that drafts, if it promises `margin` more than `plan`, which does not; else that one."""
+        # The best depth with all drafting that have no better copy, then the best number of requests at that depth.
+        plans = [tried(counts[0], depth) for depth in _halves(gamma)]
+        depth = max(plans, key=_Plan.throughput).depth
+        plans += [tried(count, depth) for count in counts[1:]]
+        best = max(plans, key=_Plan.throughput)
+        return best if best.throughput() > (1 + self.margin) * plan.throughput() else plan
 
     def _probing(self, view: GateView, skipping_R: Flags, plan: _Plan) -> Ints:
         """Those of the skipping requests that draft all the same."""
@@ -167,25 +175,19 @@ class SkipDrafting:
         waiting = waiting[np.argsort(-view.idle_R[waiting], kind="stable")]
         share = self.probe_share * plan.seconds / (len(skipping_R) + view.other_requests)
         saved = share * np.cumsum(view.idle_R[waiting], dtype=np.float64)
+        drafting = self.cost.draft_seconds(plan.drafting, plan.depth)
         for count in _halves(min(len(waiting), max(1, len(skipping_R) // 4))):
-            more = self._seconds(view, np.array([plan.admitted]), plan.drafting + count, depth=plan.depth)
-            if float(more[0]) - plan.seconds <= float(saved[count - 1]):
+            if self.cost.draft_seconds(plan.drafting + count, plan.depth) - drafting <= float(saved[count - 1]):
                 return waiting[:count]
         return waiting[:0]
-
-    def _seconds(self, view: GateView, admitted_M: Ints, drafting: int, depth: int) -> Floats:
-        requests = len(view.idle_R) + view.other_requests
-        tokens_M = requests + view.other_tokens + admitted_M
-        return self.cost.seconds(tokens_M, requests, drafting, context=float(view.contexts_R.mean()), depth=depth)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """One way to run a step: requests that draft, how deep, tokens verified; expected tokens and seconds."""
+    """One way to run a step: requests that draft, how deep; expected tokens and seconds, without prompts."""
 
     drafting: int
     depth: int
-    admitted: int
     tokens: float
     seconds: float
 

@@ -29,7 +29,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.scheduling.cost import Floats, Ints, StepCost
+from outrider.scheduling.cost import Floats, Ints, StepCost, decoding_seconds
 
 Flags = NDArray[np.bool_]
 
@@ -106,11 +106,13 @@ class StepView:
 
 
 def step_seconds(cost: StepCost, view: StepView, admitted_N: Ints) -> Floats:
-    """Seconds [N] of the step of `view` if it verifies so many draft tokens in all; it has at least one request."""
+    """Seconds [N] of the step of `view`, which has a request, if it verifies so many drafts in all; see
+    `decoding_seconds` for what is left out.
+    """
     requests, made_R = len(view.drafted_R), view.made_R
-    drafting, depth = int(np.count_nonzero(made_R)), int(made_R.max(initial=0))
-    tokens_N, context = requests + view.other_tokens + admitted_N, float(view.contexts_R.mean())
-    return cost.seconds(tokens_N, requests, drafting, context=context, depth=depth)
+    draft = cost.draft_seconds(int(np.count_nonzero(made_R)), int(made_R.max(initial=0)))
+    context = float(view.contexts_R.mean())
+    return draft + decoding_seconds(cost, admitted_N, requests, other_tokens=view.other_tokens, context=context)
 
 
 def promised_survival(view: StepView, least: float = 0.0) -> Floats:
@@ -372,10 +374,17 @@ _LEAST = 1e-6  # of an expected confidence: products of dozens of them are divid
 _SORTED = 8_192  # candidates in all plans of a step together, which bounds its time; 2 plans for 256 requests of 16
 
 
+@dataclass(frozen=True)
 class LookAhead(CausalPolicy):
     """Causal look-ahead: admit planned tokens while their survival holds the plan's price; before any step has been
     recorded, plans reach no further than the frontiers.
+
+    Args:
+        margin: share of throughput that the first plan must promise to gain over verifying nothing: the best of many
+            estimates is too high on average.
     """
+
+    margin: float = 0.02
 
     def admitted(self, view: StepView, survival_RK: Floats, order_N: Ints) -> int:
         lengths_R = np.zeros_like(view.drafted_R)
@@ -385,8 +394,9 @@ class LookAhead(CausalPolicy):
         admitted, tau = 0, float(len(survival_RK))
         for _ in range(max(2, _SORTED // len(order_N))):
             curve = gains(expected_survival(survival_RK, lengths_R, view.drafted_R, promise_RK=promise_RK))
-            planned = int(((tau + curve[: len(order_N) - admitted + 1]) / seconds_N[admitted:]).argmax())
-            if planned == 0:
+            rates = (tau + curve[: len(order_N) - admitted + 1]) / seconds_N[admitted:]
+            planned = int(rates.argmax())
+            if planned == 0 or (not admitted and rates[planned] < (1 + self.margin) * rates[0]):
                 break
             price = curve[planned] - curve[planned - 1]
             kept = _kept(realised_N[admitted : admitted + planned], price)

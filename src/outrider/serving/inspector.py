@@ -133,7 +133,8 @@ class Watch:
         lengths = [progress.length for progress in list(self.engine.scheduler.running.values())] or [0]
         most = max(requests * (1 + self.engine.scheduler.draft_slots), *(step.tokens for step in steps))
         rows_N = np.unique(np.linspace(requests, most, _CURVE).astype(np.int64))
-        seconds_N = policy.cost.seconds(rows_N, requests, drafting, context=sum(lengths) / len(lengths))
+        context = sum(lengths) / len(lengths)
+        seconds_N = policy.cost.seconds(rows_N, requests, context) + policy.cost.draft_seconds(drafting)
         return {"requests": requests, "rows": rows_N.tolist(), "seconds": [round(s, 5) for s in seconds_N.tolist()]}
 
 
