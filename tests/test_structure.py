@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -200,3 +201,25 @@ def test_code_that_comes_with_a_model_is_never_asked_for() -> None:
         if "trust_remote_code=False" not in map(ast.unparse, node.keywords)
     ]
     assert not wrong, "trust_remote_code=False is missing: " + ", ".join(wrong)
+
+
+def test_what_the_page_of_papers_names_is_there() -> None:
+    """Files of the package and functions, classes or methods in them, files of tests, rows of tables."""
+    text = (ROOT / "docs" / "papers.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)` `([\w.]+)`", text)
+    assert len(named) > 40
+    for file, name in named:
+        nodes = tree_of(SOURCE / file).body
+        for part in name.split("."):
+            assigned = {ast.unparse(t): n for n in nodes if isinstance(n, ast.Assign) for t in n.targets}
+            defined = {n.name: n for n in nodes if isinstance(n, FUNCTION | ast.ClassDef)}
+            found = defined.get(part) or assigned.get(part)
+            assert found is not None, f"{file} has no {name}"
+            nodes = getattr(found, "body", [])
+    for file in set(re.findall(r"tests/[\w/]+\.py", text)):
+        assert (ROOT / file).is_file(), file
+    tables = "".join(path.read_text() for path in (SOURCE / "experiments").glob("*.yaml"))
+    rows = {
+        row for part in re.findall(r"rows? ([a-z][\w .,-]+)", text) for row in re.findall(r"[a-z]+[\w-]*-\w+", part)
+    }
+    assert rows and all(f"  {row}:" in tables for row in rows), sorted(row for row in rows if f"  {row}:" not in tables)

@@ -264,6 +264,38 @@ def calibrated(collected: Sequence[Rounds]) -> CalibrationResult:
     return calibrate({"t": [[rounds] for rounds in collected]}, ["t"], [], settings=settings, versions={})
 
 
+def test_errors_are_told_of_every_task_and_of_all_with_and_without_offsets() -> None:
+    """On each task's own rounds; what was fitted on both tasks is right for neither, and offsets make up for a bias."""
+    tasks = {"easy": [0.5, 0.5], "hard": [2.0, 2.0]}
+
+    def conversations(shifts: Sequence[float], seed: int) -> list[list[Rounds]]:
+        found = []
+        for i in range(40):
+            right = drawn(100, [1.0, 1.0], 1000 * seed + i)
+            logits_NK = np.log(right.confidences_NK) - np.log1p(-right.confidences_NK)
+            found.append([Rounds(sigmoid(logits_NK - shifts), right.accepted_N, right.admitted_N)])
+        return found
+
+    collected = {f"some/{name}.jsonl": conversations(shifts, i) for i, (name, shifts) in enumerate(tasks.items())}
+    settings = TaskSettings(params=SamplingParams(temperature=1.0))
+    result = calibrate(collected, list(collected), [], settings=settings, versions={})
+    found = {(error.task, error.scaling): error for error in result.calibration.errors}
+    assert list(dict.fromkeys(task for task, _ in found)) == ["easy", "hard", ""] and len(found) == 9
+    assert result.calibration.temperatures_alone == fit_sts(result.fit, offsets=False).temperatures
+    held = {Path(task).stem: Rounds.joined([r for turns in c[1::2] for r in turns]) for task, c in collected.items()}
+    for kind, scaling in (
+        ("none", Scaling.identity(2)),
+        ("temperatures", result.alone),
+        ("temperatures and offsets", None),
+    ):
+        for task, rounds in {**held, "": Rounds.joined(list(held.values()))}.items():
+            wanted = quality(rounds, scaling or result.calibration.scaling)
+            assert found[task, kind].ece == wanted.ece and found[task, kind].ece_noise == wanted.ece_noise
+            assert found[task, kind].rounds == len(rounds.accepted_N) == (4000 if task == "" else 2000)
+    assert found["", "temperatures and offsets"].ece[0] < found["", "temperatures"].ece[0]  # type: ignore[operator]
+    assert found["hard", "temperatures and offsets"].ece[0] > 0.05  # type: ignore[operator]
+
+
 def test_little_data_changes_little_and_never_much_for_the_worse() -> None:
     fresh = drawn(30_000, [1.0, 1.0, 1.0], seed=99)
     before, refused = max(quality(fresh, Scaling.identity(3)).ece), 0

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from outrider.calibration.fit import Calibration, SweepPoint
+from outrider.calibration.fit import Calibration, ScalingError, SweepPoint
 from outrider.cli import bench
-from outrider.cli.calibrate import print_tables, quality_table, sweep_table
+from outrider.cli.calibrate import errors_table, print_tables, quality_table, sweep_table
 from outrider.evaluation.comparison import Comparison, terminal
 from outrider.evaluation.draft_cost import cost_table, load_costs
 from outrider.evaluation.report import table
@@ -46,6 +46,18 @@ def simulated(directory: Path) -> Callable[[Console], None]:
     return lambda console: bench.report_simulation(compare(points, points), directory / "v.json", console)
 
 
+def by_task() -> Calibration:
+    path = MEASURED / "calibration-gsm8k" / "calibration.json"
+    found = Calibration.model_validate_json(path.read_text())
+    kinds = ("none", "temperatures", "temperatures and offsets")
+    errors = [
+        ScalingError(task=task, scaling=kind, rounds=12345, ece=[0.123] * 7, ece_noise=[0.1] * 6 + [None])
+        for task in ("eval_math-for-gsm8k", "")
+        for kind in kinds
+    ]
+    return found.model_copy(update={"errors": errors})
+
+
 TABLES: dict[str, Callable[[Path], Callable[[Console], None]]] = {
     "eval": lambda _: views(table(Results.load(MEASURED / "shipped-greedy" / "results.json"))),
     "compare": lambda _: views(
@@ -57,6 +69,7 @@ TABLES: dict[str, Callable[[Path], Callable[[Console], None]]] = {
             Calibration.model_validate_json((MEASURED / "calibration-gsm8k" / "calibration.json").read_text())
         )
     ),
+    "calibrate, by task": lambda _: views(errors_table(by_task())),
     "calibrate --sweep": lambda _: views(
         sweep_table([SweepPoint(**p) for p in json.loads((MEASURED / "calibration-gsm8k" / "sweep.json").read_text())])
     ),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import outrider.data.sources as sources
 from outrider.data.chat import Chat, printable_lines, render, render_text
 from outrider.data.conversations import Conversation, Turn, content_id, number_copies, parse_row, row_of
 from outrider.data.regenerate import DataSection, PromptSource
@@ -41,6 +42,13 @@ def said(text: str) -> dict[str, Any]:
         ({"prompt": [user("a"), said("x"), user("b")]}, ("a", "b")),
         ({"messages": [user("a"), said("x")]}, ("a",)),
         ({"messages": [SYSTEM, user("a"), said("x"), user("b")]}, ((SYSTEM, user("a")), "b")),
+        ({"question": "a", "answer": "x"}, ("a",)),  # gsm8k
+        ({"instruction": "a", "input": "", "output": "x"}, ("a",)),  # CodeAlpaca
+        ({"instruction": "a", "input": "b", "output": "x"}, ("a\n\nInput:\nb",)),
+        ({"input": [user("a"), said("x"), user("b")], "output": "y", "category": "math"}, ("a", "b")),  # Nemotron 1
+        ({"prompt": "a", "prompt_id": "i", "messages": [user("a"), said("x"), user("b")]}, ("a", "b")),  # UltraChat
+        ({"data": ["a", "x", "b", "y"]}, ("a", "b")),
+        ({"messages": [user("a")], "input": {"unlike": 1}, "data": 3}, ("a",)),
         ({"messages": [user("a"), CALL, RESULT, said("x"), user("b")]}, ("a", (RESULT,), "b")),
         ({"messages": [said("hello"), user("a"), said("x"), said("y")]}, ("a",)),
         ({"messages": [user("a"), user("b")]}, ((user("a"), user("b")),)),
@@ -78,6 +86,8 @@ def test_tools_are_objects_or_their_json() -> None:
         ({"messages": [user(" ")]}, "an empty turn"),
         ({"messages": [user([{"type": "image"}])]}, "content of type image; only text"),  # type: ignore[arg-type]
         ({"prompt": " "}, "an empty turn"),
+        ({"question": " ", "answer": "x"}, "an empty turn"),
+        ({"data": []}, "data: .*at least 1"),
         ({"messages": "a"}, "messages: .*valid list"),
     ],
 )
@@ -107,7 +117,7 @@ def test_a_directory_with_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
     sections = DataSection(prompts=[PromptSource(path=f"hf:{folder}", limit=2)])
     assert recipe_prompts(sections) == found[:2]
     other = data_set(tmp_path / "texts", [{"text": "a"}])
-    with pytest.raises(ValueError, match="has the columns text; conversations are looked for in messages"):
+    with pytest.raises(ValueError, match=r"has the columns text; conversations are looked for in messages, .*question"):
         load_prompts(other)
     (tmp_path / "blank").mkdir()
     (tmp_path / "blank" / "a.jsonl").write_text("{}\n")
@@ -115,6 +125,23 @@ def test_a_directory_with_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load_prompts(tmp_path / "blank")
     with pytest.raises(ValueError, match=r"no data set .*with a split 'dev'.*JSONL file"):
         load_prompts(f"hf:{folder}:dev")
+
+
+def test_a_configuration_of_a_data_set_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs the extra outrider[hub]")
+    asked: list[tuple[Any, ...]] = []
+
+    def load_dataset(*args: Any, split: str, streaming: bool) -> Any:
+        asked.append((*args, split))
+        return datasets.Dataset.from_list([{"question": "a", "answer": "x"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(sources, "hub_answers", lambda: True)
+    assert [load_prompts(f"hf:{name}")[0].turns for name in ("o/n", "o/n:test", "o/n/main:test")] == [("a",)] * 3
+    assert asked == [("o/n", None, "train"), ("o/n", None, "test"), ("o/n", "main", "test")]
+    monkeypatch.setattr(sources, "hub_answers", lambda: False)
+    with pytest.raises(ValueError, match=r"no data set 'o/n' .*does not answer.*JSONL"):
+        load_prompts("hf:o/n")
 
 
 def test_a_saved_data_set(tmp_path: Path) -> None:

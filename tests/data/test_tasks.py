@@ -1,17 +1,23 @@
-"""The papers' data sets by name: prompts, the cache, and what is said without network."""
+"""Prompts by name: what is asked, the cache, and where they come from without network."""
 
 from __future__ import annotations
 
 import json
+import logging
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import datasets
+import httpx
 import pytest
 
+import outrider.data.sources as sources
 from outrider.data.conversations import Conversation
-from outrider.data.sources import TASKS, load_prompts, task_file
+from outrider.data.sources import TASKS, find_prompts, load_prompts, load_tasks, shipped_sets
+from tests.toys.command_line import Run
 
 ROWS: dict[str, dict[str, Any]] = {
     "gsm8k": {"question": "2 + 2?", "answer": "4"},
@@ -23,7 +29,14 @@ ROWS: dict[str, dict[str, Any]] = {
     "mt-bench": {"prompt": ["First?", "Second?"], "category": "writing"},
     "alpaca": {"instruction": "Translate.", "input": "Hund", "output": "dog"},
     "arena-hard": {"uid": "u", "prompt": "Hard.", "category": "c"},
-}
+    "gsm8k-train": {"question": "3 + 3?", "answer": "6"},
+    "sharegpt": {"id": "x_0", "conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Hi."}]},
+    "ultrachat": {"prompt": "A?", "prompt_id": "p", "messages": [
+        {"role": "user", "content": "A?"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "B?"}
+    ]},
+    "codealpaca": {"instruction": "Sort it.", "input": "[2, 1]", "output": "[1, 2]"},
+    "perfectblend": {"conversations": [{"from": "human", "value": "Sum."}], "source": "math"},
+}  # fmt: skip
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 TURNS: dict[str, tuple[str, ...]] = {
     "gsm8k": ("2 + 2?" + BOXED,),
@@ -40,6 +53,11 @@ TURNS: dict[str, tuple[str, ...]] = {
     "mt-bench": ("First?", "Second?"),
     "alpaca": ("Translate.\n\nInput:\nHund",),
     "arena-hard": ("Hard.",),
+    "gsm8k-train": ("3 + 3?" + BOXED,),
+    "sharegpt": ("Hi?",),
+    "ultrachat": ("A?", "B?"),
+    "codealpaca": ("Sort it.\n\nInput:\n[2, 1]",),
+    "perfectblend": ("Sum.",),
 }
 Asked = list[tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -56,17 +74,28 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Asked:
             if args[0] != "json"
             else "/".join(kwargs["data_files"].removeprefix("hf://datasets/").split("/")[:2])
         )
-        return 600 * [ROWS[next(task.name for task in TASKS if task.repo == repo)]]
+        split = "train" if args[0] == "json" else kwargs["split"]
+        return 600 * [ROWS[next(task.name for task in TASKS if (task.repo, task.split) == (repo, split))]]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sources, "hub_answers", lambda: True)
     return calls
+
+
+@pytest.fixture(autouse=True)
+def own_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty cache, no directory of prompts, and neither offline nor asked before."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    for name in ("OUTRIDER_DATA", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    sources._say_once.cache_clear()
 
 
 @pytest.mark.parametrize("name", [task.name for task in TASKS])
 def test_prompts_of_a_task(name: str, asked: Asked, tmp_path: Path) -> None:
     found = load_prompts(name)
-    assert len(found) == 500 and found[0].id == f"{name}-1" and len(asked) == 1 and asked[0][1]["streaming"]
+    most = min(600, next(task.most for task in TASKS if task.name == name))
+    assert len(found) == most and found[0].id == f"{name}-1" and len(asked) == 1 and asked[0][1]["streaming"]
     assert found[0].turns == TURNS[name]
     again = load_prompts(name, 3)
     assert again == found[:3] and len(asked) == 1, "the second time it is read from the cache"
@@ -103,16 +132,17 @@ def failing(after: int) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("after", [0, 3])
-def test_without_network(after: int, asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_that_breaks_off_leaves_nothing(
+    after: int, asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(datasets, "load_dataset", failing(after))
-    path = tmp_path / "cache" / "tasks" / "gsm8k.jsonl"
-    with pytest.raises(ValueError, match=r"not cached.*ConnectionError: no route.*Without network") as caught:
-        load_prompts("gsm8k")
-    assert str(path) in str(caught.value) and "JSONL file" in str(caught.value)
+    assert load_prompts("gsm8k") == load_prompts("eval_math"), "the packaged set stands in"
+    (said,) = [record for record in caplog.records if record.name == sources.__name__]
+    assert said.levelno == logging.WARNING and said.getMessage() == (
+        "prompts gsm8k: the shipped set eval_math in its place (ConnectionError: no route to huggingface.co; "
+        "$OUTRIDER_DATA names no directory)"
+    )
     assert not list((tmp_path / "cache").rglob("*.jsonl*")), "nothing half-written"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"id": "a", "turns": ["Mine?"]}) + "\n")
-    assert load_prompts("gsm8k") == [Conversation("a", ("Mine?",))]
 
 
 def test_a_failed_write_leaves_nothing(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +151,84 @@ def test_a_failed_write_leaves_nothing(asked: Asked, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="disk full"):
-        task_file("gsm8k")
+        load_prompts("gsm8k")
     assert list((tmp_path / "cache" / "tasks").iterdir()) == []
+
+
+def prompt_directory(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps({"id": "a", "turns": [f"of {name}"]}) + "\n")
+    return folder
+
+
+def test_without_network_a_directory_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By any spelling of the name, in it or one level below; the environment or the caller names it."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    caplog.set_level(logging.INFO)
+    names = ("eval/gsm8k.jsonl", "train/gsm8k_train_prompts.jsonl", "mt_bench.jsonl", "mine.jsonl")
+    place = prompt_directory(tmp_path / "data", *names)
+    monkeypatch.setenv("OUTRIDER_DATA", str(place))
+    for name, file in zip(("gsm8k", "gsm8k-train", "mt-bench", "mine"), names, strict=True):
+        assert load_prompts(name) == [Conversation("a", (f"of {file}",))]
+        assert f"prompts {name}: {place / file}" in caplog.messages[-1]
+    assert [label for label, _ in load_tasks(["gsm8k", "humaneval"])] == ["gsm8k", "eval_code-for-humaneval"]
+    assert f"no humaneval.jsonl in {place}" in caplog.messages[-1]
+    monkeypatch.delenv("OUTRIDER_DATA")
+    assert load_prompts("gsm8k", directory=place)[0].turns == ("of eval/gsm8k.jsonl",)
+    assert find_prompts("gsm8k") == find_prompts("gsm8k", fetch=False)._replace(  # type: ignore[union-attr]
+        origin=find_prompts("gsm8k").origin  # type: ignore[union-attr]
+    )
+    prompt_directory(place, "gsm8k.jsonl")
+    with pytest.raises(ValueError, match=r"gsm8k\.jsonl, .*gsm8k\.jsonl: which of them is gsm8k"):
+        load_prompts("gsm8k", directory=place)
+    with pytest.raises(ValueError, match=r"nowhere is no directory: \$OUTRIDER_DATA and --data-dir"):
+        load_prompts("gsm8k", directory=tmp_path / "nowhere")
+
+
+def test_the_hub_is_asked_for_a_short_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No answer at all is waited for three seconds, once; a blocked socket not even that."""
+    sources.hub_answers.cache_clear()
+    monkeypatch.setattr(sources, "_SECONDS_FOR_THE_HUB", 0.2)
+    monkeypatch.setattr(httpx, "head", lambda *_, **__: time.sleep(30))
+    started = time.monotonic()
+    assert load_prompts("humaneval") == load_prompts("eval_code") and load_prompts("mbpp", 1)
+    assert time.monotonic() - started < 10
+    monkeypatch.undo()
+    sources.hub_answers.cache_clear()
+
+    def blocked(*_: object, **__: object) -> NoReturn:
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "socket", blocked)
+    monkeypatch.setattr(socket, "getaddrinfo", blocked)
+    assert not sources.hub_answers()
+    sources.hub_answers.cache_clear()
+
+
+def test_every_name_has_a_packaged_set_that_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for task in TASKS:
+        found = find_prompts(task.name)
+        assert found is not None and found.path == shipped_sets()[task.shipped] and found.stands_in
+        assert task.shipped.startswith("train" if task.most > 500 else "eval"), "never trained on what is measured"
+
+
+def test_a_config_file_names_the_directory(
+    run: Run, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("OUTRIDER_DATA", str(tmp_path))  # so that it is put back
+    prompt_directory(tmp_path / "config" / "prompts", "gsm8k.jsonl")
+    config = tmp_path / "config" / "eval.yaml"
+    config.write_text("data-dir: prompts\ntasks: gsm8k\nmax-new-tokens: 2\n")
+    command = ("eval", "--target", toy / "target", "--drafter", toy / "drafter", "--config", config)
+    status, _, told = run(*command, "--out", tmp_path / "out")
+    assert status == 0 and f"prompts gsm8k: {tmp_path}/config/prompts/gsm8k.jsonl" in told
+    (task,) = json.loads((tmp_path / "out" / "results.json").read_text())["tasks"]
+    assert task["task"] == "gsm8k"
 
 
 def test_files_of_that_name_come_first(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

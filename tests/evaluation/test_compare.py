@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from outrider.checkpoints.checkpoint import Checkpoint, save_drafter
-from outrider.drafters.base import DrafterWeights
+from outrider.drafters.base import DraftCall, Drafter, DrafterWeights
 from outrider.drafters.dflash import BlockDrafter, DFlash
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.medusa import Medusa, MedusaConfig
+from outrider.drafters.registry import method_of
 from outrider.evaluation.comparison import (
     HEADINGS,
     LabelledResults,
@@ -35,11 +37,13 @@ from outrider.evaluation.draft_cost import (
 )
 from outrider.evaluation.model_card import verified
 from outrider.evaluation.results import DrafterInfo, Results, TrainingInfo
+from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import load_target
 from outrider.training.batches import Schedule
 from tests.toys.command_line import Run, check_error
+from tests.toys.dialects import config_of
 from tests.toys.evaluations import results, task_result
-from tests.toys.targets import randomise, toy_config, toy_samples
+from tests.toys.targets import randomise, toy_config, toy_samples, toy_target
 
 SHIPPED = Path(__file__).parents[2] / "docs" / "results"
 
@@ -277,6 +281,7 @@ def test_draft_costs_are_of_every_length_in_turns(toy: Path) -> None:
         def propose(self, found: Any, min_confidence: float = 0.0) -> Any:
             calls.append((self.name, found[0].limit))
             assert found[0].session.length == found[0].position - 1 and found[0].position > 20
+            assert self.gamma == self.module.config.gamma == found[0].limit, "the block itself is so long"
             return super().propose(found, min_confidence)
 
     named = []
@@ -313,6 +318,33 @@ def test_blocks_of_another_size_are_the_same_weights() -> None:
     assert other.config.gamma == 6 and other.metadata == {"step": 3}
     for name, tensor in module.state_dict().items():
         assert (other.weights.module.state_dict()[name] == tensor).all(), name
+
+
+@pytest.mark.parametrize("method", ["dspark", "dflash", "dflash2"])
+def test_a_drafter_of_another_length_is_one_with_another_block_size(method: str) -> None:
+    target, tokens = toy_target(), list(range(20, 31))
+    module = method_of(method).module(config_of(method, block_size=6))
+    randomise(module)
+    weights = DrafterWeights(module)
+    own = weights.serve(target)
+    aux = target.forward(torch.tensor([tokens]), target.new_cache(20), own.aux_layers, logits=0).aux_BTLD
+    assert aux is not None
+
+    def drafted(drafter: Drafter, session: Any) -> list[int]:
+        seen, source = SeenTokens(target.vocab_size), SeededSource(0)
+        call = DraftCall(session, 5, SamplingParams(), seen=seen, source=source, limit=gamma, position=len(tokens) + 1)
+        return drafter.propose([call])[0].tokens
+
+    session = own.new_session(40)
+    own.extend([session], [tokens], aux[0])
+    rows = module.config.block_size - module.config.gamma
+    for gamma in range(2, module.config.gamma):
+        other = with_block_size(Checkpoint(weights, {}), gamma + rows).serve(target)
+        theirs = other.new_session(40)
+        other.extend([theirs], [tokens], aux[0])
+        assert drafted(own.of_length(gamma), session) == drafted(other, theirs) and own.gamma == module.config.gamma
+    gamma = 1  # DFlash 2's convolution sees three rows, so that its block keeps them
+    assert len(drafted(own.of_length(1), session)) == 1
 
 
 def costs_of(machine: dict[str, Any], **milliseconds: list[float]) -> DraftCosts:

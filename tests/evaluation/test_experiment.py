@@ -19,14 +19,18 @@ import yaml
 import outrider.cli.data as prepare
 import outrider.cli.experiment as experiment
 import outrider.cli.train as train
+import outrider.data.sources as sources
 from outrider.cli.experiment import check_experiment
 from outrider.evaluation.comparison import Comparison
 from outrider.evaluation.experiment import ExperimentTable, Row, Stage, load_table, plan
+from outrider.training.dataset import recipe_prompts
+from outrider.training.recipe import load_recipe
 from outrider.utils.packaged import PACKAGE
 from tests.toys.command_line import Run, check_error
 
 ROOT = Path(__file__).parents[2]
 TABLES = sorted((PACKAGE / "experiments").glob("*.yaml"))
+RECIPES = sorted((PACKAGE / "recipes").rglob("*.yaml"))
 RECIPE: dict[str, Any] = {
     "target": "some/model",
     "out": "unused",
@@ -201,10 +205,49 @@ def test_mistakes_are_found_before_anything_runs(tmp_path: Path, changes: dict[s
     assert message in str(found.value)
 
 
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fresh clone's place: an empty working directory and cache, no network, no directory of prompts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("OUTRIDER_DATA", raising=False)
+
+
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.name)
-def test_every_table_of_the_project_loads(path: Path) -> None:
+def test_every_table_of_the_project_begins_as_shipped(path: Path, alone: None) -> None:
+    """All that is checked before its first command: tasks are read, verbs take their options, rows are comparable."""
     table = load_table(path)
-    assert [stage.args[0] for stage in plan(table)][-1] == "compare"
+    stages = plan(table)
+    check_experiment(table, path, stages)
+    assert stages[0].args[0] == "prepare" and stages[-1].args[0] == "compare"
+    assert not any(stage.done for stage in stages)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_of_the_project_has_prompts_as_shipped(
+    path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "stdlib_turns", lambda: iter([("s", "sum")]))  # half a minute of parsing, in all
+    data = load_recipe(path).data
+    prompts = recipe_prompts(data)
+    assert len(prompts) > 2 * data.held_out and len({p.turns for p in prompts}) == len(prompts), "none twice"
+
+
+def test_prompts_by_name_are_among_what_a_stage_depends_on(
+    tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "prompts"
+    place.mkdir()
+    path = write(tmp_path, tasks=["gsm8k"], data_directory="prompts")
+    (stage, *_) = [stage for stage in plan(load_table(path)) if stage.args[0] == "eval"]
+    assert stage.args[stage.args.index("--data-dir") + 1] == str(place)
+    digests = [stage.digest()]
+    monkeypatch.setenv("OUTRIDER_DATA", str(place))  # as the verb does
+    for text in ("one", "two"):
+        (place / "gsm8k.jsonl").write_text(json.dumps({"turns": [text]}) + "\n")
+        digests.append(stage.digest())
+    assert len(set(digests)) == 3
 
 
 def test_dry_run_prints_the_commands(run: Run, tmp_path: Path) -> None:

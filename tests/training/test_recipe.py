@@ -164,6 +164,27 @@ def test_a_packaged_recipe_is_found_by_its_name(tmp_path: Path, monkeypatch: pyt
     assert load_recipe(name).target == "some/model", "a file of that name comes first"
 
 
+def test_each_method_has_the_loss_of_its_paper_unless_the_recipe_has_another(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(MINIMAL)
+
+    def weights(*overrides: str) -> list[float]:
+        found = load_recipe(path, overrides).objective
+        return [found.ce, found.l1, found.confidence, found.decay]
+
+    assert weights() == weights("drafter.markov_rank=8") == [0.1, 0.9, 1.0, 4.0], "DSpark, as in DeepSpec's configs"
+    for rows, decay in ((8, 4), (10, 5), (16, 7), (9, 4.5), (13, 6), (4, 2), (19, 8)):
+        assert weights("drafter.algorithm=dflash", f"drafter.block_size={rows}") == [1.0, 0.0, 0.0, decay]
+    assert weights("drafter.algorithm=dflash2") == [1.0, 0.0, 0.0, 4.0], "of its default, 8 rows"
+    mixed = weights("drafter.algorithm=dflash", "drafter.block_size=16", "objective.l1=0.5")
+    assert mixed == [1.0, 0.5, 0.0, 7.0], "only what is set differs"
+    saved = load_recipe(path, ["drafter.algorithm=dflash", "objective.decay=3"])
+    again = Recipe.model_validate(saved.model_dump())
+    assert again.objective == saved.objective and again.objective.decay == 3
+    with pytest.raises(ValueError, match=r"drafter\.algorithm.*objective\.ce"):
+        load_recipe(path, ["drafter.algorithm=nope", "objective.ce=-1"])
+
+
 def prompt_file(path: Path, prompts: dict[str, list[str]]) -> str:
     path.write_text("".join(json.dumps({"id": name, "turns": turns}) + "\n" for name, turns in prompts.items()))
     return str(path)

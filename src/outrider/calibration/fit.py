@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel
@@ -396,6 +396,19 @@ class Quality(BaseModel):
     reliability: list[Bins] = []  # []: not recorded, as with drafters that were calibrated before it was
 
 
+class ScalingError(BaseModel):
+    """ECE of the survival by position on one task's rounds, or on those of all (`task` ""), under one scaling.
+
+    None where no round verified a position.
+    """
+
+    task: str
+    scaling: Literal["none", "temperatures", "temperatures and offsets"]
+    rounds: int
+    ece: list[float | None]
+    ece_noise: list[float | None]  # as in Quality
+
+
 class Calibration(BaseModel):
     """`calibration` of outrider.json. `before` and `after` are measured on rounds that were not fitted on."""
 
@@ -408,6 +421,8 @@ class Calibration(BaseModel):
     measured_rounds: int
     before: Quality
     after: Quality
+    temperatures_alone: list[float] = []  # fitted without offsets; []: not recorded, by earlier versions
+    errors: list[ScalingError] = []  # without scaling, with these temperatures, and with temperatures and offsets
     sampling: dict[str, Any]
     max_new_tokens: int
     versions: dict[str, str]
@@ -424,6 +439,7 @@ class CalibrationResult:
 
     Args:
         held_out: rounds of each conversation.
+        alone: temperatures fitted without offsets, as Sequential Temperature Scaling has them.
         refused: see `refusal`; None where the scaling is worth storing.
     """
 
@@ -431,6 +447,7 @@ class CalibrationResult:
     fit: Rounds
     held_out: list[Rounds]
     measured: TaskRounds
+    alone: Scaling
     refused: str | None
 
     @property
@@ -477,7 +494,13 @@ def calibrate(
     replay = settings.params.temperature == 0.0
     fit_rounds = Rounds.joined(_enough(fit, replay, "to fit on"))
     held_out = _enough([turns for found in measured.values() for turns in found], replay, "to measure on")
-    joined, scaling = Rounds.joined(held_out), fit_sts(fit_rounds)
+    joined, scaling, alone = Rounds.joined(held_out), fit_sts(fit_rounds), fit_sts(fit_rounds, offsets=False)
+    rounds_of = {
+        Path(task).stem: [decoded_rounds(rounds) if replay else rounds for turns in found for rounds in turns]
+        for task, found in measured.items()
+    }
+    by_task = {task: Rounds.joined(found) for task, found in rounds_of.items() if found}
+    errors = scaling_errors(by_task | {"": joined}, alone, scaling)
     refused = refusal(held_out, scaling)
     if refused is not None and estimator is not None:
         scaling = Scaling.identity(len(scaling.temperatures))
@@ -491,12 +514,14 @@ def calibrate(
         measured_rounds=len(joined.accepted_N),
         before=quality(joined, Scaling.identity(len(scaling.temperatures))),
         after=quality(joined, scaling),
+        temperatures_alone=alone.temperatures,
+        errors=errors,
         sampling=asdict(settings.params),
         max_new_tokens=settings.max_new_tokens,
         versions=versions,
         machine=machine(),
     )
-    return CalibrationResult(calibration, fit_rounds, held_out, measured=measured, refused=refused)
+    return CalibrationResult(calibration, fit_rounds, held_out, measured=measured, alone=alone, refused=refused)
 
 
 def quality(rounds: Rounds, scaling: Scaling) -> Quality:
@@ -509,6 +534,27 @@ def quality(rounds: Rounds, scaling: Scaling) -> Quality:
         roc_auc=[roc_auc(*pair) for pair in pairs],
         reliability=[_bins(reliability(*pair)) for pair in pairs],
     )
+
+
+def scaling_errors(tasks: Mapping[str, Rounds], alone: Scaling, scaling: Scaling) -> list[ScalingError]:
+    """The errors of each task's rounds without scaling, with temperatures `alone`, and with `scaling`."""
+    width = len(scaling.temperatures)
+    kinds: dict[Any, Scaling] = {"none": Scaling.identity(width), "temperatures": alone}
+    kinds["temperatures and offsets"] = scaling
+    found = []
+    for task, rounds in tasks.items():
+        for kind, tried in kinds.items():
+            predictions = [at_position(rounds, tried, k) for k in range(1, width + 1)]
+            found.append(
+                ScalingError(
+                    task=task,
+                    scaling=kind,
+                    rounds=len(rounds.accepted_N),
+                    ece=[ece(*pair) if len(pair[0]) else None for pair in predictions],
+                    ece_noise=[ece_noise(pair[0]) if len(pair[0]) else None for pair in predictions],
+                )
+            )
+    return found
 
 
 def _bins(found: Reliability) -> Bins:

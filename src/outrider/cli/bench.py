@@ -257,6 +257,7 @@ def bench_command(
     drafter: opt.DrafterNames = [AUTO],  # noqa: B006 - typer copies it
     backend: Annotated[str, option(MODELS, BACKENDS, metavar="ENGINE", show_default=False)] = "local",
     tasks: opt.Tasks,
+    data_dir: opt.DataDirectory = None,
     prompts: Annotated[int, rare(PROMPTS, "how many conversations there are in all", min=1)] = 100,
     turns: Annotated[int, rare(PROMPTS, "of each; the baseline answers the earlier ones", min=1)] = 1,
     thinking: Annotated[bool, rare(PROMPTS, "ask the chat template for it", "--thinking/--no-thinking")] = False,
@@ -541,6 +542,7 @@ def simulate_command(
     target: Annotated[str, option(RECORD, "model id or directory", show_default=_SMOLLM2)] = SMOLLM2,
     drafter: Annotated[str, option(RECORD, CHOICES, show_default=False)] = AUTO,
     tasks: Annotated[str | None, option(RECORD, "JSONL files or shipped sets; first turns")] = None,
+    data_dir: opt.DataDirectory = None,
     max_samples: Annotated[int, option(RECORD, "prompts in all, mixed from the tasks", min=1)] = 100,
     thinking: Annotated[bool, rare(RECORD, "ask the chat template for it", "--thinking/--no-thinking")] = False,
     device: Annotated[str, rare(RECORD, "auto, cpu, cuda, ...")] = "auto",

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -33,6 +34,7 @@ def calibrate_command(
     drafter: Annotated[str, option(MODELS, "drafter directory; what is found is stored in it")],
     tasks: Annotated[str, option(PROMPTS, "JSONL files or shipped sets it never saw")],
     fit_tasks: Annotated[str | None, option(PROMPTS, "fit on these; else on half of --tasks")] = None,
+    data_dir: opt.DataDirectory = None,
     max_samples: opt.MaxSamples = None,
     thinking: opt.Thinking = False,
     max_new_tokens: opt.MaxNewTokens = 256,
@@ -55,7 +57,7 @@ def calibrate_command(
     """Fit confidences to acceptance; of medusa and hydra, measure accuracies."""
     from outrider.calibration.candidates import measure_candidates
     from outrider.calibration.collect import collect_tasks, load_rounds, save_rounds
-    from outrider.calibration.fit import calibrate, fit_sts, refusal
+    from outrider.calibration.fit import calibrate, refusal
     from outrider.calibration.fit import sweep as sweep_thresholds
     from outrider.checkpoints.checkpoint import add_metadata, load_checkpoint
     from outrider.data.sources import TaskSettings
@@ -115,6 +117,7 @@ def calibrate_command(
             save_rounds(rounds, collected, about)
     found = calibrate(collected, measured, fitted, settings=config, versions=versions())
     console.print(quality_table(found.calibration))
+    console.print(errors_table(found.calibration))
     if found.storable:
         add_metadata(directory, calibration=found.calibration.model_dump(mode="json"))
         what = "temperatures" if found.refused is None else f"estimator without temperatures ({found.refused})"
@@ -135,9 +138,8 @@ def calibrate_command(
         written += [sweep, sweep.with_suffix(".json")]
     if export_sglang is not None:
         console.print("SGLang has no offsets: temperatures were fitted alone for its file", soft_wrap=True)
-        alone = fit_sts(found.fit, offsets=False)
-        if (refused := refusal(found.held_out, alone)) is None:
-            written.append(_export(found, alone, export_sglang))
+        if (refused := refusal(found.held_out, found.alone)) is None:
+            written.append(_export(found, found.alone, export_sglang))
         else:
             console.print(f"not exported: {refused}", highlight=False, markup=False, soft_wrap=True)
     show_paths(console, *written)
@@ -225,6 +227,27 @@ def quality_table(calibration: Calibration) -> Table:
         ]
         offset = f"{calibration.offsets[i]:+.2f}"
         view.add_row(str(i + 1), f"{t:.2f}", offset, cells[0], f"{after.ece_noise[i]:.3f}", *cells[1:])
+    return view
+
+
+_SCALINGS = {"none": "none", "temperatures": "T", "temperatures and offsets": "T, b"}
+
+
+def errors_table(calibration: Calibration) -> Table:
+    """ECE by position without scaling, with temperatures alone and with offsets: of every task, and of all together."""
+    headings = ("task", "scaling", "mean", *(str(k + 1) for k in range(len(calibration.temperatures))))
+    title = "ECE of the survival, %. T: temperatures; T, b: and offsets; chance: if perfect"
+    view = terminal_table(headings, text=("task", "scaling"), title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for found in calibration.errors:
+        name = found.task or "all"
+        rows = [(_SCALINGS[found.scaling], found.ece)]
+        if found.scaling == "temperatures and offsets":
+            rows.append(("chance", found.ece_noise))
+        for kind, values in rows:
+            known = [value for value in values if value is not None]
+            mean = f"{100 * sum(known) / len(known):.1f}" if known else "-"
+            cells = ("-" if value is None else f"{100 * value:.1f}" for value in values)
+            view.add_row(name if kind == "none" else "", kind, mean, *cells)
     return view
 
 

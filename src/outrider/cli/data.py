@@ -29,8 +29,9 @@ def prepare_command(
     target: Annotated[str | None, option(MODELS, "model id or directory; the recipe's by default")] = None,
     recipe: Annotated[Path | None, option(FILES, "take what is not given here from its data section")] = None,
     prompts: Annotated[
-        list[str] | None, option(FILES, "JSONL file, shipped set, hf:owner/name[:split]; repeatable")
+        list[str] | None, option(FILES, "JSONL file, shipped set, name (sharegpt), hf:owner/name[:split]; repeatable")
     ] = None,
+    data_dir: opt.DataDirectory = None,
     limit: Annotated[int | None, option(FILES, "conversations of each --prompts", min=1)] = None,
     max_turns: Annotated[int | None, rare(FILES, "turns of each conversation of --prompts", min=1)] = None,
     out: Annotated[Path | None, option(FILES, "the responses file, *.jsonl")] = None,

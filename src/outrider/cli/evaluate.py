@@ -59,6 +59,7 @@ def evaluate_command(
         str | None, rare(MODELS, "its name in comparisons; by default the algorithm, with the shape of its trees")
     ] = None,
     tasks: opt.Tasks,
+    data_dir: opt.DataDirectory = None,
     max_samples: opt.MaxSamples = None,
     thinking: opt.Thinking = False,
     max_new_tokens: opt.MaxNewTokens = 256,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import subprocess
@@ -119,10 +120,13 @@ def experiment(
     dry_run: Annotated[bool, option(GENERAL, "only print the commands, and how long each takes", "--dry-run")] = False,
 ) -> None:
     """Train, evaluate and compare a table of drafters (docs/experiments.md)."""
+    from outrider.data.sources import DATA
     from outrider.evaluation.experiment import load_table, plan
 
     console = Terminal()
     loaded = load_table(table, overrides or ())
+    if loaded.data_directory is not None:
+        os.environ[DATA] = loaded.data_directory
     stages = plan(loaded)
     if dry_run:
         _dry_run(loaded, stages, console)

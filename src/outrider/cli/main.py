@@ -7,6 +7,7 @@ inside the functions that use it.
 
 from __future__ import annotations
 
+import logging
 import sys
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -162,8 +163,21 @@ def outrider(
     """Train, evaluate and serve draft models for lossless speculative decoding."""
 
 
+class _Messages(logging.Handler):
+    """Prints what the package tells beside results, such as where prompts are from, on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        Terminal(stderr=True).print(record.getMessage(), highlight=False, markup=False, soft_wrap=True)
+
+
+_MESSAGES = _Messages(logging.INFO)
+
+
 def main() -> None:
     """Entry point."""
+    told = logging.getLogger("outrider")
+    told.setLevel(logging.INFO)
+    told.addHandler(_MESSAGES)  # once, however often it is called
     try:
         sys.exit(app(standalone_mode=False))
     except UsageError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -45,6 +46,19 @@ RecipePath = Annotated[Path, typer.Argument(help="a recipe: a YAML file, or one 
 Overrides = Annotated[list[str] | None, typer.Argument(help="fields to change: optimizer.steps=200 ...")]
 
 Tasks = Annotated[str, option(PROMPTS, "JSONL files, shipped sets or tasks (gsm8k,mbpp)")]
+
+
+def _use_data_directory(path: Path | None) -> None:
+    """What $OUTRIDER_DATA would say, for this command alone."""
+    if path is not None:
+        os.environ["OUTRIDER_DATA"] = str(path)
+
+
+DataDirectory = Annotated[
+    Path | None,
+    rare(PROMPTS, "where prompts by name are looked for without network; $OUTRIDER_DATA",
+         "--data-dir", callback=_use_data_directory, expose_value=False, show_default=False),
+]  # fmt: skip
 MaxSamples = Annotated[int | None, option(PROMPTS, "prompts per task; all by default", min=1)]
 Thinking = Annotated[bool, option(PROMPTS, "ask the chat template for it", "--thinking/--no-thinking")]
 

@@ -14,14 +14,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from outrider.utils.documents import parse_json
 
 Message = dict[str, Any]
 Turn = str | tuple[Message, ...]  # one user message as its text, or several messages (system prompts, tool results)
 
-SHAPES = '{"turns": [...]}, {"messages": [{"role": ..., "content": ...}]}, {"conversations": ...} or {"prompt": ...}'
+SHAPES = (
+    '{"turns": [...]}, {"messages": [{"role": ..., "content": ...}]}, {"conversations": ...}, {"prompt": ...}, '
+    '{"instruction": ..., "input": ...} or {"question": ...}'
+)
+_SURE, _UNSURE = ("messages", "conversations", "turns", "prompt"), ("instruction", "input", "question", "data")
+COLUMNS = (*_SURE, *_UNSURE)
 _ROLES = {
     "human": "user",
     "prompter": "user",
@@ -99,18 +104,47 @@ class _Message(BaseModel):
 
 
 class _Row(BaseModel):
+    """The columns of public data sets that hold what is asked; those with answers (output, answer, ...) are not read.
+
+    turns                user turns (ours)
+    messages             messages of role and content (UltraChat 200k, Nemotron 2, Tulu)
+    conversations        messages of from and value (ShareGPT, PerfectBlend)
+    prompt               a text, or messages
+    instruction, input   a task and what it is about, which may be empty (CodeAlpaca)
+    question             a text (gsm8k)
+    input                a text, or messages (Nemotron 1)
+    data                 texts of user and assistant in turns (UltraChat's first form)
+    """
+
     turns: list[str] | None = Field(None, min_length=1)
     messages: list[_Message] | None = None
     conversations: list[_Message] | None = None
     prompt: str | list[_Message] | None = None
+    instruction: str | None = None
+    input: str | list[_Message] | None = None
+    question: str | None = None
+    data: list[str] | None = Field(None, min_length=1)
     tools: list[dict[str, Any]] | None = None
     id: str | int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_shape(cls, row: object) -> object:
+        """Columns whose names say little are read where no other holds the conversation: they may be anything."""
+        if isinstance(row, Mapping) and any(row.get(name) is not None for name in _SURE):
+            return {name: value for name, value in row.items() if name not in _UNSURE}
+        return row
 
     @field_validator("tools", mode="before")
     @classmethod
     def _tools_from_text(cls, value: object) -> object:
         """Data sets often keep the tools as one JSON string."""
         return parse_json(value) if isinstance(value, str) and value.strip() else value or None
+
+
+def instruction(text: str, about: str | None) -> str:
+    """The user turn of an instruction and its input, which may be empty; with the words of DFlash's evaluation."""
+    return f"{text}\n\nInput:\n{about}" if about else text
 
 
 def content_id(turns: Sequence[Turn], tools: Sequence[dict[str, Any]]) -> str:
@@ -146,14 +180,20 @@ def parse_row(row: str | Mapping[str, Any]) -> Conversation:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"{where + ': ' if where else ''}{first['msg']}") from error
-    messages = line.messages or line.conversations or (line.prompt if isinstance(line.prompt, list) else None)
+    lists = (line.messages, line.conversations, line.prompt, line.input)
+    messages = next((found for found in lists if found and isinstance(found, list)), None)
+    about = line.input if isinstance(line.input, str) else None
+    asked = instruction(line.instruction, about) if line.instruction is not None else None
+    text = next((found for found in (line.prompt, asked, line.question, about) if isinstance(found, str)), None)
     turns: tuple[Turn, ...]
     if line.turns is not None:
         turns = tuple(line.turns)
     elif messages is not None:
         turns = split_turns([message.plain() for message in messages])
-    elif isinstance(line.prompt, str):
-        turns = (line.prompt,)
+    elif text is not None:
+        turns = (text,)
+    elif line.data is not None:
+        turns = tuple(line.data[::2])
     else:
         keys = sorted(parse_json(row) if isinstance(row, str) else row)
         raise ValueError(f"no conversation among the fields {', '.join(keys) or '(none)'}")

@@ -56,10 +56,10 @@ class Section(BaseModel):
 
 
 class PromptSource(Section):
-    """A prompt file, shipped set or `hf:owner/name[:split]`; relative paths start at the recipe's directory."""
+    """A prompt file, prompts by name (data/sources.py), or `hf:owner/name[/config][:split]`."""
 
     path: str
-    """A JSONL file, a shipped set or hf:owner/name[:split]; relative paths start at the recipe's directory."""
+    """A JSONL file, beside the recipe or where you are; a shipped set; prompts by name (gsm8k-train); hf:owner/name."""
     limit: int | None = Field(None, ge=1)
     """Conversations to take; null: all."""
     max_turns: int | None = Field(None, ge=1)
@@ -73,6 +73,8 @@ class DataSection(Section):
 
     prompts: list[PromptSource] = []
     """Where prompts come from; none: `responses` exists and is used as it is."""
+    directory: str | None = None
+    """Where prompts by name are looked for without network: NAME.jsonl; null: $OUTRIDER_DATA."""
     responses: str | None = None
     """Where regenerated responses live; OUT/responses.jsonl when null."""
     max_new_tokens: int = Field(256, ge=2)

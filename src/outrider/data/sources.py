@@ -1,10 +1,10 @@
-"""Sources of conversations: JSON Lines files, shipped sets, the standard library, Hugging Face data sets and tasks.
+"""Sources of conversations: JSON Lines files, prompts by name, the standard library, Hugging Face data sets.
 
     a line of a file     {"turns": [user turn, ...]} or {"messages": [...], "tools": [...]}; `id` is optional
-    a row of a data set  the column messages, conversations (from/value or role/content), turns or prompt
+    a row of a data set  any of the shapes that data/conversations.py reads
 
-Hugging Face data sets are `hf:owner/name[:split]` or a directory with a data set in it. Rows are streamed, so a limit
-costs no more than the rows it takes.
+Hugging Face data sets are `hf:owner/name[/config][:split]` or a directory with a data set in it. Rows are streamed, so
+a limit costs no more than the rows it takes.
 """
 
 from __future__ import annotations
@@ -12,21 +12,29 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import logging
+import os
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, NamedTuple
 
-from outrider.data.conversations import SHAPES, Conversation, parse_row
+import httpx
+
+from outrider.data.conversations import COLUMNS, SHAPES, Conversation, instruction, parse_row, row_of
 from outrider.sampling import SamplingParams
 from outrider.utils.files import cache_dir, write_atomically
 
 PREFIX = "hf:"
-_COLUMNS = ("messages", "conversations", "turns", "prompt")
+DATA = "OUTRIDER_DATA"  # the variable that names a directory of prompt files
+_log = logging.getLogger(__name__)
 
 
 def dataset_conversations(source: str) -> Iterator[Conversation]:
@@ -36,14 +44,17 @@ def dataset_conversations(source: str) -> Iterator[Conversation]:
         ValueError: `datasets` is not installed, the data set cannot be had, or none of its columns holds conversations.
     """
     name, _, split = source.removeprefix(PREFIX).partition(":")
-    rows = open_dataset(name, split or "train")
+    config = None
+    if not Path(name).exists() and name.count("/") == 2:
+        name, _, config = name.rpartition("/")
+    rows = open_dataset(name, split or "train", config)
     known = list(rows.column_names or next(iter(rows), {}))
     if not known:
         raise ValueError(f"data set {name!r} has no rows; of a directory, give a JSONL file in it.")
-    if not set(_COLUMNS) & set(known):
+    if not set(COLUMNS) & set(known):
         raise ValueError(
             f"data set {name!r} has the columns {', '.join(known)}; conversations are looked for in "
-            f"{', '.join(_COLUMNS)}. Rename a column, or write the prompts to a JSONL file."
+            f"{', '.join(COLUMNS)}. Rename a column, or write the prompts to a JSONL file."
         )
     bad = total = 0
     reason = ""
@@ -80,6 +91,9 @@ def open_dataset(name: str, split: str, config: str | None = None, files: str | 
             return datasets.load_from_disk(name)
         if (Path(name) / "dataset_dict.json").is_file():
             return datasets.load_from_disk(name)[split]
+        local = Path(name).exists()
+        if not local and not _offline() and not hub_answers():  # offline, the library looks into its own cache
+            raise ConnectionError(f"{_hub()} does not answer")
         if files is not None:  # by the reader of such files: the data set's own script, if any, is never run
             return datasets.load_dataset(
                 "json", data_files=f"hf://datasets/{name}/{files}", split=split, streaming=True
@@ -148,34 +162,49 @@ def _functions(tree: ast.Module, module: str) -> Iterator[tuple[str, str]]:
 
 
 # ----------------------------------------------------------------------------
-# The data sets that papers on drafting measure, by name, with their prompts: gsm8k, humaneval, mt-bench, ...
+# Prompts by name: the data sets that papers on drafting measure (gsm8k, humaneval, mt-bench, ...) and train on
+# (gsm8k-train, sharegpt, ...). A name is looked for in this order, and a message says where it was found:
 #
-#     name -> $OUTRIDER_CACHE/tasks/NAME.jsonl: read if there, else made of the Hugging Face data set's rows
+#     1. the hub               once; kept in $OUTRIDER_CACHE/tasks/NAME.jsonl
+#     2. a directory           $OUTRIDER_DATA, or the one that a recipe, a table or --data-dir names: NAME.jsonl in it
+#                              or in a directory in it
+#     3. the package           a shipped set of the same kind of text, in its place; results call it SET-for-NAME
 #
 # Mathematics asks for a boxed answer, HumanEval for a solution that passes the tests; the others are asked as they are:
 # the prompts of DFlash's evaluation (arXiv 2602.06036). Two have words of ours: LiveCodeBench, where DFlash's are
 # longer and want nothing but the program, and arena-hard, which is not in it. As in DSpark (arXiv 2607.05147) at most
-# 500 rows of a set count. LiveCodeBench is its newest file: all six are 4.5 GB, nearly all of it tests; figures on
-# it are not the papers'.
+# 500 rows of a set that is measured count. LiveCodeBench is its newest file: all six are 4.5 GB, nearly all of it
+# tests; figures on it are not the papers'.
 # ----------------------------------------------------------------------------
 
 
 _BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-_MOST_ROWS = 500
+_MOST_ROWS, _MOST_TRAINING_ROWS = 500, 20_000
+_SECONDS_FOR_THE_HUB = 3.0
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A data set on the hub. `turns` makes a conversation of a row; `files` are read instead of its own loading."""
+    """Prompts by a name.
+
+    Args:
+        repo: the data set on the hub.
+        shipped: the packaged set that stands in for it.
+        turns: makes a conversation of a row; None: the row is read as one of any data set.
+        files: read instead of the data set's own loading.
+        most: rows taken.
+    """
 
     name: str
     repo: str
     split: str
-    turns: Callable[[Row], list[str]]
+    shipped: str
+    turns: Callable[[Row], list[str]] | None = None
     config: str | None = None
     files: str | None = None
+    most: int = _MOST_ROWS
 
 
 def _problem(column: str) -> Callable[[Row], list[str]]:
@@ -193,26 +222,33 @@ def _livecodebench(row: Row) -> list[str]:
 
 
 def _alpaca(row: Row) -> list[str]:
-    return [f"{row['instruction']}\n\nInput:\n{row['input']}" if row.get("input") else row["instruction"]]
+    return [instruction(row["instruction"], row.get("input"))]
 
 
+def _prompt(row: Row) -> list[str]:
+    return [row["prompt"]]
+
+
+_MATH, _CODE, _CHAT = "eval_math", "eval_code", "eval_chat"
 TASKS = (
-    Task("gsm8k", "openai/gsm8k", "test", turns=_problem("question"), config="main"),
-    Task("math500", "HuggingFaceH4/MATH-500", "test", turns=_problem("problem")),
-    Task("aime25", "MathArena/aime_2025", "train", turns=_problem("problem")),
-    Task("humaneval", "openai/openai_humaneval", "test", turns=_humaneval),
-    Task("mbpp", "google-research-datasets/mbpp", "test", turns=lambda row: [row["prompt"]], config="sanitized"),
-    Task("livecodebench", "livecodebench/code_generation_lite", "train", turns=_livecodebench, files="test6.jsonl"),
-    Task("mt-bench", "HuggingFaceH4/mt_bench_prompts", "train", turns=lambda row: list(row["prompt"])),
-    Task("alpaca", "tatsu-lab/alpaca", "train", turns=_alpaca),
-    Task(
-        "arena-hard",
-        "lmarena-ai/arena-hard-auto",
-        "train",
-        turns=lambda row: [row["prompt"]],
-        files="data/arena-hard-v2.0/question.jsonl",
-    ),
-)
+    Task("gsm8k", "openai/gsm8k", "test", shipped=_MATH, turns=_problem("question"), config="main"),
+    Task("math500", "HuggingFaceH4/MATH-500", "test", shipped=_MATH, turns=_problem("problem")),
+    Task("aime25", "MathArena/aime_2025", "train", shipped=_MATH, turns=_problem("problem")),
+    Task("humaneval", "openai/openai_humaneval", "test", shipped=_CODE, turns=_humaneval),
+    Task("mbpp", "google-research-datasets/mbpp", "test", shipped=_CODE, turns=_prompt, config="sanitized"),
+    Task("livecodebench", "livecodebench/code_generation_lite", "train", shipped=_CODE, turns=_livecodebench,
+         files="test6.jsonl"),
+    Task("mt-bench", "HuggingFaceH4/mt_bench_prompts", "train", shipped=_CHAT, turns=lambda row: list(row["prompt"])),
+    Task("alpaca", "tatsu-lab/alpaca", "train", shipped=_CHAT, turns=_alpaca),
+    Task("arena-hard", "lmarena-ai/arena-hard-auto", "train", shipped=_CHAT, turns=_prompt,
+         files="data/arena-hard-v2.0/question.jsonl"),
+    Task("gsm8k-train", "openai/gsm8k", "train", shipped="train_math", turns=_problem("question"), config="main",
+         most=_MOST_TRAINING_ROWS),
+    Task("sharegpt", "Aeala/ShareGPT_Vicuna_unfiltered", "train", shipped="train_chat", most=_MOST_TRAINING_ROWS),
+    Task("ultrachat", "HuggingFaceH4/ultrachat_200k", "train_sft", shipped="train_chat", most=_MOST_TRAINING_ROWS),
+    Task("codealpaca", "sahil2801/CodeAlpaca-20k", "train", shipped="train_code", most=_MOST_TRAINING_ROWS),
+    Task("perfectblend", "mlabonne/open-perfectblend", "train", shipped="train_chat", most=_MOST_TRAINING_ROWS),
+)  # fmt: skip
 
 
 def task_names() -> list[str]:
@@ -220,34 +256,129 @@ def task_names() -> list[str]:
     return [task.name for task in TASKS]
 
 
-def task_file(name: str) -> Path:
-    """The cached JSONL file of a task, made on first use.
+class Found(NamedTuple):
+    """A file of prompts, what results call it, for people where it is from, and whether it stands in for another."""
+
+    path: Path
+    label: str
+    origin: str = ""
+    stands_in: bool = False
+
+
+def find_prompts(source: str | Path, directory: str | Path | None = None, fetch: bool = True) -> Found | None:
+    """The file of a source by its path or name; None where it is no file (a data set, `stdlib_functions`).
+
+    Args:
+        directory: of prompt files; None: $OUTRIDER_DATA.
+        fetch: whether a named data set may be fetched from the hub; where it is not here yet, nothing is said, either.
 
     Raises:
-        ValueError: it is not cached and cannot be had; the message names the file that would do.
+        ValueError: nothing of that path or name, or the directory is none or has two files of that name.
     """
-    task = next(task for task in TASKS if task.name == name)
-    path = cache_dir() / "tasks" / f"{name}.jsonl"
+    name = str(source)
+    if name == NAME or name.startswith(PREFIX) or Path(name).is_dir():
+        return None
+    if Path(name).is_file():
+        return Found(Path(name), Path(name).stem)
+    if (shipped := shipped_sets().get(name)) is not None:
+        return Found(shipped, name)
+    place = directory or os.environ.get(DATA)
+    task = next((task for task in TASKS if task.name == name), None)
+    if task is not None:
+        return _find_task(task, Path(place) if place else None, fetch)
+    if place and (file := _file_in(Path(place), name)) is not None:
+        return Found(file, name, str(file))
+    raise ValueError(
+        f"no prompt file {name!r}; give a JSONL path or one of the shipped sets: "
+        f"{', '.join([*shipped_sets(), NAME])}; one of the tasks {', '.join(task_names())}; "
+        f"or {PREFIX}owner/name for a Hugging Face data set."
+    )
+
+
+def _find_task(task: Task, directory: Path | None, fetch: bool) -> Found:
+    path = cache_dir() / "tasks" / f"{task.name}.jsonl"
+    why: str | None = "not fetched"
+    if fetch and not path.is_file():
+        if _offline():
+            why = f"{' or '.join(_OFFLINE)} is set"
+        else:
+            why = _not_fetched(task, path) if hub_answers() else f"{_hub()} does not answer"
     if path.is_file():
-        return path
+        return Found(path, task.name, f"{task.repo} of the hub")
+    file = None if directory is None else _file_in(directory, task.name)
+    if file is not None:
+        return Found(file, task.name, f"{file} ({why})")
+    here = f"${DATA} names no directory" if directory is None else f"no {task.name}.jsonl in {directory}"
+    origin = f"the shipped set {task.shipped} in its place ({why}; {here})"
+    return Found(shipped_sets()[task.shipped], f"{task.shipped}-for-{task.name}", origin, stands_in=True)
+
+
+def _file_in(directory: Path, name: str) -> Path | None:
+    """NAME.jsonl in a directory or one level below; `_` stands for `-`, and _prompts may be behind the name."""
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is no directory: ${DATA} and --data-dir name one with NAME.jsonl files.")
+    files = sorted([*directory.glob("*.jsonl"), *directory.glob("*/*.jsonl")])
+    found = [file for file in files if file.stem.lower().replace("_", "-").removesuffix("-prompts") == name]
+    if len(found) > 1:
+        raise ValueError(f"{', '.join(map(str, found))}: which of them is {name}? Leave one there, or give its path.")
+    return found[0] if found else None
+
+
+@cache
+def _not_fetched(task: Task, path: Path) -> str | None:
+    """Fetch a task into the cache; the reason where that failed, which is not tried again in this process."""
     try:
-        rows = open_dataset(task.repo, task.split, task.config, files=task.files)
-        lines = [
-            json.dumps({"id": f"{name}-{number}", "turns": task.turns(row)}, ensure_ascii=False)
-            for number, row in enumerate(islice(rows, _MOST_ROWS), start=1)
-        ]
+        rows = islice(open_dataset(task.repo, task.split, task.config, files=task.files), task.most)
+        lines = [json.dumps(line, ensure_ascii=False) for line in _task_lines(task, rows)]
         if not lines:
             raise ValueError(f"the data set {task.repo} has no rows")
     except Exception as error:  # rows are streamed: the network may fail at any of them, in any library's way
-        reason = str(error).splitlines()[0] if str(error) else "no details"
-        raise ValueError(
-            f"task {name!r} is not cached and cannot be had from the hub ({type(error).__name__}: {reason}). Without "
-            f'network, write its prompts to {path}, one {{"turns": [...]}} per line, or give a JSONL file of yours '
-            "instead of its name."
-        ) from error
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(f"{line}\n" for line in lines), durable=True)
-    return path
+    return None
+
+
+def _task_lines(task: Task, rows: Iterator[Row]) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(rows, start=1):
+        if task.turns is not None:
+            yield {"id": f"{task.name}-{number}", "turns": task.turns(row)}
+            continue
+        with suppress(ValueError):  # such collections have rows without anything to answer
+            yield {**row_of(parse_row({k: v for k, v in row.items() if k in COLUMNS})), "id": f"{task.name}-{number}"}
+
+
+def _hub() -> str:
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+
+
+def _offline() -> bool:
+    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in _OFFLINE)
+
+
+_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+
+
+@cache
+def hub_answers() -> bool:
+    """Whether the hub can be reached; asked once per process, for three seconds."""
+    answered: list[bool] = []
+
+    def ask() -> None:
+        with suppress(httpx.HTTPError, OSError):
+            httpx.head(_hub(), timeout=_SECONDS_FOR_THE_HUB)
+            answered.append(True)
+
+    # In a thread: the timeout does not bound the lookup of the name.
+    asking = Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_SECONDS_FOR_THE_HUB)
+    return bool(answered)
+
+
+@cache
+def _say_once(line: str, level: int) -> None:
+    _log.log(level, line)
 
 
 # ----------------------------------------------------------------------------
@@ -261,27 +392,57 @@ def shipped_sets() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.jsonl"))}
 
 
-def iterate_prompts(path_or_name: str | Path) -> Iterator[Conversation]:
+def iterate_prompts(path_or_name: str | Path, directory: str | Path | None = None) -> Iterator[Conversation]:
     """Conversations of a source one by one, so that a limit need not read all of it. See `load_prompts`."""
     name = str(path_or_name)
-    if name == NAME:
+    found = find_prompts(name, directory)
+    if found is None and name == NAME:
         yield from (Conversation(key, (turn,)) for key, turn in stdlib_turns())
-    elif name in task_names() and not Path(name).exists():
-        yield from _lines(task_file(name))
-    elif name.startswith(PREFIX) or Path(name).is_dir():
+    elif found is None:
         yield from dataset_conversations(name)
     else:
-        yield from _lines(shipped_sets().get(name, Path(name)))
+        if found.origin:
+            _say_once(f"prompts {name}: {found.origin}", logging.WARNING if found.stands_in else logging.INFO)
+        yield from _lines(found.path)
 
 
-def load_prompts(path_or_name: str | Path, limit: int | None = None) -> list[Conversation]:
-    """Read a JSONL file, a shipped set, `stdlib_functions` or a task (gsm8k, ...) by its name, `hf:owner/name[:split]`,
-    or a data set's directory.
+def load_prompts(
+    path_or_name: str | Path, limit: int | None = None, directory: str | Path | None = None
+) -> list[Conversation]:
+    """Read a JSONL file, a shipped set, `stdlib_functions`, prompts by name (gsm8k, ...; see above), a data set of the
+    hub (`hf:owner/name[/config][:split]`), or a data set's directory.
+
+    Args:
+        directory: where prompts by name are looked for without network; None: $OUTRIDER_DATA.
 
     Raises:
         ValueError: no such file or set, or a malformed line (the message names file and line).
     """
-    return list(islice(iterate_prompts(path_or_name), limit))
+    return list(islice(iterate_prompts(path_or_name, directory), limit))
+
+
+def prompt_sources(sources: Sequence[str], directory: str | None = None) -> list[bool]:
+    """Whether each of several sources is to be read: not a shipped set in another's place if it is read anyway.
+
+    Raises:
+        ValueError: see `find_prompts`.
+    """
+    found = [find_prompts(source, directory) for source in sources]
+    taken = {file.path for file in found if file is not None and not file.stands_in}
+    chosen = []
+    for source, file in zip(sources, found, strict=True):
+        chosen.append(file is None or not file.stands_in or file.path not in taken)
+        if file is not None and not chosen[-1]:
+            _say_once(f"prompts {source}: left out, {file.path.stem} is read once: {file.origin}", logging.WARNING)
+        elif file is not None:
+            taken.add(file.path)
+    return chosen
+
+
+def prompts_label(source: str | Path) -> str:
+    """What results call a source: its name, a file's without its ending, SET-for-NAME where a shipped set stands in."""
+    found = find_prompts(source)
+    return Path(str(source)).stem if found is None else found.label
 
 
 @dataclass(frozen=True)
@@ -296,24 +457,18 @@ class TaskSettings:
 
 
 def load_tasks(tasks: Sequence[str], max_samples: int | None = None) -> list[tuple[str, list[Conversation]]]:
-    """(name, prompts) of each task; the name is that of the file without its ending.
+    """(name, prompts) of each task; the name is `prompts_label`.
 
     Raises:
         ValueError: a task file is missing or malformed, or has the name of another.
     """
-    names = [Path(task).stem for task in tasks]
+    names = [prompts_label(task) for task in tasks]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"two task files are called {', '.join(twice)}, and results go by that name: rename one.")
     return [(name, load_prompts(task, max_samples)) for name, task in zip(names, tasks, strict=True)]
 
 
 def _lines(path: Path) -> Iterator[Conversation]:
-    if not path.is_file():
-        raise ValueError(
-            f"no prompt file {str(path)!r}; give a JSONL path or one of the shipped sets: "
-            f"{', '.join([*shipped_sets(), NAME])}; one of the tasks {', '.join(task_names())}; "
-            f"or {PREFIX}owner/name for a Hugging Face data set."
-        )
     empty = True
     with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, text in enumerate(file, start=1):

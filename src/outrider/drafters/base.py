@@ -125,6 +125,10 @@ class Drafter(ABC):
         """Most tokens of `propose` that can be accepted: `gamma`, copies left out."""
         return self.gamma
 
+    def of_length(self, gamma: int) -> Drafter:
+        """The same drafter as one that always drafts `gamma` tokens; only a block drafter's pass depends on it."""
+        return self
+
     @abstractmethod
     def new_session(self, capacity: int) -> Any:
         """An empty session for at most `capacity` committed tokens."""

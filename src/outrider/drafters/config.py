@@ -107,6 +107,15 @@ class DrafterConfig:
         """
         raise NotImplementedError(f"{cls.__name__} has no from_target: it cannot be trained.")
 
+    @classmethod
+    def default_objective(cls, chosen: Mapping[str, Any]) -> dict[str, float]:
+        """The fields of a recipe's `objective` (training/recipe.py) that have another default for this method.
+
+        Args:
+            chosen: fields that the recipe sets of the config.
+        """
+        return {}
+
     def as_recipe(self) -> dict[str, Any]:
         """The recipe section that this config would follow from, as JSON."""
         names = [name for name in _recipe_fields(type(self)) if hasattr(self, name)]

@@ -8,15 +8,18 @@ Embedding and LM head are the target's, frozen, and live outside this module.
 Layouts: with `sample_from_anchor` row k predicts the token *after* its position, so gamma rows give gamma drafts;
 without it rows 1..gamma (the masks) predict the token *at* theirs, and row 0 only conditions.
 
+Training is by cross-entropy alone, position k of the block weighing exp(-(k - 1) / decay) (`loss_decay`).
+
 Source: DFlash, arXiv 2602.06036; the two layouts as in DeepSpec checkpoints.
 Shapes: N blocks, K rows a block, S context slots, L aux layers, T target hidden, H draft hidden, E head dim.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
@@ -71,6 +74,14 @@ def default_aux_layers(num_target_layers: int, count: int) -> list[int]:
         return [num_target_layers // 2]
     first, last = 1, num_target_layers - 3
     return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
+
+
+def loss_decay(block_size: int) -> float:
+    """The decay of the loss in positions: 4, 5 and 7 for blocks of 8, 10 and 16 rows, the anchor included.
+
+    Linear between these three, which are DFlash's, and beyond them with the slope of the nearer two (ours).
+    """
+    return 5 + (block_size - 10) / (2 if block_size < 10 else 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +144,10 @@ class DFlashConfig(LayerConfig):
             raise ValueError(f"sliding_window null leaves the layers of kind {SLIDING} without a window.")
         if self.is_causal is None and not self.layer_types:
             raise ValueError("is_causal null is for layers of two kinds (layer_types): say true or false.")
+
+    @classmethod
+    def default_objective(cls, chosen: Mapping[str, Any]) -> dict[str, float]:
+        return {"ce": 1.0, "l1": 0.0, "confidence": 0.0, "decay": loss_decay(chosen.get("block_size", cls.block_size))}
 
     @classmethod
     def from_target(
@@ -391,6 +406,15 @@ class BlockDrafter(ModuleDrafter[DFlash]):
         super().__init__(weights, target, calibration)
         config = weights.config
         self.head = capped(self.head, config.output_multiplier, config.final_logit_softcapping)
+
+    def of_length(self, gamma: int) -> BlockDrafter:
+        """The same weights with blocks of `gamma` drafts, sessions in common; fewer than its own."""
+        rows = self.config.block_size - self.config.gamma + gamma
+        found = copy.copy(self)
+        found.module = copy.copy(self.module)  # modules and parameters are shared
+        found.module.config = found.config = replace(self.config, block_size=rows)
+        found.gamma = gamma
+        return found
 
     def new_session(self, capacity: int) -> DraftSession:
         """Empty draft KV caches for one request of at most `capacity` committed tokens, or a layer's window of them."""

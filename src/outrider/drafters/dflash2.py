@@ -250,6 +250,10 @@ class DFlash2Drafter(BlockDrafter):
 
     module: DFlash2
 
+    def of_length(self, gamma: int) -> BlockDrafter:
+        """As DFlash's, but for blocks that the convolution is too long for: those have as many rows as it sees."""
+        return super().of_length(max(gamma, self.module.config.conv_kernel_size - 1))
+
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> list[Draft]:
         """Draft for every call, gamma tokens each at most, while c_k is at least `min_confidence`."""
         hidden_RKH = self.block_hidden([call.session for call in calls], [call.anchor for call in calls])

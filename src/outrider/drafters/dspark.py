@@ -9,8 +9,9 @@ confidence head is DeepSpec's own spelling of DFlash.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -47,6 +48,10 @@ class DSparkConfig(DFlashConfig):
             raise ValueError(
                 "confidence_head_with_markov needs a sequential head: set markov_rank above 0, or it to false."
             )
+
+    @classmethod
+    def default_objective(cls, chosen: Mapping[str, Any]) -> dict[str, float]:
+        return {}  # what the objective's own defaults are: cross-entropy 0.1, 1-norm 0.9, confidence 1.0
 
     def describe_heads(self) -> list[tuple[str, str]]:
         kind = f"{self.markov_head_type}, rank {self.markov_rank}" if self.markov_rank else "none"

@@ -3,9 +3,10 @@
     repeat 1:  A k=3   B k=3   C k=3   A k=7   B k=7 ...     lengths shuffled, drafters one after another,
     repeat 2:  B k=1   C k=1   A k=1 ...                     starting with another drafter: drift affects all alike
 
-A round is what decoding asks of a drafter: read the tokens that the last round committed (`extend`), then `propose` at
-most k. A drafter with one parallel pass computes its whole block whatever k is, as in serving.
-As in Figure 3 of DFlash, arXiv 2602.06036.
+A round is what decoding asks of a drafter: read the tokens that the last round committed (`extend`), then `propose` k.
+A block drafter (DFlash, DFlash 2, DSpark) drafts a block of k tokens here, backbone and heads alike, as one trained
+with that block size would. In serving a limit below its own block shortens LM head and sampling chain alone.
+What Figure 3 of DFlash, arXiv 2602.06036, shows.
 """
 
 from __future__ import annotations
@@ -100,6 +101,10 @@ def measure_costs(
         raise ValueError(f"context {context}: {target.name} reads {target.max_context} tokens; give less.")
     tokens = sample_text(target, context + 1)
     aux_layers = [_aux_hidden_states(target, drafter, tokens[:-1]) for _, drafter in drafters]
+    shortened = [
+        {gamma: drafter if gamma == drafter.own_gamma else drafter.of_length(gamma) for gamma in gammas}
+        for (_, drafter), gammas in zip(drafters, rounds_each, strict=True)
+    ]
     spent: dict[tuple[int, int], list[tuple[float, float, int]]] = {}
     shuffle = random.Random(0).shuffle
     for repeat in range(WARM_UP + repeats):
@@ -113,7 +118,7 @@ def measure_costs(
             for turn in range(len(drafters)):
                 i = (turn + repeat) % len(drafters)
                 if gamma in rounds_each[i]:
-                    spent.setdefault((i, gamma), []).append(sessions[i].round(gamma))
+                    spent.setdefault((i, gamma), []).append(sessions[i].round(gamma, shortened[i][gamma]))
         for timed in sessions:
             timed.drafter.end(timed.session)
         on_progress("bench-drafters", repeat + 1, WARM_UP + repeats)
@@ -154,11 +159,15 @@ class TimedSession:
         self.reading, self.proposing = Clock(target.device), Clock(target.device)
         drafter.extend([self.session], [self.tokens[:-1]], aux_layers)
 
-    def round(self, gamma: int) -> tuple[float, float, int]:
-        """Time one round: (seconds of reading, seconds of proposing, number of proposed tokens)."""
+    def round(self, gamma: int, drafter: Drafter) -> tuple[float, float, int]:
+        """Time one round: (seconds of reading, seconds of proposing, number of proposed tokens).
+
+        Args:
+            drafter: the session's, as one of drafts of `gamma` tokens.
+        """
         read = self.tokens[-READ - 1 : -1]
         with self.reading:
-            self.drafter.extend([self.session], [read], None if self.aux_layers is None else self.aux_layers[-READ:])
+            drafter.extend([self.session], [read], None if self.aux_layers is None else self.aux_layers[-READ:])
         self.committed += READ
         call = DraftCall(
             self.session,
@@ -170,7 +179,7 @@ class TimedSession:
             position=self.committed,
         )
         with self.proposing:
-            (proposal,) = self.drafter.propose([call])
+            (proposal,) = drafter.propose([call])
         return self.reading.take(), self.proposing.take(), len(proposal.tokens)
 
 

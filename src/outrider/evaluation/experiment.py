@@ -23,11 +23,12 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from outrider.data.regenerate import Section
+from outrider.data.sources import find_prompts
 from outrider.training.recipe import Recipe, load_recipe, read_fields
 from outrider.utils.packaged import packaged
 
 Option = str | int | float | bool | list[str]
-_SET_BY_TABLE = {"target", "drafter", "tasks", "label", "out"}  # options of outrider eval that rows may not set
+_SET_BY_TABLE = {"target", "drafter", "tasks", "data_dir", "label", "out"}  # of outrider eval's options; no row may
 
 
 class Row(Section):
@@ -59,12 +60,13 @@ class Row(Section):
 class ExperimentTable(Section):
     """The YAML file of an experiment.
 
-    Recipes and task files are relative to it or to the working directory, `out` to the latter.
+    Recipes, task files and `data_directory` are relative to it or to the working directory, `out` to the latter.
     """
 
     out: str
     recipe: str
     responses: str | None = None  # a file of outrider prepare; null: prepared by the table's recipe
+    data_directory: str | None = None  # where prompts by name are looked for without network; null: $OUTRIDER_DATA
     # Target layers that any row reads. Their features are written to OUT/features once, instead of being computed by
     # every training (three quarters of a step on a CPU). null: no store.
     feature_aux_layers: list[int] | None = None
@@ -168,8 +170,12 @@ def _with_paths(table: ExperimentTable, directory: Path) -> ExperimentTable:
             calibrate = calibrate | {"tasks": [found(task) for task in tasks]}
         own = None if row.recipe is None else recipe(row.recipe)
         rows[name] = row.model_copy(update={"recipe": own, "calibrate": calibrate})
+    place = table.data_directory
+    if place is not None and (directory / place).is_dir():
+        place = str(directory / place)
     tasks = [found(task) for task in table.tasks]
-    return table.model_copy(update={"recipe": recipe(table.recipe), "tasks": tasks, "rows": rows})
+    made = {"recipe": recipe(table.recipe), "tasks": tasks, "rows": rows, "data_directory": place}
+    return table.model_copy(update=made)
 
 
 def _as_overrides(fields: Mapping[str, Any]) -> list[str]:
@@ -199,6 +205,7 @@ class Stage:
     Args:
         args: of `outrider`.
         inputs: files whose contents it depends on.
+        prompts: sources of prompts, by path or name, that it depends on, as they are found on this machine.
         stamp: file that records its success; None: run every time.
         output: file that exists once all of its work is done.
         row: the row it belongs to, "" for none.
@@ -209,11 +216,12 @@ class Stage:
     stamp: Path | None
     output: Path | None = None
     row: str = ""
+    prompts: Sequence[str] = ()
 
     def digest(self) -> str:
         """SHA-256 of the command and the present contents of its files."""
         digest = hashlib.sha256(json.dumps(self.args).encode())
-        for path in self.inputs:
+        for path in [*self.inputs, *map(_prompt_file, self.prompts)]:
             digest.update(hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b"-")
         return digest.hexdigest()
 
@@ -234,6 +242,15 @@ class Stage:
         if self.stamp is not None:
             self.stamp.parent.mkdir(parents=True, exist_ok=True)
             self.stamp.write_text(self.digest() + "\n")
+
+
+def _prompt_file(source: str) -> Path:
+    """The file of a source of prompts, without fetching it; a path that is not there where none is found."""
+    try:
+        found = find_prompts(source, fetch=False)
+    except ValueError:
+        found = None
+    return Path(source) if found is None else found.path
 
 
 def plan(table: ExperimentTable) -> list[Stage]:
@@ -258,9 +275,9 @@ def _data_stages(table: ExperimentTable) -> tuple[list[Stage], dict[str, Any]]:
     stages = []
     responses = out / "responses.jsonl" if table.responses is None else Path(table.responses)
     if table.responses is None:
-        command = ["prepare", "--recipe", str(base), "--out", str(responses), *_threads(table)]
-        prompts = [Path(source.path) for source in load_recipe(base).data.prompts]
-        stages.append(Stage(command, [base, *prompts], out / "stamps" / "prepare", output=responses))
+        command = ["prepare", "--recipe", str(base), "--out", str(responses), *_data(table), *_threads(table)]
+        prompts = [source.path for source in load_recipe(base).data.prompts]
+        stages.append(Stage(command, [base], out / "stamps" / "prepare", output=responses, prompts=prompts))
     fields: dict[str, Any] = {"data.prompts": [], "data.responses": str(responses)}
     if table.feature_aux_layers is not None:
         store = out / "features"
@@ -285,11 +302,12 @@ def _trainings(table: ExperimentTable, shared: dict[str, Any], inputs: list[Path
         if row.calibrate is not None:
             drafter, tasks = str(directory / "drafter"), row.calibrate.get("tasks")
             command = ["calibrate", "--target", table.target, "--drafter", drafter]
-            command += [*_options(row.calibrate), *_threads(table)]
+            command += [*_options(row.calibrate), *_data(table), *_threads(table)]
             # outrider.json, which it writes, is among its inputs: stages are stamped after they end, and a drafter
             # that was trained again has lost its calibration even if the weights came out the same.
-            files = [*_checkpoint_files(drafter), *map(Path, tasks if isinstance(tasks, list) else [])]
-            stages.append(Stage(command, files, stamps / f"calibrate-{name}-{seed}", row=name))
+            used = tasks if isinstance(tasks, list) else str(tasks).split(",")
+            files, stamp = _checkpoint_files(drafter), stamps / f"calibrate-{name}-{seed}"
+            stages.append(Stage(command, files, stamp, row=name, prompts=used))
     return stages
 
 
@@ -298,10 +316,10 @@ def _evaluations(table: ExperimentTable) -> list[Stage]:
     for name, seed, drafter in table.drafters():
         directory = out / name / (f"eval-{seed}" if seed is not None else "eval")
         command = ["eval", "--target", table.target, "--drafter", drafter, "--label", name, "--out", str(directory)]
-        command += [*_options({"tasks": table.tasks} | table.eval_options(name)), *_threads(table)]
-        inputs = [*_checkpoint_files(drafter), *map(Path, table.tasks)]
+        command += [*_options({"tasks": table.tasks} | table.eval_options(name)), *_data(table), *_threads(table)]
+        inputs, output = _checkpoint_files(drafter), directory / "results.json"
         stamp = out / "stamps" / directory.relative_to(out).as_posix().replace("/", "-")
-        stages.append(Stage(command, inputs, stamp, output=directory / "results.json", row=name))
+        stages.append(Stage(command, inputs, stamp, output=output, row=name, prompts=table.tasks))
     return stages
 
 
@@ -333,6 +351,10 @@ def _draft_shape(table: ExperimentTable, name: str) -> dict[str, Option]:
 def _checkpoint_files(drafter: str) -> list[Path]:
     """The files of a drafter; outrider.json holds its calibration."""
     return [Path(drafter) / name for name in ("config.json", "model.safetensors", "outrider.json")]
+
+
+def _data(table: ExperimentTable) -> list[str]:
+    return [] if table.data_directory is None else ["--data-dir", table.data_directory]
 
 
 def _threads(table: ExperimentTable) -> list[str]:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from outrider.backends.base import Acceptance, Backend, ReportsAcceptance
 from outrider.data.chat import render, response_text
 from outrider.data.conversations import Conversation, chat_messages
-from outrider.data.sources import load_prompts
+from outrider.data.sources import load_prompts, prompts_label
 from outrider.decoding.request import StopRules
 from outrider.engine.batch import Output, Request, StepRecord
 from outrider.sampling import SamplingParams
@@ -201,7 +200,7 @@ def mixed_prompts(
     """
     shuffled = []
     for task in tasks:
-        name = Path(task).stem
+        name = prompts_label(task)
         conversations = [(name, conversation) for conversation in load_prompts(task)]
         random.Random(f"{seed} {name}").shuffle(conversations)
         shuffled.append(conversations)

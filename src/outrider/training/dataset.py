@@ -14,7 +14,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from outrider.data.regenerate import (
     regenerate,
 )
 from outrider.data.responses import Reply, Sample, join_turns, read_responses, sole_writer, truncation_warning
-from outrider.data.sources import iterate_prompts
+from outrider.data.sources import iterate_prompts, prompt_sources
 from outrider.target.hub import canonical_id
 from outrider.target.model import Target
 from outrider.training.recipe import Recipe
@@ -47,10 +47,11 @@ def recipe_prompts(data: DataSection) -> list[Conversation]:
         ValueError: two different conversations have the same id.
     """
     sources = []
-    for source in data.prompts:
+    read = prompt_sources([source.path for source in data.prompts], data.directory)
+    for source in compress(data.prompts, read):
         chosen = (
             conversation.first_turns(source.max_turns)
-            for conversation in iterate_prompts(source.path)
+            for conversation in iterate_prompts(source.path, data.directory)
             if source.max_characters is None or conversation.opening_characters <= source.max_characters
         )
         sources.append(list(islice(chosen, source.limit)))

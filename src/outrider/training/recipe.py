@@ -19,7 +19,9 @@ from pydantic import (
     SerializeAsAny,
     SerializerFunctionWrapHandler,
     ValidationError,
+    ValidationInfo,
     create_model,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -76,7 +78,11 @@ class LatticeTerms(Section):
 
 
 class ObjectiveConfig(Section):
-    """Weights of the terms of the loss, and of draft positions in all of them (training/loss.py)."""
+    """Weights of the terms of the loss, and of draft positions in all of them (training/loss.py).
+
+    The defaults are DSpark's (arXiv 2607.05147). A recipe has those of its drafter's method (`default_objective` of its
+    config): DFlash and what is built on it are trained by cross-entropy alone.
+    """
 
     ce: float = Field(0.1, ge=0)
     """Weight of the cross-entropy with the response's tokens."""
@@ -228,8 +234,8 @@ class Recipe(Section):
         default_factory=method_of(_DEFAULT_METHOD).section
     )
     """Fields of the method's config (drafters/NAME.py); dspark where `algorithm` is left out."""
-    objective: ObjectiveConfig = ObjectiveConfig()
-    """Weights of the terms of the loss."""
+    objective: ObjectiveConfig = Field(ObjectiveConfig(), validate_default=True)
+    """Weights of the terms of the loss; dflash, dflash2, lilicorr: ce 1, l1 0, confidence 0, a decay by block_size."""
     optimizer: OptimizerSection = OptimizerSection()
     """Steps, batches and learning rate."""
     watch: WatchSection = WatchSection()
@@ -243,6 +249,16 @@ class Recipe(Section):
     save_every: int = Field(500, ge=1)
     """Steps between checkpoints to resume from."""
 
+    @field_validator("objective", mode="before")
+    @classmethod
+    def _objective_of_the_method(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, ObjectiveConfig):
+            value = {name: getattr(value, name) for name in value.model_fields_set}
+        section = info.data.get("drafter")  # None: it is not valid, which is told
+        if section is None or not isinstance(value, Mapping):
+            return value
+        return section.config.default_objective(section.chosen()) | dict(value)
+
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe, a file or a packaged one's name, and apply `key.path=value` overrides (values are YAML).
@@ -255,7 +271,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise ValueError(f"no recipe {path}: give a YAML file, or one that outrider recipe lists.")
     recipe = read_fields(path, Recipe, overrides, kind="recipe", needs="target, out and data")
     sources = [s.model_copy(update={"path": _beside(path, s.path)}) for s in recipe.data.prompts]
-    found: dict[str, Any] = {"data": recipe.data.model_copy(update={"prompts": sources})}
+    place = recipe.data.directory
+    if place is not None and (path.parent / place).is_dir():
+        place = str(path.parent / place)
+    found: dict[str, Any] = {"data": recipe.data.model_copy(update={"prompts": sources, "directory": place})}
     if recipe.start_from is not None:
         beside = path.parent / recipe.start_from
         there = (beside / "config.json").is_file()

@@ -78,13 +78,23 @@ _FREE_TO_CHANGE: Any = {
     **dict.fromkeys(("parallel", "shard_target", "compile", "watch"), True),
     "features": {"directory", "max_gb", "shard_tokens"},
     # The samples themselves are compared; who made them, and how fast, does not matter.
-    "data": {"base_urls", "served_model", "chat_api", "concurrency", "timeout", "retries", "batch_size", "max_minutes"},
+    "data": {
+        "directory",
+        "base_urls",
+        "served_model",
+        "chat_api",
+        "concurrency",
+        "timeout",
+        "retries",
+        "batch_size",
+        "max_minutes",
+    },
     "optimizer": {"max_anchors_per_forward", "max_context_per_forward", "checkpoint_activations"},
 }
 
 _NOT_RECORDED: Any = {  # places and addresses, which a published checkpoint should not name
     "out": True,
-    "data": {"prompts", "responses", "base_urls"},
+    "data": {"prompts", "directory", "responses", "base_urls"},
     "features": {"directory"},
     "start_from": True,
     "log": True,
