@@ -276,7 +276,7 @@ def test_errors_are_told_of_every_task_and_of_all_with_and_without_offsets() -> 
             found.append([Rounds(sigmoid(logits_NK - shifts), right.accepted_N, right.admitted_N)])
         return found
 
-    collected = {f"some/{name}.jsonl": conversations(shifts, i) for i, (name, shifts) in enumerate(tasks.items())}
+    collected = {name: conversations(shifts, i) for i, (name, shifts) in enumerate(tasks.items())}
     settings = TaskSettings(params=SamplingParams(temperature=1.0))
     result = calibrate(collected, list(collected), [], settings=settings, versions={})
     found = {(error.task, error.scaling): error for error in result.calibration.errors}

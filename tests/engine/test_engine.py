@@ -396,6 +396,17 @@ def test_unread_aux_layers_are_bounded(target: Target, drafter: BlockDrafter, mo
     assert 24 < most <= 40
 
 
+def test_what_waits_for_the_drafter_holds_no_rows_of_other_requests(target: Target, drafter: BlockDrafter) -> None:
+    engine = Engine(target, drafter, gate=Sometimes(0), config=EngineConfig(3, 64, 16, 64))
+    for number, prompt in enumerate(prompts(3)):
+        engine.submit(Request(str(number), prompt, rules=StopRules(6, stop_ids=())))
+    held = []
+    while not engine.idle:
+        engine.step()
+        held += [aux for live in engine._states.values() for _, aux in live.unread if aux is not None]
+    assert held and all(aux.untyped_storage().nbytes() == aux.nbytes for aux in held)
+
+
 @pytest.mark.slow
 @torch.inference_mode()
 def test_the_real_model_in_company(smollm: Target) -> None:

@@ -320,7 +320,7 @@ def test_blocks_of_another_size_are_the_same_weights() -> None:
         assert (other.weights.module.state_dict()[name] == tensor).all(), name
 
 
-@pytest.mark.parametrize("method", ["dspark", "dflash", "dflash2"])
+@pytest.mark.parametrize("method", ["dspark", "dflash", "dflash2", "domino"])
 def test_a_drafter_of_another_length_is_one_with_another_block_size(method: str) -> None:
     target, tokens = toy_target(), list(range(20, 31))
     module = method_of(method).module(config_of(method, block_size=6))
@@ -343,8 +343,26 @@ def test_a_drafter_of_another_length_is_one_with_another_block_size(method: str)
         theirs = other.new_session(40)
         other.extend([theirs], [tokens], aux[0])
         assert drafted(own.of_length(gamma), session) == drafted(other, theirs) and own.gamma == module.config.gamma
-    gamma = 1  # DFlash 2's convolution sees three rows, so that its block keeps them
+    gamma = 1  # DFlash 2's convolution sees three rows, and Domino corrects the second draft: their blocks keep these
     assert len(drafted(own.of_length(1), session)) == 1
+
+
+@pytest.mark.parametrize("more", [{}, {"conv_kernel_size": 3, "conv_group_size": 8}])
+def test_a_lattice_of_another_length_scores_fewer_positions(more: dict[str, int]) -> None:
+    target, tokens = toy_target(), list(range(20, 31))
+    module = method_of("lilicorr").module(config_of("lilicorr", block_size=6, **more))
+    randomise(module)
+    weights = DrafterWeights(module)
+    own = weights.serve(target)
+    aux = target.forward(torch.tensor([tokens]), target.new_cache(20), own.aux_layers, logits=0).aux_BTLD
+    session = own.new_session(40)
+    own.extend([session], [tokens], aux if aux is None else aux[0])
+    for gamma in range(1, module.config.gamma):
+        seen, source = SeenTokens(target.vocab_size), SeededSource(0)
+        call = DraftCall(session, 5, SamplingParams(), seen=seen, source=source, limit=gamma, position=len(tokens) + 1)
+        assert len(own.of_length(gamma).propose([call])[0].tokens) == gamma
+    with pytest.raises(ValueError, match="weights for each position"):
+        with_block_size(Checkpoint(weights, {}), module.config.block_size - 1)
 
 
 def costs_of(machine: dict[str, Any], **milliseconds: list[float]) -> DraftCosts:

@@ -195,6 +195,13 @@ def _counted_read(read: Callable[[Tensor], Any], kind: str) -> Callable[..., Any
     return counted
 
 
+def _numpy(self: Tensor, *, force: bool = False) -> Any:
+    if not force:
+        return _refused_numpy(self)
+    _counts().sync("numpy")
+    return self.held.detach().numpy()  # type: ignore[attr-defined]
+
+
 def _refused_numpy(self: Tensor, *_: Any, **__: Any) -> Any:
     raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
 
@@ -208,7 +215,7 @@ _METHODS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.cpu: lambda self, *_, **__: _to(self, "cpu"),
     torch.Tensor.cuda: lambda self, *_, **__: self,
     torch.Tensor.tolist: _counted_read(lambda values: values.tolist(), "tolist"),
-    torch.Tensor.numpy: _refused_numpy,
+    torch.Tensor.numpy: _numpy,
     torch.Tensor.__array__: _refused_numpy,
     torch.Tensor.new_tensor: _new_tensor,
     torch.Tensor.is_pinned: lambda self, *_: False,

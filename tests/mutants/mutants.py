@@ -1213,8 +1213,8 @@ MUTANTS: list[Mutant] = [
         (
             "cost_prompts_counted",
             "what reading prompts takes counts against the step, so that drafts look cheap beside them",
-            "found_N: Floats = seconds_N - (alone_2[1] - alone_2[0])",
-            "found_N: Floats = seconds_N",
+            "np.maximum(seconds_N - (alone_2[1] - alone_2[0]), alone_2[0])",
+            "seconds_N",
             "tests/scheduling/test_scheduling.py",
         ),
         (

@@ -27,7 +27,7 @@ from torch import Tensor
 from outrider.calibration.fit import Rounds, TaskRounds
 from outrider.data.chat import render
 from outrider.data.conversations import Conversation
-from outrider.data.sources import TaskSettings, load_prompts
+from outrider.data.sources import TaskSettings, load_prompts, prompts_label
 from outrider.decoding.drafting import Drafting
 from outrider.decoding.generate import RoundStats, SingleRequest, generate
 from outrider.decoding.request import StopRules
@@ -112,17 +112,19 @@ def collect_tasks(
     settings: TaskSettings,
     on_progress: Callable[[str, int, int], None] = lambda task, done, total: None,
 ) -> dict[str, list[list[Rounds]]]:
-    """Collect the rounds of each task with `collect`.
+    """Collect the rounds of each task with `collect`, by what results call it (`prompts_label`).
 
     Raises:
-        ValueError: a task file is missing or malformed.
+        ValueError: a task file is missing or malformed, or two tasks are called the same.
     """
     assert drafter.heads.temperatures is None, "calibration starts from raw confidences"
     # All files are read first, so that a mistyped name fails before anything is decoded.
-    prompts = {task: load_prompts(task, settings.max_samples) for task in tasks}
+    prompts = {prompts_label(task): load_prompts(task, settings.max_samples) for task in tasks}
+    if len(prompts) < len(tasks):
+        raise ValueError(f"{', '.join(tasks)}: two of them are called the same in results; rename a file.")
     found: dict[str, list[list[Rounds]]] = {}
     for task, conversations in prompts.items():
-        report = partial(on_progress, Path(task).stem)
+        report = partial(on_progress, task)
         report(0, len(conversations))
         found[task] = collect(target, drafter, conversations, settings=settings, on_progress=report)
     return found

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -496,7 +495,7 @@ def calibrate(
     held_out = _enough([turns for found in measured.values() for turns in found], replay, "to measure on")
     joined, scaling, alone = Rounds.joined(held_out), fit_sts(fit_rounds), fit_sts(fit_rounds, offsets=False)
     rounds_of = {
-        Path(task).stem: [decoded_rounds(rounds) if replay else rounds for turns in found for rounds in turns]
+        task: [decoded_rounds(rounds) if replay else rounds for turns in found for rounds in turns]
         for task, found in measured.items()
     }
     by_task = {task: Rounds.joined(found) for task, found in rounds_of.items() if found}
@@ -508,8 +507,8 @@ def calibrate(
         temperatures=scaling.temperatures,
         offsets=scaling.offsets,
         estimator=None if estimator is None else {k: list(v) for k, v in asdict(estimator).items()},
-        fitted_on=[Path(task).stem for task in fit_tasks or tasks],
-        measured_on=[Path(task).stem for task in tasks],
+        fitted_on=list(fit_tasks or tasks),
+        measured_on=list(tasks),
         fit_rounds=len(fit_rounds.accepted_N),
         measured_rounds=len(joined.accepted_N),
         before=quality(joined, Scaling.identity(len(scaling.temperatures))),
@@ -640,7 +639,7 @@ def sweep(
             accepted, verified = (int(total) for total in np.sum(played, axis=0))
             points.append(
                 SweepPoint(
-                    task=Path(task).stem,
+                    task=task,
                     threshold=threshold,
                     steps=len(played),
                     tokens_per_step=accepted / len(played) + 1,

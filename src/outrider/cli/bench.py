@@ -682,6 +682,7 @@ def record_traces(
     console: Console,
 ) -> Traces:
     """Decode the prompts a load test would ask, with a draft at every position."""
+    from outrider.data.sources import prompts_label
     from outrider.decoding.request import StopRules
     from outrider.evaluation.profile import setting_of
     from outrider.loadtest.load import mixed_prompts
@@ -696,7 +697,7 @@ def record_traces(
     prompts = [prompt.tokens for prompt in mixed_prompts(loaded.tokenizer, tasks, count, seed=seed, thinking=thinking)]
     about = {
         "setting": setting_of(loaded, opened.drafter).model_dump(),
-        "tasks": [Path(task).stem for task in tasks],
+        "tasks": [prompts_label(task) for task in tasks],
         "max_new_tokens": tokens,
         "thinking": thinking,
         "threshold": opened.recommended_threshold,

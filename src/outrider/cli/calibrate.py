@@ -60,7 +60,7 @@ def calibrate_command(
     from outrider.calibration.fit import calibrate, refusal
     from outrider.calibration.fit import sweep as sweep_thresholds
     from outrider.checkpoints.checkpoint import add_metadata, load_checkpoint
-    from outrider.data.sources import TaskSettings
+    from outrider.data.sources import TaskSettings, find_prompts, prompts_label
     from outrider.drafters.dflash import BlockDrafter
     from outrider.drafters.medusa import HeadsDrafter
     from outrider.evaluation.report import plot_reliability, plot_sweep
@@ -79,7 +79,13 @@ def calibrate_command(
     checkpoint = load_checkpoint(directory, num_target_layers=count_layers(target))
     _check(checkpoint, directory, about_confidences=any((fit_tasks, plot, rounds, sweep, export_sglang)))
     measured, fitted = split_names(tasks), split_names(fit_tasks) if fit_tasks else []
-    if both := sorted(set(measured) & set(fitted)):
+
+    def where(task: str) -> Path | str:
+        found = find_prompts(task)
+        return task if found is None else found.path.resolve()
+
+    taken = {where(task) for task in fitted}  # two names may stand for one file where there is no network
+    if both := [task for task in measured if where(task) in taken]:
         raise ValueError(f"{', '.join(both)}: in --tasks and --fit-tasks; measure on what was not fitted on.")
     names = list(dict.fromkeys((*fitted, *measured)))
     if dry_run:
@@ -89,7 +95,9 @@ def calibrate_command(
         texts = task_texts(rates, ",".join(names), max_samples, max_new_tokens=max_new_tokens, thinking=thinking)
         of_calibration(rates, texts, checkpoint.weights.module, temperature=temperature, console=console)
         return
-    about = {"target": target, "drafter": _digest(directory), "settings": asdict(config), "tasks": names}
+    labels = {task: prompts_label(task) for task in names}
+    digest = _digest(directory)
+    about = {"target": target, "drafter": digest, "settings": asdict(config), "tasks": list(labels.values())}
     if rounds is not None and rounds.exists():
         collected = load_rounds(rounds, about)
     else:
@@ -115,7 +123,8 @@ def calibrate_command(
             )
         if rounds is not None:
             save_rounds(rounds, collected, about)
-    found = calibrate(collected, measured, fitted, settings=config, versions=versions())
+    measured_on, fitted_on = ([labels[task] for task in some] for some in (measured, fitted))
+    found = calibrate(collected, measured_on, fitted_on, settings=config, versions=versions())
     console.print(quality_table(found.calibration))
     console.print(errors_table(found.calibration))
     if found.storable:

@@ -313,12 +313,16 @@ def _find_task(task: Task, directory: Path | None, fetch: bool) -> Found:
     return Found(shipped_sets()[task.shipped], f"{task.shipped}-for-{task.name}", origin, stands_in=True)
 
 
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-").removesuffix("-prompts")
+
+
 def _file_in(directory: Path, name: str) -> Path | None:
-    """NAME.jsonl in a directory or one level below; `_` stands for `-`, and _prompts may be behind the name."""
+    """NAME.jsonl in a directory or one level below, in any case; `_` stands for `-`, and _prompts may be behind it."""
     if not directory.is_dir():
         raise ValueError(f"{directory} is no directory: ${DATA} and --data-dir name one with NAME.jsonl files.")
     files = sorted([*directory.glob("*.jsonl"), *directory.glob("*/*.jsonl")])
-    found = [file for file in files if file.stem.lower().replace("_", "-").removesuffix("-prompts") == name]
+    found = [file for file in files if _plain(file.stem) == _plain(name)]
     if len(found) > 1:
         raise ValueError(f"{', '.join(map(str, found))}: which of them is {name}? Leave one there, or give its path.")
     return found[0] if found else None

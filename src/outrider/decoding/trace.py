@@ -15,9 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -102,10 +101,11 @@ def recorded(rows: TargetRows) -> tuple[TargetRows, dict[int, Tensor]]:
 class PathRows:
     """The target's probabilities at temperature 1 after the anchor and every node of a round's accepted path.
 
-    `probs_PV`: of all tokens, in main memory. `top`: the likeliest of every row (id, probability), likeliest first.
+    `probs_PV`: of all tokens, an array where they are in main memory. `top`: the likeliest of every row (id,
+    probability), likeliest first.
     """
 
-    probs_PV: NDArray[np.float32]
+    probs_PV: NDArray[Any] | Tensor
     top: list[list[tuple[int, float]]]
 
 
@@ -123,7 +123,8 @@ def path_rows(logits_NV: Tensor, paths: Sequence[tuple[int, Sequence[int]]]) -> 
     probs_PV = logits_PV.softmax(-1)
     values = probs_PV.gather(1, ids_PT).tolist()
     top = [list(zip(ids, some, strict=True)) for ids, some in zip(ids_PT.tolist(), values, strict=True)]
-    known_PV = probs_PV.numpy(force=True)  # picks single numbers many times as fast as a tensor does
+    # An array picks single numbers many times as fast as a tensor does. From a GPU all of it would have to be copied.
+    known_PV = probs_PV.numpy() if probs_PV.device.type == "cpu" else probs_PV
     found, first = [], 0
     for _, path in paths:
         own = slice(first, first + 1 + len(path))

@@ -17,9 +17,9 @@ Shapes: N blocks or requests, K block positions, Vd draft vocab, H draft hidden,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,10 @@ class DominoConfig(DFlashConfig):
                 f"pure_draft_prefix_len {self.pure_draft_prefix_len} leaves none of {self.gamma} drafts to correct; "
                 "use a smaller one, or drafter.algorithm=dflash."
             )
+
+    @classmethod
+    def default_objective(cls, chosen: Mapping[str, Any]) -> dict[str, float]:
+        return super().default_objective(chosen) | {"base": 1.0}
 
     def describe_heads(self) -> list[tuple[str, str]]:
         head = f"GRU of {self.gru_hidden_dim}, rank {self.emb_dim}, from draft {self.pure_draft_prefix_len + 1} on"
@@ -147,3 +151,7 @@ class DominoDrafter(BlockDrafter):
     def __init__(self, weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> None:
         super().__init__(weights, target, calibration)
         self.heads = replace(self.heads, sequential=PrefixHead(self.module, self.embed))
+
+    def of_length(self, gamma: int) -> BlockDrafter:
+        """As `BlockDrafter`'s, but one draft of a block is corrected at least."""
+        return super().of_length(max(gamma, self.module.config.pure_draft_prefix_len + 1))

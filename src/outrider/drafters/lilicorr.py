@@ -175,9 +175,9 @@ class LatticeHead(Packable):
                 if name.endswith("in_proj"):
                     nn.init.xavier_uniform_(module.weight)
 
-    def attention_bias(self) -> Tensor:
-        """[Q, M, M]: by signed distance of positions, and for candidates of one position."""
-        slot_M = torch.arange(self.config.gamma, device=self.same_slot_bias.device)
+    def attention_bias(self, positions: int) -> Tensor:
+        """[Q, M, M]: by signed distance of so many positions, and for candidates of one position."""
+        slot_M = torch.arange(positions, device=self.same_slot_bias.device)
         slot_M = slot_M.repeat_interleave(self.config.lilicorr_candidate_topk)
         distance_MM = slot_M[:, None] - slot_M
         bias_QMM = self.relative_slot_bias[:, distance_MM + self.config.block_size - 1]
@@ -195,7 +195,7 @@ class LatticeHead(Packable):
         )
         x_NKch = self.token_proj(embedded_NKcH) + self.pass_hidden_proj(hidden_NKH)[..., None, :]
         x_NKch = x_NKch + self.feature_mlp(self.feature_norm(torch.stack(features, dim=-1)))
-        return x_NKch + self.slot_embedding[0] + self.rank_embedding[0]
+        return x_NKch + self.slot_embedding[0, :, : log_probs_NKc.shape[1]] + self.rank_embedding[0]
 
     def forward(
         self, embedded_NKcH: Tensor, log_probs_NKc: Tensor, hidden_NKH: Tensor, context_NH: Tensor
@@ -207,7 +207,8 @@ class LatticeHead(Packable):
             log_probs_NKc: log u.
             context_NH: features of the tokens right before the anchors; rows of zeros where nothing precedes one.
         """
-        x_NMh, bias_QMM = self.candidates(embedded_NKcH, log_probs_NKc, hidden_NKH).flatten(1, 2), self.attention_bias()
+        x_NMh = self.candidates(embedded_NKcH, log_probs_NKc, hidden_NKH).flatten(1, 2)
+        bias_QMM = self.attention_bias(log_probs_NKc.shape[1])
         for layer in self.layers:
             x_NMh = layer(x_NMh, bias_QMM)
         y_NKch = self.output_norm(x_NMh).unflatten(1, log_probs_NKc.shape[1:])
@@ -286,6 +287,10 @@ class LiLiCorrDrafter(BlockDrafter):
     """
 
     module: LiLiCorr
+
+    def of_length(self, gamma: int) -> BlockDrafter:
+        """As `BlockDrafter`'s, but no block is shorter than its convolution."""
+        return super().of_length(max(gamma, self.module.config.conv_kernel_size - 1))
 
     def new_session(self, capacity: int) -> DraftSession:
         session = super().new_session(capacity)

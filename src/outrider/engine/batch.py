@@ -272,9 +272,11 @@ class StepBatch:
         if self.drafting.drafter is None:
             return
         aux: Sequence[Tensor | None] = [None] * len(kept)
-        if self._aux_TLD is not None and kept:  # copied: rows that do not stay must not be kept with the others
+        if self._aux_TLD is not None and kept:
             places = torch.tensor([self._first_row[id] + row for id, rows in kept.items() for row in rows])
-            aux = self._aux_TLD[places.to(self._aux_TLD.device)].split([len(rows) for rows in kept.values()])
+            kept_TLD = self._aux_TLD[places.to(self._aux_TLD.device)]
+            # A tensor of its own each: with a view, a request that does not draft would keep the rows of all.
+            aux = [part.clone() for part in kept_TLD.split([len(rows) for rows in kept.values()])]
         for (id, rows), aux_TLD in zip(kept.items(), aux, strict=True):
             state, cached = self.states[id], self.progress[id].cached
             self.drafting.committed(state, state.tokens[cached - len(rows) : cached], aux_TLD)

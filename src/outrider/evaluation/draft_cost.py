@@ -260,7 +260,13 @@ def with_block_size(checkpoint: Checkpoint, block_size: int) -> Checkpoint:
     if not hasattr(drafter.config, "block_size"):
         raise ValueError(f"block_size {block_size}: a {drafter.algorithm} drafter has no blocks; leave it out.")
     other = type(drafter)(replace(drafter.config, block_size=block_size))
-    other.load_state_dict(drafter.state_dict())
+    try:
+        other.load_state_dict(drafter.state_dict())
+    except RuntimeError as error:
+        raise ValueError(
+            f"block_size {block_size}: a {drafter.algorithm} drafter has weights for each position of its block; leave "
+            "it out."
+        ) from error
     metadata = {name: value for name, value in checkpoint.metadata.items() if name != "calibration"}
     weights = replace(checkpoint.weights, module=other.eval().requires_grad_(False))
     return Checkpoint(weights, metadata)

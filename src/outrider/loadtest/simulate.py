@@ -162,7 +162,7 @@ def load_machine(path: Path, recorded: Mapping[str, Any], draft: float = 1.0, ve
 #     draft     gate, traces, copies    c_1 .. c_l of position n                          recorded, or copied
 #     decide    history, policy         l per request                                     the production objects
 #     commit    min(A_n, l) + 1 tokens                                                    exact, see traces.py
-#     clock  += draft(D) + verify(B, R, S) + other(R)                                     measured, or supposed
+#     clock  += draft(D) + verify(B, R, S) + other(R, m)                                  measured, or supposed
 #
 # Only seconds are modelled. Step for step it is what engine/engine.py does, without tensors.
 # Shapes: R requests that decode, K draft positions.

@@ -58,7 +58,7 @@ def decoding_seconds(cost: StepCost, verified_N: Ints, requests: int, *, other_t
     if not other_tokens:
         return seconds_N
     alone_2 = cost.seconds(np.array([requests, requests + other_tokens]), requests, context)
-    found_N: Floats = seconds_N - (alone_2[1] - alone_2[0])
+    found_N: Floats = np.maximum(seconds_N - (alone_2[1] - alone_2[0]), alone_2[0])  # a given table may fall
     return found_N
 
 

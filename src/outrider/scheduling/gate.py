@@ -153,7 +153,8 @@ class SkipDrafting:
             return planned(drafting, depth, [survival_RK[ranked_R[:drafting], :depth], copied_RK[ranked_R[drafting:]]])
 
         plan = replace(tried(0, 0), depth=gamma)  # probes learn about every position
-        # Every draft and every copy, for the price of the least draft, is more than any plan can give.
+        # Every draft and every copy, for the price of the least draft, is more than any plan can give (but for noise in
+        # the measured prices).
         if planned(1, 1, [survival_RK, copied_RK]).throughput() > (1 + self.margin) * plan.throughput():
             plan = self._better(plan, tried, gamma=gamma, counts=_halves(max(1, int(np.count_nonzero(gain_R > 0)))))
         depths_R[ranked_R[: plan.drafting]] = plan.depth

@@ -250,9 +250,10 @@ class CostPolicy:
         verified_RK = np.arange(survival_RK.shape[1]) < lengths_R[:, None]
         tokens, more = len(lengths_R) + survival_RK[verified_RK].sum(), survival_RK[request, place]
         seconds_2 = step_seconds(self.cost, view, lengths_R.sum() + np.arange(2))
+        step = "the step, its prompts apart," if view.other_tokens else "the step"
         return (
             f"draft {place + 1} is expected to be accepted with probability {more:.2f} and costs "
-            f"{1000 * (seconds_2[1] - seconds_2[0]):.1f} ms more: {tokens / seconds_2[0]:.1f} tokens/s of the step "
+            f"{1000 * (seconds_2[1] - seconds_2[0]):.1f} ms more: {tokens / seconds_2[0]:.1f} tokens/s of {step} "
             f"without it, {(tokens + more) / seconds_2[1]:.1f} with it{self.chosen}"
         )
 
@@ -380,11 +381,19 @@ class LookAhead(CausalPolicy):
     recorded, plans reach no further than the frontiers.
 
     Args:
-        margin: share of throughput that the first plan must promise to gain over verifying nothing: the best of many
-            estimates is too high on average.
+        margin: share of the throughput of requests with drafts that the first plan must promise to gain over verifying
+            nothing: the best of many estimates is too high on average.
     """
 
     margin: float = 0.02
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.margin < 1:
+            raise ValueError(f"margin={self.margin} must be in [0, 1); 0.02 asks for 2 % more tokens per second")
+
+    def reason(self, view: StepView, lengths_R: Ints, request: int) -> str:
+        found = super().reason(view, lengths_R, request)
+        return found if lengths_R.any() else f"{found}; no plan promised {self.margin:.0%} more than none"
 
     def admitted(self, view: StepView, survival_RK: Floats, order_N: Ints) -> int:
         lengths_R = np.zeros_like(view.drafted_R)
@@ -392,11 +401,12 @@ class LookAhead(CausalPolicy):
         seconds_N = step_seconds(self.cost, view, np.arange(len(order_N) + 1))
         promise_RK = promised_survival(view, _LEAST)
         admitted, tau = 0, float(len(survival_RK))
+        margin = self.margin * np.count_nonzero(view.drafted_R) / len(view.drafted_R)
         for _ in range(max(2, _SORTED // len(order_N))):
             curve = gains(expected_survival(survival_RK, lengths_R, view.drafted_R, promise_RK=promise_RK))
             rates = (tau + curve[: len(order_N) - admitted + 1]) / seconds_N[admitted:]
             planned = int(rates.argmax())
-            if planned == 0 or (not admitted and rates[planned] < (1 + self.margin) * rates[0]):
+            if planned == 0 or (not admitted and rates[planned] < (1 + margin) * rates[0]):
                 break
             price = curve[planned] - curve[planned - 1]
             kept = _kept(realised_N[admitted : admitted + planned], price)

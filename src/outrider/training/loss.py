@@ -176,7 +176,7 @@ class BlockObjective:
             indices_NKc, log_probs_NKc = candidate_log_probs(
                 rows.hidden_NKH.float(), head, argmax_NK.clamp(min=0), count=rows.candidates
             )
-            targets_NKc = head.logits_at(batch.target_hidden_NKD, indices_NKc)
+            targets_NKc = head.logits_at(batch.target_hidden_NKD.float(), indices_NKc)
             if self.softcap is not None:
                 targets_NKc = torch.tanh(targets_NKc / self.softcap) * self.softcap
         with torch.autocast(device.type, torch.bfloat16, enabled=self.products == torch.bfloat16):
