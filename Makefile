@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test fuzz test-all test-browser test-mlx test-engines test-llama-cpp soak mutants lint clean
+.PHONY: demo test fuzz test-all test-gpu test-browser test-mlx test-engines test-llama-cpp soak mutants lint clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
@@ -65,6 +65,10 @@ test-engines: $(READY)
 test-llama-cpp: $(READY)
 	LLAMA_CPP="$$(PYTHON='$(BIN)/python' tests/engines/llama_cpp_environment.sh)" && export LLAMA_CPP && \
 		$(BIN)/python -m pytest -m engine tests/engines/test_llama_cpp.py
+
+# On a machine with a CUDA device and a PyTorch that knows it: budgets of decoding and training, kernels, equal results.
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m cuda
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.utils.measure import on_device
+
 # Below it two logits of float32 near 10 that differ in their last bit are as good as infinitely far apart.
 _LEAST_TEMPERATURE = 1e-6
 _MOST_TEMPERATURE = 1e30  # every finite logit is 0 from here on, and it is still a float32
@@ -142,7 +144,10 @@ def at_least_float32(logits: Tensor) -> Tensor:
 def _nucleus_floor(probs_KV: Tensor, top_p: float) -> Tensor:
     """The smallest probability top-p keeps: a token stays while the mass of the likelier ones is < top_p."""
     vocab = probs_KV.shape[-1]
-    for size in (min(_NUCLEUS_GUESS, vocab), vocab):
+    guess = (
+        vocab if probs_KV.is_cuda else min(_NUCLEUS_GUESS, vocab)
+    )  # whether it was right would have to be waited for
+    for size in (guess, vocab):
         sorted_KS = probs_KV.topk(size, dim=-1).values
         before_KS = sorted_KS.cumsum(-1) - sorted_KS
         if size == vocab or bool((before_KS[..., -1] >= top_p).all()):
@@ -229,7 +234,7 @@ def residual(target_V: Tensor, draft_V: Tensor) -> Tensor:
     excess_V = (target_V - draft_V).clamp_(min=0)
     mass = excess_V.sum()
     # No excess means p_t = p_d, where nothing is ever rejected but by rounding: then p_t itself is the right answer.
-    return excess_V / mass if mass > 0 else target_V
+    return torch.where(mass > 0, excess_V / mass, target_V)
 
 
 # ----------------------------------------------------------------------------
@@ -251,6 +256,10 @@ class RandomSource(Protocol):
         """An index with its probability; never one of probability 0."""
         ...
 
+    def uniform(self) -> float:
+        """A number from [0, 1), for a choice that is made on a GPU (`choose_rows`)."""
+        ...
+
 
 class SeededSource:
     """Draws from a generator of its own: a request's tokens do not depend on who else is in the batch."""
@@ -265,7 +274,7 @@ class SeededSource:
             return True
         if probability <= 0.0:
             return False
-        return self._uniform() < probability
+        return self.uniform() < probability
 
     def choose(self, probs_V: Tensor) -> int:
         top, index = probs_V.max(dim=-1)
@@ -274,15 +283,41 @@ class SeededSource:
         cumulative_V = probs_V.cumsum(-1, dtype=torch.float64)
         total = cumulative_V[-1].item()
         if not total > 0.0:  # also where it is no number
-            raise ValueError(
-                f"the probabilities to draw from sum to {total}: the model's logits are not finite. Load it in "
-                "float32, or check its weights."
-            )
+            raise not_finite(total)
         # right=True skips tokens of probability 0: they share their predecessor's cumulative sum.
-        return int(torch.searchsorted(cumulative_V, self._uniform() * total, right=True))
+        return int(torch.searchsorted(cumulative_V, self.uniform() * total, right=True))
 
-    def _uniform(self) -> float:
+    def uniform(self) -> float:
         return torch.rand((), generator=self._generator, dtype=torch.float64).item()
+
+
+def not_finite(total: float) -> ValueError:
+    """The error of probabilities that cannot be drawn from, as they sum to `total`."""
+    return ValueError(
+        f"the probabilities to draw from sum to {total}: the model's logits are not finite. Load it in float32, or "
+        "check its weights."
+    )
+
+
+def choose_rows(probs_NV: Tensor, uniforms_N: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row the index that `choose` gives for this uniform number, and the row's sum, [N] each; nothing waits
+    for a GPU. Rows whose sum is not above 0 give an index that means nothing (`not_finite`).
+
+    One number is taken per row, also where a row is one-hot and `choose` takes none.
+    """
+    cumulative_NV = probs_NV.cumsum(-1, dtype=torch.float64)
+    total_N = cumulative_NV[:, -1]
+    index_N1 = torch.searchsorted(cumulative_NV, (uniforms_N * total_N)[:, None], side="right")
+    return index_N1[:, 0].clamp_(max=probs_NV.shape[1] - 1), total_N
+
+
+def choose_together(probs: Sequence[Tensor], sources: Sequence[RandomSource]) -> list[int | Exception]:
+    """Of each distribution [V] on a GPU the index that its source chooses, or what is wrong with it; read at once."""
+    if not probs:
+        return []
+    uniforms_N = on_device([source.uniform() for source in sources], probs[0].device, torch.float64)
+    indices, totals = torch.stack([x_N.double() for x_N in choose_rows(torch.stack(list(probs)), uniforms_N)]).tolist()
+    return [int(i) if total > 0 else not_finite(total) for i, total in zip(indices, totals, strict=True)]
 
 
 # ----------------------------------------------------------------------------
@@ -323,7 +358,11 @@ class PositionNoise:
 
     def pick(self, probs: Tensor, position: int, ids: Tensor | None = None) -> int:
         """An index into `probs`, which covers the whole vocabulary or, in its order, the tokens `ids`."""
-        return int(self._race(probs, position, ids).argmax())
+        return int(self.pick_unread(probs, position, ids))
+
+    def pick_unread(self, probs: Tensor, position: int, ids: Tensor | None = None) -> Tensor:
+        """`pick` as a tensor [], which nobody has waited for."""
+        return self._race(probs, position, ids).argmax()
 
     def ranking(self, probs: Tensor, position: int, count: int, ids: Tensor | None = None) -> list[int]:
         """The first `count` indices in the order of the race, `pick` first; those of probability 0 are left out."""
@@ -332,7 +371,7 @@ class PositionNoise:
         return found
 
     def _race(self, probs: Tensor, position: int, ids: Tensor | None) -> Tensor:
-        noise = self.row(position).to(probs.device)
+        noise = on_device(self.row(position), probs.device)
         return probs / (noise if ids is None else noise[ids])
 
 

@@ -22,7 +22,7 @@ Sources: SpecInfer, arXiv 2305.09781 (multi-round sampling); EAGLE, 2401.15077; 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.draft import Draft, without
-from outrider.sampling import RandomSource, residual
+from outrider.sampling import RandomSource, choose_together, residual
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,13 @@ class TargetRows:
     """The target's distributions for one draft: row 0 follows the anchor, row i + 1 follows node i and its ancestors.
 
     `row(k)` is the warped distribution [V]. `pick(k)` is the token that the target emits where the draft has no say in
-    it: greedy decoding and coupled sampling (sampling.py); None elsewhere.
+    it: greedy decoding and coupled sampling (sampling.py); None elsewhere. `reached`: for each node the probability of
+    its token in the row of its parent, where a GPU was asked for those of all nodes at once.
     """
 
     row: Callable[[int], Tensor]
     pick: Callable[[int], int] | None = None
+    reached: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,38 @@ class Verdict:
         return len(self.path)
 
 
-def verify(draft: Draft, rows: TargetRows, source: RandomSource, typical: TypicalAcceptance | None = None) -> Verdict:
+@dataclass(frozen=True)
+class Undrawn:
+    """A verdict on a GPU whose next token is still to be drawn, from `rest_V`: see `draw_together`."""
+
+    path: list[int]
+    rest_V: Tensor
+
+
+def _drawn(path: list[int], rest_V: Tensor, source: RandomSource) -> Verdict | Undrawn:
+    return Undrawn(path, rest_V) if rest_V.is_cuda else Verdict(path, source.choose(rest_V))
+
+
+def draw_together(
+    verdicts: Sequence[Verdict | Undrawn | Exception], sources: Sequence[RandomSource]
+) -> list[Verdict | Exception]:
+    """The verdicts of several requests with their next tokens; a GPU is read once for all. Errors stay as they are."""
+    undrawn = {i: verdict for i, verdict in enumerate(verdicts) if isinstance(verdict, Undrawn)}
+    chosen = choose_together([verdict.rest_V for verdict in undrawn.values()], [sources[i] for i in undrawn])
+    tokens = dict(zip(undrawn, chosen, strict=True))
+    found: list[Verdict | Exception] = []
+    for i, verdict in enumerate(verdicts):
+        if isinstance(verdict, Undrawn):
+            token = tokens[i]
+            found.append(token if isinstance(token, Exception) else Verdict(verdict.path, token))
+        else:
+            found.append(verdict)
+    return found
+
+
+def verify(
+    draft: Draft, rows: TargetRows, source: RandomSource, typical: TypicalAcceptance | None = None
+) -> Verdict | Undrawn:
     """Accept a path of the draft and emit one more token, which together are distributed as the target's own.
 
     Rows are asked for along the accepted path only, so that nothing is warped behind the last rejection. Where the
@@ -79,43 +112,52 @@ def verify(draft: Draft, rows: TargetRows, source: RandomSource, typical: Typica
             if child is None:
                 return Verdict(path, token)
         else:
-            child, rest_V = _try_children(draft, node, rows.row(node + 1), source=source)
+            child, rest_V = _try_children(draft, node, rows, source=source)
             if child is None:
-                return Verdict(path, source.choose(rest_V))
+                assert rest_V is not None, "neither a child nor what to draw from"
+                return _drawn(path, rest_V, source)
         node = child
         path.append(node)
 
 
-def _try_children(draft: Draft, node: int, target_V: Tensor, source: RandomSource) -> tuple[int | None, Tensor]:
-    """The accepted child, or None and the distribution that is left to draw from."""
+def _try_children(draft: Draft, node: int, rows: TargetRows, source: RandomSource) -> tuple[int | None, Tensor | None]:
+    """The accepted child and None, or None and the distribution that is left to draw from."""
     siblings, children = draft.siblings.get(node), draft.children(node)
+    place = node + 1  # the row that they are judged by
     draft_V: Tensor | None = None  # what the next child was drawn from
+    target_V: Tensor | None = None  # what rejected children left of the row; None: it has not been needed yet
     for child in children:
         token = draft.tokens[child]
+        if target_V is None and rows.reached is not None:
+            probability = rows.reached[child]
+        else:
+            target_V = rows.row(place) if target_V is None else target_V
+            probability = target_V[token].item()
+        drawn_with = 1.0
+        if siblings is not None:
+            if draft_V is None and siblings.first is not None:
+                drawn_with = siblings.first
+            else:
+                draft_V = siblings.row() if draft_V is None else draft_V
+                drawn_with = draft_V[token].item()
+            assert drawn_with > 0, f"node {child}: token {token} has probability 0 in what it was drawn from"
+        if source.accept(probability / drawn_with):
+            return child, None
+        target_V = rows.row(place) if target_V is None else target_V
         if siblings is None:
-            if source.accept(target_V[token].item()):
-                return child, target_V
             target_V = _without_chosen(target_V, token)
             continue
-        if draft_V is None and siblings.first is not None:
-            drawn_with = siblings.first
-        else:
-            draft_V = siblings.row() if draft_V is None else draft_V
-            drawn_with = draft_V[token].item()
-        assert drawn_with > 0, f"node {child}: token {token} has probability 0 in what it was drawn from"
-        if source.accept(target_V[token].item() / drawn_with):
-            return child, target_V
         draft_V = siblings.row() if draft_V is None else draft_V
         target_V = residual(target_V, draft_V)
         if not siblings.replaced and child != children[-1]:
             draft_V = without(draft_V, token)
-    return None, target_V
+    return None, rows.row(place) if target_V is None else target_V
 
 
 def _without_chosen(target_V: Tensor, token: int) -> Tensor:
     """The residual under a one-hot p_d. Where nothing else is possible only rounding can have rejected the token."""
     rest_V = without(target_V, token)
-    return rest_V if rest_V.any() else target_V
+    return torch.where(rest_V.any(), rest_V, target_V)
 
 
 # ----------------------------------------------------------------------------
@@ -177,7 +219,7 @@ def lossy_note(settings: Mapping[str, Any] | None) -> str:
 
 def _verify_typical(
     draft: Draft, target_row: Callable[[int], Tensor], source: RandomSource, rule: TypicalAcceptance
-) -> Verdict:
+) -> Verdict | Undrawn:
     """The longest path that the rule keeps, and the next token.
 
     Rows are asked for of kept nodes that have children, and at the path's end.
@@ -194,4 +236,4 @@ def _verify_typical(
             if probability >= least:
                 kept[node] = depth + 1, likelihood + math.log(probability)
     last = max(kept, key=lambda node: (*kept[node], -node))
-    return Verdict(draft.path(last), source.choose(rows[last] if last in rows else target_row(last + 1)))
+    return _drawn(draft.path(last), rows[last] if last in rows else target_row(last + 1), source)

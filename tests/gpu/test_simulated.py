@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.utils.measure import Clock, on_device
 from tests.gpu.simulated import CUDA, DeviceTensor, SimulatedDevice, simulated_device
 
 
@@ -95,6 +96,7 @@ def test_one_sync(device: SimulatedDevice, operation: Callable[[Tensor], object]
         lambda x: x.index_select(0, torch.arange(2, device="cuda")),
         lambda x: x.masked_fill(x > 0, 0.0),
         lambda x: torch.ones(2).pin_memory().to(x.device, non_blocking=True),
+        lambda x: on_device([1, 2], CUDA),
         lambda x: x + torch.tensor(2.0),
         lambda x: x.to("cuda"),
     ],
@@ -138,3 +140,17 @@ def test_gradients_and_the_optimizer_are_those_of_the_cpu(device: SimulatedDevic
         return torch.cat([p.detach().cpu().flatten() for p in model.parameters()]).tolist()
 
     assert trained("cuda") == trained("cpu")
+
+
+def test_clocks_wait_once_for_all_their_blocks(device: SimulatedDevice) -> None:
+    first, second = Clock(CUDA), Clock(CUDA)
+    device.counts.reset()
+    for _ in range(3):
+        with first:
+            torch.ones(2, device="cuda")
+        with second:
+            torch.ones(2, device="cuda")
+    assert device.counts.syncs == 0
+    seconds = second.take(), first.take()
+    assert device.counts.syncs == 1 and min(seconds) > 0
+    assert first.take() == 0.0

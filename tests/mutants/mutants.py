@@ -96,8 +96,8 @@ MUTANTS: list[Mutant] = [
         (
             "src_choose_no_total",
             "the total of a row is taken to be 1",
-            "self._uniform() * total",
-            "self._uniform()",
+            "self.uniform() * total",
+            "self.uniform()",
             "tests/sampling/test_sampling.py::test_choose_inverts_the_cumulative_distribution",
         ),
         (
@@ -160,8 +160,8 @@ MUTANTS: list[Mutant] = [
         (
             "residual_small_mass_is_target",
             "a residual of little mass is replaced by the target's row",
-            "if mass > 0 else",
-            "if mass > 0.02 else",
+            "torch.where(mass > 0,",
+            "torch.where(mass > 0.02,",
             "tests/sampling/test_sampling.py::test_acceptance_and_residual_make_the_target",
         ),
         (
@@ -252,8 +252,8 @@ MUTANTS: list[Mutant] = [
         (
             "residual_not_normalised",
             "the residual keeps its small mass, so that the next sibling is accepted too rarely",
-            "return excess_V / mass if mass > 0",
-            "return excess_V if mass > 0",
+            "excess_V / mass, target_V)",
+            "excess_V, target_V)",
             "tests/proof/test_proof_tree.py",
         ),
     ),
@@ -263,15 +263,15 @@ MUTANTS: list[Mutant] = [
         (
             "verify_ratio_inverted",
             "accept with p_d / p_t",
-            "if source.accept(target_V[token].item() / drawn_with):",
-            "if source.accept(drawn_with / max(target_V[token].item(), 1e-30)):",
+            "if source.accept(probability / drawn_with):",
+            "if source.accept(drawn_with / max(probability, 1e-30)):",
             "tests/proof/test_proof.py::test_one_request",
         ),
         (
             "verify_first_probability_reused",
             "every sibling is judged by the first one's p_d",
-            "        if draft_V is None and siblings.first is not None:",
-            "        if siblings.first is not None:",
+            "if draft_V is None and siblings.first is not None:",
+            "if siblings.first is not None:",
             "tests/verification/test_verify.py::test_each_sibling_is_judged_by_what_it_was_drawn_from",
         ),
         (
@@ -305,8 +305,8 @@ MUTANTS: list[Mutant] = [
         (
             "verify_row_of_parent",
             "a node's children are judged by its parent's row",
-            "rows.row(node + 1), source=source)",
-            "rows.row(max(node, 0)), source=source)",
+            "place = node + 1",
+            "place = max(node, 0)",
             "tests/proof/test_proof.py::test_one_request",
         ),
         (
@@ -396,8 +396,8 @@ MUTANTS: list[Mutant] = [
         (
             "request_greedy_unmasked",
             "the target's likeliest token is taken whatever may come",
-            "plain = not self.params.penalised and self.constraint is None",
-            "plain = not self.params.penalised",
+            "return not self.params.penalised and self.constraint is None",
+            "return not self.params.penalised",
             "tests/decoding/test_structured.py::test_everything_that_goes_with_it",
         ),
         (
@@ -422,10 +422,17 @@ MUTANTS: list[Mutant] = [
             "tests/engine/test_engine.py::test_coupled_tokens_depend_on_the_seed_alone",
         ),
         (
+            "rows_argmax_of_first_rows",
+            "greedy requests take the argmax of the first request's rows",
+            "likeliest_N[own]",
+            "likeliest_N[: len(draft.tokens) + 1]",
+            "tests/engine/test_engine.py",
+        ),
+        (
             "rows_greedy_pick_ignores_penalty",
             "the argmax of raw logits is taken under a penalty",
-            "plain = not self.params.penalised and self.constraint is None",
-            "plain = self.constraint is None",
+            "return not self.params.penalised and self.constraint is None",
+            "return self.constraint is None",
             "tests/engine/test_steps.py::test_a_greedy_penalty_reads_warped_rows",
         ),
         (
@@ -571,15 +578,15 @@ MUTANTS: list[Mutant] = [
         (
             "single_reads_aux_of_first_rows",
             "a lone request's drafter is given one aux row for all accepted tokens",
-            "aux_BTLD[:, kept])",
-            "aux_BTLD[:, [0] * len(kept)])",
+            "aux_BTLD[:, on_device(kept, aux_BTLD.device)]",
+            "aux_BTLD[:, [0] * len(kept)]",
             "tests/decoding/test_decoding.py::test_the_drafter_reads_the_aux_hidden_states_of_the_tokens_that_stay",
         ),
         (
             "lane_features_of_rejected",
             "the drafter is given rows of the front, not of the path",
-            "None if aux_BTLD is None else aux_BTLD[:, kept])",
-            "None if aux_BTLD is None else aux_BTLD[:, : len(kept)])",
+            "aux_BTLD[:, on_device(kept, aux_BTLD.device)]",
+            "aux_BTLD[:, : len(kept)]",
             "tests/decoding/test_tree.py::test_greedy_output_equals_plain_decoding",
         ),
         (
@@ -751,8 +758,8 @@ MUTANTS: list[Mutant] = [
         (
             "eng_features_of_first_request",
             "the drafter is given the aux hidden states of the step's first rows",
-            "torch.tensor([self._first_row[id] + row for",
-            "torch.tensor([row for",
+            "[self._first_row[id] + row for",
+            "[row for",
         ),
         (
             "eng_keeps_path_behind",
@@ -767,12 +774,6 @@ MUTANTS: list[Mutant] = [
             "state.tokens[cached - len(rows) : cached]",
             "state.tokens[cached - len(rows) + 1 : cached + 1]",
             "tests/engine/test_steps.py::test_a_preempted_request_is_read_anew",
-        ),
-        (
-            "eng_argmax_of_first_rows",
-            "greedy requests take the argmax of the first request's rows",
-            "likeliest_N[own]",
-            "likeliest_N[: len(draft.tokens) + 1]",
         ),
         (
             "eng_rows_overlap",
@@ -1278,8 +1279,8 @@ MUTANTS: list[Mutant] = [
         (
             "cache_keep_path_one_early",
             "the path is copied to one slot before",
-            "torch.tensor(rows, device=layer.keys.device) + start",
-            "torch.tensor(rows, device=layer.keys.device) + max(start - 1, 0)",
+            "on_device(rows, layer.keys.device) + start",
+            "on_device(rows, layer.keys.device) + max(start - 1, 0)",
             "tests/decoding/test_tree.py::test_every_node_is_scored_as_if_its_path_stood_alone",
         ),
         (
@@ -1571,8 +1572,8 @@ MUTANTS: list[Mutant] = [
         (
             "loss_labels_not_mapped",
             "labels are ids of the target, not of the draft vocabulary",
-            "labels_N=self.inverse_V[batch.labels_NK[keep_NK]]",
-            "labels_N=batch.labels_NK[keep_NK]",
+            "labels_N=self.inverse_V[supervised(batch.labels_NK)]",
+            "labels_N=supervised(batch.labels_NK)",
             "tests/training/test_trainer.py",
         ),
         (
@@ -1614,8 +1615,8 @@ MUTANTS: list[Mutant] = [
         (
             "batch_context_includes_anchor",
             "the context holds the anchor's own features",
-            "aux_layers.append(seen.aux_SLD[: positions[-1]])",
-            "aux_layers.append(seen.aux_SLD[: positions[-1]].roll(-1, 0))",
+            "on_device(seen.aux_SLD[: positions[-1]], device)",
+            "on_device(seen.aux_SLD[: positions[-1]].roll(-1, 0), device)",
             "tests/drafters/test_alignment.py::test_trained_equals_served",
         ),
         (
@@ -1864,8 +1865,8 @@ MUTANTS: list[Mutant] = [
         (
             "without_not_normalised",
             "p_d without a token keeps its smaller mass",
-            "return rest_V / mass if mass > 0 else rest_V",
-            "return rest_V",
+            "torch.where(mass > 0, rest_V / mass, rest_V)",
+            "rest_V",
             "tests/proof/test_proof_tree.py",
         ),
         (

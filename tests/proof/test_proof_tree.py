@@ -196,10 +196,11 @@ def test_drawn_nodes_judged_as_chosen_are_lossless_but_worse() -> None:
 def with_order(monkeypatch: pytest.MonkeyPatch, key: Callable[[Tensor, int], float]) -> None:
     real = tree_module._try_children
 
-    def reordered(draft: Draft, node: int, target_V: Tensor, source: RandomSource) -> Any:
+    def reordered(draft: Draft, node: int, rows: TargetRows, source: RandomSource) -> Any:
+        target_V = rows.row(node + 1)
         order = sorted(draft.children(node), key=lambda child: -key(target_V, draft.tokens[child]))
         shown = SimpleNamespace(siblings=draft.siblings, tokens=draft.tokens, children=lambda node: order)
-        return real(cast(Draft, shown), node, target_V, source)
+        return real(cast(Draft, shown), node, rows, source)
 
     monkeypatch.setattr(tree_module, "_try_children", reordered)
 

@@ -28,7 +28,7 @@ class GridSource(SeededSource):
         super().__init__(0)
         self.left = iter(uniforms)
 
-    def _uniform(self) -> float:
+    def uniform(self) -> float:
         return next(self.left)
 
 
@@ -153,9 +153,9 @@ MANY = [pytest.param(1), pytest.param(100, marks=pytest.mark.slow)]
 def test_the_source_draws_uniform_numbers(times: int) -> None:
     """One after another they are those that its generator draws at once, which is a hundred times as fast."""
     source, count = SeededSource(3), 100_000 * times
-    first = [source._uniform() for _ in range(10_000)]
+    first = [source.uniform() for _ in range(10_000)]
     following = torch.rand(count - 10_000, generator=source._generator, dtype=torch.float64)
-    assert [source._uniform() for _ in range(3)] == torch.rand(
+    assert [source.uniform() for _ in range(3)] == torch.rand(
         count + 3, generator=SeededSource(3)._generator, dtype=torch.float64
     )[count:].tolist()
     check_uniform(torch.cat((torch.tensor(first, dtype=torch.float64), following)))

@@ -282,7 +282,7 @@ def test_choose_inverts_the_cumulative_distribution(peak: float, mass: float) ->
 
 
 def test_the_smallest_uniform_number_skips_impossible_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SeededSource, "_uniform", lambda self: 0.0)
+    monkeypatch.setattr(SeededSource, "uniform", lambda self: 0.0)
     assert SeededSource(0).choose(torch.tensor([0.0, 0.0, 0.4, 0.6])) == 2
 
 

@@ -218,7 +218,8 @@ def test_whole_layers_are_their_parts_to_the_last_bit(
         case.starts, case.rows, pasts, blocks=case.blocks, block_size=BLOCK, branches=[None for _ in requests]
     )
     keys, values, expected = case.keys.clone(), case.values.clone(), hidden.clone()
-    q, k, v = layer.before_attention(expected, cos, sin).view(T, -1, E).split((H, K, K), dim=1)
+    queries_keys, v = layer.before_attention(expected, cos, sin)
+    q, k = queries_keys.split((H, K), dim=1)
     keys[:, slots], values[:, slots] = k.transpose(0, 1), v.transpose(0, 1)
     attended = torch.empty(T, H, E)
     few.attend(q.transpose(0, 1)[None], keys, values, scale=None, out_THE=attended)

@@ -89,7 +89,7 @@ def test_the_plan_is_the_size_on_disk_to_the_byte(
 def test_stored_features_are_the_online_ones_up_to_the_dtype(tmp_path: Path, target: Target, dtype: StoreDtype) -> None:
     samples = toy_samples(9)
     plan = write_all(tmp_path, target, samples, dtype)
-    store = FeatureStore(tmp_path, plan, samples, target.device, 2**30)
+    store = FeatureStore(tmp_path, plan, samples, 2**30)
     online = FeatureSource(target, samples, AUX_LAYERS, SCALE, 2**30)
     for index in (8, 0, 4, 3):
         stored, exact = store[index], online[index]
@@ -219,7 +219,7 @@ def test_the_manifest_is_made_by_the_first_reader_when_nobody_else_did(tmp_path:
     plan = write_all(tmp_path, target, samples)
     before = contents(tmp_path)
     (tmp_path / "manifest.json").unlink()
-    FeatureStore(tmp_path, plan, samples, target.device, 0)
+    FeatureStore(tmp_path, plan, samples, 0)
     assert contents(tmp_path) == before
 
 
@@ -249,7 +249,7 @@ def test_a_damaged_shard_is_named_with_its_remedy(tmp_path: Path, target: Target
     path = tmp_path / plan.shards[1].file
     assert callable(damage)
     damage(path)
-    store = FeatureStore(tmp_path, plan, samples, target.device, 0)
+    store = FeatureStore(tmp_path, plan, samples, 0)
     store[0]  # another shard: fine
     with pytest.raises(ValueError, match=rf"shard-00001\.safetensors is .*{named}.*write RECIPE --only 1"):
         store[plan.shards[1].first]
@@ -268,7 +268,7 @@ def test_other_damage_is_named(tmp_path: Path, target: Target) -> None:
 
     def refused(match: str) -> None:
         with pytest.raises(ValueError, match=match):
-            FeatureStore(tmp_path, plan, samples, target.device, 0)
+            FeatureStore(tmp_path, plan, samples, 0)
 
     manifest = (tmp_path / "manifest.json").read_text()
     (tmp_path / "manifest.json").write_text(manifest[:-9])
@@ -300,9 +300,9 @@ def test_a_store_of_another_run_is_refused(tmp_path: Path, target: Target) -> No
     }
     for name, other in others.items():
         with pytest.raises(ValueError, match=rf"made for another run \(.*{name}"):
-            FeatureStore(tmp_path, other, samples, target.device, 0)
+            FeatureStore(tmp_path, other, samples, 0)
     rounded = plan_store(target, samples, AUX_LAYERS, SCALE * (1 + 1e-7), "int8", 60)
-    assert FeatureStore(tmp_path, rounded, samples, target.device, 0).plan == plan
+    assert FeatureStore(tmp_path, rounded, samples, 0).plan == plan
 
 
 def test_a_full_disk_is_an_error_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +322,7 @@ def test_a_window_of_any_size_gives_the_numbers_of_a_complete_store(
 ) -> None:
     samples = toy_samples(12)
     plan = write_all(tmp_path / "store", target, samples)
-    store = FeatureStore(tmp_path / "store", plan, samples, target.device, 0)
+    store = FeatureStore(tmp_path / "store", plan, samples, 0)
     budget = int(share * plan.bytes)
     computed = 0
     for part in (VISITS[:30], VISITS[30:]):  # a second process takes over what the first one left

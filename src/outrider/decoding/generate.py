@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.drafting import Drafting, Experience, Turn
-from outrider.decoding.request import FinishReason, RequestState, StopRules
+from outrider.decoding.request import FinishReason, RequestState, StopRules, target_rows
 from outrider.decoding.round import Origin, RoundResult, run_round
 from outrider.decoding.structured import Grammar
 from outrider.decoding.trace import RoundTrace, path_rows, recorded
@@ -24,7 +24,7 @@ from outrider.sampling import Randomness, RandomSource, SamplingParams
 from outrider.scheduling.gate import DraftGate
 from outrider.scheduling.policies import FixedPolicy, Policy, StepView
 from outrider.target.model import DecodingTarget
-from outrider.utils.measure import Clock
+from outrider.utils.measure import Clock, on_device
 from outrider.verification import TargetRows, TypicalAcceptance
 
 
@@ -127,7 +127,7 @@ class SingleRequest:
     def _prefill(self, tokens: Sequence[int]) -> None:
         for start in range(0, len(tokens), _PREFILL_CHUNK):
             part = tokens[start : start + _PREFILL_CHUNK]
-            chunk = torch.tensor([part], device=self.target.device)
+            chunk = on_device([part], self.target.device)
             output = self.target.forward(chunk, self.cache, self.aux_layers, logits=0)
             self._committed(part, output.aux_BTLD)
 
@@ -163,11 +163,11 @@ class SingleRequest:
         (draft,) = drafts
         tokens = [self.state.anchor, *draft.tokens]
         with self.verify_clock:
-            block = torch.tensor([tokens], device=self.target.device)
+            block = on_device([tokens], self.target.device)
             output = self.target.forward(block, self.cache, self.aux_layers, logits=None, parents=draft.row_parents)
         assert output.logits_BTV is not None
         self._scored = tokens, output.aux_BTLD
-        rows = self.state.target_rows(output.logits_BTV[0], draft)
+        (rows,) = target_rows([self.state], output.logits_BTV[0], drafts)
         if self.traced:
             self._logits_NV = output.logits_BTV[0]
             rows, self._compared = recorded(rows)
@@ -179,7 +179,9 @@ class SingleRequest:
         with self.verify_clock:
             self.cache.keep_path(self.cache.length - (len(result.verified.tokens) + 1), kept)
         tokens, aux_BTLD = self._scored
-        self._committed([tokens[row] for row in kept], None if aux_BTLD is None else aux_BTLD[:, kept])
+        if aux_BTLD is not None:
+            aux_BTLD = aux_BTLD[:, on_device(kept, aux_BTLD.device)]
+        self._committed([tokens[row] for row in kept], aux_BTLD)
         done = self.state.commit(result.tokens)
         if self._view is not None:
             self.drafting.record(self._turns, self._view, [result])

@@ -7,9 +7,10 @@ be the beginning of a stop string is held back until it is not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -223,6 +224,37 @@ def check_prompt(target: DecodingTarget, prompt: Sequence[int]) -> None:
 # ----------------------------------------------------------------------------
 
 
+def target_rows(states: Sequence[RequestState], logits_NV: Tensor, drafts: Sequence[Draft]) -> list[TargetRows]:
+    """The target's rows of several requests, from the logits after each anchor and its draft, request after request.
+
+    What verification will ask of a GPU is read for all of them at once: the likeliest tokens where any request is
+    greedy, and probabilities where any is sampled.
+    """
+    greedy = any(state.params.temperature == 0.0 for state in states)
+    likeliest_N = logits_NV.argmax(-1).tolist() if greedy else None
+    rows: list[TargetRows] = []
+    unread: list[Tensor] = []
+    asked: list[int] = []  # the requests that they belong to
+    first = 0
+    for state, draft in zip(states, drafts, strict=True):
+        own = slice(first, first + len(draft.tokens) + 1)
+        first = own.stop
+        rows.append(state.target_rows(logits_NV[own], draft, None if likeliest_N is None else likeliest_N[own]))
+        sampled = state.noise is not None or rows[-1].pick is None
+        if logits_NV.is_cuda and sampled and state.constraint is None:  # a constraint that fails ends its request alone
+            rows[-1], values = state.unread_rows(logits_NV[own], draft)
+            asked.append(len(rows) - 1)
+            unread.append(values.double())
+    read = torch.cat(unread).tolist() if any(len(values) for values in unread) else []
+    for i, values in zip(asked, unread, strict=True):
+        its, read = read[: len(values)], read[len(values) :]
+        if states[i].noise is None:
+            rows[i] = replace(rows[i], reached=its)
+        else:
+            rows[i] = replace(rows[i], pick=[int(token) for token in its].__getitem__)
+    return rows
+
+
 class RequestState:
     """What decoding knows of one request between two rounds, alone or in the engine.
 
@@ -320,10 +352,31 @@ class RequestState:
         if self.noise is not None:
             noise, position = self.noise, len(self.tokens)
             return TargetRows(row, lambda k: noise.pick(row(k), position + len(draft.tokens_before(k))))
-        plain = not self.params.penalised and self.constraint is None
-        if self.params.temperature == 0.0 and likeliest is not None and plain:
+        if self._plain_rows and self.params.temperature == 0.0 and likeliest is not None:
             return TargetRows(row, likeliest.__getitem__)
         return TargetRows(row)
+
+    @property
+    def _plain_rows(self) -> bool:
+        """Whether the target's distributions depend on its logits alone."""
+        return not self.params.penalised and self.constraint is None
+
+    def unread_rows(self, logits_KV: Tensor, draft: Draft) -> tuple[TargetRows, Tensor]:
+        """As `target_rows`, on a GPU and without a constraint: all rows are warped at once, and what verification will
+        ask of them is a tensor [K] or, of coupled sampling, [K + 1] that nobody has waited for: `TargetRows.reached`,
+        or the tokens of `pick`.
+        """
+        if self._plain_rows:
+            probs = list(warp(at_least_float32(logits_KV), self.params).unbind())
+        else:
+            rows = self.target_rows(logits_KV, draft)
+            probs = [rows.row(k) for k in range(len(logits_KV))]
+        if self.noise is not None:
+            places = (len(self.tokens) + len(draft.tokens_before(k)) for k in range(len(probs)))
+            picks = [self.noise.pick_unread(probs_V, place) for probs_V, place in zip(probs, places, strict=True)]
+            return TargetRows(probs.__getitem__), torch.stack(picks)
+        reached = [probs[parent + 1][token] for token, parent in zip(draft.tokens, draft.parents, strict=True)]
+        return TargetRows(probs.__getitem__), torch.stack(reached) if reached else logits_KV.new_empty(0)
 
     def commit(self, tokens: Sequence[int]) -> tuple[list[int], str, FinishReason | None]:
         """Take a round's tokens up to the first that ends the response: (tokens kept, text released, why it ended)."""

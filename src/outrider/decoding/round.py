@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 from outrider.drafters.draft import Draft
 from outrider.sampling import RandomSource
 from outrider.scheduling.policies import Policy, StepView
-from outrider.verification import TargetRows, TypicalAcceptance, Verdict, verify
+from outrider.verification import TargetRows, TypicalAcceptance, Undrawn, Verdict, draw_together, verify
 
 
 class Batch(Protocol):
@@ -91,10 +91,13 @@ def attempt_round(
     drafts = batch.draft(policy.min_confidence)
     lengths = policy.lengths(batch.view(drafts)).tolist()
     verified = [draft.truncated(length) for draft, length in zip(drafts, lengths, strict=True)]
-    results: list[RoundResult | Exception] = []
-    for draft, part, rows, source in zip(drafts, verified, batch.score(verified), batch.sources, strict=True):
+    verdicts: list[Verdict | Undrawn | Exception] = []
+    for part, rows, source in zip(verified, batch.score(verified), batch.sources, strict=True):
         try:
-            results.append(RoundResult(draft, part, verify(part, rows, source, typical=typical)))
+            verdicts.append(verify(part, rows, source, typical=typical))
         except Exception as error:
-            results.append(error)
-    return results
+            verdicts.append(error)
+    return [
+        RoundResult(draft, part, verdict) if isinstance(verdict, Verdict) else verdict
+        for draft, part, verdict in zip(drafts, verified, draw_together(verdicts, batch.sources), strict=True)
+    ]

@@ -26,6 +26,7 @@ from outrider.drafters.layers import BlockLayout, RopeTables
 from outrider.sampling import Constraint, PositionNoise, RandomSource, SamplingParams, SeenTokens, constrained
 from outrider.target.linear import Packable, PackedLinear, pack
 from outrider.target.model import DecodingTarget, Target
+from outrider.utils.measure import on_device
 
 if TYPE_CHECKING:
     from outrider.drafters.ngram import Library, NgramConfig
@@ -319,12 +320,12 @@ class DrafterWeights:
         """
         if self.head_VdH is not None:
             own_VdH = self.head_VdH if self.head_VdH.dim() == 2 else self.head_VdH[number]
-            return PackedLinear(own_VdH.to(target.device, torch.float32))
-        if self.draft_ids_Vd is None and target.dtype == torch.float32:
+            return PackedLinear(own_VdH.to(target.device, serving_dtype(target)))
+        if self.draft_ids_Vd is None and target.dtype == serving_dtype(target):
             return target.head
         ids = self.draft_ids_Vd
         head_VH = target.head_VD if ids is None else target.head_VD[ids.to(target.device)]
-        return PackedLinear(head_VH.float())
+        return PackedLinear(head_VH.to(serving_dtype(target)))
 
     def embedding(self, target: Target) -> Tensor:
         """What turns tokens into inputs of the drafter, [V, H]; the target's factor is applied to either."""
@@ -347,6 +348,11 @@ class DrafterWeights:
             offsets=calibration.offsets,
             estimator=calibration.estimator,
         )
+
+
+def serving_dtype(target: Target) -> torch.dtype:
+    """The type of the matrices that a drafter for this target is served with: the target's on a GPU, else float32."""
+    return target.dtype if target.device.type == "cuda" else torch.float32
 
 
 def capped(head: Head, multiplier: float, softcap: float | None) -> Head:
@@ -558,10 +564,10 @@ class DraftModule(Packable, ABC):
         copy.aux_scale_L = torch.ones(self.aux_scale_L.shape, device=device or self.aux_scale_L.device)
         return copy
 
-    def packed(self: M, device: torch.device) -> M:
-        """A copy to serve from: `folded` in float32, its linears packed."""
+    def packed(self: M, device: torch.device, dtype: torch.dtype) -> M:
+        """A copy to serve from: `folded` in float32, its linears packed in `dtype`."""
         copy = self.folded(torch.float32, device)
-        pack(copy)
+        pack(copy, dtype)
         return copy
 
     def chain_heads(self) -> tuple[VanillaMarkov | None, ConfidenceHead | None]:
@@ -591,7 +597,7 @@ class ModuleDrafter(Drafter, Generic[M]):
         check_fits(config, target, weights.module.reads_final_layer)
         calibration.check(config.gamma)
         weights.check()
-        self.config, self.module = config, cast(M, weights.module.packed(target.device))
+        self.config, self.module = config, cast(M, weights.module.packed(target.device, serving_dtype(target)))
         self.aux_layers, self.gamma, self.accuracy = tuple(config.target_layer_ids), config.gamma, calibration.accuracy
         self.embed_VH, self.embed_scale = weights.embedding(target), target.embed_scale
         self.head: Head = weights.head(target)
@@ -606,6 +612,6 @@ class ModuleDrafter(Drafter, Generic[M]):
 
     def embed(self, tokens: Tensor | Sequence[int]) -> Tensor:
         """Token ids [...] -> what the drafter reads of them, float32 [..., H]."""
-        ids = torch.as_tensor(tokens, dtype=torch.long, device=self.device)
+        ids = tokens if isinstance(tokens, Tensor) else on_device(tokens, self.device, torch.long)
         embedded = F.embedding(ids, self.embed_VH).float()
         return embedded if self.embed_scale == 1.0 else embedded * self.embed_scale

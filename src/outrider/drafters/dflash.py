@@ -62,6 +62,7 @@ from outrider.target.kernels import LayerKernels, Norms
 from outrider.target.linear import Packable
 from outrider.target.model import Target
 from outrider.utils.distributed import full_tensor
+from outrider.utils.measure import on_device
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, as transformers names them
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -293,8 +294,9 @@ class DraftLayer(Packable):
         E, (H, K) = self.self_attn.head_dim, self.kernels.heads
         hidden_XH = x_NKH.flatten(0, -2).clone()  # the kernels add to it
         cos_XE, sin_XE = (table.expand(*x_NKH.shape[:-1], 1, E).reshape(-1, E) for table in rope)
-        qkv = self.kernels.before_attention(hidden_XH, cos_XE, sin_XE).view(*x_NKH.shape[:-1], -1, E)
-        attended = source.attend(self.self_attn, *qkv.split((H, K, K), dim=-2))
+        parts = self.kernels.before_attention(hidden_XH, cos_XE, sin_XE)
+        queries_keys, v = (part.unflatten(0, x_NKH.shape[:-1]) for part in parts)
+        attended = source.attend(self.self_attn, *queries_keys.split((H, K), dim=-2), v)
         self.kernels.after_attention(attended.reshape(-1, H * E), hidden_XH)
         return hidden_XH.view(x_NKH.shape)
 
@@ -438,7 +440,7 @@ class BlockDrafter(ModuleDrafter[DFlash]):
         """One block pass: normed hidden states of the prediction rows, [R, gamma, H]. No cache grows."""
         K, lengths = self.config.block_size, [session.length for session in sessions]
         source = CachedKeys(sessions, lengths, [K] * len(sessions))
-        tokens_RK = self.module.block_tokens(torch.tensor(anchors, device=self.device))
+        tokens_RK = self.module.block_tokens(on_device(anchors, self.device))
         cos_NE, sin_NE = self.rope([length + k for length in lengths for k in range(K)])
         rope = cos_NE.unflatten(0, tokens_RK.shape), sin_NE.unflatten(0, tokens_RK.shape)
         return self.module.blocks(self.embed(tokens_RK), rope, source)

@@ -25,6 +25,7 @@ from functools import cached_property
 from itertools import accumulate
 from operator import mul
 
+import torch
 from torch import Tensor
 
 from outrider.sampling import Constraint, PositionNoise, RandomSource
@@ -186,7 +187,7 @@ def without(probs_V: Tensor, token: int) -> Tensor:
     rest_V = probs_V.clone()
     rest_V[token] = 0.0
     mass = rest_V.sum()
-    return rest_V / mass if mass > 0 else rest_V
+    return torch.where(mass > 0, rest_V / mass, rest_V)
 
 
 def over_vocabulary(probs_C: Tensor, ids_C: Tensor | None, vocab_size: int) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.target.linear import Packable
+from outrider.utils.measure import on_device
 
 
 class SequentialHead(Protocol):
@@ -199,7 +200,7 @@ class CertaintyEstimator:
 
     def __call__(self, logits_AVd: Tensor, k: int) -> Tensor:
         features_AF = certainty(logits_AVd)
-        return features_AF @ features_AF.new_tensor(list(self.weights)) + self.biases[k]
+        return features_AF @ on_device(self.weights, features_AF.device, features_AF.dtype) + self.biases[k]
 
 
 def certainty(logits_AVd: Tensor) -> Tensor:
@@ -239,6 +240,15 @@ class ChainHeads:
         temperature = 1.0 if self.temperatures is None else self.temperatures[k]
         offset = 0.0 if self.offsets is None else self.offsets[k]
         return (logit_N / temperature + offset).sigmoid()
+
+    def calibrated_block(self, logits_RK: Tensor) -> Tensor:
+        """c_k [R, K] at positions 0 .. K - 1."""
+        K, device = logits_RK.shape[1], logits_RK.device
+        if self.temperatures is not None:
+            logits_RK = logits_RK / on_device(self.temperatures[:K], device, logits_RK.dtype)
+        if self.offsets is not None:
+            logits_RK = logits_RK + on_device(self.offsets[:K], device, logits_RK.dtype)
+        return logits_RK.sigmoid()
 
     def uncalibrated(self, confidence: float, k: int) -> float:
         """The confidence at position k, counted from 0, that `calibrated` made `confidence` of."""

@@ -20,6 +20,7 @@ from outrider.target.lean import rotate, signed_sin
 from outrider.target.linear import Packable
 from outrider.target.model import Target
 from outrider.utils.distributed import full_tensor
+from outrider.utils.measure import on_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +130,8 @@ class BlockLayout:
     lengths: list[int]
     anchors_N: Tensor
     sequence_N: Tensor
+    # FlexAttention's masks of this batch, by rows of a block and pattern: the layers share them, recomputed ones too.
+    masks: dict[tuple[int, AttentionPattern], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def positions_S(self) -> Tensor:
         """Absolute position of every context slot."""
@@ -140,7 +143,7 @@ class BlockLayout:
 
     def before_anchors(self, x_SH: Tensor) -> Tensor:
         """[N, H] rows of the slots right before the anchors; zeros where nothing precedes an anchor."""
-        lengths = torch.tensor(self.lengths, device=x_SH.device)
+        lengths = on_device(self.lengths, x_SH.device)
         starts_N = (lengths.cumsum(0) - lengths)[self.sequence_N]
         slots_N = torch.where(self.anchors_N > 0, starts_N + self.anchors_N - 1, len(x_SH))
         return F.pad(x_SH, (0, 0, 0, 1))[slots_N]  # the row behind the last: nothing
@@ -251,15 +254,30 @@ def flex_block_attention(
     pattern: AttentionPattern = EVERYTHING,
 ) -> Tensor:
     """The same attention through FlexAttention: one kernel for all sequences (compiled on CUDA, eager elsewhere)."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
 
     N, K, H, E = q_NKHE.shape
-    S, G = context_k_SGE.shape[:2]
-    device = q_NKHE.device
+    G = context_k_SGE.shape[1]
+    keys = torch.cat((context_k_SGE, block_k_NKGE.reshape(N * K, G, E))).transpose(0, 1)[None]
+    values = torch.cat((context_v_SGE, block_v_NKGE.reshape(N * K, G, E))).transpose(0, 1)[None]
+    queries = q_NKHE.reshape(N * K, H, E).transpose(0, 1)[None]
+    if (K, pattern) not in layout.masks:
+        layout.masks[K, pattern] = _flex_mask(layout, K, pattern)
+    kernel: Any = _compiled_flex() if q_NKHE.device.type == "cuda" else flex_attention
+    out = kernel(queries, keys, values, block_mask=layout.masks[K, pattern], enable_gqa=H != G)
+    return out[0].transpose(0, 1).reshape(N, K, H, E)
+
+
+def _flex_mask(layout: BlockLayout, K: int, pattern: AttentionPattern) -> Any:
+    """The block mask of FlexAttention, [N * K] rows over [S + N * K] keys."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    anchors, sequence, device = layout.anchors_N, layout.sequence_N, layout.anchors_N.device
+    N, S = len(anchors), sum(layout.lengths)
     slot_sequence = torch.repeat_interleave(
-        torch.arange(len(layout.lengths), device=device), torch.tensor(layout.lengths, device=device)
+        torch.arange(len(layout.lengths), device=device), on_device(layout.lengths, device), output_size=S
     )
-    slot_position, anchors, sequence = layout.positions_S(), layout.anchors_N, layout.sequence_N
+    slot_position = layout.positions_S()
     window, causal = pattern
 
     def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -272,13 +290,7 @@ def flex_block_attention(
             own = own & ((kv - S) % K <= q % K)
         return context | own
 
-    keys = torch.cat((context_k_SGE, block_k_NKGE.reshape(N * K, G, E))).transpose(0, 1)[None]
-    values = torch.cat((context_v_SGE, block_v_NKGE.reshape(N * K, G, E))).transpose(0, 1)[None]
-    queries = q_NKHE.reshape(N * K, H, E).transpose(0, 1)[None]
-    block_mask = create_block_mask(mask, None, None, N * K, S + N * K, device=device)
-    kernel: Any = _compiled_flex() if device.type == "cuda" else flex_attention
-    out = kernel(queries, keys, values, block_mask=block_mask, enable_gqa=H != G)
-    return out[0].transpose(0, 1).reshape(N, K, H, E)
+    return create_block_mask(mask, None, None, N * K, S + N * K, device=device)
 
 
 # ----------------------------------------------------------------------------
@@ -456,7 +468,7 @@ class RopeTables:
         end = max(positions, default=0) + 1
         if end > len(self.kept[0]):
             self.kept = rope_table(torch.arange(2 * end, device=self.device), self.head_dim, self.theta)
-        index_X = torch.tensor(positions, dtype=torch.long, device=self.device)
+        index_X = on_device(positions, self.device, torch.long)
         return self.kept[0][index_X], self.kept[1][index_X]
 
 
@@ -534,7 +546,7 @@ def _query_key_rms(
     try:
         with torch.inference_mode():  # like Target.forward: weights that a sharded target gathers remember the mode
             for document in documents:
-                target.model(torch.tensor([list(document)], device=target.device), logits_to_keep=1)
+                target.model(on_device([list(document)], target.device), logits_to_keep=1)
     finally:
         for hook in hooks:
             hook.remove()

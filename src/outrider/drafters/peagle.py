@@ -32,6 +32,7 @@ from outrider.drafters.draft import Draft
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter
 from outrider.drafters.layers import Attention, AttentionPattern, ChainKeys, DraftSession, split_attention
 from outrider.target.model import Target
+from outrider.utils.measure import on_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +144,7 @@ class PEagleDrafter(Eagle3Drafter):
         sessions: list[DraftSession] = [call.session for call in calls]
         K = longest_draft(calls, self.gamma)
         states_RKH = self.module.states(torch.cat([session.waiting[0] for session in sessions]), K)
-        tokens_RK = self.module.tokens(torch.tensor([call.anchor for call in calls], device=self.device), K)
+        tokens_RK = self.module.tokens(on_device([call.anchor for call in calls], self.device), K)
         hidden_XH, _ = self.advance(sessions, states_RKH.flatten(0, 1), tokens_RK.flatten().tolist(), spacing=1)
         return sample_chain(
             self.head, hidden_XH.view_as(states_RKH), calls, heads=self.heads, min_confidence=min_confidence

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.drafting import Drafting, Turn
-from outrider.decoding.request import FinishReason, RequestState, StopRules
+from outrider.decoding.request import FinishReason, RequestState, StopRules, target_rows
 from outrider.decoding.round import RoundResult
 from outrider.decoding.structured import Grammar
 from outrider.decoding.trace import PathRows, RoundTrace, path_rows, recorded
@@ -20,7 +20,7 @@ from outrider.sampling import RandomSource, SamplingParams, at_least_float32
 from outrider.scheduling.policies import StepView
 from outrider.target.model import Target
 from outrider.target.paged import PagedKV, Span
-from outrider.utils.measure import Clock
+from outrider.utils.measure import Clock, on_device
 from outrider.verification import TargetRows, Verdict
 
 
@@ -196,16 +196,12 @@ class StepBatch:
         return [] if output.logits_NV is None else self._target_rows(output.logits_NV, draft_of)
 
     def _target_rows(self, logits_NV: Tensor, draft_of: Mapping[str, Draft]) -> list[TargetRows]:
-        greedy = any(self.states[id].params.temperature == 0.0 for id in draft_of)
-        likeliest_N = logits_NV.argmax(-1).tolist() if greedy else None
+        rows, first = target_rows([self.states[id] for id in draft_of], logits_NV, list(draft_of.values())), 0
         self._logits_NV = logits_NV
-        rows, first = [], 0
-        for id, draft in draft_of.items():
+        for number, (id, draft) in enumerate(draft_of.items()):
             own = self._logit_rows[id] = slice(first, first + len(draft.tokens) + 1)
-            likeliest = None if likeliest_N is None else likeliest_N[own]
-            rows.append(self.states[id].target_rows(logits_NV[own], draft, likeliest))
             if id in self.traced:
-                rows[-1], self._compared[id] = recorded(rows[-1])
+                rows[number], self._compared[id] = recorded(rows[number])
             first = own.stop
         return rows
 
@@ -273,8 +269,8 @@ class StepBatch:
             return
         aux: Sequence[Tensor | None] = [None] * len(kept)
         if self._aux_TLD is not None and kept:
-            places = torch.tensor([self._first_row[id] + row for id, rows in kept.items() for row in rows])
-            kept_TLD = self._aux_TLD[places.to(self._aux_TLD.device)]
+            places = [self._first_row[id] + row for id, rows in kept.items() for row in rows]
+            kept_TLD = self._aux_TLD[on_device(places, self._aux_TLD.device)]
             # A tensor of its own each: with a view, a request that does not draft would keep the rows of all.
             aux = [part.clone() for part in kept_TLD.split([len(rows) for rows in kept.values()])]
         for (id, rows), aux_TLD in zip(kept.items(), aux, strict=True):

@@ -2,7 +2,7 @@
 
 Each turn is decoded both ways, one directly after the other, and the order alternates from turn to turn, so that drift
 of the machine affects both alike. A warm-up prompt is decoded first and not counted. At temperature 0 both must give
-the same tokens; a difference counts as a tie only where plain decoding's top two logits are closer than TIE_GAP.
+the same tokens; a difference counts as a tie only where plain decoding's top two logits are closer than `tie_gap`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,16 @@ from outrider.utils.measure import dtype_name, machine, quartiles, today
 from outrider.verification import TypicalAcceptance
 
 TIE_GAP = 1e-3  # logits
+
+
+def tie_gap(dtype: torch.dtype) -> float:
+    """Logits that are closer are a tie: TIE_GAP, or two steps of the type between 16 and 32 where those are wider.
+
+    In bfloat16 that is 0.25: a row alone and the same row beside drafts may differ by as much.
+    """
+    return max(TIE_GAP, 32 * torch.finfo(dtype).eps)
+
+
 _WARM_UP_TOKENS = 32
 
 
@@ -163,16 +173,15 @@ def decode_turns(
 
 
 def compare_greedy(target: Target, prompt: Sequence[int], plain: Sequence[int], speculative: Sequence[int]) -> str:
-    """Compare greedy outputs: same, tie (plain decoding's top-2 gap at the first difference < TIE_GAP) or mismatch."""
-    return compare_by(partial(_last_logits, target), prompt, plain, other=speculative)
+    """Compare greedy outputs: same, tie (plain decoding's top-2 gap where they differ is < `tie_gap`) or mismatch."""
+    return compare_by(partial(_last_logits, target), prompt, plain, other=speculative, gap=tie_gap(target.dtype))
 
 
 def _last_logits(target: Target, tokens: Sequence[int]) -> Tensor:
-    """The logits [V] after some tokens."""
+    """The logits [V] after some tokens, in float32 or wider: rounding would make ties of its own."""
     tokens_BT = torch.tensor([tokens], device=target.device)
-    logits_BTV = target.forward(tokens_BT, target.new_cache(len(tokens))).logits_BTV
-    assert logits_BTV is not None
-    return logits_BTV[0, -1]
+    hidden_D = target.forward(tokens_BT, target.new_cache(len(tokens)), logits=0).hidden_BTD[0, -1]
+    return target.logits(at_least_float32(hidden_D))
 
 
 def compare_coupled(
@@ -187,11 +196,15 @@ def compare_coupled(
         probs_V = warp(at_least_float32(_last_logits(target, tokens)), params)
         return params.temperature * (probs_V.log().cpu() - noise.row(len(tokens)).log())
 
-    return compare_by(last_scores, prompt, plain, other=other)
+    return compare_by(last_scores, prompt, plain, other=other, gap=tie_gap(target.dtype))
 
 
 def compare_by(
-    last_logits: Callable[[Sequence[int]], Tensor], prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]
+    last_logits: Callable[[Sequence[int]], Tensor],
+    prompt: Sequence[int],
+    plain: Sequence[int],
+    other: Sequence[int],
+    gap: float = TIE_GAP,
 ) -> str:
     """`compare_greedy` with `last_logits(tokens)` for the logits [V] after some tokens."""
     if list(plain) == list(other):
@@ -200,7 +213,7 @@ def compare_by(
     if at is None:
         return "mismatch"  # one is a prefix of the other: a stop was missed
     first, second = last_logits([*prompt, *plain[:at]]).topk(2).values.tolist()
-    return "tie" if first - second < TIE_GAP else "mismatch"
+    return "tie" if first - second < gap else "mismatch"
 
 
 def _task_result(name: str, prompts: Sequence[Conversation], turns: Sequence[DecodedTurn], gamma: int) -> TaskResult:

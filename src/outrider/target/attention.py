@@ -62,7 +62,7 @@ def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: of the queries. PyTorch's fused kernel on a CPU accepts a float32 mask for float64 queries and then
             masks wrongly, without an error.
     """
-    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
 def lowest_visible(past: int, window: int | None) -> int:

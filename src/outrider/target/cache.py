@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+from outrider.utils.measure import on_device
+
 _LAYER = "linear_attn"  # the attribute of a decoder layer that holds its recurrent module
 
 
@@ -222,7 +224,7 @@ class KVCache(Cache):
         if list(rows) != list(range(len(rows))):
             assert not self._states, "branches in a recurrent state"
             for layer in self._used:
-                from_T = torch.tensor(rows, device=layer.keys.device) + start
+                from_T = on_device(rows, layer.keys.device) + start
                 layer.keys[:, :, start:end] = layer.keys.index_select(2, from_T)
                 layer.values[:, :, start:end] = layer.values.index_select(2, from_T)
         self.rollback(end)

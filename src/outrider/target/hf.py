@@ -20,6 +20,7 @@ from outrider.target.attention import Branches, additive
 from outrider.target.cache import KVCache, recurrent_modules, remember_inputs
 from outrider.target.lean import AuxOutput
 from outrider.target.paged import RaggedStep
+from outrider.utils.measure import on_device
 
 _IMPLEMENTATION = "outrider_ragged"
 
@@ -161,7 +162,8 @@ class FamilyDecoder:
         weight = self.module.norm.weight
 
         def mask(window: int | None) -> Tensor:
-            return additive(branches.visible(cache.length, 0, window), weight.dtype)[None, None].to(weight.device)
+            visible_TN = on_device(branches.visible(cache.length, 0, window), weight.device)
+            return additive(visible_TN, weight.dtype)[None, None]
 
         kinds, window = getattr(self.config, "layer_types", None) or (), getattr(self.config, "sliding_window", None)
         if "sliding_attention" in kinds:
@@ -180,7 +182,7 @@ class FamilyDecoder:
         """A row per document, padded on the right: no layer lets a real token see what comes after it."""
         rows = [torch.tensor(document) for document in documents]
         tokens_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        return self._forward_aux(aux_layers, input_ids=tokens_BT.to(self.module.norm.weight.device))
+        return self._forward_aux(aux_layers, input_ids=on_device(tokens_BT, self.module.norm.weight.device))
 
     def _forward_aux(self, aux_layers: tuple[int, ...], **inputs: Any) -> AuxOutput:
         self._wanted, self._captured = aux_layers, {}

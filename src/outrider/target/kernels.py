@@ -222,13 +222,14 @@ class LayerKernels:
             eps=norms.eps,
         )
 
-    def before_attention(self, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-        """Queries and keys, normed and rotated, and values of these rows: [T, (H + 2 K) E]."""
-        T = len(hidden_TD)
+    def before_attention(self, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys of these rows, normed and rotated, [T, H + K, E], and their values [T, K, E]."""
+        (T, E), (H, K) = cos_TE.shape, self.heads
         normed, qkv = torch.empty_like(hidden_TD), hidden_TD.new_empty(T, self.out_features)
         read = (hidden_TD.data_ptr(), cos_TE.data_ptr(), sin_TE.data_ptr())
         _library().before_attention(self._struct, *read, normed.data_ptr(), qkv.data_ptr(), T, torch.get_num_threads())
-        return qkv
+        queries_keys, values = qkv.view(T, -1, E).split((H + K, K), dim=1)
+        return queries_keys, values
 
     def after_attention(self, attention_TD: Tensor, hidden_TD: Tensor) -> None:
         """Add to the rows of `hidden_TD`, in place, what follows their attention [T, H E]."""

@@ -1,9 +1,9 @@
-"""Forward of Llama-shaped decoders on a CPU, from packed weights.
+"""Forward of Llama-shaped decoders from fused weights, packed on a CPU.
 
     h <- h + W_o attn(rope(qknorm(W_qkv norm(h))));   h <- h + W_down (silu(g) * u),  [g; u] = W_gu norm(h)
 
 The same arithmetic as `transformers`' Llama and Qwen3 (parity: tests/target/test_target.py), with q/k/v and gate/up
-fused into one packed matrix each and no framework between the operations. Grouped-query attention folds the query group
+fused into one matrix each and no framework between the operations. Grouped-query attention folds the query group
 into the rows of its key head ([kv_heads, group * T, head_dim]), so keys are never repeated.
 
 Shapes: B sequences, T new tokens, S slots, D hidden, K kv heads, G queries per kv head, E head dim.
@@ -23,6 +23,7 @@ from outrider.target.cache import KVCache, KVLayer
 from outrider.target.kernels import MOST_ROWS, Cache, FewRows, LayerKernels, Norms, WholeStep
 from outrider.target.linear import PackedLinear
 from outrider.target.paged import RaggedStep
+from outrider.utils.measure import on_device
 
 AuxOutput = tuple[Tensor, dict[int, Tensor]]  # normed last hidden states [B, T, D], {aux layer: [B, T, D]}
 # (layer, q [B, K * G, T, E], k [B, K, T, E], v [B, K, T, E]) -> [B, K * G, T, E]
@@ -45,7 +46,7 @@ class Operators:
         self.qkv, self.o, self.gate_up, self.down = qkv, o, gate_up, down
         self.norms, self.heads = norms, heads
 
-    def before_attention(self, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    def before_attention(self, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor]:
         T, E = cos_TE.shape
         H, K = self.heads
         norms = self.norms
@@ -53,8 +54,7 @@ class Operators:
         q, k, v = qkv.split((H, K, K), dim=1)
         if norms.q is not None and norms.k is not None:
             q, k = F.rms_norm(q, (E,), norms.q, norms.eps), F.rms_norm(k, (E,), norms.k, norms.eps)
-        qk = rotate(torch.cat((q, k), dim=1), cos_TE[:, None], sin_TE[:, None])
-        return torch.cat((qk, v), dim=1).view(T, -1)
+        return rotate(torch.cat((q, k), dim=1), cos_TE[:, None], sin_TE[:, None]), v
 
     def after_attention(self, attention_TD: Tensor, hidden_TD: Tensor) -> None:
         hidden_TD += self.o(attention_TD)
@@ -76,28 +76,35 @@ def signed_sin(sin: Tensor) -> Tensor:
 
 
 def visibility_mask(
-    cache: KVCache, batch: int, new: int, *, groups: int, dtype: torch.dtype, branches: Branches | None = None
+    cache: KVCache,
+    batch: int,
+    new: int,
+    *,
+    groups: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    branches: Branches | None = None,
 ) -> Tensor | None:
     """Additive mask for `new` tokens after the cached ones, [1 or B, 1, groups * new, S]; None: all is visible."""
     if branches is not None:
         assert cache.pad_B is None, "branches after left padding"
-        return additive(branches.visible(cache.length), dtype).repeat(groups, 1)[None, None]
+        return additive(on_device(branches.visible(cache.length), device), dtype).repeat(groups, 1)[None, None]
     past = cache.length
-    slots = torch.arange(past + new)
     if cache.pad_B is None and new == 1:
         return None
-    mask = slots[None, :] <= (past + torch.arange(new))[:, None]
+    slots, own_slots = torch.arange(past + new, device=device), torch.arange(past, past + new, device=device)
+    mask = slots[None, :] <= own_slots[:, None]
     mask = mask[None].expand(1 if cache.pad_B is None else batch, new, past + new)
     if cache.pad_B is not None:
         # A padding slot sees itself only: a row with nothing visible would be NaN.
         real = slots[None, None, :] >= cache.pad_B[:, None, None]
-        own = slots[None, :] == (past + torch.arange(new))[:, None]
+        own = slots[None, :] == own_slots[:, None]
         mask = (mask & real) | own[None]
     return additive(mask, dtype).repeat(1, groups, 1)[:, None]
 
 
 class LeanDecoder:
-    """Runs the decoder stack of a Hugging Face Llama or Qwen3 model from packed copies of its weights."""
+    """Runs the decoder stack of a Hugging Face Llama or Qwen3 model from its weights, fused and, on a CPU, packed."""
 
     def __init__(self, model: Any) -> None:
         decoder, config = model.model, model.config
@@ -153,7 +160,9 @@ class LeanDecoder:
                 return Cache(keys[0], values[0], slots_T)
 
             return self.run(tokens_BT, positions_BT, aux_layers, whole=WholeStep(rows, reserved))
-        mask = visibility_mask(cache, B, T, groups=G, dtype=self.embed.dtype, branches=branches)
+        mask = visibility_mask(
+            cache, B, T, groups=G, dtype=self.embed.dtype, device=tokens_BT.device, branches=branches
+        )
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._store(cache, index).update(k, v)
@@ -182,7 +191,7 @@ class LeanDecoder:
             ]
             return torch.cat(seen, dim=2)
 
-        positions_T = torch.cat([torch.arange(length) for length in lengths])
+        positions_T = torch.cat([torch.arange(length, device=tokens_T.device) for length in lengths])
         return self.run(tokens_T[None], positions_T[None], aux_layers, attention=attend)
 
     def forward_ragged(self, step: RaggedStep, aux_layers: tuple[int, ...]) -> AuxOutput:
@@ -213,8 +222,9 @@ class LeanDecoder:
                 layer.forward(hidden, cos_TE, sin_TE, rows=whole.rows, cache=whole.cache(index))
             else:
                 assert attention is not None
-                qkv = layer.before_attention(hidden, cos_TE, sin_TE).view(B, T, (G + 2) * K, E).transpose(1, 2)
-                q, k, v = qkv.split((G * K, K, K), dim=1)
+                parts = layer.before_attention(hidden, cos_TE, sin_TE)
+                queries_keys, v = (part.unflatten(0, (B, T)).transpose(1, 2) for part in parts)
+                q, k = queries_keys.split((G * K, K), dim=1)
                 out = attention(index, q, k, v).transpose(1, 2).reshape(B * T, G * K * E)
                 layer.after_attention(out, hidden)
             if index in aux_layers:

@@ -79,19 +79,28 @@ class PackedLinear(nn.Module):
             _packed[self.out_features, self.in_features, weight.dtype, bias is None] = self
 
     @classmethod
-    def fused(cls, *linears: nn.Linear) -> PackedLinear:
-        """One matrix for several linears that read the same input; outputs are concatenated, each `widths` wide."""
-        weight = torch.cat([linear.weight.detach() for linear in linears])
+    def fused(cls, *linears: nn.Linear, dtype: torch.dtype | None = None) -> PackedLinear:
+        """One matrix for several linears that read the same input; outputs are concatenated, each `widths` wide.
+
+        Where it is not packed the linears' own weights become views of it: on a GPU a model's weights are there once.
+
+        Args:
+            dtype: of the matrix; None: the linears' own.
+        """
+        weight = linears[0].weight.detach() if len(linears) == 1 else torch.cat([x.weight.detach() for x in linears])
         biases = [linear.bias for linear in linears if linear.bias is not None]
         assert len(biases) in (0, len(linears))
-        packed = cls(weight, torch.cat([b.detach() for b in biases]) if biases else None)
+        packed = cls(weight.to(dtype or weight.dtype), torch.cat([b.detach() for b in biases]) if biases else None)
         packed.widths = [linear.out_features for linear in linears]
+        if not packed.packed and len(linears) > 1 and packed.weight.dtype == weight.dtype:
+            for linear, part in zip(linears, packed.weight.split(packed.widths), strict=True):
+                linear.weight = nn.Parameter(part, requires_grad=False)
         return packed
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """[..., in] -> [..., out], in the type of x."""
         if not self.packed:
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x, self.weight, self.bias) if x.dtype == self.weight.dtype else self._float32(x)
         if x.dim() != 2:
             return self.forward(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
         if self.matrix is not None:
@@ -100,6 +109,12 @@ class PackedLinear(nn.Module):
         if rows < _MIN_ROWS:
             x = F.pad(x, (0, 0, 0, _MIN_ROWS - rows))
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")[:rows]
+
+    def _float32(self, x: Tensor) -> Tensor:
+        """float32 rows through bfloat16 weights on a GPU: operands are bfloat16, sums and result float32."""
+        out = torch.mm(x.reshape(-1, self.in_features).to(self.weight.dtype), self.weight.T, out_dtype=torch.float32)
+        out = out if self.bias is None else out + self.bias
+        return out.view(*x.shape[:-1], self.out_features)
 
     __call__ = forward  # past the module's hooks, which cost a hundredth of a decoding step
 
@@ -126,12 +141,16 @@ class Packable(nn.Module):
         """Called once the linears of this module and of those below it are packed."""
 
 
-def pack(module: nn.Module) -> None:
-    """Lay out the linears of every `Packable` in `module` for serving, in place; their parameters are dropped."""
+def pack(module: nn.Module, dtype: torch.dtype) -> None:
+    """Lay out the linears of every `Packable` in `module` for serving, in place; their parameters are dropped.
+
+    Args:
+        dtype: of the matrices. Rows stay float32; on a GPU the matrices may be bfloat16.
+    """
     parts = [part for part in module.modules() if isinstance(part, Packable)]
     for part in parts:
         part.matrices = {
-            names: PackedLinear.fused(*(cast(nn.Linear, part.get_submodule(name)) for name in names))
+            names: PackedLinear.fused(*(cast(nn.Linear, part.get_submodule(name)) for name in names), dtype=dtype)
             for names in part.groups
         }
     for part in parts:

@@ -23,7 +23,7 @@ from outrider.target.lean import LeanDecoder
 from outrider.target.linear import PackedLinear
 from outrider.target.loading import generation_config, load_model, outline_model
 from outrider.target.paged import PagedKV, RaggedOutput, RaggedStep, Span
-from outrider.utils.measure import usable_device
+from outrider.utils.measure import on_device, usable_device
 
 
 class DecodingCache(Protocol):
@@ -124,7 +124,7 @@ def check_aux_layers(num_layers: int, aux_layers: Sequence[int], final: bool = F
 
 
 # ----------------------------------------------------------------------------
-# Which causal-LM families a target may come from, and which of them have the lean CPU forward.
+# Which causal-LM families a target may come from, and which of them have the lean forward.
 #
 # A family is listed once its cached forward, its aux hidden states and its decoding have been compared with
 # `transformers` (tests/target/test_target.py, tests/target/test_target_families.py; docs/targets.md has the table). Of
@@ -196,8 +196,8 @@ class TargetOutput:
 
 
 class Target:
-    """A frozen causal LM with aux hidden states. On a CPU it runs from packed weights (target/lean.py) unless layers
-    are sharded.
+    """A frozen causal LM with aux hidden states. Llama-shaped ones run from fused weights (target/lean.py), unless
+    their layers are sharded.
     """
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
@@ -221,7 +221,7 @@ class Target:
         self._head32: PackedLinear | None = None
         self.sharded = isinstance(self.decoder.layers[0], FSDPModule)  # a forward is then one of all ranks
         self._recurrent = recurrent_modules(self.decoder)
-        lean = self.device.type == "cpu" and self._lean_shaped() and not self.sharded
+        lean = self.device.type in ("cpu", "cuda") and self._lean_shaped() and not self.sharded
         self._lean = LeanDecoder(model) if lean else None
         self._decoder = self._lean or FamilyDecoder(model, config)
 
@@ -286,7 +286,7 @@ class Target:
         branches = None if parents is None else Branches.of(parents)
         slots_T = torch.arange(cache.length, cache.length + T, device=self.device)
         if branches is not None:
-            slots_T = cache.length + branches.depths_T.to(self.device)
+            slots_T = cache.length + on_device(branches.depths_T, self.device)
         positions_BT = slots_T[None] if cache.pad_B is None else (slots_T[None] - cache.pad_B[:, None]).clamp_(min=0)
         hidden_BTD, captured = self._decoder.forward(
             tokens_BT, cache, positions_BT, aux_layers=aux_layers, branches=branches
@@ -332,7 +332,7 @@ class Target:
         """
         lengths = [len(document) for document in documents]
         if self._lean is not None:
-            tokens_T = torch.tensor([token for document in documents for token in document])
+            tokens_T = on_device([token for document in documents for token in document], self.device)
             hidden_BTD, captured = self._lean.forward_packed(tokens_T, lengths, aux_layers)
 
             def split(x_BTD: Tensor) -> Sequence[Tensor]:
@@ -350,11 +350,12 @@ class Target:
     def logits(self, hidden_XD: Tensor) -> Tensor:
         """The head on normed last hidden states, [..., D] -> [..., V] (soft-capped where the family does).
 
-        float32 rows of a bfloat16 target go through a float32 copy of the head, made at their first use: a
-        log-sum-exp rounded to bfloat16 would be wrong by several per cent of probability.
+        float32 rows of a bfloat16 target have float32 logits: a log-sum-exp rounded to bfloat16 would be wrong by
+        several per cent of probability. A GPU gives them from the bfloat16 head; elsewhere there is a float32 copy of
+        it, made at their first use.
         """
         head = self.head
-        if hidden_XD.dtype != self.dtype:
+        if hidden_XD.dtype != self.dtype and self.device.type != "cuda":
             assert hidden_XD.dtype == torch.float32
             self._head32 = self._head32 or PackedLinear(self.head_VD.float())
             head = self._head32

@@ -29,6 +29,7 @@ from transformers import PretrainedConfig
 from outrider.target.attention import Branches, additive, attend_folded, fold, lowest_visible, unfold
 from outrider.target.cache import KVCache
 from outrider.target.kernels import MOST_ROWS, Cache, FewRows, WholeStep, kernels_available
+from outrider.utils.measure import on_device
 
 if TYPE_CHECKING:
     from outrider.target.model import Target
@@ -134,7 +135,7 @@ class PagedKV:
                 sources.append(slots[[row for row, _ in moved]])
                 places.append(slots[[place for _, place in moved]])
         if sources:
-            from_S, to_S = torch.cat(sources).to(self.device), torch.cat(places).to(self.device)
+            from_S, to_S = (on_device(torch.cat(slots), self.device) for slots in (sources, places))
             for pool in chain.from_iterable(self.pools):
                 pool.index_copy_(2, to_S, pool.index_select(2, from_S))
 
@@ -226,10 +227,11 @@ class RaggedStep:
             tokens += span.tokens
             positions += _positions(span)
             logit_rows += range(len(tokens) - span.logits, len(tokens))
-        self.tokens_1T = torch.tensor([tokens], device=kv.device)
-        self.positions_1T = torch.tensor([positions], device=kv.device)
-        self.logit_rows_N = torch.tensor(logit_rows, dtype=torch.long, device=kv.device)
-        self._slots_T = torch.cat([kv.slots(span.blocks, span.past, span.end) for span in spans]).to(kv.device)
+        self.tokens_1T = on_device([tokens], kv.device)
+        self.positions_1T = on_device([positions], kv.device)
+        self.logit_rows_N = on_device(logit_rows, kv.device, torch.long)
+        slots_T = torch.cat([kv.slots(span.blocks, span.past, span.end) for span in spans])
+        self._slots_T = on_device(slots_T, kv.device)
         self._few = [i for i, span in enumerate(spans) if len(span.tokens) <= MOST_ROWS]
         self._few_rows: dict[int | None, FewRows] = {}
         self._contexts: dict[tuple[int, int | None, int], _Context] = {}
@@ -288,7 +290,8 @@ class RaggedStep:
         plain = softcap is None and sinks_H is None and expand is None
         if not (self._few and plain and kernels_available(self._kv.dtype, self._kv.device)):
             parts = q.split([len(span.tokens) for span in self.spans], dim=2)
-            return torch.cat([one(index, part) for index, part in enumerate(parts)], dim=2)
+            attended = [one(index, part) for index, part in enumerate(parts)]
+            return attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
         out_THE = q.new_empty(q.shape[2], q.shape[1], q.shape[3])
         self._few_rows_of(window).attend(q, keys_KSE, values_KSE, scale=scale, out_THE=out_THE)
         out = out_THE.transpose(0, 1)[None]
@@ -339,7 +342,7 @@ def _context(span: Span, kv: PagedKV, window: int | None, groups: int) -> _Conte
     mask = None if len(span.tokens) == 1 else _mask(span, kv, low, window=window, groups=groups)
     start = kv.first_slot(span.blocks, low, span.end)
     if start is None:
-        return _Context(kv.slots(span.blocks, low, span.end).to(kv.device), mask)
+        return _Context(on_device(kv.slots(span.blocks, low, span.end), kv.device), mask)
     return _Context(kv.views(start, start + span.end - low), mask)
 
 
@@ -352,4 +355,4 @@ def _mask(span: Span, kv: PagedKV, low: int, window: int | None, groups: int) ->
         visible = torch.ones(len(span.tokens), span.end - low, dtype=torch.bool).tril_(past)
         if window is not None:
             visible.triu_(past + 1 - window)
-    return additive(visible, kv.dtype).repeat_interleave(groups, dim=0)[None, None].to(kv.device)
+    return additive(on_device(visible, kv.device), kv.dtype).repeat_interleave(groups, dim=0)[None, None]

@@ -27,6 +27,9 @@ from outrider.drafters.base import DraftModule
 from outrider.drafters.layers import BlockLayout
 from outrider.training.features import Features
 from outrider.training.recipe import OptimizerSection
+from outrider.utils.measure import on_device
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class BlockBatch:
     previous_NK: Tensor  # x_{k-1} for every draft position; column 0 holds the anchors
     labels_NK: Tensor  # x_k, target vocabulary; 0 where not supervised
     supervised_NK: Tensor
+    supervised_M: Tensor  # where it is True, as indices into [N * K]; selecting by the mask would wait for a GPU
     target_hidden_NKD: Tensor
     lse_NK: Tensor
     argmax_NK: Tensor
@@ -187,13 +191,17 @@ def total_weight(chosen: Sequence[Chosen], samples: Sequence[Sample], weights_K:
     counts_K = torch.zeros(len(weights_K), dtype=torch.long)
     for index, positions in chosen:
         counts_K += _supervision(samples[index], torch.tensor(positions), len(weights_K))[1].sum(0)
-    return (counts_K.to(weights_K.device) * weights_K).sum()
+    return (on_device(counts_K, weights_K.device) * weights_K).sum()
 
 
 def build_batch(
-    chosen: Sequence[Chosen], samples: Sequence[Sample], features: Sequence[Features], gamma: int
+    chosen: Sequence[Chosen],
+    samples: Sequence[Sample],
+    features: Sequence[Features],
+    gamma: int,
+    device: torch.device = CPU,
 ) -> BlockBatch:
-    """The batch of one forward; context slots beyond a sample's last anchor are left out."""
+    """The batch of one forward, on `device`; context slots beyond a sample's last anchor are left out."""
     aux_layers, following, lengths, anchors, sequence = [], [], [], [], []
     previous, labels, supervised, hidden, lse, argmax = [], [], [], [], [], []
     steps_K = torch.arange(gamma)
@@ -209,22 +217,26 @@ def build_batch(
         hidden.append(seen.hidden_RD[rows_NK])
         lse.append(seen.lse_R[rows_NK])
         argmax.append(seen.argmax_R[rows_NK])
-        aux_layers.append(seen.aux_SLD[: positions[-1]])
+        aux_layers.append(on_device(seen.aux_SLD[: positions[-1]], device))
         following.append(tokens_n[1 : positions[-1] + 1])
         lengths.append(positions[-1])
         anchors.append(anchors_N)
         sequence.append(torch.full_like(anchors_N, number))
-    device = aux_layers[0].device
+
+    def there(parts: list[Tensor]) -> Tensor:
+        return on_device(torch.cat(parts), device)
+
     return BlockBatch(
         aux_SLD=torch.cat(aux_layers),
-        next_tokens_S=torch.cat(following).to(device),
-        layout=BlockLayout(lengths, torch.cat(anchors).to(device), torch.cat(sequence).to(device)),
-        previous_NK=torch.cat(previous).to(device),
-        labels_NK=torch.cat(labels).to(device),
-        supervised_NK=torch.cat(supervised).to(device),
-        target_hidden_NKD=torch.cat(hidden),
-        lse_NK=torch.cat(lse),
-        argmax_NK=torch.cat(argmax),
+        next_tokens_S=there(following),
+        layout=BlockLayout(lengths, there(anchors), there(sequence)),
+        previous_NK=there(previous),
+        labels_NK=there(labels),
+        supervised_NK=there(supervised),
+        supervised_M=on_device(torch.cat(supervised).flatten().nonzero()[:, 0], device),
+        target_hidden_NKD=there(hidden),
+        lse_NK=there(lse),
+        argmax_NK=there(argmax),
     )
 
 
@@ -240,6 +252,7 @@ def idle_batch(drafter: DraftModule) -> BlockBatch:
         previous_NK=nothing_NK,
         labels_NK=nothing_NK,
         supervised_NK=torch.ones_like(nothing_NK, dtype=torch.bool),
+        supervised_M=torch.arange(config.gamma, device=device),
         target_hidden_NKD=torch.zeros(1, config.gamma, config.hidden_size, dtype=torch.float16, device=device),
         lse_NK=torch.zeros(1, config.gamma, device=device),
         argmax_NK=nothing_NK,

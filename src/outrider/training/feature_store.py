@@ -296,7 +296,7 @@ class Shard:
         if file_sha256(self.path) != self.sha256:
             raise DamagedShard(f"{self.path} is altered, or foreign: its SHA-256 is not the recorded one{self.remedy}")
 
-    def read(self, index: int, samples: Sequence[Sample], device: torch.device) -> Features:
+    def read(self, index: int, samples: Sequence[Sample]) -> Features:
         """Features of `samples[index]`; the file is checked when it is first read (raises DamagedShard)."""
         if self._file is None:
             self.check()
@@ -308,7 +308,7 @@ class Shard:
         stored = {}
         for name in self._file.keys():  # noqa: SIM118  (not a dict)
             part = slots if name.startswith("aux") else rows
-            stored[name] = self._file.get_slice(name)[part].to(device)
+            stored[name] = self._file.get_slice(name)[part]
         return decode(stored)
 
 
@@ -541,12 +541,10 @@ class FeatureStore(FeatureCache):
         directory: Path,
         wanted: StorePlan,
         samples: Sequence[Sample],
-        device: torch.device,
         budget_bytes: int,
         columns: Sequence[int] | None = None,
     ) -> None:
         super().__init__(samples, budget_bytes)
-        self.device = device
         self.plan, self._shards = open_store(directory, wanted)
         everything = list(range(len(self.plan.aux_layers)))
         self._columns = None if columns is None or list(columns) == everything else list(columns)
@@ -557,7 +555,7 @@ class FeatureStore(FeatureCache):
 
     def _read(self, index: int) -> Features:
         shard = self._shards[bisect.bisect_right(self._firsts, index) - 1]
-        features = shard.read(index, self.samples, self.device)
+        features = shard.read(index, self.samples)
         return features if self._columns is None else replace(features, aux_SLD=features.aux_SLD[:, self._columns])
 
 
@@ -649,7 +647,7 @@ class FeatureWindow(FeatureCache):
         if shard is None:
             return None
         try:
-            features = shard.read(index, self.samples, self.target.device)
+            features = shard.read(index, self.samples)
         except DamagedShard as error:
             self._drop(shard.path, error)
             return None
@@ -751,9 +749,7 @@ def open_features(
     plan = recipe_plan(recipe, target, samples, aux_layers=aux_layers, aux_scale_L=aux_scale_L)
     if section.max_gb is None:
         columns = [plan.aux_layers.index(aux_layer) for aux_layer in aux_layers]
-        return FeatureStore(
-            store_directory(recipe), plan, samples, device=target.device, budget_bytes=memory, columns=columns
-        )
+        return FeatureStore(store_directory(recipe), plan, samples, budget_bytes=memory, columns=columns)
     if rank == 0:  # windows of another number of processes would stand beside the budget
         for stale in store_directory(recipe).glob("window-*-of-*"):
             if not stale.name.endswith(f"-of-{world_size}"):

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from outrider.data.responses import Sample
 from outrider.target.model import Target
+from outrider.utils.measure import on_device, to_host
 
 PACK_TOKENS = 2048  # of one packed prefill: matrix products are at full speed, and temporaries stay below 100 MB
 _HEAD_CHUNK = 64
@@ -34,7 +35,7 @@ LARGEST_FLOAT16 = 65504.0
 
 @dataclass(frozen=True)
 class Features:
-    """Features of one sample; the module docstring describes the rows."""
+    """Features of one sample, in the host's memory; the module docstring describes the rows."""
 
     aux_SLD: Tensor
     hidden_RD: Tensor
@@ -170,12 +171,14 @@ def _prefill(
     target: Target, group: Sequence[Sample], aux_layers: tuple[int, ...], aux_scale_L: Tensor, dtype: torch.dtype
 ) -> list[Features]:
     aux_of, hidden_of = target.prefill_packed([s.tokens[:-1] for s in group], aux_layers)
-    result = []
+    tensors: list[Tensor] = []
     for sample, raw_SLD, all_SD in zip(group, aux_of, hidden_of, strict=True):
-        hidden_RD = all_SD[sample.anchors].float().clamp_(-LARGEST_FLOAT16, LARGEST_FLOAT16).to(dtype)
+        hidden_RD = all_SD[on_device(sample.anchors, all_SD.device)].float()
+        hidden_RD = hidden_RD.clamp_(-LARGEST_FLOAT16, LARGEST_FLOAT16).to(dtype)
         scaled_SLD = (raw_SLD.float() / aux_scale_L[:, None]).clamp_(-LARGEST_FLOAT16, LARGEST_FLOAT16)
-        result.append(Features(scaled_SLD.to(dtype), hidden_RD, *logit_summary(target, hidden_RD)))
-    return result
+        tensors += scaled_SLD.to(dtype), hidden_RD, *logit_summary(target, hidden_RD)
+    parts = iter(to_host(tensors))
+    return [Features(*four) for four in zip(parts, parts, parts, parts, strict=True)]
 
 
 @torch.inference_mode()
@@ -195,7 +198,7 @@ def measure_aux_scale(target: Target, samples: Sequence[Sample], aux_layers: tup
     total = torch.zeros(len(aux_layers), dtype=torch.float64, device=target.device)
     count = 0
     for sample in samples:
-        tokens = torch.tensor([sample.tokens], device=target.device)
+        tokens = on_device([sample.tokens], target.device)
         output = target.forward(tokens, target.new_cache(tokens.shape[1]), aux_layers, logits=0)
         assert output.aux_BTLD is not None
         squares_TL = output.aux_BTLD[0, 1:].double().square().mean(-1)

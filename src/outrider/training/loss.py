@@ -119,16 +119,20 @@ class BlockObjective:
         device = keep_NK.device
         with torch.autocast(device.type, torch.bfloat16, enabled=self.products == torch.bfloat16):
             rows = self.rows(drafter, batch)
-        hidden_NH = rows.hidden_NKH[keep_NK].float()
+
+        def supervised(x_NK: Tensor) -> Tensor:
+            return x_NK.flatten(0, 1)[batch.supervised_M]
+
+        hidden_NH = supervised(rows.hidden_NKH).float()
         latent_Nr, embedding_Nr = (
-            None if part_NKr is None else part_NKr[keep_NK].float()
+            None if part_NKr is None else supervised(part_NKr).float()
             for part_NKr in (rows.latent_NKr, rows.embedding_NKr)
         )
         view = TargetView(
-            hidden_ND=batch.target_hidden_NKD[keep_NK],
-            lse_N=batch.lse_NK[keep_NK],
-            labels_N=self.inverse_V[batch.labels_NK[keep_NK]],
-            argmax_N=self.inverse_V[batch.argmax_NK[keep_NK]],
+            hidden_ND=supervised(batch.target_hidden_NKD),
+            lse_N=supervised(batch.lse_NK),
+            labels_N=self.inverse_V[supervised(batch.labels_NK)],
+            argmax_N=self.inverse_V[supervised(batch.argmax_NK)],
             softcap=self.softcap,
         )
         weights_NK = self.config.position_weights(keep_NK.shape[1], device) * keep_NK
@@ -148,7 +152,7 @@ class BlockObjective:
                 self.head_VH,
                 view,
                 config=self.config,
-                weights_N=weights_NK[keep_NK],
+                weights_N=supervised(weights_NK),
                 latent_Nr=latent_Nr,
                 w2_Vr=rows.w2_Vr,
                 confidence_N=None if rows.confidence is None else rows.confidence(hidden_NH, embedding_Nr),
@@ -161,7 +165,9 @@ class BlockObjective:
             return found
         loss, acceptance_NK, agreement_NK = self._lattice(rows, batch, weights_NK, total_weight=total_weight)
         return found._replace(
-            loss=found.loss + loss, acceptance_N=acceptance_NK[keep_NK], agreement_N=agreement_NK[keep_NK].float()
+            loss=found.loss + loss,
+            acceptance_N=supervised(acceptance_NK),
+            agreement_N=supervised(agreement_NK).float(),
         )
 
     def _lattice(
@@ -210,9 +216,8 @@ def dpace_weights(likely_NK: Tensor, supervised_NK: Tensor, alpha: float) -> Ten
 
 def scatter(values_M: Tensor, supervised_NK: Tensor) -> Tensor:
     """Per-position values back into [N, K], zero where nothing was supervised."""
-    out_NK = torch.zeros(supervised_NK.shape, dtype=values_M.dtype, device=values_M.device)
-    out_NK[supervised_NK] = values_M
-    return out_NK
+    row_NK = (supervised_NK.flatten().cumsum(0) - 1).view_as(supervised_NK)  # a mask as index would wait for a GPU
+    return torch.where(supervised_NK, values_M[row_NK.clamp(min=0)], 0)
 
 
 def objective(
@@ -500,9 +505,12 @@ def _draft_logits(
     head: HeadProducts,
 ) -> None:
     """Fill z with the drafter's logits minus, per row, the one of the target's most likely draftable token."""
-    token_C = argmax_C.clone()
-    missing_C = token_C < 0
-    token_C[missing_C] = t_CV[missing_C].argmax(-1)
+    missing_C = argmax_C < 0
+    if t_CV.is_cuda:  # the maximum of all rows costs less than waiting for how many there are
+        token_C = torch.where(missing_C, t_CV.argmax(-1), argmax_C)
+    else:
+        token_C = argmax_C.clone()
+        token_C[missing_C] = t_CV[missing_C].argmax(-1)
     shift_C = head.at(hidden_CH, token_C)
     if latent_Cr is not None and w2_Vr is not None:
         shift_C = shift_C + (latent_Cr.to(shift_C.dtype) * w2_Vr[token_C].to(shift_C.dtype)).sum(-1)

@@ -236,13 +236,17 @@ class Trainer:
         for number, part in enumerate(share, start=1):
             with self.meters.forward_backward:
                 seen = [next(features) for _ in part]
-                batch = build_batch(part, samples, seen, gamma=drafter.config.gamma) if part else idle_batch(drafter)
+                if part:
+                    batch = build_batch(part, samples, seen, gamma=drafter.config.gamma, device=self.ranks.device)
+                else:
+                    batch = idle_batch(drafter)
                 output = self.parallel.backward(
                     batch, weight, last=number == len(share), counts=bool(part), progress=step / config.steps
                 )
                 if part:
                     values = output.loss.detach(), output.agreement_N.sum(), output.acceptance_N.sum()
-                    sums[:4] += torch.stack([*values, torch.tensor(len(output.agreement_N), device=sums.device)])
+                    sums[:3] += torch.stack(values)
+                    sums[3] += len(output.agreement_N)
                     self.meters.count(len(output.agreement_N), len(batch.previous_NK))
         sums[4] = bool(self.signal.received)
         loss, agreement, acceptance, positions, signals = self.ranks.sum(sums).tolist()
@@ -324,7 +328,11 @@ class Trainer:
         """Held-out metrics on fixed anchors. Every rank computes all of them: a sharded target needs them all."""
         drafter = whole_drafter(self.run.drafter)
         batches = held_out_batches(
-            self.run.held_out, self.held_out, drafter.config.gamma, anchors_per_sample=_HELD_OUT_ANCHORS
+            self.run.held_out,
+            self.held_out,
+            drafter.config.gamma,
+            anchors_per_sample=_HELD_OUT_ANCHORS,
+            device=self.ranks.device,
         )
         return held_out_metrics(drafter, self.run.objective, batches)
 

@@ -35,12 +35,17 @@ def survival(acceptance_NK: Tensor) -> Tensor:
 
 
 def held_out_batches(
-    samples: Sequence[Sample], features: Sequence[Features] | FeatureCache, gamma: int, anchors_per_sample: int
+    samples: Sequence[Sample],
+    features: Sequence[Features] | FeatureCache,
+    gamma: int,
+    anchors_per_sample: int,
+    device: torch.device,
 ) -> Iterator[BlockBatch]:
     """One batch per sample, at the same anchors whenever it is asked for."""
     schedule = Schedule(samples, 1, anchors_per_sample, seed=0)
     for index in range(len(samples)):
-        yield build_batch([(index, schedule.anchors(index, 0))], samples, [features[index]], gamma=gamma)
+        chosen = [(index, schedule.anchors(index, 0))]
+        yield build_batch(chosen, samples, [features[index]], gamma=gamma, device=device)
 
 
 @torch.no_grad()

@@ -19,28 +19,38 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import; help and misspelt options 
 
 
 class Clock:
-    """Seconds spent inside `with clock:` blocks; waits for the GPU where there is one."""
+    """Seconds spent inside `with clock:` blocks. On a GPU its events tell them, and `take` waits for the last one: the
+    blocks themselves wait for nothing.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.seconds = 0.0
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            import torch
+    def _event(self) -> torch.cuda.Event:
+        import torch
 
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def __enter__(self) -> None:
-        self._started = self._now()
+        self._started: Any = self._event() if self.device.type == "cuda" else time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self.seconds += self._now() - self._started
+        if self.device.type == "cuda":
+            self._events.append((self._started, self._event()))
+        else:
+            self._seconds += time.perf_counter() - self._started
 
     def take(self) -> float:
         """The seconds so far; starts again from zero."""
-        seconds, self.seconds = self.seconds, 0.0
+        if self._events:
+            self._events[-1][1].synchronize()
+            self._seconds += sum(start.elapsed_time(end) for start, end in self._events) / 1000
+            self._events.clear()
+        seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
@@ -108,6 +118,34 @@ def usable_device(name: str | torch.device) -> torch.device:
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:  # not here, or not built in
         raise ValueError(f"device {str(name)!r} cannot be used on this machine; use auto, cpu or cuda.") from error
     return device
+
+
+def on_device(
+    values: Sequence[Any] | torch.Tensor, device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """A tensor of these values of the host, by way of pinned memory where the device is a GPU: the host does not wait.
+
+    Args:
+        dtype: of a sequence's values; None: PyTorch's choice. A tensor keeps its own.
+    """
+    import torch
+
+    made = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+
+def to_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors on a GPU in pinned memory, which are waited for once; tensors on the host as they are."""
+    import torch
+
+    there = [value for value in values if value.is_cuda]
+    if not there:
+        return list(values)
+    made = [torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda) for value in values]
+    for copy, value in zip(made, values, strict=True):
+        copy.copy_(value, non_blocking=True)
+    torch.cuda.current_stream(there[0].device).synchronize()
+    return made
 
 
 def dtype_name(dtype: torch.dtype) -> str:

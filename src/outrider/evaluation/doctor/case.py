@@ -182,7 +182,8 @@ class Probe:
         if variant.shuffled:
             features = [replace(found, aux_SLD=_shuffle(found.aux_SLD)) for found in features]
         places = [(i, anchors) for i, (_, _, anchors) in enumerate(chosen)]
-        return build_batch(places, samples, features, gamma=self.variant_of(variant).config.gamma)
+        gamma = self.variant_of(variant).config.gamma
+        return build_batch(places, samples, features, gamma=gamma, device=self.target.device)
 
     def variant_of(self, variant: Variant) -> DraftModule:
         """The drafter with the variant's config fields and the same weights."""
