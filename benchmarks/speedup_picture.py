@@ -45,7 +45,8 @@ def main(out: Annotated[Path, typer.Option(help="the SVG file")]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("tokens per second, times plain decoding; lines are quartiles over turns")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False)
+    axes.set_xlim(0, 3.1)  # room for the legend
+    axes.legend(loc="upper right", frameon=False)
     first = next(iter(found.values()))
     machine = f"{first.machine['cores']} cores of an {first.machine['cpu']}, float32, temperature 0, {first.date}"
     save_figure(figure, out, "SmolLM2-135M-Instruct with drafts, over plain decoding in the same run", machine)

@@ -687,7 +687,14 @@ PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in HISTORY], ids=lambda page: page.stem)
 def test_the_commands_of_the_documentation_are_read(page: Path) -> None:
-    """By the program's own parser: verbs, options and kinds of values exist, and a block's command is complete."""
+    """By the program's own parser: verbs, options and kinds of values exist, and a block's command is complete.
+
+    A page with blocks of commands names tests that run such commands, or says what the commands need.
+    """
+    text = page.read_text(encoding="utf-8")
+    tests = [test.strip("`") for test in re.findall(r"tests/[\w/]+\.py|`tests/[\w/]+`", text)]
+    assert all((ROOT / test).exists() for test in tests), [test for test in tests if not (ROOT / test).exists()]
+    assert tests or "Needs: " in text or not any(in_block for _, in_block in documented_commands(page))
     for words, in_block in documented_commands(page):
         two = " ".join(words[:2]) in VERBS
         try:

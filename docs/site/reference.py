@@ -1,0 +1,136 @@
+"""Write the generated pages of the site: verbs, recipe fields, metrics of the server, findings of the doctor.
+
+    python docs/site/reference.py DIRECTORY
+
+Verbs come from the program's parser, fields from the recipe's schema. Metrics and findings are read from the source
+without running it: their texts are the literals of the calls, with "..." where a figure is filled in.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from typer.main import get_command
+
+import outrider.cli.main as main
+from outrider.training.recipe import recipe_fields
+
+SOURCE = Path(__file__).parents[2] / "src" / "outrider"
+
+
+def cell(text: object) -> str:
+    """A text as a cell of a Markdown table."""
+    return re.sub(r"([|\[])", r"\\\1", str(text).replace("<", "&lt;").replace("\n", " "))
+
+
+def table(headings: list[str], rows: list[list[object]]) -> list[str]:
+    lines = ["", f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    return [*lines, *(f"| {' | '.join(map(cell, row))} |" for row in rows), ""]
+
+
+def verbs() -> Iterator[str]:
+    """A section for each verb: what it does, arguments, options, an example."""
+    top: Any = get_command(main.app)
+    yield "# Verbs\n\nGenerated from the program. `outrider VERB --help` shows the same in the terminal."
+    for name, group in top.commands.items():
+        command = top.resolve_command(top.context_class(top), [name])[1]
+        below = getattr(command, "commands", None)
+        for inner in below or [None]:
+            found = command if inner is None else command.resolve_command(command.context_class(command), [inner])[1]
+            yield f"\n## outrider {name}{'' if inner is None else f' {inner}'}\n\n{found.help or group.help}"
+            rows: list[list[object]] = []
+            for param in found.params:
+                if param.name == "help":
+                    continue
+                option = any(opt.startswith("--") for opt in param.opts)
+                shown = ", ".join(f"`{opt}`" for opt in param.opts) if option else f"`{param.name.upper()}`"
+                default = param.default
+                if callable(default) or default in (None, False, "", (), []):
+                    default = "required" if param.required else ""
+                rows.append([shown, param.help or "", f"`{default}`" if default not in ("", "required") else default])
+            yield from table(["option", "meaning", "default"], rows)
+            if found.epilog:
+                yield "```\n" + found.epilog.split("\n", 1)[1] + "\n```"
+
+
+def fields() -> Iterator[str]:
+    """A row for each field of a recipe."""
+    yield "# Recipe fields\n\nGenerated from the schema; `outrider recipe --schema` prints it as JSON for editors."
+    rows: list[list[object]] = []
+    for field in recipe_fields():
+        default = "required" if field.required else f"`{json.dumps(field.default)}`"
+        if "section" in field.kind and not field.required:
+            default = ""
+        kind = f"{field.kind}, of {field.only}" if field.only else field.kind
+        rows.append([f"`{field.name}`", kind, default, field.meaning or ""])
+    yield from table(["field", "type", "default", "meaning"], rows)
+
+
+def literal(node: ast.expr) -> str:
+    """The text of a string or f-string, "..." for what is filled in; "" for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(literal(part) if isinstance(part, ast.Constant) else "..." for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return (literal(node.left) or "...") + (literal(node.right) or "...")
+    return ""
+
+
+def calls(node: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    for found in ast.walk(node):
+        if isinstance(found, ast.Call):
+            yield getattr(found.func, "id", getattr(found.func, "attr", "")), found
+
+
+def metrics() -> Iterator[str]:
+    """A row for each metric of `/metrics`."""
+    yield "# Metrics of the server\n\n`GET /metrics` of `outrider serve`, under vLLM's names. Read from the source."
+    kinds = {"_gauge": "gauge", "_counter": "counter", "_counters": "counter", "_histogram": "histogram"}
+    tree = ast.parse((SOURCE / "serving" / "metrics.py").read_text())
+    rows: list[list[object]] = []
+    for name, call in calls(tree):
+        if name in kinds and call.args and literal(call.args[0]):
+            suffix = "_total" if kinds[name] == "counter" else ""
+            rows.append([f"`vllm:{literal(call.args[0])}{suffix}`", kinds[name], literal(call.args[1])])
+    yield from table(["metric", "kind", "meaning"], rows)
+
+
+def symptoms() -> Iterator[str]:
+    """Under each check of the doctor, what a finding means and what to do."""
+    yield "# Symptoms\n"
+    yield (Path(__file__).parent / "symptoms.md").read_text()
+    doctor = SOURCE / "evaluation" / "doctor"
+    functions: dict[str, ast.FunctionDef] = {}
+    for file in ("data.py", "drafter.py"):
+        nodes = ast.parse((doctor / file).read_text()).body
+        functions |= {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+    group = ""
+    for name, call in calls(ast.parse((doctor / "examine.py").read_text())):
+        if name != "Check":
+            continue
+        if literal(call.args[0]) != group:
+            group = literal(call.args[0])
+            yield f"\n### {group.capitalize()}\n"
+        run = next(keyword.value for keyword in call.keywords if keyword.arg == "run")
+        function = functions[run.attr]  # type: ignore[attr-defined]
+        yield f"\n**{literal(call.args[1])}**: {(ast.get_docstring(function) or '').partition(chr(10))[0]}\n"
+        for made, found in calls(function):
+            texts = [literal(arg) for arg in (*found.args, *(k.value for k in found.keywords if k.arg == "remedy"))]
+            wanted = {"fault": texts[1:3], "warning": texts[1:3], "graded": texts[2:4], "finding": texts[:2]}.get(made)
+            if wanted and wanted[0]:
+                status = made if made in ("fault", "warning") else "fault or warning"
+                yield f"* {status}: {' *Do:* '.join(text for text in wanted if text)}"
+
+
+if __name__ == "__main__":
+    out = Path(sys.argv[1])
+    out.mkdir(parents=True, exist_ok=True)
+    for file, lines in {"verbs": verbs(), "recipe": fields(), "metrics": metrics(), "symptoms": symptoms()}.items():
+        (out / f"{file}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
