@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 import outrider.data.sources as sources
-from outrider.data.conversations import Conversation
+from outrider.data.conversations import Conversation, Turn
 from outrider.data.sources import TASKS, find_prompts, load_prompts, load_tasks, shipped_sets
 from tests.toys.command_line import Run
 
@@ -23,9 +23,18 @@ ROWS: dict[str, dict[str, Any]] = {
     "gsm8k": {"question": "2 + 2?", "answer": "4"},
     "math500": {"problem": "x = 1?"},
     "aime25": {"problem_idx": 1, "problem": "n?", "answer": 7},
+    "aime24": {"id": 60, "problem": "m?", "solution": "...", "answer": "204"},
+    "gpqa": {"Question": "Which? ", "Correct Answer": " b", "Incorrect Answer 1": "d\n", "Incorrect Answer 2": "a",
+             "Incorrect Answer 3": "c"},
     "humaneval": {"prompt": "def f():\n", "test": "..."},
     "mbpp": {"prompt": "Write f.", "code": "..."},
     "livecodebench": {"question_content": "Sum them.", "starter_code": "class S:", "private_test_cases": "..."},
+    "swe-bench-lite": {"repo": "a/b", "problem_statement": "It fails.", "patch": "...", "hints_text": ""},
+    "speed-bench": {"question_id": "q", "category": "coding", "turns": ["One?", "Two?"], "multiturn": True},
+    "hermes-tools": {"id": "x", "tools": "[...]", "conversations": [
+        {"from": "system", "value": "Tools: f"}, {"from": "human", "value": "Call f."},
+        {"from": "gpt", "value": "<tool_call>"}, {"from": "tool", "value": "7"}, {"from": "gpt", "value": "7."}
+    ]},
     "mt-bench": {"prompt": ["First?", "Second?"], "category": "writing"},
     "alpaca": {"instruction": "Translate.", "input": "Hund", "output": "dog"},
     "arena-hard": {"uid": "u", "prompt": "Hard.", "category": "c"},
@@ -38,10 +47,12 @@ ROWS: dict[str, dict[str, Any]] = {
     "perfectblend": {"conversations": [{"from": "human", "value": "Sum."}], "source": "math"},
 }  # fmt: skip
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-TURNS: dict[str, tuple[str, ...]] = {
+TURNS: dict[str, tuple[Turn, ...]] = {
     "gsm8k": ("2 + 2?" + BOXED,),
     "math500": ("x = 1?" + BOXED,),
     "aime25": ("n?" + BOXED,),
+    "aime24": ("m?" + BOXED,),
+    "gpqa": ("Which?\n\nA) a\nB) b\nC) c\nD) d" + BOXED,),
     "humaneval": (
         "Write a solution to the following problem and make sure that it passes the tests:\n```python\ndef f():\n\n```",
     ),
@@ -49,6 +60,12 @@ TURNS: dict[str, tuple[str, ...]] = {
     "livecodebench": (
         "Write a Python program that solves this problem.\n\nSum them.\n\n"
         "Start from this code:\n```python\nclass S:\n```",
+    ),
+    "swe-bench-lite": ("Fix this issue of the repository a/b. Answer with a patch.\n\nIt fails.",),
+    "speed-bench": ("One?", "Two?"),
+    "hermes-tools": (
+        ({"role": "system", "content": "Tools: f"}, {"role": "user", "content": "Call f."}),
+        ({"role": "tool", "content": "7"},),
     ),
     "mt-bench": ("First?", "Second?"),
     "alpaca": ("Translate.\n\nInput:\nHund",),
@@ -114,6 +131,13 @@ def test_a_column_that_may_be_empty(
 ) -> None:
     monkeypatch.setitem(ROWS, name, {**ROWS[name], column: ""})
     assert load_prompts(name, 1)[0].turns == turns
+
+
+def test_prompts_that_a_data_set_masks_are_left_out(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    masked = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    rows = [{"turns": [masked]}, {"turns": ["One?"]}, {"turns": ["Two?", masked]}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+    assert [(one.id, one.turns) for one in load_prompts("speed-bench")] == [("speed-bench-2", ("One?",))]
 
 
 def test_files_inside_a_data_set_are_read_without_its_script(asked: Asked) -> None:

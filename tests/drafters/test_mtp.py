@@ -117,14 +117,19 @@ def block_inputs(target: Target, parts: list[tuple[list[int], Tensor, list[int]]
     lengths = [anchors[-1] for _, _, anchors in parts]
     anchors_N = torch.tensor([anchor for _, _, anchors in parts for anchor in anchors])
     sequence_N = torch.tensor([i for i, (_, _, anchors) in enumerate(parts) for _ in anchors])
+    read, following = (
+        torch.tensor(
+            [t for (tokens, _, _), length in zip(parts, lengths, strict=True) for t in tokens[ahead : length + ahead]]
+        )
+        for ahead in (0, 1)
+    )
     return BlockInputs(
         torch.cat([aux_layers[:length] for (_, aux_layers, _), length in zip(parts, lengths, strict=True)]),
-        torch.tensor(
-            [t for (tokens, _, _), length in zip(parts, lengths, strict=True) for t in tokens[1 : length + 1]]
-        ),
-        BlockLayout(lengths, anchors_N, sequence_N),
-        torch.tensor([tokens[a : a + gamma] for tokens, _, anchors in parts for a in anchors]),
-        lambda tokens: F.embedding(tokens, target.embed_VD) * target.embed_scale,
+        read,
+        following,
+        layout=BlockLayout(lengths, anchors_N, sequence_N),
+        previous_NK=torch.tensor([tokens[a : a + gamma] for tokens, _, anchors in parts for a in anchors]),
+        embed=lambda tokens: F.embedding(tokens, target.embed_VD) * target.embed_scale,
     )
 
 

@@ -18,8 +18,10 @@ from outrider.drafters.registry import method_of
 from outrider.evaluation.comparison import (
     HEADINGS,
     LabelledResults,
+    answers,
     compare,
     figures_of,
+    load_comparison,
     load_results,
     markdown,
     notes,
@@ -89,6 +91,30 @@ def test_rows_list_every_result() -> None:
     assert markdown(comparison).count("\n| ") == len(found)
     assert any("the same where they are recorded" in line for line in notes(comparison))
     assert "device cpu, dtype float32" in notes(comparison)[0]
+
+
+def test_questions_are_answered_with_the_spread_of_the_seeds(tmp_path: Path) -> None:
+    """Differences to the first label; curves where the metrics of every seed are beside its drafter."""
+    found = [results("a", 2.0), results("a", 3.0, seed=1), results("b", 2.2), results("c", 2.5), results("c", seed=1)]
+    for number, one in enumerate(found[:3]):
+        run = tmp_path / f"run-{number}"
+        run.mkdir()
+        one.settings["drafter"] = str(run / "drafter")
+        lines = [{"group": "held_out", "step": step, "expected_length_greedy": 1 + step / 10} for step in (5, 10)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    questions = {"which": ["a", "b", "c"], "others": ["b", "c"]}
+    comparison = compare([loaded(one) for one in found], questions=questions)
+    rows_of_which = answers(comparison)[:3]
+    assert rows_of_which[0] == ["which", "a", "1.75 (1.50-2.00)", "", ""]
+    assert rows_of_which[1] == ["which", "b", "1.60", "-0.15", "0.3"]
+    assert [entry.curve for entry in comparison.groups[0].entries] == 2 * [[(5, 1.5), (10, 2.0)]]
+    assert not comparison.groups[2].entries[0].curve
+    names = [path.name for path in write_comparison(comparison, tmp_path / "out")]
+    assert names[-2:] == ["questions.png", "convergence.png"]
+    assert "| which | b | 1.60 | -0.15 | 0.3 |" in (tmp_path / "out/comparison.md").read_text()
+    assert load_comparison(tmp_path / "out/comparison.json").questions == questions
+    with pytest.raises(ValueError, match="question 'which': no results are called d"):
+        compare([loaded(one) for one in found], questions={"which": ["a", "d"]})
 
 
 def test_ties_and_differences_from_plain_decoding_are_counted() -> None:

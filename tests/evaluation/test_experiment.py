@@ -146,6 +146,67 @@ def test_rows_share_a_feature_store(tmp_path: Path) -> None:
     assert "seed=5" in stages[2].args
 
 
+def test_tables_share_responses_and_features(tmp_path: Path) -> None:
+    """Made with the table's prompts and time, whatever else it trains with, and once."""
+    (tmp_path / "prompts.jsonl").write_text('{"turns": ["one"]}\n')
+    made: list[Stage] = []
+    for name, steps in (("first", 2), ("second", 9)):
+        changed = {"data.max_minutes": 7, "data.held_out": 1, "optimizer.steps": steps}
+        path = write(tmp_path, out=str(tmp_path / name), shared=str(tmp_path / "data"), set=changed)
+        stages = plan(load_table(path, ["feature_aux_layers=[0, 2]"]))
+        prepare, features, train = stages[:3]
+        assert prepare.args[:3] == ["prepare", "data.max_minutes=7", "data.held_out=1"]
+        assert "data.max_minutes=7" in features.args and f"optimizer.steps={steps}" in train.args
+        assert not any(arg.startswith("optimizer") for arg in features.args)
+        assert f'data.responses="{tmp_path}/data/responses.jsonl"' in train.args
+        assert (prepare.done, features.done, train.done) == ((False, False, False) if not made else (True, True, False))
+        for stage in (prepare, features):
+            assert stage.output is not None and stage.output.is_relative_to(tmp_path / "data")
+            stage.output.parent.mkdir(parents=True, exist_ok=True)
+            stage.output.write_text("")
+        for stage in (prepare, features):
+            stage.mark()
+        made.append(train)
+    assert made[0].output != made[1].output
+
+
+def test_recipe_fields_on_the_command_line(tmp_path: Path) -> None:
+    path = write(tmp_path, set={"optimizer.steps": 5})
+    table = load_table(path, ["set.optimizer.steps=3", "rows.flat.set.drafter.num_aux_layers=2", "set.data.held_out=1"])
+    assert table.set == {"optimizer.steps": 3, "data.held_out": 1}
+    assert table.row_recipe("two").optimizer.steps == 3 and table.row_recipe("flat").drafter.num_aux_layers == 2
+    assert table.rows["flat"].set["objective.decay"] == float("inf")
+
+
+def test_some_rows_of_a_table(tmp_path: Path) -> None:
+    path = write(tmp_path, questions={"which": ["two", "two-at-2", "flat"], "else": ["flat", "two"]})
+    table = load_table(path).only(["two-at-2"])
+    assert list(table.rows) == ["two", "two-at-2"] and table.questions == {"which": ["two", "two-at-2"]}
+    stages = plan(table)
+    assert [stage.row for stage in stages if stage.args[0] == "train"] == ["two", "two"]
+    assert stages[-1].args[-2:] == ["--question", "which=two,two-at-2"]
+    with pytest.raises(ValueError, match="no row three; the table has two, flat, two-at-2"):
+        table = load_table(path).only(["three"])
+
+
+def test_rows_under_other_conditions(run: Run, tmp_path: Path) -> None:
+    """All rows once more, in directories and a comparison of their own."""
+    path = write(tmp_path, conditions={"sampled": {"temperature": 1.0}}, seeds=[0])
+    stages = plan(load_table(path))
+    check_experiment(load_table(path), path, stages)
+    verbs = [stage.args[0] for stage in stages]
+    assert verbs == ["prepare", *["train"] * 2, *["eval"] * 6, "bench-drafters", "compare", "compare"]
+    outputs = [str(stage.output.parent.name) for stage in stages if stage.args[0] == "eval" and stage.output]
+    assert outputs == ["eval-0"] * 3 + ["eval-0-sampled"] * 3
+    assert ["--temperature" in stage.args for stage in stages[3:9]] == [False] * 3 + [True] * 3
+    assert len({stage.stamp for stage in stages[3:9]}) == 6
+    plain, sampled = (stage.args for stage in stages[-2:])
+    assert plain[plain.index("--out") + 1] == f"{tmp_path}/out/comparison"
+    assert sampled[sampled.index("--out") + 1] == f"{tmp_path}/out/comparison-sampled"
+    assert all(arg.endswith("-sampled") for arg in sampled[1:4])
+    check_error(run("experiment", write(tmp_path, conditions={"a": {"temperatur": 1}})), "No such option: --temperatur")
+
+
 def test_what_is_done_is_not_done_again_until_something_changed(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"turns": ["one"]}\n')
     path = write(tmp_path)
@@ -196,6 +257,9 @@ def test_what_is_done_is_not_done_again_until_something_changed(tmp_path: Path) 
         ({"set": {"drafter.block_size": 0}}, "drafter.block_size"),
         ({"recipe": "nope.yaml"}, "no recipe"),
         ({"sets": {}}, "sets: Extra inputs"),
+        ({"conditions": {"a": {"label": "x"}}}, "row two: evaluate sets label, which the table gives"),
+        ({"conditions": {"a/b": {}}}, "'a/b' cannot name a directory"),
+        ({"questions": {"which": ["two", "three"]}}, "question 'which': there is no row three"),
         ({"feature_aux_layers": "all"}, "feature_aux_layers"),
     ],
 )
@@ -344,7 +408,7 @@ def test_a_table_from_prompts_to_the_comparison(
     heads = {"set": MEDUSA, "seeds": [0], "calibrate": {"tasks": ["tasks.jsonl"], "max_new_tokens": 80}}
     tree = {"drafter_of": "heads", "evaluate": {"tree": 4}}
     rows = {**yaml.safe_load(write(tmp_path).read_text())["rows"], "heads": heads, "heads-tree": tree}
-    path = write(tmp_path, str(toy / "target"), rows=rows)
+    path = write(tmp_path, str(toy / "target"), rows=rows, questions={"decay": ["two", "flat"]})
 
     def in_this_process(command: list[str]) -> int:
         assert command[:3] == [sys.executable, "-m", "outrider.cli.main"]
@@ -371,7 +435,7 @@ def test_a_table_from_prompts_to_the_comparison(
     trainings = [entry.drafter.training for entry in comparison.groups[0].entries]
     assert [t.seed for t in trainings if t] == [0, 1] and all(t and t.steps == 2 and t.anchors for t in trainings)
     assert not comparison.budgets and not comparison.differences
-    assert (out / "draft_cost.png").is_file()
+    assert (out / "draft_cost.png").is_file() and (out / "convergence.png").is_file()
 
 
 def test_a_stage_that_fails_ends_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

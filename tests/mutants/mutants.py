@@ -2018,8 +2018,36 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
+        "drafters/dflash_input.py",
+        "tests/drafters/test_dflash_input.py",
+        (
+            "context_rows_see_later_ones",
+            "rows of the context see those behind them in training",
+            "is_causal=True, enable_gqa=True",
+            "is_causal=False, enable_gqa=True",
+        ),
+        (
+            "context_rows_all_visible_when_served",
+            "rows of the context that are committed together see one another when serving",
+            "earlier = AttentionPattern(causal=True)",
+            "earlier = AttentionPattern()",
+        ),
+        (
+            "context_rows_of_the_next_token",
+            "rows of the context are trained on the token behind theirs",
+            "inputs.embed(inputs.tokens_S)",
+            "inputs.embed(inputs.next_tokens_S)",
+        ),
+    ),
+    *_of(
         "training/loss.py",
         "tests/training/test_objective.py",
+        (
+            "confidences_train_the_backbone",
+            "the confidence loss has a gradient where it is to train its head alone",
+            "if not self.config.confidence_gradient:",
+            "if False:",
+        ),
         (
             "dpace_without_suffix",
             "D-PACE weighs a position by what precedes it alone",

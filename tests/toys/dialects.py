@@ -16,6 +16,7 @@ from outrider.checkpoints.dialects.medusa import MedusaDialect
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import DFlashConfig
 from outrider.drafters.dflash2 import DFlash2Config
+from outrider.drafters.dflash_input import DFlashInputConfig
 from outrider.drafters.domino import DominoConfig
 from outrider.drafters.eagle3 import Eagle3Config
 from outrider.drafters.hydra import HydraConfig
@@ -60,6 +61,7 @@ LILICORR_SIZES = {
 }
 DOMINO_SIZES = {"gru_hidden_dim": 10, "emb_dim": 6, "pure_draft_prefix_len": 1, "sample_from_anchor": True}
 SIZED: dict[str, tuple[type[DFlashConfig], dict[str, Any]]] = {
+    "dflash_input": (DFlashInputConfig, {}),
     "dflash2": (DFlash2Config, DFLASH2_SIZES),
     "domino": (DominoConfig, DOMINO_SIZES),
     "lilicorr": (LiLiCorrConfig, LILICORR_SIZES),
@@ -92,7 +94,7 @@ def made(method: str, own: str = "", **changes: Any) -> Checkpoint:
     config = config_of(method, **{**heads, **changes})
     module = method_of(method).module(config)
     randomise(module)
-    if method in ("dflash", "dflash2", "domino", "dspark", "eagle3", "lilicorr"):
+    if method in ("dflash", "dflash2", "dflash_input", "domino", "dspark", "eagle3", "lilicorr"):
         module.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0, 2.0][: len(config.target_layer_ids)]))
     ids = torch.randperm(V, generator=torch.Generator().manual_seed(3))[:VD].sort().values
     rows = config.draft_vocab_size

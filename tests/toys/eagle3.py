@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.drafters.base import BlockInputs, DraftCall
@@ -41,9 +42,10 @@ def inputs_for(target: Target, lengths: list[int], anchors: list[int], sequence:
             previous_NK[n, 0] = next_tokens_S[starts[number] + anchor - 1]
 
     def embed(ids: Tensor) -> Tensor:
-        return torch.nn.functional.embedding(ids, target.embed_VD) * target.embed_scale
+        return F.embedding(ids, target.embed_VD) * target.embed_scale
 
-    return BlockInputs(aux_SLD, next_tokens_S, layout, previous_NK, embed)
+    tokens_S = torch.cat([F.pad(part[:-1], (1, 0), value=4) for part in next_tokens_S.split(lengths)])
+    return BlockInputs(aux_SLD, tokens_S, next_tokens_S, layout=layout, previous_NK=previous_NK, embed=embed)
 
 
 def call_of(

@@ -55,6 +55,7 @@ def training_inputs(target: Target, texts: list[Text], anchors: list[list[int]],
     previous = [texts[i].tokens_T[a : a + gamma] for i, positions in enumerate(anchors) for a in positions]
     return BlockInputs(
         aux_SLD=torch.cat([text.features_TH[:n] for text, n in zip(texts, lengths, strict=True)])[:, None],
+        tokens_S=torch.cat([text.tokens_T[:n] for text, n in zip(texts, lengths, strict=True)]),
         next_tokens_S=torch.cat([text.tokens_T[1 : n + 1] for text, n in zip(texts, lengths, strict=True)]),
         layout=BlockLayout(lengths, torch.tensor([a for p in anchors for a in p]), torch.tensor(sequence)),
         previous_NK=torch.stack(previous),

@@ -243,6 +243,26 @@ def test_dpace_is_its_definition_for_every_block_drafter(method: str) -> None:
     assert abs(decayed.item() - found.item()) > 1e-3
 
 
+def test_the_confidences_loss_may_train_their_head_alone() -> None:
+    """The rest then has the gradients of a loss without it."""
+    target, samples = toy_target(), toy_samples(3)
+    drafter = made("dspark").weights.module.train().requires_grad_()
+    batch, _ = build(drafter, target, samples, torch.arange(97), Schedule(samples, 3, 5, seed=1).step(0))
+
+    def gradients(**changes: float | bool) -> dict[str, Tensor]:
+        names, parameters = zip(*drafter.named_parameters(), strict=True)
+        loss = BlockObjective(target, torch.arange(97), ObjectiveConfig(**changes))(drafter, batch).loss
+        return dict(zip(names, torch.autograd.grad(loss, parameters, materialize_grads=True), strict=True))
+
+    whole, alone, without = gradients(), gradients(confidence_gradient=False), gradients(confidence=0.0)
+    heads = {name for name in whole if name.startswith("confidence_head")}
+    for name in heads:
+        torch.testing.assert_close(alone[name], whole[name])
+    for name in whole.keys() - heads:
+        torch.testing.assert_close(alone[name], without[name])
+    assert heads and any(not torch.allclose(whole[name], alone[name]) for name in whole.keys() - heads)
+
+
 def test_acceptance_is_the_overlap_of_the_distributions() -> None:
     trained, head, p_t, view = case(1)
     sequential = {**heads(trained), "confidence_N": None}

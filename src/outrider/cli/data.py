@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 
 def prepare_command(
+    overrides: opt.Overrides = None,
     *,
     target: Annotated[str | None, option(MODELS, "model id or directory; the recipe's by default")] = None,
     recipe: Annotated[Path | None, option(FILES, "take what is not given here from its data section")] = None,
     prompts: Annotated[
-        list[str] | None, option(FILES, "JSONL file, shipped set, name (sharegpt), hf:owner/name[:split]; repeatable")
+        list[str] | None, option(FILES, "JSONL file, shipped set, name, hf:owner/name[:split]; repeatable")
     ] = None,
     data_dir: opt.DataDirectory = None,
     limit: Annotated[int | None, option(FILES, "conversations of each --prompts", min=1)] = None,
@@ -65,7 +66,9 @@ def prepare_command(
     from outrider.training.dataset import responses_path
     from outrider.training.recipe import load_recipe
 
-    base = load_recipe(recipe) if recipe else None
+    if overrides and recipe is None:
+        raise ValueError(f"{overrides[0]} changes a field of a recipe: give --recipe.")
+    base = load_recipe(recipe, overrides or ()) if recipe else None
     set_up(threads or (base.threads if base else None))
     given: dict[str, Any] = {
         "base_urls": base_url,

@@ -25,7 +25,7 @@ from outrider.drafters.language_model import StandaloneConfig
 from outrider.drafters.ngram import NgramConfig
 from outrider.evaluation.doctor.examine import QUICK_SAMPLES, QUICK_TOKENS
 from outrider.evaluation.draft_cost import WARM_UP, with_block_size
-from outrider.evaluation.experiment import ExperimentTable, Stage
+from outrider.evaluation.experiment import ExperimentTable, Stage, as_overrides
 from outrider.evaluation.profile import (
     FEWEST_SWEEPS,
     PLAIN_WIDTH,
@@ -358,7 +358,7 @@ def of_stage(table: ExperimentTable, stage: Stage, options: dict[str, Any], cons
     Raises:
         ValueError: its prompts or its recipe cannot be read.
     """
-    verb, base = stage.args[0], load_recipe(Path(table.recipe))
+    verb, base = stage.args[0], load_recipe(Path(table.recipe), as_overrides(table.data_fields))
     if verb == "eval":
         measured = measurements(table.target, options["device"], console)
         texts = task_texts(

@@ -76,6 +76,9 @@ def evaluate_command(
     block_size: Annotated[int | None, rare(DRAFTS, "rows of a block, if not as trained", min=1)] = None,
     tree: opt.Tree = None,
     typical: opt.Typical = None,
+    others: Annotated[
+        bool, rare(GENERAL, "where it is no faster, try other drafters on a few prompts", "--others/--no-others")
+    ] = True,
     out: Annotated[Path, option(GENERAL, "directory for results.json and plots")],
     device: opt.Device = "auto",
     threads: opt.Threads = None,
@@ -142,8 +145,8 @@ def evaluate_command(
                 versions=versions(),
                 on_progress=on_progress,
             )
-        others: dict[str, list[Speedup]] = {}
-        if grade(*pooled(speedups(results))) != "faster":
+        tried: dict[str, list[Speedup]] = {}
+        if others and grade(*pooled(speedups(results))) != "faster":
             ready = {
                 name: open_for_mlx(other, loaded) if on_mlx else other.open(loaded)
                 for name, other in other_choices(choice, target).items()
@@ -151,12 +154,12 @@ def evaluate_command(
             with counting(console, "eval of other drafters") as on_progress:
                 again = partial(measure, on_progress=on_progress)
                 choose = partial(choose_scheduling, loaded, say=say)
-                others = _measure_others(again, ready, results, choose=choose, settings=config, console=console)
+                tried = _measure_others(again, ready, results, choose=choose, settings=config, console=console)
         if ranks.main:
-            faster = [name for name, found in others.items() if pooled(found)[0] > pooled(speedups(results))[0]]
+            faster = [name for name, found in tried.items() if pooled(found)[0] > pooled(speedups(results))[0]]
             advice = drafter_verdict(
                 speedups(results),
-                others,
+                tried,
                 fewer="" if chosen.costs else _fewer_drafts(results, opened.recommended_threshold),
                 chosen=str(chosen),
                 train=_how_to_train(choice, target, faster, tasks=tasks),
@@ -279,6 +282,10 @@ def compare_command(
     results: Annotated[list[str], typer.Argument(help="directories of outrider eval --out, as DIR or NAME=DIR")],
     *,
     draft_cost: Annotated[Path | None, option(FILES, "JSON of outrider bench-drafters, to show as well")] = None,
+    question: Annotated[
+        list[str] | None,
+        option(GENERAL, "names set side by side, the first being compared with; repeatable", metavar="TEXT=A,B"),
+    ] = None,
     out: Annotated[Path | None, option(FILES, "directory for JSON, Markdown and pictures")] = None,
     allow_different: Annotated[
         bool, option(GENERAL, "compare other settings or machines, and say so", "--allow-different")
@@ -296,7 +303,13 @@ def compare_command(
             raise ValueError(f"{one.path} is given twice; the results of one directory are those of one seed.")
         known.add(one.path.resolve())
     costs = None if draft_cost is None else load_costs(draft_cost)
-    comparison = compare(loaded, allow_different, costs)
+    questions = {}
+    for text in question or ():
+        name, found, labels = text.partition("=")
+        if not (found and name and labels):
+            raise ValueError(f"--question {text!r}: give TEXT=NAME,NAME.")
+        questions[name] = split_names(labels)
+    comparison = compare(loaded, allow_different, costs, questions=questions)
     for view in terminal(comparison):
         _print_whole(console, view)
     show_lines(console, *notes(comparison))

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,7 +56,7 @@ def check_experiment(table: ExperimentTable, path: Path, stages: Sequence[Stage]
 
     load_tasks(table.tasks)
     _check_drafters(table, path)
-    asked: dict[str, dict[str, str]] = {}
+    asked: dict[str, dict[str, dict[str, str]]] = {}  # by condition, then by row
     for stage in stages:
         try:
             options = _options(stage)
@@ -64,10 +65,11 @@ def check_experiment(table: ExperimentTable, path: Path, stages: Sequence[Stage]
                     load_prompts(task, 1)
             if stage.args[0] == "eval":
                 _check_drafts(table, stage.row, options)
-                asked[stage.row] = {name: str(options[name]) for name in _ALIKE}
+                settings = {name: str(options[name]) for name in _ALIKE}
+                asked.setdefault(stage.condition, {})[stage.row] = settings
         except ValueError as error:
             raise ValueError(f"{path}: {f'row {stage.row}' if stage.row else stage.args[0]}: {error}") from error
-    found = differences(list(asked), list(asked.values()))
+    found = list(chain.from_iterable(differences(list(rows), list(rows.values())) for rows in asked.values()))
     if found and not table.allow_different:
         raise ValueError(
             f"{path}: rows are not comparable: {'; '.join(found)}. allow_different: true compares them all the same."
@@ -117,6 +119,7 @@ def experiment(
     table: Annotated[Path, typer.Argument(help="YAML with rows of recipes, seeds and tasks, or a packaged one")],
     overrides: Annotated[list[str] | None, typer.Argument(help="fields to change: seeds=[0] threads=1 ...")] = None,
     *,
+    rows: Annotated[str | None, option(GENERAL, "only these rows, and those whose drafters they are (a,b)")] = None,
     dry_run: Annotated[bool, option(GENERAL, "only print the commands, and how long each takes", "--dry-run")] = False,
 ) -> None:
     """Train, evaluate and compare a table of drafters (docs/experiments.md)."""
@@ -125,6 +128,8 @@ def experiment(
 
     console = Terminal()
     loaded = load_table(table, overrides or ())
+    if rows is not None:
+        loaded = loaded.only(split_names(rows))
     if loaded.data_directory is not None:
         os.environ[DATA] = loaded.data_directory
     stages = plan(loaded)

@@ -16,7 +16,7 @@ import logging
 import os
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -192,9 +192,9 @@ class Task:
     Args:
         repo: the data set on the hub.
         shipped: the packaged set that stands in for it.
-        turns: makes a conversation of a row; None: the row is read as one of any data set.
+        turns: makes a conversation of a row, [] of one without any; None: the row is read as one of any data set.
         files: read instead of the data set's own loading.
-        most: rows taken.
+        most: conversations taken.
     """
 
     name: str
@@ -229,19 +229,43 @@ def _prompt(row: Row) -> list[str]:
     return [row["prompt"]]
 
 
+def _gpqa(row: Row) -> list[str]:
+    """The question and its four answers, sorted, so that their order does not tell the right one."""
+    answers = sorted(row[name].strip() for name in ("Correct Answer", *(f"Incorrect Answer {n}" for n in (1, 2, 3))))
+    choices = "\n".join(f"{letter}) {answer}" for letter, answer in zip("ABCD", answers, strict=True))
+    return [f"{row['Question'].strip()}\n\n{choices}{_BOXED}"]
+
+
+def _swe_bench(row: Row) -> list[str]:
+    return [f"Fix this issue of the repository {row['repo']}. Answer with a patch.\n\n{row['problem_statement']}"]
+
+
+_MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # what SPEED-Bench has where it may not copy a prompt
+
+
+def _speed_bench(row: Row) -> list[str]:
+    return [] if any(_MASKED in turn for turn in row["turns"]) else list(row["turns"])
+
+
 _MATH, _CODE, _CHAT = "eval_math", "eval_code", "eval_chat"
 TASKS = (
     Task("gsm8k", "openai/gsm8k", "test", shipped=_MATH, turns=_problem("question"), config="main"),
     Task("math500", "HuggingFaceH4/MATH-500", "test", shipped=_MATH, turns=_problem("problem")),
     Task("aime25", "MathArena/aime_2025", "train", shipped=_MATH, turns=_problem("problem")),
+    Task("aime24", "HuggingFaceH4/aime_2024", "train", shipped=_MATH, turns=_problem("problem")),
+    Task("gpqa", "Idavidrein/gpqa", "train", shipped=_MATH, turns=_gpqa, config="gpqa_diamond"),
     Task("humaneval", "openai/openai_humaneval", "test", shipped=_CODE, turns=_humaneval),
     Task("mbpp", "google-research-datasets/mbpp", "test", shipped=_CODE, turns=_prompt, config="sanitized"),
     Task("livecodebench", "livecodebench/code_generation_lite", "train", shipped=_CODE, turns=_livecodebench,
          files="test6.jsonl"),
+    Task("swe-bench-lite", "princeton-nlp/SWE-bench_Lite", "test", shipped=_CODE, turns=_swe_bench),
     Task("mt-bench", "HuggingFaceH4/mt_bench_prompts", "train", shipped=_CHAT, turns=lambda row: list(row["prompt"])),
     Task("alpaca", "tatsu-lab/alpaca", "train", shipped=_CHAT, turns=_alpaca),
     Task("arena-hard", "lmarena-ai/arena-hard-auto", "train", shipped=_CHAT, turns=_prompt,
          files="data/arena-hard-v2.0/question.jsonl"),
+    Task("speed-bench", "nvidia/SPEED-Bench", "test", shipped=_CHAT, turns=_speed_bench, config="qualitative"),
+    # Calls of tools and their results over several turns; the tools are in the system messages.
+    Task("hermes-tools", "NousResearch/hermes-function-calling-v1", "train", shipped=_CHAT, files="func-calling.json"),
     Task("gsm8k-train", "openai/gsm8k", "train", shipped="train_math", turns=_problem("question"), config="main",
          most=_MOST_TRAINING_ROWS),
     Task("sharegpt", "Aeala/ShareGPT_Vicuna_unfiltered", "train", shipped="train_chat", most=_MOST_TRAINING_ROWS),
@@ -332,8 +356,8 @@ def _file_in(directory: Path, name: str) -> Path | None:
 def _not_fetched(task: Task, path: Path) -> str | None:
     """Fetch a task into the cache; the reason where that failed, which is not tried again in this process."""
     try:
-        rows = islice(open_dataset(task.repo, task.split, task.config, files=task.files), task.most)
-        lines = [json.dumps(line, ensure_ascii=False) for line in _task_lines(task, rows)]
+        rows = open_dataset(task.repo, task.split, task.config, files=task.files)
+        lines = [json.dumps(line, ensure_ascii=False) for line in islice(_task_lines(task, rows), task.most)]
         if not lines:
             raise ValueError(f"the data set {task.repo} has no rows")
     except Exception as error:  # rows are streamed: the network may fail at any of them, in any library's way
@@ -343,10 +367,11 @@ def _not_fetched(task: Task, path: Path) -> str | None:
     return None
 
 
-def _task_lines(task: Task, rows: Iterator[Row]) -> Iterator[dict[str, Any]]:
+def _task_lines(task: Task, rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
     for number, row in enumerate(rows, start=1):
         if task.turns is not None:
-            yield {"id": f"{task.name}-{number}", "turns": task.turns(row)}
+            if turns := task.turns(row):
+                yield {"id": f"{task.name}-{number}", "turns": turns}
             continue
         with suppress(ValueError):  # such collections have rows without anything to answer
             yield {**row_of(parse_row({k: v for k, v in row.items() if k in COLUMNS})), "id": f"{task.name}-{number}"}

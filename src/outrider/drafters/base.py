@@ -435,13 +435,15 @@ class BlockInputs:
 
     Attributes:
         aux_SLD: raw float32 aux hidden states, in the order of `config.target_layer_ids`.
-        next_tokens_S: token i + 1 of its sequence, for slot i.
+        tokens_S: token i of its sequence, for slot i.
+        next_tokens_S: token i + 1.
         layout: slots per sequence, positions of the anchors, whose anchors they are.
         previous_NK: x_{k-1} for draft position k = 1..gamma; column 0 holds the anchors.
         embed: the target's frozen, scaled embedding, int64 [...] -> float32 [..., D].
     """
 
     aux_SLD: Tensor
+    tokens_S: Tensor
     next_tokens_S: Tensor
     layout: BlockLayout
     previous_NK: Tensor

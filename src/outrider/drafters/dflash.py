@@ -383,10 +383,15 @@ class DFlash(DraftModule):
     @torch.no_grad()
     def initialize_from(self, target: Target, documents: Sequence[Sequence[int]]) -> None:
         source = copy_target_layers(self.layers, target, documents)
+        self.pick_last_aux_layer(full_tensor(source[0].input_layernorm.weight))
+
+    @torch.no_grad()
+    def pick_last_aux_layer(self, norm_H: Tensor) -> None:
+        """Set the features to the last aux hidden state, normed with `norm_H`."""
         hidden = self.config.hidden_size
         self.fc.weight.zero_()
         self.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
-        self.hidden_norm.weight.copy_(full_tensor(source[0].input_layernorm.weight))
+        self.hidden_norm.weight.copy_(norm_H)
 
 
 # ----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from outrider.drafters.base import DraftModule
 from outrider.drafters.config import DrafterConfig, DrafterSection, section_of
 from outrider.drafters.dflash import DFlash, DFlashConfig
 from outrider.drafters.dflash2 import DFlash2, DFlash2Config
+from outrider.drafters.dflash_input import DFlashInput, DFlashInputConfig
 from outrider.drafters.domino import Domino, DominoConfig
 from outrider.drafters.dspark import DSpark, DSparkConfig
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config
@@ -47,6 +48,7 @@ METHODS: tuple[Method, ...] = (
     Method(DominoConfig, Domino),
     Method(PEagleConfig, PEagle),
     Method(LiLiCorrConfig, LiLiCorr),
+    Method(DFlashInputConfig, DFlashInput),
 )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from outrider.evaluation.draft_cost import DraftCosts, cost_markdown
 from outrider.evaluation.model_card import WHOLE, listed, verified
 from outrider.evaluation.results import DrafterInfo, Results, TaskResult
 from outrider.evaluation.verdict import Speedup
+from outrider.training.logging import read_metrics
 from outrider.utils.files import invalid_fields
 from outrider.utils.plots import (
     COLOURS,
@@ -178,6 +180,7 @@ class GroupMember(BaseModel):
     path: str
     drafter: DrafterInfo
     figures: list[Figures]  # per task, the mean last
+    curve: list[tuple[int, float]] = []  # (step, expected tokens per round on held-out text) of its training
 
 
 class Group(BaseModel):
@@ -204,6 +207,7 @@ class Comparison(BaseModel):
         budgets: where training budgets differ.
         draft_cost: the cost of drafting by draft length, where it was measured.
         dates: of the results that tell, sorted.
+        questions: as in `compare`.
     """
 
     conditions: dict[str, Any]
@@ -212,15 +216,24 @@ class Comparison(BaseModel):
     groups: list[Group]
     draft_cost: DraftCosts | None = None
     dates: list[str] = []
+    questions: dict[str, list[str]] = {}
 
 
 def compare(
-    loaded: Sequence[LabelledResults], allow_different: bool = False, costs: DraftCosts | None = None
+    loaded: Sequence[LabelledResults],
+    allow_different: bool = False,
+    costs: DraftCosts | None = None,
+    questions: Mapping[str, Sequence[str]] | None = None,
 ) -> Comparison:
     """Compare results, in the order given.
 
+    Args:
+        questions: labels that are set side by side, by the name of the question; the first is what the others are
+            compared with.
+
     Raises:
-        ValueError: conditions differ and that is not allowed; no task in common; or one label for two drafters.
+        ValueError: conditions differ and that is not allowed; no task in common; one label for two drafters; or a
+            question about a label that there is not.
     """
     conditions = [conditions_of(one.results) for one in loaded]
     found = differences([one.label for one in loaded], conditions)
@@ -231,6 +244,9 @@ def compare(
     if not tasks:
         raise ValueError(f"no task is in all of {', '.join(str(one.path) for one in loaded)}.")
     groups = [_group(label, loaded, tasks) for label in dict.fromkeys(one.label for one in loaded)]
+    for question, labels in (questions or {}).items():
+        if unknown := sorted(set(labels) - {group.label for group in groups}):
+            raise ValueError(f"question {question!r}: no results are called {', '.join(unknown)}.")
     return Comparison(
         conditions=conditions[0],
         differences=found,
@@ -238,6 +254,7 @@ def compare(
         groups=groups,
         draft_cost=costs,
         dates=sorted({one.results.date for one in loaded if one.results.date}),
+        questions={question: list(labels) for question, labels in (questions or {}).items()},
     )
 
 
@@ -268,13 +285,23 @@ def _group(label: str, loaded: Sequence[LabelledResults], tasks: Sequence[str]) 
     found = differences([str(one.path) for one in mine], kinds)
     if found:
         raise ValueError(f"{label!r} names different drafters: {'; '.join(found)}. Name them: NAME=DIR OTHER=DIR.")
-    entries = [GroupMember(path=str(one.path), drafter=one.drafter, figures=_figures(one, tasks)) for one in mine]
+    entries = [
+        GroupMember(path=str(one.path), drafter=one.drafter, figures=_figures(one, tasks), curve=_curve(one))
+        for one in mine
+    ]
     spreads = {}
     for i, task in enumerate([*tasks, MEAN]):
         rows = [entry.figures[i] for entry in entries]
         spreads[task] = {name: _spread([getattr(row, name) for row in rows]) for name in FIGURES}
     first = mine[0].results
     return Group(label=label, lossy=first.lossy, verified=verified(first.settings), entries=entries, spreads=spreads)
+
+
+def _curve(one: LabelledResults) -> list[tuple[int, float]]:
+    """Held-out expected length by step, from the metrics beside the drafter; [] where they are not there any more."""
+    metrics = Path(str(one.results.settings.get("drafter"))).parent / "metrics.jsonl"
+    entries = read_metrics(metrics).get("held_out", []) if metrics.is_file() else []
+    return [(entry["step"], entry["expected_length_greedy"]) for entry in entries if "expected_length_greedy" in entry]
 
 
 def _identity(one: LabelledResults) -> dict[str, Any]:
@@ -435,6 +462,69 @@ def plot_tau_and_speedup(comparison: Comparison, path: Path, most: int = BEST) -
     )
 
 
+def plot_questions(comparison: Comparison, path: Path) -> None:
+    """Plot tau, the mean over tasks, of the labels of each question: a panel per question.
+
+    A dot is the mean over a label's results, a line reaches from the lowest to the highest. The band is that of the
+    first label.
+    """
+    groups, asked = {group.label: group for group in comparison.groups}, comparison.questions
+    columns = min(3, len(asked))
+    lines = math.ceil(len(asked) / columns)
+    most = max(map(len, asked.values()))
+    size = (4.4 * columns, lines * (0.24 * most + 0.9) + 0.6)
+    figure, grid = plt.subplots(lines, columns, figsize=size, sharex=True, squeeze=False, layout="constrained")
+    for axes in grid.flat[len(asked) :]:
+        axes.set_axis_off()
+    for axes, (question, labels) in zip(grid.flat, asked.items(), strict=False):
+        for place, label in enumerate(labels):
+            tau = groups[label].spreads[MEAN]["accepted_length"]
+            assert tau is not None
+            if not place:
+                axes.axvspan(tau.low, tau.high, color=GREY, alpha=0.4, linewidth=0)
+                axes.axvline(tau.mean, color=GREY, linewidth=1)
+            axes.plot([tau.low, tau.high], [place, place], color=COLOURS[0], linewidth=1.6)
+            axes.plot([tau.mean], [place], "o", color=COLOURS[0], markersize=5)
+            label_point(axes, f"{tau.mean:.2f}", x=tau.high, y=place)
+        axes.set_title(question, fontsize=10)
+        axes.set_yticks(range(len(labels)), [groups[label].name for label in labels], fontsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0.2, y=0.15)
+        axes.grid(alpha=0.3, axis="x")
+        axes.tick_params(labelbottom=True)
+    figure.supxlabel("\u03c4, tokens per target pass, mean over tasks; lines: lowest to highest seed", fontsize=9)
+    save_figure(figure, path, "Accepted length by question", *_facts(comparison, len(comparison.groups)))
+
+
+def plot_convergence(comparison: Comparison, path: Path) -> None:
+    """Plot held-out expected length by training step: a panel per question, a line per label, its seeds as a band.
+
+    Steps that not all seeds of a label have are left out. Figure 5 of DFlash (arXiv 2602.06036) is such a panel.
+    """
+    groups = {group.label: group for group in comparison.groups if all(entry.curve for entry in group.entries)}
+    asked = {question: [label for label in labels if label in groups] for question, labels in
+             comparison.questions.items()}  # fmt: skip
+    asked = {question: labels[:MOST_SERIES] for question, labels in asked.items() if labels}
+    figure, panels = small_multiples(len(asked), 3, panel=(4.4, 2.8))
+    for axes, (question, labels) in zip(panels, asked.items(), strict=True):
+        ends = []
+        for number, label in enumerate(labels):
+            curves = [dict(entry.curve) for entry in groups[label].entries]
+            steps = sorted(set.intersection(*map(set, curves)))
+            heights = [[curve[step] for curve in curves] for step in steps]
+            means = [sum(found) / len(found) for found in heights]
+            axes.plot(steps, means, "o-", color=COLOURS[number], markersize=3)
+            low, high = [min(found) for found in heights], [max(found) for found in heights]
+            axes.fill_between(steps, low, high, color=COLOURS[number], alpha=0.15, linewidth=0)
+            ends.append(LineEnd(steps[-1], means[-1], text=label, color=COLOURS[number]))
+        axes.set_title(question, fontsize=10)
+        axes.grid(alpha=0.3)
+        label_ends(axes, ends)
+    figure.supxlabel("training step", fontsize=9)
+    figure.supylabel("expected tokens per round, held out", fontsize=9)
+    save_figure(figure, path, "Convergence; bands: lowest to highest seed", *_facts(comparison, len(groups)))
+
+
 def plot_draft_cost(costs: DraftCosts, path: Path, first: Sequence[str] = ()) -> None:
     """Plot milliseconds per round against the length of the draft: medians, with the quartiles as a band.
 
@@ -556,6 +646,30 @@ def notes(comparison: Comparison) -> list[str]:
     return lines
 
 
+QUESTION_HEADINGS = ("question", "drafter", "tau", "difference", "in spreads")
+
+
+def answers(comparison: Comparison) -> list[list[str]]:
+    """Cells under `QUESTION_HEADINGS`: tau, the mean over tasks, and its difference to the question's first label.
+
+    The last cell is that difference over the larger of the two spreads (highest less lowest result); below 3 more
+    seeds are wanted.
+    """
+    taus = {group.label: group.spreads[MEAN]["accepted_length"] for group in comparison.groups}
+    found = []
+    for question, labels in comparison.questions.items():
+        first = taus[labels[0]]
+        for label in labels:
+            tau = taus[label]
+            assert first is not None and tau is not None
+            difference, spread = tau.mean - first.mean, max(first.high - first.low, tau.high - tau.low)
+            compared = ["", ""] if label == labels[0] else [
+                f"{difference:+.2f}", f"{abs(difference) / spread:.1f}" if spread else _UNKNOWN
+            ]  # fmt: skip
+            found.append([question, label, _spread_cell(tau, _FORMATS["accepted_length"]), *compared])
+    return found
+
+
 def markdown(comparison: Comparison) -> str:
     """The table and its notes as Markdown."""
     lines = [
@@ -569,6 +683,10 @@ def markdown(comparison: Comparison) -> str:
         "",
         *(f"- {line}" for line in notes(comparison)),
     ]
+    if comparison.questions:
+        lines += ["", *markdown_table(QUESTION_HEADINGS, answers(comparison), text=QUESTION_HEADINGS[:2])]
+        lines += ["", "tau: mean over tasks. in spreads: the difference to the question's first drafter, over the "
+                  "larger spread (highest less lowest seed) of the two."]  # fmt: skip
     if comparison.draft_cost is not None:
         lines += ["", *cost_markdown(comparison.draft_cost)]
     return "\n".join(lines) + "\n"
@@ -584,6 +702,13 @@ def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
     plot_conditional(comparison, paths[2])
     plot_tau_and_speedup(comparison, paths[3])
     plot_tau_and_speedup(comparison, paths[4], most=len(comparison.groups))
+    if comparison.questions:
+        paths.append(out / "questions.png")
+        plot_questions(comparison, paths[-1])
+    curves = {group.label for group in comparison.groups if all(entry.curve for entry in group.entries)}
+    if not curves.isdisjoint(chain.from_iterable(comparison.questions.values())):
+        paths.append(out / "convergence.png")
+        plot_convergence(comparison, paths[-1])
     if comparison.draft_cost is not None:
         paths.append(out / "draft_cost.png")
         plot_draft_cost(comparison.draft_cost, paths[-1], [group.label for group in ranked(comparison)])

@@ -17,6 +17,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from outrider.training.recipe import Recipe, load_recipe, read_fields
 from outrider.utils.packaged import packaged
 
 Option = str | int | float | bool | list[str]
+_OF_DATA = {"data", "features", "device", "precision", "shard_target"}  # of a recipe's sections and fields
 _SET_BY_TABLE = {"target", "drafter", "tasks", "data_dir", "label", "out"}  # of outrider eval's options; no row may
 
 
@@ -65,18 +67,23 @@ class ExperimentTable(Section):
 
     out: str
     recipe: str
+    shared: str | None = None  # directory of the responses and features, for several tables together; null: out
     responses: str | None = None  # a file of outrider prepare; null: prepared by the table's recipe
     data_directory: str | None = None  # where prompts by name are looked for without network; null: $OUTRIDER_DATA
-    # Target layers that any row reads. Their features are written to OUT/features once, instead of being computed by
-    # every training (three quarters of a step on a CPU). null: no store.
+    # Target layers that any row reads. Their features are written once, instead of being computed by every training
+    # (three quarters of a step on a CPU). null: no store.
     feature_aux_layers: list[int] | None = None
     seeds: list[int] = Field([0], min_length=1)
     threads: int | None = Field(None, ge=1, le=1024)
-    set: dict[str, Any] = Field({})  # recipe fields of every trained row; a row's own come after them
+    # Recipe fields of every trained row; a row's own come after them. Those of its data section (prompts, max_minutes)
+    # are also the ones that responses are made with.
+    set: dict[str, Any] = Field({})
     tasks: list[str] = Field(min_length=1)
     evaluate: dict[str, Option] = Field({})
+    conditions: dict[str, dict[str, Option]] = Field({})  # names and options of further evaluations of every row
     draft_cost: dict[str, Option] | None = Field({})  # options of outrider bench-drafters; null: not measured
     allow_different: bool = False  # compare rows whose conditions differ, and say so
+    questions: dict[str, list[str]] = Field({})  # rows that outrider compare sets side by side, by the question
     rows: dict[str, Row] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -87,10 +94,17 @@ class ExperimentTable(Section):
                     raise ValueError(f"row {name}: drafter_of {row.drafter_of!r} is no row that is trained")
                 if unknown := sorted(set(row.seeds or ()) - set(self.seeds_of(row.drafter_of))):
                     raise ValueError(f"row {name}: {row.drafter_of} is not trained with the seeds {unknown}")
-            if fixed := sorted({option.replace("-", "_") for option in self.eval_options(name)} & _SET_BY_TABLE):
-                raise ValueError(f"row {name}: evaluate sets {', '.join(fixed)}, which the table gives for every row")
+            for condition in ("", *self.conditions):
+                options = {option.replace("-", "_") for option in self.eval_options(name, condition)}
+                if fixed := sorted(options & _SET_BY_TABLE):
+                    what = ", ".join(fixed)
+                    raise ValueError(f"row {name}: evaluate sets {what}, which the table gives for every row")
+        for name in (*self.rows, *self.conditions):
             if name in ("", ".", "..") or set(name) & set("/=\\"):
-                raise ValueError(f"row name {name!r} cannot name a directory")
+                raise ValueError(f"the name {name!r} cannot name a directory")
+        for question, names in self.questions.items():
+            if absent := sorted(set(names) - set(self.rows)):
+                raise ValueError(f"question {question!r}: there is no row {', '.join(absent)}")
         return self
 
     @cached_property
@@ -103,14 +117,33 @@ class ExperimentTable(Section):
         row = self.rows[name]
         return row.seeds or (self.seeds if row.drafter_of is None else self.seeds_of(row.drafter_of))
 
-    def eval_options(self, name: str) -> dict[str, Option]:
-        """A row's options of outrider eval: the table's and its own."""
-        return self.evaluate | self.rows[name].evaluate
+    def eval_options(self, name: str, condition: str = "") -> dict[str, Option]:
+        """A row's options of outrider eval: the table's, its own, and those of a condition."""
+        return self.evaluate | self.rows[name].evaluate | self.conditions.get(condition, {})
+
+    def only(self, names: Sequence[str]) -> ExperimentTable:
+        """The table of these rows and of those whose drafters they are.
+
+        Raises:
+            ValueError: there is no such row.
+        """
+        if unknown := sorted(set(names) - set(self.rows)):
+            raise ValueError(f"no row {', '.join(unknown)}; the table has {', '.join(self.rows)}.")
+        wanted = {*names, *(origin for name in names if (origin := self.rows[name].drafter_of) is not None)}
+        rows = {name: row for name, row in self.rows.items() if name in wanted}
+        questions = {question: [name for name in asked if name in rows] for question, asked in self.questions.items()}
+        questions = {question: asked for question, asked in questions.items() if len(asked) > 1}
+        return self.model_copy(update={"rows": rows, "questions": questions})
 
     def row_recipe(self, name: str) -> Recipe:
         """The recipe that trains a row's drafters, or those of the row named by `drafter_of`."""
         row = self.rows[self.rows[name].drafter_of or name]
-        return load_recipe(Path(row.recipe or self.recipe), _as_overrides(self.set | row.set))
+        return load_recipe(Path(row.recipe or self.recipe), as_overrides(self.set | row.set))
+
+    @property
+    def data_fields(self) -> dict[str, Any]:
+        """What the table sets of the recipe that responses and features depend on, by dotted names."""
+        return {name: value for name, value in self.set.items() if name.partition(".")[0] in _OF_DATA}
 
     def run_directory(self, name: str, seed: int) -> Path:
         """Where a row is trained with a seed."""
@@ -137,13 +170,16 @@ class ExperimentTable(Section):
 def load_table(path: Path, overrides: Sequence[str] = ()) -> ExperimentTable:
     """Read a table, apply `key.path=value` overrides (values are YAML), and find the files it names.
 
+    Behind `set.` a path is one key, the dotted name of a recipe field: `set.optimizer.steps=20`.
+
     Raises:
         ValueError: unreadable, unknown or invalid fields, or an invalid recipe.
     """
     path = packaged(path, "experiments")
     if not path.is_file():
         raise ValueError(f"no table {path}: give a YAML file, or smollm2-135m, which is packaged.")
-    table = read_fields(path, ExperimentTable, overrides, kind="table", needs="out, recipe, tasks and rows")
+    needs = "out, recipe, tasks and rows"
+    table = read_fields(path, ExperimentTable, overrides, kind="table", needs=needs, flat="set")
     table = _with_paths(table, path.parent)
     for name, row in table.rows.items():
         if row.trained and (theirs := table.row_recipe(name).target) != table.target:
@@ -178,7 +214,7 @@ def _with_paths(table: ExperimentTable, directory: Path) -> ExperimentTable:
     return table.model_copy(update=made)
 
 
-def _as_overrides(fields: Mapping[str, Any]) -> list[str]:
+def as_overrides(fields: Mapping[str, Any]) -> list[str]:
     """Recipe fields as `key=value` arguments. JSON is YAML, except for infinity, which YAML writes .inf."""
     return [f"{name}={json.dumps(value) if value != float('inf') else '.inf'}" for name, value in fields.items()]
 
@@ -189,9 +225,10 @@ def _as_overrides(fields: Mapping[str, Any]) -> list[str]:
 #     prepare          responses of the target, once for all rows
 #     features         one store of the target's features that all rows share (feature_aux_layers), where asked for
 #     train            each trained row with each seed; calibrate directly after it, where asked for
-#     eval             each row and seed, one after another, with the last drafter of its training
+#     eval             each row and seed, one after another, with the last drafter of its training; then the same
+#                      under each of the conditions
 #     bench-drafters   the cost of drafting
-#     compare
+#     compare          for each condition
 #
 # A stage is done when its stamp says that the same command succeeded on the same files, so an interrupted experiment
 # continues where it stopped.
@@ -206,6 +243,7 @@ class Stage:
         args: of `outrider`.
         inputs: files whose contents it depends on.
         prompts: sources of prompts, by path or name, that it depends on, as they are found on this machine.
+        condition: of the table, under which it evaluates; "" for none.
         stamp: file that records its success; None: run every time.
         output: file that exists once all of its work is done.
         row: the row it belongs to, "" for none.
@@ -217,6 +255,7 @@ class Stage:
     output: Path | None = None
     row: str = ""
     prompts: Sequence[str] = ()
+    condition: str = ""
 
     def digest(self) -> str:
         """SHA-256 of the command and the present contents of its files."""
@@ -258,32 +297,48 @@ def plan(table: ExperimentTable) -> list[Stage]:
     data, fields = _data_stages(table)
     given = [] if table.responses is None else [Path(table.responses)]
     inputs = given + [stage.output for stage in data if stage.output is not None]
-    evaluations = _evaluations(table)
-    directories = [str(stage.output.parent) for stage in evaluations if stage.output is not None]
-    compare = ["compare", *directories, "--out", str(Path(table.out) / "comparison")]
     costs = [] if table.draft_cost is None else [_draft_cost(table, table.draft_cost)]
+    measured = [list(_evaluations(table, condition)) for condition in ("", *table.conditions)]
+    comparisons = [_comparison(table, evaluations, costs) for evaluations in measured]
+    return [*data, *_trainings(table, fields, inputs), *chain.from_iterable(measured), *costs, *comparisons]
+
+
+def _comparison(table: ExperimentTable, evaluations: Sequence[Stage], costs: Sequence[Stage]) -> Stage:
+    """The stage that compares what was evaluated under one condition."""
+    condition = evaluations[0].condition
+    directories = [str(stage.output.parent) for stage in evaluations if stage.output is not None]
+    command = ["compare", *directories, "--out", str(Path(table.out) / _named("comparison", condition))]
     for stage in costs:
-        compare += ["--draft-cost", str(stage.output)]
+        command += ["--draft-cost", str(stage.output)]
+    for question, names in table.questions.items():
+        command += ["--question", f"{question}={','.join(names)}"]
     if table.allow_different:
-        compare.append("--allow-different")
-    return [*data, *_trainings(table, fields, inputs), *evaluations, *costs, Stage(compare, [], None)]
+        command.append("--allow-different")
+    return Stage(command, [], None)
+
+
+def _named(name: str, condition: str) -> str:
+    return f"{name}-{condition}" if condition else name
 
 
 def _data_stages(table: ExperimentTable) -> tuple[list[Stage], dict[str, Any]]:
     """The stages that make responses and the feature store, and the recipe fields that use them."""
-    out, base = Path(table.out), Path(table.recipe)
+    out, base = Path(table.shared or table.out), Path(table.recipe)
     stages = []
     responses = out / "responses.jsonl" if table.responses is None else Path(table.responses)
     if table.responses is None:
-        command = ["prepare", "--recipe", str(base), "--out", str(responses), *_data(table), *_threads(table)]
-        prompts = [source.path for source in load_recipe(base).data.prompts]
+        changed = as_overrides(table.data_fields)
+        command = ["prepare", *changed, "--recipe", str(base), "--out", str(responses), *_data(table)]
+        command += _threads(table)
+        prompts = [source.path for source in load_recipe(base, changed).data.prompts]
         stages.append(Stage(command, [base], out / "stamps" / "prepare", output=responses, prompts=prompts))
     fields: dict[str, Any] = {"data.prompts": [], "data.responses": str(responses)}
     if table.feature_aux_layers is not None:
         store = out / "features"
         fields |= {"features.mode": "store", "features.directory": str(store)}
         fields["features.aux_layers"] = table.feature_aux_layers
-        overrides = _as_overrides(table.set | fields | {"out": str(store)} | _thread_field(table))
+        # Nothing of optimizer, drafter or loss: tables that train differently share the store.
+        overrides = as_overrides(table.data_fields | fields | {"out": str(store)} | _thread_field(table))
         command = ["features", "write", str(base), *overrides, "--yes"]
         stages.append(Stage(command, [base, responses], out / "stamps" / "features", output=store / "manifest.json"))
     return stages, fields
@@ -296,7 +351,7 @@ def _trainings(table: ExperimentTable, shared: dict[str, Any], inputs: list[Path
         row, directory = table.rows[name], table.run_directory(name, seed)
         recipe = row.recipe or table.recipe
         fields = table.set | row.set | shared | {"seed": seed, "out": str(directory)} | _thread_field(table)
-        command = ["train", recipe, *_as_overrides(fields)]
+        command = ["train", recipe, *as_overrides(fields)]
         made = directory / "drafter" / "config.json"
         stages.append(Stage(command, [Path(recipe), *inputs], stamps / f"train-{name}-{seed}", output=made, row=name))
         if row.calibrate is not None:
@@ -311,16 +366,20 @@ def _trainings(table: ExperimentTable, shared: dict[str, Any], inputs: list[Path
     return stages
 
 
-def _evaluations(table: ExperimentTable) -> list[Stage]:
-    out, stages = Path(table.out), []
+def _evaluations(table: ExperimentTable, condition: str) -> Iterator[Stage]:
+    """The stages that evaluate every row, under a condition of the table or, with "", under none.
+
+    Each measures its own drafter alone: the others are the table's rows.
+    """
+    out = Path(table.out)
     for name, seed, drafter in table.drafters():
-        directory = out / name / (f"eval-{seed}" if seed is not None else "eval")
+        directory = out / name / _named("eval" if seed is None else f"eval-{seed}", condition)
         command = ["eval", "--target", table.target, "--drafter", drafter, "--label", name, "--out", str(directory)]
-        command += [*_options({"tasks": table.tasks} | table.eval_options(name)), *_data(table), *_threads(table)]
+        options = {"tasks": table.tasks} | table.eval_options(name, condition)
+        command += [*_options(options), "--no-others", *_data(table), *_threads(table)]
         inputs, output = _checkpoint_files(drafter), directory / "results.json"
         stamp = out / "stamps" / directory.relative_to(out).as_posix().replace("/", "-")
-        stages.append(Stage(command, inputs, stamp, output=output, row=name, prompts=table.tasks))
-    return stages
+        yield Stage(command, inputs, stamp, output=output, row=name, prompts=table.tasks, condition=condition)
 
 
 def _draft_cost(table: ExperimentTable, options: dict[str, Option]) -> Stage:

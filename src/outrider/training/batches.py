@@ -37,7 +37,8 @@ class BlockBatch:
     """Inputs of one training forward and the target's view of the supervised positions (`supervised_NK` True)."""
 
     aux_SLD: Tensor  # scaled, float16
-    next_tokens_S: Tensor  # the token after each context slot
+    tokens_S: Tensor  # the token of each context slot
+    next_tokens_S: Tensor  # the one after it
     layout: BlockLayout
     previous_NK: Tensor  # x_{k-1} for every draft position; column 0 holds the anchors
     labels_NK: Tensor  # x_k, target vocabulary; 0 where not supervised
@@ -202,7 +203,7 @@ def build_batch(
     device: torch.device = CPU,
 ) -> BlockBatch:
     """The batch of one forward, on `device`; context slots beyond a sample's last anchor are left out."""
-    aux_layers, following, lengths, anchors, sequence = [], [], [], [], []
+    aux_layers, read, following, lengths, anchors, sequence = [], [], [], [], [], []
     previous, labels, supervised, hidden, lse, argmax = [], [], [], [], [], []
     steps_K = torch.arange(gamma)
     for number, ((index, positions), seen) in enumerate(zip(chosen, features, strict=True)):
@@ -218,6 +219,7 @@ def build_batch(
         lse.append(seen.lse_R[rows_NK])
         argmax.append(seen.argmax_R[rows_NK])
         aux_layers.append(on_device(seen.aux_SLD[: positions[-1]], device))
+        read.append(tokens_n[: positions[-1]])
         following.append(tokens_n[1 : positions[-1] + 1])
         lengths.append(positions[-1])
         anchors.append(anchors_N)
@@ -228,6 +230,7 @@ def build_batch(
 
     return BlockBatch(
         aux_SLD=torch.cat(aux_layers),
+        tokens_S=there(read),
         next_tokens_S=there(following),
         layout=BlockLayout(lengths, there(anchors), there(sequence)),
         previous_NK=there(previous),
@@ -247,6 +250,7 @@ def idle_batch(drafter: DraftModule) -> BlockBatch:
     nothing_NK = nothing_N[:, None].expand(1, config.gamma)
     return BlockBatch(
         aux_SLD=torch.zeros(1, len(config.target_layer_ids), config.hidden_size, dtype=torch.float16, device=device),
+        tokens_S=nothing_N,
         next_tokens_S=nothing_N,
         layout=BlockLayout([1], nothing_N + 1, nothing_N),
         previous_NK=nothing_NK,

@@ -102,9 +102,15 @@ class BlockObjective:
         """The drafter's training forward."""
         # Aux hidden states are stored scaled; modules take raw ones and divide by aux_scale themselves.
         aux_SLD = batch.aux_SLD.float() * drafter.aux_scale_L[:, None]
-        return drafter.rows(
-            BlockInputs(aux_SLD, batch.next_tokens_S, batch.layout, previous_NK=batch.previous_NK, embed=self.embed)
+        inputs = BlockInputs(
+            aux_SLD,
+            tokens_S=batch.tokens_S,
+            next_tokens_S=batch.next_tokens_S,
+            layout=batch.layout,
+            previous_NK=batch.previous_NK,
+            embed=self.embed,
         )
+        return drafter.rows(inputs)
 
     def __call__(
         self, drafter: DraftModule, batch: BlockBatch, total_weight: Tensor | None = None, progress: float = 1.0
@@ -155,7 +161,7 @@ class BlockObjective:
                 weights_N=supervised(weights_NK),
                 latent_Nr=latent_Nr,
                 w2_Vr=rows.w2_Vr,
-                confidence_N=None if rows.confidence is None else rows.confidence(hidden_NH, embedding_Nr),
+                confidence_N=self._confidence(rows, hidden_NH, embedding_Nr),
                 products=self.products,
                 total_weight=total_weight,
                 candidates=None if rows.lattice is not None else rows.candidates,
@@ -169,6 +175,14 @@ class BlockObjective:
             acceptance_N=supervised(acceptance_NK),
             agreement_N=supervised(agreement_NK).float(),
         )
+
+    def _confidence(self, rows: DraftRows, hidden_NH: Tensor, embedding_Nr: Tensor | None) -> Tensor | None:
+        """Logits of the confidences [N]; None without a confidence head."""
+        if rows.confidence is None:
+            return None
+        if not self.config.confidence_gradient:
+            hidden_NH, embedding_Nr = hidden_NH.detach(), None if embedding_Nr is None else embedding_Nr.detach()
+        return rows.confidence(hidden_NH, embedding_Nr)
 
     def _lattice(
         self, rows: DraftRows, batch: BlockBatch, weights_NK: Tensor, total_weight: Tensor

@@ -90,6 +90,8 @@ class ObjectiveConfig(Section):
     """Weight of the 1-norm ||p_d - p_t||_1, DeepSpec's l1_loss_alpha."""
     confidence: float = Field(1.0, ge=0)
     """Weight of the confidence head's loss; 0 for drafters without one."""
+    confidence_gradient: bool = True
+    """Whether that loss also trains what its head reads, the draft layers and the sequential head; false: only it."""
     decay: float = Field(4.0, gt=0, allow_inf_nan=True)
     """Positions after which a draft position's weight has fallen to 1/e."""
     dpace: float | None = Field(None, gt=0, le=1)
@@ -116,7 +118,7 @@ class ObjectiveConfig(Section):
     def _omit_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """As in `OptimizerSection`: what a recipe does not set changes no digest."""
         written: dict[str, Any] = handler(self)
-        added = {"dpace": None, "base": 0.0, "base_fraction": 1.0}
+        added = {"confidence_gradient": True, "dpace": None, "base": 0.0, "base_fraction": 1.0}
         if self.lattice == LatticeTerms():
             written.pop("lattice", None)
         return {name: value for name, value in written.items() if name not in added or value != added[name]}
@@ -282,12 +284,15 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe.model_copy(update=found)
 
 
-def read_fields(path: Path, model: type[Model], overrides: Sequence[str], *, kind: str, needs: str) -> Model:
+def read_fields(
+    path: Path, model: type[Model], overrides: Sequence[str], *, kind: str, needs: str, flat: str | None = None
+) -> Model:
     """Read a YAML file as a pydantic model, with `key.path=value` overrides.
 
     Args:
         kind: what messages call the file.
         needs: the fields that it must have, for messages.
+        flat: as in `apply_override`.
 
     Raises:
         ValueError: unreadable YAML, unknown or invalid fields, or a malformed override.
@@ -296,7 +301,7 @@ def read_fields(path: Path, model: type[Model], overrides: Sequence[str], *, kin
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: a {kind} is a YAML mapping with at least {needs}.")
     for override in overrides:
-        apply_override(raw, override)
+        apply_override(raw, override, flat)
     try:
         return model.model_validate(raw)
     except ValidationError as error:
@@ -314,8 +319,11 @@ def _beside(recipe: Path, source: str) -> str:
     return str(candidate) if source.endswith(".jsonl") and candidate.is_file() else source
 
 
-def apply_override(raw: dict[str, Any], override: str) -> None:
+def apply_override(raw: dict[str, Any], override: str, flat: str | None = None) -> None:
     """Set one field of a YAML mapping from `key.path=value`, the value YAML.
+
+    Args:
+        flat: name of a section whose keys are themselves paths: what follows it is one key.
 
     Raises:
         ValueError: malformed, or the path leads through what is no section.
@@ -323,7 +331,11 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     key, found, value = override.partition("=")
     if not found or not key:
         raise ValueError(f"override {override!r} is not of the form key.path=value.")
-    *parents, last = key.split(".")
+    parts = key.split(".")
+    if flat in parts[:-1]:
+        depth = parts.index(flat) + 1
+        parts[depth:] = [".".join(parts[depth:])]
+    *parents, last = parts
     section = raw
     for parent in parents:
         section = section.setdefault(parent, {})

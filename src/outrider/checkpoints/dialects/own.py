@@ -71,7 +71,7 @@ class Own:
 
 def _value(fields: Fields, name: str, kind: Any) -> Any:
     """One field of a config, of the kind that its dataclass declares."""
-    if isinstance(kind, types.UnionType):  # X | None
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):  # X | None
         if name not in fields:
             return None
         (kind,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
@@ -84,4 +84,6 @@ def _value(fields: Fields, name: str, kind: Any) -> Any:
     if kind is str:
         return fields.text(name)
     assert typing.get_origin(kind) is tuple, f"{name}: a config field of kind {kind} has no spelling in JSON here"
+    if typing.get_args(kind)[0] is not int:
+        return fields.texts(name)  # of a few words, which the config checks
     return fields.integers(name, low=-1, high=MOST_LAYERS)
