@@ -296,7 +296,8 @@ class DraftLayer(Packable):
         cos_XE, sin_XE = (table.expand(*x_NKH.shape[:-1], 1, E).reshape(-1, E) for table in rope)
         parts = self.kernels.before_attention(hidden_XH, cos_XE, sin_XE)
         queries_keys, v = (part.unflatten(0, x_NKH.shape[:-1]) for part in parts)
-        attended = source.attend(self.self_attn, *queries_keys.split((H, K), dim=-2), v)
+        heads = [*queries_keys.split((H, K), dim=-2), v]
+        attended = source.attend(self.self_attn, *heads)
         self.kernels.after_attention(attended.reshape(-1, H * E), hidden_XH)
         return hidden_XH.view(x_NKH.shape)
 
