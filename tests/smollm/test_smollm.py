@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from bisect import bisect_right
@@ -182,3 +184,19 @@ def test_demo_from_prompts_to_a_measured_speedup(tmp_path: Path) -> None:
     assert url.strip() == page.as_uri() and following.startswith("next: outrider serve")
     shown = page.read_text(encoding="utf-8")
     assert all(heading in shown for heading in ("Evaluation", "Training", "Generation"))
+
+
+@pytest.mark.slow
+def test_the_first_command_of_the_readme(tmp_path: Path) -> None:
+    """The first speedup, on one prompt and few tokens: the table and the verdict that README shows."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (given,) = re.findall(r"^outrider (eval .+ --max-samples 4 .+)$", readme, re.MULTILINE)
+    smaller = ["--max-samples", "1", "--max-new-tokens", "24", "--out", str(tmp_path / "first")]
+    command = [sys.executable, "-m", "outrider.cli.main", *shlex.split(given), *smaller]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"}, check=False)
+    assert done.returncode == 0, done.stderr
+    headings = ["task", "tokens", "tau", "tok/s", "plain", "speedup", "quartiles", "identical"]
+    shown = [line.split() for line in (readme + done.stdout).splitlines()]
+    assert shown.count(headings) == 2 and "Verdict: " in readme and "Verdict: " in done.stdout
+    (task,) = json.loads((tmp_path / "first" / "results.json").read_text())["tasks"]
+    assert task["greedy_identical"] or task["greedy_ties"]
