@@ -472,7 +472,7 @@ def plot_questions(comparison: Comparison, path: Path) -> None:
     columns = min(3, len(asked))
     lines = math.ceil(len(asked) / columns)
     most = max(map(len, asked.values()))
-    size = (4.4 * columns, lines * (0.24 * most + 0.9) + 0.6)
+    size = (max(7.2, 4.4 * columns), lines * (0.24 * most + 0.9) + 0.6)
     figure, grid = plt.subplots(lines, columns, figsize=size, sharex=True, squeeze=False, layout="constrained")
     for axes in grid.flat[len(asked) :]:
         axes.set_axis_off()
