@@ -67,10 +67,12 @@ $(DOCS_VENV)/.ready: docs/site/requirements.txt
 	$(DOCS_VENV)/bin/python -m pip install -q -r docs/site/requirements.txt
 	touch $@
 
-# Real engines, each in its own environment (vLLM: 3.4 GB, built once under ~/.cache/outrider).
+# Real engines, each in its own environment (vLLM: 3.4 GB, built once under ~/.cache/outrider). Beside the load test nothing
+# runs: a server that waits for a core joins parts of an answer, which the test counts.
 test-engines: $(READY)
 	VLLM_PYTHON="$$(PYTHON='$(PYTHON)' tests/engines/vllm_environment.sh)" && export VLLM_PYTHON && \
-		$(BIN)/python -m pytest -m engine tests/engines
+		$(PARALLEL) -m engine tests/engines/test_vllm_smollm.py tests/engines/test_vllm_toys.py && \
+		$(BIN)/python -m pytest -m engine tests/engines/test_vllm_bench.py
 
 # llama.cpp is built from source, once (20 minutes on two cores): apart from the others, and not in .ci/run.
 test-llama-cpp: $(READY)

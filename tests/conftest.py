@@ -29,6 +29,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """What a test draws without a generator of its own is the same in every run, and alone as among others."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _threads_as_before() -> Iterator[None]:
     """A verb run inside a test sets this process's threads; the tests after it should not be slower for that."""
     threads = torch.get_num_threads()

@@ -192,7 +192,8 @@ def test_options_from_a_file(run: Run, toy: Path, tmp_path: Path) -> None:
     check_error(run(*command, "--config", config), "one option per line")
     config.write_text("a: [\n")
     check_error(run(*command, "--config", config), "not valid YAML")
-    check_error(run(*command, "--config", tmp_path / "absent.yaml"), "absent.yaml")
+    absent = tmp_path / "absent.yaml"
+    check_error(run(*command, "--config", absent), f"--config {absent} cannot be read: No such file or directory.")
 
 
 def test_every_option_of_serve_can_be_in_its_file(tmp_path: Path) -> None:

@@ -43,6 +43,19 @@ def test_no_more_time_is_left_than_the_job_may_take(clock: list[float], capsys: 
     ]
 
 
+def test_when_time_is_up_what_is_under_way_is_finished(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    """A batch is answered to its end, which may take minutes more: `about 0 seconds left` would be false."""
+    with common.responding(Console(), minutes=0.5) as progress:
+        for done in (0, 8, 9, 10):
+            progress.update(done, 240)
+            clock[0] += 12
+    assert capsys.readouterr().err.splitlines() == [
+        "responses: 8 of 240 replies, 1.5 s each, about 18 seconds left",
+        "responses: 9 of 240 replies, 2.7 s each, about 6 seconds left",
+        "responses: 10 of 240 replies, 3.6 s each, time is up: what is under way is finished",
+    ]
+
+
 def test_another_part_of_a_job_has_a_rate_of_its_own(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with common.counting(Console(), "eval") as count:
         for task, seconds in (("chat", 4.0), ("math", 0.5)):

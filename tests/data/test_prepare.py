@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import outrider.cli.data as data_verbs
+from outrider.data.regenerate import DataSection
 from outrider.data.responses import companion_file, read_responses
 from outrider.target.model import Target, load_target
 from outrider.training import dataset
@@ -302,6 +303,20 @@ def test_training_uses_a_finished_file_as_it_is(zygote: Zygote, toy: Path, serve
         existing_responses(untold, Target(served.model, served.tokenizer, served.name))
     with pytest.raises(ValueError, match="another target"):
         existing_responses(responses, Target(served.model, served.tokenizer, "other"))
+
+
+def test_a_directory_of_prompts_on_the_command_line_comes_before_the_recipes(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[DataSection] = []
+    monkeypatch.setattr(data_verbs, "set_up", lambda threads: None)
+    monkeypatch.setattr(data_verbs, "run", lambda data, *_, **__: asked.append(data))
+    run, recipe = in_process(monkeypatch, capfd), tmp_path / "recipe.yaml"
+    section = {"prompts": [{"path": "mine"}], "directory": "/recipes"}
+    recipe.write_text(json.dumps({"target": "t", "out": str(tmp_path), "data": section}))
+    for given, expected in ((("--data-dir", "/given"), "/given"), ((), "/recipes")):
+        assert run("prepare", "--recipe", recipe, *given)[0] == 0
+        assert asked.pop().directory == expected
 
 
 def test_what_cannot_be_is_refused_before_the_target_is_loaded(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 import outrider.data.sources as sources
 from outrider.data.conversations import Conversation, Turn
 from outrider.data.sources import TASKS, find_prompts, load_prompts, load_tasks, shipped_sets
-from tests.toys.command_line import Run
+from tests.toys.command_line import Run, check_error
 
 ROWS: dict[str, dict[str, Any]] = {
     "gsm8k": {"question": "2 + 2?", "answer": "4"},
@@ -102,9 +104,10 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Asked:
 @pytest.fixture(autouse=True)
 def own_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An empty cache, no directory of prompts, and neither offline nor asked before."""
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    for name in ("OUTRIDER_DATA", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+    monkeypatch.setattr(sources, "cache_dir", lambda: tmp_path / "cache")  # models stay where they are
+    for name in ("OUTRIDER_DATA", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_ETAG_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sources, "_unreachable", [])
     sources._say_once.cache_clear()
 
 
@@ -169,6 +172,39 @@ def test_a_data_set_that_breaks_off_leaves_nothing(
     assert not list((tmp_path / "cache").rglob("*.jsonl*")), "nothing half-written"
 
 
+@pytest.mark.parametrize(
+    ("error", "tried"),
+    [(ConnectionError("reset"), 1), (httpx.ReadTimeout("slow"), 1), (KeyError("another column"), 2)],
+)
+def test_after_a_fetch_that_the_network_broke_off_no_other_is_tried(
+    error: Exception, tried: int, asked: Asked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each could take minutes to fail. What is wrong with one data set stops no other."""
+    calls = []
+
+    def load_dataset(*args: Any, **kwargs: Any) -> NoReturn:
+        calls.append(args)
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load_prompts("gsm8k") == load_prompts("math500") and len(calls) == tried
+    last = caplog.messages[-1]
+    assert ("not tried: fetching openai/gsm8k failed" in last) == (tried == 1), last
+
+
+@pytest.mark.parametrize("place", ["train", "Training", "eval", "test"])
+def test_what_is_trained_on_is_not_measured_with(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory below whose name says what its files are for is not looked into for the other use."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    data = prompt_directory(tmp_path / "data", f"{place}/gsm8k.jsonl", f"{place}/gsm8k_train.jsonl")
+    trains = place.lower().startswith("train")
+    for name, found in (("gsm8k", not trains), ("gsm8k-train", trains)):
+        (said,) = [task for task in [find_prompts(name, data)] if task is not None]
+        assert said.stands_in != found, (name, place)
+    other = prompt_directory(tmp_path / "other", "eval/gsm8k.jsonl", "train/gsm8k.jsonl")
+    assert load_prompts("gsm8k", directory=other)[0].turns == ("of eval/gsm8k.jsonl",)
+
+
 def test_a_failed_write_leaves_nothing(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError("disk full")
@@ -215,7 +251,7 @@ def test_without_network_a_directory_is_asked(
 def test_the_hub_is_asked_for_a_short_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """No answer at all is waited for three seconds, once; a blocked socket not even that."""
     sources.hub_answers.cache_clear()
-    monkeypatch.setattr(sources, "_SECONDS_FOR_THE_HUB", 0.2)
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "0.2")
     monkeypatch.setattr(httpx, "head", lambda *_, **__: time.sleep(30))
     started = time.monotonic()
     assert load_prompts("humaneval") == load_prompts("eval_code") and load_prompts("mbpp", 1)
@@ -226,6 +262,15 @@ def test_the_hub_is_asked_for_a_short_time(monkeypatch: pytest.MonkeyPatch) -> N
     def blocked(*_: object, **__: object) -> NoReturn:
         raise OSError("no network")
 
+    def unreadable(*_: object, **__: object) -> NoReturn:
+        raise httpx.InvalidURL("none of httpx.HTTPError")
+
+    failed: list[object] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(httpx, "head", unreadable)
+        patch.setattr(threading, "excepthook", failed.append)
+        assert not sources.hub_answers() and not failed
+    sources.hub_answers.cache_clear()
     monkeypatch.setattr(socket, "socket", blocked)
     monkeypatch.setattr(socket, "getaddrinfo", blocked)
     assert not sources.hub_answers()
@@ -244,7 +289,6 @@ def test_a_config_file_names_the_directory(
     run: Run, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("OUTRIDER_DATA", str(tmp_path))  # so that it is put back
     prompt_directory(tmp_path / "config" / "prompts", "gsm8k.jsonl")
     config = tmp_path / "config" / "eval.yaml"
     config.write_text("data-dir: prompts\ntasks: gsm8k\nmax-new-tokens: 2\n")
@@ -252,7 +296,17 @@ def test_a_config_file_names_the_directory(
     status, _, told = run(*command, "--out", tmp_path / "out")
     assert status == 0 and f"prompts gsm8k: {tmp_path}/config/prompts/gsm8k.jsonl" in told
     (task,) = json.loads((tmp_path / "out" / "results.json").read_text())["tasks"]
-    assert task["task"] == "gsm8k"
+    assert task["task"] == "gsm8k" and "OUTRIDER_DATA" not in os.environ, "for that command alone"
+
+
+def test_one_file_under_two_names_is_not_measured_and_fitted_on(
+    run: Run, toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shipped set that stands in for a data set is itself."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    command = ("calibrate", "--target", toy / "target", "--drafter", toy / "drafter")
+    refused = run(*command, "--tasks", "eval_code,gsm8k", "--fit-tasks", "eval_math")
+    check_error(refused, "gsm8k: in --tasks and --fit-tasks; measure on what was not fitted on")
 
 
 def test_files_of_that_name_come_first(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,6 +323,38 @@ def test_the_loss_is_its_definition() -> None:
     assert loss.item() == pytest.approx(expected, rel=1e-5) and 8 < counted < N * K
 
 
+def test_dpace_weighs_the_terms_of_the_lattice_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the probabilities of the parallel logits: one block, whose weights are given to the loss without D-PACE."""
+    target, samples = toy_target(), toy_samples(3)
+    drafter, ids = make(lilicorr_candidate_topk=48), torch.arange(97)
+    batch, _ = build(drafter, target, samples, ids, [(0, samples[0].anchors[:1])])
+    assert batch.supervised_NK.all() and batch.supervised_NK.shape[1] > 2
+    config = ObjectiveConfig(ce=1.0, l1=0.0, confidence=0.0, lattice=LatticeTerms(margin=0.1))
+    compute = BlockObjective(target, ids, config.model_copy(update={"dpace": 0.5}))
+    logits_KV = compute.rows(drafter, batch).hidden_NKH[0] @ compute.head_VH.T
+    likely_K = logits_KV.softmax(-1).gather(1, batch.labels_NK[0, :, None])[:, 0].detach()
+    reached = [float((0.5 + 0.5 * likely_K[: j + 1]).prod()) for j in range(len(likely_K))]
+    weights_K = torch.tensor([sum(reached[k:]) for k in range(len(reached))])
+    found = compute(drafter, batch).loss
+    monkeypatch.setattr(ObjectiveConfig, "position_weights", lambda *_: weights_K)
+    given = BlockObjective(target, ids, config)(drafter, batch, total_weight=torch.tensor(float(len(weights_K))))
+    torch.testing.assert_close(found, given.loss, atol=1e-5, rtol=1e-5)
+    even = BlockObjective(target, ids, config)
+    monkeypatch.setattr(ObjectiveConfig, "position_weights", lambda *_: torch.ones(len(weights_K)))
+    assert abs(even(drafter, batch).loss.item() - found.item()) > 1e-2
+
+
+def test_features_of_16_bits_are_multiplied_in_32() -> None:
+    """As features are stored: the target's logits of the candidates have the precision of the rest of the loss."""
+    target, samples = toy_target(), toy_samples(3)
+    drafter, ids = make(), torch.arange(97)
+    batch, compute = build(drafter, target, samples, ids, [(0, samples[0].anchors[:8])])
+    stored = replace(batch, target_hidden_NKD=batch.target_hidden_NKD.half())
+    read = replace(stored, target_hidden_NKD=stored.target_hidden_NKD.float())
+    assert torch.equal(compute(drafter, stored).loss, compute(drafter, read).loss)
+    assert torch.equal(compute(drafter, stored).acceptance_N, compute(drafter, read).acceptance_N)
+
+
 def run(target: Target, samples: list[Sample], **changes: Any) -> Run:
     torch.manual_seed(0)
     drafter = LiLiCorr(config_of("lilicorr", draft_vocab_size=60, lilicorr_candidate_topk=16, **changes))

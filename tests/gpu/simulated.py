@@ -436,9 +436,11 @@ def simulated_device() -> Iterator[SimulatedDevice]:
     """Inside, `torch.device("cuda")` is the simulated device."""
     global _device
     assert _device is None, "there is one simulated device"
-    device = _device = SimulatedDevice()
+    device = SimulatedDevice()
     before = torch.__future__.get_overwrite_module_params_on_conversion()
     with ExitStack() as stack:
+        stack.callback(_leave, before)
+        _device = device
         for name, value in (
             ("_lazy_init", lambda: None),
             ("is_available", lambda: True),
@@ -460,8 +462,11 @@ def simulated_device() -> Iterator[SimulatedDevice]:
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         stack.enter_context(device)
         stack.enter_context(_OntoDevice())
-        try:
-            yield device
-        finally:
-            _device = None
-            torch.__future__.set_overwrite_module_params_on_conversion(before)
+        yield device
+
+
+def _leave(overwrite: bool) -> None:
+    """Nothing is on the device any more, whatever failed on the way there."""
+    global _device
+    _device = None
+    torch.__future__.set_overwrite_module_params_on_conversion(overwrite)

@@ -75,6 +75,7 @@ def test_text_is_that_of_the_cpu(device: SimulatedDevice, kind: str) -> None:
         engine = Engine(target, toy_drafter(target), config=EngineConfig(4, 64, 4, 128))
         rules = StopRules(40, stop_ids=())
         requests = [Request(str(i), prompt, replace(params, seed=i), rules) for i, prompt in enumerate(prompts(3))]
+        requests[1] = replace(requests[1], trace=True)
         texts.append({id: tokens[:30] for id, tokens in finish(engine, requests).items()})
     assert texts[0] == texts[1]
 

@@ -1034,6 +1034,20 @@ MUTANTS: list[Mutant] = [
             "return len(realised_M)",
         ),
         (
+            "lookahead_without_margin",
+            "look-ahead verifies what promises no more than verifying nothing",
+            "rates[planned] < (1 + margin) * rates[0]",
+            "rates[planned] < rates[0]",
+            "tests/scheduling/test_scheduling.py::test_a_plan_that_gains_less_than_its_margin_is_left",
+        ),
+        (
+            "lookahead_margin_of_all_requests",
+            "requests without drafts raise look-ahead's margin",
+            "margin = self.margin * np.count_nonzero(view.drafted_R) / len(view.drafted_R)",
+            "margin = self.margin",
+            "tests/scheduling/test_scheduling.py::test_a_plan_that_gains_less_than_its_margin_is_left",
+        ),
+        (
             "lengths_by_position",
             "admitted tokens are counted by position instead of by request",
             "np.bincount(admitted_N % requests",
@@ -2061,6 +2075,12 @@ MUTANTS: list[Mutant] = [
             "found.append(torch.where(label_C >= 0, log_probs_C.exp(), 1.0))",
         ),
         (
+            "label_probabilities_not_shifted",
+            "D-PACE's probabilities come from bfloat16 logits as large as they are",
+            "z_CV.copy_(-shift_C.to(z_CV.dtype)[:, None])",
+            "z_CV.zero_()",
+        ),
+        (
             "base_share_beside_the_whole",
             "the corrected logits keep their whole loss beside the parallel ones",
             "ce_N=(1 - share) * config.ce * w_N",
@@ -2313,6 +2333,16 @@ MUTANTS: list[Mutant] = [
             "found != FORMAT:",
             "False:",
             "tests/evaluation/test_shipped.py::test_metadata_of_another_format_is_refused",
+        ),
+    ),
+    *_of(
+        "evaluation/profile.py",
+        "tests/scheduling/test_profile.py::test_steps_without_drafts_are_timed_without_the_drafter",
+        (
+            "profile_other_with_drafts",
+            "what a step takes beside forwards is timed while drafts are verified",
+            "step in engine_steps(target, None, n, repeats=repeats)] for n in counts}",
+            "step in engine_steps(target, drafter, n, repeats=repeats)] for n in counts}",
         ),
     ),
     *_of(

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,6 +40,7 @@ from outrider.target.model import Target, load_target
 from outrider.target.paged import PagedKV, Span
 from outrider.utils.measure import machine
 from tests.toys.eagle3 import make_drafter
+from tests.toys.engine import toy_drafter
 from tests.toys.profiles import SETTING, cells_of, linear, profile_of
 from tests.toys.published import published_target
 from tests.toys.target_directory import save_toy_target
@@ -284,6 +286,22 @@ def test_the_verb_measures_what_fits_its_own_setting(run: Run, toy: Path, tmp_pa
         profile.check(setting_of(target, Checkpoint(DrafterWeights(other)).serve(target)))
     with pytest.raises(ValueError, match=r"else: target is target \(5 x 32\), here it is toy-qwen3 \(5 x 32\)\. "):
         profile.check(setting_of(toy_target("qwen3"), None))
+
+
+def test_steps_without_drafts_are_timed_without_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What steps take beside their forwards is that of plain steps; what a verified draft adds is told apart."""
+    step = SimpleNamespace(admitted=4)
+
+    def steps(target: Target, drafter: Drafter | None, requests: int, repeats: int) -> list[SimpleNamespace]:
+        seconds = 0.001 * requests + (0.0 if drafter is None else 0.008)
+        return [SimpleNamespace(**vars(step), other_seconds=seconds)] * repeats
+
+    monkeypatch.setattr(profile_module, "engine_steps", steps)
+    target = toy_target("qwen3")
+    config = ProfileConfig(max_requests=2, max_tokens=8, contexts=(4,), repeats=1)
+    found = measure_profile(target, toy_drafter(target), config)
+    assert [seconds for seconds in found.other.seconds] == [(0.001,) * 3, (0.002,) * 3]
+    assert found.verified == pytest.approx(0.008 / 4)
 
 
 def test_the_verb_without_a_drafter_and_its_mistakes(run: Run, toy: Path, tmp_path: Path) -> None:

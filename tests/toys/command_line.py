@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 
@@ -18,11 +20,12 @@ def in_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
     def call(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["outrider", *verb, *map(str, args)])
         capfd.readouterr()
-        try:
-            main.main()
-            status = 0
-        except SystemExit as exit_:
-            status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        with patch.dict(os.environ):  # --data-dir sets $OUTRIDER_DATA of its process
+            try:
+                main.main()
+                status = 0
+            except SystemExit as exit_:
+                status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
         return status, *capfd.readouterr()
 
     return call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,16 @@ import yaml
 
 import outrider.training.estimate as estimates
 from outrider.cli import bench, calibrate, data, evaluate, experiment, train
-from outrider.training.estimate import Estimate, Measurements, Rates, Texts, estimate, responding, training
+from outrider.training.estimate import (
+    Estimate,
+    MeasuredTarget,
+    Measurements,
+    Rates,
+    Texts,
+    estimate,
+    responding,
+    training,
+)
 from outrider.training.recipe import Recipe, load_recipe
 from outrider.utils import machine
 from tests.toys.command_line import Run, check_error, in_process
@@ -117,10 +127,10 @@ def test_max_minutes_bounds_responses_and_what_is_trained_on(directory: Path) ->
 def test_a_measurement_is_kept(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By target, precision and recipe: where it is there no weights are loaded."""
     said: list[str] = []
-    before = estimate(recipe_of(directory), said.append)
+    before = estimate(recipe_of(directory), MeasuredTarget(said.append))
     monkeypatch.setattr(estimates, "load_target", lambda *_: pytest.fail("loaded again"))
     said.clear()
-    assert estimate(recipe_of(directory), said.append).seconds == before.seconds and not said
+    assert estimate(recipe_of(directory), MeasuredTarget(said.append)).seconds == before.seconds and not said
     with pytest.raises(pytest.fail.Exception, match="loaded again"):
         estimate(recipe_of(directory, "drafter.num_hidden_layers=2"))
 
@@ -129,7 +139,7 @@ def test_what_a_busy_machine_measures_is_not_kept(directory: Path, monkeypatch: 
     monkeypatch.setattr(machine, "is_busy", lambda: True)
     asked, said = recipe_of(directory, "drafter.num_hidden_layers=3"), []
     for _ in range(2):
-        estimate(asked, said.append)
+        estimate(asked, MeasuredTarget(said.append))
     assert len([line for line in said if "not kept" in line]) == len([line for line in said if "steps" in line]) == 2
 
 
@@ -182,21 +192,50 @@ def test_a_dry_run_shows_a_table_and_writes_nothing(directory: Path, run: Run, v
     assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
 
 
-def test_the_commands_of_an_experiment_and_their_time(directory: Path, run: Run) -> None:
-    """Before anything was made: of what is prepared, trained and evaluated; a target that is not here is said."""
+def test_the_commands_of_an_experiment_and_their_time(
+    directory: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands first, then the time of what is prepared, trained and evaluated, of one loaded target."""
     table: dict[str, object] = {"out": str(directory / "made"), "recipe": "recipe.yaml", "tasks": ["prompts.jsonl"]}
-    table |= {"evaluate": {"max_new_tokens": 6}, "rows": {"mine": {}, "lookup": {"drafter": "ngram"}}}
+    rows = {"mine": {}, "deeper": {"set": {"drafter.num_hidden_layers": 2}}, "lookup": {"drafter": "ngram"}}
+    table |= {"evaluate": {"max_new_tokens": 6}, "rows": rows, "draft_cost": None}
     (directory / "table.yaml").write_text(json.dumps(table))
+    monkeypatch.setenv("OUTRIDER_CACHE", str(directory / "nothing-measured"))
+    loaded: list[object] = []
+    load = estimates.load_target
+    monkeypatch.setattr(estimates, "load_target", lambda *what: loaded.append(what) or load(*what))
     status, said, errors = run("experiment", directory / "table.yaml", "--dry-run")
-    assert status == 0, errors
-    lines = [line for line in said.splitlines() if re.match(r"\[|    (about|time)|in all", line)]
-    verbs = [match[1] if (match := re.search(r"outrider (\S+)", line)) else line.split()[0] for line in lines]
-    timed = [word for verb in ("prepare", "train", "eval", "eval") for word in (verb, "about")]
-    assert verbs == [*timed, "bench-drafters", "compare", "in"], said
-    assert not (directory / "made").exists()
+    assert status == 0 and len(loaded) == 1, errors
+    verbs = ["prepare", "train", "train", "eval", "eval", "eval", "compare"]
+    assert re.findall(r"^\[\d/7\] outrider (\S+)", said, re.MULTILINE) == verbs
+    timed = re.findall(r"^\[\d/7\] (\w+) ?(\w*): about .+$", said[said.index("times; ") :], re.MULTILINE)
+    assert [verb for verb, _ in timed] == verbs[:-1] and said.index("[7/7]") < said.index("times; "), said
+    assert [row for _, row in timed] == ["", "mine", "deeper", "mine", "deeper", "lookup"]
+    assert re.search("^in all about", said, re.MULTILINE) and not (directory / "made").exists()
     (directory / "recipe.yaml").write_text((directory / "recipe.yaml").read_text().replace("/target", "/absent"))
     status, said, _ = run("experiment", directory / "table.yaml", "--dry-run")
-    assert status == 0 and said.count("\n[") + 1 == 6 and "about" not in said and "is not on this machine" in said
+    assert status == 0 and said.count("\n[") + 1 == 7 and "about" not in said and "is not on this machine" in said
+
+
+def test_a_step_of_many_recipes_is_measured_on_two_conversations(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And multiplied by the recipe's conversations; the optimizer's part is not."""
+    asked = recipe_of(directory, "optimizer.sequences_per_step=8", "optimizer.anchors_per_sequence=4")
+    texts = Texts(10, 10, 0, prompt=20, response=12)
+    rehearsed, rehearse = [], estimates.Trainer.rehearse
+
+    def counted(trainer: estimates.Trainer, *what: Any) -> dict[str, float]:
+        rehearsed.append(len(trainer.run.samples))
+        return {**rehearse(trainer, *what), "step_seconds": 3.0, "optimizer_seconds": 1.0}
+
+    monkeypatch.setattr(estimates.Trainer, "rehearse", counted)
+    brief, whole = (
+        Measurements(str(directory / "target"), torch.device("cpu"), torch.float32, brief=brief).step(asked, texts)
+        for brief in (True, False)
+    )
+    assert rehearsed == [2, 8] and (brief.seconds, whole.seconds) == (8 / 2 * 2.0 + 1.0, 3.0)
+    assert brief.parameters == whole.parameters
 
 
 def test_what_cannot_be_estimated_is_said(directory: Path, run: Run) -> None:

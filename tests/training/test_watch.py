@@ -502,7 +502,12 @@ def test_aux_layers_and_vocabulary_are_the_checkpoints(
     drafter = DFlash(toy_config(False, target_layer_ids=(0, 2, 3)))
     randomise(drafter)
     save_drafter(Checkpoint(DrafterWeights(drafter)), tmp_path / "odd")
-    chosen, run = continued(target, samples, tmp_path / "out", {"start_from": str(tmp_path / "odd")}, monkeypatch)
+    section = {"start_from": str(tmp_path / "odd")}
+    with pytest.raises(ValueError, match=r"is a dflash drafter.*\(confidence, decay, l1\).*algorithm=dflash"):
+        continued(target, samples, tmp_path / "out", section, monkeypatch)
+    section["algorithm"] = "dflash"
+    chosen, run = continued(target, samples, tmp_path / "out", section, monkeypatch)
+    assert (chosen.objective.ce, chosen.objective.l1) == (1.0, 0.0), "the loss of DFlash, not that of DSpark"
     assert run.drafter.config.target_layer_ids == (0, 2, 3) and not run.reduced and len(run.draft_ids_Vd) == 97
     whole = torch.arange(97)
     objective = BlockObjective(target, whole, run.objective.config)

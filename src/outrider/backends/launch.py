@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -95,12 +96,14 @@ _FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[
 
 
 def check_installed(command: Sequence[str]) -> None:
-    """Refuse a command `PYTHON -m MODULE ...` whose python does not have the module's package.
+    """Refuse a command that is not there, or `PYTHON -m MODULE ...` whose python does not have the module's package.
 
     Raises:
         ValueError: so it is, or there is no such python.
     """
     if command[1:2] != ["-m"]:
+        if shutil.which(command[0]) is None:
+            raise ValueError(f"{command[0]} is no program: neither a path of one nor a name of one in $PATH.")
         return
     package = command[2].partition(".")[0]
     try:

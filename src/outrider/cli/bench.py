@@ -367,7 +367,7 @@ def bench_command(
 
     most_users = max(users.values())
     if dry_run:
-        from outrider.cli.dry_run import bench_variants, measurements, of_bench
+        from outrider.cli.dry_run import bench_variants, measured_target, measurements, of_bench
 
         if backend != "local":
             raise ValueError(f"--dry-run knows our own engine; how fast {backend} is only a run of it can tell.")
@@ -375,7 +375,7 @@ def bench_command(
         times = repeats * len(bench_variants(found, names, target))
         counts = [(level, users[level], times * max(requests_per_point or 0, users[level])) for level in levels]
         of_bench(
-            measurements(target, device, Terminal()), work.prompts, max_new_tokens,
+            measurements(target, device, measured_target(Terminal())), work.prompts, max_new_tokens,
             counts=counts, seconds=seconds_per_point and times * seconds_per_point, out=out, console=Terminal(),
         )  # fmt: skip
         return
@@ -597,7 +597,7 @@ def simulate_command(
         check_outputs(files=[recording])
         set_up(threads)
         if dry_run:
-            from outrider.cli.dry_run import measurements, of_recording
+            from outrider.cli.dry_run import measured_target, measurements, of_recording
             from outrider.data.chat import Chat
             from outrider.loadtest.load import mixed_prompts
 
@@ -605,7 +605,7 @@ def simulate_command(
             mixed = mixed_prompts(tokenizer, split_names(tasks), max_samples, seed=seed, thinking=thinking)
             lengths = [len(prompt.tokens) for prompt in mixed]
             of_recording(
-                measurements(target, device, console), chosen, lengths,
+                measurements(target, device, measured_target(console)), chosen, lengths,
                 most=max_new_tokens, out=recording, console=console,
             )  # fmt: skip
             return

@@ -89,9 +89,9 @@ def calibrate_command(
         raise ValueError(f"{', '.join(both)}: in --tasks and --fit-tasks; measure on what was not fitted on.")
     names = list(dict.fromkeys((*fitted, *measured)))
     if dry_run:
-        from outrider.cli.dry_run import measurements, of_calibration, task_texts
+        from outrider.cli.dry_run import measured_target, measurements, of_calibration, task_texts
 
-        rates = measurements(target, device, console)
+        rates = measurements(target, device, measured_target(console))
         texts = task_texts(rates, ",".join(names), max_samples, max_new_tokens=max_new_tokens, thinking=thinking)
         of_calibration(rates, texts, checkpoint.weights.module, temperature=temperature, console=console)
         return
@@ -312,9 +312,9 @@ def profile_command(
     if choice is None and size is not None:
         raise ValueError(f"--drafter {drafter}: nothing is drafted, so --tree has no meaning.")
     if dry_run:
-        from outrider.cli.dry_run import measurements, of_profile
+        from outrider.cli.dry_run import measured_target, measurements, of_profile
 
-        rates = measurements(target, device, console)
+        rates = measurements(target, device, measured_target(console))
         of_profile(rates, choice, None if size is None else size.nodes, config=config, out=out, console=console)
         return
     loaded = load(target, device)

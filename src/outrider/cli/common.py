@@ -257,8 +257,10 @@ class JobProgress:
             parts.append(f"{(tokens - self._first[2]) / seconds:.0f} tokens/s")
         elif new:
             parts.append(f"{new / seconds:.1f}/s" if new > seconds else f"{seconds / new:.1f} s each")
-        if new and self.done < total:
-            parts.append(time_left(min(seconds / new * (total - self.done), max(0.0, self._end - now))))
+        if now >= self._end and self.done < total:
+            parts.append("time is up: what is under way is finished")
+        elif new and self.done < total:
+            parts.append(time_left(min(seconds / new * (total - self.done), self._end - now)))
         return ", ".join(parts)
 
 

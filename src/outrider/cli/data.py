@@ -32,7 +32,7 @@ def prepare_command(
     prompts: Annotated[
         list[str] | None, option(FILES, "JSONL file, shipped set, name, hf:owner/name[:split]; repeatable")
     ] = None,
-    data_dir: opt.DataDirectory = None,
+    data_dir: opt.DataDirectoryOfRecipe = None,
     limit: Annotated[int | None, option(FILES, "conversations of each --prompts", min=1)] = None,
     max_turns: Annotated[int | None, rare(FILES, "turns of each conversation of --prompts", min=1)] = None,
     out: Annotated[Path | None, option(FILES, "the responses file, *.jsonl")] = None,
@@ -71,6 +71,7 @@ def prepare_command(
     base = load_recipe(recipe, overrides or ()) if recipe else None
     set_up(threads or (base.threads if base else None))
     given: dict[str, Any] = {
+        "directory": None if data_dir is None else str(data_dir),
         "base_urls": base_url,
         "served_model": model,
         "chat_api": chat,
@@ -106,9 +107,9 @@ def prepare_command(
     precision = base.precision if base else "auto"
     place = device or (base.device if base else "auto")
     if dry_run:
-        from outrider.cli.dry_run import measurements, of_prepare
+        from outrider.cli.dry_run import measured_target, measurements, of_prepare
 
-        measured = measurements(name, place, Terminal(), precision=precision)
+        measured = measurements(name, place, measured_target(Terminal()), precision=precision)
         of_prepare(data, measured, path, console=Terminal())
         return
     run(data, name, path, seed=chosen_seed, device=place, precision=precision, console=Terminal())

@@ -39,6 +39,7 @@ from outrider.training.dataset import recipe_prompts, responses_path
 from outrider.training.estimate import (
     RATES,
     Estimate,
+    MeasuredTarget,
     Measurements,
     Part,
     Rates,
@@ -107,25 +108,24 @@ def spoken_size(size: float) -> str:
     return f"{size / 2**30:.1f} GB" if size >= 0.1 * 2**30 else f"{max(1.0, size / 2**20):.0f} MB"
 
 
-def measurements(target: str, device: str, console: Console, precision: str | None = None) -> Measurements:
+def measured_target(console: Console, brief: bool = False) -> MeasuredTarget:
+    """Nothing measured yet; what is being measured is printed."""
+    return MeasuredTarget(partial(console.print, highlight=False, markup=False, soft_wrap=True), brief)
+
+
+def measurements(target: str, device: str, known: MeasuredTarget, precision: str | None = None) -> Measurements:
     """Of the target as a verb loads it: in a recipe's precision, else as it is decoded with."""
     place = usable_device(device)
     if precision is None:
         dtype = default_dtype(place)
     else:
         dtype = training_dtype(place)[0] if precision == "auto" else getattr(torch, precision)
-    return Measurements(
-        target, place, dtype, say=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)
-    )
+    return known.of(target, place, dtype)
 
 
 def of_training(recipe: Recipe, console: Console) -> None:
     """`outrider train`."""
-    show(
-        estimate(recipe, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)),
-        Path(recipe.out),
-        console,
-    )
+    show(estimate(recipe, measured_target(console)), Path(recipe.out), console)
 
 
 def of_prepare(data: DataSection, measured: Measurements, path: Path, console: Console) -> None:
@@ -137,11 +137,15 @@ def of_prepare(data: DataSection, measured: Measurements, path: Path, console: C
 
 def task_texts(measured: Measurements, tasks: str, most: int | None, max_new_tokens: int, thinking: bool) -> Texts:
     """Sizes of the prompts of `--tasks`, at most so many of each."""
-    conversations = list(chain.from_iterable(prompts for _, prompts in load_tasks(split_names(tasks), most)))
-    # Prompts of tasks are never too long to be used.
-    longest = max(2, max_new_tokens)
-    data = DataSection(responses=tasks, max_new_tokens=longest, max_prompt_tokens=2**31, thinking=thinking)
-    return measure_texts(measured, conversations, data)
+
+    def count() -> Texts:
+        conversations = list(chain.from_iterable(prompts for _, prompts in load_tasks(split_names(tasks), most)))
+        # Prompts of tasks are never too long to be used.
+        longest = max(2, max_new_tokens)
+        data = DataSection(responses=tasks, max_new_tokens=longest, max_prompt_tokens=2**31, thinking=thinking)
+        return measure_texts(measured, conversations, data)
+
+    return measured.texts((tasks, most, max_new_tokens, thinking), count)
 
 
 def of_evaluation(measured: Measurements, texts: Texts, out: Path, console: Console) -> None:
@@ -343,8 +347,7 @@ def of_features(recipe: Recipe, processes: int, console: Console) -> None:
     Raises:
         ValueError: as of `estimate`, or the recipe's run is finished.
     """
-    measured = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    found = {part.name: part for part in estimate(recipe, measured).parts}
+    found = {part.name: part for part in estimate(recipe, measured_target(console)).parts}
     if not found:
         raise ValueError(f"{recipe.out}: the run is finished; its responses and features are not made again.")
     written = found["features"]
@@ -352,15 +355,18 @@ def of_features(recipe: Recipe, processes: int, console: Console) -> None:
     show(Estimate((found["load"], found["responses"], written)), Path(recipe.out), console)
 
 
-def of_stage(table: ExperimentTable, stage: Stage, options: dict[str, Any], console: Console) -> Estimate:
+def of_stage(table: ExperimentTable, stage: Stage, options: dict[str, Any], known: MeasuredTarget) -> Estimate:
     """A command of an experiment, before the earlier ones have run; no parts: only its drafters or figures would tell.
+
+    Args:
+        known: what the table's other commands measured.
 
     Raises:
         ValueError: its prompts or its recipe cannot be read.
     """
     verb, base = stage.args[0], load_recipe(Path(table.recipe), as_overrides(table.data_fields))
     if verb == "eval":
-        measured = measurements(table.target, options["device"], console)
+        measured = measurements(table.target, options["device"], known)
         texts = task_texts(
             measured, options["tasks"], options["max_samples"],
             max_new_tokens=options["max_new_tokens"], thinking=options["thinking"],
@@ -382,14 +388,14 @@ def of_stage(table: ExperimentTable, stage: Stage, options: dict[str, Any], cons
     if not responses_path(recipe).is_file():
         data = recipe.data.model_copy(update={"prompts": base.data.prompts})
         recipe = recipe.model_copy(update={"data": data})
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    return Estimate(tuple(part for part in estimate(recipe, say).parts if part.name in names))
+    return Estimate(tuple(part for part in estimate(recipe, known).parts if part.name in names))
 
 
 def of_demo(recipe: Recipe, evaluations: int, samples: int, tokens: int, tasks: str, *, console: Console) -> None:
     """`outrider demo`: training, then so many evaluations."""
-    measured = measurements(recipe.target, recipe.device, console)
-    training = estimate(recipe, measured.say).parts
+    known = measured_target(console)
+    training = estimate(recipe, known).parts
+    measured = measurements(recipe.target, recipe.device, known)
     texts = task_texts(measured, tasks, samples, max_new_tokens=tokens, thinking=False)
     decoded = decoding(measured, "evaluation", texts, times=2 * evaluations)
     show(Estimate((*training, decoded)), Path(recipe.out), console)

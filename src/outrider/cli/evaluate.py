@@ -103,11 +103,11 @@ def evaluate_command(
     )
     on_mlx = backend == "mlx"
     if dry_run:
-        from outrider.cli.dry_run import measurements, of_evaluation, task_texts
+        from outrider.cli.dry_run import measured_target, measurements, of_evaluation, task_texts
 
         if on_mlx:
             raise ValueError("--dry-run measures PyTorch: leave out --backend mlx.")
-        measured = measurements(target, device, Terminal())
+        measured = measurements(target, device, measured_target(Terminal()))
         texts = task_texts(measured, tasks, max_samples, max_new_tokens=max_new_tokens, thinking=thinking)
         of_evaluation(measured, texts, out, console=Terminal())
         return
@@ -362,10 +362,12 @@ def bench_drafters(
     set_up(threads)
     console = Terminal()
     if dry_run:
-        from outrider.cli.dry_run import measurements, of_drafters
+        from outrider.cli.dry_run import measured_target, measurements, of_drafters
 
         pairs = [(choice, blocks.get(name)) for name, choice in choices.items()]
-        of_drafters(measurements(target, device, console), pairs, context, repeats=repeats, console=console)
+        of_drafters(
+            measurements(target, device, measured_target(console)), pairs, context, repeats=repeats, console=console
+        )
         return
     loaded = load(target, device)
     opened = [(name, choice.open(loaded, blocks.get(name), trees.get(name))) for name, choice in choices.items()]
@@ -461,11 +463,11 @@ def doctor(
     console = Terminal()
     drafter = None if drafter is None else packaged(drafter, "models")
     if dry_run:
-        from outrider.cli.dry_run import measurements, of_doctor
+        from outrider.cli.dry_run import measured_target, measurements, of_doctor
 
         if target is None:
             raise ValueError("--dry-run: give --target; without one only files are read, which takes seconds.")
-        measured = measurements(target, device, console)
+        measured = measurements(target, device, measured_target(console))
         of_doctor(measured, drafter, data, quick=quick, samples=samples, most=max_new_tokens, console=console)
         return
     few, short = min(samples, QUICK_SAMPLES), min(max_new_tokens, QUICK_TOKENS)

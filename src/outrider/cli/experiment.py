@@ -146,36 +146,35 @@ def experiment(
 
 
 def _dry_run(table: ExperimentTable, stages: Sequence[Stage], console: Console) -> None:
-    """The commands, done ones too; below each what it takes, where that is known before the earlier ones have run."""
-    from outrider.cli.dry_run import of_stage, spoken_time
+    """The commands, done ones too; then what each takes, where that is known before the earlier ones have run."""
+    from outrider.cli.dry_run import measured_target, of_stage, spoken_time
     from outrider.target.hub import resolve_model
 
-    here, whole = True, 0.0
+    numbered = [(f"[{number}/{len(stages)}]", stage) for number, stage in enumerate(stages, start=1)]
+    for number, stage in numbered:
+        done = "done: " if stage.done else ""
+        show_lines(console, f"{number} {done}{shlex.join(['outrider', *stage.args])}")
     try:
         resolve_model(table.target, download=False)
     except ValueError:
-        here = False
-    else:
-        set_up(table.threads)
-    for number, stage in enumerate(stages, start=1):
-        done = "done: " if stage.done else ""
-        show_lines(console, f"[{number}/{len(stages)}] {done}{shlex.join(['outrider', *stage.args])}")
-        if done or not here:
+        show_lines(console, f"times are not known: the target {table.target} is not on this machine")
+        return
+    set_up(table.threads)
+    show_lines(console, "times; each training is measured by a step of two conversations:")
+    known, whole = measured_target(console, brief=True), 0.0
+    for number, stage in numbered:
+        if stage.done:
             continue
+        name = f"{number} {stage.args[0]} {stage.row}".strip()
         try:
-            seconds = of_stage(table, stage, _options(stage), console=console).seconds
+            seconds = of_stage(table, stage, _options(stage), known=known).seconds
         except (ValueError, OSError) as error:
-            show_lines(console, f"    time not known: {error}")
+            show_lines(console, f"{name}: time not known: {error}")
             continue
         if seconds:
             whole += seconds
-            show_lines(console, f"    about {spoken_time(seconds)}")
-    show_lines(
-        console,
-        f"in all about {spoken_time(whole)}, without what has no time above"
-        if here
-        else f"times are not known: the target {table.target} is not on this machine",
-    )
+            show_lines(console, f"{name}: about {spoken_time(seconds)}")
+    show_lines(console, f"in all about {spoken_time(whole)}, without what has no time above")
 
 
 def run_stage(stage: Stage) -> None:

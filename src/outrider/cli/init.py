@@ -116,7 +116,7 @@ def _estimated(plan: Plan, recipe: Path, tests: Path, console: Console) -> str:
     """
     from outrider.cli.dry_run import measurements, spoken_size, spoken_time, task_texts
     from outrider.target.hub import resolve_model
-    from outrider.training.estimate import decoding, estimate
+    from outrider.training.estimate import MeasuredTarget, decoding, estimate
     from outrider.training.recipe import load_recipe
     from outrider.utils.files import free_bytes, write_atomically
     from outrider.utils.machine import free_memory_bytes
@@ -130,19 +130,17 @@ def _estimated(plan: Plan, recipe: Path, tests: Path, console: Console) -> str:
     if 2 * weights > free:  # bfloat16 becomes float32 on a CPU
         return f"not measured: weights of {spoken_size(weights)}, {spoken_size(free)} of memory free; {later}"
 
-    def say(line: str) -> None:
-        console.print(line, style="dim")
-
     try:
         chosen = load_recipe(recipe)
-        found = estimate(chosen, say)
+        known = MeasuredTarget(lambda line: console.print(line, style="dim"))
+        found = estimate(chosen, known)
         if (stepping := next((part.seconds for part in found.parts if part.name == "steps"), 0.0)) > 0:
             steps = chosen.optimizer.steps
             fitting = plan.within_budget(steps, found.seconds - stepping, seconds_per_step=stepping / steps)
             if fitting is not plan:
                 write_atomically(recipe, fitting.recipe())
-                found = estimate(load_recipe(recipe), say)
-        measured = measurements(plan.chat.name, chosen.device, console, precision=chosen.precision)
+                found = estimate(load_recipe(recipe), known)
+        measured = measurements(plan.chat.name, chosen.device, known, precision=chosen.precision)
         texts = task_texts(measured, str(tests), _TESTED, max_new_tokens=_TOKENS, thinking=False)
         each = decoding(measured, "eval", texts, times=2).seconds + measured.rates.load
     except ValueError as error:

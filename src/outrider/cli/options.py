@@ -54,11 +54,13 @@ def _use_data_directory(path: Path | None) -> None:
         os.environ["OUTRIDER_DATA"] = str(path)
 
 
+_DATA_HELP = "where prompts by name are looked for without network; $OUTRIDER_DATA"
 DataDirectory = Annotated[
     Path | None,
-    rare(PROMPTS, "where prompts by name are looked for without network; $OUTRIDER_DATA",
-         "--data-dir", callback=_use_data_directory, expose_value=False, show_default=False),
+    rare(PROMPTS, _DATA_HELP, "--data-dir",
+         callback=_use_data_directory, expose_value=False, show_default=False),
 ]  # fmt: skip
+DataDirectoryOfRecipe = Annotated[Path | None, rare(PROMPTS, _DATA_HELP, "--data-dir", show_default=False)]
 MaxSamples = Annotated[int | None, option(PROMPTS, "prompts per task; all by default", min=1)]
 Thinking = Annotated[bool, option(PROMPTS, "ask the chat template for it", "--thinking/--no-thinking")]
 
@@ -121,7 +123,10 @@ def _read_config(context: typer.Context, path: Path | None) -> None:
         return
     from outrider.utils.documents import read_yaml  # here, since only this option needs it
 
-    given = read_yaml(path)
+    try:
+        given = read_yaml(path)
+    except OSError as error:
+        raise ValueError(f"--config {path} cannot be read: {error.strerror}.") from error
     if not isinstance(given, dict):
         raise ValueError(f"{path}: write one option per line, as max-new-tokens: 128.")
     options = {

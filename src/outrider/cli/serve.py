@@ -205,7 +205,8 @@ def serve_elsewhere(name: str, plan: Launch, choice: DrafterChoice | None, launc
     try:
         check_installed(command)
     except ValueError as error:
-        raise ValueError(f"--engine-python: {error}") from error
+        option = "--engine-python" if plan.executable is None else "--engine-command"
+        raise ValueError(f"{option}: {error}") from error
     if export:
         _export(export, console)
     console.print(shown, markup=False)

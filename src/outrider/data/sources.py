@@ -206,6 +206,11 @@ class Task:
     files: str | None = None
     most: int = _MOST_ROWS
 
+    @property
+    def trains(self) -> bool:
+        """Whether they are prompts to train on, and not to measure with."""
+        return self.shipped.startswith("train")
+
 
 def _problem(column: str) -> Callable[[Row], list[str]]:
     return lambda row: [row[column] + _BOXED]
@@ -325,11 +330,13 @@ def _find_task(task: Task, directory: Path | None, fetch: bool) -> Found:
     if fetch and not path.is_file():
         if _offline():
             why = f"{' or '.join(_OFFLINE)} is set"
+        elif _unreachable:
+            why = f"not tried: {_unreachable[0]}"
         else:
             why = _not_fetched(task, path) if hub_answers() else f"{_hub()} does not answer"
     if path.is_file():
         return Found(path, task.name, f"{task.repo} of the hub")
-    file = None if directory is None else _file_in(directory, task.name)
+    file = None if directory is None else _file_in(directory, task.name, not_in=_EVALUATED if task.trains else _TRAINED)
     if file is not None:
         return Found(file, task.name, f"{file} ({why})")
     here = f"${DATA} names no directory" if directory is None else f"no {task.name}.jsonl in {directory}"
@@ -341,11 +348,20 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "-").removesuffix("-prompts")
 
 
-def _file_in(directory: Path, name: str) -> Path | None:
-    """NAME.jsonl in a directory or one level below, in any case; `_` stands for `-`, and _prompts may be behind it."""
+_TRAINED, _EVALUATED = ("train",), ("eval", "test")  # how directories of such prompts begin
+
+
+def _file_in(directory: Path, name: str, not_in: tuple[str, ...] = ()) -> Path | None:
+    """NAME.jsonl in a directory or one level below, in any case; `_` stands for `-`, and _prompts may be behind it.
+
+    Args:
+        not_in: beginnings of the names of directories below in which it is not looked for: a drafter is not measured
+            on what it is trained on.
+    """
     if not directory.is_dir():
         raise ValueError(f"{directory} is no directory: ${DATA} and --data-dir name one with NAME.jsonl files.")
-    files = sorted([*directory.glob("*.jsonl"), *directory.glob("*/*.jsonl")])
+    below = [file for file in directory.glob("*/*.jsonl") if not file.parent.name.lower().startswith(not_in)]
+    files = sorted([*directory.glob("*.jsonl"), *below])
     found = [file for file in files if _plain(file.stem) == _plain(name)]
     if len(found) > 1:
         raise ValueError(f"{', '.join(map(str, found))}: which of them is {name}? Leave one there, or give its path.")
@@ -361,10 +377,22 @@ def _not_fetched(task: Task, path: Path) -> str | None:
         if not lines:
             raise ValueError(f"the data set {task.repo} has no rows")
     except Exception as error:  # rows are streamed: the network may fail at any of them, in any library's way
+        if _of_network(error):
+            _unreachable.append(f"fetching {task.repo} failed")
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(f"{line}\n" for line in lines), durable=True)
     return None
+
+
+_unreachable: list[str] = []  # why data sets are not fetched any more: each further one could take minutes to fail
+
+
+def _of_network(error: BaseException | None) -> bool:
+    """Whether the connection failed, at this error or one behind it, and not only this data set."""
+    while error is not None and not isinstance(error, (ConnectionError, TimeoutError, httpx.TransportError)):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _task_lines(task: Task, rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
@@ -390,18 +418,19 @@ _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 @cache
 def hub_answers() -> bool:
-    """Whether the hub can be reached; asked once per process, for three seconds."""
+    """Whether the hub can be reached; asked once per process, for three seconds or $HF_HUB_ETAG_TIMEOUT."""
     answered: list[bool] = []
+    seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", _SECONDS_FOR_THE_HUB))
 
     def ask() -> None:
-        with suppress(httpx.HTTPError, OSError):
-            httpx.head(_hub(), timeout=_SECONDS_FOR_THE_HUB)
+        with suppress(Exception):  # a misspelt $HF_ENDPOINT or proxy is none of httpx.HTTPError
+            httpx.head(_hub(), timeout=seconds)
             answered.append(True)
 
     # In a thread: the timeout does not bound the lookup of the name.
     asking = Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(_SECONDS_FOR_THE_HUB)
+    asking.join(seconds)
     return bool(answered)
 
 

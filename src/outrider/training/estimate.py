@@ -1,8 +1,12 @@
 """What a run takes on this machine, before it is run: seconds, bytes of memory, bytes of disk.
 
     Rates       prefill, decoding steps of 1, 8 and 64 sequences, how soon replies end     of the real target, measured
-    StepCost    a few training steps of the recipe on random tokens of the data's lengths  here once and remembered
+    StepCost    a few training steps of the recipe on random features of the data's lengths  here once and remembered
     Estimate    these times counts: prompts, tokens, steps, checks
+
+Where many recipes are asked about (`brief`), a step is measured on at most two conversations instead of the recipe's n:
+
+    seconds = n / 2 * (seconds of its step - seconds of its optimizer) + seconds of its optimizer
 
 Measurements are kept in the user's cache directory, by target, device, threads, precision and version; where they are
 there no weights are loaded. Nothing of a run is written.
@@ -36,7 +40,7 @@ from outrider.sampling import SamplingParams
 from outrider.target.hub import canonical_id, model_config, resolve_model
 from outrider.target.model import Target, load_target
 from outrider.training.dataset import recipe_prompts, responses_path
-from outrider.training.features import compute_features
+from outrider.training.features import Features, compute_features, logit_summary
 from outrider.training.logging import peak_memory_gib
 from outrider.training.loss import BlockObjective
 from outrider.training.recipe import Recipe
@@ -54,6 +58,7 @@ _REPLY_TOKENS, _REPLY_SECONDS = 160, 8.0  # of the replies that show how soon th
 _SAMPLE_PROMPTS = {"eval_chat": 3, "eval_math": 3, "eval_code": 2}
 _PREFILL_TOKENS = 768
 _STEPS = 2  # timed of a recipe, after one that is not
+_BRIEF_SEQUENCES = 2  # of the one step that is timed where many recipes are asked about
 _HELD_OUT = 2  # conversations that the held-out metrics are timed on
 _RENDERED = 32  # prompts whose tokens are counted
 _KNOWN_REPLIES = 8  # so many and more tell how long replies are
@@ -159,12 +164,19 @@ class StepCost:
 
 @dataclass
 class Measurements:
-    """The rates of a target on this machine. `say` is told before what takes seconds."""
+    """The rates of a target on this machine.
+
+    Args:
+        say: told before what takes seconds.
+        brief: time one training step, of few conversations (`_BRIEF_SEQUENCES`); its memory is that of so many.
+    """
 
     name: str
     device: torch.device
     dtype: torch.dtype
     say: Callable[[str], None] = field(default=lambda line: None)
+    brief: bool = False
+    _texts: dict[object, Texts] = field(default_factory=dict)
 
     @cached_property
     def target(self) -> Target:
@@ -190,8 +202,15 @@ class Measurements:
         length = _rounded(texts.tokens)
         response = min(length - 1, _rounded(texts.response * texts.turns / max(1, texts.conversations)))
         optimizer = recipe.optimizer.model_dump(include=_STEP_FIELDS)
-        about = (recipe.drafter, recipe.start_from, recipe.objective, optimizer, length, response)
+        about = [recipe.drafter, recipe.start_from, recipe.objective, optimizer, length, response]
+        about += ["brief"] if self.brief else []
         return self._recall(StepCost, about, lambda: _measure_step(self, recipe, length - response, response=response))
+
+    def texts(self, about: object, count: Callable[[], Texts]) -> Texts:
+        """The sizes that were counted before for the same prompts, settings and answers (`about`), else `count()`."""
+        if about not in self._texts:
+            self._texts[about] = count()
+        return self._texts[about]
 
     def _recall(self, kind: type[Kind], about: Sequence[object], measure: Callable[[], Kind]) -> Kind:
         config = (resolve_model(self.name, weights=False) / "config.json").read_bytes()
@@ -207,6 +226,27 @@ class Measurements:
         if busy := machine.is_busy():
             self.say("other programs use this processor: the figures are too slow, and are not kept")
         return not busy
+
+
+@dataclass
+class MeasuredTarget:
+    """The measurements that the parts of one command share, so that a target is loaded and its prompts counted once.
+
+    Only those of the last target, device and precision are kept: two would take the memory of both.
+
+    Args:
+        say, brief: of the `Measurements`.
+    """
+
+    say: Callable[[str], None] = field(default=lambda line: None)
+    brief: bool = False
+    _last: Measurements | None = None
+
+    def of(self, name: str, device: torch.device, dtype: torch.dtype) -> Measurements:
+        last = self._last
+        if last is None or (last.name, last.device, last.dtype) != (name, device, dtype):
+            last = self._last = Measurements(name, device, dtype, say=self.say, brief=self.brief)
+        return last
 
 
 _STEP_FIELDS = {
@@ -277,8 +317,12 @@ def _measure_rates(measured: Measurements) -> Rates:
 
 
 def _measure_step(measured: Measurements, recipe: Recipe, prompt: int, response: int) -> StepCost:
-    target = measured.target
-    measured.say(f"measuring {_STEPS + 1} training steps")
+    target, conversations = measured.target, math.ceil(_sequences(recipe, response))
+    taken = min(conversations, _BRIEF_SEQUENCES) if measured.brief else conversations
+    timed, held_out = (1, 1) if measured.brief else (_STEPS, _HELD_OUT)
+    measured.say(f"measuring {timed + 1} training steps of {recipe.drafter.algorithm}")
+    optimizer = recipe.optimizer.model_copy(update={"sequences_per_step": taken, "anchors_per_step": None})
+    recipe = recipe.model_copy(update={"optimizer": optimizer})
     torch.manual_seed(recipe.seed)
     if recipe.start_from is None:
         drafter = new_drafter(recipe, target).to(target.device)
@@ -293,17 +337,29 @@ def _measure_step(measured: Measurements, recipe: Recipe, prompt: int, response:
         objective=BlockObjective(target, ids, recipe.objective, precision=training_precision(recipe, target)),
         draft_ids_Vd=ids,
         reduced=len(ids) < target.vocab_size,
-        samples=[sample] * math.ceil(_sequences(recipe, response)),
-        held_out=[sample] * _HELD_OUT,
+        samples=[sample] * taken,
+        held_out=[sample] * held_out,
     )
-    figures = Trainer(recipe, run, Ranks(device=target.device)).rehearse(_STEPS)
+    figures = Trainer(recipe, run, Ranks(device=target.device)).rehearse(
+        timed, _random_features(target, drafter, sample)
+    )
+    update = figures["optimizer_seconds"]
     return StepCost(
-        seconds=figures["step_seconds"],
-        held_out=figures["evaluation_seconds"] / _HELD_OUT,
+        seconds=conversations / taken * (figures["step_seconds"] - update) + update,
+        held_out=figures["evaluation_seconds"] / held_out,
         parameters=sum(p.numel() for p in drafter.parameters()),
         aux_layers=len(drafter.config.target_layer_ids),
         memory=figures["peak_memory_gib"] * 2**30,
     )
+
+
+def _random_features(target: Target, drafter: DraftModule, sample: Sample) -> Features:
+    """Features of such a sample without a prefill: what a step costs does not depend on their values."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    aux_SLD = draw(len(sample.tokens) - 1, len(drafter.config.target_layer_ids), target.hidden_size)
+    hidden_RD = draw(sample.num_supervised, target.hidden_size)
+    aux_SLD, hidden_RD = (values.to(target.device, torch.float16) for values in (aux_SLD, hidden_RD))
+    return Features(aux_SLD, hidden_RD, *logit_summary(target, hidden_RD))
 
 
 def _sequences(recipe: Recipe, response: float) -> float:
@@ -442,11 +498,11 @@ def training(measured: Measurements, recipe: Recipe, texts: Texts, first_step: i
     return [features, stepping, Part("checks", source, seconds, memory=memory)]
 
 
-def estimate(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> Estimate:
+def estimate(recipe: Recipe, known: MeasuredTarget | None = None) -> Estimate:
     """What `outrider train` of a recipe takes here, from where its run is now; no parts where it is finished.
 
     Args:
-        say: told before something is measured, which loads the target; what was measured before is not.
+        known: measurements of other parts of the same command, to which these are added.
 
     Raises:
         ValueError: the recipe contradicts its run, its prompts or target cannot be read, or its drafter does not fit.
@@ -458,8 +514,12 @@ def estimate(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> 
     device = usable_device(recipe.device)
     precision = began.get("settings", {}).get("precision") if recipe.precision == "auto" else recipe.precision
     dtype = machine.training_dtype(device)[0] if precision is None else getattr(torch, precision)
-    measured, data = Measurements(recipe.target, device, dtype, say=say), recipe.data
-    texts = measure_texts(measured, recipe_prompts(data) if data.prompts else [], data, known=responses_path(recipe))
+    measured, data = (known or MeasuredTarget()).of(recipe.target, device, dtype), recipe.data
+    path = responses_path(recipe)
+    texts = measured.texts(
+        (data.model_dump_json(), path),
+        lambda: measure_texts(measured, recipe_prompts(data) if data.prompts else [], data, known=path),
+    )
     if began:  # its samples are fixed
         texts = replace(texts, waiting=0.0)
     answers, there = responding(measured, texts, data)

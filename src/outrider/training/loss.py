@@ -213,7 +213,7 @@ class BlockObjective:
 
 
 def dpace_weights(likely_NK: Tensor, supervised_NK: Tensor, alpha: float) -> Tensor:
-    """D-PACE's weights [N, K]: d log of (expected accepted drafts) / d log of each smoothed probability.
+    """D-PACE's weights [N, K]: d (expected accepted drafts) / d log of each smoothed probability.
 
         s_i = alpha + (1 - alpha) q_i,   S = sum_j prod_{i <= j} s_i
         w_k = dS / d log s_k = sum_{j >= k} prod_{i <= j} s_i
@@ -481,16 +481,17 @@ def label_probabilities(
     found = []
     for start in range(0, N, C):
         part = slice(start, start + C)
-        z = torch.zeros(len(hidden_NH[part]), V, dtype=head.dtype, device=hidden_NH.device)
-        head.add_logits(z, hidden_NH[part].to(head.dtype))
+        z = torch.empty(len(hidden_NH[part]), V, dtype=head.dtype, device=hidden_NH.device)
         label_C, wide = labels_N[part], torch.promote_types(z.dtype, torch.float32)
+        latent_Cr, w2 = None, None
+        if candidates is None and latent_Nr is not None and w2_Vr is not None:
+            latent_Cr, w2 = latent_Nr[part].to(head.dtype), w2_Vr.to(head.dtype)
+        _shifted_logits(z, hidden_NH[part], latent_Cr=latent_Cr, w2_Vr=w2, token_C=label_C.clamp(min=0), head=head)
         if latent_Nr is not None and w2_Vr is not None and candidates is not None:
             top, indices = z.topk(candidates, dim=-1)
             scores = candidate_scores(top.to(wide), w2_Vr[indices], latent_Nr[part])
             found.append((scores.softmax(-1) * (indices == label_C[:, None])).sum(-1))
             continue
-        if latent_Nr is not None and w2_Vr is not None:
-            z.addmm_(latent_Nr[part].to(head.dtype), w2_Vr.to(head.dtype).T)
         z = z.to(wide)
         log_probs_C = z.gather(1, label_C.clamp(min=0)[:, None])[:, 0] - z.logsumexp(-1)
         found.append(log_probs_C.exp() * (label_C >= 0))
@@ -525,6 +526,19 @@ def _draft_logits(
     else:
         token_C = argmax_C.clone()
         token_C[missing_C] = t_CV[missing_C].argmax(-1)
+    _shifted_logits(z_CV, hidden_CH, latent_Cr=latent_Cr, w2_Vr=w2_Vr, token_C=token_C, head=head)
+
+
+def _shifted_logits(
+    z_CV: Tensor,
+    hidden_CH: Tensor,
+    *,
+    latent_Cr: Tensor | None,
+    w2_Vr: Tensor | None,
+    token_C: Tensor,
+    head: HeadProducts,
+) -> None:
+    """Fill z with the drafter's logits minus, per row, that of one token: bfloat16 is exact near zero alone."""
     shift_C = head.at(hidden_CH, token_C)
     if latent_Cr is not None and w2_Vr is not None:
         shift_C = shift_C + (latent_Cr.to(shift_C.dtype) * w2_Vr[token_C].to(shift_C.dtype)).sum(-1)

@@ -113,6 +113,14 @@ def load_start(recipe: Recipe, target: Target) -> Start:
 def _check_agrees(recipe: Recipe, drafter: DraftModule, target: Target) -> None:
     """Fields that the recipe sets are those of the checkpoint."""
     section = recipe.drafter
+    if "algorithm" not in section.model_fields_set:
+        # The recipe was read as one of the default method, and has that method's defaults of the loss.
+        defaults = drafter.config.default_objective(section.chosen())
+        if unset := sorted(defaults.keys() - recipe.objective.model_fields_set):
+            raise ValueError(
+                f"start_from {recipe.start_from} is a {drafter.algorithm} drafter, whose loss has other defaults "
+                f"({', '.join(unset)}): set drafter.algorithm={drafter.algorithm} for them, or set these of objective."
+            )
     if "algorithm" in section.model_fields_set and section.algorithm != drafter.algorithm:
         pairs: dict[str, tuple[object, object]] = {"algorithm": (section.algorithm, drafter.algorithm)}
     else:

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import math
 import signal
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from outrider.checkpoints.checkpoint import Checkpoint, read_metadata, save_draf
 from outrider.drafters.base import DrafterWeights
 from outrider.training.batches import Chosen, Schedule, build_batch, idle_batch, micro_batches, total_weight
 from outrider.training.feature_store import open_features, samples_digest
-from outrider.training.features import Features, FeatureSource, step_features
+from outrider.training.features import FeatureCache, Features, FeatureSource, step_features
 from outrider.training.logging import Meters, MetricsLog, progress_bar
 from outrider.training.parallel import LockStep, ParallelStep, whole_drafter
 from outrider.training.recipe import OptimizerSection, Recipe
@@ -197,23 +196,20 @@ class Trainer:
             source.close()
         return self.last_metrics
 
-    def rehearse(self, steps: int) -> dict[str, float]:
-        """`Meters.window` of the first `steps` steps after one that is not counted, with held-out metrics behind them.
+    def rehearse(self, steps: int, features: Features) -> dict[str, float]:
+        """`Meters.window` of `steps` steps after one that is not counted, with held-out metrics behind them.
 
-        Nothing is written. Features are computed in the step that is not counted, where every sample is in each step.
+        Nothing is written, and the target prefills nothing.
+
+        Args:
+            features: taken for those of every sample, held-out ones too; all are as long as these.
         """
-        aux_layers, scale_L = self.run.drafter.config.target_layer_ids, self.run.drafter.aux_scale_L
-        source = FeatureSource(
-            self.run.target, self.run.samples, aux_layers, aux_scale_L=scale_L, budget_bytes=sys.maxsize
-        )
-        wanted = [[index for part in self._share(step) for index, _ in part] for step in range(steps + 1)]
-        with step_features(source, wanted) as fetched:
-            self._step(0, fetched)
-            self.meters.window()
-            for step in range(1, steps + 1):
-                self._step(step, fetched)
+        for step in range(steps + 1):
+            self._step(step, iter([[features] * sum(map(len, self._share(step)))]))
+            if not step:
+                self.meters.window()
         with self.meters.evaluation:
-            self.evaluate()
+            self._metrics([features] * len(self.run.held_out))
         return self.meters.window()
 
     def _share(self, step: int) -> list[list[Chosen]]:
@@ -326,10 +322,13 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Held-out metrics on fixed anchors. Every rank computes all of them: a sharded target needs them all."""
+        return self._metrics(self.held_out)
+
+    def _metrics(self, features: Sequence[Features] | FeatureCache) -> dict[str, float]:
         drafter = whole_drafter(self.run.drafter)
         batches = held_out_batches(
             self.run.held_out,
-            self.held_out,
+            features,
             drafter.config.gamma,
             anchors_per_sample=_HELD_OUT_ANCHORS,
             device=self.ranks.device,
