@@ -57,10 +57,11 @@ $(MLX_VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 # The documentation site, in runs/site: python -m http.server -d runs/site. It is built in an environment of its own.
+# Strict needs the warnings that --quiet would hide.
 DOCS_VENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/outrider/venv-docs
 docs: $(READY) $(DOCS_VENV)/.ready
 	PYTHONPATH=src $(BIN)/python docs/site/reference.py runs/reference
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build -q
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build
 
 $(DOCS_VENV)/.ready: docs/site/requirements.txt
 	$(PYTHON) -m venv $(DOCS_VENV)
