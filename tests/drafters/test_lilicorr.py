@@ -326,22 +326,23 @@ def test_the_loss_is_its_definition() -> None:
 def test_dpace_weighs_the_terms_of_the_lattice_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the probabilities of the parallel logits: one block, whose weights are given to the loss without D-PACE."""
     target, samples = toy_target(), toy_samples(3)
-    drafter, ids = make(lilicorr_candidate_topk=48), torch.arange(97)
+    drafter, ids = make(lilicorr_candidate_topk=97), torch.arange(97)
     batch, _ = build(drafter, target, samples, ids, [(0, samples[0].anchors[:1])])
     assert batch.supervised_NK.all() and batch.supervised_NK.shape[1] > 2
     config = ObjectiveConfig(ce=1.0, l1=0.0, confidence=0.0, lattice=LatticeTerms(margin=0.1))
     compute = BlockObjective(target, ids, config.model_copy(update={"dpace": 0.5}))
-    logits_KV = compute.rows(drafter, batch).hidden_NKH[0] @ compute.head_VH.T
+    rows = compute.rows(drafter, batch)
+    logits_KV = rows.hidden_NKH[0] @ compute.head_VH.T
     likely_K = logits_KV.softmax(-1).gather(1, batch.labels_NK[0, :, None])[:, 0].detach()
     reached = [float((0.5 + 0.5 * likely_K[: j + 1]).prod()) for j in range(len(likely_K))]
-    weights_K = torch.tensor([sum(reached[k:]) for k in range(len(reached))])
+    weights_K, count = torch.tensor([sum(reached[k:]) for k in range(len(reached))]), torch.tensor(float(len(reached)))
+    lattice, *_ = compute._lattice(rows, batch, weights_K[None], total_weight=count)
     found = compute(drafter, batch).loss
     monkeypatch.setattr(ObjectiveConfig, "position_weights", lambda *_: weights_K)
-    given = BlockObjective(target, ids, config)(drafter, batch, total_weight=torch.tensor(float(len(weights_K))))
-    torch.testing.assert_close(found, given.loss, atol=1e-5, rtol=1e-5)
-    even = BlockObjective(target, ids, config)
-    monkeypatch.setattr(ObjectiveConfig, "position_weights", lambda *_: torch.ones(len(weights_K)))
-    assert abs(even(drafter, batch).loss.item() - found.item()) > 1e-2
+    without = config.model_copy(update={"lattice": LatticeTerms(ce=0.0, penalty=0.0)})
+    parallel = BlockObjective(target, ids, without)(drafter, batch, total_weight=count).loss
+    torch.testing.assert_close(found, parallel + lattice, atol=1e-5, rtol=1e-5)
+    assert lattice > 0.1 and (weights_K - 1).abs().max() > 0.1
 
 
 def test_features_of_16_bits_are_multiplied_in_32() -> None:
