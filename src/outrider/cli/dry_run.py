@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ from outrider.training.estimate import (
     measure_texts,
     responding,
 )
+from outrider.training.gpu_estimate import TOKENS, UTILISATION, estimate_on_gpus, parse_gpus
 from outrider.training.recipe import Recipe, load_recipe
 from outrider.utils.files import cache_dir, free_bytes
 from outrider.utils.machine import free_memory_bytes, training_dtype
@@ -126,6 +127,34 @@ def measurements(target: str, device: str, known: MeasuredTarget, precision: str
 def of_training(recipe: Recipe, console: Console) -> None:
     """`outrider train`."""
     show(estimate(recipe, measured_target(console)), Path(recipe.out), console)
+
+
+def on_gpus(recipe: Recipe, gpus: str, console: Console) -> None:
+    """`outrider train --dry-run --gpus`: another machine, by a model of it (training/gpu_estimate.py)."""
+    found = estimate_on_gpus(recipe, *parse_gpus(gpus))
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading, align in (("on each GPU", "left"), ("memory", "right"), ("of a step", "left"), ("time", "right")):
+        table.add_column(heading, justify=align, no_wrap=True)  # type: ignore[arg-type]
+    memory = [(name, spoken_size(size)) for name, size in found.memory.items() if size]
+    seconds = [(name, f"{1000 * part:.1f} ms") for name, part in found.seconds.items()]
+    for left, right in zip_longest(memory, seconds, fillvalue=("", "")):
+        table.add_row(*left, *right)
+    used = sum(found.memory.values())
+    table.add_row("total", spoken_size(used), "total", f"{1000 * found.step_seconds:.1f} ms", style="bold")
+    console.print(table, highlight=False)
+    console.print(
+        f"{found.steps} steps: {spoken_time(3600 * found.hours)}, {found.count * found.hours:.1f} GPU-hours, features "
+        f"included; a model: {UTILISATION:.0%} of the peak, {TOKENS} tokens a conversation; no device has confirmed it",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if used > found.gpu.memory:
+        console.print(
+            f"warning: not enough memory: {spoken_size(used)} wanted, {spoken_size(found.gpu.memory)} on each GPU; "
+            "try parallel=fsdp, shard_target=true or smaller optimizer.max_anchors_per_forward",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def of_prepare(data: DataSection, measured: Measurements, path: Path, console: Console) -> None:

@@ -27,7 +27,15 @@ if TYPE_CHECKING:
     from outrider.utils.distributed import Ranks
 
 
-def train(recipe: opt.RecipePath, overrides: opt.Overrides = None, *, dry_run: opt.DryRun = False) -> None:
+def train(
+    recipe: opt.RecipePath,
+    overrides: opt.Overrides = None,
+    *,
+    dry_run: opt.DryRun = False,
+    gpus: Annotated[
+        str | None, option(opt.GENERAL, "with --dry-run: on these GPUs, as 8xh100, from the target's config alone")
+    ] = None,
+) -> None:
     """Train a drafter on the target's responses; run again to go on."""
     import torch
 
@@ -42,6 +50,13 @@ def train(recipe: opt.RecipePath, overrides: opt.Overrides = None, *, dry_run: o
     from outrider.utils.distributed import join
 
     chosen = load_recipe(recipe, overrides or [])
+    if gpus is not None:
+        if not dry_run:
+            raise ValueError("--gpus is for --dry-run: a training takes the GPUs that torchrun gives it.")
+        from outrider.cli.dry_run import on_gpus
+
+        on_gpus(chosen, gpus, Terminal())
+        return
     check_outputs(Path(chosen.out))
     check_boards(chosen.log)
     began = saved_run(chosen)

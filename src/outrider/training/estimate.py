@@ -317,7 +317,7 @@ def _measure_rates(measured: Measurements) -> Rates:
 
 
 def _measure_step(measured: Measurements, recipe: Recipe, prompt: int, response: int) -> StepCost:
-    target, conversations = measured.target, math.ceil(_sequences(recipe, response))
+    target, conversations = measured.target, math.ceil(sequences_per_step(recipe, response))
     taken = min(conversations, _BRIEF_SEQUENCES) if measured.brief else conversations
     timed, held_out = (1, 1) if measured.brief else (_STEPS, _HELD_OUT)
     measured.say(f"measuring {timed + 1} training steps of {recipe.drafter.algorithm}")
@@ -362,7 +362,7 @@ def _random_features(target: Target, drafter: DraftModule, sample: Sample) -> Fe
     return Features(aux_SLD, hidden_RD, *logit_summary(target, hidden_RD))
 
 
-def _sequences(recipe: Recipe, response: float) -> float:
+def sequences_per_step(recipe: Recipe, response: float) -> float:
     """Conversations of a step."""
     config = recipe.optimizer
     if config.anchors_per_step is None:
@@ -470,7 +470,7 @@ def training(measured: Measurements, recipe: Recipe, texts: Texts, first_step: i
     layers = len((stored and recipe.features.aux_layers) or ()) or cost.aux_layers
     size = texts.tokens * layers * row + texts.turns / max(1.0, texts.conversations) * texts.response * row
     budget = machine.feature_cache_bytes(recipe.feature_cache_gb)
-    visits = steps * _sequences(recipe, texts.response)
+    visits = steps * sequences_per_step(recipe, texts.response)
     missed = max(0.0, 1 - budget / (trained * size))
     window = None if recipe.features.max_gb is None else recipe.features.max_gb * 2**30
     fetched = trained if stored else min(trained, visits) + max(0.0, visits - trained) * missed

@@ -1,0 +1,200 @@
+"""What a training would take on GPUs that are not here, from the target's config and tokenizer alone.
+
+    seconds of a step = multiplications and additions / (GPUs * utilisation * peak) + optimizer + gradients' exchange
+
+Per conversation of L tokens with A anchors, blocks of K drafts, T active parameters in the layers of the target, P
+parameters of the drafter that block rows and P_c that context rows are multiplied with, and heads of V and Vd tokens:
+
+    features    2 T L + 2 L^2 (query width) (layers) + 2 V D (response)     forward of the target, float32 logits' sums
+    drafter     6 (P A K + P_c L), 8 where activations are recomputed       forward and backward
+                + 14 A K (context) (query width) (layers)                   its attention
+    objective   6 A K Vd (H + rank)                                         both logits, and the gradients back
+
+It is a model, compared with no device yet: conversations are taken to have `TOKENS` tokens, nothing overlaps, and
+features are made anew at every visit. Shapes: D target hidden, H draft hidden.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from outrider.drafters.base import DraftModule
+from outrider.target.model import Target, outline_target
+from outrider.training.estimate import sequences_per_step
+from outrider.training.loss import CHUNK_BYTES
+from outrider.training.recipe import Recipe
+from outrider.training.setup import new_drafter
+
+UTILISATION = 0.4  # of the peak, that products of a training reach; assumed
+TOKENS = 1500  # of a conversation, where the recipe allows as many; assumed
+_BFLOAT16, _FLOAT32 = 2, 4
+_CONTEXT = re.compile(r"(^|\.)(fc|k_proj|v_proj)\.weight$")
+_NOT_OF_ROWS = re.compile(r"(^|\.)(fc|markov_w2)\.weight$")  # of context alone; part of the objective
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU: bytes of memory, dense bfloat16 operations, bytes of memory and of links (one way) a second.
+
+    Source: NVIDIA's data sheets of the SXM boards.
+    """
+
+    memory: float
+    operations: float
+    bandwidth: float
+    links: float
+
+
+GPUS = {
+    "a100": Gpu(memory=80e9, operations=312e12, bandwidth=2.0e12, links=300e9),
+    "h100": Gpu(memory=80e9, operations=989e12, bandwidth=3.35e12, links=450e9),
+    "h200": Gpu(memory=141e9, operations=989e12, bandwidth=4.8e12, links=450e9),
+    "b200": Gpu(memory=180e9, operations=2250e12, bandwidth=8.0e12, links=900e9),
+}
+
+
+@dataclass(frozen=True)
+class GpuEstimate:
+    """Of a recipe on `count` GPUs: bytes on each GPU and seconds of a step, by what takes them; `steps` of the run."""
+
+    gpu: Gpu
+    count: int
+    steps: int
+    memory: dict[str, float]
+    seconds: dict[str, float]
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def hours(self) -> float:
+        return self.steps * self.step_seconds / 3600
+
+
+def parse_gpus(text: str) -> tuple[int, Gpu]:
+    """`8xh100` -> (8, what an H100 is).
+
+    Raises:
+        ValueError: not of that form, or a GPU that is not known.
+    """
+    found = re.fullmatch(r"([1-9]\d*)x(\w+)", text.lower())
+    if found is None or found[2] not in GPUS:
+        raise ValueError(f"--gpus {text!r} is not a number and a GPU, as 8xh100; known are {', '.join(GPUS)}.")
+    return int(found[1]), GPUS[found[2]]
+
+
+def active_parameters(target: Target) -> float:
+    """Parameters of the decoder layers that a token is multiplied with: of experts those that are chosen for it."""
+    config = target.config
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    share = (getattr(config, "num_experts_per_tok", None) or 1) / experts if experts else 1.0
+    layers = target.decoder.layers.named_parameters()
+    return sum(p.numel() * (share if ".experts." in name else 1.0) for name, p in layers)
+
+
+def estimate_on_gpus(recipe: Recipe, count: int, gpu: Gpu) -> GpuEstimate:
+    """What `outrider train` of a recipe takes on so many of these GPUs, one rank each, in bfloat16.
+
+    Raises:
+        ValueError: the target cannot be found, its family or the drafter's fields do not fit, or the recipe goes on
+            from another drafter.
+    """
+    if recipe.start_from is not None:
+        raise ValueError("--gpus plans new drafters: leave start_from out.")
+    target = outline_target(recipe.target)
+    with torch.device("meta"):
+        drafter = new_drafter(recipe, target)
+    load = _Load.of(recipe, drafter)
+    work = _operations(recipe, target, drafter, load=load)
+    trained = float(sum(p.numel() for p in drafter.parameters()))
+    shards = count if recipe.parallel == "fsdp" else 1
+    seconds = {name: operations / (count * UTILISATION * gpu.operations) for name, operations in work.items()}
+    seconds["optimizer"] = 8 * _FLOAT32 * trained / shards / gpu.bandwidth  # four tensors read, four written
+    if count > 1:
+        seconds["gradients' exchange"] = 2 * _FLOAT32 * trained / gpu.links
+    memory = _memory(recipe, target, drafter, load=load, count=count)
+    return GpuEstimate(gpu, count, recipe.optimizer.steps, memory=memory, seconds=seconds)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Of a step, on average: conversations, tokens of one and those of its responses, its anchors, drafts of each."""
+
+    sequences: float
+    tokens: float
+    response: float
+    anchors: float
+    drafts: int
+
+    @staticmethod
+    def of(recipe: Recipe, drafter: DraftModule) -> _Load:
+        data = recipe.data
+        longest = data.max_prompt_tokens + data.max_new_tokens
+        tokens = min(TOKENS, longest)
+        response = tokens * data.max_new_tokens / longest
+        anchors = min(recipe.optimizer.anchors_per_sequence, response)
+        sequences = sequences_per_step(recipe, response)
+        return _Load(sequences, tokens, response, anchors=anchors, drafts=drafter.config.gamma)
+
+
+def _operations(recipe: Recipe, target: Target, drafter: DraftModule, load: _Load) -> dict[str, float]:
+    """Of a step, all GPUs together."""
+    S, L, rows = load.sequences, load.tokens, load.anchors * load.drafts
+    hidden, config = target.hidden_size, drafter.config
+    tables = {id(module.weight) for module in drafter.modules() if isinstance(module, nn.Embedding)}
+    parameters = [(name, p.numel()) for name, p in drafter.named_parameters() if id(p) not in tables]
+    products = sum(size for name, size in parameters if not _NOT_OF_ROWS.search(name))
+    context = sum(size for name, size in parameters if _CONTEXT.search(name))
+    width = _query_width(target)
+    passes = 8 if recipe.optimizer.checkpoint_activations else 6
+    attended = 14 * rows * (L - load.response / 2) * width * _layers(drafter)
+    rank = getattr(config, "markov_rank", 0) or 0
+    return {
+        "features": S * (2 * active_parameters(target) * L + 2 * L**2 * width * target.num_layers)
+        + S * 2 * target.vocab_size * hidden * load.response,
+        "drafter": S * (passes * (products * rows + context * L) + attended),
+        "objective": S * 6 * rows * config.draft_vocab_size * (hidden + rank),
+    }
+
+
+def _memory(recipe: Recipe, target: Target, drafter: DraftModule, load: _Load, count: int) -> dict[str, float]:
+    """Bytes on one GPU."""
+    config, optimizer, hidden = drafter.config, recipe.optimizer, target.hidden_size
+    trained = sum(p.numel() for p in drafter.parameters())
+    whole = sum(p.numel() for p in target.model.parameters())
+    layers = sum(p.numel() for p in target.decoder.layers.parameters())
+    own = whole - layers + layers / count if recipe.shard_target and count > 1 else whole
+    reduced = config.draft_vocab_size < target.vocab_size
+    share = load.sequences / count
+    anchors = min(share * load.anchors, optimizer.max_anchors_per_forward or share * load.anchors)
+    anchors = max(anchors, load.anchors)  # one conversation is never divided
+    tokens = max(load.tokens, anchors / load.anchors * load.tokens)
+    rows, width = anchors * load.drafts, _query_width(target)
+    inner = getattr(config, "intermediate_size", 4 * hidden)
+    # Of a row and layer: the residual stream twice in float32, what linears and attention read in bfloat16.
+    layer = 2 * _FLOAT32 * hidden + _BFLOAT16 * (2 * hidden + 3 * width + 3 * inner)
+    kept = _FLOAT32 * hidden if optimizer.checkpoint_activations else layer
+    activations = rows * (kept * _layers(drafter) + layer) + 3 * _FLOAT32 * rows * hidden
+    return {
+        "drafter, gradients, moments": 16 * trained / (count if recipe.parallel == "fsdp" else 1),
+        "target": _BFLOAT16 * own,
+        "head of the draft vocabulary": _BFLOAT16 * config.draft_vocab_size * hidden if reduced else 0.0,
+        "features of a forward": tokens * (len(config.target_layer_ids) * (_BFLOAT16 + _FLOAT32)) * hidden,
+        "activations": activations,
+        "logits of a chunk": float(CHUNK_BYTES),
+    }
+
+
+def _query_width(target: Target) -> int:
+    config = target.config
+    head = getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads
+    return int(config.num_attention_heads * head)
+
+
+def _layers(drafter: DraftModule) -> int:
+    return int(getattr(drafter.config, "num_hidden_layers", 1))
