@@ -1,30 +1,53 @@
 """The table of cells {task x temperature} x users: a variant's throughput over that of plain decoding and of the best
 static variant.
 
-    python -m benchmarks.cells prompts DIR                   three kinds of text that no packaged drafter was trained on
-    outrider bench --tasks FILE --temperature T ... --out RUNS/TASK-T        one sweep per task and temperature
-    python -m benchmarks.cells table RUNS/* [--variant look-ahead+skip]
+    python -m benchmarks.cells prompts DIR             three kinds of text that no packaged drafter was trained on
+    python -m benchmarks.cells measure FILES --profile PROFILE --out cells.jsonl    goes on where it was interrupted
+    python -m benchmarks.cells table cells.jsonl
+
+In a cell every variant has an engine of its own, and all answer the same requests, so many at once as there are users.
+The engines take turns, step by step: the next step is always that of the engine that has got least far. So a machine
+whose speed wavers from minute to minute slows all of them alike. An engine's seconds are those of its own steps,
+prompts included; nothing runs beside them.
 
 A cell passes where the variant is at least as fast as plain decoding (1.00) and within 3 % of the best static variant
-of that cell in hindsight; plain decoding is one of those. Cells that do not are named.
+of that cell in hindsight; plain decoding is one of those. Cells that do not are named. Quartiles are over requests: the
+seconds per token of each, plain over variant.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
+import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice, product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from outrider.backends.local import NO_SPECULATION, drafter_of, is_adaptive
-from outrider.loadtest.metrics import Frontier, speedups
+from outrider.backends.local import NO_SPECULATION, build_variant, engine_config, is_adaptive, limited
+from outrider.checkpoints.checkpoint import load_drafter
+from outrider.checkpoints.published import shipped_drafter
+from outrider.data.chat import Chat
+from outrider.data.sources import load_prompts
+from outrider.decoding.request import StopRules
+from outrider.drafters.hybrid import HybridDrafter
+from outrider.engine.batch import Request
+from outrider.engine.engine import Engine
+from outrider.sampling import SamplingParams
+from outrider.scheduling.cost import Profile
+from outrider.target.hub import EMBEDDED_ID
+from outrider.target.model import Target, load_target
+from outrider.utils.measure import machine, quartiles, set_up, today, versions
 from outrider.utils.terminal import markdown_table
 
 LEAST, BEHIND, COUNT = 1.0, 0.03, 32
+JUDGED = "look-ahead+skip"
+_LONGEST = 640  # tokens of a prompt and its response: sizes the KV pools
 app = typer.Typer(add_completion=False)
 
 _PLACES = ["Lisbon", "Kyoto", "Tromso", "Nairobi", "Quito", "Gdansk", "Hobart", "Izmir"]
@@ -78,53 +101,212 @@ def prompts(directory: Path) -> None:
         (directory / f"{kind}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+# ----------------------------------------------------------------------------
+# Measuring a cell.
+# ----------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """One variant's answers in one cell. `requests`: id -> (seconds from submission to the end, tokens)."""
+
+    variant: str
+    seconds: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+    requests: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+
+class Lane:
+    """An engine, the requests it has yet to answer, and what it has done so far."""
+
+    def __init__(self, variant: str, engine: Engine, users: int) -> None:
+        self.run, self.engine, self.users = Run(variant), engine, users
+        self.waiting: list[Request] = []
+        self.texts: dict[str, list[int]] = {}
+        self._began: dict[str, float] = {}
+
+    @property
+    def over(self) -> bool:
+        return not self.waiting and self.engine.idle
+
+    def step(self) -> None:
+        """One step of the engine, behind requests for all its free places."""
+        started = time.perf_counter()
+        while self.waiting and len(self._began) < self.users:
+            request = self.waiting.pop(0)
+            self.engine.submit(request)
+            self._began[request.id], self.texts[request.id] = self.run.seconds, []
+        outputs = self.engine.step()
+        self.run.seconds += time.perf_counter() - started
+        self.run.steps += 1
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+            self.texts[output.id] += output.tokens
+            self.run.tokens += len(output.tokens)
+            if output.finish is not None:
+                took = self.run.seconds - self._began.pop(output.id)
+                self.run.requests[output.id] = (took, len(self.texts[output.id]))
+
+
+def answer(lanes: Sequence[Lane], requests: Sequence[Request]) -> None:
+    """All requests in every lane, which take turns."""
+    for lane in lanes:
+        lane.waiting = list(requests)
+    while going := [lane for lane in lanes if not lane.over]:
+        min(going, key=lambda lane: (lane.run.tokens, lane.run.seconds)).step()
+
+
+@app.command()
+def measure(
+    tasks: list[Path],
+    out: Annotated[Path, typer.Option(help="JSON lines, one per cell and repeat; those that are there stay")],
+    profile: Annotated[Path, typer.Option(help="outrider profile --drafter hybrid --out PROFILE")],
+    variants: str = f"{NO_SPECULATION},fixed-3,fixed-7,{JUDGED}",
+    temperatures: str = "0,1",
+    users: str = "1,2,4,8,16,32",
+    repeats: Annotated[int, typer.Option(help="of each cell, other prompts each as far as there are some")] = 1,
+    requests: Annotated[int, typer.Option(help="of a cell, at least; and as many as there are users")] = 8,
+    max_new_tokens: int = 64,
+    threads: int = 2,
+) -> None:
+    """Measure cells with hybrid drafts of the shipped drafter, on SmolLM2-135M-Instruct."""
+    set_up(threads)
+    target = load_target(EMBEDDED_ID)
+    costs = Profile.load(profile)
+    done = {cell_key(line) for line in read_lines([out])} if out.is_file() else set()
+    for repeat, temperature, task, level in product(
+        range(repeats), map(float, temperatures.split(",")), tasks, map(int, users.split(","))
+    ):
+        cell: dict[str, Any] = {"task": task.stem, "temperature": temperature, "users": level, "repeat": repeat}
+        if cell_key(cell) in done:
+            continue
+        texts = prompt_tokens(target, task)
+        count = max(requests, level)
+        lanes = [Lane(name, build_engine(target, name, costs, level), level) for name in variants.split(",")]
+        answer(lanes, asks(texts, range(-4, 0), temperature, max_new_tokens=16))  # kernels, and first beliefs
+        for lane in lanes:
+            lane.run = Run(lane.run.variant)
+            lane.texts.clear()
+        gc.collect()
+        answer(lanes, asks(texts, range(repeat * count, (repeat + 1) * count), temperature, max_new_tokens))
+        plain = next(lane.texts for lane in lanes if lane.run.variant == NO_SPECULATION)
+        cell["differing"] = (
+            sum(lane.texts[id] != plain[id] for lane in lanes for id in plain) if not temperature else None
+        )
+        cell |= {"runs": [asdict(lane.run) for lane in lanes], "max_new_tokens": max_new_tokens}
+        cell |= {"machine": machine(), "versions": versions(), "date": today()}
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(cell) + "\n")
+        rates = ", ".join(f"{lane.run.variant} {lane.run.tokens / lane.run.seconds:.1f}" for lane in lanes)
+        print(f"{task.stem} T={temperature:g} users {level} repeat {repeat}: {rates} tokens/s", flush=True)
+
+
+def prompt_tokens(target: Target, task: Path) -> list[list[int]]:
+    """The first turns of a task, rendered."""
+    chat = Chat.of(target)
+    return [chat.prompts(conversation, [], False)[0] for conversation in load_prompts(str(task))]
+
+
+def asks(texts: Sequence[list[int]], places: range, temperature: float, max_new_tokens: int) -> list[Request]:
+    """Requests for the prompts at these places, counted round and round, each with its place as its seed."""
+    rules = StopRules(max_new_tokens)
+    return [
+        Request(str(i), texts[i % len(texts)], SamplingParams(temperature, seed=i % 2**32), rules=rules) for i in places
+    ]
+
+
+def build_engine(target: Target, name: str, costs: Profile, users: int) -> Engine:
+    """The engine of a variant, warmed up."""
+    path = shipped_drafter(EMBEDDED_ID)
+    assert path is not None
+    drafter = HybridDrafter(load_drafter(path, target))
+    variant = build_variant(name, drafter.slots, None, cost=costs)
+    engine = Engine(
+        target,
+        limited(drafter, variant.drafts),
+        variant.policy,
+        gate=variant.gate,
+        config=engine_config(_LONGEST, users, 512),
+    )
+    engine.warm_up()
+    return engine
+
+
+def cell_key(line: dict[str, Any]) -> tuple[Any, ...]:
+    return line["task"], line["temperature"], line["users"], line["repeat"]
+
+
+def read_lines(files: Sequence[Path]) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+# ----------------------------------------------------------------------------
+# The table.
+# ----------------------------------------------------------------------------
+
+
 @app.command()
 def table(
-    runs: list[Path],
-    variant: Annotated[str, typer.Option(help="the one that is judged")] = "look-ahead+skip",
+    files: list[Path],
+    variant: Annotated[str, typer.Option(help="the one that is judged")] = JUDGED,
     out: Annotated[Path | None, typer.Option(help="Markdown file")] = None,
 ) -> None:
     """Print the table, its mean, and the cells that do not pass."""
-    lines = report({run.name: Frontier.load(run / "frontier.json") for run in runs}, variant)
+    lines = report(read_lines(files), variant)
     print("\n".join(lines))
     if out is not None:
         out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def report(frontiers: dict[str, Frontier], variant: str) -> list[str]:
-    """Lines of Markdown: ratio to plain decoding (quartiles) / to the best static variant of the cell.
+def report(measured: Sequence[dict[str, Any]], variant: str) -> list[str]:
+    """Lines of Markdown: ratio to plain decoding (quartiles over requests) / to the best static variant of the cell.
 
     Raises:
-        ValueError: the variant was not measured wherever plain decoding was.
+        ValueError: the variant or plain decoding was not measured in a cell.
     """
-    levels = sorted({point.level for frontier in frontiers.values() for point in frontier.points})
+    cells: dict[tuple[str, float], dict[int, list[dict[str, Run]]]] = {}
+    for line in measured:
+        runs = {run["variant"]: Run(**run) for run in line["runs"]}
+        if missing := {variant, NO_SPECULATION} - runs.keys():
+            raise ValueError(f"{line['task']} at {line['users']} users: {', '.join(missing)} was not measured.")
+        cells.setdefault((line["task"], line["temperature"]), {}).setdefault(line["users"], []).append(runs)
+    levels = sorted({level for found in cells.values() for level in found})
     rows, ratios, failed = [], list[float](), list[str]()
-    for name, frontier in frontiers.items():
-        found = speedups(frontier)
-        if variant not in found:
-            raise ValueError(f"{name}: {variant} was not measured wherever {NO_SPECULATION} was.")
-        cells = {point.level: point.throughput for point in frontier.points if point.variant == variant}
-        mine = dict(zip(sorted(cells), found[variant], strict=True))
-        row = [name]
+    for (task, temperature), found in cells.items():
+        row = [f"{task}, T={temperature:g}"]
         for level in levels:
-            if level not in mine:
+            if level not in found:
                 row.append("")
                 continue
-            static, best = max(
-                (point.throughput, point.variant)
-                for point in frontier.points
-                if point.level == level and not is_adaptive(point.variant)
-                and drafter_of(point.variant) in ("", drafter_of(variant))
-            )  # fmt: skip
-            one, hindsight = mine[level], cells[level] / static
-            ratios.append(one.ratio)
-            row.append(f"{one.ratio:.2f} ({one.low:.2f}-{one.high:.2f}) / {hindsight:.2f}")
-            if one.ratio < LEAST or hindsight < 1 - BEHIND:
-                failed.append(f"{name} at {level:g}: {one.ratio:.3f} of plain, {hindsight:.3f} of {best}")
+            repeats = found[level]
+            rates = {
+                name: sum(runs[name].tokens for runs in repeats) / sum(runs[name].seconds for runs in repeats)
+                for name in repeats[0]
+            }
+            low, _, high = quartiles([ratio for runs in repeats for ratio in by_request(runs, variant)])
+            ratio = rates[variant] / rates[NO_SPECULATION]
+            best = max((name for name in rates if not is_adaptive(name)), key=lambda name: rates[name])
+            hindsight = rates[variant] / rates[best]
+            ratios.append(ratio)
+            row.append(f"{ratio:.2f} ({low:.2f}-{high:.2f}) / {hindsight:.2f}")
+            if ratio < LEAST or hindsight < 1 - BEHIND:
+                failed.append(f"{row[0]} at {level}: {ratio:.3f} of plain, {hindsight:.3f} of {best}")
         rows.append(row)
     passed = f"{len(ratios) - len(failed)} of {len(ratios)} cells pass, mean {statistics.mean(ratios):.3f} of plain"
-    headings = ["task and temperature", *(f"{level:g}" for level in levels)]
+    headings = ["task and temperature", *map(str, levels)]
     return [*markdown_table(headings, rows, text=headings[:1]), "", passed, *(f"* {line}" for line in failed)]
+
+
+def by_request(runs: dict[str, Run], variant: str) -> list[float]:
+    """Seconds per token of each request, plain over variant."""
+
+    def pace(name: str, id: str) -> float:
+        seconds, tokens = runs[name].requests[id]
+        return seconds / tokens
+
+    return [pace(NO_SPECULATION, id) / pace(variant, id) for id in runs[NO_SPECULATION].requests]
 
 
 if __name__ == "__main__":

@@ -4,44 +4,82 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.cells import kinds, prompts, report
+from benchmarks.cells import Lane, answer, kinds, prompts, report
 from outrider.data.sources import load_prompts
-from outrider.loadtest.metrics import Frontier, Metrics, Point
+from outrider.decoding.request import StopRules
+from outrider.engine.batch import Request
+from outrider.engine.engine import Engine
+from outrider.engine.scheduler import EngineConfig
+from tests.toys.targets import toy_target
 
-FIGURES = dict.fromkeys(Metrics.model_fields, 1.0) | {"tokens": 1, "requests": 1, "steps": 1}
+Cell = dict[str, Any]
 
 
-def frontier(rates: dict[str, tuple[float, ...]]) -> Frontier:
-    """Throughput of variants at 1, 2, 4 .. users."""
-    points = [
-        Point(
-            variant=variant, level=2.0**place, repeat=0, same=1, ties=0, mismatches=0,
-            metrics=Metrics(**FIGURES | {"tokens_per_second": rate}),
-        )
-        for variant, found in rates.items()
-        for place, rate in enumerate(found)
-    ]  # fmt: skip
-    return Frontier.of("closed", points, {})
+def cell(task: str, users: int, rates: dict[str, float]) -> Cell:
+    """Two requests of 10 tokens each, one after the other."""
+    runs = [
+        {"variant": name, "seconds": 20 / r, "tokens": 20, "steps": 20, "requests": {id: (10 / r, 10) for id in "ab"}}
+        for name, r in rates.items()
+    ]
+    return {"task": task, "temperature": 0.0, "users": users, "runs": runs}
 
 
 def test_cells_that_fail_are_named() -> None:
-    greedy = frontier({"none": (10, 20, 30), "fixed-3": (15, 22, 20), "look-ahead+skip": (15, 21, 29.7)})
-    sampled = frontier({"none": (10, 20), "look-ahead+skip": (12, 20)})
-    lines = report({"gsm8k-0": greedy, "gsm8k-1": sampled}, "look-ahead+skip")
+    measured = [
+        cell("gsm8k", 1, {"none": 10, "fixed-3": 15, "look-ahead+skip": 15}),
+        cell("gsm8k", 2, {"none": 20, "fixed-3": 22, "look-ahead+skip": 21}),
+        cell("gsm8k", 4, {"none": 30, "fixed-3": 20, "look-ahead+skip": 29.7}),
+        cell("json", 1, {"none": 10, "look-ahead+skip": 12}),
+    ]
+    lines = report(measured, "look-ahead+skip")
     assert lines[2].split(" | ")[1:] == [
         "1.50 (1.50-1.50) / 1.00", "1.05 (1.05-1.05) / 0.95", "0.99 (0.99-0.99) / 0.99 |",
     ]  # fmt: skip
-    assert lines[3].endswith("1.20 (1.20-1.20) / 1.20 | 1.00 (1.00-1.00) / 1.00 |  |")
-    assert lines[5] == "3 of 5 cells pass, mean 1.148 of plain"
+    assert lines[3].endswith("1.20 (1.20-1.20) / 1.20 |  |  |")
+    assert lines[5] == "2 of 4 cells pass, mean 1.185 of plain"
     assert lines[6:] == [
-        "* gsm8k-0 at 2: 1.050 of plain, 0.955 of fixed-3",
-        "* gsm8k-0 at 4: 0.990 of plain, 0.990 of none",
+        "* gsm8k, T=0 at 2: 1.050 of plain, 0.955 of fixed-3",
+        "* gsm8k, T=0 at 4: 0.990 of plain, 0.990 of none",
     ]
-    with pytest.raises(ValueError, match="gsm8k-0: prefix was not measured wherever none was"):
-        report({"gsm8k-0": greedy}, "prefix")
+    with pytest.raises(ValueError, match="gsm8k at 1 users: prefix was not measured"):
+        report(measured[:1], "prefix")
+
+
+def test_repeats_are_added_up() -> None:
+    """2 x 20 tokens in 2 + 1 seconds against 2 + 4: not the mean of the two ratios."""
+    measured = [
+        cell("json", 1, {"none": 10, "look-ahead+skip": 10}),
+        cell("json", 1, {"none": 5, "look-ahead+skip": 20}),
+    ]
+    assert report(measured, "look-ahead+skip")[2].endswith("2.00 (1.00-4.00) / 2.00 |")
+
+
+def test_lanes_take_turns_and_answer_the_same() -> None:
+    """With three requests and two users: never more than two at once, and no lane is a step ahead in tokens."""
+    target = toy_target()
+    lanes = [Lane(name, Engine(target, config=EngineConfig(2, num_blocks=64)), users=2) for name in "ab"]
+    asked = [Request(str(i), [i + 1, 2, 3], rules=StopRules(6, stop_ids=())) for i in range(3)]
+    ahead, running = [], []
+    for lane in lanes:
+        own = lane.engine.step
+
+        def step(own: Any = own, lane: Lane = lane) -> Any:
+            outputs = own()
+            running.append(len(lane.engine.scheduler.running))
+            ahead.append(lanes[0].run.tokens - lanes[1].run.tokens)
+            return outputs
+
+        lane.engine.step = step  # type: ignore[method-assign]
+    answer(lanes, asked)
+    assert lanes[0].texts == lanes[1].texts and max(running) == 2 and max(map(abs, ahead)) <= 2
+    for lane in lanes:
+        assert lane.run.tokens == 18 and {tokens for _, tokens in lane.run.requests.values()} == {6}
+        longest = max(seconds for seconds, _ in lane.run.requests.values())
+        assert 0 < longest < lane.run.seconds
 
 
 def test_prompts_of_three_kinds(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from outrider.drafters.language_model import StandaloneDrafter
 from outrider.drafters.ngram import Library, NgramConfig
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
+from outrider.engine.scheduler import EngineConfig
 from outrider.sampling import SamplingParams
 from outrider.scheduling.cost import Floats, Ints
 from outrider.scheduling.gate import AlwaysDraft, GateView, History, SkipDrafting
@@ -109,6 +110,28 @@ def test_what_came_of_copies_is_learned_whether_they_were_taken_or_not(target: T
             rounds_of(drafting, state, [LOOP[:5] if repeats else [60 + number, *LOOP[1:5]]])
         believed[str(repeats)] = first_of_copy(drafting, state)
     assert believed["True"] > believed["before"] > believed["False"]
+
+
+@pytest.mark.parametrize(("requests", "verified", "looks"), [(7, 0, 30), (8, 0, 14), (8, 1, 30)])
+def test_many_requests_look_less_often_for_copies_that_are_not_used(
+    target: Target, monkeypatch: pytest.MonkeyPatch, requests: int, verified: int, looks: int
+) -> None:
+    """Eight of which no copy is verified: in the first eight rounds, then in every fourth."""
+    looked, look_up = list[int](), Copies.look_up
+
+    def counted(
+        self: Copies, texts: Mapping[str, Sequence[int]], open_to_responses: Collection[str]
+    ) -> dict[str, Copy]:
+        looked.append(len(texts))
+        return look_up(self, texts, open_to_responses)
+
+    monkeypatch.setattr(Copies, "look_up", counted)
+    engine = Engine(target, hybrid(target), FixedPolicy(verified), gate=Never(), config=EngineConfig(8))
+    for i in range(requests):
+        engine.submit(Request(str(i), LOOP, rules=StopRules(80, stop_ids=())))
+    for _ in range(30):
+        engine.step()
+    assert len(looked) == looks
 
 
 def test_a_copy_ends_where_little_is_expected_of_it() -> None:

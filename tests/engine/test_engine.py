@@ -373,6 +373,7 @@ def test_the_drafter_reads_when_it_drafts(
         assert [call.session.length for call in calls] == [call.position - 1 for call in calls]
         return BlockDrafter.propose(drafter, calls, min_confidence)
 
+    monkeypatch.setattr(drafting_module, "_ASKED_EVERY", 1)  # what it refuses holds for the round alone
     monkeypatch.setattr(drafter, "extend", extend)
     monkeypatch.setattr(drafter, "propose", propose)
     engine = Engine(target, drafter, gate=Sometimes(period), config=EngineConfig(4, 24, 4, 40))
@@ -383,6 +384,20 @@ def test_the_drafter_reads_when_it_drafts(
     assert bool(read) == (period > 0)
     if period == 3:
         assert max(read[6:]) > 1, "what was skipped is read at once"
+
+
+def test_a_gate_that_refuses_is_asked_again_later(target: Target, drafter: BlockDrafter) -> None:
+    """Behind eight rounds of the same requests, and at once where one goes, one comes or a prompt is read."""
+    gate, asked = Sometimes(0), list[int]()
+    engine = Engine(target, drafter, gate=gate, config=EngineConfig(4, 24, 4, 40))
+    lengths = {0: [40, 5], 16: [30]}  # of the responses, by the round in which they begin
+    for round in range(22):
+        for length in lengths.get(round, []):
+            engine.submit(Request(f"{round} {length}", [1, 2, 3], rules=StopRules(length, stop_ids=())))
+        before = gate.step
+        engine.step()
+        asked += [round] * (gate.step - before)
+    assert asked == [1, 4, 12, 16, 17]  # in round 4 one token more may come of the short one: no draft
 
 
 def test_unread_aux_layers_are_bounded(target: Target, drafter: BlockDrafter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -729,8 +729,22 @@ MUTANTS: list[Mutant] = [
         (
             "drafting_gate_forgets_others",
             "the gate is not told of requests that cannot draft",
-            "other_requests=len(turns) - len(able)",
-            "other_requests=0",
+            "other_requests=other_requests)",
+            "other_requests=0)",
+        ),
+        (
+            "drafting_gate_asked_every_round",
+            "a gate that refuses is asked in every round",
+            "if rounds and refused == ids",
+            "if False and refused == ids",
+            "tests/engine/test_engine.py::test_a_gate_that_refuses_is_asked_again_later",
+        ),
+        (
+            "drafting_refusal_holds_for_others",
+            "what a gate refused holds when other requests come",
+            "if rounds and refused == ids",
+            "if rounds",
+            "tests/engine/test_engine.py::test_a_gate_that_refuses_is_asked_again_later",
         ),
         (
             "drafting_view_forgets_prefill",
@@ -1064,6 +1078,12 @@ MUTANTS: list[Mutant] = [
         "scheduling/beliefs.py",
         "tests/scheduling/test_beliefs.py",
         (
+            "beliefs_fade_once",
+            "several steps in which nothing is tried fade as one",
+            "kept = FADE**self._untried",
+            "kept = FADE",
+        ),
+        (
             "beliefs_behind_rejection",
             "drafts behind a rejection count as outcomes",
             "positions_K < np.minimum(accepted_R + 1, verified_R)[:, None]",
@@ -1129,6 +1149,13 @@ MUTANTS: list[Mutant] = [
     *_of(
         "scheduling/gate.py",
         "tests/scheduling/test_scheduling.py",
+        (
+            "gate_probes_without_hope",
+            "requests probe where far better drafts would not pay either",
+            "probing = probing[: len(probing) * (max(map(_Plan.throughput, hoped)) > plan.throughput())]",
+            "pass",
+            "tests/scheduling/test_scheduling.py::test_nobody_probes_where_far_better_drafts_would_not_pay",
+        ),
         (
             "history_all_drafts_verified",
             "verdicts behind the end of a response count",

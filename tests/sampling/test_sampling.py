@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from outrider.sampling import PositionNoise, SamplingParams, SeededSource, SeenTokens, residual, warp
+from outrider.sampling import PositionNoise, SamplingParams, SeededSource, SeenTokens, likeliest, residual, warp
 
 TOKENS = [3, 5, 5, 17]
 WARPS = {
@@ -322,3 +322,13 @@ def test_coupled_drafts_agree_as_often_as_the_bound_says() -> None:
     noise = PositionNoise(1, 30)
     agreed = sum(noise.pick(p, n) == noise.pick(q, n) for n in range(5000)) / 5000
     assert (1 - distance) / (1 + distance) - 0.02 <= agreed <= 1 - distance + 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_likeliest_token_is_that_of_argmax(dtype: torch.dtype) -> None:
+    """Ties, values that are no numbers and infinite ones included; of rows that do not lie together, too."""
+    logits = torch.randint(-3, 3, (40, 64), generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[3, 7] = logits[4, [5, 9]] = float("nan")
+    logits[5, 60], logits[6] = float("inf"), float("-inf")
+    assert likeliest(logits) == logits.argmax(-1).tolist()
+    assert likeliest(logits[::2, 3:]) == logits[::2, 3:].argmax(-1).tolist()

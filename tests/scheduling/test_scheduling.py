@@ -557,14 +557,29 @@ def run_gate(cost: DraftCost, truth_RK: Floats, steps: int) -> tuple[list[Ints],
     return drafts, spent / total
 
 
-@pytest.mark.parametrize("requests", [1, 8, 64])
-@pytest.mark.parametrize("cost", [DraftCost(1.0, 0.01, 0.2, 0.0), DraftCost(1.0, 0.01, 0.0, 0.05)])
-def test_probing_costs_a_hundredth_and_is_staggered(cost: DraftCost, requests: int) -> None:
-    drafts, share = run_gate(cost, np.full((requests, 3), 0.01), steps=1500)
+@pytest.mark.parametrize(
+    ("cost", "requests", "truth"),
+    [
+        (DraftCost(1.0, 0.01, 0.2, 0.0), 1, 0.01),
+        (DraftCost(1.0, 0.01, 0.2, 0.0), 8, 0.01),
+        (DraftCost(1.0, 0.01, 0.0, 0.05), 1, 0.01),
+        (DraftCost(1.0, 0.01, 0.0, 0.05), 8, 0.01),
+        (DraftCost(1.0, 0.01, 0.0, 0.005), 64, 0.3),
+    ],
+)
+def test_probing_costs_a_hundredth_and_is_staggered(cost: DraftCost, requests: int, truth: float) -> None:
+    drafts, share = run_gate(cost, np.full((requests, 3), truth), steps=1500)
     late = drafts[100:]
     assert 0.001 < share <= 0.0125  # the prior pays for the first step
     assert max(map(len, late)) <= max(1, requests // 4)
     assert set(np.concatenate(late).tolist()) == set(range(requests))  # everyone probes at some time
+
+
+def test_nobody_probes_where_far_better_drafts_would_not_pay() -> None:
+    """Of 64 requests, drafts that are accepted half the time cost more than they bring; of 8 they do not."""
+    cost = DraftCost(1.0, 0.01, 0.0, 0.05)
+    late = {n: sum(map(len, run_gate(cost, np.full((n, 3), 0.01), steps=400)[0][20:])) for n in (8, 64)}
+    assert late[8] > 0 and late[64] == 0
 
 
 def test_a_request_that_turned_good_drafts_again() -> None:

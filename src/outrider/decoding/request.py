@@ -25,6 +25,7 @@ from outrider.sampling import (
     SeenTokens,
     at_least_float32,
     constrained,
+    likeliest,
     warp,
 )
 from outrider.target.cache import KVCache
@@ -231,7 +232,7 @@ def target_rows(states: Sequence[RequestState], logits_NV: Tensor, drafts: Seque
     greedy, and probabilities where any is sampled.
     """
     greedy = any(state.params.temperature == 0.0 for state in states)
-    likeliest_N = logits_NV.argmax(-1).tolist() if greedy else None
+    likeliest_N = likeliest(logits_NV) if greedy else None
     rows: list[TargetRows] = []
     unread: list[Tensor] = []
     asked: list[int] = []  # the requests that they belong to

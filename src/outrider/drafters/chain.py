@@ -23,7 +23,7 @@ from torch import Tensor
 from outrider.drafters.base import DraftCall, FailedCall, drawing_for
 from outrider.drafters.draft import Draft, Siblings, over_vocabulary
 from outrider.drafters.heads import ChainHeads
-from outrider.sampling import IN_OUTPUT, SamplingParams, choose_rows, not_finite, warp
+from outrider.sampling import IN_OUTPUT, SamplingParams, choose_rows, likeliest, not_finite, warp
 from outrider.utils.measure import on_device
 
 Step = Callable[[int, list[int]], Tensor]  # (k from 0, x_{k-1} of every request) -> h_k [R, H] of every request
@@ -296,8 +296,8 @@ class _Draws:
 def _draw(chains: Sequence[_Chain], logits_AC: Tensor, ids: Sequence[Tensor | None] | Tensor, vocab_size: int) -> None:
     """Draw the next token of each chain, among its `ids` [C]; None: among all tokens."""
     greedy = [chain.call.params.temperature == 0.0 and chain.seen_V is None for chain in chains]
-    likeliest = logits_AC.argmax(-1).tolist() if any(greedy) else [0] * len(chains)
-    for chain, logits_C, ids_C, top, is_greedy in zip(chains, logits_AC, ids, likeliest, greedy, strict=True):
+    tops = likeliest(logits_AC) if any(greedy) else [0] * len(chains)
+    for chain, logits_C, ids_C, top, is_greedy in zip(chains, logits_AC, ids, tops, greedy, strict=True):
         if chain.call.constraint is not None:
             with drawing_for(chain.call):
                 logits_C = chain.call.constrained(logits_C, ids_C, chain.tokens)

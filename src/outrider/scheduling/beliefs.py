@@ -127,6 +127,7 @@ class Beliefs:
             for of_sort in (_PRIORS_32, _MOST_42[:3], _LEAST_42[:3])
         )
         self._mean_P, self._variance_P = self._prior_P.copy(), self._most_P.copy()
+        self._untried = 0  # steps since the last outcome, by which everything has yet to fade
 
     def expected(
         self, ids: Sequence[Hashable], groups_R: Ints | None = None, confidences_RK: Floats | None = None
@@ -138,6 +139,7 @@ class Beliefs:
             confidences_RK: the drafters' own c_k, of any number of positions up to `positions`; NaN where there are
                 none. Without them K is `positions`, and what is told was learned from drafts without confidences only.
         """
+        self._fade_untried()
         slots_R = self._slots_of(ids)
         if confidences_RK is None:
             confidences_RK = np.full((len(slots_R), self.positions), np.nan)
@@ -166,13 +168,15 @@ class Beliefs:
         """
         if not len(ids):
             return
+        if not verified_R.any():
+            self._untried += 1
+            return
+        self._fade_untried()
         slots_R = self._slots_of(ids)
         groups_R = np.zeros(len(slots_R), dtype=np.int64) if groups_R is None else groups_R
         positions_K = np.arange(int(verified_R.max()))
         self._fade(slots_R, groups_R, verified_R > 0, depth=len(positions_K))
         r_N, k_N = np.nonzero(positions_K < np.minimum(accepted_R + 1, verified_R)[:, None])
-        if not len(r_N):
-            return
         known_N, logit_N = _features(np.full(len(r_N), np.nan) if confidences_RK is None else confidences_RK[r_N, k_N])
         place_4N = np.array(self._places(known_N, slots_R[r_N], groups_R[r_N], positions=k_N))
         factor_4N = np.ones(place_4N.shape)
@@ -205,6 +209,14 @@ class Beliefs:
         _, position, slope, request = self._starts_4
         at = known * self.positions + positions
         return known * self.groups + groups, position + at, slope + at, request + 2 * slots + known
+
+    def _fade_untried(self) -> None:
+        """Let go of everything by the steps in which nothing was tried, all at once."""
+        if self._untried:
+            kept = FADE**self._untried
+            self._mean_P = self._prior_P + kept * (self._mean_P - self._prior_P)
+            self._variance_P = self._most_P + kept**2 * (self._variance_P - self._most_P)
+            self._untried = 0
 
     def _fade(self, slots_R: Ints, groups_R: Ints, tried_R: Flags, depth: int) -> None:
         """Let go of what this step does not try: levels of groups, requests, and positions from `depth` on."""

@@ -16,7 +16,8 @@ Nothing new is known of a request that skips, so it probes, unless beliefs witho
 these fade by themselves, and of a probe of which too little is expected nothing would be verified. A request that
 probes saves `probe_share` of its share of every step it skips, and some of those that have waited longest draft once
 their savings pay for it: all probing together costs `probe_share` of the time at most, and at most a quarter of the
-requests probe in one step.
+requests probe in one step. Where so many requests decode that drafts would not pay even if they were accepted far more
+often, none probes.
 
 Everything read comes from earlier steps, so the output stays exact. Shapes: R requests, K draft positions, N, M counts.
 """
@@ -131,7 +132,8 @@ class SkipDrafting:
         if not requests:
             return depths_R
         gamma = view.expected_RK.shape[1]
-        survival_RK = np.cumprod(_beliefs(view, self.prior), axis=1, dtype=np.float64)
+        beliefs_RK = _beliefs(view, self.prior)
+        survival_RK = np.cumprod(beliefs_RK, axis=1, dtype=np.float64)
         copied_RK = view.copied_survival_RK()
         gain_R = survival_RK.sum(axis=1) - copied_RK.sum(axis=1)
         ranked_R = np.argsort(-gain_R, kind="stable")
@@ -158,7 +160,13 @@ class SkipDrafting:
         if planned(1, 1, [survival_RK, copied_RK]).throughput() > (1 + self.margin) * plan.throughput():
             plan = self._better(plan, tried, gamma=gamma, counts=_halves(max(1, int(np.count_nonzero(gain_R > 0)))))
         depths_R[ranked_R[: plan.drafting]] = plan.depth
-        depths_R[self._probing(view, depths_R == 0, plan)] = plan.depth
+        probing = self._probing(view, depths_R == 0, plan)
+        if len(probing) and not plan.drafting:
+            # A probe can change nothing where drafts would not pay either if half of what is refused were accepted.
+            hoped_RK: Floats = np.cumprod((1 + beliefs_RK) / 2, axis=1, dtype=np.float64)
+            hoped = [planned(n, k, [hoped_RK[ranked_R[:n], :k]]) for n in {1, requests} for k in _halves(gamma)]
+            probing = probing[: len(probing) * (max(map(_Plan.throughput, hoped)) > plan.throughput())]
+        depths_R[probing] = plan.depth
         return depths_R
 
     def _better(self, plan: _Plan, tried: Callable[[int, int], _Plan], *, gamma: int, counts: list[int]) -> _Plan:
@@ -292,7 +300,7 @@ class History:
         past, copied_R = tuple(self._past), None if copied is None else np.array(copied, dtype=np.bool_)
         view = replace(view, other_tokens=other_tokens, past=past, expected_K=self._expected_K(), copied_R=copied_R)
         assert len(ids) == len(drafted) and view.made_R.max(initial=0) <= self.gamma
-        if self._beliefs is None:
+        if self._beliefs is None or not view.made_R.any():
             return view
         own_RJ = view.confidences_RK[:, : self.gamma]
         believed_RJ = self._beliefs.expected(ids, confidences_RK=own_RJ)
@@ -309,13 +317,16 @@ class History:
             accepted_R: how many of them were accepted.
         """
         slots_R, made_R = self._slots_of(ids), view.made_R
-        if self._beliefs is not None and view.own_RK is not None:
+        if self._beliefs is not None:
+            own_RK = view.confidences_RK if view.own_RK is None else view.own_RK
             verified_R, accepted_R = np.minimum(verified_R, made_R), np.minimum(accepted_R, made_R)
-            self._beliefs.record(ids, verified_R, accepted_R, confidences_RK=view.own_RK[:, : self.gamma])
+            self._beliefs.record(ids, verified_R, accepted_R, confidences_RK=own_RK[:, : self.gamma])
             if made_R.any():
-                self._foreseen = bool(np.isnan(view.own_RK[made_R > 0]).any())
+                self._foreseen = bool(np.isnan(own_RK[made_R > 0]).any())
         self._past.append(PastStep(view.confidences_RK, view.drafted_R))
         self._idle_S[slots_R] = np.where(made_R > 0, 0, self._idle_S[slots_R] + 1)
+        if not made_R.any():
+            return
         known_R = (made_R > 0) & ~np.isnan(view.confidences_RK).any(axis=1)
         if not known_R.any():
             return
