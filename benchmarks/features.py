@@ -47,7 +47,9 @@ def store_effect(
         versions = {"float16": exact} | {d: [decode(encode(target, f, d)) for f in exact] for d in dtypes}
 
     def metrics(features: Sequence[Features]) -> dict[str, float]:
-        batches = held_out_batches(samples, features, drafter.config.gamma, anchors_per_sample)
+        batches = held_out_batches(
+            samples, features, drafter.config.gamma, anchors_per_sample=anchors_per_sample, device=target.device
+        )
         return held_out_metrics(drafter, objective, batches)
 
     return {name: metrics(features) for name, features in versions.items()}

@@ -272,7 +272,7 @@ def test_ties_broken_by_token_values_are_caught(policy: type[PrefixScheduler], l
 @pytest.mark.parametrize("gamma", SHAPES)
 @pytest.mark.parametrize("table", TABLES)
 def test_two_requests_that_may_skip_their_drafts(table: str, gamma: int) -> None:
-    cost = DraftsCost(TABLES[table], per_draft=0.2)
+    cost = DraftsCost(TABLES[table], per_draft=0.1)
     gate = WatchedGate(SkipDrafting(cost, probe_share=0.3))
     assert two_requests(LookAhead(cost), gamma, gate) <= TOLERANCE
     if gamma < 3:
@@ -310,7 +310,7 @@ def test_beliefs_learned_from_outcomes(name: str, request_type: type[ToyRequest]
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("gamma", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_gate_over_beliefs_learned_from_outcomes(gamma: int) -> None:
-    cost = DraftsCost(TABLES["jagged"], per_draft=0.2)
+    cost = DraftsCost(TABLES["jagged"], per_draft=0.1)
     gate = WatchedGate(SkipDrafting(cost, probe_share=0.3))
     assert two_requests(LookAhead(cost), gamma, gate, request_type=UnsureRequest) <= TOLERANCE
     assert len(gate.decisions) >= 2

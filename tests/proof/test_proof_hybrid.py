@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import outrider.decoding.drafting as drafting_module
 import outrider.decoding.generate as generate_module
 import outrider.engine.engine as engine_module
 from outrider.decoding.drafting import Copy, Drafting, Turn
@@ -76,6 +77,17 @@ def test_in_the_engine(name: str, tally: Tally, sources: set[tuple[bool, bool]])
     case = Case(POLICIES[name], "hybrid chain", gate=gate, tokens=(4, 3))
     assert tally.deviation(case, case.in_engine) <= TOLERANCE
     assert both(sources)
+
+
+def test_copies_that_only_some_rounds_look_for(
+    tally: Tally, sources: set[tuple[bool, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a round in which no copy was verified every second round looks, as with many requests."""
+    for name, rounds in {"_MANY": 1, "_UNUSED": 1, "_LOOKED_EVERY": 2}.items():
+        monkeypatch.setattr(drafting_module, name, rounds)
+    case = Case(POLICIES["prefix"], "hybrid chain", tokens=(4, 3))
+    assert tally.deviation(case, case.in_engine) <= TOLERANCE
+    assert (True, True) in sources and (True, False) in sources
 
 
 class ByLength(AlwaysDraft):

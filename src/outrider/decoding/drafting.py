@@ -23,7 +23,8 @@ Shapes: R requests, K positions, N outcomes, T tokens, L aux layers, D target hi
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -38,11 +39,11 @@ from outrider.drafters.ngram import MOST_MATCHED, Library, NgramConfig, NgramSes
 from outrider.sampling import SamplingParams
 from outrider.scheduling.beliefs import Beliefs, Flags
 from outrider.scheduling.cost import Floats, Ints
-from outrider.scheduling.gate import AlwaysDraft, DraftGate, History, known_verdicts
+from outrider.scheduling.gate import AlwaysDraft, DraftGate, History, PatientGate, known_verdicts
 from outrider.scheduling.policies import Policy, StepView
 
-_ASKED_EVERY = 8  # rounds in which nobody drafts, until the gate is asked again
-_MANY, _UNUSED, _LOOKED_EVERY = 8, 8, 4  # rounds of many requests, so many of them without a copy: only some look
+_MANY = 8  # requests: with so many, behind `_UNUSED` rounds without a verified copy one of `_LOOKED_EVERY` rounds looks
+_UNUSED, _LOOKED_EVERY = 8, 4
 _MOST_UNREAD = 256  # tokens of a request whose aux hidden states wait for the drafter; bounds memory
 
 
@@ -104,6 +105,7 @@ class Copies:
         self.config, self.library = config, library
         self.beliefs = Beliefs(1, 2 * MOST_MATCHED)
         self._indexes: dict[str, NgramSession] = {}
+        self._unused = 0  # rounds since a copy was verified
 
     def look_up(self, texts: Mapping[str, Sequence[int]], open_to_responses: Collection[str] = ()) -> dict[str, Copy]:
         """What each request may copy, by id, given its committed tokens; nothing where no suffix is known.
@@ -146,8 +148,22 @@ class Copies:
                 expected_K[: len(found[id].tokens)] = found[id].confidences
         return expected_RK
 
-    def record(self, found: Mapping[str, Copy], texts: Mapping[str, Sequence[int]]) -> None:
-        """Learn from what was committed in the place of copies, taken or not. `texts`: committed tokens by id."""
+    def looks(self, requests: int) -> bool:
+        """Whether a round of so many requests looks for copies. The more requests share a forward, the less a row more
+        is for nothing: where no copy has been worth its rows for some rounds, only some look, as that takes time too.
+        """
+        return requests < _MANY or self._unused < _UNUSED or self._unused % _LOOKED_EVERY == 0
+
+    def record(self, found: Mapping[str, Copy], texts: Mapping[str, Sequence[int]], used: bool = True) -> None:
+        """Learn from what was committed in the place of copies, taken or not.
+
+        Args:
+            texts: committed tokens by id.
+            used: whether any copy was verified in this round.
+        """
+        self._unused = 0 if used else self._unused + 1
+        if not found:
+            return
         ids: list[str] = []
         matched: list[int] = []
         borrowed: list[bool] = []
@@ -234,11 +250,10 @@ class Drafting:
         experience = experience or Experience.of(drafter)
         self.history, self.copies = experience.history, experience.copies
         self._found: dict[str, Copy] = {}  # copies of the round, taken or not
-        self._unused = 0  # rounds since a copy was verified
         self._taken: set[str] = set()
         self._cut: set[str] = set()  # requests whose drafts their constraint ended
         self._depths: dict[str, int] = {}  # of the round, by the gate
-        self._refused: tuple[list[str], int] = [], 0  # requests of which none is to draft, and for how many rounds
+        self._asked = PatientGate(self.gate)
 
     def open(self, state: RequestState) -> None:
         """Begin a request's session."""
@@ -260,7 +275,7 @@ class Drafting:
         self._cut.clear()
         self._depths.clear()
         self._found = {}
-        if self.copies is not None and self._looks(len(turns)):
+        if self.copies is not None and self.copies.looks(len(turns)):
             states = {turns[i].id: turns[i].state for i in able}
             self._found = self.copies.look_up(
                 {id: state.tokens for id, state in states.items()},
@@ -269,8 +284,15 @@ class Drafting:
         if self.drafter is None or not able:
             return drafts, 0
         ids = [turns[i].id for i in able]
-        contexts = [len(turns[i].state.tokens) for i in able]
-        depths = self._allowed(ids, contexts, other_tokens=other_tokens, other_requests=len(turns) - len(able))
+        view = partial(
+            self.history.gate_view,
+            ids,
+            [len(turns[i].state.tokens) for i in able],
+            other_tokens,
+            other_requests=len(turns) - len(able),
+        )
+        copied_RK = None if self.copies is None else self.copies.expected_RK(self._found, ids)
+        depths = self._asked.depths(ids, view, copied_RK, other_tokens=other_tokens).tolist()
         limits = {i: min(turns[i].limit, depth) for i, depth in zip(able, depths, strict=True)}
         self._depths = {turns[i].id: depth for i, depth in zip(able, depths, strict=True)}
         chosen = [i for i in able if limits[i]]
@@ -304,30 +326,6 @@ class Drafting:
                     failed[turns[i].id] = error
         return drafts, len(chosen)
 
-    def _looks(self, requests: int) -> bool:
-        """Whether this round looks for copies. The more requests share a forward, the less a row more is for nothing:
-        where no copy has been worth its rows for some rounds, only some rounds look, as looking takes time too.
-        """
-        return requests < _MANY or self._unused < _UNUSED or self._unused % _LOOKED_EVERY == 0
-
-    def _allowed(self, ids: list[str], contexts: list[int], *, other_tokens: int, other_requests: int) -> list[int]:
-        """How many tokens the gate lets each of these requests draft, [R].
-
-        Asking costs as much as a row of the forward. While nobody drafts little is learned, so a gate that wants no
-        drafts, whether there are copies or not, is not asked again for some rounds of the same requests.
-        """
-        refused, rounds = self._refused
-        if rounds and refused == ids and not other_tokens:
-            self._refused = refused, rounds - 1
-            return [0] * len(ids)
-        view = self.history.gate_view(ids, contexts, other_tokens, other_requests=other_requests)
-        copied_RK = None if self.copies is None else self.copies.expected_RK(self._found, ids)
-        depths_R = self.gate.depths(replace(view, copied_RK=copied_RK))
-        none = not depths_R.any() and (copied_RK is None or not self.gate.depths(view).any())
-        self._refused = (ids, _ASKED_EVERY - 1) if none and not other_tokens else ([], 0)
-        depths: list[int] = depths_R.tolist()
-        return depths
-
     def view(self, turns: Sequence[Turn], drafts: Sequence[Draft], other_tokens: int = 0) -> StepView:
         """What the policy is shown of this round."""
         return self.history.step_view(
@@ -348,10 +346,9 @@ class Drafting:
         committed_R = np.array([len(turn.state.tokens) for turn in turns]) - view.contexts_R
         verified_R, accepted_R = known_verdicts(verified_R, accepted_R, committed_R)
         self.history.record([turn.id for turn in turns], view, verified_R=verified_R, accepted_R=accepted_R)
-        copied = any(turn.id in self._taken and verified for turn, (verified, _) in zip(turns, counts, strict=True))
-        self._unused = 0 if copied else self._unused + 1
-        if self.copies is not None and self._found:
-            self.copies.record(self._found, {turn.id: turn.state.tokens for turn in turns})
+        if self.copies is not None:
+            used = any(turn.id in self._taken and verified for turn, (verified, _) in zip(turns, counts, strict=True))
+            self.copies.record(self._found, {turn.id: turn.state.tokens for turn in turns}, used=used)
 
     def copied(self, id: str) -> bool:
         """Whether the draft of this request was a copy in this round."""
@@ -441,6 +438,7 @@ class Drafting:
     def forget(self, id: str, response: Sequence[int]) -> None:
         """Drop what was remembered of a request that has left; `response`: its committed tokens, for the library."""
         self.history.forget(id)
+        self._asked.forget()
         if self.copies is not None:
             self.copies.forget(id, response)
 

@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -31,7 +31,7 @@ from outrider.loadtest.sweep import Sweep
 from outrider.loadtest.traces import Response, Traces, matching
 from outrider.sampling import SamplingParams
 from outrider.scheduling.cost import Floats, Ints, Profile, SpsTable, StepCost
-from outrider.scheduling.gate import AlwaysDraft, DraftGate, History, known_verdicts
+from outrider.scheduling.gate import AlwaysDraft, DraftGate, History, PatientGate, known_verdicts
 from outrider.scheduling.policies import FixedPolicy, Policy
 from outrider.utils.documents import read_json, read_mapping
 from outrider.utils.files import invalid_fields
@@ -213,7 +213,7 @@ class SimulatedEngine:
     ) -> None:
         self.traces, self.config = traces, config or EngineConfig()
         self.policy: Policy = policy or FixedPolicy()
-        self.gate: DraftGate = gate or AlwaysDraft()
+        self.gate = PatientGate(gate or AlwaysDraft())
         slots = traces.slots if slots is None else slots
         assert slots <= traces.slots, f"drafts of {slots} asked for, {traces.slots} recorded"
         self.gamma = min(slots, traces.gamma)
@@ -283,7 +283,9 @@ class SimulatedEngine:
         `proposed`, `admitted` and `accepted`, and the length of the longest draft (`depth`)."""
         ids, live = [work.id for work in deciding], [self._live[work.id] for work in deciding]
         rows_R = np.array([one.row for one in live])
-        found = {} if self.copies is None else self.copies.look_up(self._texts(deciding))
+        found: dict[str, Copy] = {}
+        if self.copies is not None and self.copies.looks(len(deciding)):
+            found = self.copies.look_up(self._texts(deciding))
         depths_R = self._depths(deciding, prefill, found)
         confidences_RK = self.traces.confidences_NK[rows_R].astype(np.float64)
         drafted_R = np.minimum(self.traces.drafted_N[rows_R], depths_R)
@@ -311,7 +313,7 @@ class SimulatedEngine:
         verified_R, known_R = known_verdicts(admitted_R, accepted_R, committed_R)
         self.history.record(ids, view, verified_R=verified_R, accepted_R=known_R)
         if self.copies is not None:
-            self.copies.record(found, self._texts(deciding))
+            self.copies.record(found, self._texts(deciding), used=bool(admitted_R[copied].any()))
         counts = Counter(
             drafting=int((depths_R > 0).sum()),
             proposed=int(drafted_R.sum()),
@@ -333,10 +335,11 @@ class SimulatedEngine:
         if able:
             ids = [deciding[i].id for i in able]
             contexts = [self._live[id].length for id in ids]
-            view = self.history.gate_view(ids, contexts, prefill, other_requests=len(deciding) - len(able))
-            if self.copies is not None:
-                view = replace(view, copied_RK=self.copies.expected_RK(found, ids))
-            depths_R[able] = np.minimum(self.gate.depths(view), [deciding[i].limit for i in able])
+            others = len(deciding) - len(able)
+            view = partial(self.history.gate_view, ids, contexts, prefill, other_requests=others)
+            copied_RK = None if self.copies is None else self.copies.expected_RK(found, ids)
+            allowed_A = self.gate.depths(ids, view, copied_RK, other_tokens=prefill)
+            depths_R[able] = np.minimum(allowed_A, [deciding[i].limit for i in able])
         return depths_R
 
     def _settle(self, plan: StepPlan, outputs: Sequence[Output]) -> None:
@@ -353,6 +356,7 @@ class SimulatedEngine:
     def _forget(self, id: str) -> None:
         self.scheduler.remove(id)
         self.history.forget(id)
+        self.gate.forget()
         if self.copies is not None:
             self.copies.forget(id)
 

@@ -67,7 +67,9 @@ class GateView:
 
 
 class DraftGate(Protocol):
-    """Decides which requests draft."""
+    """Decides which requests draft. Its answer follows from the view alone: where it refuses all it is not asked in
+    every round, and where there are copies it may be asked twice (`PatientGate`).
+    """
 
     def depths(self, view: GateView) -> Ints:
         """How many tokens each request drafts at most, [R]; 0 where it takes its copy, or nothing."""
@@ -165,7 +167,8 @@ class SkipDrafting:
             # A probe can change nothing where drafts would not pay either if half of what is refused were accepted.
             hoped_RK: Floats = np.cumprod((1 + beliefs_RK) / 2, axis=1, dtype=np.float64)
             hoped = [planned(n, k, [hoped_RK[ranked_R[:n], :k]]) for n in {1, requests} for k in _halves(gamma)]
-            probing = probing[: len(probing) * (max(map(_Plan.throughput, hoped)) > plan.throughput())]
+            if max(map(_Plan.throughput, hoped)) <= plan.throughput():
+                probing = probing[:0]
         depths_R[probing] = plan.depth
         return depths_R
 
@@ -189,6 +192,45 @@ class SkipDrafting:
             if self.cost.draft_seconds(plan.drafting + count, plan.depth) - drafting <= float(saved[count - 1]):
                 return waiting[:count]
         return waiting[:0]
+
+
+_ASKED_EVERY = 8  # rounds
+
+
+class PatientGate:
+    """Asks a gate that wants no drafts, whether there are copies or not, again only after some rounds.
+
+    Asking costs as much as a row of the forward, and while nobody drafts little is learned. Where requests come or go,
+    or a prompt is read, it is asked at once.
+    """
+
+    def __init__(self, gate: DraftGate) -> None:
+        self.gate = gate
+        self._refused: list[Hashable] = []
+        self._rounds = 0  # for which that holds yet
+
+    def depths(
+        self, ids: Sequence[Hashable], view: Callable[[], GateView], copied_RK: Floats | None, *, other_tokens: int
+    ) -> Ints:
+        """How many tokens each of these requests drafts at most, [R].
+
+        Args:
+            view: makes what the gate is shown, copies left out.
+            copied_RK: as in `GateView`.
+            other_tokens: rows of the round's forward that verify nothing.
+        """
+        if self._rounds and self._refused == list(ids) and not other_tokens:
+            self._rounds -= 1
+            return np.zeros(len(ids), dtype=np.int64)
+        without = view()
+        depths_R = self.gate.depths(replace(without, copied_RK=copied_RK))
+        none = not depths_R.any() and (copied_RK is None or not self.gate.depths(without).any())
+        self._refused, self._rounds = list(ids), (_ASKED_EVERY - 1) * (none and not other_tokens)
+        return depths_R
+
+    def forget(self) -> None:
+        """A request has left, and another may come under its id: ask anew."""
+        self._rounds = 0
 
 
 @dataclass(frozen=True)

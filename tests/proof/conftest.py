@@ -1,0 +1,13 @@
+"""What every enumeration runs with."""
+
+from __future__ import annotations
+
+import pytest
+
+import outrider.scheduling.gate as gate_module
+
+
+@pytest.fixture(autouse=True)
+def asked_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gate that refused is asked again within the few rounds of an enumeration."""
+    monkeypatch.setattr(gate_module, "_ASKED_EVERY", 2)
