@@ -48,7 +48,7 @@ from outrider.training.setup import Run, load_start, new_drafter, training_preci
 from outrider.training.trainer import Trainer, saved_run
 from outrider.utils import machine
 from outrider.utils.distributed import Ranks
-from outrider.utils.measure import Clock, dtype_name, usable_device, versions
+from outrider.utils.measure import Clock, dtype_name, to_host, usable_device, versions
 from outrider.utils.measure import machine as describe_machine
 
 RATES = "rates.json"  # in the user's cache directory
@@ -358,8 +358,9 @@ def _random_features(target: Target, drafter: DraftModule, sample: Sample) -> Fe
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     aux_SLD = draw(len(sample.tokens) - 1, len(drafter.config.target_layer_ids), target.hidden_size)
     hidden_RD = draw(sample.num_supervised, target.hidden_size)
-    aux_SLD, hidden_RD = (values.to(target.device, torch.float16) for values in (aux_SLD, hidden_RD))
-    return Features(aux_SLD, hidden_RD, *logit_summary(target, hidden_RD))
+    hidden_RD = hidden_RD.to(torch.float16)
+    summary = logit_summary(target, hidden_RD.to(target.device))
+    return Features(aux_SLD.to(torch.float16), hidden_RD, *to_host(summary))
 
 
 def sequences_per_step(recipe: Recipe, response: float) -> float:
