@@ -378,7 +378,7 @@ def printable(lines: Iterable[str]) -> bool:
 def test_a_bad_answer_ends_its_own_request_alone(
     monkeypatch: pytest.MonkeyPatch, target: Target, local: list[Reply], tmp_path: Path, bad: str
 ) -> None:
-    monkeypatch.setattr(openai, "_CONNECT_SECONDS", 2.0)
+    monkeypatch.setattr(openai, "_CONNECT_SECONDS", 4.0)
     path, prompt = tmp_path / "r.jsonl", next(r.prompt for r in local if r.id == "p0")
     with serving(ToyServer(target, lambda _, body: BAD_ANSWERS[bad]() if body["prompt"] == prompt else None)) as toy:
         made, source = ask_three(target, path, toy.url)

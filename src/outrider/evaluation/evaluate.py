@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,15 +32,18 @@ from outrider.utils.distributed import ALONE, Ranks
 from outrider.utils.measure import dtype_name, machine, quartiles, today
 from outrider.verification import TypicalAcceptance
 
+if TYPE_CHECKING:
+    import mlx.core as mx
+
 TIE_GAP = 1e-3  # logits
 
 
-def tie_gap(dtype: torch.dtype) -> float:
+def tie_gap(dtype: torch.dtype | mx.Dtype) -> float:
     """Logits that are closer are a tie: TIE_GAP, or two steps of the type between 16 and 32 where those are wider.
 
     In bfloat16 that is 0.25: a row alone and the same row beside drafts may differ by as much.
     """
-    return max(TIE_GAP, 32 * torch.finfo(dtype).eps)
+    return max(TIE_GAP, 32 * torch.finfo(getattr(torch, dtype_name(dtype))).eps)
 
 
 _WARM_UP_TOKENS = 32

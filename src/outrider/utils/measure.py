@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import; help and misspelt options do without
+    import mlx.core as mx
     import torch
 
 
@@ -148,9 +149,9 @@ def to_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return made
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """A type as results, config.json and engines call it: bfloat16."""
-    return str(dtype).removeprefix("torch.")
+def dtype_name(dtype: torch.dtype | mx.Dtype) -> str:
+    """A type of PyTorch's or MLX's as results, config.json and engines call it: bfloat16."""
+    return str(dtype).rpartition(".")[2]
 
 
 def default_dtype(device: str | torch.device) -> torch.dtype:
