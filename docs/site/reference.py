@@ -104,7 +104,6 @@ def metrics() -> Iterator[str]:
 
 def symptoms() -> Iterator[str]:
     """Under each check of the doctor, what a finding means and what to do."""
-    yield "# Symptoms\n"
     yield (Path(__file__).parent / "symptoms.md").read_text()
     doctor = SOURCE / "evaluation" / "doctor"
     functions: dict[str, ast.FunctionDef] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,9 +31,15 @@ def test_every_file_beside_code_is_declared(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(kept) > 30 and not kept - declared
 
 
+def test_a_release_has_one_version() -> None:
+    (version,) = re.findall(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert re.findall(r"^## (\S+) \(", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == version
+
+
 @pytest.mark.slow
 def test_an_installed_wheel_generates_and_lists_recipes(tmp_path: Path) -> None:
-    """From an empty directory, with nothing of the checkout on the path."""
+    """Built from the source distribution; used in an empty directory, with nothing of the checkout on the path."""
     source, site, here = (tmp_path / name for name in ("source", "site", "here"))
     here.mkdir()
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -40,7 +47,10 @@ def test_an_installed_wheel_generates_and_lists_recipes(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source], check=True)
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    (packed,) = tmp_path.glob("outrider-*.tar.gz")
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, packed], check=True)
     (wheel,) = tmp_path.glob("outrider-*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", site, wheel], check=True)
 
