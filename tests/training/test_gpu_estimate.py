@@ -1,88 +1,65 @@
-"""`--dry-run --gpus`: plans from a config and a tokenizer, without weights; operations against a counted step."""
+"""`--dry-run --gpus`: the large recipes and any target without weights; operations against a counted step."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from outrider.target.model import outline_target
-from outrider.training.gpu_estimate import GPUS, active_parameters, estimate_on_gpus, parse_gpus
-from outrider.training.recipe import Recipe
+from outrider.data.sources import load_prompts
+from outrider.training.gpu_estimate import (
+    GPUS,
+    TARGETS,
+    active_parameters,
+    estimate_on_gpus,
+    parse_gpus,
+    planned_target,
+)
+from outrider.training.recipe import Recipe, load_recipe
 from tests.toys.command_line import Run
 
-# Published shapes: hidden, inner, layers, heads, key heads, vocabulary; parameters of all and of a token's layers.
-DENSE = {"head_dim": 128, "tie_word_embeddings": False}
-TARGETS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], float, float]] = {
-    "Qwen3-8B": ("qwen3", (4096, 12288, 36, 32, 8, 151936), DENSE, 8.19e9, 6.95e9),
-    "Qwen3-14B": ("qwen3", (5120, 17408, 40, 40, 8, 151936), DENSE, 14.77e9, 13.21e9),
-    "Llama-3.1-8B": ("llama", (4096, 14336, 32, 32, 8, 128256), DENSE, 8.03e9, 6.98e9),
-    "Qwen3-Coder-30B-A3B": (
-        "qwen3_moe",
-        (2048, 6144, 48, 32, 4, 151936),
-        {**DENSE, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-        30.53e9,
-        2.73e9,
-    ),
+# Published parameters of all, and of the layers of a token, in billions.
+PARAMETERS = {
+    "Qwen/Qwen3-4B": (4.02, 3.63),
+    "Qwen/Qwen3-8B": (8.19, 6.95),
+    "Qwen/Qwen3-14B": (14.77, 13.21),
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": (30.53, 2.73),
+    "meta-llama/Llama-3.1-8B-Instruct": (8.03, 6.98),
+    "google/gemma-4-12B-it": (11.9, 10.9),
 }
-METHODS: dict[str, dict[str, Any]] = {
-    "dflash": {"block_size": 16, "num_hidden_layers": 5},
-    "dspark": {"block_size": 7, "num_hidden_layers": 5, "markov_rank": 256},
-    "eagle3": {"gamma": 7},
-}
+LARGE = [f"large/{method}" for method in ("dflash", "dspark", "eagle3")]
 
 
-def described(name: str, toy: Path, place: Path) -> Path:
-    """A directory with a config of these shapes and a tokenizer, and no weights."""
-    family, (hidden, inner, layers, heads, kv_heads, vocabulary), more, _, _ = TARGETS[name]
-    shutil.copytree(toy / "target", place, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    config = {
-        "model_type": family,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 40960,
-        **more,
-    }
-    (place / "config.json").write_text(json.dumps(config))
-    return place
+@pytest.mark.parametrize("recipe", LARGE)
+@pytest.mark.parametrize("target", PARAMETERS)
+def test_large_targets_are_planned_without_their_files(recipe: str, target: str, run: Run) -> None:
+    """No directory, no network: the shapes are known. Every plan fits, the largest target's with its layers spread."""
+    whole, active = PARAMETERS[target]
+    spread = ["shard_target=true"] if whole > 20 else []
+    status, out, error = run("train", recipe, f"target={target}", *spread, "--dry-run", "--gpus", "8xh100")
+    assert status == 0, error
+    assert "GPU-hours" in out and "objective" in out and "not enough memory" not in out
+    chosen = load_recipe(Path(recipe), [f"target={target}"])
+    found = estimate_on_gpus(chosen, *parse_gpus("8xh200"))
+    assert active_parameters(planned_target(target, "<mask>")) == pytest.approx(active * 1e9, rel=0.01)
+    assert found.memory["target"] == pytest.approx(2e9 * whole, rel=0.01)
+    assert found.seconds["features"] > 512 * 2 * active * 1e9 * 1500 / (8 * 0.4 * GPUS["h200"].operations)
+    conversations = chosen.data.prompts[0].limit
+    assert conversations is not None and chosen.optimizer.epochs is not None
+    assert found.steps == chosen.optimizer.epochs * ((conversations - 64) // 512)
 
 
-def plan(target: Path, method: str = "dspark", **fields: Any) -> Recipe:
-    return Recipe.model_validate({
-        "target": str(target),
-        "out": "nowhere",
-        "data": {"prompts": [{"path": "train_math"}], "max_new_tokens": 2048, "max_prompt_tokens": 1024},
-        "drafter": {"algorithm": method, "draft_vocab_size": 32000, **METHODS[method]},
-        "optimizer": {"anchors_per_sequence": 512, "sequences_per_step": 64, "max_anchors_per_forward": 512},
-        **fields,
-    })  # fmt: skip
+def test_every_target_that_is_known_has_its_parameters_compared() -> None:
+    assert set(TARGETS) == set(PARAMETERS)
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_published_targets_without_weights(name: str, toy: Path, tmp_path: Path) -> None:
-    *_, whole, active = TARGETS[name]
-    place = described(name, toy, tmp_path / name)
-    assert active_parameters(outline_target(place)) == pytest.approx(active, rel=0.01)
-    for method in METHODS:
-        found = estimate_on_gpus(plan(place, method), *parse_gpus("8xh200"))
-        assert found.memory["target"] == pytest.approx(2 * whole, rel=0.01)
-        assert found.seconds["features"] > 64 * 2 * active * 1500 / (8 * 0.4 * GPUS["h200"].operations)
-        assert sum(found.memory.values()) < GPUS["h200"].memory
-
-
-def test_what_gpus_and_sequences_change(toy: Path, tmp_path: Path) -> None:
-    place = described("Qwen3-8B", toy, tmp_path / "target")
-    one = estimate_on_gpus(plan(place), *parse_gpus("1xH100"))
-    eight = estimate_on_gpus(plan(place, parallel="fsdp", shard_target=True), *parse_gpus("8xH100"))
+def test_what_gpus_and_sequences_change() -> None:
+    chosen = load_recipe(Path("large/dspark"))
+    one = estimate_on_gpus(chosen.model_copy(update={"parallel": "auto"}), *parse_gpus("1xH100"))
+    eight = estimate_on_gpus(chosen.model_copy(update={"shard_target": True}), *parse_gpus("8xH100"))
     for part in ("features", "drafter", "objective"):
         assert one.seconds[part] == pytest.approx(8 * eight.seconds[part])
     state, target = "drafter, gradients, moments", "target"
@@ -92,7 +69,7 @@ def test_what_gpus_and_sequences_change(toy: Path, tmp_path: Path) -> None:
     assert one.hours == pytest.approx(one.steps * one.step_seconds / 3600)
 
 
-def test_operations_are_those_of_a_counted_step(toy: Path) -> None:
+def test_operations_are_those_of_a_counted_step() -> None:
     """Up to gradients that frozen embeddings and features need not have, and what fused attention computes again."""
     from outrider.training.batches import build_batch
     from outrider.training.features import FeatureSource
@@ -103,9 +80,9 @@ def test_operations_are_those_of_a_counted_step(toy: Path) -> None:
 
     target = with_mask_token(toy_target("qwen3"))
     (sample,) = toy_samples(1)
-    recipe = plan(
-        toy / "target", drafter={"algorithm": "dspark", "markov_rank": 6, "block_size": 4, "num_aux_layers": 2}
-    )
+    section = {"algorithm": "dspark", "markov_rank": 6, "block_size": 4, "num_aux_layers": 2}
+    data = {"prompts": [{"path": "train_math"}]}
+    recipe = Recipe.model_validate({"target": "toy", "out": "nowhere", "data": data, "drafter": section})
     drafter = new_drafter(recipe, target)
     anchors = [position - 1 for position in sample.supervised_positions[:-4]]
     layers = drafter.config.target_layer_ids
@@ -120,12 +97,16 @@ def test_operations_are_those_of_a_counted_step(toy: Path) -> None:
     assert counter.get_total_flops() == pytest.approx(expected["drafter"] + expected["objective"], rel=0.15)
 
 
-def test_the_verb(toy: Path, tmp_path: Path, run: Run) -> None:
-    place = described("Llama-3.1-8B", toy, tmp_path / "target")
-    arguments = ["train", "qwen3-8b-dspark", f"target={place}", f"out={tmp_path / 'run'}"]
+def test_another_target_is_planned_from_its_config_and_tokenizer(toy: Path, tmp_path: Path, run: Run) -> None:
+    """Without weights; a source without a limit is counted."""
+    place = tmp_path / "target"
+    shutil.copytree(toy / "target", place, ignore=shutil.ignore_patterns("*.safetensors"))
+    arguments = ["train", "large/dflash", f"target={place}", f"out={tmp_path / 'run'}", "drafter.num_aux_layers=2"]
+    arguments += ["data.prompts=[{path: train_math}]", "optimizer.sequences_per_step=10", "data.held_out=4"]
     status, out, error = run(*arguments, "--dry-run", "--gpus", "8xh100")
     assert status == 0, error
-    assert "GPU-hours" in out and "objective" in out and not (tmp_path / "run").exists()
+    steps = 6 * ((len(load_prompts("train_math")) - 4) // 10)
+    assert f"{steps} steps" in out and not (tmp_path / "run").exists()
     status, _, error = run(*arguments, "--dry-run", "--gpus", "8xk80")
     assert status == 2 and "known are a100, h100" in error
     status, _, error = run(*arguments, "--gpus", "8xh100")

@@ -94,6 +94,16 @@ def test_a_finished_run_and_a_changed_one_load_nothing(
     check_error(without_loading(f"out={began.parent / 'file'}"), "is a file")
 
 
+def test_a_run_of_epochs_ends_after_them(run: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four conversations in twos: its two steps are known when they are asked for again."""
+    recipe.write_text(recipe.read_text().replace("steps: 3, ", "epochs: 1, "))
+    assert run(recipe)[0] == 0
+    monkeypatch.setattr(train, "load", lambda *_, **__: pytest.fail("a model is loaded"))
+    status, said, errors = run(recipe)
+    assert status == 0, errors
+    assert "already finished: 2 of 2 steps" in said
+
+
 @pytest.mark.parametrize(
     ("text", "message"), [(None, "prompts.jsonl"), ('{"id": "1"}\n', "prompts.jsonl:1"), ("{", "prompts.jsonl:1")]
 )

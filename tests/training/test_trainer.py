@@ -16,7 +16,8 @@ from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.dspark import DSpark
 from outrider.training.batches import build_batch
 from outrider.training.features import FeatureSource
-from outrider.training.trainer import Trainer, learning_rate
+from outrider.training.recipe import Recipe
+from outrider.training.trainer import Trainer, learning_rate, saved_run
 from outrider.training.watch import held_out_metrics
 from tests.toys.targets import randomise, toy_config, toy_samples, toy_target
 from tests.toys.training import OPTIMIZER, make_run, recipe, train_until
@@ -134,6 +135,28 @@ def test_other_anchors_may_not_resume(tmp_path: Path) -> None:
     assert "anchors" not in stored, "as in states from before there was a choice, which go on"
     with pytest.raises(ValueError, match=r"another recipe or version: optimizer.anchors was left out, is now blocks"):
         Trainer(recipe(tmp_path, optimizer={**OPTIMIZER, "anchors": "blocks"}), make_run(toy_target())).train()
+
+
+def test_epochs_are_as_many_steps_as_they_deal(tmp_path: Path) -> None:
+    """12 samples in threes are four steps an epoch; the run that epochs began goes on as what it is."""
+    optimizer = {**OPTIMIZER, "epochs": 3}
+    del optimizer["steps"]
+    chosen, counted = recipe(tmp_path / "epochs", optimizer=optimizer), recipe(tmp_path / "steps")
+    assert "steps" not in chosen.model_dump()["optimizer"] and Recipe.model_validate(chosen.model_dump()) == chosen
+    Trainer(chosen, make_run(toy_target())).train(stop_after=5)
+    assert saved_run(chosen)["settings"]["optimizer"]["steps"] == 12
+    runs = [make_run(toy_target()) for _ in range(2)]
+    for one, run in zip((chosen, counted), runs, strict=True):
+        Trainer(one, run).train()
+    assert saved_run(chosen)["step"] == 12
+    for name, tensor in runs[0].drafter.state_dict().items():
+        assert torch.equal(tensor, runs[1].drafter.state_dict()[name]), name
+    longer = recipe(tmp_path / "epochs", optimizer={**optimizer, "epochs": 4})
+    for check in (lambda: saved_run(longer), lambda: Trainer(longer, make_run(toy_target())).train()):
+        with pytest.raises(ValueError, match=r"optimizer.epochs was 3, is now 4"):
+            check()
+    with pytest.raises(ValueError, match="leave steps out, or set epochs to null"):
+        recipe(tmp_path, optimizer={**optimizer, "steps": 12})
 
 
 def test_features_are_bounded_and_do_not_depend_on_the_bound() -> None:

@@ -238,7 +238,9 @@ def _how_to_train(choice: DrafterChoice, target: str, faster: Sequence[str], *, 
         command = f"outrider train {shlex.quote(str(planned))}"
         if choice.directory is None or planned.parent.resolve() not in choice.directory.resolve().parents:
             return command
-        return f"{command} optimizer.steps={2 * read_metadata(choice.directory)['recipe']['optimizer']['steps']}"
+        optimizer = read_metadata(choice.directory)["recipe"]["optimizer"]
+        longer = "epochs" if "epochs" in optimizer else "steps"
+        return f"{command} optimizer.{longer}={2 * optimizer[longer]}"
     directories = [option.removeprefix("--drafter ") for option in faster if option != "--drafter ngram"]
     if choice.directory is not None and not directories:
         directories = [shlex.quote(name_of(choice.directory))]

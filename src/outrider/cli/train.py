@@ -67,8 +67,9 @@ def train(
         set_up(chosen.threads)
         console = Terminal(quiet=not ranks.main)
         step = began.get("step", 0)
-        if step >= chosen.optimizer.steps or patience_spent(chosen.watch, began.get("watch", {})):
-            _say_finished(chosen, step, console)
+        last_step = began["settings"]["optimizer"]["steps"] if began else 1
+        if step >= last_step or patience_spent(chosen.watch, began.get("watch", {})):
+            _say_finished(chosen, step, last_step, console=console)
             return
         if dry_run:
             from outrider.cli.dry_run import of_training
@@ -103,7 +104,7 @@ def _say_next(recipe: Recipe, console: Console) -> None:
     console.print(f"Next: {shlex.join(words)} --tasks {tasks}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _say_finished(recipe: Recipe, step: int, console: Console) -> None:
+def _say_finished(recipe: Recipe, step: int, last_step: int, console: Console) -> None:
     from outrider.checkpoints.checkpoint import read_metadata
 
     out = Path(recipe.out)
@@ -111,10 +112,10 @@ def _say_finished(recipe: Recipe, step: int, console: Console) -> None:
     length = read_metadata(drafter).get("held_out", {}).get("expected_length_greedy", float("nan"))
     best = f", the best one in {out / 'best'}" if (out / "best").is_dir() else ""
     further = f"To train it further: start_from={drafter} out=ANOTHER"
-    if step < recipe.optimizer.steps:
+    if step < last_step:
         further = f"Patience ended it: raise watch.patience={recipe.watch.patience} to go on, or null for all steps"
     console.print(
-        f"already finished: {step} of {recipe.optimizer.steps} steps, held-out expected accepted length {length:.2f} "
+        f"already finished: {step} of {last_step} steps, held-out expected accepted length {length:.2f} "
         f"(temperature 0); drafter in {drafter}{best}. {further}",
         highlight=False,
         soft_wrap=True,

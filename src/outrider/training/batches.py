@@ -102,6 +102,10 @@ class Schedule:
             step -= self._epochs[epoch]
             epoch += 1
 
+    def steps_of(self, epochs: int) -> int:
+        """How many steps the first so many epochs have."""
+        return sum(len(self._deal(epoch)) for epoch in range(epochs))
+
     def anchors_dealt(self, steps: int) -> int:
         """How many anchors the first `steps` steps have: what a training cost, whatever trains on them."""
         found, epoch = 0, 0

@@ -371,6 +371,18 @@ def sequences_per_step(recipe: Recipe, response: float) -> float:
     return max(1.0, config.anchors_per_step / min(config.anchors_per_sequence, max(1.0, response)))
 
 
+def run_steps(recipe: Recipe, conversations: float, response: float) -> int:
+    """Steps of the whole run: the recipe's, or those of its epochs over so many conversations.
+
+    Args:
+        response: supervised tokens of a conversation.
+    """
+    config = recipe.optimizer
+    if config.epochs is None:
+        return config.steps
+    return config.epochs * max(1, int(conversations / sequences_per_step(recipe, response)))
+
+
 # ----------------------------------------------------------------------------
 # Sizes of the texts at hand.
 # ----------------------------------------------------------------------------
@@ -461,10 +473,11 @@ def decoding(measured: Measurements, name: str, texts: Texts, *, times: int, at_
 
 def training(measured: Measurements, recipe: Recipe, texts: Texts, first_step: int = 0) -> list[Part]:
     """Features, steps and checks of a recipe from a step on, and what the run leaves on disk."""
-    rates, cost, config = measured.rates, measured.step(recipe, texts), recipe.optimizer
+    rates, cost = measured.rates, measured.step(recipe, texts)
     held_out = min(recipe.data.held_out, texts.conversations)
     trained = max(1.0, texts.conversations - held_out)
-    steps = config.steps - first_step
+    last_step = run_steps(recipe, trained, texts.response)
+    steps = last_step - first_step
 
     stored = recipe.features.mode == "store"
     row = measured.config.hidden_size * (1 if stored and recipe.features.dtype != "bf16" else 2)
@@ -486,11 +499,11 @@ def training(measured: Measurements, recipe: Recipe, texts: Texts, first_step: i
     source = f"{steps} of {cost.seconds:.2f} s, measured; {cost.parameters / 1e6:.1f}M parameters"
     stepping = Part("steps", source, steps * cost.seconds, memory=memory, disk=leaves)
 
-    ends = range(first_step + 1, config.steps + 1)
+    ends = range(first_step + 1, last_step + 1)
     every = recipe.watch.decode_every
-    looks = sum(step % every == 0 or step == config.steps for step in ends) if every else 0
+    looks = sum(step % every == 0 or step == last_step for step in ends) if every else 0
     due = {recipe.eval_every, every or recipe.eval_every}
-    evaluations = sum(step == config.steps or any(step % number == 0 for number in due) for step in ends)
+    evaluations = sum(step == last_step or any(step % number == 0 for number in due) for step in ends)
     if recipe.start_from is not None and not first_step:
         looks, evaluations = looks + bool(every), evaluations + 1
     reply = texts.prompt / rates.prefill + rates.reply_tokens(recipe.watch.decode_tokens) * rates.step(1)
@@ -510,7 +523,7 @@ def estimate(recipe: Recipe, known: MeasuredTarget | None = None) -> Estimate:
     """
     began = saved_run(recipe)
     first_step = int(began.get("step", 0))
-    if first_step >= recipe.optimizer.steps:
+    if began and first_step >= began["settings"]["optimizer"]["steps"]:
         return Estimate(())
     device = usable_device(recipe.device)
     precision = began.get("settings", {}).get("precision") if recipe.precision == "auto" else recipe.precision

@@ -11,20 +11,29 @@ parameters of the drafter that block rows and P_c that context rows are multipli
     objective   6 A K Vd (H + rank)                                         both logits, and the gradients back
 
 It is a model, compared with no device yet: conversations are taken to have `TOKENS` tokens, nothing overlaps, and
-features are made anew at every visit. Shapes: D target hidden, H draft hidden.
+features are made anew at every visit. Targets of `TARGETS` need no file. Shapes: D target hidden, H draft hidden.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from outrider.data.sources import iterate_prompts
 from outrider.drafters.base import DraftModule
+from outrider.drafters.layers import layer_shapes
+from outrider.target.loading import outline_model
 from outrider.target.model import Target, outline_target
-from outrider.training.estimate import sequences_per_step
+from outrider.training.dataset import known_samples
+from outrider.training.estimate import run_steps, sequences_per_step
 from outrider.training.loss import CHUNK_BYTES
 from outrider.training.recipe import Recipe
 from outrider.training.setup import new_drafter
@@ -54,6 +63,81 @@ GPUS = {
     "h100": Gpu(memory=80e9, operations=989e12, bandwidth=3.35e12, links=450e9),
     "h200": Gpu(memory=141e9, operations=989e12, bandwidth=4.8e12, links=450e9),
     "b200": Gpu(memory=180e9, operations=2250e12, bandwidth=8.0e12, links=900e9),
+}
+
+
+# What a plan needs of config.json. Sources: the models' pages on the hub; of Gemma 4 12B what SGLang's test of its
+# config holds. tests/training/test_gpu_estimate.py compares the parameters with the published counts.
+_QWEN3 = {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+TARGETS: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen3-4B": {
+        **_QWEN3,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "Qwen/Qwen3-8B": {
+        **_QWEN3,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
+    "Qwen/Qwen3-14B": {
+        **_QWEN3,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": {
+        **_QWEN3,
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+    },
+    "meta-llama/Llama-3.1-8B-Instruct": {
+        "model_type": "llama",
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
+    "google/gemma-4-12B-it": {
+        "model_type": "gemma4_unified_text",
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "vocab_size": 262144,
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -88,6 +172,37 @@ def parse_gpus(text: str) -> tuple[int, Gpu]:
     return int(found[1]), GPUS[found[2]]
 
 
+def planned_target(name: str, mask_token: str) -> Target:
+    """A target without weights: one of `TARGETS` from its shapes alone, another one from its config and tokenizer.
+
+    Args:
+        mask_token: the one token of the tokenizer that stands in where there are shapes alone.
+
+    Raises:
+        ValueError: see `outline_target`.
+    """
+    if name not in TARGETS:
+        return outline_target(name)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({mask_token: 0})), mask_token=mask_token)
+    return Target(outline_model(AutoConfig.for_model(**TARGETS[name]), Path(name)), tokenizer, name=name)
+
+
+def _conversations(recipe: Recipe) -> float:
+    """Those that are trained on: each source's limit, or what is in it; without sources those of the responses.
+
+    Raises:
+        ValueError: a source cannot be read.
+    """
+    data = recipe.data
+    if not data.prompts:
+        return float(len({sample.id for sample in known_samples(recipe)}))
+    sizes = (
+        sum(1 for _ in iterate_prompts(source.path, data.directory)) if source.limit is None else source.limit
+        for source in data.prompts
+    )
+    return float(sum(sizes) - data.held_out)
+
+
 def active_parameters(target: Target) -> float:
     """Parameters of the decoder layers that a token is multiplied with: of experts those that are chosen for it."""
     config = target.config
@@ -106,10 +221,11 @@ def estimate_on_gpus(recipe: Recipe, count: int, gpu: Gpu) -> GpuEstimate:
     """
     if recipe.start_from is not None:
         raise ValueError("--gpus plans new drafters: leave start_from out.")
-    target = outline_target(recipe.target)
+    target = planned_target(recipe.target, getattr(recipe.drafter, "mask_token", None) or "<mask>")
     with torch.device("meta"):
         drafter = new_drafter(recipe, target)
     load = _Load.of(recipe, drafter)
+    conversations = 0.0 if recipe.optimizer.epochs is None else _conversations(recipe)
     work = _operations(recipe, target, drafter, load=load)
     trained = float(sum(p.numel() for p in drafter.parameters()))
     shards = count if recipe.parallel == "fsdp" else 1
@@ -118,7 +234,7 @@ def estimate_on_gpus(recipe: Recipe, count: int, gpu: Gpu) -> GpuEstimate:
     if count > 1:
         seconds["gradients' exchange"] = 2 * _FLOAT32 * trained / gpu.links
     memory = _memory(recipe, target, drafter, load=load, count=count)
-    return GpuEstimate(gpu, count, recipe.optimizer.steps, memory=memory, seconds=seconds)
+    return GpuEstimate(gpu, count, run_steps(recipe, conversations, load.response), memory=memory, seconds=seconds)
 
 
 @dataclass(frozen=True)
@@ -191,9 +307,8 @@ def _memory(recipe: Recipe, target: Target, drafter: DraftModule, load: _Load, c
 
 
 def _query_width(target: Target) -> int:
-    config = target.config
-    head = getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads
-    return int(config.num_attention_heads * head)
+    shapes = layer_shapes(target)
+    return int(shapes["num_attention_heads"] * shapes["head_dim"])
 
 
 def _layers(drafter: DraftModule) -> int:

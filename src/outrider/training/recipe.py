@@ -126,7 +126,9 @@ class ObjectiveConfig(Section):
 
 class OptimizerSection(Section):
     steps: int = Field(1000, ge=1)
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run; with epochs, which replace it, as many as those have."""
+    epochs: int | None = Field(None, ge=1)
+    """Passes over the samples, instead of steps; the samples that do not fill an epoch's last step are left out."""
     sequences_per_step: int = Field(4, ge=1)
     """Conversations of one step."""
     anchors_per_step: int | None = Field(None, ge=1)
@@ -150,13 +152,23 @@ class OptimizerSection(Section):
     checkpoint_activations: bool = False
     """Recompute each draft layer in the backward: less memory, slower."""
 
+    @model_validator(mode="after")
+    def _steps_or_epochs(self) -> OptimizerSection:
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError("steps and epochs both say how long training is: leave steps out, or set epochs to null")
+        return self
+
     @model_serializer(mode="wrap")
-    def _omit_default_anchors(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """The default is left out, so that digests and states of recipes that do not set it agree."""
+    def _omit_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Later fields' defaults are left out, so that digests and states of recipes that do not set them agree.
+
+        With epochs, steps are there once the trainer has counted them.
+        """
         fields: dict[str, Any] = handler(self)
-        if self.anchors == "random":
-            fields.pop("anchors", None)
-        return fields
+        added = {"anchors": "random", "epochs": None}
+        if self.epochs is not None and "steps" not in self.model_fields_set:
+            del fields["steps"]
+        return {name: value for name, value in fields.items() if name not in added or value != added[name]}
 
 
 class FeaturesSection(Section):

@@ -117,6 +117,9 @@ def saved_run(recipe: Recipe) -> dict[str, Any]:
         settings = fixed_settings(recipe)
         if recipe.precision == "auto":
             settings["precision"] = stored["settings"].get("precision")
+        began = stored["settings"].get("optimizer")
+        if recipe.optimizer.epochs is not None and isinstance(began, dict) and isinstance(began.get("steps"), int):
+            settings["optimizer"]["steps"] = began["steps"]  # how many those are follows from the run's samples
         check_settings(directory, stored["settings"], settings)
     return stored
 
@@ -125,8 +128,12 @@ class Trainer:
     """Trains `run.drafter` on `run.samples`, resuming from OUT/state where there is one."""
 
     def __init__(self, recipe: Recipe, run: Run, ranks: Ranks | None = None) -> None:
-        # What `auto` stands for is part of a run's state and of its checkpoint.
+        self.schedule = Schedule.of(recipe.optimizer, run.samples, recipe.seed, gamma=run.drafter.config.gamma)
+        # What `auto` and epochs stand for is part of a run's state and of its checkpoint.
         found = {"precision": training_precision(recipe, run.target), "device": run.target.device.type}
+        if (epochs := recipe.optimizer.epochs) is not None:
+            steps = self.schedule.steps_of(epochs)
+            recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"steps": steps})})
         self.recipe = recipe = recipe.model_copy(update=found)
         self.run = run
         self.ranks = ranks or Ranks(device=run.target.device)
@@ -135,7 +142,6 @@ class Trainer:
         self.optimizer = build_optimizer(run.drafter, recipe.optimizer)
         self.lock_step = LockStep(run.target, self.ranks)
         self.meters = Meters(self.ranks.device)
-        self.schedule = Schedule.of(recipe.optimizer, run.samples, recipe.seed, gamma=run.drafter.config.gamma)
         self.weights_K = run.objective.config.position_weights(run.drafter.config.gamma, self.ranks.device)
         self.signal = StopSignal()
         self.watch = Watch(recipe, run)

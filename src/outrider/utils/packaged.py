@@ -13,7 +13,7 @@ def packaged(path: str | Path, kind: Kind) -> Path:
     """`path` if such a file (of models: directory) is there, else the packaged one of that name, else `path` again.
 
     packaged("smollm2-135m/dspark", "recipes")        .../outrider/recipes/smollm2-135m/dspark.yaml
-    packaged("recipes/qwen3-8b-dspark.yaml", "recipes")  the same way: the name may begin with the kind and end in .yaml
+    packaged("recipes/large/dspark.yaml", "recipes")  the same way: the name may begin with the kind and end in .yaml
     packaged("smollm2-135m-dspark", "models")         .../outrider/models/smollm2-135m-dspark, a directory
     """
     path = Path(path)
