@@ -6,7 +6,8 @@
 
 All three are taken in every round, each first as often as the others, against one server. Tokens per second are of the
 whole: all users' tokens over the seconds from the first request to the last token, at temperature 0. A round's ratios
-to its own plain run are what is reported; they vary by several per cent on a machine with other work.
+to its own plain run are what is reported; they vary by several per cent on a machine with other work. Clients sleep
+until their answers have ended, so that what is measured is the server's work and not theirs on the same cores.
 
 --inside needs no server: the seconds in which the engine makes traces, and those in which they become JSON, as shares
 of the seconds of its steps when every request is traced. Other work slows both alike.
@@ -16,15 +17,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, partialmethod
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
-import httpx
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -40,6 +40,7 @@ from outrider.target.hub import EMBEDDED_ID
 from outrider.utils.measure import machine, versions
 
 KINDS = ("plain", "watched", "traced")
+_LONGEST_ANSWER = 1 << 24  # bytes
 PROMPTS = ("Name three rivers.", "What is 7 + 5?", "Describe a sea.", "Count to 20.", "Tell a story.", "Explain rain.")
 
 
@@ -49,34 +50,38 @@ def run(url: str, kind: str, users: int, tokens: int) -> float:
     def ask(user: int) -> None:
         messages = [{"role": "user", "content": PROMPTS[user % len(PROMPTS)]}]
         body = {"messages": messages, "temperature": 0, "max_tokens": tokens, "ignore_eos": True, "stream": True}
-        answer = httpx.stream(
-            "POST", f"{url}/v1/chat/completions", json=body | {"trace": kind == "traced"}, timeout=600
-        )
-        with answer as lines:
-            lines.raise_for_status()
-            for _ in lines.iter_raw():
-                pass
+        with sent(url, "POST /v1/chat/completions", json.dumps(body | {"trace": kind == "traced"})) as connection:
+            answer = whole(connection)
+        assert answer.startswith(b"HTTP/1.1 200"), answer[:1000]
+        assert answer.count(b'"trace"') > 0 or kind != "traced"
 
-    over = Event()
-    watching = Thread(target=watch, args=(url, over))
-    if kind != "plain":
-        watching.start()
-    started = time.perf_counter()
-    with ThreadPoolExecutor(users) as pool:
+    with ThreadPoolExecutor(users + 1) as pool:
+        if kind != "plain":
+            watching = sent(url, "GET /inspector/events", "")
+            events = pool.submit(whole, watching)
+        started = time.perf_counter()
         list(pool.map(ask, range(users)))
-    seconds = time.perf_counter() - started
-    over.set()
-    if kind != "plain":
-        watching.join()
+        seconds = time.perf_counter() - started
+        if kind != "plain":
+            watching.shutdown(socket.SHUT_RDWR)
+            assert events.result().startswith(b"HTTP/1.1 200")
+            watching.close()
     return users * tokens / seconds
 
 
-def watch(url: str, over: Event) -> None:
-    """Read the events of the live panel until `over`."""
-    with httpx.stream("GET", f"{url}/inspector/events", timeout=60) as events:
-        for _ in events.iter_lines():
-            if over.is_set():
-                return
+def sent(url: str, route: str, body: str) -> socket.socket:
+    """A connection with one request on it."""
+    host, port = url.removeprefix("http://").rstrip("/").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=600)
+    connection.settimeout(None)
+    headers = f"Host: {host}\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    connection.sendall(f"{route} HTTP/1.1\r\n{headers}\r\n\r\n{body}".encode())
+    return connection
+
+
+def whole(connection: socket.socket) -> bytes:
+    """All bytes until the connection ends. The kernel collects them: this process sleeps meanwhile."""
+    return connection.recv(_LONGEST_ANSWER, socket.MSG_WAITALL)
 
 
 def inside(users: int, tokens: int, temperature: float) -> tuple[float, float, float]:
