@@ -154,9 +154,8 @@ def at_least_float32(logits: Tensor) -> Tensor:
 def _nucleus_floor(probs_KV: Tensor, top_p: float) -> Tensor:
     """The smallest probability top-p keeps: a token stays while the mass of the likelier ones is < top_p."""
     vocab = probs_KV.shape[-1]
-    guess = (
-        vocab if probs_KV.is_cuda else min(_NUCLEUS_GUESS, vocab)
-    )  # whether it was right would have to be waited for
+    # On a GPU the whole vocabulary is sorted at once: the host would have to wait to learn that the guess was enough.
+    guess = vocab if probs_KV.is_cuda else min(_NUCLEUS_GUESS, vocab)
     for size in (guess, vocab):
         sorted_KS = probs_KV.topk(size, dim=-1).values
         before_KS = sorted_KS.cumsum(-1) - sorted_KS
@@ -368,10 +367,10 @@ class PositionNoise:
 
     def pick(self, probs: Tensor, position: int, ids: Tensor | None = None) -> int:
         """An index into `probs`, which covers the whole vocabulary or, in its order, the tokens `ids`."""
-        return int(self.pick_unread(probs, position, ids))
+        return int(self.pick_tensor(probs, position, ids))
 
-    def pick_unread(self, probs: Tensor, position: int, ids: Tensor | None = None) -> Tensor:
-        """`pick` as a tensor [], which nobody has waited for."""
+    def pick_tensor(self, probs: Tensor, position: int, ids: Tensor | None = None) -> Tensor:
+        """`pick` as a tensor [] on the device of `probs`; the host does not wait for it."""
         return self._race(probs, position, ids).argmax()
 
     def ranking(self, probs: Tensor, position: int, count: int, ids: Tensor | None = None) -> list[int]:

@@ -38,13 +38,13 @@ class TargetRows:
     """The target's distributions for one draft: row 0 follows the anchor, row i + 1 follows node i and its ancestors.
 
     `row(k)` is the warped distribution [V]. `pick(k)` is the token that the target emits where the draft has no say in
-    it: greedy decoding and coupled sampling (sampling.py); None elsewhere. `reached`: for each node the probability of
-    its token in the row of its parent, where a GPU was asked for those of all nodes at once.
+    it: greedy decoding and coupled sampling (sampling.py); None elsewhere. `node_probs`: for each node the probability
+    of its token in the row of its parent, where a GPU was asked for those of all nodes at once.
     """
 
     row: Callable[[int], Tensor]
     pick: Callable[[int], int] | None = None
-    reached: Sequence[float] | None = None
+    node_probs: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def _try_children(draft: Draft, node: int, rows: TargetRows, source: RandomSourc
     target_V: Tensor | None = None  # what rejected children left of the row; None: it has not been needed yet
     for child in children:
         token = draft.tokens[child]
-        if target_V is None and rows.reached is not None:
-            probability = rows.reached[child]
+        if target_V is None and rows.node_probs is not None:
+            probability = rows.node_probs[child]
         else:
             target_V = rows.row(place) if target_V is None else target_V
             probability = target_V[token].item()

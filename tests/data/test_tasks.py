@@ -18,7 +18,7 @@ import pytest
 
 import outrider.data.sources as sources
 from outrider.data.conversations import Conversation, Turn
-from outrider.data.sources import TASKS, find_prompts, load_prompts, load_tasks, shipped_sets
+from outrider.data.sources import TASKS, find_prompts, load_prompts, load_tasks, prompt_sources, shipped_sets
 from tests.toys.command_line import Run, check_error
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -203,6 +203,22 @@ def test_what_is_trained_on_is_not_measured_with(place: str, tmp_path: Path, mon
         assert said.stands_in != found, (name, place)
     other = prompt_directory(tmp_path / "other", "eval/gsm8k.jsonl", "train/gsm8k.jsonl")
     assert load_prompts("gsm8k", directory=other)[0].turns == ("of eval/gsm8k.jsonl",)
+
+
+def test_what_is_measured_with_is_not_trained_on_unnoticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A packaged evaluation set is not trained on in the place of a file that a name does not find."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    data = prompt_directory(tmp_path / "data", "train/gsm8k.jsonl", "eval/alpaca.jsonl", "train/sharegpt.jsonl")
+    with pytest.raises(ValueError, match=r"prompts gsm8k: .* eval_math, .* would be trained on.*gsm8k-train"):
+        prompt_sources(["sharegpt", "gsm8k"], str(data))
+    assert not caplog.messages
+    given = ["sharegpt", str(data / "train/gsm8k.jsonl"), "alpaca", "eval_code", "ultrachat"]
+    assert prompt_sources(given, str(data)) == [True] * 5
+    assert [line.partition(": drafters are measured with them")[0] for line in caplog.messages] == [
+        "prompts alpaca", "prompts eval_code"
+    ]  # fmt: skip
 
 
 def test_a_failed_write_leaves_nothing(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,27 @@ def test_questions_are_answered_with_the_spread_of_the_seeds(tmp_path: Path) -> 
         compare([loaded(one) for one in found], questions={"which": ["a", "d"]})
 
 
+def test_a_question_of_the_command_line(run: Run, tmp_path: Path) -> None:
+    """Its text may have an equals sign. Seeds without a common step of their curves have no convergence to draw."""
+    given = []
+    for number, one in enumerate([results("a"), results("a", seed=1), results("b")]):
+        one.settings["drafter"] = str(tmp_path / f"run-{number}" / "drafter")
+        given.append(save(one, tmp_path / f"run-{number}"))
+        line = {"group": "held_out", "step": 5 + min(number, 1), "expected_length_greedy": 1.5}
+        (tmp_path / f"run-{number}" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    command = ["compare", *given, "--out", tmp_path / "out"]
+    for question, curves in (("at n=2=a,b", True), ("a alone=a", False)):
+        status, out, error = run(*command, "--question", question)
+        assert status == 0, error
+        assert list(load_comparison(tmp_path / "out/comparison.json").questions) == [question.rpartition("=")[0]]
+        assert ("convergence.png" in out) == curves
+    for question in ("no names", "=a", "which=", "which= , "):
+        status, _, error = run(*command, "--question", question)
+        assert status and "give TEXT=NAME,NAME" in error
+    with pytest.raises(ValueError, match="question 'which': name the results"):
+        compare([loaded(results("a"))], questions={"which": []})
+
+
 def test_ties_and_differences_from_plain_decoding_are_counted() -> None:
     wrong = task_result("math", 2.0, greedy_ties=1, greedy_mismatches=2)
     sampled = task_result("chat", 2.0, greedy_identical=None)

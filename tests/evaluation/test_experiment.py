@@ -170,6 +170,18 @@ def test_tables_share_responses_and_features(tmp_path: Path) -> None:
     assert made[0].output != made[1].output
 
 
+def test_features_are_written_by_a_drafter_of_the_rows(tmp_path: Path) -> None:
+    """With a drafter that the table sets for every row, the recipe's own may read layers that the store has not."""
+    changed = {"drafter.target_layer_ids": [0, 2], "data.held_out": 1, "objective.confidence": 0.5}
+    stages = plan(load_table(write(tmp_path, set=changed), ["feature_aux_layers=[0, 2]"]))
+    features, train = (next(stage for stage in stages if stage.args[0] == verb) for verb in ("features", "train"))
+    written, trained = (load_recipe(Path(path), overrides) for path, overrides in (
+        (features.args[2], features.args[3:-1]), (train.args[1], train.args[2:])
+    ))  # fmt: skip
+    assert written.drafter.chosen() == trained.drafter.chosen()
+    assert written.drafter.chosen()["target_layer_ids"] == (0, 2) and written.objective == trained.objective
+
+
 def test_recipe_fields_on_the_command_line(tmp_path: Path) -> None:
     path = write(tmp_path, set={"optimizer.steps": 5})
     table = load_table(path, ["set.optimizer.steps=3", "rows.flat.set.drafter.num_aux_layers=2", "set.data.held_out=1"])
@@ -260,6 +272,9 @@ def test_what_is_done_is_not_done_again_until_something_changed(tmp_path: Path) 
         ({"conditions": {"a": {"label": "x"}}}, "row two: evaluate sets label, which the table gives"),
         ({"conditions": {"a/b": {}}}, "'a/b' cannot name a directory"),
         ({"questions": {"which": ["two", "three"]}}, "question 'which': there is no row three"),
+        ({"questions": {"which": []}}, "question 'which': give it a text and at least one row"),
+        ({"questions": {"": ["two"]}}, "question '': give it a text and at least one row"),
+        ({"rows": {"a,b": {}}}, "'a,b' cannot name a directory: leave out slashes, = and commas"),
         ({"feature_aux_layers": "all"}, "feature_aux_layers"),
     ],
 )

@@ -1,9 +1,14 @@
-"""Verdicts: sentences from plain figures, each kind once; that the verbs end in one."""
+"""Verdicts: sentences from plain figures, each kind once; that the verbs end in one; what is a tie of two texts."""
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import cast
 
+import pytest
+import torch
+
+import outrider.evaluation.evaluate as evaluate
 from outrider.evaluation.verdict import (
     Speedup,
     comparison_verdict,
@@ -13,6 +18,7 @@ from outrider.evaluation.verdict import (
     load_verdict,
     pooled,
 )
+from outrider.target.model import Target
 
 
 def speedup(ratio: float, half: float = 0.05, count: int = 12, name: str = "gsm8k", seconds: float = 1.0) -> Speedup:
@@ -231,3 +237,31 @@ def test_a_comparison(drafters: dict[str, float], lines: list[str]) -> None:
 )
 def test_what_drafts_cost(break_even: dict[int, float], line: str) -> None:
     assert line in cost_verdict(break_even, 8)[0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap", "verdict"),
+    [
+        (torch.float32, 0.0009, "tie"),
+        (torch.float32, 0.0011, "mismatch"),
+        (torch.float64, 0.0011, "mismatch"),
+        (torch.bfloat16, 0.24, "tie"),
+        (torch.bfloat16, 0.26, "mismatch"),
+        (torch.float16, 0.03, "tie"),
+        (torch.float16, 0.04, "mismatch"),
+    ],
+)
+def test_a_tie_is_as_wide_as_the_type_is_coarse(
+    dtype: torch.dtype, gap: float, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the two likeliest tokens where the texts part; two steps of bfloat16 between 16 and 32 are 0.25."""
+    asked: list[list[int]] = []
+
+    def logits(_: Target, tokens: list[int]) -> torch.Tensor:
+        asked.append(tokens)
+        return torch.tensor([20.0, 20.0 - gap, 3.0], dtype=torch.float64)
+
+    monkeypatch.setattr(evaluate, "_last_logits", logits)
+    target = cast(Target, SimpleNamespace(dtype=dtype))
+    assert evaluate.compare_greedy(target, [5, 6], [7, 0, 2], [7, 1, 2]) == verdict
+    assert asked == [[5, 6, 7]]

@@ -1066,7 +1066,7 @@ MUTANTS: list[Mutant] = [
         (
             "beliefs_fade_once",
             "several steps in which nothing is tried fade as one",
-            "kept = FADE**self._untried",
+            "kept = FADE**self._idle_steps",
             "kept = FADE",
         ),
         (
@@ -2825,6 +2825,131 @@ MUTANTS: list[Mutant] = [
             "what is learned of the warm-up's drafts stays",
             "self.drafting, self.last = drafting, None",
             "self.last = None",
+        ),
+    ),
+    # What a GPU must not change, and what a step may cost there, on the simulated device.
+    *_of(
+        "drafters/chain.py",
+        "tests/gpu/test_decoding.py::test_company_changes_no_text",
+        (
+            "gpu_draws_follow_company",
+            "a sampled request on a GPU takes as many random numbers as the longest draft beside it",
+            "own = (positions if call.limit is None else min(call.limit, positions)) if drawn else 0",
+            "own = positions if drawn else 0",
+        ),
+        (
+            "gpu_constraint_changes_others",
+            "beside a constrained request the others on a GPU draw as on a CPU",
+            "free = [r for r, call in enumerate(calls) if hidden_RKH.is_cuda and call.constraint is None]",
+            "free = [r for r in range(len(calls)) if hidden_RKH.is_cuda and all(c.constraint is None for c in calls)]",
+        ),
+    ),
+    *_of(
+        "loadtest/traces.py",
+        "tests/gpu/test_decoding.py::test_traces_of_sampled_text_are_those_of_the_cpu",
+        (
+            "given_text_not_read_on_a_gpu",
+            "the drafts of a trace recorded on a GPU do not follow the text",
+            "    def pick_tensor(self, probs",
+            "    def pick(self, probs",
+        ),
+    ),
+    *_of(
+        "target/lean.py",
+        "tests/gpu/test_decoding.py::test_launches_of_a_round_of_36_layers",
+        (
+            "gpu_norm_in_parts",
+            "a norm of each layer is several kernels",
+            "normed = F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self.norms.post, self.norms.eps)",
+            "normed = hidden_TD * (hidden_TD.square().mean(-1, True) + self.norms.eps).rsqrt() * self.norms.post",
+        ),
+    ),
+    *_of(
+        "target/linear.py",
+        "tests/gpu/test_decoding.py::test_launches_of_a_round_of_36_layers",
+        (
+            "gpu_fused_outputs_copied",
+            "a drafter copies the outputs of its fused matrices",
+            "return matrix(x).split(matrix.widths, dim=-1)",
+            "return [part.clone() for part in matrix(x).split(matrix.widths, dim=-1)]",
+        ),
+    ),
+    *_of(
+        "engine/batch.py",
+        "tests/gpu/test_decoding.py::test_syncs_of_a_greedy_step",
+        (
+            "gpu_waits_for_an_index",
+            "the rows that the drafter reads are chosen by an index that the GPU is waited for",
+            "self._aux_TLD[on_device(places, self._aux_TLD.device)]",
+            "self._aux_TLD[places]",
+        ),
+    ),
+    *_of(
+        "decoding/request.py",
+        "tests/gpu/test_decoding.py::test_syncs_of_a_sampled_step",
+        (
+            "gpu_requests_read_apart",
+            "what verification asks of a GPU is read once a request",
+            "read = torch.cat(found).tolist() if any",
+            "read = [x for values in found for x in values.tolist()] if any",
+        ),
+    ),
+    *_of(
+        "training/batches.py",
+        "tests/gpu/test_training.py::test_syncs_of_a_step",
+        (
+            "gpu_batch_copied_apart",
+            "every part of a batch is waited for on its way to the GPU",
+            "return on_device(torch.cat(parts), device)",
+            "return torch.cat(parts).to(device)",
+        ),
+    ),
+    *_of(
+        "evaluation/evaluate.py",
+        "tests/evaluation/test_verdict.py::test_a_tie_is_as_wide_as_the_type_is_coarse",
+        (
+            "tie_gap_of_float32",
+            "bfloat16 responses that differ by rounding are mismatches",
+            "max(TIE_GAP, 32 *",
+            "min(TIE_GAP, 32 *",
+        ),
+    ),
+    *_of(
+        "evaluation/experiment.py",
+        "tests/evaluation/test_experiment.py",
+        (
+            "experiment_features_of_the_recipe",
+            "features are written by the recipe's drafter where the table sets another for every row",
+            'return self.set if any(name.partition(".")[0] == "drafter" for name in self.set) else self.data_fields',
+            "return self.data_fields",
+            "tests/evaluation/test_experiment.py::test_features_are_written_by_a_drafter_of_the_rows",
+        ),
+        (
+            "experiment_question_without_rows",
+            "a question about no row is found when everything is measured",
+            "if not question or not names:",
+            "if not question:",
+            "tests/evaluation/test_experiment.py::test_mistakes_are_found_before_anything_runs",
+        ),
+    ),
+    *_of(
+        "evaluation/comparison.py",
+        "tests/evaluation/test_compare.py::test_a_question_of_the_command_line",
+        (
+            "curves_without_a_common_step",
+            "seeds whose curves have no step in common are drawn",
+            "if steps and group.label in",
+            "if group.label in",
+        ),
+    ),
+    *_of(
+        "data/sources.py",
+        "tests/data/test_tasks.py::test_what_is_measured_with_is_not_trained_on_unnoticed",
+        (
+            "evaluation_set_trained_on",
+            "where no prompts of an evaluation's name are found, the packaged evaluation set is trained on",
+            "            if file.stands_in:\n                raise ValueError(",
+            "            if False:\n                raise ValueError(",
         ),
     ),
 ]

@@ -307,10 +307,10 @@ def compare_command(
     costs = None if draft_cost is None else load_costs(draft_cost)
     questions = {}
     for text in question or ():
-        name, found, labels = text.partition("=")
-        if not (found and name and labels):
+        name, _, labels = text.rpartition("=")  # the text may have one, names have none
+        if not (name and labels.strip(" ,")):
             raise ValueError(f"--question {text!r}: give TEXT=NAME,NAME.")
-        questions[name] = split_names(labels)
+        questions[name] = split_names(labels, "results")
     comparison = compare(loaded, allow_different, costs, questions=questions)
     for view in terminal(comparison):
         _print_whole(console, view)

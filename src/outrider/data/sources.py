@@ -480,12 +480,24 @@ def load_prompts(
 
 
 def prompt_sources(sources: Sequence[str], directory: str | None = None) -> list[bool]:
-    """Whether each of several sources is to be read: not a shipped set in another's place if it is read anyway.
+    """Whether each of several sources to train on is to be read: not a shipped set in another's place if it is read
+    anyway. A warning tells of sources that drafters are measured with.
 
     Raises:
-        ValueError: see `find_prompts`.
+        ValueError: see `find_prompts`; or a set that drafters are measured with would stand in for a source.
     """
     found = [find_prompts(source, directory) for source in sources]
+    for source, file in zip(sources, found, strict=True):
+        if file is not None and _measures(source):
+            if file.stands_in:
+                raise ValueError(
+                    f"prompts {source}: a name of prompts to measure with, of which there are none here: "
+                    f"{file.path.stem}, another set to measure with, would be trained on. Files in directories train* "
+                    "are not found by this name: give the path of yours, or one of "
+                    f"{', '.join(task.name for task in TASKS if task.trains)}."
+                )
+            line = f"prompts {source}: drafters are measured with them; one that is trained on them looks better there"
+            _say_once(line, logging.WARNING)
     taken = {file.path for file in found if file is not None and not file.stands_in}
     chosen = []
     for source, file in zip(sources, found, strict=True):
@@ -495,6 +507,13 @@ def prompt_sources(sources: Sequence[str], directory: str | None = None) -> list
         elif file is not None:
             taken.add(file.path)
     return chosen
+
+
+def _measures(source: str) -> bool:
+    """Whether a source is a task or shipped set of prompts to measure with."""
+    return (source in shipped_sets() and source.startswith("eval")) or any(
+        task.name == source and not task.trains for task in TASKS
+    )
 
 
 def prompts_label(source: str | Path) -> str:

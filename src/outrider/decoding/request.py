@@ -234,7 +234,7 @@ def target_rows(states: Sequence[RequestState], logits_NV: Tensor, drafts: Seque
     greedy = any(state.params.temperature == 0.0 for state in states)
     likeliest_N = likeliest(logits_NV) if greedy else None
     rows: list[TargetRows] = []
-    unread: list[Tensor] = []
+    found: list[Tensor] = []
     asked: list[int] = []  # the requests that they belong to
     first = 0
     for state, draft in zip(states, drafts, strict=True):
@@ -243,14 +243,14 @@ def target_rows(states: Sequence[RequestState], logits_NV: Tensor, drafts: Seque
         rows.append(state.target_rows(logits_NV[own], draft, None if likeliest_N is None else likeliest_N[own]))
         sampled = state.noise is not None or rows[-1].pick is None
         if logits_NV.is_cuda and sampled and state.constraint is None:  # a constraint that fails ends its request alone
-            rows[-1], values = state.unread_rows(logits_NV[own], draft)
+            rows[-1], values = state.gpu_rows(logits_NV[own], draft)
             asked.append(len(rows) - 1)
-            unread.append(values.double())
-    read = torch.cat(unread).tolist() if any(len(values) for values in unread) else []
-    for i, values in zip(asked, unread, strict=True):
+            found.append(values.double())
+    read = torch.cat(found).tolist() if any(len(values) for values in found) else []
+    for i, values in zip(asked, found, strict=True):
         its, read = read[: len(values)], read[len(values) :]
         if states[i].noise is None:
-            rows[i] = replace(rows[i], reached=its)
+            rows[i] = replace(rows[i], node_probs=its)
         else:
             rows[i] = replace(rows[i], pick=[int(token) for token in its].__getitem__)
     return rows
@@ -362,10 +362,10 @@ class RequestState:
         """Whether the target's distributions depend on its logits alone."""
         return not self.params.penalised and self.constraint is None
 
-    def unread_rows(self, logits_KV: Tensor, draft: Draft) -> tuple[TargetRows, Tensor]:
+    def gpu_rows(self, logits_KV: Tensor, draft: Draft) -> tuple[TargetRows, Tensor]:
         """As `target_rows`, on a GPU and without a constraint: all rows are warped at once, and what verification will
-        ask of them is a tensor [K] or, of coupled sampling, [K + 1] that nobody has waited for: `TargetRows.reached`,
-        or the tokens of `pick`.
+        ask of them is a tensor that the host has yet to read: `TargetRows.node_probs` [K - 1] or, of coupled sampling,
+        the tokens of `pick` [K].
         """
         if self._plain_rows:
             probs = list(warp(at_least_float32(logits_KV), self.params).unbind())
@@ -374,10 +374,10 @@ class RequestState:
             probs = [rows.row(k) for k in range(len(logits_KV))]
         if self.noise is not None:
             places = (len(self.tokens) + len(draft.tokens_before(k)) for k in range(len(probs)))
-            picks = [self.noise.pick_unread(probs_V, place) for probs_V, place in zip(probs, places, strict=True)]
+            picks = [self.noise.pick_tensor(probs_V, place) for probs_V, place in zip(probs, places, strict=True)]
             return TargetRows(probs.__getitem__), torch.stack(picks)
-        reached = [probs[parent + 1][token] for token, parent in zip(draft.tokens, draft.parents, strict=True)]
-        return TargetRows(probs.__getitem__), torch.stack(reached) if reached else logits_KV.new_empty(0)
+        values = [probs[parent + 1][token] for token, parent in zip(draft.tokens, draft.parents, strict=True)]
+        return TargetRows(probs.__getitem__), torch.stack(values) if values else logits_KV.new_empty(0)
 
     def commit(self, tokens: Sequence[int]) -> tuple[list[int], str, FinishReason | None]:
         """Take a round's tokens up to the first that ends the response: (tokens kept, text released, why it ended)."""

@@ -94,7 +94,7 @@ def recorded(rows: TargetRows) -> tuple[TargetRows, dict[int, Tensor]]:
         read[k] = rows.row(k)
         return read[k]
 
-    return replace(rows, row=row, reached=None), read  # so that every row is asked for
+    return replace(rows, row=row, node_probs=None), read  # so that every row is asked for
 
 
 @dataclass(frozen=True)

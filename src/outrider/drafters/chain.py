@@ -107,15 +107,33 @@ def sample_chain(
     Stopping early is lossless for the reason truncating is: c_k is known before x_k is drawn. It is also cheaper.
 
     Args:
-        base_logits: rows of hidden states [N, H] -> U [N, Vd]; called once at most, for the requests that draw a token.
+        base_logits: rows of hidden states [N, H] -> U [N, Vd]; called once at most for the requests that draw a token,
+            on a GPU once for those with a constraint and once for the others.
         min_confidence: compared with the confidences that are handed over, after the temperatures.
     """
-    if hidden_RKH.is_cuda and all(call.constraint is None for call in calls):
-        base_RKVd = base_logits(hidden_RKH.flatten(0, 1)).unflatten(0, hidden_RKH.shape[:2])
-        return _sample_unread(base_RKVd, hidden_RKH, calls, heads=heads, min_confidence=min_confidence)
-    return sample_rows(
-        BlockRows(base_logits, hidden_RKH), hidden_RKH.shape[1], calls, heads=heads, min_confidence=min_confidence
-    )
+    free = [r for r, call in enumerate(calls) if hidden_RKH.is_cuda and call.constraint is None]
+    found: dict[int, Draft] = {}
+    for members, sample in ((free, _sample_on_gpu), ([r for r in range(len(calls)) if r not in free], _sample_block)):
+        if members:
+            own_RKH = hidden_RKH
+            if len(members) < len(calls):
+                own_RKH = hidden_RKH[on_device(members, hidden_RKH.device)]
+            own = [calls[r] for r in members]
+            drafts = sample(base_logits, own_RKH, own, heads=heads, min_confidence=min_confidence)
+            found.update(zip(members, drafts, strict=True))
+    return [found[r] for r in range(len(calls))]
+
+
+def _sample_block(
+    base_logits: Callable[[Tensor], Tensor],
+    hidden_RKH: Tensor,
+    calls: Sequence[DraftCall],
+    heads: ChainHeads,
+    min_confidence: float,
+) -> list[Draft]:
+    """As `sample_chain`, position by position."""
+    rows = BlockRows(base_logits, hidden_RKH)
+    return sample_rows(rows, hidden_RKH.shape[1], calls, heads=heads, min_confidence=min_confidence)
 
 
 def sample_steps(
@@ -182,15 +200,21 @@ def sample_rows(
 # The same chain on a GPU: nothing is read before its last position, and then all requests are read at once.
 #
 # Every request draws at every position. What lies behind its limit, or from its first low confidence on, is cut when it
-# is read: drawing it changed nothing before it. A sampled position takes one uniform number of its request's source.
+# is read: drawing it changed nothing before it. Each position up to the request's limit takes one uniform number of its
+# source, however long the drafts of other requests are: its text must not depend on them.
 # ----------------------------------------------------------------------------
 
 
-def _sample_unread(
-    base_RKVd: Tensor, hidden_RKH: Tensor, calls: Sequence[DraftCall], heads: ChainHeads, min_confidence: float
+def _sample_on_gpu(
+    base_logits: Callable[[Tensor], Tensor],
+    hidden_RKH: Tensor,
+    calls: Sequence[DraftCall],
+    heads: ChainHeads,
+    min_confidence: float,
 ) -> list[Draft]:
     """As `sample_chain` of requests without constraints."""
-    (R, K, _), device, head = base_RKVd.shape, base_RKVd.device, heads.sequential
+    (R, K, _), device, head = hidden_RKH.shape, hidden_RKH.device, heads.sequential
+    base_RKVd = base_logits(hidden_RKH.flatten(0, 1)).unflatten(0, (R, K))
     state = head.initial_state(R) if head is not None else None
     previous_R = on_device([call.anchor for call in calls], device)
     draws = _Draws(calls, K, heads, device=device)
@@ -237,7 +261,8 @@ class _Draws:
             if call.params.temperature > 0.0 or self.seen[r] is not None:
                 alike.setdefault((replace(call.params, seed=None), call.noise is None), []).append(r)
             drawn = call.params.temperature > 0.0 and call.noise is None
-            uniforms.append([call.source.uniform() if drawn else 0.0 for _ in range(positions)])
+            own = (positions if call.limit is None else min(call.limit, positions)) if drawn else 0
+            uniforms.append([call.source.uniform() for _ in range(own)] + [0.0] * (positions - own))
         self.groups = [(params, on_device(members, device), members) for (params, _), members in alike.items()]
         self.uniforms_RK = on_device(uniforms, device, torch.float64)
         self.ones_R = torch.ones(len(calls), dtype=torch.float64, device=device)
@@ -274,7 +299,7 @@ class _Draws:
     def _coupled(self, r: int, probs_Vd: Tensor, k: int) -> Tensor:
         call = self.calls[r]
         assert call.noise is not None, "coupled sampling without noise"
-        return call.noise.pick_unread(probs_Vd, call.position + k, self.heads.draft_ids_Vd)
+        return call.noise.pick_tensor(probs_Vd, call.position + k, self.heads.draft_ids_Vd)
 
     def draft(
         self, r: int, tokens: list[int], firsts: list[float], confidences: list[float], min_confidence: float

@@ -233,7 +233,7 @@ def compare(
 
     Raises:
         ValueError: conditions differ and that is not allowed; no task in common; one label for two drafters; or a
-            question about a label that there is not.
+            question about no label, or one that there is not.
     """
     conditions = [conditions_of(one.results) for one in loaded]
     found = differences([one.label for one in loaded], conditions)
@@ -247,6 +247,8 @@ def compare(
     for question, labels in (questions or {}).items():
         if unknown := sorted(set(labels) - {group.label for group in groups}):
             raise ValueError(f"question {question!r}: no results are called {', '.join(unknown)}.")
+        if not labels:
+            raise ValueError(f"question {question!r}: name the results that it compares.")
     return Comparison(
         conditions=conditions[0],
         differences=found,
@@ -496,22 +498,32 @@ def plot_questions(comparison: Comparison, path: Path) -> None:
     save_figure(figure, path, "Accepted length by question", *_facts(comparison, len(comparison.groups)))
 
 
+def _curves(comparison: Comparison) -> dict[str, tuple[list[int], list[list[float]]]]:
+    """Of each label that a question names the training steps at which all its seeds were measured, and their held-out
+    expected lengths at each; labels without such a step are left out."""
+    found = {}
+    for group in comparison.groups:
+        curves = [dict(entry.curve) for entry in group.entries]
+        steps = sorted(set.intersection(*map(set, curves)))
+        if steps and group.label in chain.from_iterable(comparison.questions.values()):
+            found[group.label] = steps, [[curve[step] for curve in curves] for step in steps]
+    return found
+
+
 def plot_convergence(comparison: Comparison, path: Path) -> None:
     """Plot held-out expected length by training step: a panel per question, a line per label, its seeds as a band.
 
     Steps that not all seeds of a label have are left out. Figure 5 of DFlash (arXiv 2602.06036) is such a panel.
     """
-    groups = {group.label: group for group in comparison.groups if all(entry.curve for entry in group.entries)}
-    asked = {question: [label for label in labels if label in groups] for question, labels in
+    known = _curves(comparison)
+    asked = {question: [label for label in labels if label in known] for question, labels in
              comparison.questions.items()}  # fmt: skip
     asked = {question: labels[:MOST_SERIES] for question, labels in asked.items() if labels}
     figure, panels = small_multiples(len(asked), 3, panel=(4.4, 2.8))
     for axes, (question, labels) in zip(panels, asked.items(), strict=True):
         ends = []
         for number, label in enumerate(labels):
-            curves = [dict(entry.curve) for entry in groups[label].entries]
-            steps = sorted(set.intersection(*map(set, curves)))
-            heights = [[curve[step] for curve in curves] for step in steps]
+            steps, heights = known[label]
             means = [sum(found) / len(found) for found in heights]
             axes.plot(steps, means, "o-", color=COLOURS[number], markersize=3)
             low, high = [min(found) for found in heights], [max(found) for found in heights]
@@ -522,7 +534,7 @@ def plot_convergence(comparison: Comparison, path: Path) -> None:
         label_ends(axes, ends)
     figure.supxlabel("training step", fontsize=9)
     figure.supylabel("expected tokens per round, held out", fontsize=9)
-    save_figure(figure, path, "Convergence; bands: lowest to highest seed", *_facts(comparison, len(groups)))
+    save_figure(figure, path, "Convergence; bands: lowest to highest seed", *_facts(comparison, len(comparison.groups)))
 
 
 def plot_draft_cost(costs: DraftCosts, path: Path, first: Sequence[str] = ()) -> None:
@@ -705,8 +717,7 @@ def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
     if comparison.questions:
         paths.append(out / "questions.png")
         plot_questions(comparison, paths[-1])
-    curves = {group.label for group in comparison.groups if all(entry.curve for entry in group.entries)}
-    if not curves.isdisjoint(chain.from_iterable(comparison.questions.values())):
+    if _curves(comparison):
         paths.append(out / "convergence.png")
         plot_convergence(comparison, paths[-1])
     if comparison.draft_cost is not None:

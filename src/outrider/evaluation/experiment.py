@@ -100,9 +100,11 @@ class ExperimentTable(Section):
                     what = ", ".join(fixed)
                     raise ValueError(f"row {name}: evaluate sets {what}, which the table gives for every row")
         for name in (*self.rows, *self.conditions):
-            if name in ("", ".", "..") or set(name) & set("/=\\"):
-                raise ValueError(f"the name {name!r} cannot name a directory")
+            if name in ("", ".", "..") or set(name) & set("/=,\\"):
+                raise ValueError(f"the name {name!r} cannot name a directory: leave out slashes, = and commas")
         for question, names in self.questions.items():
+            if not question or not names:
+                raise ValueError(f"question {question!r}: give it a text and at least one row")
             if absent := sorted(set(names) - set(self.rows)):
                 raise ValueError(f"question {question!r}: there is no row {', '.join(absent)}")
         return self
@@ -142,8 +144,17 @@ class ExperimentTable(Section):
 
     @property
     def data_fields(self) -> dict[str, Any]:
-        """What the table sets of the recipe that responses and features depend on, by dotted names."""
+        """What the table sets of the recipe that responses depend on, by dotted names."""
         return {name: value for name, value in self.set.items() if name.partition(".")[0] in _OF_DATA}
+
+    @property
+    def feature_fields(self) -> dict[str, Any]:
+        """What the table sets of the recipe that features are written by, by dotted names.
+
+        Nothing of optimizer, drafter or loss, so that tables that train differently share the store; but all of it
+        where the table sets the drafter of every row: the store is checked against the layers that this drafter reads.
+        """
+        return self.set if any(name.partition(".")[0] == "drafter" for name in self.set) else self.data_fields
 
     def run_directory(self, name: str, seed: int) -> Path:
         """Where a row is trained with a seed."""
@@ -337,8 +348,7 @@ def _data_stages(table: ExperimentTable) -> tuple[list[Stage], dict[str, Any]]:
         store = out / "features"
         fields |= {"features.mode": "store", "features.directory": str(store)}
         fields["features.aux_layers"] = table.feature_aux_layers
-        # Nothing of optimizer, drafter or loss: tables that train differently share the store.
-        overrides = as_overrides(table.data_fields | fields | {"out": str(store)} | _thread_field(table))
+        overrides = as_overrides(table.feature_fields | fields | {"out": str(store)} | _thread_field(table))
         command = ["features", "write", str(base), *overrides, "--yes"]
         stages.append(Stage(command, [base, responses], out / "stamps" / "features", output=store / "manifest.json"))
     return stages, fields

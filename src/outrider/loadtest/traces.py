@@ -227,8 +227,11 @@ class DraftsGivenText(PositionNoise):
         """Begin a new draft."""
         self.agrees = True
 
-    def pick(self, probs: Tensor, position: int, ids: Tensor | None = None) -> int:
-        """An index into `probs` [C], which covers the whole vocabulary or the tokens `ids`."""
+    def pick_tensor(self, probs: Tensor, position: int, ids: Tensor | None = None) -> Tensor:
+        """An index into `probs` [C], which covers the whole vocabulary or the tokens `ids`; a tensor []."""
+        return torch.tensor(self._index(probs, position, ids), device=probs.device)
+
+    def _index(self, probs: Tensor, position: int, ids: Tensor | None) -> int:
         place = position - self.first
         if not self.agrees or place >= len(self.tokens):
             return self.source.choose(probs)

@@ -127,7 +127,7 @@ class Beliefs:
             for of_sort in (_PRIORS_32, _MOST_42[:3], _LEAST_42[:3])
         )
         self._mean_P, self._variance_P = self._prior_P.copy(), self._most_P.copy()
-        self._untried = 0  # steps since the last outcome, by which everything has yet to fade
+        self._idle_steps = 0  # since the last outcome; everything has yet to fade by them
 
     def expected(
         self, ids: Sequence[Hashable], groups_R: Ints | None = None, confidences_RK: Floats | None = None
@@ -139,7 +139,7 @@ class Beliefs:
             confidences_RK: the drafters' own c_k, of any number of positions up to `positions`; NaN where there are
                 none. Without them K is `positions`, and what is told was learned from drafts without confidences only.
         """
-        self._fade_untried()
+        self._fade_all()
         slots_R = self._slots_of(ids)
         if confidences_RK is None:
             confidences_RK = np.full((len(slots_R), self.positions), np.nan)
@@ -169,13 +169,13 @@ class Beliefs:
         if not len(ids):
             return
         if not verified_R.any():
-            self._untried += 1
+            self._idle_steps += 1
             return
-        self._fade_untried()
+        self._fade_all()
         slots_R = self._slots_of(ids)
         groups_R = np.zeros(len(slots_R), dtype=np.int64) if groups_R is None else groups_R
         positions_K = np.arange(int(verified_R.max()))
-        self._fade(slots_R, groups_R, verified_R > 0, depth=len(positions_K))
+        self._fade_untried(slots_R, groups_R, verified_R > 0, depth=len(positions_K))
         r_N, k_N = np.nonzero(positions_K < np.minimum(accepted_R + 1, verified_R)[:, None])
         known_N, logit_N = _features(np.full(len(r_N), np.nan) if confidences_RK is None else confidences_RK[r_N, k_N])
         place_4N = np.array(self._places(known_N, slots_R[r_N], groups_R[r_N], positions=k_N))
@@ -210,15 +210,15 @@ class Beliefs:
         at = known * self.positions + positions
         return known * self.groups + groups, position + at, slope + at, request + 2 * slots + known
 
-    def _fade_untried(self) -> None:
+    def _fade_all(self) -> None:
         """Let go of everything by the steps in which nothing was tried, all at once."""
-        if self._untried:
-            kept = FADE**self._untried
+        if self._idle_steps:
+            kept = FADE**self._idle_steps
             self._mean_P = self._prior_P + kept * (self._mean_P - self._prior_P)
             self._variance_P = self._most_P + kept**2 * (self._variance_P - self._most_P)
-            self._untried = 0
+            self._idle_steps = 0
 
-    def _fade(self, slots_R: Ints, groups_R: Ints, tried_R: Flags, depth: int) -> None:
+    def _fade_untried(self, slots_R: Ints, groups_R: Ints, tried_R: Flags, depth: int) -> None:
         """Let go of what this step does not try: levels of groups, requests, and positions from `depth` on."""
         both_2 = np.arange(2)[:, None]
         untried = []
