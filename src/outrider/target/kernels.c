@@ -23,8 +23,8 @@
 #define CHUNKS 4  /* vectors of a head whose sums are in registers, for two rows at once */
 #else             /* 16 registers */
 #define LANES 8
-#define VECTORS 3
-#define GROUP 4
+#define VECTORS 2
+#define GROUP 6
 #define CHUNKS 4
 #endif
 
@@ -107,19 +107,20 @@ static inline __attribute__((always_inline)) void add_products(float *sums, cons
 static inline __attribute__((always_inline)) void add_block(float *sums, const float *x, int64_t x_row, int64_t rows,
                                                             const float *weights, int64_t depth, const int lines) {
     const float *next = weights + depth * WIDTH;
-    for (int64_t i = 0; i < rows; i += GROUP, next += lines * CACHE_LINE * (depth / UNROLLED)) {
+    const int64_t groups = (rows + GROUP - 1) / GROUP, group = (rows + groups - 1) / groups;
+    for (int64_t i = 0; i < rows; i += group, next += lines * CACHE_LINE * (depth / UNROLLED)) {
 #define CASE(count)                                                                              \
     case count:                                                                                  \
         add_products(sums + i * WIDTH, x + i * x_row, x_row, weights, depth, next, count, lines); \
         break
-        switch (rows - i < GROUP ? rows - i : GROUP) {
+        switch (rows - i < group ? rows - i : group) {
             CASE(1);
             CASE(2);
             CASE(3);
             CASE(4);
-#if GROUP == 8
             CASE(5);
             CASE(6);
+#if GROUP == 8
             CASE(7);
             CASE(8);
 #endif
