@@ -35,7 +35,7 @@ from outrider.checkpoints.published import shipped_drafter
 from outrider.data.chat import Chat
 from outrider.data.sources import load_prompts
 from outrider.decoding.request import StopRules
-from outrider.drafters.hybrid import HybridDrafter
+from outrider.drafters.ngram import HybridDrafter
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.sampling import SamplingParams

@@ -16,12 +16,11 @@ from outrider.cli.serve import build_server
 from outrider.decoding.drafting import Drafting
 from outrider.drafters.base import Drafter
 from outrider.drafters.draft import TreeSize
-from outrider.drafters.hybrid import HybridDrafter
+from outrider.drafters.ngram import HybridDrafter
 from outrider.engine.batch import Output
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
-from outrider.evaluation.machine_profile import MachineProfile
-from outrider.evaluation.profile import setting_of
+from outrider.evaluation.profile import MachineProfile, setting_of
 from outrider.scheduling.cost import Curve
 from outrider.scheduling.gate import AlwaysDraft, SkipDrafting
 from outrider.scheduling.policies import FixedPolicy, LookAhead, Policy, ThresholdPolicy

@@ -12,9 +12,8 @@ from outrider.decoding.drafting import Copies, Copy, Drafting, Turn
 from outrider.decoding.generate import generate
 from outrider.decoding.request import RequestState, StopRules
 from outrider.drafters.base import Drafter
-from outrider.drafters.hybrid import HybridDrafter
 from outrider.drafters.language_model import StandaloneDrafter
-from outrider.drafters.ngram import Library, NgramConfig
+from outrider.drafters.ngram import HybridDrafter, Library, NgramConfig
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig

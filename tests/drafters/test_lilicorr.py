@@ -18,9 +18,8 @@ from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, Drafter, DrafterWeights
 from outrider.drafters.dflash2 import ConvolvedLayer
-from outrider.drafters.hybrid import HybridDrafter
 from outrider.drafters.lilicorr import LatticeHead, LatticeRows, LiLiCorr, LiLiCorrConfig, LiLiCorrDrafter
-from outrider.drafters.ngram import NgramConfig
+from outrider.drafters.ngram import HybridDrafter, NgramConfig
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig

@@ -24,9 +24,8 @@ from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft
 from outrider.drafters.layers import DraftSession
 from outrider.engine.batch import Output, Request
-from outrider.engine.blocks import BlockAllocator
 from outrider.engine.engine import Engine
-from outrider.engine.scheduler import EngineConfig, Scheduler
+from outrider.engine.scheduler import BlockAllocator, EngineConfig, Scheduler
 from outrider.sampling import SamplingParams, SeededSource
 from outrider.scheduling.cost import SpsTable
 from outrider.scheduling.gate import GateView, SkipDrafting

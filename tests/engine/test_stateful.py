@@ -31,10 +31,9 @@ from hypothesis.stateful import (
 
 import outrider.decoding.drafting as drafting_module
 import outrider.decoding.round as decoding_round
-from outrider.backends.local import WrappedDrafter
 from outrider.decoding.generate import Generation, generate
 from outrider.decoding.request import FinishReason, StopRules
-from outrider.drafters.base import DraftCall, Drafter, DrafterWeights
+from outrider.drafters.base import DraftCall, Drafter, DrafterWeights, WrappedDrafter
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft
 from outrider.drafters.dspark import DSpark, DSparkConfig

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import outrider.evaluation.machine_profile as module
+import outrider.evaluation.profile as module
 from outrider.drafters.base import Drafter
 from outrider.drafters.ngram import NgramConfig, NgramDrafter
-from outrider.evaluation.machine_profile import machine_profile, profile_path
-from outrider.evaluation.profile import QUICK, ProfileConfig, grid, setting_of
+from outrider.evaluation.profile import QUICK, ProfileConfig, grid, machine_profile, profile_path, setting_of
 from outrider.scheduling.cost import Curve, Profile
 from outrider.target.model import Target
 from tests.toys.profiles import cells_of, linear, profile_of

@@ -24,7 +24,7 @@ from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dspark import DSpark
 from outrider.evaluation.model_card import model_card
 from outrider.evaluation.results import DrafterInfo, Results
-from outrider.report.sources import find_sources
+from outrider.report import find_sources
 from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.target.hub import EMBEDDED_ID, canonical_id
 from outrider.target.model import load_target

@@ -22,8 +22,7 @@ from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft
-from outrider.drafters.hybrid import HybridDrafter
-from outrider.drafters.ngram import NgramConfig
+from outrider.drafters.ngram import HybridDrafter, NgramConfig
 from outrider.engine.batch import Output, Request, StepRecord
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig

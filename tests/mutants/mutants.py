@@ -931,7 +931,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "engine/blocks.py",
+        "engine/scheduler.py",
         "tests/engine/test_steps.py",
         (
             "blocks_last_given_twice",
@@ -2373,7 +2373,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "evaluation/machine_profile.py",
+        "evaluation/profile.py",
         "tests/evaluation/test_machine_profile.py",
         (
             "machine_profile_of_any_weights",

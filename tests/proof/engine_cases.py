@@ -21,16 +21,14 @@ from llguidance._tokenizer import TokenizerWrapper
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from outrider.backends.local import WrappedDrafter
 from outrider.decoding.generate import stream
 from outrider.decoding.request import StopRules
 from outrider.decoding.structured import Grammar
-from outrider.drafters.base import DraftCall, Drafter
+from outrider.drafters.base import DraftCall, Drafter, WrappedDrafter
 from outrider.drafters.draft import Draft, rerank
 from outrider.drafters.heads import ChainHeads
-from outrider.drafters.hybrid import HybridDrafter
 from outrider.drafters.language_model import StandaloneDrafter
-from outrider.drafters.ngram import Library, NgramConfig
+from outrider.drafters.ngram import HybridDrafter, Library, NgramConfig
 from outrider.drafters.trees import CandidateTree, draw_trees
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine

@@ -18,7 +18,7 @@ import outrider
 from outrider.calibration.fit import Calibration, Rounds, calibrate
 from outrider.data.sources import TaskSettings
 from outrider.evaluation.results import Results
-from outrider.report.sources import find_sources
+from outrider.report import find_sources
 from outrider.sampling import SamplingParams
 from outrider.utils.files import file_sha256
 from tests.toys.browser import browsing
@@ -106,7 +106,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, answer: dict[str, Any]) -
 @pytest.fixture(scope="module")
 def page(measured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of it."""
-    from outrider.report.page import render
+    from outrider.report import render
 
     path = tmp_path_factory.mktemp("report") / "report.html"
     path.write_text(render(find_sources([measured]), "My <report>"), encoding="utf-8")
@@ -236,7 +236,7 @@ def test_what_no_report_is_made_of(run: Run, tmp_path: Path, answer: dict[str, A
 
 
 def test_results_of_a_comparison_are_shown_in_it(tmp_path: Path) -> None:
-    from outrider.report.sources import is_within
+    from outrider.report import is_within
 
     shutil.copy(MEASURED / "drafters" / "comparison.json", tmp_path)
     shutil.copy(MEASURED / "drafters" / "draft_cost.json", tmp_path)

@@ -9,7 +9,7 @@ import pytest
 
 import outrider
 import outrider.api.scheduling as scheduling
-from outrider.evaluation.machine_profile import machine_profile
+from outrider.evaluation.profile import machine_profile
 from outrider.scheduling.gate import SkipDrafting
 from outrider.scheduling.policies import FixedPolicy, LookAhead
 from outrider.target.hub import EMBEDDED_ID

@@ -111,7 +111,7 @@ def test_replies_that_are_there_are_not_made_again(directory: Path) -> None:
 
 
 def test_max_minutes_bounds_responses_and_what_is_trained_on(directory: Path) -> None:
-    measured = Measurements(str(directory / "target"), torch.device("cpu"), torch.float32)
+    measured = MeasuredTarget(str(directory / "target"), torch.device("cpu"), torch.float32)
     measured.__dict__["rates"] = RATES
     texts, recipe = (
         Texts(100, 100, 100, prompt=20, response=60),
@@ -127,10 +127,10 @@ def test_max_minutes_bounds_responses_and_what_is_trained_on(directory: Path) ->
 def test_a_measurement_is_kept(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By target, precision and recipe: where it is there no weights are loaded."""
     said: list[str] = []
-    before = estimate(recipe_of(directory), MeasuredTarget(said.append))
+    before = estimate(recipe_of(directory), Measurements(said.append))
     monkeypatch.setattr(estimates, "load_target", lambda *_: pytest.fail("loaded again"))
     said.clear()
-    assert estimate(recipe_of(directory), MeasuredTarget(said.append)).seconds == before.seconds and not said
+    assert estimate(recipe_of(directory), Measurements(said.append)).seconds == before.seconds and not said
     with pytest.raises(pytest.fail.Exception, match="loaded again"):
         estimate(recipe_of(directory, "drafter.num_hidden_layers=2"))
 
@@ -139,7 +139,7 @@ def test_what_a_busy_machine_measures_is_not_kept(directory: Path, monkeypatch: 
     monkeypatch.setattr(machine, "is_busy", lambda: True)
     asked, said = recipe_of(directory, "drafter.num_hidden_layers=3"), []
     for _ in range(2):
-        estimate(asked, MeasuredTarget(said.append))
+        estimate(asked, Measurements(said.append))
     assert len([line for line in said if "not kept" in line]) == len([line for line in said if "steps" in line]) == 2
 
 
@@ -231,7 +231,7 @@ def test_a_step_of_many_recipes_is_measured_on_two_conversations(
 
     monkeypatch.setattr(estimates.Trainer, "rehearse", counted)
     brief, whole = (
-        Measurements(str(directory / "target"), torch.device("cpu"), torch.float32, brief=brief).step(asked, texts)
+        MeasuredTarget(str(directory / "target"), torch.device("cpu"), torch.float32, brief=brief).step(asked, texts)
         for brief in (True, False)
     )
     assert rehearsed == [2, 8] and (brief.seconds, whole.seconds) == (8 / 2 * 2.0 + 1.0, 3.0)

@@ -137,8 +137,8 @@ class DrafterChoice:
                 copies.
         """
         from outrider.checkpoints.checkpoint import load_checkpoint
-        from outrider.drafters.hybrid import HybridDrafter
         from outrider.drafters.language_model import StandaloneConfig, StandaloneDrafter
+        from outrider.drafters.ngram import HybridDrafter
         from outrider.evaluation.draft_cost import with_block_size
         from outrider.target.model import load_target
 

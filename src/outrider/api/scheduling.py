@@ -21,7 +21,7 @@ import numpy as np
 from outrider.api.drafter import OpenedDrafter
 from outrider.backends.local import SKIP, build_variant
 from outrider.drafters.base import Drafter
-from outrider.evaluation.machine_profile import MachineProfile, machine_profile
+from outrider.evaluation.profile import MachineProfile, machine_profile
 from outrider.scheduling.gate import DraftGate
 from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.target.model import DecodingTarget, Target

@@ -16,9 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
-
-from outrider.drafters.base import DraftCall, Drafter, draft_slots
+from outrider.drafters.base import DraftCall, Drafter, WrappedDrafter, draft_slots
 from outrider.drafters.draft import Draft
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
@@ -214,35 +212,6 @@ def choose_variants(drafters: Sequence[NamedDrafter], names: Sequence[str] | Non
 # ----------------------------------------------------------------------------
 # A drafter that is asked for less than it can draft: a fixed length pays for no draft that is never verified.
 # ----------------------------------------------------------------------------
-
-
-class WrappedDrafter(Drafter):
-    """A drafter that does as another one, but for what a subclass changes."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
-        self.aux_layers, self.gamma, self.nodes = drafter.aux_layers, drafter.gamma, drafter.nodes
-        self.copies, self.library = drafter.copies, drafter.library
-
-    @property
-    def own_slots(self) -> int:
-        return min(self.slots, self.drafter.own_slots)
-
-    @property
-    def own_gamma(self) -> int:
-        return min(self.gamma, self.drafter.own_gamma)
-
-    def new_session(self, capacity: int) -> Any:
-        return self.drafter.new_session(capacity)
-
-    def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
-        self.drafter.extend(sessions, tokens, aux_TLD)
-
-    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> Sequence[Draft]:
-        return self.drafter.propose(calls, min_confidence)
-
-    def end(self, session: Any) -> None:
-        self.drafter.end(session)
 
 
 class LimitedDrafter(WrappedDrafter):

@@ -375,7 +375,7 @@ def bench_command(
         times = repeats * len(bench_variants(found, names, target))
         counts = [(level, users[level], times * max(requests_per_point or 0, users[level])) for level in levels]
         of_bench(
-            measurements(target, device, measured_target(Terminal())), work.prompts, max_new_tokens,
+            measured_target(target, device, measurements(Terminal())), work.prompts, max_new_tokens,
             counts=counts, seconds=seconds_per_point and times * seconds_per_point, out=out, console=Terminal(),
         )  # fmt: skip
         return
@@ -605,7 +605,7 @@ def simulate_command(
             mixed = mixed_prompts(tokenizer, split_names(tasks), max_samples, seed=seed, thinking=thinking)
             lengths = [len(prompt.tokens) for prompt in mixed]
             of_recording(
-                measurements(target, device, measured_target(console)), chosen, lengths,
+                measured_target(target, device, measurements(console)), chosen, lengths,
                 most=max_new_tokens, out=recording, console=console,
             )  # fmt: skip
             return

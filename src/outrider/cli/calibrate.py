@@ -91,7 +91,7 @@ def calibrate_command(
     if dry_run:
         from outrider.cli.dry_run import measured_target, measurements, of_calibration, task_texts
 
-        rates = measurements(target, device, measured_target(console))
+        rates = measured_target(target, device, measurements(console))
         texts = task_texts(rates, ",".join(names), max_samples, max_new_tokens=max_new_tokens, thinking=thinking)
         of_calibration(rates, texts, checkpoint.weights.module, temperature=temperature, console=console)
         return
@@ -314,7 +314,7 @@ def profile_command(
     if dry_run:
         from outrider.cli.dry_run import measured_target, measurements, of_profile
 
-        rates = measurements(target, device, measured_target(console))
+        rates = measured_target(target, device, measurements(console))
         of_profile(rates, choice, None if size is None else size.nodes, config=config, out=out, console=console)
         return
     loaded = load(target, device)

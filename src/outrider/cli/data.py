@@ -109,7 +109,7 @@ def prepare_command(
     if dry_run:
         from outrider.cli.dry_run import measured_target, measurements, of_prepare
 
-        measured = measurements(name, place, measured_target(Terminal()), precision=precision)
+        measured = measured_target(name, place, measurements(Terminal()), precision=precision)
         of_prepare(data, measured, path, console=Terminal())
         return
     run(data, name, path, seed=chosen_seed, device=place, precision=precision, console=Terminal())

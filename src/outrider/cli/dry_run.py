@@ -109,12 +109,12 @@ def spoken_size(size: float) -> str:
     return f"{size / 2**30:.1f} GB" if size >= 0.1 * 2**30 else f"{max(1.0, size / 2**20):.0f} MB"
 
 
-def measured_target(console: Console, brief: bool = False) -> MeasuredTarget:
+def measurements(console: Console, brief: bool = False) -> Measurements:
     """Nothing measured yet; what is being measured is printed."""
-    return MeasuredTarget(partial(console.print, highlight=False, markup=False, soft_wrap=True), brief)
+    return Measurements(partial(console.print, highlight=False, markup=False, soft_wrap=True), brief)
 
 
-def measurements(target: str, device: str, known: MeasuredTarget, precision: str | None = None) -> Measurements:
+def measured_target(target: str, device: str, known: Measurements, precision: str | None = None) -> MeasuredTarget:
     """Of the target as a verb loads it: in a recipe's precision, else as it is decoded with."""
     place = usable_device(device)
     if precision is None:
@@ -126,7 +126,7 @@ def measurements(target: str, device: str, known: MeasuredTarget, precision: str
 
 def of_training(recipe: Recipe, console: Console) -> None:
     """`outrider train`."""
-    show(estimate(recipe, measured_target(console)), Path(recipe.out), console)
+    show(estimate(recipe, measurements(console)), Path(recipe.out), console)
 
 
 def on_gpus(recipe: Recipe, gpus: str, console: Console) -> None:
@@ -157,14 +157,14 @@ def on_gpus(recipe: Recipe, gpus: str, console: Console) -> None:
         )
 
 
-def of_prepare(data: DataSection, measured: Measurements, path: Path, console: Console) -> None:
+def of_prepare(data: DataSection, measured: MeasuredTarget, path: Path, console: Console) -> None:
     """`outrider prepare`."""
     texts = measure_texts(measured, recipe_prompts(data), data, known=path)
     first = () if data.base_urls else (loading(measured),)
     show(Estimate((*first, responding(measured, texts, data)[0])), path, console)
 
 
-def task_texts(measured: Measurements, tasks: str, most: int | None, max_new_tokens: int, thinking: bool) -> Texts:
+def task_texts(measured: MeasuredTarget, tasks: str, most: int | None, max_new_tokens: int, thinking: bool) -> Texts:
     """Sizes of the prompts of `--tasks`, at most so many of each."""
 
     def count() -> Texts:
@@ -177,13 +177,13 @@ def task_texts(measured: Measurements, tasks: str, most: int | None, max_new_tok
     return measured.texts((tasks, most, max_new_tokens, thinking), count)
 
 
-def of_evaluation(measured: Measurements, texts: Texts, out: Path, console: Console) -> None:
+def of_evaluation(measured: MeasuredTarget, texts: Texts, out: Path, console: Console) -> None:
     """`outrider eval`."""
     show(Estimate((loading(measured), decoding(measured, "decoding", texts, times=2))), out, console)
 
 
 def of_calibration(
-    measured: Measurements, texts: Texts, module: DraftModule, temperature: float, console: Console
+    measured: MeasuredTarget, texts: Texts, module: DraftModule, temperature: float, console: Console
 ) -> None:
     """`outrider calibrate`: at temperature 0 the target's texts together, then a draft after every token."""
     parts = [loading(measured)]
@@ -198,7 +198,7 @@ def of_calibration(
 
 
 def of_doctor(
-    measured: Measurements,
+    measured: MeasuredTarget,
     drafter: Path | None,
     data: Path | None,
     *,
@@ -250,7 +250,7 @@ def _kinds(choice: DrafterChoice, target: str) -> Kinds:
 
 
 def of_bench(
-    measured: Measurements,
+    measured: MeasuredTarget,
     prompts: Sequence[Sequence[int]],
     most: int,
     counts: Sequence[tuple[float, int, int]],
@@ -287,7 +287,7 @@ class _Passes:
     blocks: bool = False
 
     @staticmethod
-    def of(measured: Measurements, choice: DrafterChoice, block_size: int | None = None) -> _Passes:
+    def of(measured: MeasuredTarget, choice: DrafterChoice, block_size: int | None = None) -> _Passes:
         """Without opening it on the target. Copying n-grams is free, a model (`lm`) takes no more than the target."""
         if choice.directory is None:
             usual = NgramConfig.gamma if choice.kind == "ngram" else StandaloneConfig.gamma
@@ -303,7 +303,7 @@ class _Passes:
 
 
 def of_drafters(
-    measured: Measurements,
+    measured: MeasuredTarget,
     choices: Sequence[tuple[DrafterChoice, int | None]],
     context: int,
     repeats: int,
@@ -321,7 +321,7 @@ def of_drafters(
 
 
 def of_profile(
-    measured: Measurements,
+    measured: MeasuredTarget,
     choice: DrafterChoice | None,
     nodes: int | None,
     *,
@@ -358,7 +358,7 @@ def of_profile(
 
 
 def of_recording(
-    measured: Measurements, choice: DrafterChoice, prompts: Sequence[int], *, most: int, out: Path, console: Console
+    measured: MeasuredTarget, choice: DrafterChoice, prompts: Sequence[int], *, most: int, out: Path, console: Console
 ) -> None:
     """`outrider simulate --record`: plain decoding, and a draft at every position. `prompts`: their tokens."""
     rates, count, passes = measured.rates, len(prompts), _Passes.of(measured, choice)
@@ -376,7 +376,7 @@ def of_features(recipe: Recipe, processes: int, console: Console) -> None:
     Raises:
         ValueError: as of `estimate`, or the recipe's run is finished.
     """
-    found = {part.name: part for part in estimate(recipe, measured_target(console)).parts}
+    found = {part.name: part for part in estimate(recipe, measurements(console)).parts}
     if not found:
         raise ValueError(f"{recipe.out}: the run is finished; its responses and features are not made again.")
     written = found["features"]
@@ -384,7 +384,7 @@ def of_features(recipe: Recipe, processes: int, console: Console) -> None:
     show(Estimate((found["load"], found["responses"], written)), Path(recipe.out), console)
 
 
-def of_stage(table: ExperimentTable, stage: Stage, options: dict[str, Any], known: MeasuredTarget) -> Estimate:
+def of_stage(table: ExperimentTable, stage: Stage, options: dict[str, Any], known: Measurements) -> Estimate:
     """A command of an experiment, before the earlier ones have run; no parts: only its drafters or figures would tell.
 
     Args:
@@ -395,7 +395,7 @@ def of_stage(table: ExperimentTable, stage: Stage, options: dict[str, Any], know
     """
     verb, base = stage.args[0], load_recipe(Path(table.recipe), as_overrides(table.data_fields))
     if verb == "eval":
-        measured = measurements(table.target, options["device"], known)
+        measured = measured_target(table.target, options["device"], known)
         texts = task_texts(
             measured, options["tasks"], options["max_samples"],
             max_new_tokens=options["max_new_tokens"], thinking=options["thinking"],
@@ -422,9 +422,9 @@ def of_stage(table: ExperimentTable, stage: Stage, options: dict[str, Any], know
 
 def of_demo(recipe: Recipe, evaluations: int, samples: int, tokens: int, tasks: str, *, console: Console) -> None:
     """`outrider demo`: training, then so many evaluations."""
-    known = measured_target(console)
+    known = measurements(console)
     training = estimate(recipe, known).parts
-    measured = measurements(recipe.target, recipe.device, known)
+    measured = measured_target(recipe.target, recipe.device, known)
     texts = task_texts(measured, tasks, samples, max_new_tokens=tokens, thinking=False)
     decoded = decoding(measured, "evaluation", texts, times=2 * evaluations)
     show(Estimate((*training, decoded)), Path(recipe.out), console)

@@ -1,4 +1,4 @@
-"""`outrider eval`, `compare`, `doctor` and `bench-drafters`: what a drafter is worth, and what is wrong with it."""
+"""`outrider eval`, `compare`, `report`, `doctor`, `bench-drafters`: what a drafter is worth, what is wrong with it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def evaluate_command(
 
         if on_mlx:
             raise ValueError("--dry-run measures PyTorch: leave out --backend mlx.")
-        measured = measurements(target, device, measured_target(Terminal()))
+        measured = measured_target(target, device, measurements(Terminal()))
         texts = task_texts(measured, tasks, max_samples, max_new_tokens=max_new_tokens, thinking=thinking)
         of_evaluation(measured, texts, out, console=Terminal())
         return
@@ -329,6 +329,38 @@ def _print_whole(console: Console, view: Table) -> None:
     console.print(view)
 
 
+def report_command(
+    places: Annotated[list[Path], typer.Argument(help="directories that other verbs wrote, or single files")],
+    *,
+    out: Annotated[Path, option(FILES, "HTML file")] = Path("report.html"),
+    title: Annotated[str, option(FILES, "of the page")] = "Outrider report",
+) -> None:
+    """Write one HTML page of what was measured: verdicts, pictures, traces, settings."""
+    check_outputs(files=[out])
+    write_page(places, out, title, console=Terminal())
+
+
+def write_page(places: Sequence[Path], out: Path, title: str, *, console: Console) -> None:
+    """Write the report of what is at these places, and say where a browser finds it.
+
+    Raises:
+        ValueError: see `find_sources` and `render`.
+    """
+    from outrider.report import find_sources, render
+    from outrider.utils.files import write_atomically
+
+    sources = find_sources(places)
+    page = render(sources, title)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, page)
+    count = len(sources)
+    show_lines(
+        console,
+        f"report of {count} file{'s' * (count > 1)}, {len(page.encode()) / 1e3:.0f} kB; open it in a browser:",
+        f"  {out.resolve().as_uri()}",
+    )
+
+
 Size = TypeVar("Size")
 
 
@@ -368,7 +400,7 @@ def bench_drafters(
 
         pairs = [(choice, blocks.get(name)) for name, choice in choices.items()]
         of_drafters(
-            measurements(target, device, measured_target(console)), pairs, context, repeats=repeats, console=console
+            measured_target(target, device, measurements(console)), pairs, context, repeats=repeats, console=console
         )
         return
     loaded = load(target, device)
@@ -469,7 +501,7 @@ def doctor(
 
         if target is None:
             raise ValueError("--dry-run: give --target; without one only files are read, which takes seconds.")
-        measured = measurements(target, device, measured_target(console))
+        measured = measured_target(target, device, measurements(console))
         of_doctor(measured, drafter, data, quick=quick, samples=samples, most=max_new_tokens, console=console)
         return
     few, short = min(samples, QUICK_SAMPLES), min(max_new_tokens, QUICK_TOKENS)

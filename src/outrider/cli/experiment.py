@@ -147,7 +147,7 @@ def experiment(
 
 def _dry_run(table: ExperimentTable, stages: Sequence[Stage], console: Console) -> None:
     """The commands, done ones too; then what each takes, where that is known before the earlier ones have run."""
-    from outrider.cli.dry_run import measured_target, of_stage, spoken_time
+    from outrider.cli.dry_run import measurements, of_stage, spoken_time
     from outrider.target.hub import resolve_model
 
     numbered = [(f"[{number}/{len(stages)}]", stage) for number, stage in enumerate(stages, start=1)]
@@ -161,7 +161,7 @@ def _dry_run(table: ExperimentTable, stages: Sequence[Stage], console: Console) 
         return
     set_up(table.threads)
     show_lines(console, "times; each training is measured by a step of two conversations:")
-    known, whole = measured_target(console, brief=True), 0.0
+    known, whole = measurements(console, brief=True), 0.0
     for number, stage in numbered:
         if stage.done:
             continue
@@ -230,8 +230,8 @@ def demo(
     from outrider.api.model import Model
     from outrider.checkpoints.checkpoint import read_metadata
     from outrider.checkpoints.published import shipped_drafter
+    from outrider.cli.evaluate import write_page
     from outrider.cli.generate import write_trace
-    from outrider.cli.report import write_page
     from outrider.data.sources import TaskSettings
     from outrider.scheduling.policies import FixedPolicy
     from outrider.training.recipe import load_recipe

@@ -1,19 +1,33 @@
-"""`outrider recipe`: the packaged recipes, what each field means, and the JSON schema for editors."""
+"""`outrider recipe` and `init`: the packaged recipes and what each field means; a recipe for a target and prompts."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from outrider.cli import options as opt
 from outrider.cli.options import FILES, GENERAL, option
-from outrider.utils.packaged import PACKAGE
+from outrider.utils.measure import set_up, usable_device
+from outrider.utils.packaged import PACKAGE, name_of
 from outrider.utils.terminal import Terminal
+
+if TYPE_CHECKING:
+    from outrider.checkpoints.published import Offer
+    from outrider.data.conversations import Conversation
+    from outrider.training.plan import Plan, Split
+
+_MOST = 20000  # conversations read of each source
+_SHOWN = 4  # drafters that are listed
+_TESTED, _TOKENS = 16, 128  # prompts that eval decodes, tokens of each
+_CALIBRATED = 8  # held-out prompts, below which packaged ones are calibrated on as well
 
 
 def recipes_directory() -> Path:
@@ -88,3 +102,170 @@ def _explain(wanted: str | None, console: Console) -> None:
         console.print(f"[bold]{field.name}[/bold]  [dim]{escape(f'{field.kind}, {default}{only}')}[/dim]")
         if field.meaning:
             console.print(f"    {escape(field.meaning)}")
+
+
+def init(
+    *,
+    target: opt.TargetName,
+    prompts: Annotated[
+        list[str] | None, option(FILES, "JSONL file, shipped set, hf:owner/name[:split]; repeatable")
+    ] = None,
+    out: Annotated[Path | None, option(FILES, "directory for recipe and prompts; runs/NAME by default")] = None,
+    force: Annotated[bool, option(FILES, "write over files that are there", "--force")] = False,
+) -> None:
+    """Look at a model and prompts; write a recipe and say what to run."""
+
+    from outrider.checkpoints.published import drafters_for
+    from outrider.data.chat import Chat
+    from outrider.data.conversations import row_of
+    from outrider.target.hub import base_of, model_config, resolve_model
+    from outrider.target.model import family_of
+    from outrider.training.plan import PACKAGED, Plan, split_prompts
+    from outrider.utils.files import write_atomically
+
+    set_up(None)
+    console = Terminal(highlight=False, soft_wrap=True, markup=False)
+    directory = out or Path("runs") / Path(target).expanduser().resolve().name
+    files = {name: directory / f"{name}.jsonl" for name in ("train", "held_out", "test")}
+    recipe = directory / "recipe.yaml"
+    if (there := [str(path) for path in (recipe, *files.values()) if path.exists()]) and not force:
+        raise ValueError(f"{', '.join(there)}: there already. --force writes over them, --out DIR goes elsewhere.")
+    gpu = usable_device("auto").type == "cuda"
+    config = model_config(resolve_model(target, weights=False)).get_text_config()
+    family_of(config)
+    chat = Chat.load(target)
+    offers = list(drafters_for(target))
+    split = split_prompts(_read(prompts))
+    fitting = [offer for offer in offers if not offer.misfit]
+    start = next((offer for offer in fitting if isinstance(offer.drafter, Path)), None)
+    plan = Plan(
+        chat,
+        directory,
+        split.train,
+        layers=config.num_hidden_layers,
+        start_from=None if start is None else (_name(start), start.made_for),
+        gpu=gpu,
+        mixed=not set(prompts or PACKAGED) & set(PACKAGED),
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, path in files.items():
+        rows = (json.dumps(row_of(conversation), ensure_ascii=False) for conversation in getattr(split, name))
+        write_atomically(path, "".join(f"{row}\n" for row in rows))
+    write_atomically(recipe, plan.recipe())
+    estimate = _estimated(plan, recipe, files["test"], console=console)
+
+    def say(label: str, *lines: str) -> None:
+        for number, line in enumerate(lines):
+            console.print(f"{'' if number else label:10}{line}")
+
+    shape = f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}, {config.vocab_size:,} tokens"
+    say("target", f"{target}: {config.model_type}, {shape}", *chat.notes(thinking=False))
+    relations = dict.fromkeys(relation for offer in offers if (relation := offer.relation(target)))
+    base = base_of(target)
+    say("base", *(relations or [f"{base}, no drafter known" if base else "none is named in its files"]))
+    more = len(fitting) - _SHOWN
+    listed = [f"{_name(offer)}, made for {offer.made_for}" for offer in fitting[:_SHOWN]]
+    say("drafters", *listed, *([f"{more} more: outrider models"] if more > 0 else []), "ngram: nothing to train")
+    source = ", ".join(prompts) if prompts else f"none given, so packaged ones are used ({', '.join(PACKAGED)})"
+    left_out = f"; {split.duplicates} left out, there twice" if split.duplicates else ""
+    counts = f"{len(split.train)} to train, {len(split.held_out)} held out, {len(split.test)} to test{left_out}"
+    say("prompts", source, counts)
+    say("estimate", estimate)
+    say("written", str(recipe), *map(str, files.values()))
+    console.print("\nnext, in this order (stop where the speed is enough):")
+    for reason, command in commands(target, plan, fitting[:1], split=split):
+        console.print(f"\n# {reason}\n{command}")
+
+
+def _read(prompts: list[str] | None) -> list[Conversation]:
+    """The prompts, or packaged ones, those of one turn."""
+    from outrider.data.sources import iterate_prompts
+    from outrider.training.plan import PACKAGED
+
+    if prompts:
+        return [conversation for source in prompts for conversation in islice(iterate_prompts(source), _MOST)]
+    return [conversation.first_turns(1) for name in PACKAGED for conversation in iterate_prompts(name)]
+
+
+def _estimated(plan: Plan, recipe: Path, tests: Path, console: Console) -> str:
+    """What training and an evaluation take, measured with the target if it is here; writes a recipe of fewer steps if
+    there is no time for all.
+    """
+    from outrider.cli.dry_run import measured_target, spoken_size, spoken_time, task_texts
+    from outrider.target.hub import resolve_model
+    from outrider.training.estimate import Measurements, decoding, estimate
+    from outrider.training.recipe import load_recipe
+    from outrider.utils.files import free_bytes, write_atomically
+    from outrider.utils.machine import free_memory_bytes
+
+    later = f"outrider train {shlex.quote(str(recipe))} --dry-run"
+    try:
+        directory = resolve_model(plan.chat.name, download=False)
+    except ValueError:
+        return f"not known before the weights are here: {later}"
+    weights, free = sum(file.stat().st_size for file in directory.glob("*.safetensors")), free_memory_bytes()
+    if 2 * weights > free:  # bfloat16 becomes float32 on a CPU
+        return f"not measured: weights of {spoken_size(weights)}, {spoken_size(free)} of memory free; {later}"
+
+    try:
+        chosen = load_recipe(recipe)
+        known = Measurements(lambda line: console.print(line, style="dim"))
+        found = estimate(chosen, known)
+        if (stepping := next((part.seconds for part in found.parts if part.name == "steps"), 0.0)) > 0:
+            steps = chosen.optimizer.steps
+            fitting = plan.within_budget(steps, found.seconds - stepping, seconds_per_step=stepping / steps)
+            if fitting is not plan:
+                write_atomically(recipe, fitting.recipe())
+                found = estimate(load_recipe(recipe), known)
+        measured = measured_target(plan.chat.name, chosen.device, known, precision=chosen.precision)
+        texts = task_texts(measured, str(tests), _TESTED, max_new_tokens=_TOKENS, thinking=False)
+        each = decoding(measured, "eval", texts, times=2).seconds + measured.rates.load
+    except ValueError as error:
+        return f"none: {error}"
+    there = f"free: {spoken_size(free)}, {spoken_size(free_bytes(plan.directory))}"
+    return (
+        f"training {spoken_time(found.seconds)}, {spoken_size(found.memory)} of memory, "
+        f"{spoken_size(found.disk)} on disk ({there}); an evaluation {spoken_time(each)}"
+    )
+
+
+def _name(offer: Offer) -> str:
+    """What `--drafter` and `start_from` call it."""
+    if not isinstance(offer.drafter, Path):
+        return offer.drafter.repo
+    return name_of(offer.drafter)
+
+
+def commands(target: str, plan: Plan, offers: list[Offer], split: Split) -> list[tuple[str, str]]:
+    """(reason, command) from the cheapest measurement to an export."""
+
+    def path(below: str) -> str:
+        return shlex.quote(str(plan.directory / below))
+
+    model, best = f"--target {shlex.quote(target)}", path("run/best")
+    few = f" --max-samples {_TESTED}" if len(split.test) > _TESTED else ""
+    # Calibrate fits on half of its prompts' rounds and wants a hundred.
+    more = f",eval_chat --max-samples {_CALIBRATED}" if len(split.held_out) < _CALIBRATED else ""
+
+    def measure(drafter: str, out: str) -> str:
+        tests = f"--tasks {path('test.jsonl')}{few} --max-new-tokens {_TOKENS}"
+        return f"outrider eval {model} --drafter {drafter} {tests} --out {path(out)}"
+
+    found = [
+        (f"the drafter made for {offer.made_for}, as it is", measure(shlex.quote(_name(offer)), "eval-as-it-is"))
+        for offer in offers
+    ]
+    learns = "train it further" if plan.adapts else "train a drafter"
+    doctor = f"outrider doctor --quick {model} --drafter {best} --data {path('run/responses.jsonl')}"
+    calibrate = (
+        f"outrider calibrate {model} --drafter {best} --tasks {path('held_out.jsonl')}{more} --max-new-tokens {_TOKENS}"
+    )
+    return [
+        ("copying from the text so far: nothing to train", measure("ngram", "eval-ngram")),
+        *found,
+        (f"if that is not enough, {learns} on this target's answers", f"outrider train {path('recipe.yaml')}"),
+        ("whether a mistake costs acceptance", doctor),
+        (f"fit its confidences{', on packaged prompts too since few are held out' if more else ''}", calibrate),
+        ("what it is worth", measure(best, "eval")),
+        ("for an engine", f"outrider export {best} --to vllm --out {path('vllm')}"),
+    ]

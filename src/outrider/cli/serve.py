@@ -281,8 +281,7 @@ def build_server(
     """
     from outrider.api.scheduling import by_profile
     from outrider.engine.engine import Engine
-    from outrider.evaluation.machine_profile import MachineProfile
-    from outrider.evaluation.profile import setting_of
+    from outrider.evaluation.profile import MachineProfile, setting_of
     from outrider.scheduling.cost import Profile
     from outrider.serving.app import Limits, Server
     from outrider.serving.metrics import ServerMetrics

@@ -163,6 +163,36 @@ class Drafter(ABC):
         raise ValueError(f"tree {size}: this drafter drafts chains only.")
 
 
+class WrappedDrafter(Drafter):
+    """A drafter that does as another one, but for what a subclass changes."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.aux_layers, self.gamma, self.nodes = drafter.aux_layers, drafter.gamma, drafter.nodes
+        self.copies, self.library = drafter.copies, drafter.library
+        self.config, self.heads = drafter.config, drafter.heads
+
+    @property
+    def own_slots(self) -> int:
+        return min(self.slots, self.drafter.own_slots)
+
+    @property
+    def own_gamma(self) -> int:
+        return min(self.gamma, self.drafter.own_gamma)
+
+    def new_session(self, capacity: int) -> Any:
+        return self.drafter.new_session(capacity)
+
+    def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
+        self.drafter.extend(sessions, tokens, aux_TLD)
+
+    def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> Sequence[Draft]:
+        return self.drafter.propose(calls, min_confidence)
+
+    def end(self, session: Any) -> None:
+        self.drafter.end(session)
+
+
 def longest_draft(calls: Sequence[DraftCall], gamma: int) -> int:
     """How many positions anybody has use for, `gamma` at most."""
     return max(gamma if call.limit is None else min(call.limit, gamma) for call in calls)

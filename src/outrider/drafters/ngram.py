@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafters.base import DraftCall, Drafter
+from outrider.drafters.base import DraftCall, Drafter, WrappedDrafter
 from outrider.drafters.draft import Draft
 
 _MOST_DRAFTS = 4096  # of one round
@@ -212,3 +212,39 @@ def copy_confidences(matched: NDArray[np.int64]) -> NDArray[np.float64]:
     """How likely a copied token is to be right behind so many that agree, any shape."""
     confidences: NDArray[np.float64] = 1 / (1 + np.exp(-(_INTERCEPT + _SLOPE * np.log(matched))))
     return confidences
+
+
+# ----------------------------------------------------------------------------
+# A trained drafter beside copies from the text so far; decoding/drafting.py chooses between them.
+#
+#     trained drafter   p_d of its own, seconds for every draft
+#     copy              what followed the longest known suffix, in the text so far or in others: one-hot, no seconds,
+#                       and longer where the text repeats itself
+#
+# Which of them drafts is decided per request and round from what is committed and what came of earlier drafts, before
+# either has a token: a choice that reads the drafted tokens would favour some of them.
+# ----------------------------------------------------------------------------
+
+
+COPIES = NgramConfig(gamma=16)
+
+
+class HybridDrafter(WrappedDrafter):
+    """`trained` with `copies` of the text so far beside it, which are no drafts of its own: it proposes as `trained`.
+
+    Its drafts may be trees; a copy is a chain all the same.
+
+    Args:
+        library: other texts that may be copied; none by default.
+    """
+
+    copies: NgramConfig
+
+    def __init__(self, trained: Drafter, copies: NgramConfig = COPIES, library: Library | None = None) -> None:
+        super().__init__(trained)
+        self.copies, self.library = copies, library
+        self.gamma = max(trained.gamma, copies.gamma)
+
+    @property
+    def slots(self) -> int:
+        return max(self.drafter.slots, self.copies.gamma)

@@ -26,10 +26,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.backends.local import WrappedDrafter
 from outrider.decoding.generate import generate
 from outrider.decoding.request import RequestState, StopRules
-from outrider.drafters.base import DraftCall, Drafter
+from outrider.drafters.base import DraftCall, Drafter, WrappedDrafter
 from outrider.drafters.draft import Draft
 from outrider.drafters.ngram import NgramConfig
 from outrider.loadtest.load import Ask

@@ -3,7 +3,7 @@
     D*, k* = argmax_{D, k}  max_m (R + the m largest a_{r,j} with r in D, j <= k) / (seconds(R, m) + draft(|D|, k))
 
 a_{r,j} is the survival that earlier steps let one expect of each request (`History`, below). Where requests have copies
-of the text so far (drafters/hybrid.py), those not in D bring theirs, at any j and for no seconds of drafting.
+of the text so far (drafters/ngram.py), those not in D bring theirs, at any j and for no seconds of drafting.
 
 A draft costs its seconds whatever is verified of it. Under load that is more than a request of low survival returns:
 the open limitation of DSpark (arXiv 2607.05147). Such a request skips its draft and decodes plainly in the same step.
@@ -48,7 +48,7 @@ class GateView:
     not probe; `other_requests` decode in the same step and cannot draft in it;
     `typical_K`: the same mean over all requests there ever were, None before there were any. `contexts_R` and
     `other_tokens` as in `StepView`. `copied_RK`: expected confidences of the copy that each request may take instead of
-    a draft (drafters/hybrid.py), 0 behind it; None: there are no copies.
+    a draft (drafters/ngram.py), 0 behind it; None: there are no copies.
     """
 
     expected_RK: Floats

@@ -1,6 +1,6 @@
 """What the inspector reads: its page, traces of requests, and what the engine does while the page is open.
 
-    GET /                   the files of serving/page/ as one, which asks for nothing else
+    GET /                   inspector.html with its styles and scripts, which asks for nothing else
     GET /inspector/events   counts of the engine's steps, every half second, as long as someone listens
     "trace": true           in a request: its answer tells every round, see docs/serving.md
 

@@ -163,7 +163,7 @@ class StepCost:
 
 
 @dataclass
-class Measurements:
+class MeasuredTarget:
     """The rates of a target on this machine.
 
     Args:
@@ -229,23 +229,23 @@ class Measurements:
 
 
 @dataclass
-class MeasuredTarget:
+class Measurements:
     """The measurements that the parts of one command share, so that a target is loaded and its prompts counted once.
 
     Only those of the last target, device and precision are kept: two would take the memory of both.
 
     Args:
-        say, brief: of the `Measurements`.
+        say, brief: of the `MeasuredTarget`.
     """
 
     say: Callable[[str], None] = field(default=lambda line: None)
     brief: bool = False
-    _last: Measurements | None = None
+    _last: MeasuredTarget | None = None
 
-    def of(self, name: str, device: torch.device, dtype: torch.dtype) -> Measurements:
+    def of(self, name: str, device: torch.device, dtype: torch.dtype) -> MeasuredTarget:
         last = self._last
         if last is None or (last.name, last.device, last.dtype) != (name, device, dtype):
-            last = self._last = Measurements(name, device, dtype, say=self.say, brief=self.brief)
+            last = self._last = MeasuredTarget(name, device, dtype, say=self.say, brief=self.brief)
         return last
 
 
@@ -273,7 +273,7 @@ def _random_sample(target: Target, prompt: int, response: int) -> Sample:
     return Sample("random", tokens.tolist(), ((prompt, prompt + response),))
 
 
-def _measure_rates(measured: Measurements) -> Rates:
+def _measure_rates(measured: MeasuredTarget) -> Rates:
     began = time.perf_counter()
     target = measured.target
     load = time.perf_counter() - began
@@ -316,7 +316,7 @@ def _measure_rates(measured: Measurements) -> Rates:
     )
 
 
-def _measure_step(measured: Measurements, recipe: Recipe, prompt: int, response: int) -> StepCost:
+def _measure_step(measured: MeasuredTarget, recipe: Recipe, prompt: int, response: int) -> StepCost:
     target, conversations = measured.target, math.ceil(sequences_per_step(recipe, response))
     taken = min(conversations, _BRIEF_SEQUENCES) if measured.brief else conversations
     timed, held_out = (1, 1) if measured.brief else (_STEPS, _HELD_OUT)
@@ -389,7 +389,7 @@ def run_steps(recipe: Recipe, conversations: float, response: float) -> int:
 
 
 def measure_texts(
-    measured: Measurements, conversations: Sequence[Conversation], data: DataSection, known: Path | None = None
+    measured: MeasuredTarget, conversations: Sequence[Conversation], data: DataSection, known: Path | None = None
 ) -> Texts:
     """Sizes of conversations that are answered as `data` says; of `known` itself where there are none.
 
@@ -422,13 +422,13 @@ def measure_texts(
 # ----------------------------------------------------------------------------
 
 
-def loading(measured: Measurements) -> Part:
+def loading(measured: MeasuredTarget) -> Part:
     """Loading the target."""
     rates = measured.rates
     return Part("load", f"{rates.parameters / 1e6:.0f}M parameters, measured", rates.load, memory=rates.memory)
 
 
-def responding(measured: Measurements, texts: Texts, data: DataSection) -> tuple[Part, Texts]:
+def responding(measured: MeasuredTarget, texts: Texts, data: DataSection) -> tuple[Part, Texts]:
     """Answering what waits, in batches; and the texts that are there afterwards."""
     rates, waiting = measured.rates, round(texts.waiting)
     disk = waiting * (texts.context + texts.response) * TOKEN_BYTES
@@ -451,7 +451,7 @@ def responding(measured: Measurements, texts: Texts, data: DataSection) -> tuple
     return Part("responses", source, seconds=seconds, memory=memory, disk=disk), answered
 
 
-def cache_bytes(measured: Measurements) -> float:
+def cache_bytes(measured: MeasuredTarget) -> float:
     """Of the keys and values of one token."""
     config = measured.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -459,7 +459,7 @@ def cache_bytes(measured: Measurements) -> float:
     return float(2 * config.num_hidden_layers * heads * width * measured.dtype.itemsize)
 
 
-def decoding(measured: Measurements, name: str, texts: Texts, *, times: int, at_once: int = 1) -> Part:
+def decoding(measured: MeasuredTarget, name: str, texts: Texts, *, times: int, at_once: int = 1) -> Part:
     """Decoding every turn `times` times, with a drafter no faster than without."""
     rates = measured.rates
     step = rates.step(at_once) / at_once
@@ -471,7 +471,7 @@ def decoding(measured: Measurements, name: str, texts: Texts, *, times: int, at_
     return Part(name, source, seconds=times * texts.turns * each, memory=rates.memory)
 
 
-def training(measured: Measurements, recipe: Recipe, texts: Texts, first_step: int = 0) -> list[Part]:
+def training(measured: MeasuredTarget, recipe: Recipe, texts: Texts, first_step: int = 0) -> list[Part]:
     """Features, steps and checks of a recipe from a step on, and what the run leaves on disk."""
     rates, cost = measured.rates, measured.step(recipe, texts)
     held_out = min(recipe.data.held_out, texts.conversations)
@@ -512,7 +512,7 @@ def training(measured: Measurements, recipe: Recipe, texts: Texts, first_step: i
     return [features, stepping, Part("checks", source, seconds, memory=memory)]
 
 
-def estimate(recipe: Recipe, known: MeasuredTarget | None = None) -> Estimate:
+def estimate(recipe: Recipe, known: Measurements | None = None) -> Estimate:
     """What `outrider train` of a recipe takes here, from where its run is now; no parts where it is finished.
 
     Args:
@@ -528,7 +528,7 @@ def estimate(recipe: Recipe, known: MeasuredTarget | None = None) -> Estimate:
     device = usable_device(recipe.device)
     precision = began.get("settings", {}).get("precision") if recipe.precision == "auto" else recipe.precision
     dtype = machine.training_dtype(device)[0] if precision is None else getattr(torch, precision)
-    measured, data = (known or MeasuredTarget()).of(recipe.target, device, dtype), recipe.data
+    measured, data = (known or Measurements()).of(recipe.target, device, dtype), recipe.data
     path = responses_path(recipe)
     texts = measured.texts(
         (data.model_dump_json(), path),
@@ -540,13 +540,13 @@ def estimate(recipe: Recipe, known: MeasuredTarget | None = None) -> Estimate:
     return Estimate((loading(measured), answers, *training(measured, recipe, there, first_step=first_step)))
 
 
-def drafter_share(measured: Measurements, drafter: DraftModule) -> float:
+def drafter_share(measured: MeasuredTarget, drafter: DraftModule) -> float:
     """Multiplications of a row of a drafter and of both heads, as a share of the target's."""
     heads = measured.config.hidden_size * (measured.config.vocab_size + drafter.config.draft_vocab_size)
     return (sum(p.numel() for p in drafter.parameters()) + heads) / measured.rates.parameters
 
 
-def drafting(measured: Measurements, drafter: DraftModule, rows: float, source: str) -> Part:
+def drafting(measured: MeasuredTarget, drafter: DraftModule, rows: float, source: str) -> Part:
     """So many rows of a drafter and of both heads, at the target's multiplications per second."""
     rates = measured.rates
     return Part("drafts", source, rows * drafter_share(measured, drafter) / rates.prefill, memory=rates.memory)

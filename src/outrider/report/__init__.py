@@ -1,1 +1,0 @@
-"""`outrider report`: what the verbs have measured, as one self-contained HTML page."""
