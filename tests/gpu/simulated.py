@@ -255,6 +255,8 @@ class _OntoDevice(TorchFunctionMode):
             return _to(args[0], CUDA, **kwargs)
         if func is torch.Tensor.pin_memory:
             return _pin_memory(*args)
+        if func is torch.Tensor.is_pinned:
+            return _pinned(args[0])
         if kwargs.get("pin_memory"):
             return _pin(func(*args, **{**kwargs, "pin_memory": False}))
         return func(*args, **kwargs)

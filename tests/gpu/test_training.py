@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,22 @@ def test_a_step_mixes_no_devices_and_has_the_losses_of_the_cpu(
 def test_syncs_of_a_step(device: SimulatedDevice, method: str, dtype: torch.dtype, tmp_path: Path) -> None:
     steps_of(on("cuda", method, tmp_path, dtype), 2, before_last=device.counts.reset)
     assert device.counts.syncs <= MOST_SYNCS, device.counts.report()
+
+
+def test_the_feature_cache_counts_what_pinned_memory_takes(device: SimulatedDevice, tmp_path: Path) -> None:
+    """PyTorch gives it in powers of two."""
+    run = on("cuda", "dspark", tmp_path).run
+    layers, scale_L = run.drafter.config.target_layer_ids, run.drafter.aux_scale_L
+    source = FeatureSource(run.target, run.samples, layers, aux_scale_L=scale_L, budget_bytes=2**14)
+    sizes = []
+    for index in range(len(run.samples)):
+        found = source[index]
+        tensors = found.aux_SLD, found.hidden_RD, found.lse_R, found.argmax_R
+        assert all(tensor.is_pinned() for tensor in tensors)
+        sizes.append(sum(2 ** math.ceil(math.log2(tensor.nbytes)) for tensor in tensors))
+        assert found.nbytes == sizes[-1] > sum(tensor.nbytes for tensor in tensors)
+        assert source._bytes <= 2**14
+    assert 1 < len(source._kept) < len(sizes) and source._bytes == sum(sizes[index] for index in source._kept)
 
 
 def test_a_run_is_evaluated_saved_and_served(device: SimulatedDevice, tmp_path: Path) -> None:

@@ -280,7 +280,7 @@ def test_a_drafter_follows_the_recipe() -> None:
     ("changes", "message"),
     [
         ({"target_layer_ids": [1, 4]}, "this drafter cannot read the final layer, 4"),
-        ({"num_aux_layers": 4}, "target_layer_ids"),  # a five-layer target has no four evenly spaced layers
+        ({"num_aux_layers": 3}, r"num_aux_layers is 3, and a target of 5 layers has 2 from"),  # evenly: 1, 1.5, 2
         ({"algorithm": "dflash", "block_size": 1, "num_aux_layers": 2}, "block_size 1"),
         ({"algorithm": "dflash", "sample_from_anchor": True, "num_aux_layers": 2}, r"drafter\.sample_from_anchor"),
         ({"markov_rank": 0, "num_aux_layers": 2}, "confidence_head_with_markov"),

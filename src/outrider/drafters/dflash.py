@@ -170,6 +170,12 @@ class DFlashConfig(LayerConfig):
             draft_vocab_size: None: the target's.
             mask_token: None: a special token that no chat template uses.
         """
+        if target_layer_ids is None and num_aux_layers > max(1, target.num_layers - 3):
+            raise ValueError(
+                f"drafter.num_aux_layers is {num_aux_layers}, and a target of {target.num_layers} layers has "
+                f"{max(1, target.num_layers - 3)} from its second to its third last: ask for fewer, or name them in "
+                "drafter.target_layer_ids."
+            )
         aux_layers = target_layer_ids or default_aux_layers(target.num_layers, num_aux_layers)
         config = cls(
             **layer_shapes(target),

@@ -48,7 +48,7 @@ from outrider.training.setup import Run, load_start, new_drafter, training_preci
 from outrider.training.trainer import Trainer, saved_run
 from outrider.utils import machine
 from outrider.utils.distributed import Ranks
-from outrider.utils.measure import Clock, dtype_name, to_host, usable_device, versions
+from outrider.utils.measure import Clock, dtype_name, pinned_bytes, to_host, usable_device, versions
 from outrider.utils.measure import machine as describe_machine
 
 RATES = "rates.json"  # in the user's cache directory
@@ -482,10 +482,13 @@ def training(measured: MeasuredTarget, recipe: Recipe, texts: Texts, first_step:
     stored = recipe.features.mode == "store"
     row = measured.config.hidden_size * (1 if stored and recipe.features.dtype != "bf16" else 2)
     layers = len((stored and recipe.features.aux_layers) or ()) or cost.aux_layers
-    size = texts.tokens * layers * row + texts.turns / max(1.0, texts.conversations) * texts.response * row
+    parts = texts.tokens * layers * row, texts.turns / max(1.0, texts.conversations) * texts.response * row
+    size = held = sum(parts)  # of a conversation, on disk and in memory
+    if not stored and measured.device.type == "cuda":
+        held = float(sum(pinned_bytes(int(part)) for part in parts))
     budget = machine.feature_cache_bytes(recipe.feature_cache_gb)
     visits = steps * sequences_per_step(recipe, texts.response)
-    missed = max(0.0, 1 - budget / (trained * size))
+    missed = max(0.0, 1 - budget / (trained * held))
     window = None if recipe.features.max_gb is None else recipe.features.max_gb * 2**30
     fetched = trained if stored else min(trained, visits) + max(0.0, visits - trained) * missed
     times = f"{fetched / trained:.1f} times, as memory holds a part" if missed else "once, kept in memory"
@@ -493,7 +496,7 @@ def training(measured: MeasuredTarget, recipe: Recipe, texts: Texts, first_step:
     disk = min(trained * size, window or math.inf) if stored else 0.0
     features = Part("features", source, fetched * texts.tokens / rates.prefill, memory=rates.memory, disk=disk)
 
-    memory = cost.memory + min(budget, trained * size) + min(budget, held_out * size)
+    memory = cost.memory + min(budget, trained * held) + min(budget, held_out * held)
     weights = 4 * cost.parameters
     leaves = 2 * weights + _STATE_BYTES * cost.parameters  # OUT/drafter, OUT/best and OUT/state
     source = f"{steps} of {cost.seconds:.2f} s, measured; {cost.parameters / 1e6:.1f}M parameters"

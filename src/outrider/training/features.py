@@ -26,7 +26,7 @@ from torch import Tensor
 
 from outrider.data.responses import Sample
 from outrider.target.model import Target
-from outrider.utils.measure import on_device, to_host
+from outrider.utils.measure import on_device, pinned_bytes, to_host
 
 PACK_TOKENS = 2048  # of one packed prefill: matrix products are at full speed, and temporaries stay below 100 MB
 _HEAD_CHUNK = 64
@@ -44,7 +44,9 @@ class Features:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.aux_SLD, self.hidden_RD, self.lse_R, self.argmax_R))
+        """The memory that they take."""
+        tensors = self.aux_SLD, self.hidden_RD, self.lse_R, self.argmax_R
+        return sum(pinned_bytes(t.nbytes) if t.is_pinned() else t.nbytes for t in tensors)
 
 
 class FeatureCache(ABC):

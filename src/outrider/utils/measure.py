@@ -135,6 +135,14 @@ def on_device(
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
+def pinned_bytes(size: int) -> int:
+    """What a tensor of that many bytes takes in pinned memory: the next power of two.
+
+    Source: PyTorch's CachingHostAllocator.h. Freed memory stays with the allocator, for tensors of the same power.
+    """
+    return 1 << (size - 1).bit_length() if size else 0
+
+
 def to_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of tensors on a GPU in pinned memory, which are waited for once; tensors on the host as they are."""
     import torch
