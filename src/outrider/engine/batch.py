@@ -29,7 +29,8 @@ class Request:
     """A prompt to decode, with its sampling parameters and stops.
 
     At temperature 0, and with `params.coupled` at any, its tokens are the same in any company. Otherwise they depend on
-    its seed and on how many drafts were verified in each step, which company may change.
+    its seed and on how many drafts were verified in each step, which company may change; where drawing the drafts of a
+    request beside it fails, its own are drawn anew.
 
     `most_drafts`: draft tokens of a step, 0 for plain decoding; None: as many as the drafter has. `logprobs`: its
     outputs tell the log-probability of each token and of so many of the likeliest; None: nothing. `trace`: its outputs
