@@ -184,21 +184,25 @@ def test_probabilities_of_labels(count: int | None, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(loss_module, "_FEWEST_ROWS", 1)
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 7 * 2 * VD * 8)
     trained, head, _, view = case(7)
-    found = loss_module.label_probabilities(
-        (trained["hidden"], trained["latent"], trained["w2"]),
-        loss_module.HeadProducts(head, torch.float64),
-        view.labels_N,
-        count,
-    )
     unary = trained["hidden"] @ head.T
     z = unary + trained["latent"] @ trained["w2"].T
     if count is not None:
         z = z.masked_fill(
             ~torch.zeros_like(z, dtype=torch.bool).scatter(1, unary.topk(count).indices, True), -torch.inf
         )
-    expected = z.softmax(-1).gather(1, view.labels_N.clamp(min=0)[:, None])[:, 0] * (view.labels_N >= 0)
+    labels_N = view.labels_N.clone()
+    some = (labels_N >= 0).nonzero()[0, 0]
+    labels_N[some] = z[some].argmax()
+    found, likeliest = loss_module.label_probabilities(
+        (trained["hidden"], trained["latent"], trained["w2"]),
+        loss_module.HeadProducts(head, torch.float64),
+        labels_N,
+        count,
+    )
+    expected = z.softmax(-1).gather(1, labels_N.clamp(min=0)[:, None])[:, 0] * (labels_N >= 0)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
     assert (found == 0).any() and (found > 0).any()
+    assert likeliest.tolist() == (z.argmax(-1) == labels_N).tolist() and likeliest.any() and not likeliest.all()
 
 
 @pytest.mark.parametrize("count", [None, 4])
@@ -212,7 +216,7 @@ def test_probabilities_of_labels_in_bfloat16(count: int | None) -> None:
     labels = logits.argmax(-1)
     assert logits.amax(-1).mean() > 40
     exact, rounded = (
-        loss_module.label_probabilities((hidden, latent, w2), loss_module.HeadProducts(head, dtype), labels, count)
+        loss_module.label_probabilities((hidden, latent, w2), loss_module.HeadProducts(head, dtype), labels, count)[0]
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert 0.2 < exact.mean() < 0.98 and (exact - rounded).abs().max() < 0.02

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -467,13 +468,45 @@ def doctor(
     samples: Annotated[int, option(PROMPTS, "conversations run through the models", min=1)] = 8,
     max_new_tokens: Annotated[int, option(PROMPTS, "tokens decoded per conversation", min=1)] = 48,
     thinking: Annotated[bool, option(PROMPTS, "the mode the drafter is to serve in")] = False,
+    base_url: Annotated[
+        str | None, option(opt.ENGINES, f"a running server to examine; its key, if any, in {opt.API_KEY}")
+    ] = None,
+    baseline_url: Annotated[str | None, option(opt.ENGINES, "the same server without a drafter")] = None,
+    served_model: Annotated[str | None, rare(opt.ENGINES, "the target's name on the servers")] = None,
+    tasks: Annotated[
+        str, option(opt.ENGINES, "what the server is asked: tasks, files, shipped sets")
+    ] = "eval_math,eval_code,eval_chat",
+    questions: Annotated[int, option(opt.ENGINES, "how many prompts of them", min=1)] = 24,
+    temperature: Annotated[str, option(opt.ENGINES, "of equal parts of the prompts; of 0 and 1")] = "0,1",
+    also: Annotated[
+        list[Path] | None,
+        rare(opt.ENGINES, "another checkpoint that it may have loaded; may be repeated", metavar="DIR"),
+    ] = None,
+    timeout: Annotated[float, rare(opt.ENGINES, "seconds to wait for an answer", min=1.0)] = 60.0,
     quick: Annotated[bool, option(GENERAL, "end after the quick checks, under a minute for a small model")] = False,
     json_out: Annotated[Path | None, option(FILES, "file for the findings", "--json")] = None,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
     dry_run: opt.DryRun = False,
 ) -> None:
-    """Check target, drafter and data against each other; status 1 if a fault is found."""
+    """Check target, drafter and data, or a server; status 1 if a fault is found."""
+    if base_url is not None:
+        _doctor_of_server(
+            (base_url, baseline_url, served_model),
+            target,
+            drafter,
+            also=also or [],
+            tasks=split_names(tasks, "task"),
+            questions=questions,
+            temperatures=_of_zero_and_one(temperature),
+            max_new_tokens=max_new_tokens,
+            thinking=thinking,
+            timeout=timeout,
+            json_out=json_out,
+            device=device,
+            threads=threads,
+        )
+        return
     from outrider.data.sources import load_prompts
     from outrider.evaluation.doctor.case import Inputs, read_data, read_drafter
     from outrider.evaluation.doctor.examine import (
@@ -544,4 +577,82 @@ def doctor(
         json_out.parent.mkdir(parents=True, exist_ok=True)
         json_out.write_text(json.dumps({**as_json(findings, examined), "versions": versions()}, indent=1) + "\n")
     if verdict(findings) == "fault":
+        raise typer.Exit(1)
+
+
+def _of_zero_and_one(text: str) -> list[float]:
+    """The temperatures that a server is asked with.
+
+    Raises:
+        ValueError: another than 0 and 1, or one twice.
+    """
+    found = [part.strip() for part in text.split(",")]
+    if not set(found) <= {"0", "1"} or len(set(found)) < len(found):
+        raise ValueError(f"--temperature {text}: give 0, 1 or 0,1; acceptance is computed at these.")
+    return [float(part) for part in found]
+
+
+def _doctor_of_server(
+    urls: tuple[str, str | None, str | None],
+    target: str | None,
+    drafter: Path | None,
+    *,
+    also: Sequence[Path],
+    tasks: Sequence[str],
+    questions: int,
+    temperatures: Sequence[float],
+    max_new_tokens: int,
+    thinking: bool,
+    timeout: float,
+    json_out: Path | None,
+    device: str,
+    threads: int | None,
+) -> None:
+    """`outrider doctor --base-url`; `urls`: the server, the one without a drafter, the model's name there."""
+    from outrider.backends.openai import Endpoint, served_model, shown_url
+    from outrider.checkpoints.checkpoint import load_checkpoint
+    from outrider.drafters.base import check_fits
+    from outrider.evaluation.doctor.examine import as_json, print_findings, print_summary, verdict
+    from outrider.evaluation.doctor.server import Question, ServerClient, examine_server
+    from outrider.loadtest.load import mixed_prompts
+
+    if target is None or drafter is None:
+        raise ValueError("--base-url: give --target and --drafter, too: what the server should have loaded.")
+    check_outputs(files=[json_out])
+    set_up(threads)
+    console = Terminal()
+    base_url, baseline_url, name = urls
+    endpoints = [Endpoint(url, name, os.environ.get(opt.API_KEY)) for url in (base_url, baseline_url) if url]
+    model = served_model(endpoints)
+    loaded = load(target, device)
+    if loaded.tokenizer is None:
+        raise ValueError(f"{target} has no tokenizer: a server is asked in text.")
+    found = [load_checkpoint(path, loaded.device, loaded.num_layers).weights for path in (drafter, *also)]
+    for weights in found:
+        check_fits(weights.config, loaded, weights.module.reads_final_layer)
+    own, *others = [weights.for_target(loaded) for weights in found]
+    prompts = mixed_prompts(loaded.tokenizer, tasks, questions, seed=0, thinking=thinking)
+    asked = [Question(prompt.name.partition("/")[0], prompt.tokens, prompt.chat) for prompt in prompts]
+    clients = [
+        ServerClient(one, model, loaded, max_new_tokens=max_new_tokens, timeout=timeout, thinking=thinking)
+        for one in endpoints
+    ]
+    with counting(console, "doctor") as on_progress:
+        report = examine_server(
+            clients[0],
+            own,
+            asked,
+            temperatures=temperatures,
+            baseline=clients[1] if baseline_url else None,
+            others={str(path): weights for path, weights in zip(also, others, strict=True)},
+            on_progress=on_progress,
+        )
+    print_findings(report.findings, console)
+    print_summary(report.findings, console)
+    if json_out is not None:
+        examined = {"base_url": shown_url(base_url), "target": target, "drafter": str(drafter), "tasks": list(tasks)}
+        data = {**as_json(report.findings, examined), "server": report.as_json(), "versions": versions()}
+        json_out.parent.mkdir(parents=True, exist_ok=True)
+        json_out.write_text(json.dumps(data, indent=1) + "\n")
+    if verdict(report.findings) == "fault":
         raise typer.Exit(1)

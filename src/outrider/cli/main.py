@@ -102,7 +102,7 @@ class _Verbs(LazyGroup):
                function="evaluate.compare_command", example="outrider compare docs/results/shipped-greedy"),
         Listed("Measure", "report", "Write one HTML page of what was measured: verdicts, pictures, traces, settings.",
                function="evaluate.report_command", example="outrider report docs/results --out runs/report.html"),
-        Listed("Measure", "doctor", "Check target, drafter and data against each other; status 1 if a fault is found.",
+        Listed("Measure", "doctor", "Check target, drafter and data, or a server; status 1 if a fault is found.",
                function="evaluate.doctor", example=f"outrider doctor --target {SMOLLM2} --drafter {_SHIPPED}"),
         Listed("Measure", "calibrate", "Fit confidences to acceptance; of medusa and hydra, measure accuracies.",
                function="calibrate.calibrate_command",

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -146,7 +146,7 @@ class BlockObjective:
             total_weight = weights_NK.sum()
         with torch.autocast(device.type, enabled=False):  # the caller's, where there is one
             if self.config.dpace is not None:
-                likely_N = label_probabilities(
+                likely_N, _ = label_probabilities(
                     (hidden_NH, latent_Nr, rows.w2_Vr),
                     HeadProducts(self.head_VH, self.products),
                     view.labels_N,
@@ -175,6 +175,30 @@ class BlockObjective:
             acceptance_N=supervised(acceptance_NK),
             agreement_N=supervised(agreement_NK).float(),
         )
+
+    @torch.no_grad()
+    def labels(self, drafter: DraftModule, batch: BlockBatch) -> tuple[Tensor, Tensor]:
+        """[N, K] p_d of the labels, and whether they are the drafter's likeliest tokens; zeros where not supervised.
+
+        Of a lattice, whose distributions follow from the candidates before, the second stands for both.
+        """
+        rows = self.rows(drafter, batch)
+        if rows.lattice is not None:
+            found = self(drafter, replace(batch, argmax_NK=batch.labels_NK))
+            agreement_NK = scatter(found.agreement_N, batch.supervised_NK)
+            return agreement_NK, agreement_NK
+        hidden_NH, latent_Nr, labels_N = (
+            None if x_NKX is None else x_NKX.flatten(0, 1)[batch.supervised_M]
+            for x_NKX in (rows.hidden_NKH.float(), rows.latent_NKr, batch.labels_NK)
+        )
+        assert hidden_NH is not None and labels_N is not None
+        likely_N, first_N = label_probabilities(
+            (hidden_NH, latent_Nr, rows.w2_Vr),
+            HeadProducts(self.head_VH, self.products),
+            self.inverse_V[labels_N],
+            candidates=rows.candidates,
+        )
+        return scatter(likely_N, batch.supervised_NK), scatter(first_N.float(), batch.supervised_NK)
 
     def _confidence(self, rows: DraftRows, hidden_NH: Tensor, embedding_Nr: Tensor | None) -> Tensor | None:
         """Logits of the confidences [N]; None without a confidence head."""
@@ -470,15 +494,16 @@ def label_probabilities(
     head: HeadProducts,
     labels_N: Tensor,
     candidates: int | None = None,
-) -> Tensor:
-    """p_d of the label at each position [N], 0 for one that cannot be drafted; one product with the head, in chunks.
+) -> tuple[Tensor, Tensor]:
+    """p_d of the label at each position [N], 0 for one that cannot be drafted, and whether it is the likeliest token.
 
-    Without latents it is that of softmax(W_d h), also where a lattice rescores the candidates.
+    One product with the head, in chunks. Without latents p_d is softmax(W_d h), also where a lattice rescores the
+    candidates.
     """
     hidden_NH, latent_Nr, w2_Vr = trained
     N, V = len(hidden_NH), len(head.head_VH)
     C = chunk_rows(N, V, head.dtype.itemsize)
-    found = []
+    found, likeliest = [], []
     for start in range(0, N, C):
         part = slice(start, start + C)
         z = torch.empty(len(hidden_NH[part]), V, dtype=head.dtype, device=hidden_NH.device)
@@ -491,11 +516,13 @@ def label_probabilities(
             top, indices = z.topk(candidates, dim=-1)
             scores = candidate_scores(top.to(wide), w2_Vr[indices], latent_Nr[part])
             found.append((scores.softmax(-1) * (indices == label_C[:, None])).sum(-1))
+            likeliest.append(indices.gather(-1, scores.argmax(-1, keepdim=True))[:, 0] == label_C)
             continue
         z = z.to(wide)
+        likeliest.append(z.argmax(-1) == label_C)
         log_probs_C = z.gather(1, label_C.clamp(min=0)[:, None])[:, 0] - z.logsumexp(-1)
         found.append(log_probs_C.exp() * (label_C >= 0))
-    return torch.cat(found)
+    return torch.cat(found), torch.cat(likeliest)
 
 
 def _target_logits(t_CV: Tensor, view: TargetView, part: slice, head: HeadProducts) -> Tensor:

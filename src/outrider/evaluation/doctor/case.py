@@ -17,8 +17,9 @@ from outrider.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from outrider.checkpoints.dialects.base import UnknownDepth
 from outrider.data.conversations import Conversation
 from outrider.data.responses import Reply, Sample, join_turns, read_responses
-from outrider.drafters.base import DraftModule, check_fits
-from outrider.drafters.dflash import DFlash
+from outrider.drafters.base import DrafterWeights, DraftModule, check_fits
+from outrider.drafters.dflash import DFlash, DraftLayer
+from outrider.drafters.layers import BlockLayout
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
 from outrider.training.features import Features, FeatureSource
@@ -122,13 +123,37 @@ _INFORMED = 0.25  # tokens per round; by accident, weights that were never train
 
 @dataclass(frozen=True)
 class Variant:
-    """A change of the drafter: config fields, aux layers or draft vocabulary. None or empty: unchanged."""
+    """A change of the drafter or of its inputs. None or empty: unchanged.
+
+    Attributes:
+        draft_ids_Vd: another draft vocabulary; with `keeps_head` the rows of the LM head stay those of the right one.
+        shuffled: the context slots of each sample in random order.
+        features: raw aux hidden states [S, L, D] and the length of the prompt -> those that the drafter is given.
+        module: the drafter's module -> another one of the same kind.
+        offset: added to the positions of block rows, not to those of the context.
+        embedding: a factor of the embeddings beside the target's own.
+    """
 
     label: str = "as it is"
     config: dict[str, Any] = field(default_factory=dict)
     aux_layers: tuple[int, ...] | None = None
     draft_ids_Vd: Tensor | None = None
-    shuffled: bool = False  # the context slots of each sample in random order
+    keeps_head: bool = False
+    shuffled: bool = False
+    features: Callable[[Tensor, int], Tensor] | None = None
+    module: Callable[[DraftModule], DraftModule] | None = None
+    offset: int = 0
+    embedding: float = 1.0
+
+
+@dataclass(frozen=True)
+class _MovedBlocks(BlockLayout):
+    """A layout whose block rows have other positions than their tokens."""
+
+    offset: int = 0
+
+    def block_positions_NK(self, rows: int) -> Tensor:
+        return super().block_positions_NK(rows) + self.offset
 
 
 @dataclass(frozen=True)
@@ -151,17 +176,18 @@ class Acceptance:
 class Probe:
     """Teacher-forced acceptance of one drafter on some samples."""
 
-    def __init__(self, target: Target, drafter: DraftModule, draft_ids_Vd: Tensor, samples: Sequence[Sample]) -> None:
+    def __init__(self, target: Target, weights: DrafterWeights, samples: Sequence[Sample]) -> None:
+        drafter = weights.module
         assert bool((drafter.aux_scale_L == 1).all()), "a loaded drafter takes raw aux hidden states"
-        self.target, self.drafter, self.samples = target, drafter, samples
-        self.draft_ids_Vd = draft_ids_Vd
+        self.target, self.weights, self.drafter, self.samples = target, weights, drafter, samples
+        self.draft_ids_Vd = draft_ids(weights)
         self.aux_layers = tuple(drafter.config.target_layer_ids)
         near = {aux_layer + step for aux_layer in self.aux_layers for step in (-1, 0, 1)}
         self.reachable = tuple(sorted({t for t in near if -1 <= t < target.num_layers - 1} | set(self.aux_layers)))
         self.features = self.source(samples)
         schedule = Schedule(samples, 1, _ANCHORS, seed=0)
         self.anchors = [schedule.anchors(i, 0) for i in range(len(samples))]
-        self.objective = self.bind(draft_ids_Vd)
+        self.objective = self._new_objective(Variant())
 
     def source(self, samples: Sequence[Sample]) -> FeatureSource:
         """Raw features of `samples` at all layers within one of the drafter's aux layers."""
@@ -170,9 +196,23 @@ class Probe:
             self.target, samples, self.reachable, aux_scale_L=ones_L, budget_bytes=_BUDGET, dtype=torch.float32
         )
 
-    def bind(self, draft_ids_Vd: Tensor) -> BlockObjective:
-        """The training objective over a draft vocabulary."""
-        return BlockObjective(self.target, draft_ids_Vd.to(self.target.device), ObjectiveConfig())
+    def bind(self, variant: Variant) -> BlockObjective:
+        """The training objective over a variant's draft vocabulary, with the drafter's own head and embedding."""
+        same = variant.draft_ids_Vd is None and variant.embedding == 1.0
+        return self.objective if same else self._new_objective(variant)
+
+    def _new_objective(self, variant: Variant) -> BlockObjective:
+        ids_Vd = self.draft_ids_Vd if variant.draft_ids_Vd is None else variant.draft_ids_Vd
+        found = BlockObjective(self.target, ids_Vd.to(self.target.device), ObjectiveConfig())
+        head_VH, embedding_VH = self.weights.head_VdH, self.weights.embedding_VH
+        if head_VH is not None and head_VH.dim() == 2:
+            found.head_VH = head_VH.to(self.target.device)
+        elif variant.keeps_head:
+            found.head_VH = self.objective.head_VH
+        if embedding_VH is not None:
+            found.embed_VH = embedding_VH.to(self.target.device)
+        found.embed_scale *= variant.embedding
+        return found
 
     def batch(self, chosen: Sequence[tuple[Sample, Features, list[int]]], variant: Variant) -> BlockBatch:
         """A training batch of (sample, its features, anchors), with the variant's aux layers in its order."""
@@ -181,21 +221,33 @@ class Probe:
         features = [replace(found, aux_SLD=found.aux_SLD[:, columns]) for _, found, _ in chosen]
         if variant.shuffled:
             features = [replace(found, aux_SLD=_shuffle(found.aux_SLD)) for found in features]
+        if (change := variant.features) is not None:
+            prompts = [sample.spans[0][0] for sample in samples]
+            features = [replace(f, aux_SLD=change(f.aux_SLD, n)) for f, n in zip(features, prompts, strict=True)]
         places = [(i, anchors) for i, (_, _, anchors) in enumerate(chosen)]
         gamma = self.variant_of(variant).config.gamma
-        return build_batch(places, samples, features, gamma=gamma, device=self.target.device)
+        batch = build_batch(places, samples, features, gamma=gamma, device=self.target.device)
+        if variant.offset:
+            layout = batch.layout
+            moved = _MovedBlocks(layout.lengths, layout.anchors_N, layout.sequence_N, offset=variant.offset)
+            batch = replace(batch, layout=moved)
+        return batch
 
     def variant_of(self, variant: Variant) -> DraftModule:
-        """The drafter with the variant's config fields and the same weights."""
-        drafter = copy.copy(self.drafter)
-        drafter.config = replace(self.drafter.config, **variant.config)
+        """The drafter with the variant's config fields; the weights are the same unless its `module` changes them."""
+        drafter = copy.copy(self.drafter if variant.module is None else variant.module(self.drafter))
+        drafter.config = replace(drafter.config, **variant.config)
+        if "is_causal" in variant.config or "sliding_window" in variant.config:  # layers hold what they see
+            drafter = copy.deepcopy(drafter)
+            patterns = cast(DFlash, drafter).config.attention_patterns
+            for layer, pattern in zip(cast(DFlash, drafter).layers, patterns, strict=True):
+                cast(DraftLayer, layer).self_attn.pattern = pattern
         return drafter
 
     @torch.no_grad()
     def accept(self, chosen: Sequence[tuple[Sample, Features, list[int]]], variant: Variant) -> Acceptance:
         """Acceptance of a variant at the given anchors, one sample at a time."""
-        drafter = self.variant_of(variant)
-        compute = self.objective if variant.draft_ids_Vd is None else self.bind(variant.draft_ids_Vd)
+        drafter, compute = self.variant_of(variant), self.bind(variant)
         sampled, greedy, positions = [], [], []
         for one in chosen:
             batch = self.batch([one], variant)
@@ -204,6 +256,18 @@ class Probe:
             greedy.append(scatter(output.agreement_N, batch.supervised_NK))
             positions.append(batch.layout.anchors_N)
         return Acceptance(torch.cat(sampled).cpu(), torch.cat(greedy).cpu(), torch.cat(positions).cpu())
+
+    @torch.no_grad()
+    def labels(self, index: int, anchors: list[int], variant: Variant) -> tuple[Tensor, Tensor]:
+        """Drafts behind some positions of a sample against its text, the drafts before each taken from the text.
+
+        Returns:
+            [N, K] the drafter's probability of the text's token, and whether it is its likeliest one; both are zero
+            behind the end of the response.
+        """
+        batch = self.batch([(self.samples[index], self.features[index], anchors)], variant)
+        likely_NK, first_NK = self.bind(variant).labels(self.variant_of(variant), batch)
+        return likely_NK.cpu(), first_NK.cpu()
 
     @cached_property
     def own(self) -> Acceptance:
@@ -241,6 +305,12 @@ class Probe:
             means = [self.measure(v, _SCREENED).lengths_N().mean().item() for v in variants]
             winner = next(v for v, mean in zip(variants, means, strict=True) if mean >= max(means) - tie)
         return winner, self.measure(winner)
+
+
+def draft_ids(weights: DrafterWeights) -> Tensor:
+    """Target ids of the draft vocabulary [Vd]; all ids where it is not reduced."""
+    ids_Vd = weights.draft_ids_Vd
+    return torch.arange(weights.config.vocab_size) if ids_Vd is None else ids_Vd
 
 
 def _shuffle(aux_SLD: Tensor) -> Tensor:
@@ -307,8 +377,7 @@ class Inputs:
     @cached_property
     def draft_ids_Vd(self) -> Tensor:
         """Target ids of the draft vocabulary; all ids where it is not reduced."""
-        ids = self.checkpoint.weights.draft_ids_Vd
-        return torch.arange(self.drafter.config.vocab_size) if ids is None else ids
+        return draft_ids(self.checkpoint.weights)
 
     @cached_property
     def conversations(self) -> list[Sample]:
@@ -331,7 +400,7 @@ class Inputs:
 
     @cached_property
     def probe(self) -> Probe:
-        return Probe(self.target, self.drafter, self.draft_ids_Vd, samples=self.chosen)
+        return Probe(self.target, self.checkpoint.weights, self.chosen)
 
     def missing(self, need: Need) -> str | None:
         """The reason why `need` is not met; None where it is."""

@@ -30,7 +30,7 @@ from outrider.utils.measure import dtype_name
 
 _MOST_MASKS = 24
 _TIE = 0.05  # tokens a round; special tokens that were never trained are embedded alike
-_COMMON_THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
+COMMON_THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def aux_order(inputs: Inputs) -> Finding:
 def mask_token(inputs: Inputs) -> Finding:
     """Check the mask token: acceptance with other tokens that could have been meant."""
     target, own = inputs.target, inputs.block_drafter.config.mask_token_id
-    others = _plausible_masks(target, own)
+    others = plausible_masks(target, own)
     if not others:
         return skipped("the target names no other token that could be the mask")
     found = _compare(inputs, [Variant(f"mask token {i}", {"mask_token_id": i}) for i in others], _TIE)
@@ -123,7 +123,7 @@ def mask_token(inputs: Inputs) -> Finding:
     )
 
 
-def _plausible_masks(target: Target, own: int) -> list[int]:
+def plausible_masks(target: Target, own: int) -> list[int]:
     """Ids that could have been meant: special tokens, the one training would choose, neighbours by number."""
     ids: list[int | None] = [own - 1, own + 1, 0, *target.eos_ids]
     tokenizer = target.tokenizer
@@ -159,7 +159,7 @@ def rope_base(inputs: Inputs) -> Finding:
     """Check `rope_theta`: acceptance with the target's RoPE base and other common ones."""
     own = inputs.block_drafter.config.rope_theta
     theirs = target_rope(inputs.target).get("rope_theta")
-    bases = [float(b) for b in dict.fromkeys([theirs, *_COMMON_THETAS]) if b is not None and float(b) != own]
+    bases = [float(b) for b in dict.fromkeys([theirs, *COMMON_THETAS]) if b is not None and float(b) != own]
     found = _compare(inputs, [Variant(f"rope_theta {b:g}", {"rope_theta": b}) for b in bases])
     return found.finding(
         f"rope_theta {own:g} is not what the drafter was trained with: it looks at the wrong distances, and the more "
