@@ -29,7 +29,7 @@ ORIGINS = {place: origin for origin, place in PLACES.items()}
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are elsewhere in the repository, and the generated ones."""
     pages = {place: ROOT / origin for origin, place in PLACES.items() if origin.endswith(".md")}
-    pages |= {f"reference/{name}.md": GENERATED / f"{name}.md" for name in ("verbs", "recipe", "metrics")}
+    pages |= {f"reference/{name}.md": GENERATED / f"{name}.md" for name in ("verbs", "recipe", "metrics", "commands")}
     pages["symptoms.md"] = GENERATED / "symptoms.md"
     for place, path in pages.items():
         files.append(File.generated(config, place, content=path.read_text(encoding="utf-8")))

@@ -1,4 +1,5 @@
-"""Write the generated pages of the site: verbs, recipe fields, metrics of the server, findings of the doctor.
+"""Write the generated pages of the site: verbs, recipe fields, metrics of the server, findings of the doctor,
+commands and their tests.
 
     python docs/site/reference.py DIRECTORY
 
@@ -21,7 +22,11 @@ from typer.main import get_command
 import outrider.cli.main as main
 from outrider.training.recipe import recipe_fields
 
-SOURCE = Path(__file__).parents[2] / "src" / "outrider"
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # tests/ is no part of the package
+from tests.toys.documentation import command_rows  # noqa: E402
+
+SOURCE = ROOT / "src" / "outrider"
 
 
 def cell(text: object) -> str:
@@ -70,6 +75,21 @@ def fields() -> Iterator[str]:
         kind = f"{field.kind}, of {field.only}" if field.only else field.kind
         rows.append([f"`{field.name}`", kind, default, field.meaning or ""])
     yield from table(["field", "type", "default", "meaning"], rows)
+
+
+def commands() -> Iterator[str]:
+    """A row for each command in a block of README and the site."""
+    yield "# Commands and their tests\n"
+    yield (
+        "Generated. Of every command in a block: the tests that run its verb with its options, and what else\n"
+        "it needs. Tests run on toy targets, unless their file is of an engine or of SmolLM2.\n"
+        "`tests/cli/test_cli.py` reads every command by the program's parser, and fails where no test has an option."
+    )
+    rows: list[list[object]] = [
+        [f"`{command}`", str(page.relative_to(ROOT)), ", ".join(f"`tests/{name}`" for name in tests), "; ".join(needs)]
+        for page, command, tests, needs in command_rows()
+    ]
+    yield from table(["command", "page", "tests", "needs"], rows)
 
 
 def literal(node: ast.expr) -> str:
@@ -131,5 +151,11 @@ def symptoms() -> Iterator[str]:
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
-    for file, lines in {"verbs": verbs(), "recipe": fields(), "metrics": metrics(), "symptoms": symptoms()}.items():
+    for file, lines in {
+        "verbs": verbs(),
+        "recipe": fields(),
+        "metrics": metrics(),
+        "symptoms": symptoms(),
+        "commands": commands(),
+    }.items():
         (out / f"{file}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

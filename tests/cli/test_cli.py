@@ -43,10 +43,10 @@ from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import load_target
 from outrider.utils.packaged import Kind, packaged
 from tests.toys.command_line import Run, check_error
+from tests.toys.documentation import HISTORY, NO_TEST, PAGES, ROOT, RUN_BY, command_rows, documented_commands, words_of
 from tests.toys.targets import randomise
 from tests.toys.tokenizer import byte_tokenizer
 
-ROOT = Path(__file__).parents[2]
 VERBS = {
     "init": ["--target", "--prompts", "--out", "--force"],
     "train": ["RECIPE", "OVERRIDES"],
@@ -656,36 +656,6 @@ def test_the_installed_command_ends_a_mistake_in_one_line() -> None:
     assert not found.stdout
 
 
-def documented_commands(page: Path) -> list[tuple[list[str], bool]]:
-    """Words behind `outrider` of every command on a Markdown page, and whether it stands in a block of commands."""
-    text, found = page.read_text(encoding="utf-8"), []
-    blocks = re.findall(r"^```(.*)\n([\s\S]*?)^```$|((?:^ {4,}\S.*\n)+)", text, re.MULTILINE)
-    parts = [(fenced or indented, True) for kind, fenced, indented in blocks if kind in ("", "sh")]
-    parts += [(command, False) for command in re.findall(r"(?<!`)`(outrider [a-z][^`\n]*)`", text)]
-    for part, in_block in parts:
-        known: dict[str, str] = {}  # T=gsm8k,humaneval in an earlier line of the block
-        for line in part.replace("\\\n", " ").splitlines():
-            if not re.search(r"\boutrider\b|^ *[A-Z]=", line):
-                continue
-            for name, value in known.items():
-                line = re.sub(rf"\${name}\b", value, line)
-            reader = shlex.shlex(line, posix=True, punctuation_chars=True)
-            reader.whitespace_split = True
-            for command in re.split(r"\0(?:[;|&]+|do)(?=\0)", "\0".join(["", *reader, ""])):
-                words = command.strip("\0").split("\0")
-                set_first = next((i for i, word in enumerate(words) if not re.match(r"\w+=", word)), len(words))
-                known |= dict(word.split("=", 1) for word in words[:set_first])
-                start = set_first if words[set_first : set_first + 1] == ["outrider"] else None
-                start = words.index("outrider.cli.main") if "outrider.cli.main" in words else start
-                end = min(words.index(mark) if mark in words else len(words) for mark in (">", "<"))
-                found += [(words[start + 1 : end], in_block)] if start is not None else []
-    return found
-
-
-HISTORY = ("decisions.md", "log.md")  # what they say of the past stays
-PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
 def test_links_of_the_documentation_lead_to_files_of_the_repository() -> None:
     """`make docs` checks them on the site, where docs/site/hooks.py has rewritten some, and their anchors."""
     links = []
@@ -714,3 +684,14 @@ def test_the_commands_of_the_documentation_are_read(page: Path) -> None:
             # A sentence may name a verb or an option alone. Typer has its own copy of click's errors.
             if in_block or type(error).__name__ not in ("MissingParameter", "BadOptionUsage"):
                 raise AssertionError(f"outrider {shlex.join(words)}: {error}") from error
+
+
+def test_the_commands_of_the_documentation_are_run() -> None:
+    """Every verb by the tests that `RUN_BY` names, with every option of a command; or what it needs is said."""
+    for verb, names in RUN_BY.items():
+        for name in names:
+            test = ROOT / "tests" / name
+            assert verb in words_of(test) or f"{verb}_command" in test.read_text(encoding="utf-8"), (verb, name)
+    rows = list(command_rows())
+    lost = [f"{page.name}: {command}: {needs}" for page, command, _, needs in rows if any(NO_TEST in n for n in needs)]
+    assert len(rows) > 80 and not lost, "\n".join(lost)

@@ -22,6 +22,7 @@ from outrider.loadtest.metrics import Frontier
 from outrider.loadtest.simulate import compare
 from outrider.loadtest.sweep import side_by_side
 from outrider.scheduling.cost import Profile
+from tests.toys.command_line import Run
 
 MEASURED = Path(__file__).parents[2] / "docs" / "results"
 
@@ -95,3 +96,9 @@ def test_a_table_fits_80_columns(name: str, tmp_path: Path) -> None:
     ]
     assert rows[0] == rows[1] and not any("…" in line for line in rows[0])
     assert max(map(len, rows[0])) <= 80 and len(rows[0]) > 3
+
+
+def test_engines_side_by_side(run: Run, tmp_path: Path) -> None:
+    status, said, errors = run("bench-table", MEASURED / "load", "--out", tmp_path / "table.md")
+    assert status == 0 and "local" in said, errors
+    assert (tmp_path / "table.md").read_text().startswith("| engine ")

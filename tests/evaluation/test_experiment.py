@@ -333,6 +333,8 @@ def test_dry_run_prints_the_commands(run: Run, tmp_path: Path) -> None:
     status, out, _ = run("experiment", write(tmp_path), "--dry-run")
     assert status == 0 and "[1/11] outrider prepare --recipe" in out and "[11/11] outrider compare" in out
     assert not (tmp_path / "out").exists()
+    status, out, _ = run("experiment", tmp_path / "table.yaml", "--rows", "flat", "--dry-run")
+    assert status == 0 and "/flat/" in out and "/two/" not in out
     check_error(run("experiment", tmp_path / "nope.yaml"), "no table")
 
 

@@ -485,6 +485,10 @@ def test_the_verb_records_simulates_and_validates(outrider: Run, tmp_path: Path)
         "load.png",
         "gains.png",
     }
+    shared = ("--replicas", 2, "--concurrency", 4, "--variants", "none", "--requests", 6)
+    status, stdout, stderr = outrider(*given, *shared, "--out", tmp_path / "replicas")
+    assert status == 0, stderr
+    assert json.loads((tmp_path / "replicas" / "frontier.json").read_text())["settings"]["replicas"] == 2
     validate = ("--validate", tmp_path / "first" / "frontier.json", "--scale-verify", 2)
     status, stdout, stderr = outrider(*given, *chosen, "--out", tmp_path / "second", *validate)
     assert status == 0 and "worst: " in stdout, stderr + stdout

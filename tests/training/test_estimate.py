@@ -12,7 +12,7 @@ import torch
 import yaml
 
 import outrider.training.estimate as estimates
-from outrider.cli import bench, calibrate, data, evaluate, experiment, train
+from outrider.cli import bench, calibrate, data, demo, evaluate, train
 from outrider.training.estimate import (
     Estimate,
     MeasuredTarget,
@@ -51,7 +51,7 @@ def directory(tmp_path: Path, toy: Path, cache: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    for module in (bench, calibrate, data, evaluate, experiment, train):
+    for module in (bench, calibrate, data, demo, evaluate, train):
         monkeypatch.setattr(module, "set_up", lambda threads: None)
     return in_process(monkeypatch, capfd)
 

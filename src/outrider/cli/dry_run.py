@@ -420,11 +420,11 @@ def of_stage(table: ExperimentTable, stage: Stage, options: dict[str, Any], know
     return Estimate(tuple(part for part in estimate(recipe, known).parts if part.name in names))
 
 
-def of_demo(recipe: Recipe, evaluations: int, samples: int, tokens: int, tasks: str, *, console: Console) -> None:
-    """`outrider demo`: training, then so many evaluations."""
+def of_demo(recipe: Recipe, samples: int, tokens: int, tasks: str, *, console: Console) -> None:
+    """`outrider demo`: training as if no response were packaged, then an evaluation; the race takes seconds."""
     known = measurements(console)
     training = estimate(recipe, known).parts
     measured = measured_target(recipe.target, recipe.device, known)
     texts = task_texts(measured, tasks, samples, max_new_tokens=tokens, thinking=False)
-    decoded = decoding(measured, "evaluation", texts, times=2 * evaluations)
+    decoded = decoding(measured, "evaluation", texts, times=2)
     show(Estimate((*training, decoded)), Path(recipe.out), console)

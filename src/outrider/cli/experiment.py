@@ -1,4 +1,4 @@
-"""`outrider experiment` (train and compare the drafters of a table) and `outrider demo` (one small run of it all)."""
+"""`outrider experiment`: train and compare the drafters of a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from itertools import chain
@@ -17,21 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from outrider.api.drafter import recommended_threshold, require_drafter
-from outrider.cli import options as opt
+from outrider.api.drafter import require_drafter
 from outrider.cli.calibrate import calibrate_command
-from outrider.cli.common import choose_policy, choose_tree, choose_typical, counting, load, show_lines, split_names
-from outrider.cli.evaluate import bench_drafters, evaluate_command, report
-from outrider.cli.options import FILES, GENERAL, PROMPTS, option, verb_options
-from outrider.cli.train import run_training
-from outrider.evaluation.verdict import drafter_verdict
-from outrider.utils.measure import set_up, versions
+from outrider.cli.common import choose_policy, choose_tree, choose_typical, show_lines, split_names
+from outrider.cli.evaluate import bench_drafters, evaluate_command
+from outrider.cli.options import GENERAL, option, verb_options
+from outrider.utils.measure import set_up
 from outrider.utils.terminal import Terminal
 
 if TYPE_CHECKING:
-    from outrider.data.sources import TaskSettings
     from outrider.evaluation.experiment import ExperimentTable, Stage
-    from outrider.target.model import Target
 
 _VERBS: dict[str, Callable[..., None]] = {
     "eval": evaluate_command,
@@ -208,93 +202,3 @@ def run_command(command: list[str]) -> int:
         finally:
             for number, handler in former.items():
                 signal.signal(number, handler)
-
-
-_TASKS = ["eval_math", "eval_chat", "eval_code"]
-_THRESHOLD = 0.25  # a drafter this young is often wrong, and knows it
-_PROMPT = "Write a Python function that returns the sum of a list."  # whose answer the report shows token by token
-
-
-def demo(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="recipe fields to change: optimizer.steps=20 ...")
-    ] = None,
-    *,
-    out: Annotated[Path, option(FILES, "where the run goes")] = Path("runs/demo"),
-    eval_samples: Annotated[int, option(PROMPTS, "held-out prompts per task and drafter", min=1)] = 3,
-    eval_tokens: Annotated[int, option(PROMPTS, "new tokens per response", min=1)] = 96,
-    threads: opt.Threads = None,
-    dry_run: opt.DryRun = False,
-) -> None:
-    """Train, evaluate and report a small drafter, responses included, in ten minutes."""
-    from outrider.api.model import Model
-    from outrider.checkpoints.checkpoint import read_metadata
-    from outrider.checkpoints.published import shipped_drafter
-    from outrider.cli.evaluate import write_page
-    from outrider.cli.generate import write_trace
-    from outrider.data.sources import TaskSettings
-    from outrider.scheduling.policies import FixedPolicy
-    from outrider.training.recipe import load_recipe
-
-    console = Terminal()
-    started = time.perf_counter()
-    set_up(threads)
-    recipe = load_recipe(Path("demo"), overrides or []).model_copy(update={"out": str(out)})
-    if dry_run:
-        from outrider.cli.dry_run import of_demo
-
-        evaluations = 1 if shipped_drafter(recipe.target) is None else 2
-        of_demo(recipe, evaluations, eval_samples, tokens=eval_tokens, tasks=",".join(_TASKS), console=console)
-        return
-    target = load(recipe.target, recipe.device, console=console)
-    run_training(recipe, target, console)
-    config = TaskSettings(eval_samples, eval_tokens)
-    console.rule("the drafter trained just now")
-    _measure(out / "drafter", target, config, threshold=_THRESHOLD, out=out / "eval", console=console)
-    shown = out / "drafter"
-    threshold: float | None = _THRESHOLD
-    shipped = shipped_drafter(recipe.target)
-    if shipped is not None:
-        console.rule("the shipped drafter, trained for longer")
-        shown, threshold = shipped, recommended_threshold(read_metadata(shipped))
-        _measure(shipped, target, config, threshold=threshold, out=out / "eval-shipped", console=console)
-    model = Model(target, require_drafter(str(shown), recipe.target).open(target))
-    policy = choose_policy(None, threshold) or FixedPolicy()
-    chunks = list(model.stream(_PROMPT, max_new_tokens=eval_tokens, policy=policy, trace=True))
-    asked = {"prompt": _PROMPT, "drafter": str(shown), "max_new_tokens": eval_tokens, "policy": str(policy)}
-    write_trace(out / "answer.json", model, chunks, settings=asked)
-    console.rule("the report")
-    write_page([out], out / "report.html", "outrider demo", console=console)
-    show_lines(
-        console,
-        f"demo finished in {(time.perf_counter() - started) / 60:.1f} minutes",
-        "next: outrider serve, whose page at http://127.0.0.1:8000/ shows the same of your own prompts",
-    )
-
-
-def _measure(
-    directory: Path, target: Target, config: TaskSettings, threshold: float | None, out: Path, console: Console
-) -> None:
-    from outrider.checkpoints.checkpoint import load_checkpoint
-    from outrider.evaluation.evaluate import evaluate
-    from outrider.evaluation.report import speedups
-    from outrider.evaluation.results import DrafterInfo, TrainingInfo
-    from outrider.scheduling.policies import FixedPolicy
-
-    checkpoint, policy = load_checkpoint(directory), choose_policy(None, threshold) or FixedPolicy()
-    packed, training = checkpoint.serve(target), TrainingInfo.of(checkpoint.metadata)
-    algorithm = checkpoint.algorithm
-    info = DrafterInfo(label=algorithm, algorithm=algorithm, gamma=packed.gamma, training=training)
-    with counting(console, "eval") as on_progress:
-        results = evaluate(
-            target,
-            packed,
-            _TASKS,
-            settings=config,
-            drafter_info=info,
-            policy=policy,
-            recorded={"drafter": str(directory)},
-            versions=versions(),
-            on_progress=on_progress,
-        )
-    report(results, out, console, verdict=drafter_verdict(speedups(results), {}))

@@ -113,7 +113,7 @@ def generate_command(
     print(flush=True)
     if temperature > 0:
         used += f"; seed {chunks[-1].seed}"
-    summary(chunks, used, errors, legend=show_rounds)
+    summary(chunks, used, errors, with_legend=show_rounds)
     if trace is not None:
         drafts = {"tree": tree, "lookup": lookup, "typical": typical, "decoded by": used}
         settings = {"prompt": prompt, **options, "seed": chunks[-1].seed, **drafts}
@@ -156,15 +156,20 @@ def coloured(chunk: Chunk, target: DecodingTarget) -> Text:
     return text
 
 
-def summary(chunks: list[Chunk], used: str, console: Console, legend: bool) -> None:
+def legend() -> str:
+    """What the colours of `coloured` mean."""
+    marks = ", ".join(f"[{style}]{kind}[/{style}]" for kind, style in STYLES.items())
+    return f"[dim]tokens: {marks}[/dim]"
+
+
+def summary(chunks: list[Chunk], used: str, console: Console, with_legend: bool) -> None:
     """Rounds, accepted length, where the time went and what was `used`, on one line."""
     tokens = sum(len(c.tokens) for c in chunks)
     drafting, verifying, other = (
         sum(getattr(c.stats, f"{name}_seconds") for c in chunks) for name in ("draft", "verify", "other")
     )
-    if legend:
-        marks = ", ".join(f"[{style}]{kind}[/{style}]" for kind, style in STYLES.items())
-        console.print(f"[dim]tokens: {marks}[/dim]")
+    if with_legend:
+        console.print(legend())
     seconds = drafting + verifying + other
     console.print(
         f"[dim]{tokens} tokens in {len(chunks)} rounds (tau {tokens / len(chunks):.2f}), {tokens / seconds:.1f} "

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -201,6 +202,17 @@ class MetricsLog:
             self.file.close()
             for board in self.boards:
                 board.close()
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int = 16) -> str:
+    """A curve of at most `width` characters, each the mean of as many values; the lowest is `▁`, the highest `█`."""
+    parts = min(width, len(values))
+    means = [fmean(values[len(values) * i // parts : len(values) * (i + 1) // parts]) for i in range(parts)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    return "".join(_BARS[round(7 * (mean - low) / (high - low))] if high > low else _BARS[0] for mean in means)
 
 
 def progress_bar(shown: bool) -> Progress:

@@ -29,7 +29,7 @@ from outrider.drafters.base import DrafterWeights
 from outrider.training.batches import Chosen, Schedule, build_batch, idle_batch, micro_batches, total_weight
 from outrider.training.feature_store import open_features, samples_digest
 from outrider.training.features import FeatureCache, Features, FeatureSource, step_features
-from outrider.training.logging import Meters, MetricsLog, progress_bar
+from outrider.training.logging import Meters, MetricsLog, progress_bar, sparkline
 from outrider.training.parallel import LockStep, ParallelStep, whole_drafter
 from outrider.training.recipe import OptimizerSection, Recipe
 from outrider.training.setup import Run, training_precision
@@ -189,13 +189,16 @@ class Trainer:
             ):
                 if not first and self.run.origin:
                     self._evaluate_start(log)
+                losses: list[float] = []
                 task = bar.add_task("train", total=self.recipe.optimizer.steps, completed=first, status="")
                 for done in range(first + 1, last + 1):
                     report = self._step(done - 1, fetched)
                     self.seconds = time.perf_counter() - started
                     stop = self._after_step(done, report, done == last, log=log)
                     tau = self.last_metrics.get("expected_length_greedy", 1)
-                    bar.update(task, completed=done, status=f"loss {report.loss:.3f}  tau {tau:.2f}  {log.speed}")
+                    losses.append(report.loss)
+                    status = f"loss {sparkline(losses)} {report.loss:.3f}  tau {tau:.2f}  {log.speed}"
+                    bar.update(task, completed=done, status=status)
                     if stop:
                         break
         finally:

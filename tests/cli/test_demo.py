@@ -1,0 +1,143 @@
+"""`outrider demo` on a toy target: the race, packaged responses, budgets, and the files it leaves."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+import outrider
+import outrider.checkpoints.published as published
+import outrider.training.state as state
+from outrider.cli import demo, train
+from outrider.data.responses import read_responses
+from outrider.target.model import load_target
+from outrider.training.logging import sparkline
+from outrider.training.recipe import load_recipe
+from outrider.utils import machine
+from outrider.utils.files import file_sha256, weight_files
+from tests.toys.command_line import Run
+from tests.toys.target_directory import save_toy_recipe
+
+RECIPE = "optimizer: {steps: 4, sequences_per_step: 2, anchors_per_sequence: 2}\nprecision: float32\neval_every: 4\n"
+
+
+@pytest.fixture
+def directory(tmp_path: Path, toy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A target, its drafter as a packaged one, a recipe, and responses to its prompts as packaged ones."""
+    monkeypatch.setattr(machine, "is_busy", lambda: True)  # what is measured is not kept
+    for module in (demo, train):
+        monkeypatch.setattr(module, "set_up", lambda threads: None)
+    (tmp_path / "target").symlink_to(toy / "target")
+    save_toy_recipe(tmp_path, RECIPE)
+    monkeypatch.setattr(published, "shipped_drafter", lambda target: toy / "drafter")
+    monkeypatch.setattr(demo, "RESPONSES", tmp_path / "packaged.jsonl")
+    monkeypatch.setattr(demo, "_TASKS", [str(tmp_path / "prompts.jsonl")])
+    monkeypatch.setattr(demo, "_FEWEST_STEPS", 2)
+    return tmp_path
+
+
+def package_responses(directory: Path, run: Run, digests: list[str]) -> None:
+    path = directory / "packaged.jsonl"
+    assert run("prepare", "--recipe", directory / "recipe.yaml", "--out", path)[0] == 0
+    first, *others = path.read_text().splitlines()
+    header = json.loads(first)
+    header["settings"]["target_sha256"] = digests
+    path.write_text("\n".join([json.dumps(header), *others]) + "\n")
+
+
+def overrides(directory: Path) -> list[str]:
+    fields = yaml.safe_load((directory / "recipe.yaml").read_text())
+    fields["data"]["prompts"] = [{"path": str(directory / "prompts.jsonl")}]
+    return [f"{name}={json.dumps(value)}" for name, value in fields.items() if name != "out"]
+
+
+def test_the_whole_demo(directory: Path, run: Run) -> None:
+    digests = [file_sha256(file) for file in weight_files(directory / "target")]
+    package_responses(directory, run, digests)
+    out = directory / "out"
+    status, said, errors = run("demo", *overrides(directory), "--out", out, "--eval-samples", 1, "--eval-tokens", 6)
+    assert status == 0, errors
+    assert re.search(r"^plain: \S+ tokens/s, 1.00 tokens per .*; drafter: .*x, the same text$", said, re.MULTILINE)
+    assert "4 prompts answered here, 4 of them token for token as the package has them; 6 answers taken" in said
+    assert read_responses(out / "responses.jsonl")[1] == read_responses(directory / "packaged.jsonl")[1]
+    for file in ("drafter/config.json", "eval/results.json", "answer.json", "report.html"):
+        assert (out / file).is_file()
+    assert said.index("race") < said.index("answered here") < said.index("held-out") < said.index("demo finished in")
+
+
+def test_responses_are_added_once_and_those_of_other_weights_never(directory: Path, run: Run) -> None:
+    """What training then reads: the file alone, with packaged responses to some prompts; else every prompt."""
+    package_responses(directory, run, ["0" * 64])
+    target, recipe = load_target(str(directory / "target")), load_recipe(directory / "recipe.yaml")
+    said = io.StringIO()
+    assert demo.add_packaged_responses(recipe, target, Console(file=said, width=1000)) == recipe
+    assert "packaged responses are not used: " in said.getvalue() and "by other weights" in said.getvalue()
+    file = directory / "out" / "responses.jsonl"
+    assert len(read_responses(file)[1]) == 4
+    assert demo.add_packaged_responses(recipe, target, Console(quiet=True)) == recipe
+
+    file.unlink()
+    package_responses(directory, run, [file_sha256(path) for path in weight_files(directory / "target")])
+    lines = (directory / "packaged.jsonl").read_text().splitlines()
+    (directory / "packaged.jsonl").write_text("\n".join(lines[:-2]) + "\n")  # not all prompts have a packaged answer
+    answered = demo.add_packaged_responses(recipe, target, Console(quiet=True))
+    assert answered.data.prompts == [] and answered.data.responses == str(file)
+    assert len(read_responses(file)[1]) == 8
+    assert demo.add_packaged_responses(recipe, target, Console(quiet=True)) == answered, "as a second run finds it"
+
+
+def test_a_race_is_lossless_and_its_clocks_are_apart(
+    toy: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runner whose clock is behind moves next, and rates count a runner's own seconds alone."""
+    now = 0.0
+    monkeypatch.setattr(demo.time, "perf_counter", lambda: now)
+    model = outrider.load(str(toy / "target"), drafter=str(toy / "drafter"))
+    moved: list[tuple[str, float]] = []
+    move = demo.Runner.move
+
+    def slow(self: demo.Runner, target: object) -> None:
+        nonlocal now
+        moved.append((self.name, self.seconds))
+        started = self.seconds
+        move(self, target)  # type: ignore[arg-type]
+        now += {"plain": 1.0, "drafter": 3.0}[self.name]
+        self.seconds = started + {"plain": 1.0, "drafter": 3.0}[self.name]
+
+    monkeypatch.setattr(demo.Runner, "move", slow)
+    assert demo.race(model, Console(quiet=True)) == pytest.approx(64 / 65)  # a last move finds the end
+    both = [name for name, _ in moved]
+    assert both[:5] == ["plain", "drafter", "plain", "plain", "plain"]
+
+
+def test_a_slow_machine_trains_fewer_steps(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a run that has begun goes on with the steps that it began with."""
+    monkeypatch.setattr(demo, "_TRAINING_SECONDS", 1e-9)
+    recipe, target = load_recipe(directory / "recipe.yaml"), load_target(str(directory / "target"))
+    assert demo.fit_training(recipe, target, Console()).optimizer.steps == 2
+    assert "2 steps instead of 4" in capsys.readouterr().out
+    began = {"settings": {"optimizer": {"steps": 3}}}
+    monkeypatch.setattr(state, "read_run", lambda place: began)
+    assert demo.fit_training(recipe, target, Console(quiet=True)).optimizer.steps == 3
+
+
+def test_budgets_shorten_what_is_slow(directory: Path) -> None:
+    console = Console(quiet=True)
+    turns = 3
+    assert demo.fit_evaluation(96, turns, 1000.0, console=console) == 96
+    assert demo.fit_evaluation(96, turns, 2.0, console=console) == 150 * 2 // (2 * turns)
+    assert demo.fit_evaluation(96, turns, 0.1, console=console) == 24
+
+
+def test_a_curve_in_characters() -> None:
+    assert sparkline([]) == "" and sparkline([2.0, 2.0]) == "▁▁"
+    assert sparkline([3.0, 1.0, 2.0]) == "█▁▅" and len(sparkline(range(1000))) == 16
+    assert sparkline([0.0, 0.0, 7.0, 7.0], width=2) == "▁█"

@@ -1,0 +1,116 @@
+"""The commands of README and the site, the tests that run their verbs, and what a command needs that no test has.
+
+docs/site/reference.py makes a page of it; tests/cli/test_cli.py holds it to the tests.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HISTORY = ("decisions.md", "log.md")  # what they say of the past stays
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MEASUREMENTS = ROOT / "docs" / "results.md"  # whose commands take minutes to hours on a quiet machine
+
+# Files whose tests run a verb, on toy targets unless they are of the real SmolLM2 or of an engine.
+RUN_BY = {
+    "bench": ["loadtest/test_bench.py", "loadtest/test_bench_engines.py", "loadtest/test_sampled.py",
+              "loadtest/test_several_drafters.py", "backends/test_add_an_engine.py", "engines/test_vllm_bench.py",
+              "engines/test_llama_cpp.py", "serving/test_toy_server.py"],
+    "bench-drafters": ["evaluation/test_compare.py"],
+    "bench-table": ["cli/test_tables.py"],
+    "calibrate": ["evaluation/test_shipped.py", "drafters/test_add_a_drafter.py", "calibration/test_calibrate_cli.py"],
+    "compare": ["evaluation/test_compare.py"],
+    "demo": ["cli/test_demo.py", "smollm/test_smollm.py"],
+    "doctor": ["evaluation/test_doctor.py"],
+    "eval": ["cli/test_cli.py", "evaluation/test_shipped.py", "smollm/test_smollm.py", "backends/test_mlx.py"],
+    "experiment": ["evaluation/test_experiment.py"],
+    "export": ["backends/test_export.py", "cli/test_cli.py"],
+    "features": ["training/test_store_cli.py"],
+    "generate": ["cli/test_cli.py", "report/test_report.py", "backends/test_mlx.py"],
+    "init": ["cli/test_init.py"],
+    "inspect": ["data/test_inspect.py", "cli/test_cli.py"],
+    "models": ["checkpoints/test_published.py"],
+    "package": ["evaluation/test_shipped.py"],
+    "prepare": ["data/test_prepare.py", "cli/test_demo.py"],
+    "profile": ["scheduling/test_profile.py"],
+    "push": ["cli/test_push.py"],
+    "recipe": ["cli/test_recipe.py"],
+    "report": ["report/test_report.py"],
+    "runs": ["cli/test_runs.py"],
+    "serve": ["serving/test_other_engines.py", "report/test_report.py"],
+    "simulate": ["loadtest/test_simulate.py"],
+    "train": ["training/test_train_cli.py", "training/test_estimate.py"],
+}  # fmt: skip
+
+NO_TEST = "no test has"
+# What an option needs that makes no part of a test.
+NEEDS = {
+    **{(verb, "--device"): "a CUDA device; tests run the verb on a CPU" for verb in ("calibrate", "eval")},
+    ("bench", "--engine-python"): "the engine; `make test-engines` runs such a command",
+    **{(verb, "--thinking"): "a target that thinks; `generate` is tested with it" for verb in ("calibrate", "serve")},
+}
+
+
+def documented_commands(page: Path) -> list[tuple[list[str], bool]]:
+    """Words behind `outrider` of every command on a Markdown page, and whether it stands in a block of commands."""
+    text, found = page.read_text(encoding="utf-8"), []
+    blocks = re.findall(r"^```(.*)\n([\s\S]*?)^```$|((?:^ {4,}\S.*\n)+)", text, re.MULTILINE)
+    parts = [(fenced or indented, True) for kind, fenced, indented in blocks if kind in ("", "sh")]
+    parts += [(command, False) for command in re.findall(r"(?<!`)`(outrider [a-z][^`\n]*)`", text)]
+    for part, in_block in parts:
+        known: dict[str, str] = {}  # T=gsm8k,humaneval in an earlier line of the block
+        for line in part.replace("\\\n", " ").splitlines():
+            if not re.search(r"\boutrider\b|^ *[A-Z]=", line):
+                continue
+            for name, value in known.items():
+                line = re.sub(rf"\${name}\b", value, line)
+            reader = shlex.shlex(line, posix=True, punctuation_chars=True)
+            reader.whitespace_split = True
+            for command in re.split(r"\0(?:[;|&]+|do)(?=\0)", "\0".join(["", *reader, ""])):
+                words = command.strip("\0").split("\0")
+                set_first = next((i for i, word in enumerate(words) if not re.match(r"\w+=", word)), len(words))
+                known |= dict(word.split("=", 1) for word in words[:set_first])
+                start = set_first if words[set_first : set_first + 1] == ["outrider"] else None
+                start = words.index("outrider.cli.main") if "outrider.cli.main" in words else start
+                end = min(words.index(mark) if mark in words else len(words) for mark in (">", "<"))
+                found += [(words[start + 1 : end], in_block)] if start is not None else []
+    return found
+
+
+def words_of(test: Path) -> set[str]:
+    """The texts in a test file's code, and their words; lists of a verb's options (`VERBS`) run nothing."""
+    tree = ast.parse(test.read_text(encoding="utf-8"))
+    run = [node for node in tree.body if not (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "VERBS")]
+    texts = {
+        node.value
+        for part in run
+        for node in ast.walk(part)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    return texts | {word for text in texts for word in text.split()}
+
+
+def command_rows() -> Iterator[tuple[Path, str, list[str], list[str]]]:
+    """(page, command, the tests that run its verb with its options, what else it needs) of every block's command."""
+    known = {verb: {name: words_of(ROOT / "tests" / name) for name in names} for verb, names in RUN_BY.items()}
+    for page in PAGES:
+        for words, in_block in documented_commands(page):
+            if not in_block or page.name in HISTORY:
+                continue
+            files, options = known[words[0]], sorted({w.split("=")[0] for w in words if w.startswith("--")})
+            needs = {NEEDS[words[0], option] for option in options if (words[0], option) in NEEDS}
+            wanted = [option for option in options if (words[0], option) not in NEEDS]
+            tests: list[str] = []
+            for option in wanted:
+                have = [name for name, found in files.items() if option in found]
+                if not have and page != MEASUREMENTS:
+                    needs.add(f"{NO_TEST} {option}")
+                tests += [name for name in have[:1] if not set(have) & set(tests)]
+            if page == MEASUREMENTS:
+                needs.add("minutes to hours on a quiet machine: run by hand")
+            yield page, f"outrider {shlex.join(words)}", tests or list(files)[:1], sorted(needs)
