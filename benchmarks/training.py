@@ -274,7 +274,7 @@ def main(
     precisions = _precisions(precision or list(_PRECISIONS[:1] if fast == torch.float32 else _PRECISIONS))
     target = load(chosen.target, chosen.device)
     _, replies = existing_responses(responses or responses_path(chosen), target)
-    samples = join_turns(replies)[: (steps + 1) * chosen.optimizer.sequences_per_step]
+    samples = join_turns(reply for reply, _ in replies)[: (steps + 1) * chosen.optimizer.sequences_per_step]
     found = training_speed(chosen, target, samples, precisions, steps)
     if full_vocabulary and found[0].draft_vocab < target.vocab_size:
         whole = chosen.drafter.model_copy(update={"draft_vocab_size": None})

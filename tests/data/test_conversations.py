@@ -241,10 +241,10 @@ def test_a_prompt_is_shown_with_what_cannot_be_seen() -> None:
 
 
 def test_many_truncated_responses_are_a_warning() -> None:
-    replies = [Reply(str(i), 0, [1], [2], finished=i >= 3) for i in range(10)]
-    said = truncation_warning(replies, 256)
+    finished = [i >= 3 for i in range(10)]
+    said = truncation_warning(finished, 256)
     assert said is not None and "3 of 10 responses (30%)" in said and "max_new_tokens 256: raise data.max_new_" in said
-    assert truncation_warning(replies[2:], 256) is None and truncation_warning([], 256) is None
+    assert truncation_warning(finished[2:], 256) is None and truncation_warning([], 256) is None
 
 
 def test_a_later_turn_continues_the_very_tokens_that_were_generated() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import pickle
 import random
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,11 +30,23 @@ from outrider.data.regenerate import (
     plan_batches,
     regenerate,
 )
-from outrider.data.responses import FORMAT, Reply, Sample, companion_file, join_turns, read_responses, sole_writer
+from outrider.data.responses import (
+    FORMAT,
+    Reply,
+    Sample,
+    companion_file,
+    join_turns,
+    open_responses,
+    read_responses,
+    sole_writer,
+    stored_samples,
+)
 from outrider.data.sources import load_prompts, shipped_sets
 from outrider.sampling import SamplingParams
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch, Schedule, build_batch
+from outrider.training.dataset import choose_draft_ids
+from outrider.training.feature_store import samples_digest
 from outrider.training.features import Features
 from outrider.training.recipe import OptimizerSection
 from tests.toys.decoding import generate_batch
@@ -449,6 +464,62 @@ def test_turns_join_into_one_sample_unless_the_template_rewrote_them() -> None:
     ]
     assert joined[0].supervised_positions == [2, 3, 6] and joined[0].anchors == [1, 2, 5]
     assert joined[0].supervised_tokens == [3, 4, 7] and joined[0].num_supervised == 3
+
+
+def written(path: Path, replies: Sequence[Reply]) -> Path:
+    """A responses file of these replies, in their order."""
+    lines = [{"format": FORMAT, "settings": {}}, *map(asdict, replies)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def stored(path: Path) -> list[Sample]:
+    return stored_samples(path, open_responses(path)[1])
+
+
+def test_stored_samples_are_the_joined_ones(tmp_path: Path) -> None:
+    """Later turns, a rewritten one, nothing answered, lines of one conversation apart, one cut off by a crash."""
+    first = Reply("a", 0, [1, 2], [3, 4], True)
+    second = Reply("a", 1, [1, 2, 3, 4, 5, 6], [7], True)
+    silent = Reply("a", 2, [1, 2, 3, 4, 5, 6, 7, 8], [], True)
+    rewritten = Reply("a", 3, [1, 2, 9], [8, 8], False)
+    others = [Reply("b", 0, [5], [6], True), Reply("c", 0, [5, 6], [], True), Reply("d", 0, [300, 7], [8] * 40, True)]
+    path = written(tmp_path / "r.jsonl", [second, others[0], rewritten, *others[1:], silent, first])
+    with path.open("a") as file:
+        file.write('{"id": "e", "tu')
+    joined = join_turns(read_responses(path)[1])
+    found = stored(path)
+    facts = [(s.id, s.tokens, s.spans, s.length, s.anchors, s.supervised_tokens) for s in joined]
+    assert len(joined) == 4 and joined[0].length == 8
+    for samples in (found, pickle.loads(pickle.dumps(found))):  # another rank's
+        assert [(s.id, s.tokens, s.spans, s.length, s.anchors, s.supervised_tokens) for s in samples] == facts
+    assert samples_digest(found) == samples_digest(joined)
+    whole = json.dumps([(s.tokens, s.spans) for s in joined])
+    assert samples_digest(joined) == hashlib.sha256(whole.encode()).hexdigest(), "as runs have it that began before"
+    sent = pickle.dumps(found)
+    path.write_text(path.read_text().replace("300", "301"))
+    with pytest.raises(ValueError, match=r"r\.jsonl was written anew while this run began"):
+        pickle.loads(sent)
+
+
+def test_tokens_of_stored_samples_take_no_memory(tmp_path: Path) -> None:
+    replies = [Reply(str(i), 0, [1000] * 500, list(range(1000, 2500)), True) for i in range(100)]
+    path = written(tmp_path / "r.jsonl", replies)
+    taken = {}
+    for name, read in (("stored", stored), ("joined", lambda path: join_turns(read_responses(path)[1]))):
+        tracemalloc.start()
+        samples = read(path)
+        assert sum(len(sample.tokens) for sample in samples) == 200_000
+        taken[name] = tracemalloc.get_traced_memory()[0] / len(samples)
+        tracemalloc.stop()
+    assert taken["stored"] < 1500 < 16000 < taken["joined"], "bytes of a sample"
+
+
+def test_a_reduced_vocabulary_has_the_most_frequent_tokens_the_first_of_equals() -> None:
+    samples = [Sample("a", [9, 8, 8, 3, 5, 3], ((3, 6),)), Sample("b", [8, 7, 4, 4, 6], ((2, 3), (4, 5)))]
+    expected = [1, 3, 5, 4, 6, 8, 9, 7, 0, 2]  # a stop token, 3 twice, then 5, 4, 6 of responses; 8 thrice; 9, 7
+    for size in range(1, 12):
+        assert choose_draft_ids(samples, 10, size, frozenset({1})).tolist() == sorted(expected[:size])
 
 
 def test_a_block_ends_with_its_response_even_where_another_one_follows() -> None:

@@ -11,7 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
+import outrider.drafters.layers as layers
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.layers import AttentionPattern, BlockLayout, flex_block_attention, split_attention
@@ -105,15 +107,42 @@ def test_a_sequential_head_sees_only_earlier_tokens_of_its_block(head: str) -> N
 PATTERNS = [AttentionPattern(), AttentionPattern(6), AttentionPattern(6, causal=True), AttentionPattern(causal=True)]
 
 
+def ragged(lengths: list[int], anchors: list[list[int]], heads: int = 4) -> tuple[BlockLayout, list[Tensor]]:
+    """A layout of sequences with these anchors, and queries, keys and values for blocks of 4 rows."""
+    sequence = [number for number, places in enumerate(anchors) for _ in places]
+    layout = BlockLayout(
+        lengths, torch.tensor([place for places in anchors for place in places]), torch.tensor(sequence)
+    )
+    N, S = len(sequence), sum(lengths)
+    shapes = [(N, 4, heads, 16), (S, 2, 16), (S, 2, 16), (N, 4, 2, 16), (N, 4, 2, 16)]
+    return layout, [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def assert_alike(layout: BlockLayout, tensors: list[Tensor], pattern: AttentionPattern) -> Tensor:
+    """FlexAttention's output and gradients are the split path's; returns the output."""
+    found = []
+    weights = torch.randn(tensors[0].shape)
+    for attend in (split_attention, flex_block_attention):
+        out = attend(*tensors, layout, pattern)
+        found.append([out, *torch.autograd.grad((out * weights).sum(), tensors)])
+    for split, flex in zip(*found, strict=True):
+        torch.testing.assert_close(split, flex, atol=1e-5, rtol=1e-5)
+    return found[0][0].detach()
+
+
+@pytest.fixture
+def flex_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention's dense reference has gradients on a CPU too, which its public function refuses there."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+
+
+@pytest.mark.usefixtures("flex_backward")
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_flex_attention_and_split_attention_agree(pattern: AttentionPattern) -> None:
-    layout = BlockLayout([9, 14, 5], torch.tensor([3, 9, 1, 8, 14, 5]), torch.tensor([0, 0, 1, 1, 1, 2]))
-    q = torch.randn(6, 4, 4, 16)
-    tensors = [torch.randn(28, 2, 16), torch.randn(28, 2, 16), torch.randn(6, 4, 2, 16), torch.randn(6, 4, 2, 16)]
-    split = split_attention(q, *tensors, layout, pattern)
-    flex = flex_block_attention(q, *tensors, layout, pattern)
-    torch.testing.assert_close(split, flex, atol=1e-5, rtol=1e-5)
-    # and both against plain softmax attention over the visible keys, block by block
+    """In what they give and in the gradients, and both with plain softmax attention over the visible keys."""
+    layout, leaves = ragged([9, 14, 5], [[3, 9], [1, 8, 14], [5]])
+    split = assert_alike(layout, leaves, pattern)
+    q, *tensors = (leaf.detach() for leaf in leaves)
     starts = [0, 9, 23]
     for block in range(6):
         start, anchor = starts[int(layout.sequence_N[block])], int(layout.anchors_N[block])
@@ -126,6 +155,31 @@ def test_flex_attention_and_split_attention_agree(pattern: AttentionPattern) -> 
                 values = torch.cat((tensors[1][context, h // 2], tensors[3][block, own, h // 2]))
                 expected = (keys @ q[block, row, h] / 4).softmax(0) @ values
                 torch.testing.assert_close(split[block, row, h], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("flex_backward")
+def test_flex_attention_is_compiled_for_the_first_batches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second epoch of other lengths, anchors and numbers of blocks compiles nothing, in training and evaluation.
+
+    The compiler's graphs run uncompiled here: FlexAttention has no compiled backward on CPUs.
+    """
+    pattern = AttentionPattern(6, causal=True)
+    torch.compiler.reset()
+    counter = CompileCounter()
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled(function, **options, backend=counter))
+    kernel = layers._flex_kernel.__wrapped__(True)
+    monkeypatch.setattr(layers, "_flex_kernel", lambda _: kernel)
+    counts = []
+    for epoch in range(2):
+        for batch in range(3):
+            lengths = [9 + 7 * batch + 5 * epoch, 14 + epoch, 6 + 3 * batch][: 2 + batch]
+            layout, tensors = ragged(lengths, [[3, 5 + batch], [1, 8, 14][: 2 + epoch], [5]][: len(lengths)])
+            assert_alike(layout, tensors, pattern)
+            with torch.no_grad():
+                flex_block_attention(*tensors, layout, pattern)
+        counts.append(counter.frame_count)
+    assert 1 <= counts[0] <= 4 and counts[1] == counts[0]
 
 
 @pytest.mark.cuda

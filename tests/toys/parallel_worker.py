@@ -22,14 +22,18 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from outrider.drafters.dflash import DFlash
+from outrider.drafters.dflash_input import DFlashInput, DFlashInputConfig
 from outrider.drafters.dspark import DSpark
 from outrider.target.model import Target
 from outrider.training.features import Features, FeatureSource
+from outrider.training.loss import BlockObjective
 from outrider.training.parallel import LockStep, shard_layers
+from outrider.training.recipe import ObjectiveConfig
+from outrider.training.setup import Run
 from outrider.training.trainer import Trainer
 from outrider.training.watch import Look, Watch
 from outrider.utils.distributed import ALONE, Ranks, join
-from tests.toys.targets import TOY_CONFIGS, toy_config, toy_samples, toy_target
+from tests.toys.targets import TOY_CONFIGS, toy_config, toy_samples, toy_target, with_mask_token
 from tests.toys.training import make_run, recipe
 
 OPTIMIZER: dict[str, Any] = {"steps": 6, "sequences_per_step": 3, "anchors_per_sequence": 4, "learning_rate": 1e-3}
@@ -52,6 +56,19 @@ def train(out: Path, name: str, ranks: Ranks = ALONE, target: Target | None = No
     trainer = Trainer(settings, run, ranks)
     trainer.train()
     return trainer
+
+
+def train_context_rows(out: Path, ranks: Ranks = ALONE, **changes: Any) -> None:
+    """A run of a drafter whose layers run for the context and then for the blocks."""
+    target, samples = toy_target(), toy_samples(14)
+    chosen = {"num_aux_layers": 2, "num_hidden_layers": 2, "block_size": 4}
+    torch.manual_seed(0)
+    drafter = DFlashInput(DFlashInputConfig.from_target(with_mask_token(target), **chosen))
+    ids = torch.arange(target.vocab_size)
+    objective = BlockObjective(target, ids, ObjectiveConfig(ce=1.0))
+    run = Run(target, drafter, objective, ids, False, samples[2:], samples[:2])
+    section = {"algorithm": "dflash_input", **chosen}
+    Trainer(recipe(out, drafter=section, optimizer=OPTIMIZER, **changes), run, ranks).train()
 
 
 class Collectives(TorchDispatchMode):
@@ -156,6 +173,7 @@ def main(out: Path) -> None:
         for mode in ("ddp", "fsdp"):
             for name in SETTINGS:
                 train(out / f"{name}-{mode}", name, ranks, parallel=mode)
+            train_context_rows(out / f"context-rows-{mode}", ranks, parallel=mode)
         half = Trainer(recipe(out / "half", **SETTINGS["odd"], parallel="fsdp"), make_run(toy_target()), ranks)
         half.train(stop_after=3)
         if ranks.main:

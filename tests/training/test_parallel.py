@@ -23,7 +23,16 @@ from outrider.training.features import FeatureSource
 from outrider.training.recipe import ObjectiveConfig, load_recipe
 from outrider.training.trainer import Trainer
 from outrider.utils.distributed import join
-from tests.toys.parallel_worker import AUX_LAYERS, OPTIMIZER, SCALE, SETTINGS, features_dict, toy_drafter, train
+from tests.toys.parallel_worker import (
+    AUX_LAYERS,
+    OPTIMIZER,
+    SCALE,
+    SETTINGS,
+    features_dict,
+    toy_drafter,
+    train,
+    train_context_rows,
+)
 from tests.toys.processes import torchrun
 from tests.toys.targets import TOY, toy_samples, toy_target
 from tests.toys.training import make_run, recipe
@@ -79,6 +88,12 @@ def test_two_ranks_take_the_steps_of_one(two: Path, one: Callable[[str], Path], 
     figures = ("loss", "gradient_norm", "agreement", "acceptance")
     expected, found = (logged(out, *figures) for out in (one(name), two / f"{name}-{mode}"))
     assert len(expected) == 4 * OPTIMIZER["steps"] and found == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_two_ranks_train_layers_that_run_twice(two: Path, mode: str, tmp_path: Path) -> None:
+    train_context_rows(tmp_path)
+    assert_same_end(tmp_path, two / f"context-rows-{mode}")
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])

@@ -145,7 +145,7 @@ def run(data: DataSection, target: str, path: Path, seed: int, device: str, prec
     with responding(console, data.max_minutes) as progress, sole_writer(path):
         made = make_responses(data, chat, loaded, seed=seed, path=path, on_progress=progress.update, say=progress.say)
     report(made, path, time.monotonic() - started, console=console)
-    if warning := truncation_warning(made.replies, data.max_new_tokens):
+    if warning := truncation_warning([reply.finished for reply in made.replies], data.max_new_tokens):
         console.print(warning, highlight=False, markup=False, soft_wrap=True)
     if made.failures and not made.replies:
         raise typer.Exit(1)

@@ -3,22 +3,27 @@
     tokens   [system, user 1, RESPONSE 1, user 2, RESPONSE 2]        spans = ranges of the responses, [start, end)
 
 A position is supervised exactly when generation produced its token; nothing is searched for in rendered text.
+A training leaves its tokens in the file, which is mapped into memory (`StoredSample`): a list of Python's numbers takes
+some 36 bytes a token, and each rank would have one.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.target.hub import canonical_id
 from outrider.utils.documents import parse_json
 from outrider.utils.files import write_atomically
 from outrider.utils.locks import sole_process
+
+Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,12 @@ class Sample:
 
     id: str
     tokens: list[int]
-    spans: tuple[tuple[int, int], ...]
+    spans: Spans
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
 
     @property
     def supervised_positions(self) -> list[int]:
@@ -67,13 +77,13 @@ TOKEN_BYTES = 7  # of a token in a responses file, its comma included
 TRUNCATED_SHARE = 0.2  # more is said: a drafter that learns from beginnings alone never sees how responses end
 
 
-def truncation_warning(replies: Sequence[Reply], max_new_tokens: int) -> str | None:
+def truncation_warning(finished: Sequence[bool], max_new_tokens: int) -> str | None:
     """What to say where more than a fifth of the responses were cut off at their longest length."""
-    cut = sum(not reply.finished for reply in replies)
-    if cut <= TRUNCATED_SHARE * len(replies):
+    cut = finished.count(False)
+    if cut <= TRUNCATED_SHARE * len(finished):
         return None
     return (
-        f"warning: {cut} of {len(replies)} responses ({cut / len(replies):.0%}) were cut off at max_new_tokens "
+        f"warning: {cut} of {len(finished)} responses ({cut / len(finished):.0%}) were cut off at max_new_tokens "
         f"{max_new_tokens}: raise data.max_new_tokens (--max-new-tokens), which takes another responses file"
     )
 
@@ -87,19 +97,112 @@ def join_turns(replies: Iterable[Reply]) -> list[Sample]:
     turns: dict[str, list[Reply]] = {}
     for reply in replies:
         turns.setdefault(reply.id, []).append(reply)
+    return [
+        Sample(name, last.prompt + last.response, spans)
+        for name, conversation in turns.items()
+        for last, spans in _joined(conversation)
+    ]
+
+
+def _joined(conversation: Iterable[Reply]) -> Iterator[tuple[Reply, Spans]]:
+    """The samples of one conversation: its last turn, whose prompt and response are all its tokens, and the spans."""
+    last: Reply | None = None
+    tokens: list[int] = []
+    spans: list[tuple[int, int]] = []
+    for reply in sorted(conversation, key=lambda r: r.turn):
+        if spans and reply.prompt[: len(tokens)] != tokens:
+            assert last is not None
+            yield last, tuple(spans)
+            spans = []
+        last, tokens = reply, reply.prompt + reply.response
+        if reply.response:
+            spans.append((len(reply.prompt), len(tokens)))
+    if spans:
+        assert last is not None
+        yield last, tuple(spans)
+
+
+# ----------------------------------------------------------------------------
+# Samples whose tokens stay in the file.
+# ----------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """Where a line of a file is, in bytes."""
+
+    start: int
+    size: int
+
+
+class MappedResponses:
+    """The lines of a responses file, mapped into memory; another process that gets this object maps the file itself."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._version = self._found()
+        self._map()
+
+    def _found(self) -> tuple[int, int]:
+        found = self.path.stat()
+        return found.st_size, found.st_mtime_ns
+
+    def _map(self) -> None:
+        with self.path.open("rb") as file:
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __getstate__(self) -> tuple[Path, tuple[int, int]]:
+        return self.path, self._version
+
+    def __setstate__(self, state: tuple[Path, tuple[int, int]]) -> None:
+        self.path, self._version = state
+        if self._found() != self._version:
+            raise ValueError(f"{self.path} was written anew while this run began: start it again.")
+        self._map()
+
+    def reply(self, line: Line) -> Reply:
+        """The reply of a line."""
+        return _reply(parse_json(self._bytes[line.start : line.start + line.size]))
+
+
+class StoredSample(Sample):
+    """A sample whose tokens are read from the file of responses each time that they are asked for."""
+
+    _length: int
+    _line: Line
+    _text: MappedResponses
+
+    def __init__(self, name: str, spans: Spans, *, length: int, line: Line, text: MappedResponses) -> None:
+        for field, value in (("id", name), ("spans", spans), ("_length", length), ("_line", line), ("_text", text)):
+            object.__setattr__(self, field, value)
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @property
+    def tokens(self) -> list[int]:  # type: ignore[override]
+        reply = self._text.reply(self._line)
+        return reply.prompt + reply.response
+
+
+def stored_samples(path: Path, replies: Iterable[tuple[Reply, Line]]) -> list[Sample]:
+    """`join_turns` of replies of a file (`open_responses`), their tokens left in it."""
+    text = MappedResponses(path)
+    turns: dict[str, list[tuple[Line, int, int]]] = {}
+    for reply, line in replies:
+        turns.setdefault(reply.id, []).append((line, len(reply.prompt), len(reply.prompt) + len(reply.response)))
     samples: list[Sample] = []
-    for name, conversation in turns.items():
-        tokens: list[int] = []
-        spans: list[tuple[int, int]] = []
-        for reply in sorted(conversation, key=lambda r: r.turn):
-            if spans and reply.prompt[: len(tokens)] != tokens:
-                samples.append(Sample(name, tokens, tuple(spans)))
-                spans = []
-            tokens = reply.prompt + reply.response
-            if reply.response:
-                spans.append((len(reply.prompt), len(tokens)))
-        if spans:
-            samples.append(Sample(name, tokens, tuple(spans)))
+    for name, said in turns.items():
+        if len(said) > 1:  # whether a turn goes on with the one before is told by its tokens
+            conversation = [(text.reply(line), line) for line, _, _ in said]
+            lines = {id(reply): line for reply, line in conversation}
+            found = [(lines[id(last)], spans) for last, spans in _joined(reply for reply, _ in conversation)]
+            lengths = {line: length for line, _, length in said}
+            parts = [(line, spans, lengths[line]) for line, spans in found]
+        else:
+            ((line, start, end),) = said
+            parts = [(line, ((start, end),), end)] if end > start else []
+        samples += [StoredSample(name, spans, length=length, line=line, text=text) for line, spans, length in parts]
     return samples
 
 
@@ -139,8 +242,10 @@ class Failure:
     reason: str
 
 
-def read_responses(path: Path) -> tuple[dict[str, Any], list[Reply]]:
-    """Settings and replies of a responses file; a last line cut short by a crash is ignored.
+def open_responses(path: Path) -> tuple[dict[str, Any], Iterator[tuple[Reply, Line]]]:
+    """Settings of a responses file, and its replies one by one with their lines' places in it.
+
+    A last line cut short by a crash is ignored.
 
     Raises:
         ValueError: missing, not a responses file, of another format, or a malformed line elsewhere (file and line
@@ -154,11 +259,12 @@ def read_responses(path: Path) -> tuple[dict[str, Any], list[Reply]]:
             else "`outrider prepare` makes one."
         )
         raise ValueError(f"no responses file {path}; {how}")
-    lines = path.read_bytes().split(b"\n")
-    if lines == [b""]:
+    with path.open("rb") as file:
+        first = file.readline()
+    if not first:
         raise ValueError(f"{path} is empty; `outrider prepare` makes a responses file.")
     try:
-        header = parse_json(lines[0])
+        header = parse_json(first)
         if not isinstance(settings := header["settings"], dict):
             raise TypeError("settings are no mapping")
     except (ValueError, TypeError, KeyError) as error:
@@ -167,19 +273,31 @@ def read_responses(path: Path) -> tuple[dict[str, Any], list[Reply]]:
             "makes one; give it a name that is free."
         ) from error
     _check_format(path, header)
-    replies: list[Reply] = []
-    for number, text in enumerate(lines[1:], start=2):
-        if not text:
-            continue
-        try:
-            replies.append(_reply(parse_json(text)))
-        except (ValueError, TypeError, KeyError) as error:
-            if number == len(lines):
-                break  # no newline after it: the process died while writing this line
-            raise ValueError(
-                f"{path}:{number}: not a responses line ({error}). Delete the file to regenerate."
-            ) from error
-    return settings, replies
+    return settings, _replies(path, behind=len(first))
+
+
+def _replies(path: Path, behind: int) -> Iterator[tuple[Reply, Line]]:
+    with path.open("rb") as file:
+        file.seek(behind)
+        for number, text in enumerate(file, start=2):
+            line, behind = Line(behind, len(text)), behind + len(text)
+            if text == b"\n":
+                continue
+            try:
+                reply = _reply(parse_json(text))
+            except (ValueError, TypeError, KeyError) as error:
+                if not text.endswith(b"\n"):
+                    return  # the process died while writing this line
+                raise ValueError(
+                    f"{path}:{number}: not a responses line ({error}). Delete the file to regenerate."
+                ) from error
+            yield reply, line
+
+
+def read_responses(path: Path) -> tuple[dict[str, Any], list[Reply]]:
+    """Settings and replies of a responses file, all in memory; see `open_responses`."""
+    settings, replies = open_responses(path)
+    return settings, [reply for reply, _ in replies]
 
 
 def _reply(entry: Mapping[str, Any]) -> Reply:

@@ -525,6 +525,7 @@ class DraftModule(Packable, ABC):
         starts_from_target: whether `initialize_from` copies weights of the target.
         drafts_trees: whether the drafter that serves it can be asked `with_trees` (it drafts chains itself).
         drafts_blocks: whether it drafts blocks of mask tokens, as DFlash does.
+        layers_run_once: whether a training forward runs each of `layers` once, as sharding them one by one asks.
         calibratable: as `Drafter.calibratable`.
         aux_weight: name of the weight [out, L * D (+ more)] whose first columns read the flattened aux hidden states /
             aux_scale.
@@ -535,6 +536,7 @@ class DraftModule(Packable, ABC):
     starts_from_target: ClassVar[bool] = False
     drafts_trees: ClassVar[bool] = False
     drafts_blocks: ClassVar[bool] = False
+    layers_run_once: ClassVar[bool] = True
     calibratable: ClassVar[Calibratable] = None
     aux_weight: str | None = None
     config: Any

@@ -6,7 +6,7 @@ see; `SwiGLU`; RoPE; draft layers that begin as the target's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -238,10 +238,10 @@ def split_attention(
 
 
 @cache
-def _compiled_flex() -> Callable[..., Tensor]:
+def _flex_kernel(compiled: bool) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
 
 
 def flex_block_attention(
@@ -254,8 +254,6 @@ def flex_block_attention(
     pattern: AttentionPattern = EVERYTHING,
 ) -> Tensor:
     """The same attention through FlexAttention: one kernel for all sequences (compiled on CUDA, eager elsewhere)."""
-    from torch.nn.attention.flex_attention import flex_attention
-
     N, K, H, E = q_NKHE.shape
     G = context_k_SGE.shape[1]
     keys = torch.cat((context_k_SGE, block_k_NKGE.reshape(N * K, G, E))).transpose(0, 1)[None]
@@ -263,7 +261,7 @@ def flex_block_attention(
     queries = q_NKHE.reshape(N * K, H, E).transpose(0, 1)[None]
     if (K, pattern) not in layout.masks:
         layout.masks[K, pattern] = _flex_mask(layout, K, pattern)
-    kernel: Any = _compiled_flex() if q_NKHE.device.type == "cuda" else flex_attention
+    kernel = _flex_kernel(q_NKHE.device.type == "cuda")
     out = kernel(queries, keys, values, block_mask=layout.masks[K, pattern], enable_gqa=H != G)
     return out[0].transpose(0, 1).reshape(N, K, H, E)
 

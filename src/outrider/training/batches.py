@@ -184,8 +184,8 @@ def _generator(*key: int) -> torch.Generator:
 
 def _supervision(sample: Sample, anchors_N: Tensor, gamma: int) -> tuple[Tensor, Tensor]:
     """[N, K] rows of x_k among generated tokens, and whether they are supervised: a block ends with its response."""
-    ahead_NK = (anchors_N[:, None] + 1 + torch.arange(gamma)).clamp(max=len(sample.tokens))
-    rows_n = torch.full((len(sample.tokens) + 1,), -1)  # a token's row; -1 where it was not generated
+    ahead_NK = (anchors_N[:, None] + 1 + torch.arange(gamma)).clamp(max=sample.length)
+    rows_n = torch.full((sample.length + 1,), -1)  # a token's row; -1 where it was not generated
     rows_n[sample.supervised_positions] = torch.arange(sample.num_supervised)
     rows_NK = rows_n[ahead_NK]
     return rows_NK.clamp(min=0), (rows_NK >= 0).cumprod(-1).bool()

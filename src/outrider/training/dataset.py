@@ -13,11 +13,12 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import compress, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +33,15 @@ from outrider.data.regenerate import (
     no_progress,
     regenerate,
 )
-from outrider.data.responses import Reply, Sample, join_turns, read_responses, sole_writer, truncation_warning
+from outrider.data.responses import (
+    Line,
+    Reply,
+    Sample,
+    open_responses,
+    sole_writer,
+    stored_samples,
+    truncation_warning,
+)
 from outrider.data.sources import iterate_prompts, prompt_sources
 from outrider.target.hub import canonical_id
 from outrider.target.model import Target
@@ -124,13 +133,13 @@ def make_responses(
     return made
 
 
-def existing_responses(path: Path, target: Target) -> tuple[dict[str, Any], list[Reply]]:
-    """Settings and replies of a file as they are, whatever sampling made them.
+def existing_responses(path: Path, target: Target) -> tuple[dict[str, Any], Iterator[tuple[Reply, Line]]]:
+    """`open_responses` of a file as it is, whatever sampling made it.
 
     Raises:
         ValueError: no such file, made by another target or with another chat template, or it does not say with which.
     """
-    settings, replies = read_responses(path)
+    settings, replies = open_responses(path)
     ours, theirs = Chat.of(target), settings.get("chat_template_sha256")
     same_model = canonical_id(str(settings.get("target"))) == canonical_id(ours.name)
     if same_model and theirs is None:
@@ -159,18 +168,18 @@ def responses_path(recipe: Recipe) -> Path:
     return Path(recipe.data.responses) if recipe.data.responses else Path(recipe.out) / "responses.jsonl"
 
 
-def _wanted(data: DataSection, replies: list[Reply]) -> list[Reply]:
+def _wanted(data: DataSection, replies: Iterator[tuple[Reply, Line]]) -> Iterator[tuple[Reply, Line]]:
     """The replies to the recipe's prompts; all where it names none."""
     if not data.prompts:
         return replies
     wanted = {c.id: len(c.turns) for c in recipe_prompts(data)}
-    return [r for r in replies if r.turn < wanted.get(r.id, 0)]
+    return (pair for pair in replies if pair[0].turn < wanted.get(pair[0].id, 0))
 
 
 def known_samples(recipe: Recipe) -> list[Sample]:
     """The samples to train on of the responses that are there; no model is loaded and none is made."""
     path = responses_path(recipe)
-    samples = join_turns(_wanted(recipe.data, read_responses(path)[1])) if path.is_file() else []
+    samples = stored_samples(path, _wanted(recipe.data, open_responses(path)[1])) if path.is_file() else []
     enough = len({sample.id for sample in samples}) > recipe.data.held_out
     return split_samples(samples, recipe.data.held_out, path)[0] if enough else []
 
@@ -201,10 +210,17 @@ def recipe_samples(
             answered = f"{made.summary.done} of {made.summary.total} turns are answered"
             say(f"data.max_minutes, {data.max_minutes:g}, is over: {answered}, which training goes on with")
     settings, replies = existing_responses(path, target)
-    replies = _wanted(data, replies)
-    if warning := truncation_warning(replies, settings.get("max_new_tokens", data.max_new_tokens)):
+    finished: list[bool] = []
+
+    def counted() -> Iterator[tuple[Reply, Line]]:
+        for reply, line in _wanted(data, replies):
+            finished.append(reply.finished)
+            yield reply, line
+
+    samples = stored_samples(path, counted())
+    if warning := truncation_warning(finished, settings.get("max_new_tokens", data.max_new_tokens)):
         say(warning)
-    return Dataset(*split_samples(join_turns(replies), data.held_out, path), settings)
+    return Dataset(*split_samples(samples, data.held_out, path), settings)
 
 
 def split_samples(samples: Sequence[Sample], held_out: int, path: Path) -> tuple[list[Sample], list[Sample]]:
@@ -239,8 +255,34 @@ def choose_draft_ids(
     samples: Sequence[Sample], vocab_size: int, draft_vocab_size: int, always: frozenset[int]
 ) -> Tensor:
     """[Vd] ascending target ids: `always` (stop tokens), then the most frequent of responses, then of all text."""
-    responses = Counter(token for sample in samples for token in sample.supervised_tokens)
-    everything = Counter(token for sample in samples for token in sample.tokens)
-    ranked = [*sorted(always), *(t for t, _ in responses.most_common()), *(t for t, _ in everything.most_common())]
-    ids = list(dict.fromkeys([*ranked, *range(vocab_size)]))[:draft_vocab_size]
-    return torch.tensor(sorted(ids))
+    if draft_vocab_size >= vocab_size:
+        return torch.arange(vocab_size)
+    responses, everything = _Frequencies(vocab_size), _Frequencies(vocab_size)
+    for sample in samples:
+        tokens_n = np.asarray(sample.tokens)
+        everything.add(tokens_n)
+        for start, end in sample.spans:
+            responses.add(tokens_n[start:end])
+    ranked = [*sorted(always), *responses.ranked(), *everything.ranked(), *range(vocab_size)]
+    return torch.tensor(sorted(list(dict.fromkeys(ranked))[:draft_vocab_size]))
+
+
+class _Frequencies:
+    """How often each token of a vocabulary comes; of equally frequent ones the first to come is first."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.counts_V = np.zeros(vocab_size, dtype=np.int64)
+        self.first_V = np.full(vocab_size, np.iinfo(np.int64).max)
+        self.seen = 0
+
+    def add(self, tokens_n: np.ndarray) -> None:
+        ids, places, counts = np.unique(tokens_n, return_index=True, return_counts=True)
+        self.counts_V[ids] += counts
+        self.first_V[ids] = np.minimum(self.first_V[ids], self.seen + places)
+        self.seen += len(tokens_n)
+
+    def ranked(self) -> list[int]:
+        """The tokens that came, the most frequent ones first."""
+        order = np.lexsort((self.first_V, -self.counts_V))
+        found: list[int] = order[: np.count_nonzero(self.counts_V)].tolist()
+        return found

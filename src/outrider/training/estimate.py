@@ -21,19 +21,19 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from outrider.data.chat import Chat, render
 from outrider.data.conversations import Conversation
 from outrider.data.regenerate import DataSection, decode_batch
-from outrider.data.responses import TOKEN_BYTES, Sample, read_responses
+from outrider.data.responses import TOKEN_BYTES, Sample, open_responses
 from outrider.data.sources import load_prompts
 from outrider.drafters.base import DraftModule
 from outrider.sampling import SamplingParams
@@ -388,6 +388,20 @@ def run_steps(recipe: Recipe, conversations: float, response: float) -> int:
 # ----------------------------------------------------------------------------
 
 
+class _KnownReply(NamedTuple):
+    """A reply that is there: tokens of its prompt and of its response."""
+
+    id: str
+    turn: int
+    prompt: int
+    response: int
+
+
+def _known_replies(path: Path) -> Iterator[_KnownReply]:
+    for reply, _ in open_responses(path)[1]:
+        yield _KnownReply(reply.id, reply.turn, prompt=len(reply.prompt), response=len(reply.response))
+
+
 def measure_texts(
     measured: MeasuredTarget, conversations: Sequence[Conversation], data: DataSection, known: Path | None = None
 ) -> Texts:
@@ -396,13 +410,13 @@ def measure_texts(
     Args:
         known: a file of responses, which are not made again; where there are some, their mean length counts.
     """
-    _, replies = read_responses(known) if known is not None and known.is_file() else ({}, [])
+    replies = list(_known_replies(known)) if known is not None and known.is_file() else []
     if len(replies) >= _KNOWN_REPLIES:
-        response = sum(len(reply.response) for reply in replies) / len(replies)
+        response = sum(reply.response for reply in replies) / len(replies)
     else:
         response = measured.rates.reply_tokens(data.max_new_tokens)
     if not conversations:
-        prompt = sum(len(reply.prompt) for reply in replies) / max(1, len(replies))
+        prompt = sum(reply.prompt for reply in replies) / max(1, len(replies))
         return Texts(len({reply.id for reply in replies}), len(replies), 0, prompt=prompt, response=response)
     some = conversations[:: math.ceil(len(conversations) / _RENDERED)]
     lengths = [

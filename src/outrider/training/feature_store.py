@@ -68,7 +68,7 @@ _HEADER_NAMES = {
 
 def extent(samples: Sequence[Sample]) -> tuple[int, int]:
     """Number of context slots S and of generated rows R of some samples."""
-    return sum(len(s.tokens) - 1 for s in samples), sum(s.num_supervised for s in samples)
+    return sum(s.length - 1 for s in samples), sum(s.num_supervised for s in samples)
 
 
 def encode(target: Target, features: Features, dtype: StoreDtype) -> dict[str, Tensor]:
@@ -191,7 +191,7 @@ def plan_store(
     shards: list[ShardPlan] = []
     first = tokens = 0
     for end, sample in enumerate(samples, start=1):
-        tokens += len(sample.tokens)
+        tokens += sample.length
         if tokens >= shard_tokens or end == len(samples):
             size = shard_bytes(samples[first:end], len(aux_layers), target.hidden_size, dtype=dtype)
             shards.append(ShardPlan(f"shard-{len(shards):05d}.safetensors", first, end, bytes=size))
@@ -210,9 +210,14 @@ def plan_store(
     )
 
 
-def samples_digest(samples: Sequence[Sample]) -> str:
-    """SHA-256 of the samples' tokens and generated ranges, in order."""
-    return hashlib.sha256(json.dumps([(s.tokens, s.spans) for s in samples]).encode()).hexdigest()
+def samples_digest(samples: Iterable[Sample]) -> str:
+    """SHA-256 of the samples' tokens and generated ranges, in order: of the JSON list of them, piece by piece."""
+    digest, before = hashlib.sha256(b"["), ""
+    for sample in samples:
+        digest.update((before + json.dumps([sample.tokens, sample.spans])).encode())
+        before = ", "
+    digest.update(b"]")
+    return digest.hexdigest()
 
 
 def target_fingerprint(target: Target) -> str:
@@ -634,7 +639,7 @@ class FeatureWindow(FeatureCache):
         for index, stored in zip(missing, encoded, strict=True):
             self._pending[index] = stored
             found[index] = decode(stored)
-            if sum(len(self.samples[i].tokens) for i in self._pending) >= self.shard_tokens or (
+            if sum(self.samples[i].length for i in self._pending) >= self.shard_tokens or (
                 self._size(self._pending) > self.max_bytes // _FEWEST_SHARDS
             ):
                 self._flush()

@@ -121,15 +121,15 @@ class FeatureSource(FeatureCache):
         """Fill the last group of tokens, as far as memory holds it beside what is remembered."""
         if not packs(self.target):
             return []
-        free_tokens = -sum(len(self.samples[i].tokens) for i in missing) % PACK_TOKENS
+        free_tokens = -sum(self.samples[i].length for i in missing) % PACK_TOKENS
         per_token = (len(self.aux_layers) + 1) * self.target.hidden_size * self.dtype.itemsize + 12
         free_bytes = self.budget_bytes - self._bytes
-        free_tokens = min(free_tokens, free_bytes // per_token - sum(len(self.samples[i].tokens) for i in missing))
+        free_tokens = min(free_tokens, free_bytes // per_token - sum(self.samples[i].length for i in missing))
         along: list[int] = []
         for index in dict.fromkeys(soon):
             if index in self._kept or index in missing:
                 continue
-            free_tokens -= len(self.samples[index].tokens)
+            free_tokens -= self.samples[index].length
             if free_tokens < 0:
                 break
             along.append(index)
@@ -160,7 +160,7 @@ def compute_features(
 def _groups(samples: Sequence[Sample], limit: int) -> Iterator[list[Sample]]:
     group: list[Sample] = []
     for sample in samples:
-        if group and sum(len(s.tokens) for s in [*group, sample]) > limit:
+        if group and sum(s.length for s in [*group, sample]) > limit:
             yield group
             group = []
         group.append(sample)

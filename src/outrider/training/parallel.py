@@ -1,7 +1,8 @@
 """Data-parallel training with DDP or FSDP2, and a target whose layers are sharded over the ranks.
 
     ddp    every rank holds the drafter and its moments; gradients are averaged while the backward runs
-    fsdp   each rank holds 1/N of both; a draft layer's weights are gathered when it runs (FSDP2 `fully_shard`)
+    fsdp   each rank holds 1/N of both; a draft layer's weights are gathered when it runs (FSDP2 `fully_shard`), or all
+           of a drafter's where layers run twice in a forward
 
 Both average gradients over ranks, and a rank's loss is its share of sum_i w_i l_i / sum_i w_i with the denominator of
 the whole step. So the loss is multiplied by the number of ranks, and N ranks take the step that one would.
@@ -116,7 +117,8 @@ class ParallelStep:
 def _shard(forward: _Forward, param_dtype: torch.dtype | None) -> nn.Module:
     # Autocast chooses the types of inputs.
     policy = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
-    for layer in draft_layers(forward.drafter):
+    # A layer's weights are freed when its backward has run, and the keys of an earlier forward of it need them still.
+    for layer in draft_layers(forward.drafter) if forward.drafter.layers_run_once else ():
         fully_shard(layer, mp_policy=policy)
     fully_shard(forward)
     return forward

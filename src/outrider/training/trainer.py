@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ class Trainer:
         memory = feature_cache_bytes(recipe.feature_cache_gb)
         self.held_out = FeatureSource(run.target, run.held_out, aux_layers, aux_scale_L=scale_L, budget_bytes=memory)
         self.settings = fixed_settings(recipe)
-        self.settings["samples_sha256"] = samples_digest([*run.samples, *run.held_out])
+        self.settings["samples_sha256"] = samples_digest(chain(run.samples, run.held_out))
         if run.origin:
             self.settings["origin_sha256"] = run.origin
         self.interrupted = 0  # the signal that ended `train` early
