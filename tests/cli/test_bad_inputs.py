@@ -27,7 +27,7 @@ from tests.toys.target_directory import save_toy_drafter, save_toy_recipe, save_
 
 _SECONDS = 60  # a hang, on any machine: a case takes under a second on a quiet one
 _RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # no terminal here: what is left of these came from the input
-_VERBS = ("calibrate", "evaluate", "generate", "bench", "data", "init", "experiment", "train")
+_VERBS = ("calibrate", "evaluate", "generate", "bench", "data", "recipe", "experiment", "train")
 
 
 class _Late(BaseException):

@@ -491,3 +491,7 @@ def test_the_verb(alphabet_pair: Path, tmp_path: Path, run: Run) -> None:
     assert status and "no model is listed" in errors
     status, _, errors = run("doctor", "--base-url", served.url, *given, "--temperature", "0.7")
     assert status and "give 0, 1 or 0,1" in errors
+    status, _, errors = run("doctor", "--base-url", served.url, *given, "--quick")
+    assert status and "--quick: not together with --base-url" in errors
+    status, _, errors = run("doctor", *given, "--baseline-url", served.url)
+    assert status and "--baseline-url: only with --base-url" in errors

@@ -224,7 +224,8 @@ def add_packaged_responses(recipe: Recipe, target: Target, console: Console) -> 
         show_lines(console, f"packaged responses are not used: {error}")
         return recipe
     known = {(reply.id, reply.turn): reply for reply in stored}
-    same = sum(known.get((reply.id, reply.turn)) == reply for reply in made.replies)
+    both = [(reply, known[reply.id, reply.turn]) for reply in made.replies if (reply.id, reply.turn) in known]
+    same = sum(here == there for here, there in both)
     prompts = recipe_prompts(recipe.data)
     wanted = {prompt.id for prompt in prompts}
     file = ResponseFile(path, settings)
@@ -234,7 +235,7 @@ def add_packaged_responses(recipe: Recipe, target: Target, console: Console) -> 
     file.finish([prompt.id for prompt in prompts], {"live": len(made.replies), "packaged": len(added)}, [])
     show_lines(
         console,
-        f"{len(made.replies)} prompts answered here, {same} of them token for token as the package has them; "
+        f"{len(made.replies)} prompts answered here, {len(both)} of which the package has too: {same} token for token; "
         f"{len(added)} answers taken from the package (the same weights, template and settings, by their digests)",
     )
     return answered

@@ -490,6 +490,10 @@ def doctor(
     dry_run: opt.DryRun = False,
 ) -> None:
     """Check target, drafter and data, or a server; status 1 if a fault is found."""
+    of_checkpoint = {"--data": data, "--eval": evaluation, "--quick": quick, "--dry-run": dry_run}
+    of_server = {"--baseline-url": baseline_url, "--served-model": served_model, "--also": also}
+    if idle := [name for name, given in (of_checkpoint if base_url else of_server).items() if given]:
+        raise ValueError(f"{', '.join(idle)}: {'not together with' if base_url else 'only with'} --base-url.")
     if base_url is not None:
         _doctor_of_server(
             (base_url, baseline_url, served_model),
