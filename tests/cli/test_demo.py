@@ -16,6 +16,7 @@ import outrider.checkpoints.published as published
 import outrider.training.state as state
 from outrider.cli import demo, train
 from outrider.data.responses import read_responses
+from outrider.report import find_sources
 from outrider.target.model import load_target
 from outrider.training.logging import sparkline
 from outrider.training.recipe import load_recipe
@@ -57,7 +58,12 @@ def overrides(directory: Path) -> list[str]:
     return [f"{name}={json.dumps(value)}" for name, value in fields.items() if name != "out"]
 
 
-def test_the_whole_demo(directory: Path, run: Run) -> None:
+def drafter_of(trace: Path) -> object:
+    (source,) = find_sources([trace])
+    return source.content.settings["drafter"]
+
+
+def test_the_whole_demo(directory: Path, toy: Path, run: Run) -> None:
     digests = [file_sha256(file) for file in weight_files(directory / "target")]
     package_responses(directory, run, digests)
     out = directory / "out"
@@ -68,7 +74,21 @@ def test_the_whole_demo(directory: Path, run: Run) -> None:
     assert read_responses(out / "responses.jsonl")[1] == read_responses(directory / "packaged.jsonl")[1]
     for file in ("drafter/config.json", "eval/results.json", "answer.json", "report.html"):
         assert (out / file).is_file()
+    assert drafter_of(out / "answer.json") == str(toy / "drafter"), "the packaged one, whose page is shown"
     assert said.index("race") < said.index("answered here") < said.index("held-out") < said.index("demo finished in")
+
+
+def test_without_a_packaged_drafter_there_is_no_race(
+    directory: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trained one is measured and shown."""
+    package_responses(directory, run, [file_sha256(file) for file in weight_files(directory / "target")])
+    monkeypatch.setattr(published, "shipped_drafter", lambda target: None)
+    out = directory / "out"
+    status, said, errors = run("demo", *overrides(directory), "--out", out, "--eval-samples", 1, "--eval-tokens", 6)
+    assert status == 0 and "race" not in said and "demo finished in" in said, errors
+    assert drafter_of(out / "answer.json") == str(out / "drafter")
+    assert json.loads((out / "eval" / "results.json").read_text())["settings"]["drafter"] == str(out / "drafter")
 
 
 def test_responses_are_added_once_and_those_of_other_weights_never(directory: Path, run: Run) -> None:

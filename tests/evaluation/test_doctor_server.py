@@ -487,6 +487,13 @@ def test_the_verb(alphabet_pair: Path, tmp_path: Path, run: Run) -> None:
     assert status == 0 and "acceptance: accepted length" in out
     found = json.loads(report.read_text())
     assert found["verdict"] == "ok" and found["server"]["hypotheses"][0]["fault"] == "none"
+    assert "with and without drafter" not in out
+    with (
+        serving(outrider.load(alphabet_pair / "target", str(alphabet_pair / "drafter"))) as served,
+        serving(outrider.load(alphabet_pair / "target", drafter=None)) as plain,
+    ):
+        status, out, _ = run("doctor", "--base-url", served.url, "--baseline-url", plain.url, *given)
+    assert status == 0 and "with and without drafter" in out
     status, _, errors = run("doctor", "--base-url", served.url, *given)
     assert status and "no model is listed" in errors
     status, _, errors = run("doctor", "--base-url", served.url, *given, "--temperature", "0.7")

@@ -15,8 +15,6 @@ from safetensors.torch import load_file
 
 import outrider.api.model as api
 import outrider.checkpoints.published as shipped_module
-import outrider.cli.experiment as demo
-import outrider.evaluation.evaluate as evaluation
 from outrider.checkpoints.checkpoint import Checkpoint, add_metadata, load_checkpoint, read_metadata, save_drafter
 from outrider.checkpoints.published import shipped_drafter
 from outrider.decoding.generate import Chunk
@@ -24,10 +22,8 @@ from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dspark import DSpark
 from outrider.evaluation.model_card import model_card
 from outrider.evaluation.results import DrafterInfo, Results
-from outrider.report import find_sources
 from outrider.scheduling.policies import FixedPolicy, Policy, ThresholdPolicy
 from outrider.target.hub import EMBEDDED_ID, canonical_id
-from outrider.target.model import load_target
 from tests.toys.command_line import Run, check_error
 from tests.toys.dialects import released_medusa
 from tests.toys.shipped import TRAINED, tasks_file, trained
@@ -357,28 +353,3 @@ def test_the_card_shows_the_calibration() -> None:
     with pytest.raises(ValueError, match=r"calibration\.before: Field required; run outrider calibrate again"):
         model_card(Checkpoint(DrafterWeights(DSpark(toy_config())), metadata), name="d", dtype=torch.float32)
     assert "## Measured" not in card and "license" not in card.split("---")[1]
-
-
-def test_the_demo_measures_the_shipped_drafter_too(monkeypatch: pytest.MonkeyPatch, toy: Path, tmp_path: Path) -> None:
-    fresh, demo_target = trained(toy, tmp_path / "out" / "drafter"), load_target(str(toy / "target"))
-    measured: list[tuple[object, object]] = []
-    monkeypatch.setattr(demo, "set_up", lambda threads: None)
-    monkeypatch.setattr(demo, "run_training", lambda recipe, target, console: None)
-    monkeypatch.setattr(demo, "load", lambda target, device, **_: demo_target)
-    monkeypatch.setattr(demo, "report", lambda results, out, console, verdict: None)
-
-    def evaluate(*values: Any, recorded: dict[str, object], policy: Policy, **named: Any) -> Results:
-        measured.append((recorded["drafter"], policy))
-        return measure(*values, recorded=recorded, policy=policy, **named)
-
-    measure = evaluation.evaluate
-    monkeypatch.setattr(evaluation, "evaluate", evaluate)
-    demo.demo([f"target={toy / 'target'}"], out=tmp_path / "out", eval_samples=2, eval_tokens=8)
-    assert measured == [(str(fresh), ThresholdPolicy(0.25))]
-    shipped = trained(toy, tmp_path / "models" / "toy")
-    measured.clear()
-    demo.demo([f"target={toy / 'target'}"], out=tmp_path / "out", eval_samples=2, eval_tokens=8)
-    assert measured == [(str(fresh), ThresholdPolicy(0.25)), (str(shipped.relative_to(tmp_path)), FixedPolicy(None))]
-    (traced,) = find_sources([tmp_path / "out" / "answer.json"])
-    assert traced.content.settings["drafter"] == str(shipped.relative_to(tmp_path))
-    assert (tmp_path / "out" / "report.html").is_file()

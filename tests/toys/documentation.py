@@ -26,7 +26,7 @@ RUN_BY = {
     "calibrate": ["evaluation/test_shipped.py", "drafters/test_add_a_drafter.py", "calibration/test_calibrate_cli.py"],
     "compare": ["evaluation/test_compare.py"],
     "demo": ["cli/test_demo.py", "smollm/test_smollm.py"],
-    "doctor": ["evaluation/test_doctor.py"],
+    "doctor": ["evaluation/test_doctor.py", "evaluation/test_doctor_server.py"],
     "eval": ["cli/test_cli.py", "evaluation/test_shipped.py", "smollm/test_smollm.py", "backends/test_mlx.py"],
     "experiment": ["evaluation/test_experiment.py"],
     "export": ["backends/test_export.py", "cli/test_cli.py"],

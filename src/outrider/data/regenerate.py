@@ -19,9 +19,11 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -407,53 +409,55 @@ class ServerSource(ResponseSource):
         return {"generator": f"{'chat' if self.data.chat_api else 'completions'}:{self.model}"}
 
     def answer(self, requests: Sequence[Request], stop: Callable[[], bool]) -> Iterator[list[Reply | Failure]]:
-        """Answers in the order in which they come, each a commit of its own; none once all servers are given up."""
+        """Answers in the order in which they come, each a commit of its own; none once all servers are given up.
+
+        The event loop has a thread of its own. Python raises KeyboardInterrupt in the main thread between any two
+        instructions, and an event loop that loses a step to it cannot be brought to an end.
+        """
         if self.trouble:
             return  # a later turn would wait for them all over again
+        answers: SimpleQueue[Reply | Failure | None] = SimpleQueue()
+        jobs = deque(_Job(request) for request in requests if not request.done)
         loop = asyncio.new_event_loop()
-        answers = self._answers(deque(_Job(request) for request in requests if not request.done), stop)
+        work = loop.create_task(self._ask_all(jobs, stop, answers.put))
+
+        def run() -> None:
+            loop.run_until_complete(asyncio.wait([work]))
+            answers.put(None)
+
+        thread = Thread(target=run, name="servers", daemon=True)
         try:
-            while True:
-                try:
-                    yield [loop.run_until_complete(anext(answers))]
-                except StopAsyncIteration:
-                    return
+            thread.start()
+            while (answer := answers.get()) is not None:
+                yield [answer]
+            work.result()  # raises what ended it
         finally:
-            # Ctrl-C leaves tasks that still run, and a generator cannot be closed while one waits for it.
-            if tasks := asyncio.all_tasks(loop):
-                for task in tasks:
-                    task.cancel()
-                loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            loop.run_until_complete(answers.aclose())
+            loop.call_soon_threadsafe(work.cancel)
+            thread.join()
             loop.close()
 
-    async def _answers(self, jobs: deque[_Job], stop: Callable[[], bool]) -> AsyncGenerator[Reply | Failure, None]:
+    async def _ask_all(
+        self, jobs: deque[_Job], stop: Callable[[], bool], tell: Callable[[Reply | Failure], None]
+    ) -> None:
         servers = [_Server(endpoint.client(self.data.timeout)) for endpoint in self.endpoints]
-        results: asyncio.Queue[Reply | Failure | None] = asyncio.Queue()
+        left = len(jobs)
 
         async def work(server: _Server) -> None:
-            while not server.given_up and not stop():
+            nonlocal left
+            while left and not server.given_up and not stop():
                 if not jobs or server.rest_until > time.monotonic():
                     await asyncio.sleep(_IDLE_SECONDS)
                 elif (answer := await self._outcome(server, jobs.popleft(), jobs)) is not None:
-                    results.put_nowait(answer)
+                    left -= 1
+                    tell(answer)
 
-        count = len(jobs)
         workers = [asyncio.create_task(work(server)) for server in servers for _ in range(self.data.concurrency)]
-        ended = asyncio.gather(*workers, return_exceptions=True)
-        ended.add_done_callback(lambda _: results.put_nowait(None))
         try:
-            for _ in range(count):
-                answer = await results.get()
-                if answer is None:  # every worker left: stopped, or no server is there any more
-                    for error in filter(None, await ended):
-                        raise error
-                    break
-                yield answer
+            await asyncio.gather(*workers)
         finally:
             for worker in workers:
                 worker.cancel()
-            await ended
+            await asyncio.gather(*workers, return_exceptions=True)
             for server in servers:
                 await server.client.aclose()
         if all(server.given_up for server in servers):
