@@ -6,6 +6,8 @@
                 pinned memory
     mixes       a RuntimeError, as on a real device, where an operation gets tensors of both devices; a CPU scalar may
                 come with device tensors, and indices from the CPU are copied, which is a sync
+    graphs      `torch.cuda.graph` records operations, and a replay repeats them in the same memory as one launch; a
+                wait or a copy from the host while recording is a RuntimeError
 
 To PyTorch's C++ a `DeviceTensor` is a CPU tensor, so that autograd runs through it; Python's `device` says cuda:0. What
 CUDA computes in one kernel and the CPU in several (RMSNorm, attention) is one launch where gradients are off. Kernels
@@ -76,6 +78,8 @@ class Counts:
         return self.places.total()
 
     def sync(self, kind: str) -> None:
+        if _device is not None and _device.tape is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {kind}, at {_place()}")
         self.places[kind, _place()] += 1
 
     def report(self) -> str:
@@ -274,6 +278,7 @@ class SimulatedDevice(TorchDispatchMode):
         super().__init__()
         self.counts = Counts()
         self.pinned: dict[int, Tensor] = {}
+        self.tape: list[tuple[Callable[[], Any], Any]] | None = None  # of the graph that is captured
 
     @contextmanager
     def as_one(self, name: str) -> Iterator[None]:
@@ -304,11 +309,17 @@ class SimulatedDevice(TorchDispatchMode):
         self._check_devices(name, args, here, cpu)
         self._count_syncs(name, args, kwargs, here=here, cpu=cpu)
         kwargs_cpu = {**kwargs, "device": torch.device("cpu")} if asked is not None else kwargs
-        if name == "aten::mm" and "out_dtype" in _names(func):  # of CUDA alone: sums and result in a wider type
-            wide = args[2] if len(args) > 2 else kwargs["out_dtype"]
-            out = args[0].held.to(wide) @ args[1].held.to(wide)
-        else:
-            out = func(*_held(args), **_held(kwargs_cpu))
+        held_args, held_kwargs = _held(args), _held(kwargs_cpu)
+
+        def compute() -> Any:
+            if name == "aten::mm" and "out_dtype" in _names(func):  # of CUDA alone: sums and result in a wider type
+                wide = args[2] if len(args) > 2 else kwargs["out_dtype"]
+                return held_args[0].to(wide) @ held_args[1].to(wide)
+            return func(*held_args, **held_kwargs)
+
+        out = compute()
+        if self.tape is not None:
+            self.tape.append((compute, out))
         if name == "aten::_to_copy" and here and asked is not None and not _on_device(asked):
             return out
         return self._result(func, args, kwargs, out)
@@ -355,6 +366,8 @@ class SimulatedDevice(TorchDispatchMode):
                 self.counts.sync("device to host")
         elif not (non_blocking and _pinned(source)):
             self.counts.sync("host to device")
+        elif self.tape is not None:
+            raise RuntimeError(f"a copy from the host in a CUDA graph, at {_place()}")
 
     def _result(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """What was computed, as tensors of the device; written arguments are returned as they are."""
@@ -380,6 +393,35 @@ class SimulatedDevice(TorchDispatchMode):
         ordinary = views and not args[0].is_inference() and torch.is_inference_mode_enabled()
         with torch.inference_mode(False) if ordinary else nullcontext():
             return tree_map(lambda leaf: DeviceTensor(leaf) if isinstance(leaf, Tensor) else leaf, out)
+
+
+class _Graph:
+    """torch.cuda.CUDAGraph: the operations that were recorded, repeated in the memory of their results."""
+
+    tape: list[tuple[Callable[[], Any], Any]]
+
+    def replay(self) -> None:
+        assert _device is not None, "outside of the simulated device"
+        with torch.inference_mode(), torch._C._DisableTorchDispatch():
+            for compute, out in self.tape:
+                for again, before in zip(_tensors(compute()), _tensors(out), strict=True):
+                    if again.data_ptr() != before.data_ptr():  # neither a view nor what was written in place
+                        before.copy_(again)
+        _device.counts.operations["graph"] += 1
+
+
+@contextmanager
+def _captured(graph: _Graph, pool: Any = None, **_: Any) -> Iterator[None]:
+    """torch.cuda.graph, which waits for the device when it begins."""
+    assert _device is not None and _device.tape is None, "one graph is captured at a time"
+    _device.counts.sync("capture")
+    _device.tape = graph.tape = []
+    launches = Counter(_device.counts.operations)
+    try:
+        yield
+    finally:
+        _device.tape = None
+        _device.counts.operations = launches  # nothing runs while a graph is captured
 
 
 class _Event:
@@ -457,6 +499,9 @@ def simulated_device() -> Iterator[SimulatedDevice]:
             ("mem_get_info", lambda *_: (2**36, 2**37)),
             ("synchronize", lambda *_: device.counts.sync("synchronize")),
             ("Event", _Event),
+            ("CUDAGraph", _Graph),
+            ("graph", _captured),
+            ("graph_pool_handle", lambda: (0, 0)),
         ):
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(torch, "autocast", _Autocast))

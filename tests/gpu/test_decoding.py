@@ -1,6 +1,7 @@
-"""Decoding on the simulated device: launches and syncs of a step of the engine.
+"""Decoding on the simulated device: launches and syncs of a step of the engine, and its CUDA graphs.
 
-A step of one request on a target of 36 layers launches at most 750 kernels, 1,050 with a DSpark drafter of five layers.
+A step of one request on a target of 36 layers launches at most 750 kernels, 1,050 with a DSpark drafter of five layers,
+where no graphs can be made; with them at most 20 and 300.
 The host waits at most 3 times in a greedy step and 5 times in a sampled one, however many requests there are.
 """
 
@@ -15,8 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.decoding.generate import generate, stream
 from outrider.decoding.request import StopRules
 from outrider.decoding.structured import Grammar
+from outrider.drafters.draft import Draft
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
@@ -24,12 +27,16 @@ from outrider.loadtest.load import Traffic
 from outrider.loadtest.traces import record
 from outrider.sampling import SamplingParams
 from outrider.scheduling.policies import ThresholdPolicy
+from outrider.target.graphs import StepGraphs
 from outrider.target.linear import PackedLinear
 from outrider.target.model import Target
+from outrider.target.paged import PagedKV, Span
+from outrider.utils.measure import on_device
 from tests.gpu.simulated import SimulatedDevice, simulated_device
-from tests.gpu.toys import MOST_LAUNCHES, MOST_SYNCS, SAMPLED, decoding, deep_target, dspark
+from tests.gpu.toys import MOST_GRAPHED, MOST_LAUNCHES, MOST_SYNCS, SAMPLED, decoding, deep_target, dspark
 from tests.toys.engine import finish, prompts, toy_drafter
 from tests.toys.targets import toy_target
+from tests.toys.trees import random_tree
 
 
 @pytest.fixture
@@ -46,12 +53,149 @@ def step_of(device: SimulatedDevice, engine: Engine, requests: int, params: Samp
     assert len(outputs) == requests and not any(output.error for output in outputs)
 
 
+def graphs_of(target: Target) -> StepGraphs:
+    assert target.graphs is not None
+    return target.graphs
+
+
+@pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize("drafted", [False, True])
-def test_launches_of_a_round_of_36_layers(device: SimulatedDevice, drafted: bool) -> None:
+def test_launches_of_a_round_of_36_layers(device: SimulatedDevice, drafted: bool, captures: bool) -> None:
     target = deep_target(36)
+    graphs_of(target).captures = captures
     engine = Engine(target, dspark(target) if drafted else None)
     step_of(device, engine, 1, SamplingParams())
-    assert device.counts.launches <= MOST_LAUNCHES["dspark" if drafted else "plain"], device.counts.report()
+    most = MOST_GRAPHED if captures else MOST_LAUNCHES
+    assert device.counts.launches <= most["dspark" if drafted else "plain"], device.counts.report()
+
+
+@pytest.mark.parametrize("requests", [2, 5, 32])
+def test_attention_is_one_call_per_layer(device: SimulatedDevice, requests: int) -> None:
+    """For all requests that decode, also beside one whose prompt is read in the same step."""
+    target = deep_target(6)
+    graphs_of(target).captures = False
+    engine = Engine(target, config=EngineConfig(33, 512))
+    step_of(device, engine, requests, SamplingParams())
+    assert device.counts.operations["aten::scaled_dot_product_attention"] == 6
+    engine.submit(Request("late", [5] * 60))
+    device.counts.reset()
+    engine.step()
+    assert engine.last is not None and engine.last.prefill_tokens
+    assert device.counts.operations["aten::scaled_dot_product_attention"] == 12
+
+
+def test_a_graph_serves_every_step_of_its_bucket(device: SimulatedDevice) -> None:
+    target = deep_target(4)
+    engine = Engine(target, dspark(target, layers=1), config=EngineConfig(4, 256))
+    decoding(engine, 3, SamplingParams())
+    (steps,) = graphs_of(target)._steps.values()
+    made = {shape: step.graph for shape, step in steps.items()}
+    for _ in range(5):
+        engine.step()
+    assert {shape: step.graph for shape, step in steps.items()} == made
+    assert device.counts.operations["graph"] >= 5
+
+
+class Uncapturable:
+    """torch.cuda.graph of something that cannot be captured."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+def test_what_cannot_be_captured_runs_all_the_same(
+    device: SimulatedDevice, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [Request(str(i), prompt, rules=StopRules(30, stop_ids=())) for i, prompt in enumerate(prompts(requests))]
+    texts = []
+    for captured in (True, False):
+        target = toy_target("qwen3")
+        target = Target(target.model.to("cuda"), None, target.name)
+        engine = Engine(target, toy_drafter(target), config=EngineConfig(4, 64, 4, 128))
+        if captured:
+            texts.append(finish(engine, asked))
+        else:
+            monkeypatch.setattr(torch.cuda, "graph", Uncapturable)
+            with pytest.warns(UserWarning, match="without CUDA graphs"):
+                texts.append(finish(engine, asked))
+        assert graphs_of(target).captures is captured
+    assert texts[0] == texts[1]
+
+
+def test_one_request_has_the_same_bits_with_drafts_and_without(device: SimulatedDevice) -> None:
+    """Logits behind the anchor: of the anchor alone and of the anchor with 7 and 15 drafts behind it, in bfloat16."""
+    target, tokens = deep_target(6), prompts(1, longest=40)[0]
+    found = []
+    for drafts in (0, 7, 15):
+        cache = target.new_cache(100)
+        target.forward(on_device([tokens], target.device), cache, logits=0)
+        rows = on_device([[9] * (drafts + 1)], target.device)
+        logits_BTV = target.forward(rows, cache, logits=None).logits_BTV
+        assert logits_BTV is not None
+        found.append(logits_BTV[0, 0].tolist())
+    assert found[0] == found[1] == found[2]
+    (steps,) = graphs_of(target)._steps.values()
+    assert len(steps) == 1
+
+
+@torch.inference_mode()
+def tree_rows(target: Target) -> list[Tensor]:
+    """Logits and aux hidden states of trees and a chain, before and after the deepest paths were kept."""
+    trees, prompts_of = [random_tree(14, 97, 4), Draft.chain([8, 9]), random_tree(9, 97, 5)], prompts(3, seed=2)
+    kv, blocks, found = PagedKV(target, 60, 4), [list(range(start, start + 20)) for start in (40, 0, 20)], []
+    kept = []
+    for prompt, tree, own in zip(prompts_of, trees, blocks, strict=True):
+        cache = target.new_cache(80)
+        target.forward(on_device([prompt], target.device), cache, logits=0)
+        rows = on_device([[7, *tree.tokens]], target.device)
+        alone = target.forward(rows, cache, (0, 2), logits=None, parents=tree.row_parents)
+        path = tree.path(max(range(len(tree.depths)), key=lambda node: (tree.depths[node], node)))
+        kept.append([0, *(node + 1 for node in path)])
+        cache.keep_path(len(prompt), kept[-1])
+        after = target.forward(on_device([[5, 6]], target.device), cache, logits=None)
+        assert alone.logits_BTV is not None and alone.aux_BTLD is not None and after.logits_BTV is not None
+        found += [alone.logits_BTV, alone.aux_BTLD, after.logits_BTV]
+        target.forward_ragged([Span(prompt, 0, own, 0)], kv)
+    spans = [
+        Span([7, *tree.tokens], len(prompt), own, len(tree.tokens) + 1, tree.row_parents)
+        for prompt, tree, own in zip(prompts_of, trees, blocks, strict=True)
+    ]
+    spans.insert(1, Span([6] * 30, 0, list(range(50, 60)), 1))  # a prompt among them
+    together = target.forward_ragged(spans, kv, (0, 2))
+    kv.keep_paths([(own, len(p), rows) for own, p, rows in zip(blocks, prompts_of, kept, strict=True)])
+    more = [Span([5, 6], len(p) + len(rows), own, 2) for own, p, rows in zip(blocks, prompts_of, kept, strict=True)]
+    after_all = target.forward_ragged(more, kv).logits_NV
+    assert together.logits_NV is not None and together.aux_TLD is not None and after_all is not None
+    return [x.cpu() for x in (*found, together.logits_NV, together.aux_TLD, together.hidden_TD, after_all)]
+
+
+def test_rows_of_trees_are_those_of_the_cpu(device: SimulatedDevice) -> None:
+    here = toy_target("qwen3")
+    expected = tree_rows(here)
+    there = Target(here.model.to("cuda"), None, here.name)
+    for found, other in zip(tree_rows(there), expected, strict=True):
+        torch.testing.assert_close(found, other, atol=1e-4, rtol=1e-4)
+    assert device.counts.operations["graph"] > 6
+
+
+def test_two_single_requests_at_a_time(device: SimulatedDevice) -> None:
+    """The second one keeps its keys itself; when the first has ended, the next request borrows its pages."""
+    target = toy_target("qwen3")
+    target = Target(target.model.to("cuda"), None, target.name)
+    rules = StopRules(12, stop_ids=())
+    first, second, third = prompts(3)
+    alone = [generate(target, prompt, rules=rules).tokens for prompt in (first, second, third)]
+    steps = [stream(target, prompt, rules=rules) for prompt in (first, second)]
+    together: list[list[int]] = [[], []]
+    for pair in zip(*steps, strict=True):
+        for tokens, chunk in zip(together, pair, strict=True):
+            tokens += chunk.tokens
+    del steps, pair, chunk
+    assert together == alone[:2]
+    device.counts.reset()
+    assert generate(target, third, rules=rules).tokens == alone[2]
+    assert device.counts.operations["graph"] >= 11
 
 
 @pytest.mark.parametrize("requests", [1, 3, 32])

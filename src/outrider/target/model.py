@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,12 +19,13 @@ from transformers import (
 
 from outrider.target.attention import Branches
 from outrider.target.cache import KVCache, recurrent_modules
+from outrider.target.graphs import StepGraphs
 from outrider.target.hf import FamilyDecoder, text_decoder
 from outrider.target.hub import load_tokenizer, model_config, resolve_model
 from outrider.target.lean import LeanDecoder
 from outrider.target.linear import PackedLinear
 from outrider.target.loading import generation_config, load_model, outline_model
-from outrider.target.paged import PagedKV, RaggedOutput, RaggedStep, Span
+from outrider.target.paged import PagedKV, RaggedOutput, RaggedStep, Span, logit_rows, pageable
 from outrider.utils.measure import on_device, usable_device
 
 
@@ -224,6 +227,8 @@ class Target:
         lean = self.device.type in ("cpu", "cuda") and self._lean_shaped() and not self.sharded
         self._lean = LeanDecoder(model) if lean else None
         self._decoder = self._lean or FamilyDecoder(model, config)
+        graphed = self._lean is not None and self.device.type == "cuda" and pageable(config)
+        self.graphs = StepGraphs(self._lean) if self._lean is not None and graphed else None
 
     def _lean_shaped(self) -> bool:
         windows = "sliding_attention" in (getattr(self.config, "layer_types", None) or ())
@@ -280,9 +285,18 @@ class Target:
             parents: where the tokens of one sequence branch (target/attention.py): the parent of each, -1 for the
             first.
         """
-        T = tokens_BT.shape[1]
+        B, T = tokens_BT.shape
         if parents is not None:
             self.check_trees()
+        wanted = T if logits is None else logits
+        if self.graphs is not None and B == 1 and cache.pad_B is None:
+            if cache.length == 0:
+                self.graphs.lend(cache, partial(PagedKV, self))
+            found = self.graphs.step_of(tokens_BT, cache, aux_layers, parents)
+            if found is not None:
+                hidden_TD, aux_TLD = found
+                logits_1TV = self.logits(hidden_TD[T - wanted :])[None] if wanted else None
+                return TargetOutput(logits_1TV, None if aux_TLD is None else aux_TLD[None], hidden_TD[None])
         branches = None if parents is None else Branches.of(parents)
         slots_T = torch.arange(cache.length, cache.length + T, device=self.device)
         if branches is not None:
@@ -291,7 +305,6 @@ class Target:
         hidden_BTD, captured = self._decoder.forward(
             tokens_BT, cache, positions_BT, aux_layers=aux_layers, branches=branches
         )
-        wanted = T if logits is None else logits
         logits_BTV = self.logits(hidden_BTD[:, T - wanted :]) if wanted else None
         aux_BTLD = torch.stack([captured[aux_layer] for aux_layer in aux_layers], dim=2) if aux_layers else None
         return TargetOutput(logits_BTV, aux_BTLD, hidden_BTD)
@@ -306,11 +319,19 @@ class Target:
         """
         if any(span.parents is not None for span in spans):
             self.check_trees()
-        step = RaggedStep(spans, kv)
-        hidden_1TD, captured = self._decoder.forward_ragged(step, aux_layers)
-        hidden_TD = hidden_1TD[0]
-        logits_NV = self.logits(hidden_TD[step.logit_rows_N]) if len(step.logit_rows_N) else None
-        aux_TLD = torch.stack([captured[aux_layer][0] for aux_layer in aux_layers], dim=1) if aux_layers else None
+        rows = logit_rows(spans)
+        few = [] if self.graphs is None else self.graphs.taken(spans)
+        many = sorted({*range(len(spans))} - {*few})
+        parts: list[tuple[Tensor, Tensor | None]] = []
+        if self.graphs is not None and few:
+            parts.append(self.graphs.forward([spans[i] for i in few], kv, aux_layers))
+        if many:
+            step = RaggedStep([spans[i] for i in many], kv)
+            hidden_1TD, captured = self._decoder.forward_ragged(step, aux_layers)
+            aux = torch.stack([captured[aux_layer][0] for aux_layer in aux_layers], dim=1) if aux_layers else None
+            parts.append((hidden_1TD[0], aux))
+        hidden_TD, aux_TLD = parts[0] if len(parts) == 1 else _in_order(parts, [*few, *many], spans)
+        logits_NV = self.logits(hidden_TD[on_device(rows, self.device, torch.long)]) if rows else None
         return RaggedOutput(logits_NV, aux_TLD, hidden_TD)
 
     @property
@@ -363,6 +384,21 @@ class Target:
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
+
+
+def _in_order(
+    parts: Sequence[tuple[Tensor, Tensor | None]], order: Sequence[int], spans: Sequence[Span]
+) -> tuple[Tensor, Tensor | None]:
+    """Rows of several forwards in the order of the spans.
+
+    Args:
+        order: the spans whose rows the parts hold, one after another.
+    """
+    starts = dict(zip(order, accumulate((len(spans[i].tokens) for i in order), initial=0), strict=False))
+    rows = [starts[i] + row for i, span in enumerate(spans) for row in range(len(span.tokens))]
+    rows_T = on_device(rows, parts[0][0].device, torch.long)
+    aux = [aux_TLD for _, aux_TLD in parts if aux_TLD is not None]
+    return torch.cat([hidden_TD for hidden_TD, _ in parts])[rows_T], torch.cat(aux)[rows_T] if aux else None
 
 
 # ----------------------------------------------------------------------------

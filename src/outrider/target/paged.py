@@ -81,6 +81,7 @@ class PagedKV:
         pools: (keys [L, K, S, E], values [L, K, S, E]) of every run of layers of one shape, in order; mostly one run.
         layers: (keys [K, S, E], values [K, S, E]) of every layer, views of `pools`.
         latent: whether keys and values are latents, [1, S, kv_lora_rank] and [1, S, qk_rope_head_dim].
+        spare_slot: where rows that only pad a step write, behind the slots of all blocks; on a GPU alone.
 
     Raises:
         ValueError: a layer of a kind that is not known here, or a request's positions depend on other requests.
@@ -92,14 +93,19 @@ class PagedKV:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.latent = getattr(config, "kv_lora_rank", None) is not None
         kept = [_kept_per_slot(getattr(layer, "self_attn", None), config) for layer in target.decoder.layers]
-        # Not zeroed: the system gives memory as blocks are first written (`claim`), and a slot is written before it is
-        # read.
+        # Not zeroed on a CPU: the system gives memory as blocks are first written (`claim`), and a slot is written
+        # before it is read. On a GPU slots behind a mask are read too (target/graphs.py), and there is a spare block.
+        self.spare_slot = num_blocks * block_size
+        padded = target.device.type == "cuda"
+        slots = self.spare_slot + (block_size if padded else 0)
         self.pools: list[tuple[Tensor, Tensor]] = []
         for (K, *dims), run in groupby(kept):
             L = len(list(run))
-            keys, values = (target.embed_VD.new_empty(L, K, num_blocks * block_size, E) for E in dims)
+            keys, values = (target.embed_VD.new_empty(L, K, slots, E) for E in dims)
             self.pools.append((keys, values))
         self.layers = [layer for keys, values in self.pools for layer in zip(keys, values, strict=True)]
+        if padded:
+            self.claim()
 
     @property
     def device(self) -> torch.device:
@@ -163,6 +169,26 @@ def _kept_per_slot(attention: Any, config: PretrainedConfig) -> tuple[int, int, 
     return heads, attention.head_dim, attention.head_dim
 
 
+def logit_rows(spans: Sequence[Span]) -> list[int]:
+    """The rows of all spans, one after another, that get logits."""
+    rows: list[int] = []
+    end = 0
+    for span in spans:
+        assert 0 <= span.logits <= len(span.tokens), f"{span.logits} rows of {len(span.tokens)} tokens"
+        end += len(span.tokens)
+        rows += range(end - span.logits, end)
+    return rows
+
+
+def pageable(config: PretrainedConfig) -> bool:
+    """Whether `check_pageable` lets it pass."""
+    try:
+        check_pageable(config)
+    except ValueError:
+        return False
+    return True
+
+
 def check_pageable(config: PretrainedConfig) -> None:
     """Raise ValueError for targets that pages and states per request cannot serve (see `PagedKV`)."""
     hint = f"model_type {config.model_type!r} cannot be batched here; use `outrider generate` for it:"
@@ -207,29 +233,24 @@ class RaggedStep:
     Attributes:
         spans: whose rows these are.
         tokens_1T, positions_1T: the input of the model.
-        logit_rows_N: the rows of T that get logits.
     """
 
     def __init__(self, spans: Sequence[Span], kv: PagedKV) -> None:
         self._kv, self.spans = kv, spans
         tokens: list[int] = []
         positions: list[int] = []
-        logit_rows: list[int] = []
         self._first_row: list[int] = []
         for span in spans:
             assert span.tokens, "a span without tokens"
             room = len(span.blocks) * kv.block_size
             assert span.end <= room, f"{span.end} tokens in {len(span.blocks)} blocks of {kv.block_size}"
-            assert 0 <= span.logits <= len(span.tokens), f"{span.logits} rows of {len(span.tokens)} tokens"
             if span.states is not None:
                 span.states.rollback(span.past)
             self._first_row.append(len(tokens))
             tokens += span.tokens
             positions += _positions(span)
-            logit_rows += range(len(tokens) - span.logits, len(tokens))
         self.tokens_1T = on_device([tokens], kv.device)
         self.positions_1T = on_device([positions], kv.device)
-        self.logit_rows_N = on_device(logit_rows, kv.device, torch.long)
         slots_T = torch.cat([kv.slots(span.blocks, span.past, span.end) for span in spans])
         self._slots_T = on_device(slots_T, kv.device)
         self._few = [i for i, span in enumerate(spans) if len(span.tokens) <= MOST_ROWS]

@@ -1,0 +1,235 @@
+"""Steps of few rows on a GPU: padded to buckets, one attention call per layer, each bucket a CUDA graph.
+
+    spans     R requests of at most 16 rows each   ->   R' x M rows, each request over N slots
+    buckets   R' = 1, 2, 4, ..; M a power of two, at least 16 rows in all; N = 256, 512, 1024, ..
+    inputs    tokens, positions, slots [R' M] | past [R'] | blocks [R' N / block] | sees [R' M M]        one copy
+    row m of request r sees slot n where   n < past_r,  or  n - past_r is one of its rows that m sees
+
+One request takes 16 rows whether it has one or up to 15 drafts behind its anchor: plain and speculative decoding run
+the same kernels in the same shapes, so that greedy text is equal by construction. Tensor cores compute 16 rows at once
+and the weights are read once, so the padding costs no time there. Rows that stand for nothing write into a spare block.
+
+The keys of a request are gathered, padded to the longest request's, and attended to by one call for all. Trees are
+verified by the same call: `sees` is their mask. What cannot be captured runs as it is, see `StepGraphs.captures`.
+
+Shapes: R requests, M rows of each, T = R M, N slots of each, K kv heads, G queries per kv head, E head dim, D hidden,
+L aux layers.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.target.attention import Branches, additive
+from outrider.target.cache import KVCache, KVLayer
+from outrider.target.kernels import MOST_ROWS
+from outrider.target.lean import LeanDecoder
+from outrider.target.paged import PagedKV, Span
+from outrider.utils.measure import on_device
+
+_FEWEST_ROWS = 16  # of a step: the rows of one tensor core product
+_FEWEST_KEYS = 256
+_BLOCK_SIZE = 16  # of the pages that single requests borrow
+
+
+class Shape(NamedTuple):
+    """A bucket: requests, rows of each, slots that each sees, and the aux layers that are captured."""
+
+    requests: int
+    rows: int
+    keys: int
+    aux_layers: tuple[int, ...]
+
+
+def shape_of(spans: Sequence[Span], aux_layers: tuple[int, ...]) -> Shape:
+    """The smallest bucket that holds the spans."""
+    R = _power_of_two(len(spans))
+    M = max(_power_of_two(max(len(span.tokens) for span in spans)), _FEWEST_ROWS // R)
+    N = max(_FEWEST_KEYS, _power_of_two(max(span.end for span in spans)))
+    return Shape(R, M, N, aux_layers)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def inputs_of(spans: Sequence[Span], shape: Shape, kv: PagedKV) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """All inputs of a step, one after another as in the module docstring."""
+    R, M, N, _ = shape
+    tokens, positions = (np.zeros((R, M), dtype=np.int64) for _ in range(2))
+    slots = np.full((R, M), kv.spare_slot, dtype=np.int64)
+    past, blocks = np.zeros(R, dtype=np.int64), np.zeros((R, N // kv.block_size), dtype=np.int64)
+    sees = np.broadcast_to(np.tri(M, dtype=np.int64), (R, M, M)).copy()
+    for r, span in enumerate(spans):
+        count, used = len(span.tokens), -(-span.end // kv.block_size)
+        tokens[r, :count], past[r], slots[r, :count] = (
+            span.tokens,
+            span.past,
+            kv.slots(span.blocks, span.past, span.end),
+        )
+        positions[r, :count] = range(span.past, span.end)
+        blocks[r, :used] = span.blocks[:used]
+        if span.parents is not None:
+            branches = Branches.of(span.parents)
+            positions[r, :count] = span.past + branches.depths_T.numpy()
+            sees[r, :count, :count] = branches.sees_TT.numpy()
+    return np.concatenate([part.reshape(-1) for part in (tokens, positions, slots, past, blocks, sees)])
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A bucket's buffers, which its graph reads and writes; without a graph the step is run anew each time."""
+
+    inputs: Tensor
+    hidden_TD: Tensor
+    aux_TLD: Tensor | None
+    graph: Any = None
+
+
+class StepGraphs:
+    """Runs steps of few rows of a decoder on a GPU.
+
+    Attributes:
+        captures: whether graphs are made. False where the environment has OUTRIDER_CUDA_GRAPHS=0, and from the first
+            capture on that failed: the padded step then runs operation by operation, for two requests and more; a
+            single one has fewer operations where its keys are not gathered, and is not taken.
+    """
+
+    def __init__(self, decoder: LeanDecoder) -> None:
+        self.decoder = decoder
+        self.captures = os.environ.get("OUTRIDER_CUDA_GRAPHS") != "0"
+        self._steps: WeakKeyDictionary[PagedKV, dict[Shape, _Captured]] = WeakKeyDictionary()
+        self._memory: Any = None  # shared by all graphs
+        self._pages: PagedKV | None = None
+        self._borrower: ref[KVCache] | None = None
+
+    def taken(self, spans: Sequence[Span]) -> list[int]:
+        """Which of the spans of a step are for `forward`."""
+        few = [i for i, span in enumerate(spans) if len(span.tokens) <= MOST_ROWS]
+        return few if self.captures or len(few) > 1 else []
+
+    def forward(
+        self, spans: Sequence[Span], kv: PagedKV, aux_layers: tuple[int, ...], tokens_T: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Normed last hidden states [T, D] and aux hidden states [T, L, D] of the spans' rows, without padding.
+
+        Args:
+            spans: of at most `MOST_ROWS` rows each.
+            tokens_T: the tokens of a single span, where they are on the device already.
+        """
+        shape = shape_of(spans, aux_layers)
+        inputs = torch.from_numpy(inputs_of(spans, shape, kv)).pin_memory()
+        steps = self._steps.setdefault(kv, {})
+        step = steps.get(shape)
+        if step is None:
+            buffer = torch.zeros(inputs.shape, dtype=torch.long, device=kv.device)
+        else:
+            buffer = step.inputs
+        buffer.copy_(inputs, non_blocking=True)
+        if tokens_T is not None:
+            buffer[: len(tokens_T)].copy_(tokens_T)
+        if step is None:
+            step = steps[shape] = self._prepared(buffer, shape, kv)
+        if step.graph is not None:
+            step.graph.replay()
+        else:
+            hidden_TD, aux_TLD = self._run(buffer, shape, kv)
+            step = replace(step, hidden_TD=hidden_TD, aux_TLD=aux_TLD)
+        rows = [r * shape.rows + m for r, span in enumerate(spans) for m in range(len(span.tokens))]
+        rows_T = on_device(rows, kv.device, torch.long)  # copies: the next replay writes over what it gave
+        return step.hidden_TD[rows_T], None if step.aux_TLD is None else step.aux_TLD[rows_T]
+
+    def _prepared(self, buffer: Tensor, shape: Shape, kv: PagedKV) -> _Captured:
+        """A first run, which sets up the libraries' kernels, and the graph where one can be made."""
+        hidden_TD, aux_TLD = self._run(buffer, shape, kv)
+        if not self.captures:
+            return _Captured(buffer, hidden_TD, aux_TLD)
+        graph = torch.cuda.CUDAGraph()
+        self._memory = self._memory or torch.cuda.graph_pool_handle()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory):
+                hidden_TD, aux_TLD = self._run(buffer, shape, kv)
+        except RuntimeError as error:
+            self.captures = False
+            warnings.warn(f"steps run without CUDA graphs, which could not be made: {error}", stacklevel=2)
+            return _Captured(buffer, hidden_TD, aux_TLD)
+        return _Captured(buffer, hidden_TD, aux_TLD, graph)
+
+    def _run(self, buffer: Tensor, shape: Shape, kv: PagedKV) -> tuple[Tensor, Tensor | None]:
+        """The padded step, [T, D] and [T, L, D]; it reads nothing of the host but its arguments' shapes."""
+        (R, M, N, aux_layers), B, device = shape, kv.block_size, buffer.device
+        sizes = [R * M] * 3 + [R, R * (N // B), R * M * M]
+        tokens_T, positions_T, slots_T, past_R, blocks, sees = buffer.split(sizes)
+        slots_RN = (blocks.view(R, -1, 1) * B + torch.arange(B, device=device)).view(-1)
+        groups = self.decoder.groups
+        own_RN = torch.arange(N, device=device) - past_R[:, None]  # which of its rows a slot belongs to, if any
+        row_RMN = own_RN.clamp(0, M - 1)[:, None].expand(R, M, N)
+        visible_RMN = (own_RN < 0)[:, None] | ((own_RN < M)[:, None] & (sees.view(R, M, M).gather(2, row_RMN) > 0))
+        mask = additive(visible_RMN, kv.dtype).repeat_interleave(groups, dim=1)[:, None]  # rows are (row, query)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            K, E = k.shape[1], k.shape[3]
+
+            def gathered(pool_KSE: Tensor, new_1KTE: Tensor) -> Tensor:
+                pool_KSE.index_copy_(1, slots_T, new_1KTE[0])
+                return pool_KSE.index_select(1, slots_RN).unflatten(1, (R, N)).transpose(0, 1)
+
+            keys, values = (gathered(*pair) for pair in zip(kv.layers[layer], (k, v), strict=True))
+            q_RKQE = q.view(K, groups, R, M, E).permute(2, 0, 3, 1, 4).reshape(R, K, M * groups, E)
+            out = F.scaled_dot_product_attention(q_RKQE, keys, values, attn_mask=mask)
+            return out.view(R, K, M, groups, E).permute(1, 3, 0, 2, 4).reshape(1, K * groups, R * M, E)
+
+        hidden_1TD, captured = self.decoder.run(tokens_T[None], positions_T[None], aux_layers, attention=attend)
+        aux_TLD = torch.stack([captured[layer][0] for layer in aux_layers], dim=1) if aux_layers else None
+        return hidden_1TD[0], aux_TLD
+
+    # ------------------------------------------------------------------------
+    # Single requests (`Target.new_cache`) borrow pages: a graph knows the addresses that it reads and writes.
+    # ------------------------------------------------------------------------
+
+    def lend(self, cache: KVCache, make: Any) -> None:
+        """Let a new cache of one request keep its keys in the pages, unless another one does.
+
+        Args:
+            make: (blocks, block size) -> pages.
+        """
+        if self._borrower is not None and self._borrower() is not None:
+            return
+        blocks = -(-cache.capacity // _BLOCK_SIZE)
+        if self._pages is None or self._pages.num_blocks < blocks:
+            self._pages = None  # freed before larger ones are made
+            self._pages = make(_power_of_two(blocks), _BLOCK_SIZE)
+        self._borrower = ref(cache)
+        for layer, (keys_KSE, values_KSE) in zip(cache.layers, self._pages.layers, strict=True):
+            assert isinstance(layer, KVLayer)
+            layer.keys, layer.values, layer.is_initialized = keys_KSE[None], values_KSE[None], True
+
+    def step_of(
+        self, tokens_BT: Tensor, cache: KVCache, aux_layers: tuple[int, ...], parents: Sequence[int] | None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """`forward` for the rows of a cache that borrowed the pages, which then hold them.
+
+        None where there are no graphs, for another cache, and for more rows than a step here has.
+        """
+        B, T = tokens_BT.shape
+        if not self.captures or self._borrower is None or self._borrower() is not cache or T > MOST_ROWS:
+            return None
+        assert B == 1 and self._pages is not None
+        start = cache.length
+        blocks = list(range(-(-(start + T) // _BLOCK_SIZE)))
+        span = Span([0] * T, start, blocks, logits=0, parents=None if parents is None else list(parents))
+        found = self.forward([span], self._pages, aux_layers, tokens_T=tokens_BT[0])
+        for layer in cache.layers:
+            assert isinstance(layer, KVLayer)
+            layer.length = start + T
+        return found
