@@ -91,6 +91,19 @@ def test_two_ranks_take_the_steps_of_one(two: Path, one: Callable[[str], Path], 
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_process_group_of_one_takes_the_same_steps(
+    one: Callable[[str], Path], mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_PROCESS_GROUP", "1")
+    with join("cpu") as ranks:
+        assert torch.distributed.is_initialized() and ranks.world == 1
+        trainer = train(tmp_path, "odd", ranks, parallel=mode)
+        assert type(trainer.parallel.forward).__name__ == {"ddp": "DistributedDataParallel", "fsdp": "FSDP_Forward"}[mode]
+        assert ranks.gather("mine") == ["mine"] and ranks.from_main(lambda: 3) == 3
+    assert_same_end(one("odd"), tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_two_ranks_train_layers_that_run_twice(two: Path, mode: str, tmp_path: Path) -> None:
     train_context_rows(tmp_path)
     assert_same_end(tmp_path, two / f"context-rows-{mode}")

@@ -85,7 +85,7 @@ def train(
                 highlight=False,
                 soft_wrap=True,
             )
-        spread = chosen.shard_target and ranks.world > 1
+        spread = chosen.shard_target and ranks.grouped
         place = partial(shard_layers, ranks=ranks) if spread else lambda model: None
         dtype = training_dtype(chosen.precision, ranks.device, console, began_with=precision, ranks=ranks)
         target = load(chosen.target, ranks.device, dtype, place=place, console=console)

@@ -34,7 +34,7 @@ from outrider.target.loading import outline_model
 from outrider.target.model import Target, outline_target
 from outrider.training.dataset import known_samples
 from outrider.training.estimate import run_steps, sequences_per_step
-from outrider.training.loss import CHUNK_BYTES
+from outrider.training.loss import GPU_CHUNK_BYTES
 from outrider.training.recipe import Recipe
 from outrider.training.setup import new_drafter
 
@@ -302,7 +302,7 @@ def _memory(recipe: Recipe, target: Target, drafter: DraftModule, load: _Load, c
         "head of the draft vocabulary": _BFLOAT16 * config.draft_vocab_size * hidden if reduced else 0.0,
         "features of a forward": tokens * (len(config.target_layer_ids) * (_BFLOAT16 + _FLOAT32)) * hidden,
         "activations": activations,
-        "logits of a chunk": float(CHUNK_BYTES),
+        "logits of a chunk": float(GPU_CHUNK_BYTES),
     }
 
 

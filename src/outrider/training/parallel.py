@@ -13,9 +13,10 @@ Source: FSDP2 as in torchtitan (per-layer sharding; checkpointing, then compilin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -79,10 +80,10 @@ class ParallelStep:
             if recipe.compile:
                 layer.compile(dynamic=True)
         self.forward: Callable[..., ObjectiveOutput] = partial(objective, drafter)
-        if ranks.world > 1 and recipe.parallel == "fsdp":
+        if ranks.grouped and recipe.parallel == "fsdp":
             gathered = torch.bfloat16 if recipe.precision == "bfloat16" else None
             self.forward = _shard(_Forward(drafter, objective), gathered)
-        elif ranks.world > 1:
+        elif ranks.grouped:
             self.forward = DistributedDataParallel(
                 _Forward(drafter, objective), broadcast_buffers=False, gradient_as_bucket_view=True
             )
@@ -118,10 +119,16 @@ def _shard(forward: _Forward, param_dtype: torch.dtype | None) -> nn.Module:
     # Autocast chooses the types of inputs.
     policy = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
     # A layer's weights are freed when its backward has run, and the keys of an earlier forward of it need them still.
-    for layer in draft_layers(forward.drafter) if forward.drafter.layers_run_once else ():
-        fully_shard(layer, mp_policy=policy)
+    layers = draft_layers(forward.drafter) if forward.drafter.layers_run_once else []
+    _prefetching([fully_shard(layer, mp_policy=policy) for layer in layers])
     fully_shard(forward)
     return forward
+
+
+def _prefetching(layers: Sequence[FSDPModule]) -> None:
+    """While a layer runs the next one's weights are gathered."""
+    for layer, following in pairwise(layers):
+        layer.set_modules_to_forward_prefetch([following])
 
 
 def whole_drafter(drafter: DraftModule) -> DraftModule:
@@ -129,16 +136,17 @@ def whole_drafter(drafter: DraftModule) -> DraftModule:
     if not any(isinstance(parameter, DTensor) for parameter in drafter.parameters()):
         return drafter
     state = {name: full_tensor(tensor) for name, tensor in drafter.state_dict().items()}
-    copy = type(drafter)(drafter.config).to(drafter.aux_scale_L.device).requires_grad_(False)
-    copy.load_state_dict(state)
-    copy.aux_scale_L.copy_(drafter.aux_scale_L)
-    return copy
+    with torch.device("meta"):  # without drawing a billion first weights
+        copy = type(drafter)(drafter.config)
+    copy.load_state_dict(state, assign=True)
+    copy.aux_scale_L = drafter.aux_scale_L.clone()
+    return copy.requires_grad_(False)
 
 
 # ----------------------------------------------------------------------------
 # A target too large for one device: each rank holds 1/N of every decoder layer (FSDP2 `fully_shard`, inference only).
 #
-#     layer by layer:  gather its weights -> forward of this rank's own tokens -> drop them again
+#     layer by layer:  gather the next one's weights -> forward of this rank's own tokens -> drop its own again
 #
 # Collectives carry weights and nothing else: hidden states, aux hidden states and logits stay on the rank that computed
 # them, because each rank runs the whole depth on its own sequences. Embedding and head stay whole on every rank, for
@@ -150,9 +158,12 @@ def whole_drafter(drafter: DraftModule) -> DraftModule:
 def shard_layers(model: Any, ranks: Ranks) -> None:
     """Spread the decoder layers of a Hugging Face causal LM over all ranks, each shard on its rank's device."""
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
-    for layer in text_decoder(model).layers:
-        # Said outright: a layer that no other sharded module contains would keep its weights after the first forward.
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    decoder = text_decoder(model)
+    layers = list(decoder.layers)
+    _prefetching([fully_shard(layer, mesh=mesh, reshard_after_forward=True) for layer in layers])
+    # The decoder is the root, without weights of its own: layers without one would each wait for themselves.
+    spread = {parameter for layer in layers for parameter in layer.parameters()}
+    fully_shard(decoder, mesh=mesh, ignored_params=set(decoder.parameters()) - spread)
 
 
 class LockStep:
@@ -166,7 +177,7 @@ class LockStep:
 
     def __init__(self, target: Target, ranks: Ranks) -> None:
         self.target, self.ranks = target, ranks
-        self.active = target.sharded and ranks.world > 1
+        self.active = target.sharded and ranks.grouped
         self._announcing = False
         if self.active:
             target.decoder.register_forward_pre_hook(self._announce)

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node N -m outrider.cli.main train RECIPE      WORLD_SIZE, RANK, LOCAL_RANK from torchrun
     outrider train RECIPE                                              one rank, no process group, no collective
 
-gloo carries collectives on CPUs, NCCL on CUDA devices.
+gloo carries collectives on CPUs, NCCL on CUDA devices. With OUTRIDER_PROCESS_GROUP=1 one process has a group of its own,
+so that the code of several ranks (NCCL, DDP, FSDP) runs on one GPU.
 """
 
 from __future__ import annotations
@@ -29,11 +30,15 @@ _TIMEOUT = timedelta(hours=12)
 
 @dataclass(frozen=True)
 class Ranks:
-    """`rank` of `world` processes, computing on `device`. Every method but `main` is a collective."""
+    """`rank` of `world` processes, computing on `device`. Every method is a collective.
+
+    `grouped`: whether there is a process group, which one process alone has where it was asked for.
+    """
 
     rank: int = 0
     world: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    grouped: bool = False
 
     @property
     def main(self) -> bool:
@@ -42,7 +47,7 @@ class Ranks:
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over ranks, in place."""
-        if self.world > 1:
+        if self.grouped:
             dist.all_reduce(values)
         return values
 
@@ -52,7 +57,7 @@ class Ranks:
         Raises:
             ValueError, OSError: what `make` raised, on every rank: none should end by losing its peer.
         """
-        if self.world == 1:
+        if not self.grouped:
             return make()
         outcome: list[Any] = [None, None]
         if self.main:
@@ -67,7 +72,7 @@ class Ranks:
 
     def gather(self, mine: _Found) -> list[_Found]:
         """All-gather of picklable objects, in the order of ranks."""
-        if self.world == 1:
+        if not self.grouped:
             return [mine]
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, mine)
@@ -75,13 +80,13 @@ class Ranks:
 
     def copy_from_main(self, tensors: list[Tensor]) -> None:
         """Broadcast tensors from the main rank, in place."""
-        if self.world > 1:
+        if self.grouped:
             for tensor in tensors:
                 dist.broadcast(tensor.detach(), src=0)
 
     def wait(self) -> None:
-        """Barrier."""
-        self.sum(torch.zeros((), device=self.device))
+        """Barrier: the host waits, too, which under NCCL it would not do for the sum alone."""
+        self.sum(torch.zeros((), device=self.device)).item()
 
 
 ALONE = Ranks()
@@ -102,12 +107,18 @@ def join(device: str) -> Iterator[Ranks]:
         index = int(os.environ.get("LOCAL_RANK", 0)) if chosen.index is None else chosen.index
         chosen = torch.device("cuda", index)
         torch.cuda.set_device(chosen)
-    if world == 1:
+    alone = world == 1
+    if alone and os.environ.get("OUTRIDER_PROCESS_GROUP") != "1":
         yield Ranks(device=chosen)
         return
-    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=_TIMEOUT)
+    dist.init_process_group(
+        "nccl" if chosen.type == "cuda" else "gloo",
+        timeout=_TIMEOUT,
+        device_id=chosen if chosen.type == "cuda" else None,
+        **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}),
+    )
     try:
-        yield Ranks(rank, world, chosen)
+        yield Ranks(rank, world, chosen, grouped=True)
     finally:
         dist.destroy_process_group()
 

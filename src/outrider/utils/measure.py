@@ -194,6 +194,7 @@ def set_up(threads: int | None) -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(threads or _default_threads())
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # sums of bfloat16 products in float32
     # One kernel per matrix shape and row count: a busy engine meets more than the 1,024 that oneDNN keeps.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")
     if platform.libc_ver()[0] == "glibc":
