@@ -7,6 +7,7 @@ rolling back round by round) must give the same acceptance at the same anchors o
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,12 +18,16 @@ import outrider.drafters.layers as layers
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dspark import DSpark
 from outrider.drafters.layers import AttentionPattern, BlockLayout, flex_block_attention, split_attention
+from outrider.drafters.peagle import PEagle, PEagleConfig
 from outrider.sampling import SeededSource
 from outrider.training.batches import BlockBatch, Schedule
 from outrider.training.dataset import choose_draft_ids
 from outrider.training.loss import BlockObjective
 from tests.toys.alignment import build, check_alignment
-from tests.toys.targets import randomise, toy_config, toy_samples, toy_target
+from tests.toys.drafters import make_mtp
+from tests.toys.eagle3 import inputs_for
+from tests.toys.eagle3 import make_drafter as make_eagle3
+from tests.toys.targets import randomise, toy_config, toy_samples, toy_target, with_mask_token
 
 
 def make_drafter(head: str, sample_from_anchor: bool, draft_vocab: int, window: int | None) -> DFlash:
@@ -118,6 +123,33 @@ def ragged(lengths: list[int], anchors: list[list[int]], heads: int = 4) -> tupl
     return layout, [torch.randn(shape, requires_grad=True) for shape in shapes]
 
 
+@pytest.fixture
+def flex_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention's dense reference has gradients on a CPU too, which its public function refuses there."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+
+
+@pytest.mark.usefixtures("flex_backward")
+def test_chains_by_flex_attention_are_those_of_split_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EAGLE-3's and MTP's rows, of which each sees those of its chain, and P-EAGLE's, which are one call."""
+    target = toy_target()
+    inputs = inputs_for(target, [9, 14], [0, 3, 9, 1, 14], [0, 0, 0, 1, 1], 4)
+    chosen = {"gamma": 4, "target_layer_ids": [0, 2, 3], "draft_vocab_size": 97}
+    parallel = PEagle(PEagleConfig.from_target(with_mask_token(target), **chosen))
+    randomise(parallel, 0)
+    for module in (make_eagle3(target), parallel, make_mtp(target, 2, 4)):
+        own = replace(inputs, aux_SLD=inputs.aux_SLD[:, : len(module.config.target_layer_ids)])
+        found = []
+        for kernel in (split_attention, flex_block_attention):
+            monkeypatch.setattr(layers, "kernel_of", partial(lambda kernel, _: kernel, kernel))
+            rows = module.rows(own).hidden_NKH
+            module.zero_grad()
+            rows.square().sum().backward()
+            found.append([rows.detach(), *(p.grad for p in module.parameters() if p.grad is not None)])
+        for split, flex in zip(*found, strict=True):
+            torch.testing.assert_close(split, flex, atol=1e-4, rtol=1e-4)
+
+
 def assert_alike(layout: BlockLayout, tensors: list[Tensor], pattern: AttentionPattern) -> Tensor:
     """FlexAttention's output and gradients are the split path's; returns the output."""
     found = []
@@ -128,12 +160,6 @@ def assert_alike(layout: BlockLayout, tensors: list[Tensor], pattern: AttentionP
     for split, flex in zip(*found, strict=True):
         torch.testing.assert_close(split, flex, atol=1e-5, rtol=1e-5)
     return found[0][0].detach()
-
-
-@pytest.fixture
-def flex_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention's dense reference has gradients on a CPU too, which its public function refuses there."""
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
 
 
 @pytest.mark.usefixtures("flex_backward")
@@ -155,6 +181,41 @@ def test_flex_attention_and_split_attention_agree(pattern: AttentionPattern) -> 
                 values = torch.cat((tensors[1][context, h // 2], tensors[3][block, own, h // 2]))
                 expected = (keys @ q[block, row, h] / 4).softmax(0) @ values
                 torch.testing.assert_close(split[block, row, h], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("rows", "own"), [(4, 4), (1, 3)])
+def test_tiles_of_flex_attention_hold_what_rows_see(
+    pattern: AttentionPattern, rows: int, own: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel computes the tiles that are listed: each with a visible pair is one of them; in the whole ones, which
+    it computes without the mask, every pair is visible."""
+    monkeypatch.setattr(layers, "_TILE", 4)
+    layout, _ = ragged([9, 14, 5, 60], [[0, 3, 9], [1, 8, 14], [5], [6, 20, 21, 22, 40, 60]])
+    found = layers._flex_mask(layout, rows, own, pattern)
+    count, slots = 13 * rows, 88 + 13 * own
+    zero = torch.zeros(1, dtype=torch.long)
+    visible = found.mask_mod(zero, zero, torch.arange(count)[:, None], torch.arange(slots))
+    assert visible.any(dim=1).all()
+    rows_of_tiles = torch.cat((visible, visible[-1:].expand(-count % 4, -1)))  # of none behind the last row
+    padded = torch.nn.functional.pad(rows_of_tiles, (0, -slots % 4)).view(-(-count // 4), 4, -(-slots // 4), 4)
+    seen = padded.any(dim=3).any(dim=1)
+    assert tuple(found.seq_lengths) == (count, slots)
+
+    def listed(numbers: Tensor, indices: Tensor) -> Tensor:
+        tiles = torch.zeros_like(seen)
+        for row, number in enumerate(numbers[0, 0].tolist()):
+            tiles[row, indices[0, 0, row, :number].long()] = True
+        return tiles
+
+    partial, whole = (
+        listed(found.kv_num_blocks, found.kv_indices),
+        listed(found.full_kv_num_blocks, found.full_kv_indices),
+    )
+    assert not (partial & whole).any() and bool((partial | whole)[seen].all())
+    assert bool(padded.all(dim=3).all(dim=1)[whole].all())
+    assert whole.any() or pattern.window is not None
+    assert (partial | whole).sum() <= 1.5 * seen.sum()
 
 
 @pytest.mark.usefixtures("flex_backward")
@@ -180,6 +241,7 @@ def test_flex_attention_is_compiled_for_the_first_batches_alone(monkeypatch: pyt
                 flex_block_attention(*tensors, layout, pattern)
         counts.append(counter.frame_count)
     assert 1 <= counts[0] <= 4 and counts[1] == counts[0]
+    assert torch._dynamo.config.fail_on_recompile_limit_hit
 
 
 @pytest.mark.cuda

@@ -80,11 +80,14 @@ def test_a_step_mixes_no_devices_and_has_the_losses_of_the_cpu(
     assert there == pytest.approx(here, rel=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", ["dspark", "dflash"])
+@pytest.mark.parametrize(
+    ("method", "dtype"), [("dspark", torch.float32), *((method, torch.bfloat16) for method in SECTIONS)]
+)
 def test_syncs_of_a_step(device: SimulatedDevice, method: str, dtype: torch.dtype, tmp_path: Path) -> None:
     steps_of(on("cuda", method, tmp_path, dtype), 2, before_last=device.counts.reset)
     assert device.counts.syncs <= MOST_SYNCS, device.counts.report()
+    calls = device.counts.operations["flex_attention"]
+    assert calls == {"dspark": 2, "dflash": 2, "dflash2": 2, "eagle3": 3, "peagle": 1, "mtp": 3}.get(method, 0)
 
 
 def test_the_feature_cache_counts_what_pinned_memory_takes(device: SimulatedDevice, tmp_path: Path) -> None:

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import flex_attention
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-import outrider.drafters.dflash as dflash
+import outrider.drafters.layers as layers
 import outrider.training.loss as loss
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.dspark import DSpark, DSparkConfig
-from outrider.drafters.layers import split_attention
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine
 from outrider.sampling import SamplingParams
@@ -88,16 +89,24 @@ def decoding(engine: Engine, requests: int, params: SamplingParams, prompt: int 
 
 
 def simulate_kernels(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention's compiled kernel and Triton's as one launch each, computed by what they are compared with."""
+    """FlexAttention's compiled kernel and Triton's as one launch each, computed densely and by the torch version."""
     reduce_rows = loss.reduce_rows
 
-    def flex(*args: Any, **kwargs: Any) -> Tensor:
+    def flex(queries: Tensor, keys: Tensor, values: Tensor, block_mask: Any, enable_gqa: bool) -> Tensor:
+        zero, rows, slots = (torch.arange(count, device="cuda") for count in (1, queries.shape[2], keys.shape[2]))
         with device.as_one("flex_attention"):
-            return split_attention(*args, **kwargs)
+            visible = block_mask.mask_mod(zero, zero, rows[:, None], slots)
+            return F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible, enable_gqa=enable_gqa)
 
     def reduce(*args: Any) -> Any:
         with device.as_one("reduce_rows_triton"):
             return reduce_rows(*args)
 
-    monkeypatch.setattr(dflash, "flex_block_attention", flex)
+    def transposed(*args: Any) -> Any:  # a vmap in it hides from C++ that its indices are on the device
+        with device.as_one("transposed tiles"):
+            return transpose_ordered(*args)
+
+    monkeypatch.setattr(layers, "_flex_kernel", lambda _: flex)
+    transpose_ordered = flex_attention._transpose_ordered
+    monkeypatch.setattr(flex_attention, "_transpose_ordered", transposed)
     monkeypatch.setattr(loss, "row_reducer", lambda logits_CV: reduce if logits_CV.is_cuda else reduce_rows)

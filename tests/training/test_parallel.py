@@ -98,7 +98,9 @@ def test_a_process_group_of_one_takes_the_same_steps(
     with join("cpu") as ranks:
         assert torch.distributed.is_initialized() and ranks.world == 1
         trainer = train(tmp_path, "odd", ranks, parallel=mode)
-        assert type(trainer.parallel.forward).__name__ == {"ddp": "DistributedDataParallel", "fsdp": "FSDP_Forward"}[mode]
+        assert (
+            type(trainer.parallel.forward).__name__ == {"ddp": "DistributedDataParallel", "fsdp": "FSDP_Forward"}[mode]
+        )
         assert ranks.gather("mine") == ["mine"] and ranks.from_main(lambda: 3) == 3
     assert_same_end(one("odd"), tmp_path)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -52,11 +52,10 @@ from outrider.drafters.layers import (
     LayerConfig,
     Rope,
     SwiGLU,
+    block_attention,
     copy_target_layers,
-    flex_block_attention,
     layer_shapes,
     rope_table,
-    split_attention,
 )
 from outrider.target.kernels import LayerKernels, Norms
 from outrider.target.linear import Packable
@@ -249,10 +248,9 @@ class BlockContext(NamedTuple):
     layout: BlockLayout
 
     def attend(self, attention: Attention, q_NKQE: Tensor, k_NKGE: Tensor, v_NKGE: Tensor) -> Tensor:
-        kernel: Callable[..., Tensor] = flex_block_attention if q_NKQE.device.type == "cuda" else split_attention
         k, v = attention.outputs(self.hidden_SH, "k_proj", "v_proj")
         context = attention.keys_values(k, v, self.rope)
-        return kernel(q_NKQE, *context, k_NKGE, v_NKGE, self.layout, attention.pattern)
+        return block_attention(q_NKQE, *context, k_NKGE, v_NKGE, self.layout, attention.pattern)
 
 
 class DraftLayer(Packable):

@@ -35,10 +35,10 @@ from outrider.drafters.layers import (
     BlockLayout,
     CachedKeys,
     DraftSession,
+    block_attention,
     copy_target_layers,
     rope_table,
     serving_mask,
-    split_attention,
 )
 from outrider.target.model import Target
 from outrider.utils.distributed import full_tensor
@@ -91,7 +91,7 @@ class RowsOfBlocks(NamedTuple):
     layout: BlockLayout
 
     def attend(self, attention: Attention, q_NKQE: Tensor, k_NKGE: Tensor, v_NKGE: Tensor) -> Tensor:
-        return split_attention(q_NKQE, *self.keys_values[attention.layer], k_NKGE, v_NKGE, self.layout)
+        return block_attention(q_NKQE, *self.keys_values[attention.layer], k_NKGE, v_NKGE, self.layout)
 
 
 class DFlashInput(DFlash):

@@ -6,7 +6,7 @@ see; `SwiGLU`; RoPE; draft layers that begin as the target's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -130,8 +130,11 @@ class BlockLayout:
     lengths: list[int]
     anchors_N: Tensor
     sequence_N: Tensor
-    # FlexAttention's masks of this batch, by rows of a block and pattern: the layers share them, recomputed ones too.
-    masks: dict[tuple[int, AttentionPattern], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # FlexAttention's masks of this batch, by rows and own keys of a block and pattern: for all layers, recomputed ones
+    # too.
+    masks: dict[tuple[int, int, AttentionPattern], Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def positions_S(self) -> Tensor:
         """Absolute position of every context slot."""
@@ -241,7 +244,11 @@ def split_attention(
 def _flex_kernel(compiled: bool) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+    if not compiled:
+        return flex_attention
+    # Otherwise it goes on unfused, with all scores in memory, once it was compiled for eight kinds of shapes.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    return torch.compile(flex_attention, dynamic=True)
 
 
 def flex_block_attention(
@@ -255,26 +262,32 @@ def flex_block_attention(
 ) -> Tensor:
     """The same attention through FlexAttention: one kernel for all sequences (compiled on CUDA, eager elsewhere)."""
     N, K, H, E = q_NKHE.shape
-    G = context_k_SGE.shape[1]
-    keys = torch.cat((context_k_SGE, block_k_NKGE.reshape(N * K, G, E))).transpose(0, 1)[None]
-    values = torch.cat((context_v_SGE, block_v_NKGE.reshape(N * K, G, E))).transpose(0, 1)[None]
+    J, G = block_k_NKGE.shape[1:3]
+    keys = torch.cat((context_k_SGE, block_k_NKGE.flatten(0, 1))).transpose(0, 1)[None]
+    values = torch.cat((context_v_SGE, block_v_NKGE.flatten(0, 1))).transpose(0, 1)[None]
     queries = q_NKHE.reshape(N * K, H, E).transpose(0, 1)[None]
-    if (K, pattern) not in layout.masks:
-        layout.masks[K, pattern] = _flex_mask(layout, K, pattern)
+    if (K, J, pattern) not in layout.masks:
+        layout.masks[K, J, pattern] = _flex_mask(layout, K, J, pattern)
     kernel = _flex_kernel(q_NKHE.device.type == "cuda")
-    out = kernel(queries, keys, values, block_mask=layout.masks[K, pattern], enable_gqa=H != G)
+    out = kernel(queries, keys, values, block_mask=layout.masks[K, J, pattern], enable_gqa=H != G)
     return out[0].transpose(0, 1).reshape(N, K, H, E)
 
 
-def _flex_mask(layout: BlockLayout, K: int, pattern: AttentionPattern) -> Any:
-    """The block mask of FlexAttention, [N * K] rows over [S + N * K] keys."""
-    from torch.nn.attention.flex_attention import create_block_mask
+_TILE = 128  # rows and keys of a tile of FlexAttention's kernels
+
+
+def _flex_mask(layout: BlockLayout, K: int, J: int, pattern: AttentionPattern) -> Any:
+    """The block mask of FlexAttention, [N * K] rows over [S + N * J] keys.
+
+    Its tiles follow from the range of keys that each row sees, [low, high) of the context and its block's J own ones.
+    FlexAttention's own `create_block_mask` would ask for every pair of a row and a key: gigabytes for a large batch.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
 
     anchors, sequence, device = layout.anchors_N, layout.sequence_N, layout.anchors_N.device
     N, S = len(anchors), sum(layout.lengths)
-    slot_sequence = torch.repeat_interleave(
-        torch.arange(len(layout.lengths), device=device), on_device(layout.lengths, device), output_size=S
-    )
+    lengths = on_device(layout.lengths, device)
+    slot_sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths, output_size=S)
     slot_position = layout.positions_S()
     window, causal = pattern
 
@@ -283,12 +296,53 @@ def _flex_mask(layout: BlockLayout, K: int, pattern: AttentionPattern) -> Any:
         context = (kv < S) & (slot_sequence[slot] == sequence[block]) & (slot_position[slot] < anchors[block])
         if window is not None:
             context = context & (anchors[block] + q % K - slot_position[slot] < window)
-        own = (kv >= S) & ((kv - S) // K == block)
+        own = (kv >= S) & ((kv - S) // J == block)
         if causal:
-            own = own & ((kv - S) % K <= q % K)
+            own = own & ((kv - S) % J <= q % K)
         return context | own
 
-    return create_block_mask(mask, None, None, N * K, S + N * K, device=device)
+    start_N = (lengths.cumsum(0) - lengths)[sequence]
+    hidden_NK = torch.zeros(N, K, dtype=torch.long, device=device)
+    if window is not None:
+        hidden_NK = (layout.block_positions_NK(K) - window + 1).clamp(min=0)
+    low, high = (start_N[:, None] + hidden_NK).flatten(), (start_N + anchors)[:, None].expand(N, K).flatten()
+    own = S + J * torch.arange(N, device=device)[:, None].expand(N, K).flatten()
+
+    def by_tile(values: Tensor, largest: bool) -> Tensor:
+        """[tiles of rows, 1] the smallest or largest value of a tile's rows, of which the last is repeated."""
+        padded = torch.cat((values, values[-1:].expand(-len(values) % _TILE))).view(-1, _TILE)
+        return padded.amax(-1, keepdim=True) if largest else padded.amin(-1, keepdim=True)
+
+    begins = torch.arange(-(-(S + N * J) // _TILE), device=device) * _TILE
+    ends = begins + _TILE
+    whole = (begins >= by_tile(low, True)) & (ends <= by_tile(high, False))
+    seen = (ends > by_tile(low, False)) & (begins < by_tile(high, True))
+    seen = (seen | ((ends > by_tile(own, False)) & (begins < by_tile(own, True) + J))) & ~whole
+    listed = [
+        (tiles.sum(-1).int()[None, None], tiles.int().argsort(dim=-1, descending=True, stable=True).int()[None, None])
+        for tiles in (seen, whole)
+    ]
+    lengths_QK = (N * K, S + N * J)
+    return BlockMask.from_kv_blocks(*listed[0], *listed[1], BLOCK_SIZE=_TILE, mask_mod=mask, seq_lengths=lengths_QK)
+
+
+def kernel_of(device: torch.device) -> Callable[..., Tensor]:
+    """What computes `block_attention` there."""
+    return flex_block_attention if device.type == "cuda" else split_attention
+
+
+def block_attention(
+    q_NKHE: Tensor,
+    context_k_SGE: Tensor,
+    context_v_SGE: Tensor,
+    block_k_NKGE: Tensor,
+    block_v_NKGE: Tensor,
+    layout: BlockLayout,
+    pattern: AttentionPattern = EVERYTHING,
+) -> Tensor:
+    """`split_attention`, on CUDA by one kernel."""
+    attend = kernel_of(q_NKHE.device)
+    return attend(q_NKHE, context_k_SGE, context_v_SGE, block_k_NKGE, block_v_NKGE, layout, pattern)
 
 
 # ----------------------------------------------------------------------------
@@ -427,7 +481,7 @@ class ChainKeys:
     def attend(self, attention: Attention, q_NQE: Tensor, k_NGE: Tensor, v_NGE: Tensor) -> Tensor:
         self.chain.append((k_NGE, v_NGE))
         own_k, own_v = (torch.stack(rows, dim=1) for rows in zip(*self.chain, strict=True))
-        return split_attention(q_NQE[:, None], *self.context, own_k, own_v, self.layout)[:, 0]
+        return block_attention(q_NQE[:, None], *self.context, own_k, own_v, self.layout)[:, 0]
 
 
 class SwiGLU(Packable):

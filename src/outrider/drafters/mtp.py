@@ -67,6 +67,7 @@ from outrider.drafters.layers import (
 )
 from outrider.target.linear import Packable
 from outrider.target.model import Target
+from outrider.utils.measure import on_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,12 +237,15 @@ def _tokens_ahead(inputs: BlockInputs, more: int) -> Tensor:
     """[S] token i + 1 + more of its sequence, for slot i; behind the last anchor they are those it drafts after."""
     if not more:
         return inputs.next_tokens_S
-    counts = torch.bincount(inputs.layout.sequence_N, minlength=len(inputs.layout.lengths))
-    last = (counts.cumsum(0) - 1).tolist()
-    parts = inputs.next_tokens_S.split(inputs.layout.lengths)
-    return torch.cat(
-        [torch.cat((part, inputs.previous_NK[n, 1 : 1 + more]))[more:] for part, n in zip(parts, last, strict=True)]
-    )
+    layout, S = inputs.layout, len(inputs.next_tokens_S)
+    counts = torch.zeros(len(layout.lengths), dtype=torch.long, device=layout.sequence_N.device)
+    counts = counts.index_add(0, layout.sequence_N, torch.ones_like(layout.sequence_N))
+    behind_Bm = inputs.previous_NK[counts.cumsum(0) - 1, 1 : 1 + more]
+    rows: list[int] = []  # of next_tokens_S, behind which those of `behind_Bm` stand
+    for sequence, length in enumerate(layout.lengths):
+        end, first = len(rows) + length, S + sequence * more
+        rows += [*range(len(rows) + more, end), *range(first + max(0, more - length), first + more)]
+    return torch.cat((inputs.next_tokens_S, behind_Bm.flatten()))[on_device(rows, layout.sequence_N.device, torch.long)]
 
 
 # ----------------------------------------------------------------------------

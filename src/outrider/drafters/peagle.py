@@ -25,12 +25,20 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from outrider.drafters import layers
 from outrider.drafters.base import BlockInputs, DraftCalibration, DraftCall, DrafterWeights, DraftRows, longest_draft
 from outrider.drafters.chain import sample_chain
 from outrider.drafters.config import MaskToken, NotInRecipe, check_mask_token, mask_token_id
 from outrider.drafters.draft import Draft
 from outrider.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Drafter
-from outrider.drafters.layers import Attention, AttentionPattern, ChainKeys, DraftSession, split_attention
+from outrider.drafters.layers import (
+    Attention,
+    AttentionPattern,
+    ChainKeys,
+    DraftSession,
+    block_attention,
+    split_attention,
+)
 from outrider.target.model import Target
 from outrider.utils.measure import on_device
 
@@ -64,6 +72,8 @@ class RowKeys(ChainKeys):
     """The key source of training: row k sees the context before its anchor and rows 1 .. k."""
 
     def attend(self, attention: Attention, q_NKQE: Tensor, k_NKGE: Tensor, v_NKGE: Tensor) -> Tensor:
+        if layers.kernel_of(q_NKQE.device) is not split_attention:
+            return block_attention(q_NKQE, *self.context, k_NKGE, v_NKGE, self.layout, attention.pattern)
         ends = range(1, q_NKQE.shape[1] + 1)
         attended = [
             split_attention(q_NKQE[:, end - 1 : end], *self.context, k_NKGE[:, :end], v_NKGE[:, :end], self.layout)

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node N -m outrider.cli.main train RECIPE      WORLD_SIZE, RANK, LOCAL_RANK from torchrun
     outrider train RECIPE                                              one rank, no process group, no collective
 
-gloo carries collectives on CPUs, NCCL on CUDA devices. With OUTRIDER_PROCESS_GROUP=1 one process has a group of its own,
-so that the code of several ranks (NCCL, DDP, FSDP) runs on one GPU.
+gloo carries collectives on CPUs, NCCL on CUDA devices. With OUTRIDER_PROCESS_GROUP=1 one process has a group of its
+own, so that the code of several ranks (NCCL, DDP, FSDP) runs on one GPU.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def join(device: str) -> Iterator[Ranks]:
         "nccl" if chosen.type == "cuda" else "gloo",
         timeout=_TIMEOUT,
         device_id=chosen if chosen.type == "cuda" else None,
-        **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}),
+        store=dist.HashStore() if alone else None,
+        rank=0 if alone else -1,
+        world_size=1 if alone else -1,
     )
     try:
         yield Ranks(rank, world, chosen, grouped=True)
