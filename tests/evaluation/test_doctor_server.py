@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,24 +19,27 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import outrider
+import outrider.evaluation.doctor.replay as replay
 import outrider.evaluation.doctor.server as server
 from outrider.backends.openai import Endpoint
 from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.data.chat import render
 from outrider.data.responses import Sample
 from outrider.drafters.base import DrafterWeights
-from outrider.drafters.dflash import BlockDrafter
+from outrider.drafters.dflash import BlockDrafter, DraftLayer
 from outrider.drafters.dspark import DSpark
-from outrider.drafters.layers import CachedKeys
-from outrider.evaluation.doctor.case import Finding
+from outrider.drafters.layers import Attention, CachedKeys, rope_table, rotate
+from outrider.drafters.medusa import Medusa, MedusaConfig
+from outrider.evaluation.doctor.case import Finding, Probe
 from outrider.evaluation.doctor.examine import verdict
-from outrider.evaluation.doctor.replay import Counts, Expected, Round, Text, log_likelihood, walk
+from outrider.evaluation.doctor.replay import Counts, Expected, Round, Text, faults, log_likelihood, walk
 from outrider.evaluation.doctor.server import Answer, Question, ServerClient, ServerReport, examine_server
 from outrider.target.model import Target, load_target
 from tests.toys.alphabets import TEMPLATE, alphabet, toy_tokenizer
 from tests.toys.command_line import Run
 from tests.toys.serving import serving
 
+ROOT = Path(__file__).parents[2]
 QUESTIONS, NEW = 10, 24
 Change = Callable[[Path], None]
 
@@ -315,7 +318,7 @@ def canned(target: Target, **said: Any) -> ServerClient:
     """A server that answers every question alike."""
 
     class Canned(ServerClient):
-        async def _post(self, client: Any, body: Any, chat: bool) -> Any:
+        async def _post(self, client: Any, body: Any, chat: bool, plain: bool = False) -> Any:
             if "error" in said:
                 raise ValueError(said["error"])
             return {"choices": [{"token_ids": said["tokens"], "finish_reason": "length"}], **said["fields"]}
@@ -405,11 +408,124 @@ def test_ties_are_told_from_errors(target: Target, questions: list[Question]) ->
     assert tie.status == "ok" and "tie of bfloat16" in tie.figure
 
 
+def test_defaults_that_change_the_text(target: Target, questions: list[Question]) -> None:
+    prompt = torch.tensor([questions[0].tokens])
+    logits_V = target.logits(target.forward(prompt, target.new_cache(99), logits=0).hidden_BTD[0, -1])
+    one = replace(answer(Counts(1, 0), question=questions[0]), tokens=(int(logits_V.argmax()),))
+    found = server._defaults(target, [one], [replace(one, tokens=(int(logits_V.argmin()),))])
+    assert found.status == "warning" and "by default" in found.figure and "generation_config.json" in found.meaning
+    assert server._defaults(target, [one], [one]).status == "ok"
+    assert server._defaults(target, [one], []).status == "skipped"
+
+
+def test_causes_are_the_worst_first() -> None:
+    def finding(status: Any, check: str, group: str = "server", meaning: str = "m") -> Finding:
+        return Finding(status, "figure", meaning, group=group, check=check)
+
+    found = [
+        finding("ok", "text", meaning=""),
+        finding("warning", "draft length"),
+        finding("fault", "acceptance", meaning=""),
+        finding("fault", "aux layers", "likely causes"),
+        finding("unclear", "features", "likely causes"),
+        finding("fault", "prompt"),
+    ]
+    named = [(cause.cause, cause.probability) for cause in ServerReport(found).causes]
+    assert [name for name, _ in named] == ["aux layers", "prompt", "draft length", "features"]
+    assert dict(named)["prompt"] is None
+
+
+# What each page of docs/engines warns of, and the check of the doctor that names it where a server has it; None: such a
+# server ends before it answers, or its drafter is another one by its own log.
+TRAPS = {
+    "attention-in-a-block": "attention inside the block",
+    "llama-cpp-conversion": None,
+    "llama-cpp-dspark-head": "weights",
+    "llama-cpp-last-aux-layer": None,
+    "llama-cpp-reduced-vocabulary": None,
+    "llama-cpp-short-drafts": "draft length",
+    "penalties": "defaults",
+    "sglang-cpu": None,
+    "vllm-context-limit": "asked again",
+    "vllm-dflash-cpu-norms": "norms of context keys",
+    "vllm-dspark-cpu": None,
+    "vllm-eagle3-aux-layers": None,
+    "vllm-medusa-biases": "weights",
+    "vllm-medusa-config-keys": None,
+    "vllm-medusa-reduced-vocabulary": None,
+    "vllm-memory-on-a-cpu": None,
+    "wrong-shapes-load": "RoPE base",
+}
+
+
+def test_every_trap_of_an_engine_has_a_rule(target: Target, weights: DrafterWeights) -> None:
+    """A finding that names the trap names its page, too."""
+    pages = {path.stem for path in (ROOT / "docs" / "engines").glob("*.md")} - {"vllm", "llama-cpp", "sglang"}
+    assert pages == TRAPS.keys()
+    probe = Probe(target, weights, [Sample("s", list(range(4, 40)), ((8, 36),))])
+    said = {fault.name: fault.meaning + fault.remedy for fault in faults(probe, {}, weights.config.gamma)}
+    cut = server._draft_length([answer(Counts(10, 9, drafted=30, slots=3))], weights)
+    first, fewer = answer(Counts(10, 9, slots=4)), answer(Counts(14, 5, slots=4))
+    less = server._asked_again([first], {"again": [first], "together": [fewer]})
+    one = replace(first, question=Question("k", (5, 6), {}))
+    changed = server._defaults(target, [one], [replace(one, tokens=(9,))])
+    for name, found in (("draft length", cut), ("asked again", less), ("defaults", changed)):
+        said[name] = found.meaning + found.remedy
+    missing = [page for page, check in TRAPS.items() if check is not None and page not in said[check]]
+    assert missing == []
+
+
+def medusa_weights(target: Target) -> DrafterWeights:
+    config = MedusaConfig.from_target(target, num_heads=2)
+    torch.manual_seed(0)
+    module = Medusa(config)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return DrafterWeights(module, None)
+
+
+def test_biases_that_a_loader_dropped_are_a_hypothesis(target: Target) -> None:
+    probe = Probe(target, medusa_weights(target), [Sample("s", list(range(4, 40)), ((8, 36),))])
+    found = {v.label: v for fault in faults(probe, {}, 2) for v in fault.variants}
+    dropped = found["biases not loaded"].module
+    assert dropped is not None
+    zeros = [bool((bias == 0).all()) for name, bias in dropped(probe.drafter).named_parameters() if "bias" in name]
+    assert zeros and all(zeros)
+
+
+def test_interleaved_rotation_is_that_of_the_reordered_head(weights: DrafterWeights) -> None:
+    own = cast(DSpark, weights.module)
+    changed = cast(DSpark, replay._interleaved(own))
+    attentions = [cast(DraftLayer, module.layers[0]).self_attn for module in (own, changed)]
+    size, theta = own.config.head_dim, own.config.rope_theta
+    torch.manual_seed(0)
+    rows, positions = torch.randn(5, own.config.hidden_size), torch.tensor([3, 4, 7, 20, 90])
+    halves = rope_table(positions, size, theta)
+
+    def scores(attention: Attention, neighbours: bool) -> Tensor:
+        parts = []
+        for projection, norm in ((attention.q_proj, attention.q_norm), (attention.k_proj, attention.k_norm)):
+            heads = norm(projection(rows).unflatten(-1, (-1, size)))[:, 0]
+            if neighbours:
+                angles = positions[:, None] * theta ** (-torch.arange(0, size, 2) / size)
+                even, odd = heads[:, ::2], heads[:, 1::2]
+                cos, sin = angles.cos(), angles.sin()
+                parts.append(torch.cat((even * cos - odd * sin, even * sin + odd * cos), dim=-1))
+            else:
+                parts.append(rotate(heads[:, None], *halves)[:, 0])
+        return parts[0] @ parts[1].T
+
+    with torch.no_grad():
+        expected, found, plain = scores(attentions[0], True), scores(attentions[1], False), scores(attentions[0], False)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(plain, expected, rtol=1e-2)
+
+
 def test_counts_are_read_from_every_engine() -> None:
-    by_position = server.counts_of({"choices": [{}], **record([2, 1, 0, 3, 0])})
+    by_position = server.counts_of({"choices": [{}], **record([2, 1, 0, 3, 0])}, 16)
     assert by_position == Counts(6, 10, (4, 3, 3, 0), drafted=24, slots=4)
     timings = {"draft_n": 9, "draft_n_accepted": 5, "predicted_n": 12}
-    assert server.counts_of({"choices": [{}], "timings": timings}) == Counts(7, 5, drafted=9)
+    assert server.counts_of({"choices": [{}], "timings": timings}, 12) == Counts(7, 5, drafted=9)
     draft = {"outcome": "accepted"}
     rounds = [
         {"source": "drafter", "drafts": [draft, {"outcome": "rejected"}, {"outcome": "left out"}], "tokens": [1, 2]},
@@ -417,7 +533,7 @@ def test_counts_are_read_from_every_engine() -> None:
         {"source": None, "drafts": [], "tokens": [5]},
     ]
     told = (Round(0, 2, 1, tokens=2), Round(2, 0, 0, tokens=2), Round(4, 0, 0, tokens=1))
-    found = server.counts_of({"choices": [{"trace": rounds}], **record([1, 0, 0, 0, 0])})
+    found = server.counts_of({"choices": [{"trace": rounds}], **record([1, 0, 0, 0, 0])}, 5)
     assert found == Counts(1, 1, (1, 0, 0, 0), drafted=2, slots=4, rounds_told=told)
     prefix = "vllm:spec_decode_num_"
     before = {f"{prefix}drafts_total": [3.0], f"{prefix}draft_tokens_total": [12.0]}
@@ -425,6 +541,27 @@ def test_counts_are_read_from_every_engine() -> None:
     after = {name: [value + k + 1 for k, value in enumerate(values)] for name, values in before.items()}
     assert server.between(before, after) == Counts(1, 1, (1, 2), drafted=1, slots=2)
     assert server.between({}, {}) is None
+
+
+def test_rounds_are_read_from_detailed_records() -> None:
+    """vLLM's first token comes with the prefill; its last round may go on behind the answer."""
+    steps = {"per_step_accepted": [2, 0, 3], "per_step_drafted": [4, 4, 4]}
+    fields = record([1, 0, 1, 1, 0])
+    fields["metrics"]["speculative_decoding"] |= steps
+    told = (Round(1, 4, 2, tokens=3), Round(4, 4, 0, tokens=1), Round(5, 4, 3, tokens=2))
+    found = server.counts_of({"choices": [{}], **fields}, 7)
+    assert found is not None and found.rounds_told == told and found.reached_K == (3, 2, 2, 1)
+    for tokens in (5, 10):  # some step without drafts is missing, so that places are not known
+        found = server.counts_of({"choices": [{}], **fields}, tokens)
+        assert found is not None and found.rounds_told == ()
+
+
+def test_counters_are_taken_where_an_answer_tells_sums_alone() -> None:
+    sums, exact = Counts(9, 5, drafted=30), Counts(7, 5, drafted=30)
+    assert server.better_of(sums, exact) is exact and server.better_of(None, exact) is exact
+    assert server.better_of(sums, replace(exact, accepted=4)) is sums, "others were served meanwhile"
+    assert server.better_of(replace(sums, accepted_K=(5,)), exact) == replace(sums, accepted_K=(5,))
+    assert server.better_of(sums, None) is sums
 
 
 def enumerated(q_NK: np.ndarray, response: int, start: int, cut: bool) -> Expected:

@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -655,7 +655,9 @@ def _doctor_of_server(
     print_summary(report.findings, console)
     if json_out is not None:
         examined = {"base_url": shown_url(base_url), "target": target, "drafter": str(drafter), "tasks": list(tasks)}
-        data = {**as_json(report.findings, examined), "server": report.as_json(), "versions": versions()}
+        causes = [asdict(cause) for cause in report.causes]
+        data = {**as_json(report.findings, examined), "causes": causes, "server": report.as_json()}
+        data["versions"] = versions()
         json_out.parent.mkdir(parents=True, exist_ok=True)
         json_out.write_text(json.dumps(data, indent=1) + "\n")
     if verdict(report.findings) == "fault":

@@ -131,7 +131,9 @@ class Variant:
         features: raw aux hidden states [S, L, D] and the length of the prompt -> those that the drafter is given.
         module: the drafter's module -> another one of the same kind.
         offset: added to the positions of block rows, not to those of the context.
+        stretch: a factor of all positions, as linear scaling of RoPE has it.
         embedding: a factor of the embeddings beside the target's own.
+        head: rows of the LM head over the draft vocabulary, [Vd, H] -> those that are drafted with.
     """
 
     label: str = "as it is"
@@ -143,17 +145,23 @@ class Variant:
     features: Callable[[Tensor, int], Tensor] | None = None
     module: Callable[[DraftModule], DraftModule] | None = None
     offset: int = 0
+    stretch: float = 1.0
     embedding: float = 1.0
+    head: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
 class _MovedBlocks(BlockLayout):
-    """A layout whose block rows have other positions than their tokens."""
+    """A layout whose rows have other positions than their tokens: block rows moved, or all of them stretched."""
 
     offset: int = 0
+    stretch: float = 1.0
+
+    def positions_S(self) -> Tensor:
+        return super().positions_S() * self.stretch
 
     def block_positions_NK(self, rows: int) -> Tensor:
-        return super().block_positions_NK(rows) + self.offset
+        return (super().block_positions_NK(rows) + self.offset) * self.stretch
 
 
 @dataclass(frozen=True)
@@ -198,7 +206,7 @@ class Probe:
 
     def bind(self, variant: Variant) -> BlockObjective:
         """The training objective over a variant's draft vocabulary, with the drafter's own head and embedding."""
-        same = variant.draft_ids_Vd is None and variant.embedding == 1.0
+        same = variant.draft_ids_Vd is None and variant.embedding == 1.0 and variant.head is None
         return self.objective if same else self._new_objective(variant)
 
     def _new_objective(self, variant: Variant) -> BlockObjective:
@@ -211,6 +219,8 @@ class Probe:
             found.head_VH = self.objective.head_VH
         if embedding_VH is not None:
             found.embed_VH = embedding_VH.to(self.target.device)
+        if variant.head is not None:
+            found.head_VH = variant.head(found.head_VH)
         found.embed_scale *= variant.embedding
         return found
 
@@ -227,9 +237,9 @@ class Probe:
         places = [(i, anchors) for i, (_, _, anchors) in enumerate(chosen)]
         gamma = self.variant_of(variant).config.gamma
         batch = build_batch(places, samples, features, gamma=gamma, device=self.target.device)
-        if variant.offset:
-            layout = batch.layout
-            moved = _MovedBlocks(layout.lengths, layout.anchors_N, layout.sequence_N, offset=variant.offset)
+        if variant.offset or variant.stretch != 1.0:
+            layout, changes = batch.layout, {"offset": variant.offset, "stretch": variant.stretch}
+            moved = _MovedBlocks(layout.lengths, layout.anchors_N, layout.sequence_N, **changes)  # type: ignore[arg-type]
             batch = replace(batch, layout=moved)
         return batch
 

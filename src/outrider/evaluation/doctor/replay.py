@@ -55,6 +55,7 @@ _SURE = 0.98  # no rate is nearer to 0 or 1 than 1 - this
 _SCREENED = 5  # answers on which all hypotheses are compared; the best are then compared on all
 _KEPT = 8
 _WINDOWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+_SCALINGS = (2, 4, 8)
 _BITS = 4
 
 
@@ -292,10 +293,13 @@ def faults(probe: Probe, others: Mapping[str, DrafterWeights], slots: int) -> li
             (
                 Variant(f"weights rounded to {_BITS} bits", module=_rounded),
                 *(Variant(name, module=_taken(weights.module)) for name, weights in others.items()),
+                Variant(f"LM head rounded to {_BITS} bits", head=_rounded_rows),
                 Variant("last draft layer not loaded", module=_without_last_layer),
+                *_of_tensors(probe),
             ),
             "The server drafts with other weights than this directory holds: another or an older checkpoint, a "
-            "quantised copy, or tensors that its loader skipped.",
+            "quantised copy, or tensors that its loader skipped (docs/engines: vllm-medusa-biases, "
+            "llama-cpp-dspark-head).",
             remedy="Compare the directory in the server's command with this one (file dates, "
             "hashes), restart the server, and "
             "look in its log for tensors that were not loaded.",
@@ -357,6 +361,20 @@ def _of_features(probe: Probe) -> list[Fault]:
     ]
 
 
+def _of_tensors(probe: Probe) -> list[Variant]:
+    """Tensors that engines are known to leave out or to take for others."""
+    found = []
+    if any(name.endswith("bias") and bool(bias.any()) for name, bias in probe.drafter.named_parameters()):
+        found.append(Variant("biases not loaded", module=_without_biases))
+    own, embedding_VH = probe.objective.head_VH, probe.objective.embed_VH
+    rows_VdH = embedding_VH[probe.draft_ids_Vd.to(embedding_VH.device)]
+    if rows_VdH.shape == own.shape and not torch.equal(rows_VdH.to(own.dtype), own):
+        found.append(
+            Variant("the embedding in place of the LM head", head=lambda head_VdH: rows_VdH.to(head_VdH.dtype))
+        )
+    return found
+
+
 def _of_blocks(drafter: DFlash, target: Target, *, longest: int, slots: int) -> list[Fault]:
     config = drafter.config
     theirs = target_rope(target).get("rope_theta")
@@ -391,9 +409,8 @@ def _of_blocks(drafter: DFlash, target: Target, *, longest: int, slots: int) -> 
             "attention inside the block",
             (Variant("causal" if causal else "bidirectional", {"is_causal": causal}),),
             "Rows of a block see other rows than in training (causal against bidirectional attention).",
-            remedy=f"Set is_causal to {str(config.is_causal).lower()} in the config.json that the "
-            "server loads, and choose an "
-            "attention backend that honours it.",
+            remedy=f"Set is_causal to {str(config.is_causal).lower()} in the config.json that the server loads, and "
+            "choose an attention backend that honours it (docs/engines: attention-in-a-block).",
         ),
         Fault(
             "position ids",
@@ -404,12 +421,15 @@ def _of_blocks(drafter: DFlash, target: Target, *, longest: int, slots: int) -> 
         ),
         Fault(
             "RoPE base",
-            tuple(Variant(f"rope_theta {b:g}", {"rope_theta": b}) for b in bases if b != config.rope_theta),
-            "The drafter's rotary positions have another base or scaling than in training; it costs the more the "
-            "longer the context.",
-            remedy=f"Set rope_theta to {config.rope_theta:g} (also inside rope_parameters) in the "
-            "config.json that the server "
-            "loads.",
+            (
+                *(Variant(f"rope_theta {b:g}", {"rope_theta": b}) for b in bases if b != config.rope_theta),
+                *(Variant(f"linear scaling by {factor}", stretch=1 / factor) for factor in _SCALINGS),
+                Variant("pairs of neighbours rotated (interleaved), not halves", module=_interleaved),
+            ),
+            "The drafter's rotary positions have another base, scaling or layout than in training; it costs the more "
+            "the longer the context.",
+            remedy=f"Set rope_theta to {config.rope_theta:g} (also inside rope_parameters) in the config.json that the "
+            "server loads; no loader checks it (docs/engines: wrong-shapes-load).",
         ),
         Fault(
             "window",
@@ -425,9 +445,8 @@ def _of_blocks(drafter: DFlash, target: Target, *, longest: int, slots: int) -> 
                 (Variant("the first layer's k_norm in all layers", module=_with_first_norm),),
                 "Context keys of all layers are normed with the first layer's weights. vLLM 0.32's DFlash does this on "
                 "CPUs: one call of rms_norm gets all layers' weights, and the CPU's kernel reads the first row.",
-                remedy="Text and losslessness are not touched. Use a drafter of one layer there, or "
-                "an engine whose kernel "
-                "reads every row (docs/engines.md, traps).",
+                remedy="Text and losslessness are not touched. Use a drafter of one layer there, or an engine whose "
+                "kernel reads every row (docs/engines: vllm-dflash-cpu-norms; the patch is in docs/upstream).",
             )
         )
     return [fault for fault in found if fault.variants]
@@ -504,14 +523,44 @@ def _without_last_layer(drafter: DraftModule) -> DraftModule:
     return found
 
 
+def _without_biases(drafter: DraftModule) -> DraftModule:
+    found = copy.deepcopy(drafter)
+    for name, parameter in found.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.zero_()
+    return found
+
+
+def _interleaved(drafter: DraftModule) -> DraftModule:
+    """Rotating neighbours is rotating halves of heads whose even dimensions come first, in queries and keys alike."""
+    found = copy.deepcopy(drafter)
+    for layer in cast(DFlash, found).layers:
+        attention = cast(DraftLayer, layer).self_attn
+        size = attention.head_dim
+        order = torch.cat((torch.arange(0, size, 2), torch.arange(1, size, 2)))
+        for projection, name in ((attention.q_proj, "q_norm"), (attention.k_proj, "k_norm")):
+            for parameter in projection.parameters():
+                heads = parameter.data.unflatten(0, (-1, size))
+                parameter.data = heads[:, order.to(parameter.device)].flatten(0, 1)
+            if attention.qk_norm:
+                norm = getattr(attention, name)
+                norm.weight.data = norm.weight.data[order.to(norm.weight.device)]
+    return found
+
+
 def _rounded(drafter: DraftModule) -> DraftModule:
-    """Matrices rounded to `_BITS` bits, symmetric, one scale a row."""
-    found, most = copy.deepcopy(drafter), 2 ** (_BITS - 1) - 1
+    """The drafter with all matrices rounded."""
+    found = copy.deepcopy(drafter)
     for module in found.modules():
         if isinstance(module, nn.Linear):
-            scale = module.weight.data.abs().amax(-1, keepdim=True).clamp(min=1e-8) / most
-            module.weight.data = (module.weight.data / scale).round() * scale
+            module.weight.data = _rounded_rows(module.weight.data)
     return found
+
+
+def _rounded_rows(matrix: Tensor) -> Tensor:
+    """A matrix rounded to `_BITS` bits, symmetric, one scale a row."""
+    scale = matrix.float().abs().amax(-1, keepdim=True).clamp(min=1e-8) / (2 ** (_BITS - 1) - 1)
+    return ((matrix / scale).round() * scale).to(matrix.dtype)
 
 
 def _taken(other: DraftModule) -> Callable[[DraftModule], DraftModule]:

@@ -5,9 +5,9 @@
     findings  -> is it there, are its counts possible, is its text the target's, does it render prompts as we do,
                  are drafts cut, is acceptance what it should be, and if not, why
 
-Counts are read from the first of these that is there: the rounds of an answer's trace (ours), its record of
-speculative decoding (vLLM with --per-request-spec-decode-metrics, ours), `timings` (llama.cpp), and the difference of
-the counters on /metrics before and after it. A server that fails is examined as far as it got.
+Counts are read from the first of these that is there: the rounds of an answer's trace (ours) or of its detailed record
+(vLLM with --per-request-spec-decode-metrics detailed), its summary (vLLM, ours), the difference of the counters on
+/metrics before and after it, and `timings` (llama.cpp, mlx-vlm). A server that fails is examined as far as it got.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outrider.data.responses import Sample
 from outrider.decoding.generate import generate
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DrafterWeights
-from outrider.evaluation.doctor.case import Finding, fault, ok, skipped, warning
+from outrider.evaluation.doctor.case import Finding, Status, fault, ok, skipped, warning
 from outrider.evaluation.doctor.replay import HEALTHY, Counts, Hypothesis, Replay, Round, Text, length_of
 from outrider.evaluation.evaluate import TIE_GAP
 from outrider.target.model import Target
@@ -45,8 +45,10 @@ _FIELDS: tuple[dict[str, Any], ...] = (
     {"return_token_ids": True, "trace": True, "repetition_penalty": 1.0, **NO_PENALTIES},
     {},
 )
+_TOLD = ("return_token_ids", "trace")  # of these, what changes no text
 _REFUSED = (400, 404, 422)
 _AGAIN = 4  # questions that are asked twice
+_PLAIN = 2  # questions that are asked without fields beside OpenAI's
 _TOGETHER = 8  # at most, at once
 _TIE_BFLOAT16 = 0.25  # logits: two steps of bfloat16 between 16 and 32
 _ERRORS = 0.05  # share of tokens that are not the target's: more is another target
@@ -110,33 +112,42 @@ class ServerClient:
         self.failures: list[str] = []
         self.silent = 0  # questions without an answer, since the last answer
 
-    def ask(self, questions: Sequence[Question], temperature: float, together: bool = False) -> list[Answer | None]:
-        """Answers in the order of the questions; None where there was none, and `failures` says why."""
-        return asyncio.run(self._ask(questions, temperature, together))
+    def ask(
+        self, questions: Sequence[Question], temperature: float, together: bool = False, plain: bool = False
+    ) -> list[Answer | None]:
+        """Answers in the order of the questions; None where there was none, and `failures` says why.
 
-    async def _ask(self, questions: Sequence[Question], temperature: float, together: bool) -> list[Answer | None]:
+        Args:
+            together: all at once.
+            plain: without the fields that switch penalties off, as most clients ask.
+        """
+        return asyncio.run(self._ask(questions, temperature, together, plain))
+
+    async def _ask(
+        self, questions: Sequence[Question], temperature: float, together: bool, plain: bool
+    ) -> list[Answer | None]:
         client = self.endpoint.client(self.timeout)
         try:
+            one = partial(self._one, client, temperature=temperature, plain=plain, counted=not together)
             if together:
-                calls = [self._one(client, question, temperature, seed=0, counted=False) for question in questions]
-                return list(await asyncio.gather(*calls))
+                return list(await asyncio.gather(*(one(question, seed=0) for question in questions)))
             found = list[Answer | None]()
             for seed, question in enumerate(questions):
                 if self.silent >= _AGAIN:
                     break  # it answers no more: further questions would only wait
-                found.append(await self._one(client, question, temperature, seed=seed, counted=True))
+                found.append(await one(question, seed=seed))
             return found + [None] * (len(questions) - len(found))
         finally:
             await client.aclose()
 
     async def _one(
-        self, client: OpenAIClient, question: Question, temperature: float, seed: int, counted: bool
+        self, client: OpenAIClient, question: Question, *, temperature: float, seed: int, counted: bool, plain: bool
     ) -> Answer | None:
         body = {"model": self.model, "max_tokens": self.max_new_tokens, "temperature": temperature}
         body |= {"prompt": list(question.tokens), "seed": seed}
         try:
             before = self.endpoint.readings() if counted else {}
-            data = await self._post(client, body, chat=False)
+            data = await self._post(client, body, chat=False, plain=plain)
             self.silent = 0
             after = self.endpoint.readings() if counted else {}
             return self._read(question, temperature, data, counters=between(before, after))
@@ -145,9 +156,10 @@ class ServerClient:
             self.silent += 1
             return None
 
-    async def _post(self, client: OpenAIClient, body: Mapping[str, Any], chat: bool) -> Any:
+    async def _post(self, client: OpenAIClient, body: Mapping[str, Any], chat: bool, plain: bool = False) -> Any:
         while True:
-            answer = await client.post({**body, **_FIELDS[self.fields]}, chat)
+            fields = {name: value for name, value in _FIELDS[self.fields].items() if not plain or name in _TOLD}
+            answer = await client.post({**body, **fields}, chat)
             if answer.status_code in _REFUSED and self.fields + 1 < len(_FIELDS):
                 self.fields += 1
                 continue
@@ -183,13 +195,13 @@ class ServerClient:
         if ids is None and choice.get("finish_reason") == "stop" and len(stops) == 1:
             tokens += stops
         prompt = choice.get("prompt_token_ids") or data.get("prompt_token_ids")
-        record = counts_of(data)
+        record = counts_of(data, len(tokens))
         return Answer(
             question,
             temperature,
             tuple(tokens),
             exact=ids is not None,
-            counts=record or counters,
+            counts=better_of(record, counters),
             prompt=None if prompt is None else tuple(prompt),
             prompt_count=(data.get("usage") or {}).get("prompt_tokens"),
             counters=counters if record is not None else None,
@@ -201,8 +213,8 @@ class ServerClient:
 # ----------------------------------------------------------------------------
 
 
-def counts_of(data: Mapping[str, Any]) -> Counts | None:
-    """What an answer says of its rounds; None where it says nothing."""
+def counts_of(data: Mapping[str, Any], tokens: int) -> Counts | None:
+    """What an answer of so many tokens says of its rounds; None where it says nothing."""
     record = (data.get("metrics") or {}).get("speculative_decoding") or {}
     slots = record.get("num_spec_tokens")
     if rounds := data["choices"][0].get("trace"):
@@ -214,12 +226,22 @@ def counts_of(data: Mapping[str, Any]) -> Counts | None:
             accepted_K=tuple(sum(histogram[k + 1 :]) for k in range(len(histogram) - 1)),
             drafted=int(record["num_draft_tokens"]),
             slots=slots or len(histogram) - 1,
+            rounds_told=_steps_told(record, tokens),
         )
     timings = data.get("timings") or {}
     if timings.get("draft_n"):
         accepted = int(timings["draft_n_accepted"])
-        return Counts(int(timings["predicted_n"]) - accepted, accepted, drafted=int(timings["draft_n"]))
+        # mlx-vlm tells its rounds. llama.cpp does not: the first token and steps without drafts are in the difference.
+        rounds = int(timings.get("draft_rounds") or int(timings["predicted_n"]) - accepted)
+        return Counts(rounds, accepted, drafted=int(timings["draft_n"]))
     return None
+
+
+def better_of(record: Counts | None, counters: Counts | None) -> Counts | None:
+    """The answer's own record, unless that has sums alone and /metrics counted the same drafts exactly."""
+    sums = record is not None and record.accepted_K is None
+    same = sums and counters is not None and counters.accepted == record.accepted  # type: ignore[union-attr]
+    return counters if record is None or (same and counters is not None and counters.rounds) else record
 
 
 def _counts_of_trace(rounds: Sequence[Mapping[str, Any]], slots: int | None) -> Counts | None:
@@ -244,6 +266,20 @@ def _counts_of_trace(rounds: Sequence[Mapping[str, Any]], slots: int | None) -> 
         slots=slots,
         rounds_told=tuple(told),
     )
+
+
+def _steps_told(record: Mapping[str, Any], tokens: int) -> tuple[Round, ...]:
+    """The rounds of vLLM's detailed record; none where steps without drafts are missing, so that places are unknown.
+
+    The first token comes with the prefill; the last round may go on behind the answer's end.
+    """
+    told, start = list[Round](), 1
+    for verified, accepted in zip(
+        record.get("per_step_drafted") or (), record.get("per_step_accepted") or (), strict=True
+    ):
+        told.append(Round(start, int(verified), int(accepted), tokens=min(int(accepted) + 1, tokens - start)))
+        start += int(accepted) + 1
+    return tuple(told) if told and told[-1].start < tokens <= start else ()
 
 
 def between(first: Mapping[str, Sequence[float]], last: Mapping[str, Sequence[float]]) -> Counts | None:
@@ -292,6 +328,27 @@ def impossible(answer: Answer) -> str | None:
 # ----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Cause:
+    """One thing that is wrong, or may be.
+
+    Attributes:
+        probability: among all hypotheses; None: seen in what the server said, not inferred from its counts.
+        status: "fault" or "warning", or "unclear" for what is less likely than another.
+    """
+
+    cause: str
+    probability: float | None
+    status: Status
+    evidence: str
+    meaning: str
+    remedy: str
+
+
+_LIKELY = "likely causes"
+_ORDER: tuple[Status, ...] = ("fault", "warning", "unclear")
+
+
 @dataclass
 class ServerReport:
     """Findings, and the figures behind them. `hypotheses`: the likeliest first."""
@@ -304,6 +361,24 @@ class ServerReport:
     def add(self, check: str, finding: Finding, group: str = "server") -> None:
         self.findings.append(replace(finding, group=group, check=check))
 
+    @property
+    def causes(self) -> list[Cause]:
+        """What is wrong, the worst first; of equals what was seen comes before what was inferred."""
+        likely = {h.fault.name: h.probability for h in reversed(self.hypotheses)}
+        found = [
+            Cause(
+                f.check,
+                likely.get(f.check) if f.group == _LIKELY else None,
+                f.status,
+                evidence=f.figure,
+                meaning=f.meaning,
+                remedy=f.remedy,
+            )
+            for f in self.findings
+            if f.group == _LIKELY or (f.status in ("fault", "warning") and f.meaning)
+        ]
+        return sorted(found, key=lambda cause: _ORDER.index(cause.status))
+
     def as_json(self) -> dict[str, Any]:
         """Hypotheses and counts as JSON data."""
         counted = [a.counts for a in self.answers if a.counts is not None]
@@ -312,6 +387,7 @@ class ServerReport:
             "rounds": sum(c.rounds for c in counted),
             "accepted": sum(c.accepted for c in counted),
             "accepted_at": _by_position(counted),
+            "accepted_length": round(length_of_counts(counted), 4) if counted else None,
             "seconds": {name: round(value, 1) for name, value in self.seconds.items()},
             "hypotheses": [
                 {
@@ -375,6 +451,7 @@ def examine_server(
             report.add("with and without drafter", _both_ways(target, greedy, plain))
     report.add("prompt", _prompt(client.tokenizer, rendered, client.thinking))
     report.add("asked again", _asked_again(greedy, again))
+    report.add("defaults", _defaults(target, greedy, again["plain"]))
     possible = {id(a) for a in trusted if a.counts is not None and a.counts.rounds}
     chosen = [index for index, a in enumerate(kept) if id(a) in possible]
     if not chosen:
@@ -407,11 +484,12 @@ def _answered(client: ServerClient, got: int, asked: int) -> Finding:
 
 
 def _ask_again(client: ServerClient, greedy: Sequence[Answer]) -> dict[str, list[Answer | None]]:
-    """A few greedy questions once more, alone (prompts are cached by now) and all at once."""
+    """A few greedy questions once more: alone (prompts are cached by now), all at once, and as most clients ask."""
     questions = [a.question for a in greedy]
     alone = client.ask(questions[:_AGAIN], 0.0)
     together = client.ask(questions[:_TOGETHER], 0.0, together=True)
-    return {"again": alone, "together": together}
+    plain = client.ask(questions[:_PLAIN], 0.0, plain=True) if client.fields == 0 else []
+    return {"again": alone, "together": together, "plain": plain}
 
 
 def _counters(answers: Sequence[Answer]) -> tuple[list[Answer], Finding]:
@@ -512,10 +590,16 @@ def _text_of_target(replay: Replay, answers: Sequence[Answer], plain: Sequence[A
     )
 
 
-def _both_ways(target: Target, greedy: Sequence[Answer], plain: Sequence[Answer | None]) -> Finding:
-    """Whether greedy text is the same with and without the drafter; a difference within a tie is none."""
+def _differences(
+    target: Target, answers: Sequence[Answer], others: Sequence[Answer | None], names: tuple[str, str]
+) -> tuple[int, int, int, list[str]]:
+    """Pairs of greedy answers, how many are the same, and how many differ at a tie; how others differ, or a tie.
+
+    Args:
+        names: of both sides, in what is said of a difference.
+    """
     same, ties, errors = 0, 0, list[str]()
-    compared = [(a, b) for a, b in zip(greedy, plain, strict=True) if b is not None]
+    compared = [(a, b) for a, b in zip(answers, others, strict=False) if b is not None]
     for one, other in compared:
         at = next((n for n, (x, y) in enumerate(zip(one.tokens, other.tokens, strict=False)) if x != y), None)
         if at is None:
@@ -525,24 +609,46 @@ def _both_ways(target: Target, greedy: Sequence[Answer], plain: Sequence[Answer 
         hidden_D = target.forward(text, target.new_cache(text.shape[1]), logits=0).hidden_BTD[0, -1]
         logits_V = target.logits(hidden_D.float())
         pair = [logits_V[tokens[at]].item() for tokens in (one.tokens, other.tokens)]
-        line = f"token {at + 1}: {one.tokens[at]} ({pair[0]:.4f}) with, {other.tokens[at]} ({pair[1]:.4f}) without"
+        line = f"token {at + 1}: {one.tokens[at]} ({pair[0]:.4f}) {names[0]}, "
+        line += f"{other.tokens[at]} ({pair[1]:.4f}) {names[1]}"
         if abs(pair[0] - pair[1]) < _TIE_BFLOAT16:
             ties += 1
             kind = "float32" if abs(pair[0] - pair[1]) < TIE_GAP else "bfloat16"
             errors += [] if errors else [f"tie of {kind}, {line}"]
         else:
             errors.insert(0, line)
-    figure = f"{same} of {len(compared)} greedy texts are the same, {ties} differ at a tie"
+    return len(compared), same, ties, errors
+
+
+def _both_ways(target: Target, greedy: Sequence[Answer], plain: Sequence[Answer | None]) -> Finding:
+    """Whether greedy text is the same with and without the drafter; a difference within a tie is none."""
+    compared, same, ties, errors = _differences(target, greedy, plain, ("with", "without"))
+    figure = f"{same} of {compared} greedy texts are the same, {ties} differ at a tie"
     figure += f"; {errors[0]}" if errors else ""
     if not compared:
         return skipped("the baseline did not answer")
-    if same + ties == len(compared):
+    if same + ties == compared:
         return ok(figure)
     return fault(
-        f"{figure}; {len(compared) - same - ties} differ elsewhere",
+        f"{figure}; {compared - same - ties} differ elsewhere",
         "The drafter changes the text, which speculative decoding must not: verification accepts what the target does "
         "not say, or the cache is wrong after a rejection.",
         "Report it to the engine's makers with this prompt. Until then the drafter must not be used there.",
+    )
+
+
+def _defaults(target: Target, greedy: Sequence[Answer], plain: Sequence[Answer | None]) -> Finding:
+    """Whether the server answers alike where a client says nothing of penalties, as most clients do."""
+    compared, same, ties, errors = _differences(target, greedy, plain, ("without penalties", "by default"))
+    if not compared:
+        return skipped("the server takes no fields beside OpenAI's")
+    if same + ties == compared:
+        return ok(f"{same + ties} of {compared} greedy texts are the same by the server's defaults")
+    return warning(
+        f"{compared - same - ties} of {compared} greedy texts differ by the server's defaults: {errors[0]}",
+        "The server takes sampling parameters from the target's files (generation_config.json), such as a repetition "
+        "penalty, where clients name none. Drafts are made without them and accepted less (docs/engines: penalties).",
+        "Start vLLM with --generation-config vllm, or send repetition_penalty 1 and no other penalties.",
     )
 
 
@@ -607,7 +713,7 @@ def _asked_again(greedy: Sequence[Answer], again: Mapping[str, Sequence[Answer |
         (
             "together",
             "Requests in one batch are accepted less than alone: the drafter's inputs are mixed up between requests, "
-            "or a limit of one request stops drafting for all.",
+            "or a limit of one request stops drafting for all (docs/engines: vllm-context-limit).",
             "Serve one request at a time (vLLM --max-num-seqs 1) until it is fixed; leave room for two drafts behind "
             "the longest response (--max-model-len).",
         ),
@@ -617,7 +723,7 @@ def _asked_again(greedy: Sequence[Answer], again: Mapping[str, Sequence[Answer |
             for a, b in zip(greedy, again[way], strict=False)
             if b is not None and a.counts is not None and b.counts is not None and a.tokens == b.tokens
         ]
-        pairs = [(a, b) for a, b in pairs if not (a.counts.rounds_told and _lengths(a) != _lengths(b))]  # type: ignore[union-attr]
+        pairs = [(a, b) for a, b in pairs if _lengths(a) == _lengths(b) or not (_chosen(a) or _chosen(b))]
         if not pairs:
             continue
         first = length_of_counts(a.counts for a, _ in pairs)
@@ -629,8 +735,13 @@ def _asked_again(greedy: Sequence[Answer], again: Mapping[str, Sequence[Answer |
 
 
 def _lengths(answer: Answer) -> list[int]:
-    """How many drafts each round verified, where the server chooses that round by round."""
+    """How many drafts each round verified, where the server tells that."""
     return [one.verified for one in answer.counts.rounds_told] if answer.counts is not None else []
+
+
+def _chosen(answer: Answer) -> bool:
+    """Whether the server chooses round by round how many drafts it verifies."""
+    return len(set(_lengths(answer)) - {0}) > 1
 
 
 def length_of_counts(counts: Iterable[Counts | None]) -> float:
@@ -645,13 +756,13 @@ def _draft_length(answers: Sequence[Answer], weights: DrafterWeights) -> Finding
     gamma, slots = weights.config.gamma, max((c.slots or 0 for c in counts), default=0)
     drafted, rounds = sum(c.drafted or 0 for c in counts), sum(c.rounds for c in counts)
     mean = drafted / rounds
-    if counts[0].rounds_told:
+    if any(map(_chosen, answers)) and slots >= gamma:
         return ok(f"{mean:.1f} drafts a round verified of {slots}, chosen round by round")
     if 0 < slots < gamma or (not slots and 0 < mean < gamma - 0.5):
         return warning(
             f"{slots or round(mean, 1)} drafts a round, {gamma} in the drafter's block",
-            "The draft length is cut by the server's settings (llama.cpp drafts 3 without --spec-draft-n-max); the "
-            "accepted length cannot be what training reported.",
+            "The draft length is cut by the server's settings (llama.cpp drafts 3 without --spec-draft-n-max; "
+            "docs/engines: llama-cpp-short-drafts); the accepted length cannot be what training reported.",
             f"Ask for {gamma} (vLLM num_speculative_tokens, SGLang --speculative-num-draft-tokens, llama.cpp "
             "--spec-draft-n-max), unless fewer were chosen on purpose.",
         )
@@ -711,9 +822,9 @@ def _acceptance(
         )
         if len(names) == 1:
             make = fault if costly else warning
-            found.append((one.fault.name, "likely causes", make(line, one.fault.meaning, one.fault.remedy)))
+            found.append((one.fault.name, _LIKELY, make(line, one.fault.meaning, one.fault.remedy)))
         else:
-            found.append((one.fault.name, "likely causes", Finding("unclear", line)))
+            found.append((one.fault.name, _LIKELY, Finding("unclear", line)))
     return found
 
 
