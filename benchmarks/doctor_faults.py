@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -415,9 +415,9 @@ def bare_dflash(out: Path, layers: int) -> None:
     """The shipped DSpark's backbone as a DFlash of its first `layers` layers, to go on training from."""
     shipped = load_checkpoint(SHIPPED).weights
     own = shipped.config
-    names = {name: getattr(own, name) for name in DFlashConfig.__dataclass_fields__ if hasattr(own, name)}
-    fields = {**names, "num_hidden_layers": layers, "block_size": own.gamma + 1, "sample_from_anchor": False}
-    module = DFlash(DFlashConfig(**fields))
+    names = {one.name: getattr(own, one.name) for one in fields(DFlashConfig)}
+    shape = {**names, "num_hidden_layers": layers, "block_size": own.gamma + 1, "sample_from_anchor": False}
+    module = DFlash(DFlashConfig(**shape))
     found = shipped.module.state_dict()
     module.load_state_dict({name: found[name] for name in module.state_dict()})
     save_drafter(Checkpoint(DrafterWeights(module, shipped.draft_ids_Vd)), out)
@@ -590,7 +590,7 @@ def _examined(place: Place, url: str, threads: int, asked: Sequence[str]) -> dic
     """What the doctor says of the server, and the seconds that it took."""
     report = place.home / "report.json"
     command = _outrider("doctor", "--base-url", url, "--target", EMBEDDED_ID, "--drafter", str(place.trained))
-    words = [str(place.spoiled) if word == "SPOILED" else word for word in (*place.case.asked, *asked)]
+    words = [str(place.spoiled) if word == "SPOILED" else word for word in (*asked, *place.case.asked)]
     command += ["--threads", str(threads), "--json", str(report), *words]
     started, began = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     with (place.home / "doctor.txt").open("w") as out:
@@ -640,6 +640,7 @@ def run(
     work: Annotated[Path, typer.Option(help="directory of `prepare`")],
     out: Annotated[Path, typer.Option(help="results; finished cases in it are kept")],
     only: Annotated[list[str] | None, typer.Option(help="cases whose names contain this")] = None,
+    exact: Annotated[list[str] | None, typer.Option(help="cases of these names")] = None,
     again: Annotated[bool, typer.Option(help="run finished cases again")] = False,
     threads: Annotated[int, typer.Option(help="of server and doctor each")] = 2,
     asked: Annotated[str, typer.Option(help="further options of every doctor")] = "",
@@ -648,7 +649,9 @@ def run(
     done = {one["case"]: one for one in json.loads(out.read_text())["cases"]} if out.exists() else {}
     missing = {"vllm": "VLLM_PYTHON" not in os.environ, "llama.cpp": "LLAMA_CPP" not in os.environ, "outrider": False}
     for case in CASES:
-        if (only and not any(part in case.name for part in only)) or missing[case.engine]:
+        if missing[case.engine] or not (exact is None or case.name in exact):
+            continue
+        if only and not any(part in case.name for part in only):
             continue
         if case.name in done and not again:
             continue

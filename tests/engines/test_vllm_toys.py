@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -149,3 +151,18 @@ def test_a_wrong_rotation_or_norm_gives_other_blocks(served: Served, case: str) 
     blocks = served.answers[case].blocks(served.target, drafter, served.prompts)
     assert any(theirs != ours for theirs, ours in blocks)
     assert served.answers[case].outputs == served.answers["plain"].outputs
+
+
+def test_the_report_for_vllm_reproduces() -> None:
+    """When this fails, vLLM norms every layer by its own weights: the report has been answered."""
+    report = (Path(__file__).parents[2] / "docs" / "upstream" / "vllm-cpu-rms-norm-rows.md").read_text()
+    block = re.search(r"```python\n(.*?)```", report, re.DOTALL)
+    assert block is not None
+    command = [os.environ["VLLM_PYTHON"], "-c", block[1]]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    off = [
+        [float(x) for x in re.findall(r"by (\S+?)(?:,|$)", line)] for line in printed.splitlines() if "layer" in line
+    ]
+    assert len(off) == 3 and off[0][0] < 1e-5
+    assert all(own > 0.1 and first < 1e-5 for own, first in off[1:])

@@ -616,7 +616,7 @@ def _doctor_of_server(
     from outrider.backends.openai import Endpoint, served_model, shown_url
     from outrider.checkpoints.checkpoint import load_checkpoint
     from outrider.drafters.base import check_fits
-    from outrider.evaluation.doctor.examine import as_json, print_findings, print_summary, verdict
+    from outrider.evaluation.doctor.examine import as_json, print_causes, print_findings, print_summary, verdict
     from outrider.evaluation.doctor.server import Question, ServerClient, examine_server
     from outrider.loadtest.load import mixed_prompts
 
@@ -651,11 +651,13 @@ def _doctor_of_server(
             others={str(path): weights for path, weights in zip(also, others, strict=True)},
             on_progress=on_progress,
         )
-    print_findings(report.findings, console)
+    seen = [replace(f, meaning="", remedy="") for f in report.findings if f.group == "server"]
+    print_findings(seen, console)
+    print_causes(report.causes, console)
     print_summary(report.findings, console)
     if json_out is not None:
         examined = {"base_url": shown_url(base_url), "target": target, "drafter": str(drafter), "tasks": list(tasks)}
-        causes = [asdict(cause) for cause in report.causes]
+        causes = list(map(asdict, report.causes))
         data = {**as_json(report.findings, examined), "causes": causes, "server": report.as_json()}
         data["versions"] = versions()
         json_out.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -14,6 +14,9 @@ from rich.text import Text
 
 from outrider.evaluation.doctor import data, drafter
 from outrider.evaluation.doctor.case import Check, Finding, Inputs, Need, Status, fault, skipped
+
+if TYPE_CHECKING:
+    from outrider.evaluation.doctor.server import Cause
 
 _STYLES: dict[Status, str] = {
     "ok": "green",
@@ -45,6 +48,21 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
                 if text and said != finding.meaning + finding.remedy:
                     console.print(Padding(Text(f"{label}: {text}"), (0, 0, 0, 12)))
             said = finding.meaning + finding.remedy or said
+
+
+def print_causes(causes: Sequence[Cause], console: Console) -> None:
+    """Print what is wrong with a server, the worst first: how sure, by what, and what it means and asks for."""
+    if not causes:
+        return
+    console.print(Text("what is wrong", style="bold underline"))
+    for number, cause in enumerate(causes, 1):
+        sure = "seen" if cause.probability is None else f"{cause.probability:.0%}"
+        line = Text(f"{number}. {cause.cause} ({sure}): ", style=_STYLES[cause.status])
+        line.append(cause.evidence, style="default")
+        console.print(Padding(line, (0, 0, 0, 2)))
+        for label, text in (("means", cause.meaning), ("do", cause.remedy)):
+            if text:
+                console.print(Padding(Text(f"{label}: {text}"), (0, 0, 0, 5)))
 
 
 def print_summary(findings: Sequence[Finding], console: Console) -> None:

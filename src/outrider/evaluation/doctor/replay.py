@@ -52,8 +52,8 @@ _CONCENTRATION, _EXACT = 20.0, 60.0
 _SLIPS = 0.03  # share of rounds that end anyhow: ties, rounding
 _SHRINKAGE = 1.0  # rounds with the hypothesis' mean rate that are added to those of an answer
 _SURE = 0.98  # no rate is nearer to 0 or 1 than 1 - this
-_SCREENED = 5  # answers on which all hypotheses are compared; the best are then compared on all
-_KEPT = 8
+# All hypotheses are compared on two answers, the likeliest on a few, and of these the best variants of faults on all.
+_LIKELIEST, _SCREENED, _KEPT = 20, 5, 8
 _WINDOWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 _SCALINGS = (2, 4, 8)
 _BITS = 4
@@ -713,8 +713,6 @@ class Replay:
     ) -> list[Hypothesis]:
         """No fault, and the likeliest variant of each likely fault; the likeliest first.
 
-        All variants are compared on a few answers first.
-
         Args:
             every: the answers whose counts are compared.
             others: see `faults`.
@@ -722,17 +720,24 @@ class Replay:
         few = every[:: max(1, len(every) // _SCREENED)][:_SCREENED]
         known = faults(self.probe, others, self.slots)
         trials = [(fault, variant) for fault in known for variant in fault.variants]
+        steps = len(trials) + min(_LIKELIEST, len(trials)) + _KEPT + 1
+        done = 0
+
+        def tried(these: Sequence[tuple[Fault, Variant]], answers: Sequence[int]) -> list[Hypothesis]:
+            nonlocal done
+            found = []
+            for fault, variant in these:
+                on_progress(done, steps)
+                found.append(self.try_on(fault, variant, answers))
+                done += 1
+            return sorted(found, key=lambda h: -h.log_likelihood)
+
+        glanced = tried(trials, [few[0], few[-1]] if len(few) > 2 else few)[:_LIKELIEST]
         screened: dict[str, Hypothesis] = {}
-        for number, (fault, variant) in enumerate(trials):
-            on_progress(number, len(trials) + _KEPT + 1)
-            found = self.try_on(fault, variant, few)
-            if fault.name not in screened or found.log_likelihood > screened[fault.name].log_likelihood:
-                screened[fault.name] = found
-        kept = sorted(screened.values(), key=lambda h: -h.log_likelihood)[:_KEPT]
-        final = [self.try_on(HEALTHY, HEALTHY.variants[0], every)]
-        for number, one in enumerate(kept):
-            on_progress(len(trials) + number + 1, len(trials) + _KEPT + 1)
-            final.append(self.try_on(one.fault, one.variant, every))
+        for one in tried([(h.fault, h.variant) for h in glanced], few):
+            screened.setdefault(one.fault.name, one)
+        kept = [(h.fault, h.variant) for h in list(screened.values())[:_KEPT]]
+        final = tried([(HEALTHY, HEALTHY.variants[0]), *kept], every)
         prior = [0.0 if h.fault is HEALTHY else -math.log(len(trials)) for h in final]
         scores = np.array([h.log_likelihood / _DOUBT + p for h, p in zip(final, prior, strict=True)])
         shares = np.exp(scores - scores.max())
