@@ -381,7 +381,10 @@ def _(content: Results) -> Section:
                 "Speculative against plain decoding, same run", [list(evaluated.HEADINGS), *evaluated.rows(content)]
             )
         ],
-        key=(f"{pooled(found)[0]:.2f}x", f"plain decoding with {name} over {tasks} task{'s' * (tasks > 1)}"),
+        key=(
+            f"{pooled(found)[0]:.2f}x",
+            f"plain decoding with {name} over {tasks} task{'s' * (tasks > 1)}, temperature {temperature:g}",
+        ),
         settings=content.settings | content.drafter.model_dump(),
         machine=content.machine,
         versions=content.versions,
@@ -421,7 +424,7 @@ def _(content: Frontier) -> Section:
         ],
         key=None
         if best is None
-        else (f"{means[best]:.2f}x", f"plain decoding under load with {best}, mean of the loads"),
+        else (f"{means[best]:.2f}x", f"plain decoding with {best} under {content.arrivals} load, mean of the loads"),
         settings=content.settings,
         machine=content.machine,
         versions=content.versions,

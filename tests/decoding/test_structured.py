@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import time
@@ -83,7 +84,11 @@ def test_what_may_come_next(compiler: GrammarCompiler) -> None:
         ({"choice": ["yes", "no", 'm"\n\u540d']}, ["yes", 'm"\n\u540d'], ["y", "maybe", "yesno"]),
         ({"grammar": 'root ::= "a" ("b" | "c")*'}, ["a", "abcb"], ["b", "ad"]),
         ({"grammar": 'start: "a" ("b" | "c")*'}, ["a", "abcb"], ["b", "ad"]),
+        ({"choice": [f"c{i}" for i in range(5000)]}, ["c0", "c4999"], ["c", "c5000", ""]),
         ({"json": {"type": "integer"}}, ["-12"], ["1.5", "x", " 1"]),
+        ({"json": {"const": 2**53 - 1}}, [str(2**53 - 1)], [str(2**53)]),
+        ({"json": {"type": "number", "multipleOf": 0.5}}, ["1.5", "-2000000"], ["1.25"]),
+        ({"grammar": 'start: "a" %json {"const": 3}'}, ["a3"], ["3"]),
         (
             {"json": '{"const": {"a": [1]}}'},
             ['{"a":[1]}', '{"a": [1]}', '{\n  "a": [\n    1\n  ]\n}'],
@@ -206,6 +211,20 @@ WRONG: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {"grammar": "start: missing"}, "missing"),
     (lambda: {"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}, "cannot be read"),
     (lambda: {"grammar": chain_of_rules(5000)}, "rules"),
+    (lambda: {"json": {"const": 2**53 + 1}}, "9007199254740993 cannot be followed exactly"),
+    (lambda: {"json": {"type": "integer", "minimum": 10**30, "maximum": 1e300}}, "cannot be followed exactly"),
+    (lambda: {"json": {"anyOf": [{"enum": [{"a": [-(2**63)]}]}]}}, "-9223372036854775808 cannot be followed exactly"),
+    (lambda: {"json": '{"const": NaN}'}, "nan cannot be followed"),
+    (lambda: {"grammar": 'start: "a" | %json {"const": -9223372036854775808}'}, "cannot be followed exactly"),
+    (lambda: {"grammar": "start: %json {"}, "no JSON follows"),
+    (lambda: {"json": {"type": "number", "multipleOf": 9_999_991}}, "remainders"),
+    (lambda: {"json": {"allOf": [{"multipleOf": step, "type": "integer"} for step in (97, 89, 8.3)]}}, "remainders"),
+    (
+        lambda: {
+            "json": json.dumps({f"d{i}": {"$ref": f"#/d{i + 1}"} for i in range(1500)}).replace("$ref", "\\u0024ref")
+        },
+        "references",
+    ),
 ]
 
 

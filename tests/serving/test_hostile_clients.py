@@ -108,6 +108,20 @@ def test_bodies(served: Served, headers: dict[str, str], body: bytes, status: in
     assert found.status_code == status and reason in found.json()["error"]["message"], found.text
 
 
+NUMBERS = ("max_tokens", "n", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+           "frequency_penalty", "seed", "logprobs", "max_draft_tokens", "top_k")  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "-3", "-1e400", "[]", '"x"'])
+def test_numbers_that_are_none(served: Served, value: str) -> None:
+    """Each field of a number names itself, and so does one of a request of which all are wrong."""
+    for fields in (*((name,) for name in NUMBERS), NUMBERS):
+        body = ", ".join(['{"prompt": "ab"', *(f'"{name}": {value}' for name in fields)]) + "}"
+        found = httpx.post(f"{served.url}/v1/completions", content=body, headers={"Content-Type": JSON}, timeout=60)
+        error = found.json()["error"]
+        assert found.status_code == 400 and error["param"] in fields and error["param"] in error["message"], found.text
+
+
 @pytest.mark.parametrize(
     "head",
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -100,6 +101,10 @@ def rules(count: int) -> str:
     return "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(count)) + f'r{count}: "a"'
 
 
+def nested(depth: int) -> dict[str, Any]:
+    return {"type": "array", "items": nested(depth - 1)} if depth else {"type": "null"}
+
+
 def schema(value: Any, **more: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": value, **more}}}
 
@@ -124,6 +129,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"grammar": rules(3000)}}, "rules"),
     ({"structured_outputs": {"grammar": "start: start"}}, "rules never end"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "one of them"),
+    (schema({"type": "integer", "minimum": -(10**19), "maximum": -(2**63)}), "cannot be followed exactly"),
+    (schema({"type": "integer", "multipleOf": 9_999_991}), "remainders"),
+    (schema({"type": "object", "properties": {f"k{i}": {"type": "null"} for i in range(3500)}}), "max is 2000"),
+    (schema(nested(400)), "recursion"),
 ]
 
 
@@ -132,6 +141,24 @@ def test_what_cannot_be_followed_is_refused(served: Served, body: dict[str, Any]
     found = served.post("/v1/chat/completions", messages=USER, max_tokens=5, **body)
     assert found.status_code == 400 and reason in found.json()["error"]["message"], found.text
     assert served.get("/health").status_code == 200
+
+
+CATASTROPHIC = [
+    "(a*)*b", "(a|a)*c", "(x+x+)+y", "((a{1,100}){1,100}){1,100}", "[ab]*a[ab]{200}", r"(\w|\d|\p{L})*\p{L}{99}z",
+    "a?" * 2000 + "a" * 2000, "(.*.*.*.*)*=(.*.*)*", "a{1000000000}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("regex", CATASTROPHIC, ids=range(len(CATASTROPHIC)))
+def test_expressions_that_make_others_search_for_ever(served: Served, regex: str) -> None:
+    """They are followed, or refused with a reason, and cost little time: as a response, and as a text in JSON."""
+    pattern = schema({"type": "string", "pattern": regex})
+    for wanted in ({"structured_outputs": {"regex": regex}}, pattern):
+        began = time.process_time()
+        found = served.post("/v1/chat/completions", messages=USER, max_tokens=60, seed=1, **wanted)
+        assert time.process_time() - began < 30, "of a processor; others would be waited for until the client gave up"
+        if found.status_code != 200:
+            assert found.status_code == 400 and "too many" in found.json()["error"]["message"], found.text
 
 
 def test_too_much_work_is_the_clients_fault(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

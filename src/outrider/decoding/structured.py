@@ -16,9 +16,11 @@ Shapes: V vocab.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property, lru_cache
 from typing import Any, Protocol, cast
 
@@ -35,6 +37,10 @@ WHITESPACE = r"( |\n {0,20})"
 _SPACES = {"x-guidance": {"whitespace_pattern": WHITESPACE}}  # of a schema that is a part of a grammar
 _MOST_CHARACTERS = 100_000
 _MOST_RULES = 1000  # llguidance follows a chain of rules by recursion, which ends the process beyond some 3,000
+# llguidance reads numbers as float64: from here on two integers may be one, and some near -2^63 end the process.
+_LEAST_INEXACT = 2**53
+# An automaton has a state for every remainder of `multipleOf`; the limits below do not count them, 10^6 take 17 s.
+_MOST_REMAINDERS = 10_000
 # A request's mask is to take milliseconds: with these limits the worst found took 150, and then ended its request.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=250_000, step_lexer_fuel=50_000, max_lexer_states=50_000, verbose_errors=False
@@ -95,7 +101,8 @@ class StructuredOutput:
         if text is None:
             if not self.choice or not all(isinstance(one, str) for one in self.choice):
                 raise StructureError("choice must be texts, at least one.")
-            text = "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in self.choice)
+            # One terminal: of alternatives of a rule llguidance follows 2,000 at most.
+            text = "start: ONE\nONE: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in self.choice)
             _check_size(text)
             return LLMatcher.grammar_from_lark(text)
         _check_size(text)
@@ -103,6 +110,7 @@ class StructuredOutput:
             return LLMatcher.grammar_from_regex(text)
         if text.count(":") > _MOST_RULES:
             raise StructureError(f"the grammar has more than {_MOST_RULES} rules.")
+        _check_schemas(_schemas_within(text))
         try:
             return grammar_from("grammar", text)
         except ValueError as error:
@@ -116,10 +124,14 @@ class StructuredOutput:
             schema = _closed(describe())
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
-            json.loads(text)
+            _check_size(text)
+            read = json.loads(text)
+            text = json.dumps(read, ensure_ascii=False)
+        except StructureError:
+            raise
         except (TypeError, ValueError, RecursionError) as error:
             raise StructureError(f"json: the schema is not JSON: {error}") from error
-        _check_schema(text)
+        _check_schemas([read])
         pattern = WHITESPACE if self.whitespace is None else self.whitespace
         spaces: Any = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
         try:
@@ -145,10 +157,39 @@ def _check_size(text: str) -> None:
         )
 
 
-def _check_schema(text: str) -> None:
-    _check_size(text)
-    if text.count('"$ref"') > _MOST_RULES:
+def _schemas_within(lark: str) -> list[Any]:
+    """The JSON schemas that are parts of a grammar."""
+    try:
+        return [json.JSONDecoder().raw_decode(lark, found.end())[0] for found in re.finditer(r"%json\s*", lark)]
+    except (ValueError, RecursionError) as error:
+        raise StructureError(f"the grammar has a %json that no JSON follows: {error}") from error
+
+
+def _check_schemas(schemas: Sequence[Any]) -> None:
+    """Refuse what llguidance would follow inexactly, for minutes, or by ending the process.
+
+    Raises:
+        StructureError: the schemas have such numbers, or too many references in all.
+    """
+    references, remainders, waiting = 0, 1, list(schemas)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        elif isinstance(value, Mapping):
+            references += "$ref" in value
+            step = value.get("multipleOf")
+            waiting += value.values()
+            if isinstance(step, int | float) and step and abs(step) < _LEAST_INEXACT:
+                digits = "".join(map(str, Decimal(str(step)).normalize().as_tuple().digits))
+                remainders = math.lcm(remainders, int(digits))
+        elif isinstance(value, int | float) and not abs(value) < _LEAST_INEXACT:  # also what is no number
+            shown = str(value)[:50]
+            raise StructureError(f"json: {shown} cannot be followed exactly; numbers between -2^53 and 2^53 can.")
+    if references > _MOST_RULES:
         raise StructureError(f"json: the schema has more than {_MOST_RULES} references.")
+    if remainders > _MOST_REMAINDERS:
+        raise StructureError(f"json: the values of multipleOf have more than {_MOST_REMAINDERS} remainders together.")
 
 
 @dataclass(frozen=True)
@@ -164,7 +205,8 @@ class JSONWithin:
         for i, schema in enumerate(self.schemas):
             _check_size(text)  # before the next is written: schemas may share definitions, each writes them again
             text += f"\njson_{i}: %json {json.dumps({**schema, **_SPACES}, ensure_ascii=False)}"
-        _check_schema(text)
+        _check_size(text)
+        _check_schemas(self.schemas)
         return LLMatcher.grammar_from_lark(text)
 
 
@@ -252,6 +294,7 @@ class GrammarState:
         if token in self._eos_ids:
             self._ended = True
         elif not self._matcher.try_consume_tokens([token]):
+            _check(self._matcher)
             raise StructureError(f"token {token} does not follow the grammar.")
 
     def _move(self, drafts: Sequence[int]) -> bool:

@@ -33,6 +33,7 @@ from outrider.utils.plots import (
 )
 from outrider.utils.terminal import terminal_table
 
+_MOST_LABELS = 9  # of the bars of a narrow panel
 _COUNTS, _BAR = 0.2, 0.02  # of a reliability diagram: the highest bar, and the width of bars
 
 
@@ -78,11 +79,14 @@ def plot_histogram(results: Results, path: Path) -> None:
     for task, axes in zip(tasks, panels, strict=True):
         shares = [count / task.rounds for count in task.acceptance_histogram]
         axes.bar(range(len(shares)), shares, width=0.8, color=COLOURS[0])
+        every = math.ceil(len(shares) / _MOST_LABELS)
         for k, share in enumerate(shares):
+            if every > 1 and share < 0.005:
+                continue  # it would touch its neighbours'
             label = f"{100 * share:.0f}" if share >= 0.005 or not share else "<1"
             axes.annotate(label, (k, share), xytext=(0, 2), textcoords="offset points", fontsize=7, ha="center")
         axes.set_title(f"{task.task} (\u03c4 {task.accepted_length:.2f})", fontsize=10)
-        axes.set_xticks(range(len(shares)))
+        axes.set_xticks(range(0, len(shares), every))
         axes.grid(alpha=0.3, axis="y")
         axes.margins(y=0.1)
     figure.supxlabel("accepted drafts in a round (numbers: per cent)", fontsize=9)

@@ -43,7 +43,16 @@ def plot_frontier(frontier: Frontier, path: Path) -> None:
             ends.append(LineEnd(*places[0][:2], text=variant, color=color))
         if variant == next(reversed(colours)):
             for x, y, level in places:
-                axes.annotate(f"{level:g}", (x, y), xytext=(-6, -12), textcoords="offset points", fontsize=8)
+                # To the lower left: lines fall from left to right.
+                axes.annotate(
+                    f"{level:g}",
+                    (x, y),
+                    xytext=(-6, -6),
+                    textcoords="offset points",
+                    fontsize=8,
+                    ha="right",
+                    va="center",
+                )
     axes.set(xlabel="tokens/s of the median user", ylabel="tokens/s of all users", xlim=(0, None), ylim=(0, None))
     axes.grid(alpha=0.3)
     label_ends(axes, ends)

@@ -588,8 +588,10 @@ def _add_errors(app: FastAPI, server: Server) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(http: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        param = ".".join(str(part) for part in first["loc"][1:]) or None
+        found = error.errors()
+        # Of a field that may be one of several types, the error of the type that fits it says what is wrong.
+        first = next((one for one in found if not one["type"].endswith("_type")), found[0])
+        param = _field(first, error.body) or None
         reason = str(first["msg"]).removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             reason = "this server has no such field"
@@ -614,6 +616,17 @@ def _add_errors(app: FastAPI, server: Server) -> None:
     @app.exception_handler(Unavailable)
     async def unavailable(http: Request, error: Unavailable) -> Response:
         return _refusal(503 if server.worker.failure else 500, str(error))
+
+
+def _field(error: dict[str, Any], body: Any) -> str:
+    """Where an error of pydantic's is: fields and indices of the body, without names of types that it is none of."""
+    *above, last = error["loc"][1:] or [""]
+    parts = []
+    for part in above if error["type"] == "missing" else [*above, last]:
+        if part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int):
+            body = body[part]
+            parts.append(str(part))
+    return ".".join([*parts, str(last)] if error["type"] == "missing" else parts)
 
 
 class JSONRoute(APIRoute):

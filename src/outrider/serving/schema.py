@@ -226,7 +226,7 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
         return call
     try:
         return {**call, "function": {**function, "arguments": json.loads(arguments or "{}")}}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"messages: the arguments of a tool call are not JSON: {arguments[:100]!r}") from error
 
 
