@@ -424,7 +424,7 @@ def _(content: Frontier) -> Section:
         ],
         key=None
         if best is None
-        else (f"{means[best]:.2f}x", f"plain decoding with {best} under {content.arrivals} load, mean of the loads"),
+        else (f"{means[best]:.2f}x", f"plain decoding with {best}, {content.arrivals} arrivals, mean of the loads"),
         settings=content.settings,
         machine=content.machine,
         versions=content.versions,

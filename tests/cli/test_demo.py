@@ -22,6 +22,7 @@ from outrider.training.logging import sparkline
 from outrider.training.recipe import load_recipe
 from outrider.utils import machine
 from outrider.utils.files import file_sha256, weight_files
+from tests.toys.browser import browsing
 from tests.toys.command_line import Run
 from tests.toys.target_directory import save_toy_recipe
 
@@ -89,6 +90,26 @@ def test_without_a_packaged_drafter_there_is_no_race(
     assert status == 0 and "race" not in said and "demo finished in" in said, errors
     assert drafter_of(out / "answer.json") == str(out / "drafter")
     assert json.loads((out / "eval" / "results.json").read_text())["settings"]["drafter"] == str(out / "drafter")
+
+
+@pytest.mark.browser
+def test_the_report_is_where_the_demo_says(directory: Path, run: Run) -> None:
+    """The address that the demo prints opens in a browser: the report, with the trace of an answer to look into."""
+    package_responses(directory, run, ["0" * 64])
+    status, said, errors = run("demo", *overrides(directory), "--out", directory / "out", "--eval-samples", 1)
+    assert status == 0, errors
+    (address,) = re.findall(r"^  (file://\S+)$", said, re.MULTILINE)
+    with browsing(390, 844) as browser:
+        page = browser.page
+        page.goto(address)
+        assert page.title() == "outrider demo"
+        linked = page.eval_on_selector_all("nav a", "all => all.map(one => one.hash.slice(1))")
+        assert all(page.locator(f"[id={name}]").count() == 1 for name in linked) and len(linked) >= 4
+        page.locator(".token[role=option]").first.click()
+        assert "Why it stopped there" in page.inner_text(".detail") and page.locator(".rounds .round").count() > 1
+        assert browser.console == [] and browser.serious_findings() == [] and browser.width_of_content() == 390
+        assert [url for url in browser.asked if not url.startswith("data:")] == [address]
+        browser.picture("demo-report-390")
 
 
 def test_responses_are_added_once_and_those_of_other_weights_never(directory: Path, run: Run) -> None:
