@@ -127,7 +127,10 @@ def test_a_launched_engine_is_measured_with_and_without_its_drafter(exported: Pa
     told = [request.accepted_length or 0.0 for request in drafted.requests]
     assert max(told) > KNOWN_LENGTH, "some answers are known better than the one held out"
     parts = [mean(request.sizes[1:]) for request in drafted.requests]
-    assert told == pytest.approx(parts, rel=0.25), "what is told of each request is what came"
+    for length, request, part in zip(told, drafted.requests, parts, strict=True):
+        # The last round may accept more drafts than the response has room for, and vLLM counts them all.
+        most = (NEW - 1 + gamma) / (len(request.sizes) - 1)
+        assert 0.75 * part <= length <= most + 1e-3, "what is told of each request is what came"
     assert min(parts) <= tau <= gamma + 1
 
 
