@@ -80,9 +80,10 @@ test-llama-cpp: $(READY)
 	LLAMA_CPP="$$(PYTHON='$(BIN)/python' tests/engines/llama_cpp_environment.sh)" && export LLAMA_CPP && \
 		$(BIN)/python -m pytest -m engine tests/engines/test_llama_cpp.py
 
-# On a machine with a CUDA device and a PyTorch that knows it: budgets of decoding and training, kernels, equal results.
+# On a machine with a CUDA device and a PyTorch that knows it, in 8 minutes: predictions, then the tests that need it,
+# decoding, prototypes and training steps in the shape of an 8B target. Without make: PYTHONPATH=src python -m benchmarks.gpu
 test-gpu: $(READY)
-	$(BIN)/python -m pytest -m cuda
+	$(BIN)/python -m benchmarks.gpu --out runs/gpu
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak

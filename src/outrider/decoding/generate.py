@@ -79,7 +79,7 @@ class Generation:
     seed: int
 
 
-_PREFILL_CHUNK = 512  # tokens; bounds the attention mask of a long prompt
+_PREFILL_CHUNK, _GPU_PREFILL_CHUNK = 512, 4096  # tokens; bounds the attention mask of a long prompt
 
 
 class SingleRequest:
@@ -125,8 +125,9 @@ class SingleRequest:
             raise
 
     def _prefill(self, tokens: Sequence[int]) -> None:
-        for start in range(0, len(tokens), _PREFILL_CHUNK):
-            part = tokens[start : start + _PREFILL_CHUNK]
+        most = _GPU_PREFILL_CHUNK if self.target.device.type == "cuda" else _PREFILL_CHUNK
+        for start in range(0, len(tokens), most):
+            part = tokens[start : start + most]
             chunk = on_device([part], self.target.device)
             output = self.target.forward(chunk, self.cache, self.aux_layers, logits=0)
             self._committed(part, output.aux_BTLD)

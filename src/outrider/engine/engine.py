@@ -29,6 +29,19 @@ from outrider.target.model import Target
 from outrider.target.paged import PagedKV
 
 _WARM_UP_TOKENS = 16  # of the prompt, and of the response
+_GPU_TOKEN_BUDGET = 4096  # rows of a step that keep a GPU busy
+
+
+def default_config(target: Target) -> EngineConfig:
+    """`EngineConfig`'s own on a CPU. On a GPU larger steps, and a pool in which all requests can be as long as the
+    target allows, of a quarter of the free memory at most."""
+    usual = EngineConfig()
+    if target.device.type != "cuda":
+        return usual
+    per_block = sum(pool.nbytes for pair in PagedKV(target, 1, usual.block_size).pools for pool in pair) // 2
+    fitting = torch.cuda.mem_get_info(target.device)[0] // 4 // max(1, per_block)
+    wanted = usual.max_requests * -(-target.max_context // usual.block_size)
+    return replace(usual, token_budget=_GPU_TOKEN_BUDGET, num_blocks=max(1, min(fitting, wanted)))
 
 
 class Engine:
@@ -38,6 +51,7 @@ class Engine:
         drafter: None for plain decoding.
         policy: how many drafts to verify; all of them by default.
         gate: which requests draft at all; every one by default.
+        config: `default_config` by default.
         randomness: where random draws come from; generators of the requests' seeds by default.
         experience: what earlier requests taught, which is added to; none by default.
     """
@@ -56,7 +70,7 @@ class Engine:
         self.target = target
         self.policy: Policy = policy or FixedPolicy()
         self.drafting = Drafting(drafter, self.policy, gate, experience=experience)
-        self.config = config or EngineConfig()
+        self.config = config or default_config(target)
         self.randomness = randomness
         if drafter is not None and drafter.trees:
             target.check_trees()

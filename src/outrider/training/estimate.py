@@ -204,7 +204,7 @@ class MeasuredTarget:
         optimizer = recipe.optimizer.model_dump(include=_STEP_FIELDS)
         about = [recipe.drafter, recipe.start_from, recipe.objective, optimizer, length, response]
         about += ["brief"] if self.brief else []
-        return self._recall(StepCost, about, lambda: _measure_step(self, recipe, length - response, response=response))
+        return self._recall(StepCost, about, lambda: measure_step(self, recipe, length - response, response=response))
 
     def texts(self, about: object, count: Callable[[], Texts]) -> Texts:
         """The sizes that were counted before for the same prompts, settings and answers (`about`), else `count()`."""
@@ -316,7 +316,7 @@ def _measure_rates(measured: MeasuredTarget) -> Rates:
     )
 
 
-def _measure_step(measured: MeasuredTarget, recipe: Recipe, prompt: int, response: int) -> StepCost:
+def measure_step(measured: MeasuredTarget, recipe: Recipe, prompt: int, response: int) -> StepCost:
     target, conversations = measured.target, math.ceil(sequences_per_step(recipe, response))
     taken = min(conversations, _BRIEF_SEQUENCES) if measured.brief else conversations
     timed, held_out = (1, 1) if measured.brief else (_STEPS, _HELD_OUT)

@@ -29,7 +29,8 @@ from outrider.target.model import Target
 from outrider.utils.measure import on_device, pinned_bytes, to_host
 
 PACK_TOKENS = 2048  # of one packed prefill: matrix products are at full speed, and temporaries stay below 100 MB
-_HEAD_CHUNK = 64
+_GPU_PACK_TOKENS = 8192
+_HEAD_CHUNK, _GPU_HEAD_CHUNK = 64, 512  # rows whose logits are there at a time
 LARGEST_FLOAT16 = 65504.0
 
 
@@ -121,7 +122,7 @@ class FeatureSource(FeatureCache):
         """Fill the last group of tokens, as far as memory holds it beside what is remembered."""
         if not packs(self.target):
             return []
-        free_tokens = -sum(self.samples[i].length for i in missing) % PACK_TOKENS
+        free_tokens = -sum(self.samples[i].length for i in missing) % pack_tokens(self.target)
         per_token = (len(self.aux_layers) + 1) * self.target.hidden_size * self.dtype.itemsize + 12
         free_bytes = self.budget_bytes - self._bytes
         free_tokens = min(free_tokens, free_bytes // per_token - sum(self.samples[i].length for i in missing))
@@ -145,6 +146,11 @@ def packs(target: Target) -> bool:
     return target.packs_exactly or target.device.type != "cpu"
 
 
+def pack_tokens(target: Target) -> int:
+    """Of one packed prefill."""
+    return _GPU_PACK_TOKENS if target.device.type == "cuda" else PACK_TOKENS
+
+
 def compute_features(
     target: Target,
     samples: Sequence[Sample],
@@ -152,8 +158,8 @@ def compute_features(
     aux_scale_L: Tensor,
     dtype: torch.dtype = torch.float16,
 ) -> Iterator[Features]:
-    """Features of `samples`, in order, prefilled in groups of up to PACK_TOKENS tokens."""
-    for group in _groups(samples, PACK_TOKENS if packs(target) else 0):
+    """Features of `samples`, in order, prefilled in groups of up to `pack_tokens` tokens."""
+    for group in _groups(samples, pack_tokens(target) if packs(target) else 0):
         yield from _prefill(target, group, aux_layers, aux_scale_L=aux_scale_L, dtype=dtype)
 
 
@@ -187,7 +193,7 @@ def _prefill(
 def logit_summary(target: Target, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
     """(log-sum-exp, argmax) [R] of the float32 logits of the rows; logits exist for a few rows at a time."""
     lse, argmax = [], []
-    for rows in hidden_RD.float().split(_HEAD_CHUNK):
+    for rows in hidden_RD.float().split(_GPU_HEAD_CHUNK if hidden_RD.is_cuda else _HEAD_CHUNK):
         logits = target.logits(rows)
         lse.append(logits.logsumexp(-1))
         argmax.append(logits.argmax(-1))
