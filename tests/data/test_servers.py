@@ -466,3 +466,25 @@ def test_what_a_server_repeats_of_key_and_password_is_masked(
     assert found[0] in (1, 2) and "you said ***" in " ".join(found[1:]).replace("\n", " ")
     written = [path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert written and all(part not in text for text in (*found[1:], *written) for part in (key, "ss9", sent))
+
+
+def test_an_interrupt_is_never_raised_inside_the_event_loop(target: Target) -> None:
+    """The loop runs in another thread than the one in which Python raises KeyboardInterrupt, and ends with it."""
+    threads: set[int] = set()
+
+    def stop() -> bool:
+        threads.add(threading.get_ident())
+        return False
+
+    requests = [Request(f"p{i}", 0, [5, 6], seed=i, done=False, messages=[], tools=()) for i in range(50)]
+    with serving(ToyServer(target)) as server:
+        source = ServerSource(Chat.of(target), section(base_urls=[server.url], concurrency=2))
+        answers = source.answer(requests, stop)
+        assert isinstance(next(answers)[0], Reply)
+        with pytest.raises(KeyboardInterrupt):
+            answers.throw(KeyboardInterrupt)  # type: ignore[attr-defined]  # a generator
+        threads_then, asked = threads.copy(), len(server.bodies)
+        threads.clear()
+        time.sleep(0.1)
+    assert threads_then and threading.get_ident() not in threads_then
+    assert not threads and len(server.bodies) == asked < 50 and source.trouble is None, "it has ended"

@@ -17,13 +17,15 @@ import asyncio
 import hashlib
 import random
 import time
+from _thread import start_new_thread
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event
 from typing import Any
 
 import httpx
@@ -412,29 +414,34 @@ class ServerSource(ResponseSource):
         """Answers in the order in which they come, each a commit of its own; none once all servers are given up.
 
         The event loop has a thread of its own. Python raises KeyboardInterrupt in the main thread between any two
-        instructions, and an event loop that loses a step to it cannot be brought to an end.
+        instructions, and an event loop that loses a step to it cannot be brought to an end. Nor can `Thread.start`.
         """
         if self.trouble:
             return  # a later turn would wait for them all over again
         answers: SimpleQueue[Reply | Failure | None] = SimpleQueue()
         jobs = deque(_Job(request) for request in requests if not request.done)
-        loop = asyncio.new_event_loop()
+        loop, ended = asyncio.new_event_loop(), Event()
         work = loop.create_task(self._ask_all(jobs, stop, answers.put))
 
         def run() -> None:
-            loop.run_until_complete(asyncio.wait([work]))
-            answers.put(None)
+            try:
+                loop.run_until_complete(asyncio.wait([work]))
+            finally:
+                loop.close()
+                ended.set()
+                answers.put(None)
 
-        thread = Thread(target=run, name="servers", daemon=True)
+        thread: int | None = None
         try:
-            thread.start()
+            thread = start_new_thread(run, ())
             while (answer := answers.get()) is not None:
                 yield [answer]
             work.result()  # raises what ended it
         finally:
-            loop.call_soon_threadsafe(work.cancel)
-            thread.join()
-            loop.close()
+            with suppress(RuntimeError):  # the loop is closed: all is done
+                loop.call_soon_threadsafe(work.cancel)
+            if thread is not None:
+                ended.wait()
 
     async def _ask_all(
         self, jobs: deque[_Job], stop: Callable[[], bool], tell: Callable[[Reply | Failure], None]
