@@ -51,6 +51,7 @@ FOLDERS = {
     "loadtest": ("loadtest",),
     "backends": ("backends", "loadtest"),
     "serving": ("serving",),
+    "report.py": ("report",),
 }
 
 # What the page counts by, by the beginning of the mutant's file; the first that fits.
@@ -74,6 +75,7 @@ AREAS = {
     "loadtest": "load tests",
     "backends": "load tests",
     "serving": "serving",
+    "report.py": "report",
 }
 
 # Imported before the forks, as far as they are there: what takes long and is not ours.

@@ -100,6 +100,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory, answer: dict[str, Any]) -
     (directory / "answer.json").write_text(json.dumps(answer))
     (directory / "config.json").write_text('{"model_type": "llama"}')
     (directory / "points.jsonl").write_text("not ours\n")
+    (directory / ".cache").mkdir()
+    (directory / ".cache" / "results.json").write_text("not to be read")
     return directory
 
 
@@ -131,8 +133,15 @@ def test_a_report_holds_what_was_measured(page: Path, measured: Path, answer: di
         assert gone not in found.text
     assert found.tags["img"] == 5, "two of the evaluation, two of the calibration, one of the training"
     assert "Predicted against observed survival, a panel per draft position" in found.text
-    tokens = sum(len(one["tokens"]) for one in answer["choices"][0]["trace"])
-    assert f"{tokens} tokens in {len(answer['choices'][0]['trace'])} rounds" in found.text
+    rounds = answer["choices"][0]["trace"]
+    tokens = sum(len(one["tokens"]) for one in rounds)
+    assert f"{tokens} tokens in {len(rounds)} rounds, {tokens / len(rounds):.2f} a round" in found.text
+    calibration = calibrated()
+    before, after = (sum(quality.ece) / 3 for quality in (calibration.before, calibration.after))
+    assert before > after + 0.01, "the random confidences are the square roots of what is accepted"
+    assert f"{before:.3f} before, {after:.3f} after" in found.text and f"{before:.3f} to {after:.3f}" in found.text
+    places = [found.text.index(f"{kind} ") for kind in ("Evaluation", "Simulated load", "Calibration", "Training")]
+    assert places == sorted(places), "the summary and the sections have the order of the kinds, whatever the paths are"
 
 
 def test_a_report_is_one_file_that_loads_nothing(page: Path, answer: dict[str, Any]) -> None:
@@ -236,7 +245,7 @@ def test_what_no_report_is_made_of(run: Run, tmp_path: Path, answer: dict[str, A
 
 
 def test_results_of_a_comparison_are_shown_in_it(tmp_path: Path) -> None:
-    from outrider.report import is_within
+    from outrider.report import is_within, render
 
     shutil.copy(MEASURED / "drafters" / "comparison.json", tmp_path)
     shutil.copy(MEASURED / "drafters" / "draft_cost.json", tmp_path)
@@ -244,6 +253,10 @@ def test_results_of_a_comparison_are_shown_in_it(tmp_path: Path) -> None:
     shutil.copy(MEASURED / "shipped-greedy" / "results.json", tmp_path)
     comparison, *others = (source.content for source in find_sources([tmp_path]))
     assert [is_within(content, [comparison]) for content in others] == [True, False, True]
+    found = Page(render(find_sources([tmp_path]), "r"))
+    assert "1.42x plain decoding with ngram, the fastest of 17 drafters" in found.text
+    assert "Files that are shown in a comparison (2)" in found.text and "from 4 files" in found.text
+    assert found.tags["section"] == 4, "summary, comparison, the results of another run, what reproduces them"
 
 
 @pytest.mark.browser
