@@ -589,6 +589,8 @@ def test_what_the_option_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         require_directory("hybrid:smollm2-135m-dspark", "t")
     with pytest.raises(ValueError, match=r"no drafter for some/target. Give its directory, .* use ngram or lm:"):
         require_drafter("none", "some/target")
+    with pytest.raises(ValueError, match="no directory no/such/target: --target takes"):
+        require_drafter("auto", "./no/such/target")
     with pytest.raises(ValueError, match="ngram has no directory"):
         require_directory("ngram", "t")
     target = toy_target()

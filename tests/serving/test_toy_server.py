@@ -24,6 +24,7 @@ import outrider.cli.bench as bench
 import outrider.cli.serve as serve
 import outrider.serving.connection as connection
 from outrider.api.model import Model
+from outrider.backends.launch import free_port
 from outrider.engine.batch import Output
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import EngineConfig
@@ -145,18 +146,23 @@ def test_the_thread_that_loads_has_ended_when_serving_begins(
         threads.append(threading.current_thread())
         raise ValueError("nothing is measured in tests")
 
-    running = Mock(started=True, run=lambda: alive.append(threads[0].is_alive()))
+    running = Mock(started=True, run=lambda sockets: alive.append(threads[0].is_alive()))
     monkeypatch.setattr(serve, "set_up", lambda threads: None)
     monkeypatch.setattr(outrider.api.model, "load", noted)
     monkeypatch.setattr(connection, "http_server", Mock(return_value=running))
     monkeypatch.setattr(outrider.api.scheduling, "machine_profile", measured)
-    status, _, errors = run("serve", "--target", toy / "target", "--drafter", toy / "drafter")
+    status, _, errors = run("serve", "--target", toy / "target", "--drafter", toy / "drafter", "--port", free_port())
     assert status == 0, errors
     assert threads[0].daemon and alive == [False]
     assert threads == [threads[0]] * 2, "step costs are measured by forwards, which use OpenMP too"
     monkeypatch.setattr(outrider.api.model, "load", Mock(side_effect=ValueError("no such target")))
-    status, _, errors = run("serve", "--target", toy / "target", "--drafter", "none")
+    plain = ("serve", "--target", toy / "target", "--drafter", "none", "--port")
+    status, _, errors = run(*plain, free_port())
     assert status != 0 and "no such target" in errors
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        status, said, errors = run(*plain, port := taken.getsockname()[1])
+    assert status == 2 and f"--port {port}: Address already in use" in errors, "before the target is loaded"
+    assert "serving" not in said + errors
 
 
 def test_a_worker_whose_engine_fails_at_once_does_not_start(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

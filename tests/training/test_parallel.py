@@ -273,6 +273,10 @@ def test_a_signal_saves_the_state_and_sets_the_status(tmp_path: Path) -> None:
     Trainer(recipe(tmp_path / "parts"), make_run(toy_target())).train()
     Trainer(recipe(tmp_path / "whole"), make_run(toy_target())).train()
     assert_same_end(tmp_path / "whole", tmp_path / "parts", tolerance=0)
+    ended = Trainer(recipe(tmp_path / "ended", optimizer={**OPTIMIZER, "steps": 3}), make_run(toy_target()))
+    at_step_three(ended)
+    ended.train()
+    assert not ended.interrupted, "nothing was left to do"
 
 
 def test_devices_that_cannot_be_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

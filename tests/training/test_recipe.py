@@ -146,8 +146,11 @@ def test_mistakes_in_the_file_name_the_field(tmp_path: Path, text: str, message:
 
 
 def test_a_missing_recipe_says_where_recipes_are(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no recipe .*nope\.yaml.*outrider recipe lists"):
+    with pytest.raises(ValueError, match=r"no recipe .*nope\.yaml: there is no such file; .*outrider recipe lists"):
         load_recipe(tmp_path / "nope.yaml")
+    (tmp_path / "recipe.yaml").touch()
+    with pytest.raises(ValueError, match=r"recipe\.yml: .*; did you mean .*recipe\.yaml\?"):
+        load_recipe(tmp_path / "recipe.yml")
 
 
 def test_a_packaged_recipe_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,8 @@ def test_a_finished_run_and_a_changed_one_load_nothing(
     check_error(without_loading("optimizer.steps=5"), f"start_from={began / 'drafter'}")
     with pytest.raises(AssertionError, match="a model is loaded"):
         without_loading()  # two steps are left
-    assert run(recipe)[0] == 0
+    trained = run(recipe)
+    assert trained[0] == 0 and "step 3 of 3: loss" in trained[1], "where there is no terminal for a bar"
     status, said, errors = without_loading()
     assert status == 0, errors
     assert "already finished: 3 of 3 steps, held-out expected accepted length 1." in said
@@ -177,5 +178,8 @@ def test_the_way_out_of_a_finished_run_never_ends_worse(run: Run, recipe: Path, 
     best = json.loads((out / "best" / "outrider.json").read_text())
     lengths = [line["expected_length_greedy"] for line in held]
     assert best["step"] == lengths.index(max(lengths)), lengths
-    assert f"best drafter: step {best['step']}" in said
+    said_of_best = f"best drafter: step {best['step']}" if best["step"] else "no step was better than the drafter that"
+    assert said_of_best in said
+    again = run(recipe, *changes, "optimizer.learning_rate=100")
+    assert again[0] == 0 and (f"of step {best['step']}," if best["step"] else "No step was better") in again[1]
     assert f"--drafter {out / 'best'} --out {out / 'eval'} --tasks YOUR_PROMPTS.jsonl" in said.splitlines()[-1]

@@ -189,6 +189,12 @@ def test_patience_and_the_best_step(target: Target, samples: list[Sample]) -> No
     assert stopped.summary() == "patience of 3 checks spent; best drafter: step 2, expected_length_greedy 2.00"
     assert not follow([1.0] * 9, run).stopped
     assert follow([1.0], run).summary() == "best drafter: step 1, expected_length_greedy 1.00"
+    began = Watch(recipe(Path("unused"), watch={"decode_every": None}), run)
+    for step, value in enumerate([2.0, 1.9, 2.0]):
+        began.look(step, run.drafter, {"expected_length_greedy": value})
+    assert (
+        began.summary() == "no step was better than the drafter that training began with, expected_length_greedy 2.00"
+    )
     # small steps: each is the best drafter so far, none alone passes min_delta, together they do
     small = follow([1.0, 1.06, 1.12], run, patience=2, min_delta=0.1)
     assert not small.stopped and small.best_step == 3

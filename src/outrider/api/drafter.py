@@ -310,10 +310,13 @@ def require_drafter(choice: str, target: str, thinking: bool = False) -> Drafter
     """`choose_drafter` where there must be one.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or no such target.
     """
+    from outrider.target.hub import check_id
+
     found = choose_drafter(choice, target, thinking)
     if found is None:
+        check_id(target)
         raise ValueError(
             f"--drafter {choice}: no drafter for {target}. Give its directory, put it into models/, use ngram or "
             f"lm:SMALLER_MODEL, or {HOW_TO_TRAIN}."

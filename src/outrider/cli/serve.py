@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -109,15 +110,34 @@ def serve_command(
         model = loading(target, choice, device, thinking=thinking)
         return model, building(model, config, profile)  # it may run forwards, to measure what a step costs
 
-    model, server = _call_in_thread(load_and_build)
-    drafted = "plain decoding" if model.drafter is None else f"drafter {model.drafter.name}"
-    url = f"http://{host}:{port}"
-    console.print(f"serving {server.name} ({drafted}) at {url}/v1; {url}/ shows its work", markup=False)
-    running = http_server(server, key, host=host, port=port)
-    with suppress(KeyboardInterrupt):  # raised again once the server has ended in order
-        running.run()
+    with _bind(host, port) as address:  # before minutes of loading
+        model, server = _call_in_thread(load_and_build)
+        drafted = "plain decoding" if model.drafter is None else f"drafter {model.drafter.name}"
+        url = f"http://{host}:{port}"
+        console.print(f"serving {server.name} ({drafted}) at {url}/v1; {url}/ shows its work", markup=False)
+        running = http_server(server, key, host=host, port=port)
+        with suppress(KeyboardInterrupt):  # raised again once the server has ended in order
+            running.run(sockets=[address])
     if not running.started:  # uvicorn has said why
         raise typer.Exit(1)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """The server's socket. Clients are refused until it listens.
+
+    Raises:
+        ValueError: the address is in use or none of this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise ValueError(
+            f"--host {host} --port {port}: {error.strerror or error}; give another --port or --host."
+        ) from error
+    return bound
 
 
 def _call_in_thread(function: Callable[[], _Result]) -> _Result:

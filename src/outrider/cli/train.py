@@ -110,7 +110,12 @@ def _say_finished(recipe: Recipe, step: int, last_step: int, console: Console) -
     out = Path(recipe.out)
     drafter = out / "drafter"
     length = read_metadata(drafter).get("held_out", {}).get("expected_length_greedy", float("nan"))
-    best = f", the best one in {out / 'best'}" if (out / "best").is_dir() else ""
+    best = ""
+    if (out / "best").is_dir():
+        best_step = read_metadata(out / "best").get("step")
+        best = f", the best one, of step {best_step}, in {out / 'best'}"
+        if best_step == 0:
+            best = f". No step was better than the drafter that training began with, which is in {out / 'best'}"
     further = f"To train it further: start_from={drafter} out=ANOTHER"
     if step < last_step:
         further = f"Patience ended it: raise watch.patience={recipe.watch.patience} to go on, or null for all steps"

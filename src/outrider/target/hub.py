@@ -129,6 +129,13 @@ def is_adapter(directory: Path) -> bool:
     return (directory / _ADAPTER).is_file() and not (directory / "config.json").is_file()
 
 
+def check_id(id_or_dir: str) -> None:
+    """Raise ValueError for the path of a directory that is not there; everything else may be a hub id."""
+    path = Path(id_or_dir).expanduser()
+    if not path.is_dir() and (path.is_absolute() or id_or_dir.startswith(".") or len(path.parts) > 2):
+        raise ValueError(f"no directory {path}: --target takes a model's directory or its hub id, OWNER/NAME.")
+
+
 def _locate(id_or_dir: str, weights: bool, download: bool) -> Path:
     """The directory as it is, an adapter's too.
 
@@ -140,8 +147,7 @@ def _locate(id_or_dir: str, weights: bool, download: bool) -> Path:
         if not (path / "config.json").is_file() and not is_adapter(path):
             raise ValueError(f"{path} is a directory without config.json: not a Hugging Face model directory.")
         return path
-    if path.is_absolute() or id_or_dir.startswith(".") or len(path.parts) > 2:
-        raise ValueError(f"no directory {path}: --target takes a model's directory or its hub id, OWNER/NAME.")
+    check_id(id_or_dir)
     embedded = id_or_dir in _EMBEDDED_NAMES
     hub_id = EMBEDDED_ID if embedded else id_or_dir
     patterns = ["*.safetensors", *_TEXTS, _CARD] if weights else [*_TEXTS, _CARD]

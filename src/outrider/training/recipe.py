@@ -282,7 +282,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = packaged(path, "recipes")
     if not path.is_file():
-        raise ValueError(f"no recipe {path}: give a YAML file, or one that outrider recipe lists.")
+        near = get_close_matches(path.name, [file.name for file in path.parent.glob("*.y*ml")], 1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else "give one, or a recipe that outrider recipe lists."
+        raise ValueError(f"no recipe {path}: there is no such file; {hint}")
     recipe = read_fields(path, Recipe, overrides, kind="recipe", needs="target, out and data")
     sources = [s.model_copy(update={"path": _beside(path, s.path)}) for s in recipe.data.prompts]
     place = recipe.data.directory

@@ -200,6 +200,8 @@ class Trainer:
                     losses.append(report.loss)
                     status = f"loss {sparkline(losses)} {report.loss:.3f}  tau {tau:.2f}  {log.speed}"
                     bar.update(task, completed=done, status=status)
+                    if main and not bar.console.is_terminal and (done == last or done % self.recipe.eval_every == 0):
+                        bar.console.print(f"step {done} of {self.recipe.optimizer.steps}: {status}", highlight=False)
                     if stop:
                         break
         finally:
@@ -285,7 +287,7 @@ class Trainer:
     def _after_step(self, done: int, report: StepReport, last: bool, log: MetricsLog) -> bool:
         """Log, evaluate, look and save where they are due after `done` steps; whether to stop."""
         recipe, meters = self.recipe, self.meters
-        if report.stop:
+        if report.stop and done < recipe.optimizer.steps:
             self.interrupted = self.signal.received or signal.SIGTERM  # this rank's, or another's
         if done % recipe.log_every == 0:
             values = {name: getattr(report, name) for name in ("loss", "agreement", "acceptance", "gradient_norm")}

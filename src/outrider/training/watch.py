@@ -236,7 +236,10 @@ class Watch:
         if self.best is None:
             return ""
         patience = f"patience of {self.config.patience} checks spent; " if self.stopped else ""
-        return f"{patience}best drafter: step {self.best_step}, {self.metric} {self.best:.2f}"
+        measured = f"{self.metric} {self.best:.2f}"
+        if self.best_step == 0:
+            return f"{patience}no step was better than the drafter that training began with, {measured}"
+        return f"{patience}best drafter: step {self.best_step}, {measured}"
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON; empty before the first check."""
