@@ -21,7 +21,7 @@ from outrider.decoding.request import StopRules
 from outrider.decoding.structured import Grammar
 from outrider.drafters.draft import Draft
 from outrider.engine.batch import Request
-from outrider.engine.engine import Engine
+from outrider.engine.engine import Engine, default_config
 from outrider.engine.scheduler import EngineConfig
 from outrider.loadtest.load import Traffic
 from outrider.loadtest.traces import record
@@ -288,6 +288,18 @@ def test_a_drafter_of_a_bfloat16_target_is_served_in_bfloat16(device: SimulatedD
     matrices = [module for module in drafter.module.modules() if isinstance(module, PackedLinear)]
     assert matrices and all(matrix.weight.dtype == torch.bfloat16 for matrix in [*matrices, drafter.head])
     assert drafter.head(torch.ones(2, 64, device="cuda")).dtype == torch.float32
+
+
+def test_sizes_on_a_gpu(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool for all requests at full length, or of a quarter of the free memory; larger steps; a CPU has its own."""
+    target = toy_target("qwen3")
+    there = Target(target.model.to("cuda"), None, target.name)
+    config = default_config(there)
+    assert config.token_budget == 4096 and config.num_blocks == 32 * there.max_context // 16
+    per_block = 2 * 16 * sum(keys_KSE.shape[0] * keys_KSE.shape[2] * 4 for keys_KSE, _ in PagedKV(there, 1, 16).layers)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (4 * 10 * per_block + 3, 2**37))
+    assert default_config(there).num_blocks == 10
+    assert default_config(toy_target("qwen3")) == EngineConfig()
 
 
 def test_weights_are_on_the_device_once(device: SimulatedDevice) -> None:

@@ -13,6 +13,8 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.cli.train import run_training
@@ -20,6 +22,8 @@ from outrider.data.responses import Sample
 from outrider.target.model import Target, load_target
 from outrider.training.batches import Schedule, micro_batches, total_weight
 from outrider.training.features import FeatureSource
+from outrider.training.loss import BlockObjective
+from outrider.training.parallel import ParallelStep
 from outrider.training.recipe import ObjectiveConfig, load_recipe
 from outrider.training.trainer import Trainer
 from outrider.utils.distributed import join
@@ -29,6 +33,7 @@ from tests.toys.parallel_worker import (
     SCALE,
     SETTINGS,
     features_dict,
+    sharded_target,
     toy_drafter,
     train,
     train_context_rows,
@@ -103,6 +108,21 @@ def test_a_process_group_of_one_takes_the_same_steps(
         )
         assert ranks.gather("mine") == ["mine"] and ranks.from_main(lambda: 3) == 3
     assert_same_end(one("odd"), tmp_path)
+
+
+def test_layers_gather_the_next_ones_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a sharded target and of a drafter: while a layer runs, and the root has no weights of its own."""
+    monkeypatch.setenv("OUTRIDER_PROCESS_GROUP", "1")
+    drafter = toy_drafter()
+    objective = BlockObjective(toy_target(), torch.arange(97), ObjectiveConfig())
+    with join("cpu") as ranks:
+        target = sharded_target(ranks)
+        ParallelStep(drafter, objective, recipe(Path("out"), parallel="fsdp"), ranks)
+        for layers in (list(target.decoder.layers), list(drafter.layers)):
+            states = [layer._get_fsdp_state() for layer in layers]
+            assert [state._states_to_forward_prefetch for state in states] == [*([state] for state in states[1:]), []]
+        assert isinstance(target.decoder, FSDPModule)
+        assert not isinstance(target.embed_VD, DTensor) and isinstance(next(layers[0].parameters()), DTensor)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
