@@ -267,7 +267,7 @@ def flex_block_attention(
     values = torch.cat((context_v_SGE, block_v_NKGE.flatten(0, 1))).transpose(0, 1)[None]
     queries = q_NKHE.reshape(N * K, H, E).transpose(0, 1)[None]
     if (K, J, pattern) not in layout.masks:
-        layout.masks[K, J, pattern] = _flex_mask(layout, K, J, pattern)
+        layout.masks[K, J, pattern] = _flex_mask(layout, K, J, pattern=pattern)
     kernel = _flex_kernel(q_NKHE.device.type == "cuda")
     out = kernel(queries, keys, values, block_mask=layout.masks[K, J, pattern], enable_gqa=H != G)
     return out[0].transpose(0, 1).reshape(N, K, H, E)
@@ -341,8 +341,8 @@ def block_attention(
     pattern: AttentionPattern = EVERYTHING,
 ) -> Tensor:
     """`split_attention`, on CUDA by one kernel."""
-    attend = kernel_of(q_NKHE.device)
-    return attend(q_NKHE, context_k_SGE, context_v_SGE, block_k_NKGE, block_v_NKGE, layout, pattern)
+    tensors = q_NKHE, context_k_SGE, context_v_SGE, block_k_NKGE, block_v_NKGE
+    return kernel_of(q_NKHE.device)(*tensors, layout, pattern)
 
 
 # ----------------------------------------------------------------------------

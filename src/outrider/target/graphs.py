@@ -56,7 +56,7 @@ def shape_of(spans: Sequence[Span], aux_layers: tuple[int, ...]) -> Shape:
     R = _power_of_two(len(spans))
     M = max(_power_of_two(max(len(span.tokens) for span in spans)), _FEWEST_ROWS // R)
     N = max(_FEWEST_KEYS, _power_of_two(max(span.end for span in spans)))
-    return Shape(R, M, N, aux_layers)
+    return Shape(R, M, N, aux_layers=aux_layers)
 
 
 def _power_of_two(count: int) -> int:
@@ -163,7 +163,7 @@ class StepGraphs:
             self.captures = False
             warnings.warn(f"steps run without CUDA graphs, which could not be made: {error}", stacklevel=2)
             return _Captured(buffer, hidden_TD, aux_TLD)
-        return _Captured(buffer, hidden_TD, aux_TLD, graph)
+        return _Captured(buffer, hidden_TD, aux_TLD, graph=graph)
 
     def _run(self, buffer: Tensor, shape: Shape, kv: PagedKV) -> tuple[Tensor, Tensor | None]:
         """The padded step, [T, D] and [T, L, D]; it reads nothing of the host but its arguments' shapes."""

@@ -292,7 +292,7 @@ class Target:
         if self.graphs is not None and B == 1 and cache.pad_B is None:
             if cache.length == 0:
                 self.graphs.lend(cache, partial(PagedKV, self))
-            found = self.graphs.step_of(tokens_BT, cache, aux_layers, parents)
+            found = self.graphs.step_of(tokens_BT, cache, aux_layers, parents=parents)
             if found is not None:
                 hidden_TD, aux_TLD = found
                 logits_1TV = self.logits(hidden_TD[T - wanted :])[None] if wanted else None

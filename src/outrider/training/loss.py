@@ -435,7 +435,7 @@ def _distances(
     hidden_NH, latent_Nr, w2_Vr = trained
     with torch.no_grad():
         N, V = len(hidden_NH), len(head.head_VH)
-        C = chunk_rows(N, V, head.dtype.itemsize, hidden_NH.is_cuda)
+        C = chunk_rows(N, V, head.dtype.itemsize, gpu=hidden_NH.is_cuda)
         # Where candidates are chosen, z is the parallel drafter's alone; latents and W2 rescore the candidates only.
         sequential = candidates is None and latent_Nr is not None
         w2 = w2_Vr.to(head.dtype) if sequential and w2_Vr is not None else None
@@ -503,7 +503,7 @@ def label_probabilities(
     """
     hidden_NH, latent_Nr, w2_Vr = trained
     N, V = len(hidden_NH), len(head.head_VH)
-    C = chunk_rows(N, V, head.dtype.itemsize, hidden_NH.is_cuda)
+    C = chunk_rows(N, V, head.dtype.itemsize, gpu=hidden_NH.is_cuda)
     found, likeliest = [], []
     for start in range(0, N, C):
         part = slice(start, start + C)
