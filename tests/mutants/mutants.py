@@ -1436,8 +1436,8 @@ MUTANTS: list[Mutant] = [
         (
             "paged_logits_of_first_rows",
             "logits are those of a span's first rows",
-            "range(len(tokens) - span.logits, len(tokens))",
-            "range(len(tokens) - len(span.tokens), len(tokens) - len(span.tokens) + span.logits)",
+            "range(end - span.logits, end)",
+            "range(end - len(span.tokens), end - len(span.tokens) + span.logits)",
         ),
         (
             "paged_values_of_keys",
@@ -3066,6 +3066,46 @@ MUTANTS: list[Mutant] = [
             "the drafts of a trace recorded on a GPU do not follow the text",
             "    def pick_tensor(self, probs",
             "    def pick(self, probs",
+        ),
+    ),
+    *_of(
+        "target/graphs.py",
+        "tests/gpu/test_decoding.py::test_one_request_has_the_same_bits_with_drafts_and_without",
+        (
+            "gpu_rows_follow_drafts",
+            "a step of one request has as many rows as it needs, and other kernels with drafts than without",
+            "_FEWEST_ROWS = 16",
+            "_FEWEST_ROWS = 1",
+        ),
+    ),
+    *_of(
+        "target/graphs.py",
+        "tests/gpu/test_decoding.py::test_rows_of_trees_are_those_of_the_cpu",
+        (
+            "gpu_trees_as_chains",
+            "rows of a tree see those before them, siblings too, in a padded step (biased)",
+            "sees[r, :count, :count] = branches.sees_TT.numpy()",
+            "pass",
+        ),
+    ),
+    *_of(
+        "target/graphs.py",
+        "tests/gpu/test_decoding.py::test_text_is_that_of_the_cpu",
+        (
+            "gpu_graph_not_replayed",
+            "a graph is captured and never replayed: every step has the results of the first",
+            "            step.graph.replay()",
+            "            pass",
+        ),
+    ),
+    *_of(
+        "drafters/layers.py",
+        "tests/drafters/test_alignment.py::test_tiles_of_flex_attention_hold_what_rows_see",
+        (
+            "tiles_seen_by_some_as_whole",
+            "FlexAttention computes tiles without the mask that only some of their rows see as a whole",
+            "whole = (begins >= by_tile(low, True)) & (ends <= by_tile(high, False))",
+            "whole = (begins >= by_tile(low, False)) & (ends <= by_tile(high, True))",
         ),
     ),
     *_of(
