@@ -23,6 +23,11 @@ PLACES = {
     "docs/site/symptoms.md": "symptoms.md",
     "src/outrider/training/recipe.py": "reference/recipe.md",
 }
+# Room for commands of 100 characters; names of options and files in tables break at spaces only.
+STYLE = """
+.md-grid { max-width: 76rem }
+.md-typeset td code { word-break: normal; overflow-wrap: normal }
+"""
 ORIGINS = {place: origin for origin, place in PLACES.items()}
 
 
@@ -33,6 +38,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages["symptoms.md"] = GENERATED / "symptoms.md"
     for place, path in pages.items():
         files.append(File.generated(config, place, content=path.read_text(encoding="utf-8")))
+    files.append(File.generated(config, "style.css", content=STYLE))
     return files
 
 

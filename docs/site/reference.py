@@ -14,6 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,17 @@ from outrider.training.recipe import recipe_fields
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # tests/ is no part of the package
-from tests.toys.documentation import command_rows  # noqa: E402
+from tests.toys.documentation import command_rows, other_rows  # noqa: E402
 
 SOURCE = ROOT / "src" / "outrider"
 
 
 def cell(text: object) -> str:
-    """A text as a cell of a Markdown table."""
-    return re.sub(r"([|\[])", r"\\\1", str(text).replace("<", "&lt;").replace("\n", " "))
+    """A text as a cell of a Markdown table; code in it stays as it is."""
+    parts = re.split(r"(`[^`]*`)", str(text).replace("\n", " "))
+    prose = [re.sub(r"([|\[])", r"\\\1", part.replace("<", "&lt;")) for part in parts[::2]]
+    code = [part.replace("|", r"\|") for part in parts[1::2]]
+    return "".join(chain.from_iterable(zip_longest(prose, code, fillvalue="")))
 
 
 def table(headings: list[str], rows: list[list[object]]) -> list[str]:
@@ -87,7 +91,7 @@ def commands() -> Iterator[str]:
     )
     rows: list[list[object]] = [
         [f"`{command}`", str(page.relative_to(ROOT)), ", ".join(f"`tests/{name}`" for name in tests), "; ".join(needs)]
-        for page, command, tests, needs in command_rows()
+        for page, command, tests, needs in (*command_rows(), *other_rows())
     ]
     yield from table(["command", "page", "tests", "needs"], rows)
 

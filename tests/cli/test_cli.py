@@ -43,7 +43,18 @@ from outrider.target.hub import EMBEDDED_ID
 from outrider.target.model import load_target
 from outrider.utils.packaged import Kind, packaged
 from tests.toys.command_line import Run, check_error
-from tests.toys.documentation import HISTORY, NO_TEST, PAGES, ROOT, RUN_BY, command_rows, documented_commands, words_of
+from tests.toys.documentation import (
+    HISTORY,
+    NO_TEST,
+    OTHERS,
+    PAGES,
+    ROOT,
+    RUN_BY,
+    command_rows,
+    documented_commands,
+    other_rows,
+    words_of,
+)
 from tests.toys.targets import randomise
 from tests.toys.tokenizer import byte_tokenizer
 
@@ -692,6 +703,8 @@ def test_the_commands_of_the_documentation_are_run() -> None:
         for name in names:
             test = ROOT / "tests" / name
             assert verb in words_of(test) or f"{verb}_command" in test.read_text(encoding="utf-8"), (verb, name)
-    rows = list(command_rows())
+    for names, _ in OTHERS.values():
+        assert all((ROOT / "tests" / name).is_file() for name in names)
+    rows = [*command_rows(), *other_rows()]
     lost = [f"{page.name}: {command}: {needs}" for page, command, _, needs in rows if any(NO_TEST in n for n in needs)]
     assert len(rows) > 80 and not lost, "\n".join(lost)

@@ -47,6 +47,15 @@ RUN_BY = {
     "train": ["training/test_train_cli.py", "training/test_estimate.py"],
 }  # fmt: skip
 
+# Commands of other programs, by how they begin: tests that do what they do, or who runs them.
+OTHERS: dict[str, tuple[list[str], str]] = {
+    "make demo": (["cli/test_demo.py", "smollm/test_smollm.py"], "make; the tests run `outrider demo`"),
+    "make test": ([], "make; runs the tests"),
+    "python3 -m venv": ([], "by hand, for every release"),
+    "pip install": ([], "a registry; `make` installs the same extras from the checkout"),
+    "curl": (["serving/test_inspector.py"], "a running server; the tests send the same request"),
+}
+
 NO_TEST = "no test has"
 # What an option needs that makes no part of a test.
 NEEDS = {
@@ -114,3 +123,16 @@ def command_rows() -> Iterator[tuple[Path, str, list[str], list[str]]]:
             if page == MEASUREMENTS:
                 needs.add("minutes to hours on a quiet machine: run by hand")
             yield page, f"outrider {shlex.join(words)}", tests or list(files)[:1], sorted(needs)
+
+
+def other_rows() -> Iterator[tuple[Path, str, list[str], list[str]]]:
+    """As `command_rows`, of the lines in blocks that begin with another program."""
+    for page in PAGES:
+        if page.name in HISTORY:
+            continue
+        blocks = re.findall(r"^```(.*)\n([\s\S]*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        for line in "\n".join(block for kind, block in blocks if kind in ("", "sh")).replace("\\\n", " ").splitlines():
+            if re.match(r"(make|pip|python3?|curl|git|docker|cmake|npm|apt-get) ", line) and "outrider.cli" not in line:
+                begins = next((name for name in OTHERS if line.startswith(name)), None)
+                tests, needs = OTHERS[begins] if begins is not None else ([], f"{NO_TEST} it")
+                yield page, re.sub(r"\s+", " ", line.split(" # ")[0]).strip(), tests, [needs]
