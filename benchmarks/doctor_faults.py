@@ -56,8 +56,8 @@ from outrider.utils.packaged import PACKAGE
 
 SHIPPED = PACKAGE / "models" / "smollm2-135m-dspark"
 TASKS = ["eval_math", "eval_code", "eval_chat"]  # those of the doctor's defaults
-PATIENCE = 300.0  # seconds for a server to start
-STEPS = {"dflash2": 160, "dflash1": 160, "medusa": 240}
+PATIENCE = 900.0  # seconds for a server to start
+STEPS = {"dflash2": 90, "dflash1": 60, "medusa": 80}
 VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
 
 Engine = Literal["outrider", "vllm", "llama.cpp"]
@@ -454,7 +454,7 @@ def prepare(work: Annotated[Path, typer.Option(help="directory for what is made"
                 "learning_rate": 5e-4 if name.startswith("dflash") else 2e-3,
             },
             "watch": {"decode_every": None},
-            "eval_every": 80,
+            "eval_every": STEPS[name],
             "save_every": STEPS[name],
         }
         if name.startswith("dflash"):
@@ -629,6 +629,11 @@ def _shown(outcome: dict[str, Any]) -> str:
     return ", ".join(named) or "nothing"
 
 
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """The results so far, by case."""
+    return {one["case"]: one for one in json.loads(path.read_text())["cases"]} if path.exists() else {}
+
+
 def _written(path: Path, outcomes: Iterable[dict[str, Any]]) -> None:
     data = {"machine": machine(), "versions": versions(), "cases": list(outcomes)}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -646,14 +651,13 @@ def run(
     asked: Annotated[str, typer.Option(help="further options of every doctor")] = "",
 ) -> None:
     """Run the cases that are not finished."""
-    done = {one["case"]: one for one in json.loads(out.read_text())["cases"]} if out.exists() else {}
     missing = {"vllm": "VLLM_PYTHON" not in os.environ, "llama.cpp": "LLAMA_CPP" not in os.environ, "outrider": False}
     for case in CASES:
         if missing[case.engine] or not (exact is None or case.name in exact):
             continue
         if only and not any(part in case.name for part in only):
             continue
-        if case.name in done and not again:
+        if case.name in _read(out) and not again:
             continue
         place, started = Place(work.resolve(), case), time.perf_counter()
         try:
@@ -662,8 +666,7 @@ def run(
         except (ValueError, RuntimeError, subprocess.CalledProcessError) as error:
             print(f"{case.name}: {error}", flush=True)
             continue
-        done[case.name] = outcome
-        _written(out, done.values())
+        _written(out, (_read(out) | {case.name: outcome}).values())
         named = _shown(outcome)
         print(
             f"{case.name}: {named}; cause {case.cause}, rank {outcome['rank']}; doctor {outcome['seconds']:.0f} s, "

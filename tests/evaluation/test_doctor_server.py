@@ -260,7 +260,7 @@ def test_counters_alone_tell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A server that describes no rounds: counts by position from its record, as vLLM has it."""
-    monkeypatch.setattr(server, "_FIELDS", ({"return_token_ids": True},))
+    monkeypatch.setattr(server, "_FIELDS", ({"return_token_ids": True}, {}))
     if fault is not None:
         FAULTS[fault][1](home)
     with asking(home, target) as client:
@@ -532,9 +532,14 @@ def test_counts_are_read_from_every_engine() -> None:
         {"source": "copy", "drafts": [draft], "tokens": [3, 4]},
         {"source": None, "drafts": [], "tokens": [5]},
     ]
-    told = (Round(0, 2, 1, tokens=2), Round(2, 0, 0, tokens=2), Round(4, 0, 0, tokens=1))
+    rounds_told = (Round(0, 2, 1, tokens=2), Round(2, 0, 0, tokens=2), Round(4, 0, 0, tokens=1))
     found = server.counts_of({"choices": [{"trace": rounds}], **record([1, 0, 0, 0, 0])}, 5)
-    assert found == Counts(1, 1, (1, 0, 0, 0), drafted=2, slots=4, rounds_told=told)
+    assert found == Counts(1, 1, (1, 0, 0, 0), drafted=2, slots=4, rounds_told=rounds_told)
+    told = {"spec_verify_ct": 6, "spec_num_correct_drafts": 10, "spec_num_proposed_drafts": 24}
+    for histogram, expected in (([2, 1, 0, 3, 0], by_position), (None, Counts(6, 10, drafted=24))):
+        details = told | {"spec_correct_drafts_histogram": histogram}
+        assert server.counts_of({"choices": [{"sglext": {"spec_tokens_details": details}}]}, 16) == expected
+        assert server.counts_of({"choices": [{"meta_info": details}]}, 16) == expected
     prefix = "vllm:spec_decode_num_"
     before = {f"{prefix}drafts_total": [3.0], f"{prefix}draft_tokens_total": [12.0]}
     before |= {f"{prefix}accepted_tokens_total": [2.0], f"{prefix}accepted_tokens_per_pos_total": [2.0, 0.0]}

@@ -120,6 +120,12 @@ class Text:
     counts: Counts
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        """Those of the response, as it was split here."""
+        start = self.sample.spans[0][0]
+        return tuple(self.sample.tokens[start : start + self.response])
+
+    @property
     def starts(self) -> list[int]:
         """Places in the response behind which drafts are replayed: where the server drafted, or all."""
         told = self.counts.rounds_told

@@ -41,13 +41,12 @@ from outrider.utils.documents import parse_json
 from outrider.utils.terminal import printable
 
 # What the server is asked for beside OpenAI's fields: all of it, or less where it refuses.
-_FIELDS: tuple[dict[str, Any], ...] = (
-    {"return_token_ids": True, "trace": True, "repetition_penalty": 1.0, **NO_PENALTIES},
-    {},
-)
-_TOLD = ("return_token_ids", "trace")  # of these, what changes no text
+_KNOWN: dict[str, Any] = {"return_token_ids": True, "trace": True, "repetition_penalty": 1.0, **NO_PENALTIES}
+_FIELDS: tuple[dict[str, Any], ...] = ({**_KNOWN, "return_spec_tokens_details": True}, _KNOWN, {})
+_TOLD = ("return_token_ids", "trace", "return_spec_tokens_details")  # of these, what changes no text
 _REFUSED = (400, 404, 422)
 _AGAIN = 4  # questions that are asked twice
+_SPLITS = 8  # more tokens than a text has when it is split again
 _PLAIN = 2  # questions that are asked without fields beside OpenAI's
 _TOGETHER = 8  # at most, at once
 _TIE_BFLOAT16 = 0.25  # logits: two steps of bfloat16 between 16 and 32
@@ -228,12 +227,32 @@ def counts_of(data: Mapping[str, Any], tokens: int) -> Counts | None:
             slots=slots or len(histogram) - 1,
             rounds_told=_steps_told(record, tokens),
         )
+    if told := _sglang_record(data):
+        histogram = told.get("spec_correct_drafts_histogram") or ()
+        return Counts(
+            rounds=int(told["spec_verify_ct"]),
+            accepted=int(told["spec_num_correct_drafts"]),
+            accepted_K=tuple(sum(histogram[k + 1 :]) for k in range(len(histogram) - 1)) or None,
+            drafted=int(told["spec_num_proposed_drafts"]),
+            slots=len(histogram) - 1 if histogram else None,
+        )
     timings = data.get("timings") or {}
     if timings.get("draft_n"):
         accepted = int(timings["draft_n_accepted"])
         # mlx-vlm tells its rounds. llama.cpp does not: the first token and steps without drafts are in the difference.
         rounds = int(timings.get("draft_rounds") or int(timings["predicted_n"]) - accepted)
         return Counts(rounds, accepted, drafted=int(timings["draft_n"]))
+    return None
+
+
+def _sglang_record(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """SGLang's record of drafts, in the answer or its first choice, as `sglext` or `meta_info`."""
+    for holder in (data["choices"][0], data):
+        for name in ("sglext", "meta_info"):
+            told = holder.get(name) or {}
+            told = told.get("spec_tokens_details") or told
+            if told.get("spec_verify_ct") and "spec_num_correct_drafts" in told:
+                return dict(told)
     return None
 
 
@@ -444,7 +463,7 @@ def examine_server(
     on_progress("replay", 0, 1)
     with torch.inference_mode():
         texts = {index: text for index, a in enumerate(answers) if (text := _text(target, weights, a)) is not None}
-        kept = [answers[index] for index in texts]
+        kept = [replace(answers[index], tokens=text.tokens) for index, text in texts.items()]
         replay = Replay(target, weights, list(texts.values()))
         wrong = _text_of_target(replay, kept, plain)
         report.add("text", wrong)
@@ -454,7 +473,7 @@ def examine_server(
     report.add("asked again", _asked_again(greedy, again))
     report.add("defaults", _defaults(target, greedy, again["plain"]))
     possible = {id(a) for a in trusted if a.counts is not None and a.counts.rounds}
-    chosen = [index for index, a in enumerate(kept) if id(a) in possible]
+    chosen = [place for place, index in enumerate(texts) if id(answers[index]) in possible]
     if not chosen:
         report.add("acceptance", skipped("no counts that could be compared: the server tells none, or wrong ones"))
         return report
@@ -489,7 +508,7 @@ def _ask_again(client: ServerClient, greedy: Sequence[Answer]) -> dict[str, list
     questions = [a.question for a in greedy]
     alone = client.ask(questions[:_AGAIN], 0.0)
     together = client.ask(questions[:_TOGETHER], 0.0, together=True)
-    plain = client.ask(questions[:_PLAIN], 0.0, plain=True) if client.fields == 0 else []
+    plain = client.ask(questions[:_PLAIN], 0.0, plain=True) if client.fields + 1 < len(_FIELDS) else []
     return {"again": alone, "together": together, "plain": plain}
 
 
@@ -542,7 +561,7 @@ def _agree(counters: Counts, record: Counts) -> bool:
 
 def _text(target: Target, weights: DrafterWeights, answer: Answer) -> Text | None:
     """The answer with what the target would go on with; None where it has no token, or does not fit the target."""
-    prompt, response = list(answer.question.tokens), list(answer.tokens)
+    prompt, response = list(answer.question.tokens), list(_tokens_of_text(target, answer))
     longest = len(prompt) + len(response) + weights.config.gamma + 2
     if not response or longest > target.max_context or max(response) >= target.vocab_size:
         return None
@@ -550,6 +569,17 @@ def _text(target: Target, weights: DrafterWeights, answer: Answer) -> Text | Non
     tokens = prompt + response + list(more)
     sample = Sample(answer.question.kind, tokens, ((len(prompt), len(tokens)),))
     return Text(sample, len(response), answer.temperature, counts=answer.counts or Counts(0, 0))
+
+
+def _tokens_of_text(target: Target, answer: Answer) -> tuple[int, ...]:
+    """The answer's tokens. Where the server told text alone, that is split as the target says it, if it does."""
+    if answer.exact or answer.temperature != 0 or not answer.tokens:
+        return answer.tokens
+    assert target.tokenizer is not None
+    own = generate(target, list(answer.question.tokens), rules=StopRules(len(answer.tokens) + _SPLITS)).tokens
+    text = target.tokenizer.decode(answer.tokens)
+    fits = (end for end in range(1, len(own) + 1) if target.tokenizer.decode(own[:end]) == text)
+    return tuple(own[: next(fits, 0)]) or answer.tokens
 
 
 def _text_of_target(replay: Replay, answers: Sequence[Answer], plain: Sequence[Answer | None] | None) -> Finding:
@@ -759,7 +789,10 @@ def _draft_length(answers: Sequence[Answer], weights: DrafterWeights) -> Finding
     mean = drafted / rounds
     if any(map(_chosen, answers)) and slots >= gamma:
         return ok(f"{mean:.1f} drafts a round verified of {slots}, chosen round by round")
-    if 0 < slots < gamma or (not slots and 0 < mean < gamma - 0.5):
+    # Some servers cut drafts at the end of a response: those begun in its last `slots` tokens, by half on average.
+    most = slots or gamma
+    ends = len(counts) * most**2 / (2 * length_of_counts(counts) * rounds)
+    if 0 < slots < gamma or (not slots and 0 < mean < gamma - 0.5 - ends):
         return warning(
             f"{slots or round(mean, 1)} drafts a round, {gamma} in the drafter's block",
             "The draft length is cut by the server's settings (llama.cpp drafts 3 without --spec-draft-n-max; "
@@ -767,7 +800,7 @@ def _draft_length(answers: Sequence[Answer], weights: DrafterWeights) -> Finding
             f"Ask for {gamma} (vLLM num_speculative_tokens, SGLang --speculative-num-draft-tokens, llama.cpp "
             "--spec-draft-n-max), unless fewer were chosen on purpose.",
         )
-    if drafted and slots and mean < 0.9 * slots:
+    if drafted and slots and mean < 0.9 * (slots - ends):
         return warning(
             f"{mean:.1f} drafts a round of {slots}",
             "Many drafts are cut short: by a limit of length, a confidence threshold, or the end of short responses.",
