@@ -395,6 +395,17 @@ def test_less_is_accepted_the_second_time(way: str, word: str) -> None:
     assert server._asked_again([answer(first)], again).status == "ok"
 
 
+def test_an_answer_without_drafts_is_possible_where_the_server_chooses() -> None:
+    """Ours drafts nothing while that does not pay; a second answer is compared only where as much was drafted."""
+    rounds = [{"source": None, "drafts": [], "tokens": [n]} for n in range(8)]
+    plain = server.counts_of({"choices": [{"trace": rounds}], **record([0, 0, 0, 0, 0])}, 8)
+    assert plain is not None and plain.rounds == 0 and server.impossible(answer(plain, tokens=8)) is None
+    drafted = replace(plain, rounds=4, accepted=4, rounds_told=(Round(0, 2, 1, tokens=2),) * 4)
+    first, second = answer(drafted, tokens=8), answer(plain, tokens=8)
+    found = server._asked_again([first], {"again": [second], "together": [first]})
+    assert found.status == "ok" and "again against" not in found.figure
+
+
 def test_ties_are_told_from_errors(target: Target, questions: list[Question]) -> None:
     prompt = torch.tensor([questions[0].tokens])
     logits_V = target.logits(target.forward(prompt, target.new_cache(99), logits=0).hidden_BTD[0, -1])

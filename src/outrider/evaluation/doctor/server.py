@@ -274,9 +274,9 @@ def _counts_of_trace(rounds: Sequence[Mapping[str, Any]], slots: int | None) -> 
         start += len(one["tokens"])
         if verified:
             hits.append(accepted)
-    if not hits:
-        return None
     slots = slots or max(one.verified for one in told)
+    if not slots:
+        return None
     return Counts(
         rounds=len(hits),
         accepted=sum(hits),
@@ -772,7 +772,7 @@ def _lengths(answer: Answer) -> list[int]:
 
 def _chosen(answer: Answer) -> bool:
     """Whether the server chooses round by round how many drafts it verifies."""
-    return len(set(_lengths(answer)) - {0}) > 1
+    return len(set(_lengths(answer))) > 1 or 0 in _lengths(answer)
 
 
 def length_of_counts(counts: Iterable[Counts | None]) -> float:
