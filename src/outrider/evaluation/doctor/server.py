@@ -577,7 +577,7 @@ def _tokens_of_text(target: Target, answer: Answer) -> tuple[int, ...]:
         return answer.tokens
     assert target.tokenizer is not None
     own = generate(target, list(answer.question.tokens), rules=StopRules(len(answer.tokens) + _SPLITS)).tokens
-    text = target.tokenizer.decode(answer.tokens)
+    text = target.tokenizer.decode(list(answer.tokens))
     fits = (end for end in range(1, len(own) + 1) if target.tokenizer.decode(own[:end]) == text)
     return tuple(own[: next(fits, 0)]) or answer.tokens
 
