@@ -43,7 +43,7 @@ _TASKS = ["eval_math", "eval_chat", "eval_code"]
 _RACE_TOKENS = 64
 _PACKAGED = "packaged"  # in the settings of a responses file: how many of them came with the package
 _LIVE = 4  # prompts of each source that are answered here, where packaged responses are there for the others
-_TRAINING_SECONDS, _EVALUATION_SECONDS = 240.0, 150.0
+_TRAINING_SECONDS, _EVALUATION_SECONDS = 270.0, 150.0
 _FEWEST_STEPS, _FEWEST_TOKENS = 80, 24
 
 

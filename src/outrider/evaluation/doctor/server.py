@@ -120,7 +120,7 @@ class ServerClient:
             together: all at once.
             plain: without the fields that switch penalties off, as most clients ask.
         """
-        return asyncio.run(self._ask(questions, temperature, together, plain))
+        return asyncio.run(self._ask(questions, temperature, together=together, plain=plain))
 
     async def _ask(
         self, questions: Sequence[Question], temperature: float, together: bool, plain: bool
@@ -653,7 +653,7 @@ def _differences(
 
 def _both_ways(target: Target, greedy: Sequence[Answer], plain: Sequence[Answer | None]) -> Finding:
     """Whether greedy text is the same with and without the drafter; a difference within a tie is none."""
-    compared, same, ties, errors = _differences(target, greedy, plain, ("with", "without"))
+    compared, same, ties, errors = _differences(target, greedy, plain, names=("with", "without"))
     figure = f"{same} of {compared} greedy texts are the same, {ties} differ at a tie"
     figure += f"; {errors[0]}" if errors else ""
     if not compared:
@@ -670,7 +670,7 @@ def _both_ways(target: Target, greedy: Sequence[Answer], plain: Sequence[Answer 
 
 def _defaults(target: Target, greedy: Sequence[Answer], plain: Sequence[Answer | None]) -> Finding:
     """Whether the server answers alike where a client says nothing of penalties, as most clients do."""
-    compared, same, ties, errors = _differences(target, greedy, plain, ("without penalties", "by default"))
+    compared, same, ties, errors = _differences(target, greedy, plain, names=("without penalties", "by default"))
     if not compared:
         return skipped("the server takes no fields beside OpenAI's")
     if same + ties == compared:
