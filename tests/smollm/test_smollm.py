@@ -189,7 +189,7 @@ def test_demo_from_prompts_to_a_measured_speedup(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_first_command_of_the_readme(tmp_path: Path) -> None:
     """The first speedup, on one prompt and few tokens: the table and the verdict that README shows."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").replace("\\\n", "")
     (given,) = re.findall(r"^outrider (eval .+ --max-samples 4 .+)$", readme, re.MULTILINE)
     smaller = ["--max-samples", "1", "--max-new-tokens", "24", "--out", str(tmp_path / "first")]
     command = [sys.executable, "-m", "outrider.cli.main", *shlex.split(given), *smaller]
