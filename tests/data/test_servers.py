@@ -483,8 +483,9 @@ def test_an_interrupt_is_never_raised_inside_the_event_loop(target: Target) -> N
         assert isinstance(next(answers)[0], Reply)
         with pytest.raises(KeyboardInterrupt):
             answers.throw(KeyboardInterrupt)  # type: ignore[attr-defined]  # a generator
-        threads_then, asked = threads.copy(), len(server.bodies)
+        threads_then = threads.copy()
         threads.clear()
         time.sleep(0.1)
     assert threads_then and threading.get_ident() not in threads_then
-    assert not threads and len(server.bodies) == asked < 50 and source.trouble is None, "it has ended"
+    # Not that no request comes any more: one that was sent before may arrive late.
+    assert not threads and len(server.bodies) < 50 and source.trouble is None, "it has ended"
