@@ -153,14 +153,37 @@ def test_a_wrong_rotation_or_norm_gives_other_blocks(served: Served, case: str) 
     assert served.answers[case].outputs == served.answers["plain"].outputs
 
 
+def block_of(page: str) -> str:
+    """The Python of a page of the docs."""
+    block = re.search(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / page).read_text(), re.DOTALL)
+    assert block is not None
+    return block[1]
+
+
+def run_there(code: str) -> str:
+    """What code prints in vLLM's environment."""
+    command = [os.environ["VLLM_PYTHON"], "-c", code]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_temperatures_of_drafts_are_lost_and_the_page_repairs_it() -> None:
+    """When this fails, vLLM copies temperatures to drafts on a CPU: docs/engines/vllm-cpu-sampled-drafts has ended."""
+    printed = run_there(f"""
+import torch
+import vllm._C
+from vllm.utils import cpu_triton_utils
+{block_of("engines/vllm-cpu-sampled-drafts.md")}
+x, ends, out = torch.tensor([0.5, 0.0]), torch.tensor([2, 5], dtype=torch.int32), torch.full((5,), -3.0)
+cpu_triton_utils._expand_kernel_impl(out, x, ends, 0, 1)
+print(out.tolist(), expand_batch_to_tokens(x, ends, 5, 0, 1).tolist())
+""")
+    assert printed.splitlines()[-1] == "[-3.0, -3.0, -3.0, -3.0, -3.0] [0.5, 0.5, 1.0, 1.0, 1.0]"
+
+
 def test_the_report_for_vllm_reproduces() -> None:
     """When this fails, vLLM norms every layer by its own weights: the report has been answered."""
-    report = (Path(__file__).parents[2] / "docs" / "upstream" / "vllm-cpu-rms-norm-rows.md").read_text()
-    block = re.search(r"```python\n(.*?)```", report, re.DOTALL)
-    assert block is not None
-    command = [os.environ["VLLM_PYTHON"], "-c", block[1]]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    printed = run_there(block_of("upstream/vllm-cpu-rms-norm-rows.md"))
     off = [
         [float(x) for x in re.findall(r"by (\S+?)(?:,|$)", line)] for line in printed.splitlines() if "layer" in line
     ]

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -32,7 +33,7 @@ from outrider.drafters.layers import Attention, CachedKeys, rope_table, rotate
 from outrider.drafters.medusa import Medusa, MedusaConfig
 from outrider.evaluation.doctor.case import Finding, Probe
 from outrider.evaluation.doctor.examine import verdict
-from outrider.evaluation.doctor.replay import Counts, Expected, Round, Text, faults, log_likelihood, walk
+from outrider.evaluation.doctor.replay import Counts, Expected, Replay, Round, Text, faults, log_likelihood, walk
 from outrider.evaluation.doctor.server import Answer, Question, ServerClient, ServerReport, examine_server
 from outrider.target.model import Target, load_target
 from tests.toys.alphabets import TEMPLATE, alphabet, toy_tokenizer
@@ -314,6 +315,39 @@ def test_another_target_is_found_in_its_text(
     assert text.status == "fault" and "not this target's" in text.meaning
 
 
+def test_sampled_text_of_another_temperature_is_found(
+    alphabet_pair: Path, target: Target, weights: DrafterWeights, questions: list[Question]
+) -> None:
+    """As on vLLM 0.32 on a CPU, which loses the temperature of drafts; greedy answers are judged all the same."""
+
+    class Hot(ServerClient):
+        async def _post(self, client: Any, body: Any, chat: bool, plain: bool = False) -> Any:
+            return await super()._post(client, {**body, "temperature": 4 * body["temperature"]}, chat, plain)
+
+    with asking(alphabet_pair, target) as client:
+        hot = Hot(client.endpoint, "m", target, max_new_tokens=NEW, timeout=60)
+        report = examine_server(hot, weights, questions)
+    found = by_check(report)
+    assert found["sampled text"].status == "fault" and report.causes[0].cause == "sampled text"
+    assert found["text"].status == found["acceptance"].status == "ok"
+    assert len(report.hypotheses[0].expected) == sum(a.temperature == 0 for a in report.answers)
+
+
+def test_what_is_expected_of_sampled_text_is_the_entropy(target: Target, weights: DrafterWeights) -> None:
+    prompt, drawn, generator = list(range(4, 12)), list[Text](), torch.Generator().manual_seed(0)
+    for _ in range(16):
+        tokens = list(prompt)
+        for _ in range(NEW):
+            text = torch.tensor([tokens])
+            logits_V = target.logits(target.forward(text, target.new_cache(text.shape[1]), logits=0).hidden_BTD[0, -1])
+            tokens.append(int(torch.multinomial((logits_V / 0.7).softmax(-1), 1, generator=generator)))
+        sample = Sample("s", tokens, ((len(prompt), len(tokens)),))
+        drawn.append(Text(sample, NEW, 0.7, counts=Counts(0, 0)))
+    found = [Replay(target, weights, drawn).surprise(index) for index in range(len(drawn))]
+    deviation = sum(variance for _, variance in found) ** 0.5
+    assert deviation > 1 and abs(sum(excess for excess, _ in found)) < 3 * deviation
+
+
 def canned(target: Target, **said: Any) -> ServerClient:
     """A server that answers every question alike."""
 
@@ -458,6 +492,7 @@ TRAPS = {
     "penalties": "defaults",
     "sglang-cpu": None,
     "vllm-context-limit": "asked again",
+    "vllm-cpu-sampled-drafts": "sampled text",
     "vllm-dflash-cpu-norms": "norms of context keys",
     "vllm-dspark-cpu": None,
     "vllm-eagle3-aux-layers": None,
@@ -480,7 +515,14 @@ def test_every_trap_of_an_engine_has_a_rule(target: Target, weights: DrafterWeig
     less = server._asked_again([first], {"again": [first], "together": [fewer]})
     one = replace(first, question=Question("k", (5, 6), {}))
     changed = server._defaults(target, [one], [replace(one, tokens=(9,))])
-    for name, found in (("draft length", cut), ("asked again", less), ("defaults", changed)):
+    drawn = [replace(one, tokens=(7,), temperature=1.0)]
+    unlikely = server._sampled_text(cast(Replay, SimpleNamespace(surprise=lambda index: (20.0, 1.0))), drawn)
+    for name, found in (
+        ("draft length", cut),
+        ("asked again", less),
+        ("defaults", changed),
+        ("sampled text", unlikely),
+    ):
         said[name] = found.meaning + found.remedy
     missing = [page for page, check in TRAPS.items() if check is not None and page not in said[check]]
     assert missing == []

@@ -57,6 +57,7 @@ _LIKELIEST, _SCREENED, _KEPT = 20, 5, 8
 _WINDOWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 _SCALINGS = (2, 4, 8)
 _BITS = 4
+_ROWS = 64  # of logits over the whole vocabulary at once
 
 
 @dataclass(frozen=True)
@@ -659,6 +660,23 @@ class Replay:
     def gaps(self, index: int) -> list[float]:
         """By how much the target's largest logit is above that of the text's token, at each of its positions."""
         return [max(0.0, gap) for gap in (self._logits(index, likeliest=True) - self._logits(index)).tolist()]
+
+    def surprise(self, index: int) -> tuple[float, float]:
+        """How much less likely a sampled response is than what the target draws: sum of -log p_t - H, and its variance.
+
+        H: entropy of p_t at the answer's temperature. Of drawn tokens the sum has an expectation of 0.
+        """
+        text, target = self.texts[index], self.probe.target
+        hidden_RD = self.probe.features[index].hidden_RD[: text.response].to(target.device)
+        tokens_R = torch.tensor(text.tokens, device=target.device)
+        excess, variance = 0.0, 0.0
+        for hidden_CD, tokens_C in zip(hidden_RD.split(_ROWS), tokens_R.split(_ROWS), strict=True):
+            log_p_CV = (target.logits(hidden_CD.float()).float() / text.temperature).log_softmax(-1)
+            p_CV = log_p_CV.exp()
+            entropy_C = -(p_CV * log_p_CV).sum(-1)
+            excess += float((-log_p_CV.gather(1, tokens_C[:, None])[:, 0] - entropy_C).sum())
+            variance += float(((p_CV * log_p_CV.square()).sum(-1) - entropy_C.square()).sum())
+        return excess, variance
 
     def likeliest(self, index: int, place: int) -> int:
         """The target's likeliest token at a place of the response."""

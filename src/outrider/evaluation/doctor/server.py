@@ -2,8 +2,8 @@
 
     questions -> one at a time, greedy and sampled; a few again; all at once      text and counts of every answer
     answers   -> Replay (replay.py): what a correct drafter accepts on that text, and one with each known fault
-    findings  -> is it there, are its counts possible, is its text the target's, does it render prompts as we do,
-                 are drafts cut, is acceptance what it should be, and if not, why
+    findings  -> is it there, are its counts possible, is its greedy text the target's and its sampled text drawn from
+                 it, does it render prompts as we do, are drafts cut, is acceptance what it should be, and if not, why
 
 Counts are read from the first of these that is there: the rounds of an answer's trace (ours) or of its detailed record
 (vLLM with --per-request-spec-decode-metrics detailed), its summary (vLLM, ours), the difference of the counters on
@@ -13,6 +13,7 @@ Counts are read from the first of these that is there: the rounds of an answer's
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,6 +52,7 @@ _PLAIN = 2  # questions that are asked without fields beside OpenAI's
 _TOGETHER = 8  # at most, at once
 _TIE_BFLOAT16 = 0.25  # logits: two steps of bfloat16 between 16 and 32
 _ERRORS = 0.05  # share of tokens that are not the target's: more is another target
+_UNLIKELY, _LESS_LIKELY = 6.0, 0.5  # sampled text of lower log-probability: standard deviations, and nats a token
 _CLEAR = 15.0  # log-likelihood that a fault must gain over none
 _COST = 0.05  # share of the accepted drafts that a fault must cost
 _DROP = 0.1  # share of the accepted drafts, between two ways of asking the same
@@ -467,12 +469,16 @@ def examine_server(
         replay = Replay(target, weights, list(texts.values()))
         wrong = _text_of_target(replay, kept, plain)
         report.add("text", wrong)
+        drawn = _sampled_text(replay, kept)
+        report.add("sampled text", drawn)
         if plain is not None:
             report.add("with and without drafter", _both_ways(target, greedy, plain))
     report.add("prompt", _prompt(client.tokenizer, rendered, client.thinking))
     report.add("asked again", _asked_again(greedy, again))
     report.add("defaults", _defaults(target, greedy, again["plain"]))
     possible = {id(a) for a in trusted if a.counts is not None and a.counts.rounds}
+    if drawn.status == "fault":  # drafts of such text say nothing of the drafter
+        possible -= {id(a) for a in trusted if a.temperature > 0}
     chosen = [place for place, index in enumerate(texts) if id(answers[index]) in possible]
     if not chosen:
         report.add("acceptance", skipped("no counts that could be compared: the server tells none, or wrong ones"))
@@ -619,6 +625,29 @@ def _text_of_target(replay: Replay, answers: Sequence[Answer], plain: Sequence[A
         f"Near the target, and not it: quantised or rounded weights or keys, or another fine-tune{without}.",
         "Compare the type that the server runs in with the target's; drafts then are accepted a little less.",
     )
+
+
+def _sampled_text(replay: Replay, answers: Sequence[Answer]) -> Finding:
+    """Whether sampled text is as likely as what is drawn from the target's distribution.
+
+    The other direction is no fault: top-p and the like make text likelier.
+    """
+    sampled = [index for index, answer in enumerate(answers) if answer.temperature > 0]
+    tokens = sum(len(answers[index].tokens) for index in sampled)
+    if not tokens:
+        return skipped("no sampled answers")
+    found = [replay.surprise(index) for index in sampled]
+    excess, deviation = sum(e for e, _ in found), math.sqrt(sum(v for _, v in found))
+    figure = f"the log-probability of {tokens} sampled tokens is {-excess / tokens:+.2f} a token against drawn ones'"
+    if excess > _UNLIKELY * deviation and excess > _LESS_LIKELY * tokens:
+        return fault(
+            f"{figure}, {excess / max(deviation, 1e-9):.0f} standard deviations below",
+            "Sampled text is not drawn from this target's distribution: another model, or a verification that loses "
+            "the temperature. vLLM 0.32 on a CPU reads temperature, top-k and top-p of drafts from memory that nobody "
+            "wrote (docs/engines: vllm-cpu-sampled-drafts). Sampled answers are left out of what follows.",
+            "Ask at temperature 0, or serve sampled requests without the drafter until the engine is repaired.",
+        )
+    return ok(figure)
 
 
 def _differences(
