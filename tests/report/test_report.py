@@ -66,7 +66,7 @@ class Page(HTMLParser):
 def answer(toy: Path) -> dict[str, Any]:
     """A toy server's answer with its trace, in whose first token is what would end a script."""
     with serving(outrider.load(toy / "target", str(toy / "drafter"))) as served:
-        asked = {"prompt": "ab", "max_tokens": 24, "temperature": 0, "trace": True}
+        asked = {"prompt": "ab", "max_tokens": 24, "temperature": 1, "seed": 0, "trace": True}
         found: dict[str, Any] = served.post("/v1/completions", **asked).json()
     found["choices"][0]["trace"][0]["tokens"][0]["text"] = HOSTILE
     return found
@@ -135,6 +135,7 @@ def test_a_report_holds_what_was_measured(page: Path, measured: Path, answer: di
     assert "Predicted against observed survival, a panel per draft position" in found.text
     rounds = answer["choices"][0]["trace"]
     tokens = sum(len(one["tokens"]) for one in rounds)
+    assert tokens > len(rounds)
     assert f"{tokens} tokens in {len(rounds)} rounds, {tokens / len(rounds):.2f} a round" in found.text
     calibration = calibrated()
     before, after = (sum(quality.ece) / 3 for quality in (calibration.before, calibration.after))
@@ -234,7 +235,9 @@ def test_what_no_report_is_made_of(run: Run, tmp_path: Path, answer: dict[str, A
     check_error(
         run("report", tmp_path), f"{tmp_path}: nothing that a report is made of. Give directories that outrider"
     )
-    check_error(run("report", tmp_path / "config.json"), "config.json: nothing that a report is made of")
+    shutil.copy(MEASURED / "shipped-greedy" / "results.json", tmp_path)
+    check_error(run("report", *map(tmp_path.joinpath, ("results.json", "config.json"))), "config.json: nothing that")
+    (tmp_path / "results.json").unlink()
     check_error(run("report", tmp_path / "absent"), "no file or directory")
     untraced = json.loads(json.dumps(answer))
     del untraced["choices"][0]["trace"]

@@ -96,7 +96,9 @@ def test_a_trace_agrees_with_the_answer(served: Served) -> None:
         expected = "correction" if refused else "bonus" if verified else "plain"
         assert own["origin"] in (expected, "draft"), "the last is a draft where a draft ended the response"
         for token in one["tokens"]:
-            assert token["draft"] is None or drafts[token["draft"]]["id"] == token["id"]
+            if token["draft"] is not None:
+                draft = drafts[token["draft"]]
+                assert (draft["id"], draft["target"]) == (token["id"], pytest.approx(token["target"]))
         for draft in drafts:
             looked_at = draft["outcome"] in ("accepted", "rejected")
             assert (draft["p_target"] is not None) == (draft["target"] is not None) == looked_at
