@@ -22,6 +22,7 @@ from torch import Tensor
 import outrider
 import outrider.evaluation.doctor.replay as replay
 import outrider.evaluation.doctor.server as server
+import outrider.verification as verification
 from outrider.backends.openai import Endpoint
 from outrider.checkpoints.checkpoint import load_checkpoint
 from outrider.data.chat import render
@@ -227,10 +228,23 @@ def first_norm_everywhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DSpark, "context_keys_values", context_keys_values)
 
 
+def drafts_compared(patch: pytest.MonkeyPatch) -> None:
+    def compared(draft: Any, node: int, rows: Any, source: Any) -> tuple[int | None, Tensor | None]:
+        target_V = rows.row(node + 1)
+        token = source.choose(target_V)
+        for child in draft.children(node):
+            if draft.tokens[child] == token:
+                return child, None
+        return None, torch.nn.functional.one_hot(torch.tensor(token), len(target_V)).to(target_V.dtype)
+
+    patch.setattr(verification, "_try_children", compared)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "cause"),
     [
+        (drafts_compared, "sampling on one side"),
         (positions_moved, "position ids"),
         (features_late, "features"),
         (first_norm_everywhere, "norms of context keys"),

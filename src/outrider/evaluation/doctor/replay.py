@@ -720,10 +720,10 @@ class Replay:
     def _acceptance(self, index: int, agreement: tuple[Tensor, Tensor], mode: str) -> Floats:
         """q [N, K] of one answer."""
         first_NK, likely_NK = (x.double().numpy() for x in agreement)
-        if mode == "compared":
-            return cast(Floats, likely_NK)
         if mode == "chosen" or self.texts[index].temperature == 0:  # whose draws are the likeliest tokens
             return cast(Floats, first_NK)
+        if mode == "compared":
+            return cast(Floats, likely_NK)
         log_p_R = self._log_p(index)
         places_NK = np.array(self.texts[index].starts)[:, None] + np.arange(first_NK.shape[1])
         target_NK = np.exp(np.append(log_p_R, 0.0)[np.minimum(places_NK, len(log_p_R))])
