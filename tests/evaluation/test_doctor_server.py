@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import shutil
@@ -22,6 +23,7 @@ from torch import Tensor
 import outrider
 import outrider.evaluation.doctor.replay as replay
 import outrider.evaluation.doctor.server as server
+import outrider.serving.app as app
 import outrider.verification as verification
 from outrider.backends.openai import Endpoint
 from outrider.checkpoints.checkpoint import load_checkpoint
@@ -386,6 +388,36 @@ def test_a_server_that_does_not_answer(target: Target, weights: DrafterWeights, 
     found = by_check(report)
     assert verdict(report.findings) == "fault" and "0 of 10" in found["answers"].figure
     assert "down" in found["answers"].figure and list(found) == ["answers"]
+
+
+@pytest.mark.parametrize("reason", ["ReadTimeout", "status 500"])
+def test_a_server_that_stops_answering_is_judged_by_what_it_said(
+    reason: str,
+    alphabet_pair: Path,
+    target: Target,
+    weights: DrafterWeights,
+    questions: list[Question],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It hangs, or fails, from its seventh answer on."""
+    own, answered = app.Answer.collect, list[None]()
+
+    async def collect(self: app.Answer, submission: Any) -> Any:
+        answered.append(None)
+        if len(answered) > 6 and reason == "ReadTimeout":
+            await asyncio.sleep(60)
+        if len(answered) > 6:
+            raise RuntimeError("broken on purpose")
+        return await own(self, submission)
+
+    monkeypatch.setattr(app.Answer, "collect", collect)
+    with asking(alphabet_pair, target) as client:
+        client.timeout = 1.5 if reason == "ReadTimeout" else 60
+        report = examine_server(client, weights, questions)
+    found = by_check(report)
+    assert found["answers"].status == "warning" and "6 of 10 questions" in found["answers"].figure
+    assert reason in found["answers"].figure and report.causes[0].cause == "answers"
+    assert found["text"].status == found["acceptance"].status == "ok"
 
 
 def test_a_server_without_counters_is_judged_by_its_text(
