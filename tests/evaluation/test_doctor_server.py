@@ -420,6 +420,32 @@ def test_a_server_that_stops_answering_is_judged_by_what_it_said(
     assert found["text"].status == found["acceptance"].status == "ok"
 
 
+def test_a_record_that_contradicts_the_counters_is_not_believed(
+    alphabet_pair: Path,
+    target: Target,
+    weights: DrafterWeights,
+    questions: list[Question],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Answers tell more rounds than there were; /metrics counts them rightly and fits the text."""
+    own = app.Answer.collect
+
+    async def collect(self: app.Answer, submission: Any) -> Any:
+        data = await own(self, submission)
+        data["choices"][0].pop("trace", None)
+        told = data["metrics"]["speculative_decoding"]
+        told["acceptance_histogram"][0] += 3
+        told["num_spec_steps"] += 3
+        return data
+
+    monkeypatch.setattr(app.Answer, "collect", collect)
+    with asking(alphabet_pair, target) as client:
+        report = examine_server(client, weights, questions)
+    found = by_check(report)
+    assert [cause.cause for cause in report.causes] == ["counters"] and "10 of 10" in found["counters"].figure
+    assert found["acceptance"].status == "ok" and found["asked again"].status == "skipped"
+
+
 def test_a_server_without_counters_is_judged_by_its_text(
     target: Target, weights: DrafterWeights, questions: list[Question]
 ) -> None:

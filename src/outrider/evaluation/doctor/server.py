@@ -324,12 +324,17 @@ def between(first: Mapping[str, Sequence[float]], last: Mapping[str, Sequence[fl
     return None
 
 
+def _given(counts: Counts) -> int:
+    """Tokens that the rounds gave."""
+    return counts.rounds + counts.accepted + sum(r.tokens for r in counts.rounds_told if not r.verified)
+
+
 def impossible(answer: Answer) -> str | None:
     """Why the counts of an answer cannot be those of its text; None where they can."""
     counts = answer.counts
     assert counts is not None
     tokens, spare = len(answer.tokens), (counts.slots or counts.drafted or 0) + 1
-    given = counts.rounds + counts.accepted + sum(r.tokens for r in counts.rounds_told if not r.verified)
+    given = _given(counts)
     if min(counts.rounds, counts.accepted) < 0:
         return f"counters fell ({counts.rounds} rounds, {counts.accepted} accepted)"
     if counts.drafted is not None and counts.accepted > counts.drafted:
@@ -459,8 +464,9 @@ def examine_server(
     rendered = [client.render(question) for question in questions[:2]]
     report.seconds["asking"] = time.perf_counter() - started
 
-    trusted, finding = _counters(answers)
-    report.add("counters", finding)
+    report.answers, counted = _counters(answers)
+    report.add("counters", counted)
+    answers = report.answers
     started = time.perf_counter()
     on_progress("replay", 0, 1)
     with torch.inference_mode():
@@ -474,12 +480,12 @@ def examine_server(
         if plain is not None:
             report.add("with and without drafter", _both_ways(target, greedy, plain))
     report.add("prompt", _prompt(client.tokenizer, rendered, client.thinking))
-    report.add("asked again", _asked_again(greedy, again))
+    twice = _asked_again(greedy, again) if counted.status == "ok" else skipped("counts that are not to be relied on")
+    report.add("asked again", twice)
     report.add("defaults", _defaults(target, greedy, again["plain"]))
-    possible = {id(a) for a in trusted if a.counts is not None and a.counts.rounds}
-    if drawn.status == "fault":  # drafts of such text say nothing of the drafter
-        possible -= {id(a) for a in trusted if a.temperature > 0}
-    chosen = [place for place, index in enumerate(texts) if id(answers[index]) in possible]
+    counting = [place for place, one in enumerate(kept) if one.counts is not None and one.counts.rounds]
+    # Drafts of text that is not drawn from the target say nothing of the drafter.
+    chosen = [place for place in counting if kept[place].temperature == 0 or drawn.status != "fault"]
     if not chosen:
         report.add("acceptance", skipped("no counts that could be compared: the server tells none, or wrong ones"))
         return report
@@ -519,44 +525,56 @@ def _ask_again(client: ServerClient, greedy: Sequence[Answer]) -> dict[str, list
 
 
 def _counters(answers: Sequence[Answer]) -> tuple[list[Answer], Finding]:
-    """The answers whose counts can be those of their text, and what is wrong with the others'."""
+    """The answers with counts that can be those of their text, or with none, and what is wrong with the others'."""
     told = [a for a in answers if a.counts is not None]
     if not told:
-        return [], warning(
+        return list(answers), warning(
             "neither the answers nor /metrics count drafts",
             "Acceptance cannot be judged; the text can.",
             "Start the server with its counters: vLLM --per-request-spec-decode-metrics summary and without "
             "--disable-log-stats, llama.cpp --metrics, SGLang --enable-metrics. Without drafts there are none.",
         )
     if not any(a.counts.rounds for a in told if a.counts is not None):
-        return [], fault(
+        return list(answers), fault(
             f"0 rounds with drafts in {len(told)} answers",
             "The server counts drafts and makes none: it runs without the drafter, or a limit switches drafting off.",
             "Look at the server's command (speculative config) and at its limits of length.",
         )
-    bad = {id(a): reason for a in told if (reason := impossible(a)) is not None}
-    unlike = [a for a in told if a.counters is not None and a.counts is not None and not _agree(a.counters, a.counts)]
-    if bad:
-        return [a for a in told if id(a) not in bad], fault(
-            f"impossible in {len(bad)} of {len(told)} answers: {next(iter(bad.values()))}",
+    unlike = [(a.counters, a.counts) for a in told if a.counters and a.counts and not _agree(a.counters, a.counts)]
+    better = [_fitting(a) for a in answers]
+    bad = [impossible(a) if a.counts is not None else None for a in better]
+    if any(bad):
+        kept = [a if reason is None else replace(a, counts=None) for a, reason in zip(better, bad, strict=True)]
+        return kept, fault(
+            f"impossible in {sum(map(bool, bad))} of {len(told)} answers: {next(filter(None, bad))}",
             "The counters do not fit the text that was counted: other requests were served meanwhile, or the "
             "server counts wrongly.",
             "Examine a server that nobody else asks. What follows is of the answers whose counts are possible.",
         )
     if unlike:
-        one = unlike[0]
-        assert one.counters is not None and one.counts is not None
-        return told, warning(
-            f"/metrics and the answers' own records differ in {len(unlike)} of {len(told)} answers: "
-            f"{one.counters.accepted} against {one.counts.accepted} accepted drafts in the first of them",
-            "Other requests were served meanwhile, or one of the two is wrong. The answers' own records are used.",
-            "Examine a server that nobody else asks.",
+        counters, record = unlike[0]
+        return better, warning(
+            f"/metrics and the answers' own records differ in {len(unlike)} of {len(told)} answers: {counters.rounds} "
+            f"rounds with {counters.accepted} accepted drafts against {record.rounds} with {record.accepted} in the "
+            "first of them",
+            "Other requests were served meanwhile, or one of the two is wrong. Of each answer those are used that fit "
+            "its length better.",
+            "Examine a server that nobody else asks; report it to the engine's makers where that changes nothing.",
         )
-    counts = [a.counts for a in told if a.counts is not None]
+    counts = [a.counts for a in better if a.counts is not None]
     kind = "rounds told" if counts[0].rounds_told else "counts by position" if counts[0].accepted_K else "sums"
-    return told, ok(
+    return better, ok(
         f"{sum(c.rounds for c in counts)} rounds, {sum(c.accepted for c in counts)} accepted drafts ({kind})"
     )
+
+
+def _fitting(answer: Answer) -> Answer:
+    """The answer with the counts of /metrics where these contradict its own record and fit its length better."""
+    counters, record, tokens = answer.counters, answer.counts, len(answer.tokens)
+    if counters is None or record is None or _agree(counters, record):
+        return answer
+    better = abs(_given(counters) - tokens) < abs(_given(record) - tokens)
+    return replace(answer, counts=counters, counters=record) if better else answer
 
 
 def _agree(counters: Counts, record: Counts) -> bool:
