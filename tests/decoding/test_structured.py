@@ -87,6 +87,9 @@ def test_what_may_come_next(compiler: GrammarCompiler) -> None:
         ({"choice": [f"c{i}" for i in range(5000)]}, ["c0", "c4999"], ["c", "c5000", ""]),
         ({"json": {"type": "integer"}}, ["-12"], ["1.5", "x", " 1"]),
         ({"json": {"const": 2**53 - 1}}, [str(2**53 - 1)], [str(2**53)]),
+        ({"json": {"type": "integer", "minimum": 7, "maximum": 2**63 - 1}}, ["7", str(2**53 - 1)], ["6", str(2**53)]),
+        ({"json": {"type": "integer", "minimum": -(2**63)}}, [str(1 - 2**53), "5"], [str(-(2**53))]),
+        ({"json": {"enum": [{"maximum": 3}]}}, ['{"maximum": 3}'], [str(2**53 - 1)]),
         ({"json": {"type": "number", "multipleOf": 0.5}}, ["1.5", "-2000000"], ["1.25"]),
         ({"grammar": 'start: "a" %json {"const": 3}'}, ["a3"], ["3"]),
         (
@@ -212,6 +215,8 @@ WRONG: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}, "cannot be read"),
     (lambda: {"grammar": chain_of_rules(5000)}, "rules"),
     (lambda: {"json": {"const": 2**53 + 1}}, "9007199254740993 cannot be followed exactly"),
+    (lambda: {"json": {"minimum": 2**53}}, "9007199254740992 cannot be followed exactly"),
+    (lambda: {"json": {"enum": [{"maximum": 2**60}]}}, "1152921504606846976 cannot be followed exactly"),
     (lambda: {"json": {"type": "integer", "minimum": 10**30, "maximum": 1e300}}, "cannot be followed exactly"),
     (lambda: {"json": {"anyOf": [{"enum": [{"a": [-(2**63)]}]}]}}, "-9223372036854775808 cannot be followed exactly"),
     (lambda: {"json": '{"const": NaN}'}, "nan cannot be followed"),

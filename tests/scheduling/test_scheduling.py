@@ -26,6 +26,7 @@ from outrider.scheduling.policies import (
     PrefixScheduler,
     StepView,
     ThresholdPolicy,
+    policy_name,
     promised_survival,
 )
 from tests.toys.timing import slowness
@@ -88,6 +89,10 @@ def test_threshold() -> None:
 
 
 ADAPTIVE: list[Policy] = [policy(FREE) for policy in BY_COST.values()]
+
+
+def test_policies_are_called_as_load_tests_call_them() -> None:
+    assert [policy_name(policy) for policy in ADAPTIVE] == list(BY_COST)
 
 
 @pytest.mark.parametrize("policy", [ThresholdPolicy(0.5), *ADAPTIVE])

@@ -39,6 +39,8 @@ _MOST_CHARACTERS = 100_000
 _MOST_RULES = 1000  # llguidance follows a chain of rules by recursion, which ends the process beyond some 3,000
 # llguidance reads numbers as float64: from here on two integers may be one, and some near -2^63 end the process.
 _LEAST_INEXACT = 2**53
+_BOUNDS = {"maximum": 1, "exclusiveMaximum": 1, "minimum": -1, "exclusiveMinimum": -1}
+_VALUES = ("const", "enum", "default", "examples")  # keywords whose content is no schema
 # An automaton has a state for every remainder of `multipleOf`; the limits below do not count them, 10^6 take 17 s.
 _MOST_REMAINDERS = 10_000
 # A request's mask is to take milliseconds: with these limits the worst found took 150, and then ended its request.
@@ -125,7 +127,7 @@ class StructuredOutput:
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
             _check_size(text)
-            read = json.loads(text)
+            read = _narrowed(json.loads(text))
             text = json.dumps(read, ensure_ascii=False)
         except StructureError:
             raise
@@ -148,6 +150,23 @@ def _closed(schema: Any) -> Any:
         return schema
     own = {"additionalProperties": False} if "properties" in schema else {}
     return own | {name: _closed(value) for name, value in schema.items()}
+
+
+def _narrowed(schema: Any) -> Any:
+    """A schema whose bounds are at most 2^53 - 1 from 0; beyond that numbers cannot be followed exactly.
+
+    Bounds are narrowed, never widened: such as the greatest number of 64 bits, which programs write into schemas.
+    """
+    if isinstance(schema, list):
+        return [_narrowed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: value if name in _VALUES else _narrowed(value) for name, value in schema.items()}
+    for name, sign in _BOUNDS.items():
+        bound = found.get(name)
+        if isinstance(bound, int | float) and sign * bound >= _LEAST_INEXACT:
+            found[name] = sign * (_LEAST_INEXACT - 1)
+    return found
 
 
 def _check_size(text: str) -> None:

@@ -445,3 +445,8 @@ BY_COST: dict[str, Callable[[StepCost], Policy]] = {
     "goodput": GoodputPolicy,
     "look-ahead": LookAhead,
 }
+
+
+def policy_name(policy: Policy) -> str:
+    """What load tests call a policy; its class's name where it is none of theirs."""
+    return next((name for name, kind in BY_COST.items() if type(policy) is kind), type(policy).__name__)

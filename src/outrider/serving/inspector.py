@@ -24,7 +24,7 @@ from outrider.decoding.request import TextStream
 from outrider.decoding.trace import DraftTrace, RoundTrace
 from outrider.engine.batch import Output, StepRecord
 from outrider.engine.engine import Engine
-from outrider.scheduling.policies import CostPolicy
+from outrider.scheduling.policies import CostPolicy, policy_name
 from outrider.utils.packaged import PACKAGE
 
 _INTERVAL = 0.5  # seconds from one event to the next
@@ -145,7 +145,7 @@ async def watched(
     watch = Watch(engine)
     watches.add(watch)
     try:
-        yield about | {"policy": type(engine.policy).__name__, "most_drafts": engine.scheduler.draft_slots}
+        yield about | {"policy": policy_name(engine.policy), "most_drafts": engine.scheduler.draft_slots}
         while not closing():
             await asyncio.sleep(_INTERVAL)
             yield watch.take()
