@@ -242,14 +242,13 @@ def drafts_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(verification, "_try_children", compared)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "cause"),
     [
         (drafts_compared, "sampling on one side"),
-        (positions_moved, "position ids"),
-        (features_late, "features"),
-        (first_norm_everywhere, "norms of context keys"),
+        pytest.param(positions_moved, "position ids", marks=pytest.mark.slow),
+        pytest.param(features_late, "features", marks=pytest.mark.slow),
+        pytest.param(first_norm_everywhere, "norms of context keys", marks=pytest.mark.slow),
     ],
 )
 def test_a_fault_of_the_servers_code_is_named(
