@@ -140,7 +140,7 @@ def test_events_count_what_the_engine_does(served: Served) -> None:
     with httpx.stream("GET", f"{served.url}/inspector/events", headers=KEY, timeout=60) as stream:
         events = events_of(stream.iter_lines())
         about = next(events)
-        assert about["model"] == "m" and about["most_drafts"] > 0 and about["policy"] == "ThresholdPolicy"
+        assert about["model"] == "m" and about["most_drafts"] > 0 and about["policy"] == "threshold"
         answer = chat(served, "Name three rivers.")
         counted = answer["metrics"]["speculative_decoding"]
         seen: list[dict[str, Any]] = []

@@ -448,5 +448,6 @@ BY_COST: dict[str, Callable[[StepCost], Policy]] = {
 
 
 def policy_name(policy: Policy) -> str:
-    """What load tests call a policy; its class's name where it is none of theirs."""
-    return next((name for name, kind in BY_COST.items() if type(policy) is kind), type(policy).__name__)
+    """What load tests call a policy; "threshold", "fixed" and the like where it weighs no costs."""
+    own = type(policy).__name__.removesuffix("Policy").lower()
+    return next((name for name, kind in BY_COST.items() if type(policy) is kind), own)
