@@ -695,7 +695,7 @@ def table(path: Annotated[Path, typer.Argument(help="results of `run`")]) -> Non
     print("| server | fault | named | rank | s |\n|---|---|---|---:|---:|")
     for one in cases:
         named = _shown(one)
-        rank = one["rank"] if one["cause"] else ("-" if not one["named"] else "false alarm")
+        rank = (one["rank"] or "not named") if one["cause"] else "false alarm" if one["named"] else "-"
         print(f"| {one['server']} | {one['fault']} | {named} | {rank} | {one['seconds']:.0f} |")
 
 
