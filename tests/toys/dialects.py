@@ -14,6 +14,7 @@ from outrider.checkpoints.checkpoint import Checkpoint, load_weights
 from outrider.checkpoints.dialects.base import ExportedCheckpoint, TargetFacts
 from outrider.checkpoints.dialects.medusa import MedusaDialect
 from outrider.drafters.base import DrafterWeights
+from outrider.drafters.deepseek_v4 import DSparkV4Config
 from outrider.drafters.dflash import DFlashConfig
 from outrider.drafters.dflash2 import DFlash2Config
 from outrider.drafters.dflash_input import DFlashInputConfig
@@ -60,11 +61,26 @@ LILICORR_SIZES = {
     "lilicorr_factor_dim": 12,
 }
 DOMINO_SIZES = {"gru_hidden_dim": 10, "emb_dim": 6, "pure_draft_prefix_len": 1, "sample_from_anchor": True}
+V4_SIZES = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 1,
+    "sliding_window": 6,
+    "sample_from_anchor": True,
+    "markov_rank": 6,
+    "intermediate_size": 12,
+    "n_routed_experts": 5,
+    "q_lora_rank": 10,
+    "qk_rope_head_dim": 4,
+    "o_groups": 2,
+    "o_lora_rank": 7,
+    "hc_mult": 3,
+}
 SIZED: dict[str, tuple[type[DFlashConfig], dict[str, Any]]] = {
     "dflash_input": (DFlashInputConfig, {}),
     "dflash2": (DFlash2Config, DFLASH2_SIZES),
     "domino": (DominoConfig, DOMINO_SIZES),
     "lilicorr": (LiLiCorrConfig, LILICORR_SIZES),
+    "dspark_v4": (DSparkV4Config, V4_SIZES),
 }
 
 
@@ -94,7 +110,7 @@ def made(method: str, own: str = "", **changes: Any) -> Checkpoint:
     config = config_of(method, **{**heads, **changes})
     module = method_of(method).module(config)
     randomise(module)
-    if method in ("dflash", "dflash2", "dflash_input", "domino", "dspark", "eagle3", "lilicorr"):
+    if method in ("dflash", "dflash2", "dflash_input", "domino", "dspark", "dspark_v4", "eagle3", "lilicorr"):
         module.aux_scale_L.copy_(torch.tensor([0.5, 3.0, 7.0, 2.0][: len(config.target_layer_ids)]))
     ids = torch.randperm(V, generator=torch.Generator().manual_seed(3))[:VD].sort().values
     rows = config.draft_vocab_size

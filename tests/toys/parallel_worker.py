@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+from outrider.drafters.deepseek_v4 import DSparkV4, DSparkV4Config
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dflash_input import DFlashInput, DFlashInputConfig
 from outrider.drafters.dspark import DSpark
@@ -69,6 +70,19 @@ def train_context_rows(out: Path, ranks: Ranks = ALONE, **changes: Any) -> None:
     run = Run(target, drafter, objective, ids, False, samples[2:], samples[:2])
     section = {"algorithm": "dflash_input", **chosen}
     Trainer(recipe(out, drafter=section, optimizer=OPTIMIZER, **changes), run, ranks).train()
+
+
+def train_experts(out: Path, ranks: Ranks = ALONE, **changes: Any) -> None:
+    """A run of a drafter with more experts than a rank's rows choose, in micro-batches that leave a rank idle."""
+    target, samples = toy_target(), toy_samples(14)
+    chosen = {"num_hidden_layers": 2, "block_size": 4, "n_routed_experts": 40}
+    torch.manual_seed(0)
+    drafter = DSparkV4(DSparkV4Config.from_target(with_mask_token(target), **chosen))
+    ids = torch.arange(target.vocab_size)
+    objective = BlockObjective(target, ids, ObjectiveConfig(ce=1.0))
+    run = Run(target, drafter, objective, ids, False, samples[2:], samples[:2])
+    section = {"algorithm": "dspark_v4", **chosen}
+    Trainer(recipe(out, drafter=section, optimizer=BOUNDED, **changes), run, ranks).train()
 
 
 class Collectives(TorchDispatchMode):
@@ -174,6 +188,7 @@ def main(out: Path) -> None:
             for name in SETTINGS:
                 train(out / f"{name}-{mode}", name, ranks, parallel=mode)
             train_context_rows(out / f"context-rows-{mode}", ranks, parallel=mode)
+            train_experts(out / f"experts-{mode}", ranks, parallel=mode)
         half = Trainer(recipe(out / "half", **SETTINGS["odd"], parallel="fsdp"), make_run(toy_target()), ranks)
         half.train(stop_after=3)
         if ranks.main:

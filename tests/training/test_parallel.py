@@ -37,6 +37,7 @@ from tests.toys.parallel_worker import (
     toy_drafter,
     train,
     train_context_rows,
+    train_experts,
 )
 from tests.toys.processes import torchrun
 from tests.toys.targets import TOY, toy_samples, toy_target
@@ -129,6 +130,16 @@ def test_layers_gather_the_next_ones_weights(monkeypatch: pytest.MonkeyPatch) ->
 def test_two_ranks_train_layers_that_run_twice(two: Path, mode: str, tmp_path: Path) -> None:
     train_context_rows(tmp_path)
     assert_same_end(tmp_path, two / f"context-rows-{mode}")
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_two_ranks_train_experts_that_neither_chooses(two: Path, mode: str, tmp_path: Path) -> None:
+    """Gradients of all are reduced, and the routers' biases follow the choices of both ranks."""
+    train_experts(tmp_path)
+    assert_same_end(tmp_path, two / f"experts-{mode}")
+    state = load_file(tmp_path / "state" / "state.safetensors")
+    biases = [tensor for name, tensor in state.items() if name.endswith("gate.bias")]
+    assert len(biases) == 2 and all(tensor.any() for tensor in biases)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])

@@ -195,8 +195,13 @@ def load_weights(directory: Path, num_target_layers: int | None = None) -> Draft
         ValueError: as `load_checkpoint`.
     """
     raw, dialect = read_config(directory)
-    tensors = read_weights(directory)
-    if integers := [n for n, t in tensors.items() if n.endswith(("weight", "bias")) and not t.is_floating_point()]:
+    tensors = read_weights(directory, dialect.prefix)
+    scaled = {name.removesuffix("scale") + "weight" for name in tensors if name.endswith(".scale")}
+    if integers := [
+        n
+        for n, t in tensors.items()
+        if n.endswith(("weight", "bias")) and n not in scaled and not t.is_floating_point()
+    ]:
         raise ValueError(
             f"{directory}: {integers[0]} is of type {dtype_name(tensors[integers[0]].dtype)}: quantised drafters are "
             "not read; give the one it was made from."

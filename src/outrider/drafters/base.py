@@ -493,6 +493,7 @@ class DraftRows:
         latent_NKr, w2_Vr: a sequential head's latents and its output matrix [Vd, r]; None without one.
         embedding_NKr: what `confidence` reads beside the hidden state; None if nothing.
         confidence: (hidden [M, H], embedding [M, r] or None) -> logits of c [M], asked of supervised rows, in float32.
+        confidence_NKH: hidden states that `confidence` reads instead; None: `hidden_NKH`.
         candidates: how many tokens of the draft vocabulary can be drafted at a position; None: all of them.
         lattice: (the candidates' ids in the target's vocabulary, the likeliest first, and the logarithms of their
             probabilities, [N, K, c]) -> draft logits of the first position [N, c], and of each later one by the
@@ -504,6 +505,7 @@ class DraftRows:
     w2_Vr: Tensor | None = None
     embedding_NKr: Tensor | None = None
     confidence: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    confidence_NKH: Tensor | None = None
     candidates: int | None = None
     lattice: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
@@ -525,6 +527,7 @@ class DraftModule(Packable, ABC):
         starts_from_target: whether `initialize_from` copies weights of the target.
         drafts_trees: whether the drafter that serves it can be asked `with_trees` (it drafts chains itself).
         drafts_blocks: whether it drafts blocks of mask tokens, as DFlash does.
+        block_variants: whether its layers and fields are DFlash's, whose faults `outrider doctor` looks for.
         layers_run_once: whether a training forward runs each of `layers` once, as sharding them one by one asks.
         calibratable: as `Drafter.calibratable`.
         aux_weight: name of the weight [out, L * D (+ more)] whose first columns read the flattened aux hidden states /
@@ -536,6 +539,7 @@ class DraftModule(Packable, ABC):
     starts_from_target: ClassVar[bool] = False
     drafts_trees: ClassVar[bool] = False
     drafts_blocks: ClassVar[bool] = False
+    block_variants: ClassVar[bool] = False
     layers_run_once: ClassVar[bool] = True
     calibratable: ClassVar[Calibratable] = None
     aux_weight: str | None = None
@@ -567,6 +571,13 @@ class DraftModule(Packable, ABC):
 
         Called only for targets with Llama-shaped layers (`target.family.lean`).
         """
+
+    def after_step(self, summed: Callable[[Tensor], Tensor]) -> None:  # noqa: B027
+        """Called after each optimizer step of a training, on every rank; `summed` adds up a tensor over ranks."""
+
+    def active_share(self, name: str) -> float:
+        """Of a parameter, the share that a row is multiplied with: less than 1 where experts are chosen."""
+        return 1.0
 
     @property
     def algorithm(self) -> str:

@@ -177,11 +177,10 @@ class DFlashConfig(LayerConfig):
             )
         aux_layers = target_layer_ids or default_aux_layers(target.num_layers, num_aux_layers)
         config = cls(
-            **layer_shapes(target),
             draft_vocab_size=draft_vocabulary(target, draft_vocab_size),
             target_layer_ids=target.check_aux_layers(aux_layers),
             mask_token_id=mask_token_id(target, mask_token),
-            **chosen,
+            **{**layer_shapes(target), **chosen},
         )
         if config.sample_from_anchor not in config.layouts:
             raise ValueError(
@@ -317,6 +316,7 @@ class DFlash(DraftModule):
     starts_from_target: ClassVar[bool] = True
     aux_weight: str | None = "fc.weight"
     drafts_blocks = True
+    block_variants: ClassVar[bool] = True
     calibratable = "confidences"
     config: DFlashConfig
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from outrider.drafters.base import DraftModule
 from outrider.drafters.config import DrafterConfig, DrafterSection, section_of
+from outrider.drafters.deepseek_v4 import DSparkV4, DSparkV4Config
 from outrider.drafters.dflash import DFlash, DFlashConfig
 from outrider.drafters.dflash2 import DFlash2, DFlash2Config
 from outrider.drafters.dflash_input import DFlashInput, DFlashInputConfig
@@ -49,6 +50,7 @@ METHODS: tuple[Method, ...] = (
     Method(PEagleConfig, PEagle),
     Method(LiLiCorrConfig, LiLiCorr),
     Method(DFlashInputConfig, DFlashInput),
+    Method(DSparkV4Config, DSparkV4),
 )
 
 

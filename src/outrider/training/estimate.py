@@ -560,7 +560,8 @@ def estimate(recipe: Recipe, known: Measurements | None = None) -> Estimate:
 def drafter_share(measured: MeasuredTarget, drafter: DraftModule) -> float:
     """Multiplications of a row of a drafter and of both heads, as a share of the target's."""
     heads = measured.config.hidden_size * (measured.config.vocab_size + drafter.config.draft_vocab_size)
-    return (sum(p.numel() for p in drafter.parameters()) + heads) / measured.rates.parameters
+    rows = sum(p.numel() * drafter.active_share(name) for name, p in drafter.named_parameters())
+    return (rows + heads) / measured.rates.parameters
 
 
 def drafting(measured: MeasuredTarget, drafter: DraftModule, rows: float, source: str) -> Part:

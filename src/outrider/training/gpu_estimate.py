@@ -41,7 +41,7 @@ from outrider.training.setup import new_drafter
 UTILISATION = 0.4  # of the peak, that products of a training reach; assumed
 TOKENS = 1500  # of a conversation, where the recipe allows as many; assumed
 _BFLOAT16, _FLOAT32 = 2, 4
-_CONTEXT = re.compile(r"(^|\.)(fc|k_proj|v_proj)\.weight$")
+_CONTEXT = re.compile(r"(^|\.)(fc|k_proj|v_proj|wkv)\.weight$")
 _NOT_OF_ROWS = re.compile(r"(^|\.)(fc|markov_w2)\.weight$")  # of context alone; part of the objective
 
 
@@ -264,7 +264,7 @@ def _operations(recipe: Recipe, target: Target, drafter: DraftModule, load: _Loa
     hidden, config = target.hidden_size, drafter.config
     tables = {id(module.weight) for module in drafter.modules() if isinstance(module, nn.Embedding)}
     parameters = [(name, p.numel()) for name, p in drafter.named_parameters() if id(p) not in tables]
-    products = sum(size for name, size in parameters if not _NOT_OF_ROWS.search(name))
+    products = sum(size * drafter.active_share(name) for name, size in parameters if not _NOT_OF_ROWS.search(name))
     context = sum(size for name, size in parameters if _CONTEXT.search(name))
     width = _query_width(target)
     passes = 8 if recipe.optimizer.checkpoint_activations else 6

@@ -130,6 +130,7 @@ class BlockObjective:
             return x_NK.flatten(0, 1)[batch.supervised_M]
 
         hidden_NH = supervised(rows.hidden_NKH).float()
+        read_NH = hidden_NH if rows.confidence_NKH is None else supervised(rows.confidence_NKH).float()
         latent_Nr, embedding_Nr = (
             None if part_NKr is None else supervised(part_NKr).float()
             for part_NKr in (rows.latent_NKr, rows.embedding_NKr)
@@ -161,7 +162,7 @@ class BlockObjective:
                 weights_N=supervised(weights_NK),
                 latent_Nr=latent_Nr,
                 w2_Vr=rows.w2_Vr,
-                confidence_N=self._confidence(rows, hidden_NH, embedding_Nr),
+                confidence_N=self._confidence(rows, read_NH, embedding_Nr),
                 products=self.products,
                 total_weight=total_weight,
                 candidates=None if rows.lattice is not None else rows.candidates,

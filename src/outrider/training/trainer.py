@@ -248,6 +248,7 @@ class Trainer:
                     batch = build_batch(part, samples, seen, gamma=drafter.config.gamma, device=self.ranks.device)
                 else:
                     batch = idle_batch(drafter)
+                drafter.train(bool(part))  # routers do not count the rows of an idle batch
                 output = self.parallel.backward(
                     batch, weight, last=number == len(share), counts=bool(part), progress=step / config.steps
                 )
@@ -263,6 +264,7 @@ class Trainer:
             norm = full_tensor(torch.nn.utils.clip_grad_norm_(drafter.parameters(), config.clip)).item()
             self._check_finite("gradient norm", norm, step)
             self.optimizer.step()
+            drafter.after_step(self.ranks.sum)
         self.meters.count_step()
         return StepReport(loss, agreement / positions, acceptance / positions, gradient_norm=norm, stop=signals > 0)
 

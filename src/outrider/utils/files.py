@@ -256,15 +256,15 @@ def weight_files(directory: Path) -> list[Path]:
     raise ValueError(f"{directory / _WEIGHTS[0]} is missing: not a complete checkpoint directory.")
 
 
-def read_weights(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint directory, whether in one file or in parts.
+def read_weights(directory: Path, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a checkpoint directory whose names begin so, whether in one file or in parts.
 
     Raises:
         ValueError: missing, not readable safetensors, or a tensor that is in two files.
     """
     found: dict[str, Tensor] = {}
     for path in weight_files(directory):
-        tensors = read_tensors(path)
+        tensors = read_tensors(path, prefix)
         if twice := sorted(set(tensors) & set(found)):
             raise ValueError(f"{path}: tensor {twice[0]} is in another file of {directory} too.")
         found |= tensors
@@ -293,14 +293,17 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file.
+def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a safetensors file whose names begin so.
 
     Raises:
         ValueError: missing or not a readable safetensors file.
     """
     with _readable(path):
-        return load_file(path)
+        if not prefix:
+            return load_file(path)
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
 
 
 @contextmanager

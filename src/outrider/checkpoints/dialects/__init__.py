@@ -8,6 +8,7 @@ ModelOpt     LiLiCorrDraftModel       LiLiCorr: z-lab's fields and those of the 
 DeepSpec     Qwen3DSparkModel         DSpark (and DFlash as markov_rank 0); aux layers and mask token at the top level
 EAGLE-3      LlamaForCausalLMEagle3   EAGLE-3, one layer; aux layers in three spellings, DeepSpec's among them
 Medusa       model_type medusa        heads, an LM head each or the target's once
+DeepSeek-V4  DeepseekV4ForCausalLM    DSpark in the target's own checkpoint, by dspark_block_size; read only
 Outrider     Outrider...Model         any method: `algorithm` and the fields of its config
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.checkpoints.dialects.base import Dialect
+from outrider.checkpoints.dialects.deepseek import DeepSeekV4
 from outrider.checkpoints.dialects.deepspec import DeepSpec
 from outrider.checkpoints.dialects.eagle3 import Eagle3Dialect
 from outrider.checkpoints.dialects.medusa import MedusaDialect
@@ -35,6 +37,7 @@ _MAKERS: tuple[Dialect, ...] = (
     DeepSpec(),
     Eagle3Dialect(),
     MedusaDialect(),
+    DeepSeekV4(),
 )
 _NATIVE: tuple[Dialect, ...] = (
     ZLab(),

@@ -166,11 +166,13 @@ class Dialect(Protocol):
         name: as users call it.
         spelling: what config.json shows by which it is known.
         methods: names of the methods it can carry.
+        prefix: of the names of its tensors, where they are part of a larger checkpoint.
     """
 
     name: str
     spelling: str
     methods: tuple[str, ...]
+    prefix: str
 
     def reads(self, raw: Mapping[str, Any]) -> bool:
         """Whether this config.json is written in it."""

@@ -72,6 +72,7 @@ class DeepSpec:
     name = "DeepSpec"
     spelling = "Qwen3DSparkModel"
     methods: tuple[str, ...] = (DSparkConfig.algorithm,)
+    prefix = ""
 
     def reads(self, raw: Mapping[str, Any]) -> bool:
         named = raw.get("architectures") or []

@@ -55,6 +55,7 @@ class Eagle3Dialect:
     name = "EAGLE-3"
     spelling = "LlamaForCausalLMEagle3"
     methods: tuple[str, ...] = (Eagle3Config.algorithm,)
+    prefix = ""
 
     def reads(self, raw: Mapping[str, Any]) -> bool:
         named = raw.get("architectures") or []

@@ -42,6 +42,7 @@ class MedusaDialect:
     name = "Medusa"
     spelling = "model_type medusa"
     methods: tuple[str, ...] = (MedusaConfig.algorithm,)
+    prefix = ""
 
     def reads(self, raw: Mapping[str, Any]) -> bool:
         return raw.get("model_type") == "medusa" or "medusa_num_heads" in raw

@@ -45,6 +45,7 @@ class Own:
     """Our dialect for one method."""
 
     name = "Outrider"
+    prefix = ""
 
     def __init__(self, method: Method) -> None:
         self._method = method
@@ -81,8 +82,8 @@ def _value(fields: Fields, name: str, kind: Any) -> Any:
         return fields.integer(name, low=int(name not in _MAY_BE_ZERO), high=_HIGHEST.get(name, WIDEST))
     if kind is float:
         return fields.number(name)
-    if kind is str:
-        return fields.text(name)
+    if kind is str or typing.get_origin(kind) is typing.Literal:
+        return fields.text(name)  # of a few words, which the config checks
     assert typing.get_origin(kind) is tuple, f"{name}: a config field of kind {kind} has no spelling in JSON here"
     if typing.get_args(kind)[0] is not int:
         return fields.texts(name)  # of a few words, which the config checks

@@ -311,6 +311,7 @@ class Speculators:
     name = "speculators"
     spelling = "speculators_model_type"
     methods: tuple[str, ...] = tuple(_ALGORITHMS)
+    prefix = ""
 
     def reads(self, raw: Mapping[str, Any]) -> bool:
         return "speculators_model_type" in raw

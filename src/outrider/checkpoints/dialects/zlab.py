@@ -80,6 +80,7 @@ class ZLab:
     name = "z-lab"
     spelling = "DFlashDraftModel"
     methods: tuple[str, ...] = (DFlashConfig.algorithm,)
+    prefix = ""
 
     def reads(self, raw: Mapping[str, Any]) -> bool:
         return self.spelling in (raw.get("architectures") or []) and not _is_domino(raw)
@@ -128,6 +129,7 @@ class ZLab2:
     name = "z-lab"
     spelling = "DFlash2DraftModel"
     methods: tuple[str, ...] = (DFlash2Config.algorithm,)
+    prefix = ""
 
     def __init__(self) -> None:
         self._zlab = ZLab()
@@ -179,6 +181,7 @@ class SpecForgeDomino:
     name = "SpecForge"
     spelling = ZLab.spelling
     methods: tuple[str, ...] = (DominoConfig.algorithm,)
+    prefix = ""
 
     def reads(self, raw: Mapping[str, Any]) -> bool:
         names = raw.get("architectures") or []
@@ -238,6 +241,7 @@ class LiLiCorrDialect:
     name = "ModelOpt"
     spelling = "LiLiCorrDraftModel"
     methods: tuple[str, ...] = (LiLiCorrConfig.algorithm,)
+    prefix = ""
 
     def __init__(self) -> None:
         self._zlab = ZLab()

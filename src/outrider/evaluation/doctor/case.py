@@ -376,7 +376,7 @@ class Inputs:
     @property
     def block_drafter(self) -> DFlash:
         """The drafter, for checks of blocks, mask tokens and positions."""
-        assert self.drafter.drafts_blocks
+        assert self.drafter.block_variants
         return cast(DFlash, self.drafter)
 
     @property
@@ -420,7 +420,7 @@ class Inputs:
         if need == "working":
             return self._unusable
         if need == "block":
-            return None if self.drafter.drafts_blocks else f"nothing to check in {self.drafter.algorithm} drafters"
+            return None if self.drafter.block_variants else f"nothing to check in {self.drafter.algorithm} drafters"
         options: dict[str, tuple[object, str]] = {
             "target": (self.loaded_target, "no target was given (--target)"),
             "drafter": (self.loaded_checkpoint, "no drafter was given (--drafter), or it could not be read"),

@@ -270,7 +270,7 @@ def faults(probe: Probe, others: Mapping[str, DrafterWeights], slots: int) -> li
     """
     drafter, target = probe.drafter, probe.target
     found = [*_of_features(probe), *_of_vocabulary(probe)]
-    if drafter.drafts_blocks:
+    if drafter.block_variants:
         longest = max(len(sample.tokens) for sample in probe.samples)
         found += _of_blocks(cast(DFlash, drafter), target, longest=longest, slots=slots)
     if getattr(drafter, "markov_head", None) is not None:

@@ -1,0 +1,589 @@
+"""DSpark with DeepSeek-V4's draft layers: shared-latent attention, mixtures of experts, hyper-connections.
+
+A row has n residual streams X [n, H]. Around each sublayer f (attention, then experts) they are read, mixed, written:
+
+    a, b, C = maps(X)                          a, b: n weights each; C: [n, n], rows and columns sum to 1 (Sinkhorn)
+    X      <- C^T X + b (f(norm(a^T X)))^T      the first X is n copies of the embedding, the last a^T X goes to the norm
+
+    q   = R unit(W_qb norm(W_qa u))            Q heads of width E; R rotates the last dims of a head, pair by pair
+    k   = R norm(W_kv u)                       one latent for all heads, key and value alike
+    out = W_ob W_oa R^-1 sum_s p_s k_s         p: softmax over the seen latents and one sink per head; W_oa by groups
+
+    experts: s = sqrt(softplus(W_g u)), the top k of s + bias, weighted by s / sum(s) * routed_scaling_factor,
+             and a shared expert; an expert is W_2 (silu(min(W_1 u, m)) * clamp(W_3 u, -m, m))
+
+A block sees the latents of the last `sliding_window` committed tokens before its anchor, the same ones in every row,
+and all of its own rows. Latents of committed tokens are made of the features (W_kv H_ctx), as in DFlash. The heads are
+DSpark's; confidences read a^T X before the final norm.
+
+The bias is no parameter: after each step it moves by `balance_rate` towards the experts that were chosen less often
+than the mean (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Whether the published layers were trained so is not said.
+
+Source: DSpark, arXiv 2607.05147; manifold-constrained hyper-connections, arXiv 2512.24880; the equations as in vLLM 0.32
+(models/deepseek_v4) and transformers 5.23. Parameter names are those under `mtp.*` in the target's checkpoint, with
+`hc_attn.fn` for `hc_attn_fn`, and one tensor for the matrices of all experts.
+Shapes: N blocks, K rows, W window, S context slots, n streams, H hidden, Q heads, E head dim, I expert width,
+T rows of all blocks, k experts of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from outrider.drafters.base import (
+    UNCALIBRATED,
+    BlockInputs,
+    DraftCalibration,
+    DrafterWeights,
+    DraftRows,
+    Head,
+)
+from outrider.drafters.config import Count, MaskToken, NotInRecipe
+from outrider.drafters.dflash import BlockDrafter
+from outrider.drafters.dspark import DSpark, DSparkConfig
+from outrider.drafters.layers import BlockLayout, layer_shapes
+from outrider.target.linear import Packable
+from outrider.target.model import Target
+from outrider.utils.measure import on_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkV4Config(DSparkConfig):
+    """DSpark's fields and those of the layers. Defaults are DeepSeek-V4-Flash's, but for the number of experts.
+
+    `intermediate_size` is the width of an expert. DeepSeek-V4-Flash has 256 experts of half the hidden size, 6 a row.
+    """
+
+    algorithm: ClassVar[str] = "dspark_v4"
+
+    num_hidden_layers: Annotated[Count, Field(description="Draft layers.")] = 3
+    block_size: Annotated[Count, Field(description="Rows of a block, the anchor included.")] = 5
+    sliding_window: Annotated[Count, Field(description="Tokens before the anchor that its block sees.")] = 128
+    intermediate_size: Annotated[Count, Field(description="Width of an expert; null: half the hidden size.")]
+    n_routed_experts: Annotated[Count, Field(description="Experts of a layer, the shared one not counted.")] = 16
+    num_experts_per_tok: Annotated[Count, Field(description="Experts of a row, the shared one not counted.")] = 2
+    routed_scaling_factor: Annotated[float, Field(gt=0, description="Sum of the weights of a row's experts.")] = 1.5
+    swiglu_limit: Annotated[float, Field(gt=0, description="Largest input of an expert's product.")] = 10.0
+    balance_rate: Annotated[
+        float | None, Field(gt=0, description="Step of the router's bias towards even use of experts; null: none.")
+    ] = field(default=1e-3, repr=False)
+    q_lora_rank: Annotated[Count, Field(description="Rank of the queries; null: a quarter of the hidden size.")]
+    qk_rope_head_dim: Annotated[
+        Count, Field(description="Dimensions of a head that are rotated; null: half of them, 64 at most.")
+    ]
+    o_groups: Annotated[Count, Field(description="Groups of heads that are projected apart; null: 8 or fewer.")]
+    o_lora_rank: Annotated[Count, Field(description="Rank of a group's projection; null: a quarter of the hidden size.")]
+    hc_mult: Annotated[Count, Field(description="Residual streams.")] = 4
+    hc_sinkhorn_iters: Annotated[Count, Field(description="Normalisations of the matrix that mixes the streams.")] = 20
+    hc_eps: NotInRecipe[float] = 1e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_key_value_heads != 1:
+            raise ValueError(f"num_key_value_heads {self.num_key_value_heads}: one latent serves all heads; use 1.")
+        if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > self.head_dim:
+            raise ValueError(
+                f"qk_rope_head_dim {self.qk_rope_head_dim} must be even and at most head_dim {self.head_dim}."
+            )
+        if self.num_attention_heads % self.o_groups:
+            raise ValueError(
+                f"o_groups {self.o_groups} must divide num_attention_heads {self.num_attention_heads}: groups are alike."
+            )
+        if self.num_experts_per_tok > self.n_routed_experts:
+            raise ValueError(
+                f"num_experts_per_tok {self.num_experts_per_tok} is more than n_routed_experts {self.n_routed_experts}."
+            )
+        if self.layer_types or self.is_causal is not False:
+            raise ValueError("layer_types and is_causal have no place here: all layers have the window and no order.")
+        if self.markov_head_type != "vanilla":
+            raise ValueError(f"markov_head_type {self.markov_head_type!r}: DeepSeek-V4's sequential head is 'vanilla'.")
+        if not self.plain_logits:
+            raise ValueError("output_multiplier and final_logit_softcapping have no place here: logits are the head's.")
+
+    @classmethod
+    def from_target(
+        cls,
+        target: Target,
+        *,
+        target_layer_ids: Sequence[int] | None = None,
+        num_aux_layers: Annotated[
+            Count, Field(description="Aux layers, right before the last one, where target_layer_ids is left out.")
+        ] = 3,
+        draft_vocab_size: int | None = None,
+        mask_token: MaskToken = None,
+        **chosen: Any,
+    ) -> DSparkV4Config:
+        """Heads and hidden size of the target, the other sizes in DeepSeek-V4's proportions, the recipe's choices.
+
+        Args:
+            target_layer_ids: None: `num_aux_layers` layers before the last one. DeepSeek's also reads the last one's
+                streams, which other targets do not have.
+            draft_vocab_size: None: the target's.
+            mask_token: None: a special token that no chat template uses.
+        """
+        shapes = layer_shapes(target)
+        H, Q, E = shapes["hidden_size"], shapes["num_attention_heads"], shapes["head_dim"]
+        if target_layer_ids is None and num_aux_layers >= target.num_layers:
+            raise ValueError(
+                f"drafter.num_aux_layers is {num_aux_layers}, and a target of {target.num_layers} layers has "
+                f"{target.num_layers - 1} before its last: ask for fewer, or name them in drafter.target_layer_ids."
+            )
+        own = {
+            "num_key_value_heads": 1,
+            "intermediate_size": max(1, H // 2),
+            "q_lora_rank": max(1, H // 4),
+            "qk_rope_head_dim": min(64, max(2, E // 4 * 2)),
+            "o_groups": math.gcd(8, Q),
+            "o_lora_rank": max(1, H // 4),
+        }
+        return super().from_target(
+            target,
+            target_layer_ids=target_layer_ids or range(target.num_layers - 1 - num_aux_layers, target.num_layers - 1),
+            draft_vocab_size=draft_vocab_size,
+            mask_token=mask_token,
+            **{**own, **chosen},
+        )
+
+    def describe(self) -> list[tuple[str, str]]:
+        experts = f"{self.num_experts_per_tok} of {self.n_routed_experts} and a shared one, {self.intermediate_size} wide"
+        return [*super().describe(), ("experts", experts), ("residual streams", str(self.hc_mult))]
+
+
+# ----------------------------------------------------------------------------
+# Rotation of pairs, hyper-connections, experts.
+# ----------------------------------------------------------------------------
+
+
+Turn = tuple[Tensor, Tensor]  # cos and sin of the angles of a row's pairs, [..., 1, pairs]; the 1 stands for heads
+
+
+def turns(positions: Tensor, width: int, theta: float) -> Turn:
+    """The angles of `width` / 2 pairs at absolute positions."""
+    inverse = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
+    angles = (positions[..., None].float() * inverse)[..., None, :]
+    return angles.cos(), angles.sin()
+
+
+def turned(x: Tensor, turn: Turn, back: bool = False) -> Tensor:
+    """Heads [..., Q, E] with neighbouring dims of their end rotated, forwards or `back`; float32."""
+    cos, sin = turn
+    fixed, moving = x.float().split((x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
+    first, second = moving.unflatten(-1, (-1, 2)).unbind(-1)
+    sin = -sin if back else sin
+    pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((fixed, pairs.flatten(-2)), dim=-1)
+
+
+def unit(x: Tensor, eps: float) -> Tensor:
+    """RMS norm without a gain, float32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def sinkhorn(logits_Xnn: Tensor, iterations: int, eps: float) -> Tensor:
+    """Softmax of the rows, then columns and rows normalised in turn: matrices whose rows and columns sum to 1."""
+    matrix = logits_Xnn.softmax(-1) + eps
+    matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    return matrix
+
+
+class StreamReader(nn.Module):
+    """Weighs the streams and adds them up: a^T X with a = sigmoid(scale W unit(X) + base) + eps, in float32.
+
+    Args:
+        outputs: rows of W; more than there are streams in the subclass.
+        scales: numbers in `scale`.
+    """
+
+    def __init__(self, config: DSparkV4Config, outputs: int, scales: int = 1) -> None:
+        super().__init__()
+        self.norm_eps, self.eps = config.rms_norm_eps, config.hc_eps
+        self.fn = nn.Parameter(0.02 * torch.randn(outputs, config.hc_mult * config.hidden_size))
+        self.base = nn.Parameter(torch.zeros(outputs))
+        self.scale = nn.Parameter(torch.ones(scales))
+
+    def weights(self, streams_XnH: Tensor) -> Tensor:
+        """W unit(X), [X, outputs]."""
+        return F.linear(unit(streams_XnH.flatten(-2), self.norm_eps), self.fn.float())
+
+    def read(self, streams_XnH: Tensor, logits_Xn: Tensor) -> Tensor:
+        """[X, H]"""
+        return ((torch.sigmoid(logits_Xn) + self.eps)[..., None] * streams_XnH).sum(-2)
+
+    def forward(self, streams_XnH: Tensor) -> Tensor:
+        with torch.autocast(streams_XnH.device.type, enabled=False):
+            return self.read(streams_XnH, self.weights(streams_XnH) * self.scale.float() + self.base.float())
+
+
+class HyperConnection(StreamReader):
+    """One sublayer's connection to the streams: what it reads, and how its output is written and the streams mixed.
+
+    Weights begin as plain residual connections of equal streams: b is about 1, and C any matrix whose columns sum to 1.
+    """
+
+    def __init__(self, config: DSparkV4Config) -> None:
+        super().__init__(config, (2 + config.hc_mult) * config.hc_mult, scales=3)
+        self.streams, self.iterations = config.hc_mult, config.hc_sinkhorn_iters
+
+    def forward(self, streams_XnH: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
+        """The streams behind `sublayer` [X, H] -> [X, H]."""
+        n = self.streams
+        with torch.autocast(streams_XnH.device.type, enabled=False):
+            sizes = (n, n, n * n)
+            parts = zip(self.weights(streams_XnH).split(sizes, -1), self.scale, self.base.split(sizes), strict=True)
+            reading, writing, mixing = (x.float() * scale.float() + base.float() for x, scale, base in parts)
+            matrix_Xnn = sinkhorn(mixing.unflatten(-1, (n, n)), self.iterations, self.eps)
+            inputs_XH = self.read(streams_XnH, reading)
+        out_XH = sublayer(inputs_XH)
+        with torch.autocast(streams_XnH.device.type, enabled=False):
+            written = 2 * torch.sigmoid(writing)[..., None] * out_XH.float()[..., None, :]
+            return matrix_Xnn.mT @ streams_XnH + written
+
+
+class Expert(Packable):
+    """The shared expert; `product` is every expert's."""
+
+    groups = (("w1", "w3"), ("w2",))
+
+    def __init__(self, config: DSparkV4Config) -> None:
+        super().__init__()
+        self.limit = config.swiglu_limit
+        self.w1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.w2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(product(*self.outputs(x, "w1", "w3"), self.limit))
+
+
+def product(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """silu(gate) * up, both limited before; float32 as all that is summed up over experts."""
+    return F.silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)
+
+
+class RoutedExperts(nn.Module):
+    """The matrices of all routed experts, one tensor each: every rank then has a gradient of every one."""
+
+    def __init__(self, config: DSparkV4Config) -> None:
+        super().__init__()
+        experts, inner, hidden = config.n_routed_experts, config.intermediate_size, config.hidden_size
+        self.limit = config.swiglu_limit
+        self.w1, self.w3 = (nn.Parameter(_uniform(experts, inner, hidden)) for _ in range(2))
+        self.w2 = nn.Parameter(_uniform(experts, hidden, inner))
+
+    def forward(self, x_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+        """The weighted sum of each row's experts, [T, H]; each expert takes its rows at once."""
+        order = experts_Tk.flatten().argsort(stable=True)
+        counts = torch.bincount(experts_Tk.flatten(), minlength=len(self.w1)).tolist()
+        x_TH = x_TH.to(self.w1.dtype)
+        parts = x_TH[order // experts_Tk.shape[1]].split(counts)
+        found = [
+            F.linear(product(F.linear(x, w1), F.linear(x, w3), self.limit).to(x.dtype), w2).float()
+            for x, w1, w2, w3 in zip(parts, self.w1.unbind(), self.w2.unbind(), self.w3.unbind(), strict=True)
+            if len(x)
+        ]
+        rows_TkH = torch.cat(found)[order.argsort()].unflatten(0, experts_Tk.shape)
+        return (rows_TkH * weights_Tk[..., None]).sum(1)
+
+
+def _uniform(*shape: int) -> Tensor:
+    """As the weights of an nn.Linear begin."""
+    return torch.empty(shape).uniform_(-1, 1) / math.sqrt(shape[-1])
+
+
+class Router(nn.Module):
+    """Chooses the experts of a row and weighs them, in float32."""
+
+    bias: Tensor
+
+    def __init__(self, config: DSparkV4Config) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(_uniform(config.n_routed_experts, config.hidden_size))
+        self.register_buffer("bias", torch.zeros(config.n_routed_experts))
+        self.chosen: Tensor | None = None  # how often each expert was, since the last step of a training
+
+    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts and their weights, [T, k] each."""
+        with torch.autocast(x_TH.device.type, enabled=False):
+            scores_Tn = F.softplus(F.linear(x_TH.float(), self.weight.float())).sqrt()
+            experts_Tk = (scores_Tn + self.bias).topk(self.config.num_experts_per_tok, dim=-1, sorted=False).indices
+            weights_Tk = scores_Tn.gather(-1, experts_Tk)
+            weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + 1e-20) * self.config.routed_scaling_factor
+        if self.training and torch.is_grad_enabled():
+            counted = torch.bincount(experts_Tk.flatten(), minlength=len(self.bias))
+            self.chosen = counted if self.chosen is None else self.chosen + counted
+        return experts_Tk, weights_Tk
+
+    @torch.no_grad()
+    def balance(self, rate: float, summed: Callable[[Tensor], Tensor]) -> None:
+        """Move the bias by `rate` towards experts that were chosen less often than the mean, and count anew."""
+        chosen = summed(torch.zeros_like(self.bias) if self.chosen is None else self.chosen.to(self.bias.dtype))
+        self.bias += rate * torch.sign(chosen.mean() - chosen)
+        self.chosen = None
+
+
+class MixtureOfExperts(nn.Module):
+    """Routed experts and the shared one."""
+
+    def __init__(self, config: DSparkV4Config) -> None:
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = RoutedExperts(config)
+        self.shared_experts = Expert(config)
+
+    def forward(self, x_XH: Tensor) -> Tensor:
+        rows_TH = x_XH.flatten(0, -2)
+        return self.experts(rows_TH, *self.gate(rows_TH)).view(x_XH.shape) + self.shared_experts(x_XH)
+
+
+# ----------------------------------------------------------------------------
+# Attention over latents. Where those of committed tokens come from is all that training and serving differ in.
+# ----------------------------------------------------------------------------
+
+
+class LatentSource(Protocol):
+    """The latents of committed tokens that blocks see."""
+
+    def window(self, attention: LatentAttention) -> tuple[Tensor, Tensor]:
+        """[N, W, E], and which of them there are, bool [N, W]."""
+        ...
+
+
+class ContextLatents(NamedTuple):
+    """Of training: made of the features of all sequences, then gathered block by block.
+
+    A tuple, so that sharded layers find its tensors among their inputs.
+    """
+
+    hidden_SH: Tensor
+    turn: Turn
+    slots_NW: Tensor  # S where there is none
+
+    @staticmethod
+    def of(hidden_SH: Tensor, layout: BlockLayout, config: DSparkV4Config) -> ContextLatents:
+        positions_S, S = layout.positions_S(), len(hidden_SH)
+        width = min(config.sliding_window, max(layout.lengths))
+        lengths = on_device(layout.lengths, positions_S.device)
+        starts_N = (lengths.cumsum(0) - lengths)[layout.sequence_N]
+        places_NW = layout.anchors_N[:, None] - 1 - torch.arange(width, device=positions_S.device)
+        slots_NW = torch.where(places_NW >= 0, starts_N[:, None] + places_NW, S)
+        return ContextLatents(hidden_SH, turns(positions_S, config.qk_rope_head_dim, config.rope_theta), slots_NW)
+
+    def window(self, attention: LatentAttention) -> tuple[Tensor, Tensor]:
+        latents_SE = attention.latents(attention.wkv(self.hidden_SH), self.turn)
+        latents = F.pad(latents_SE, (0, 0, 0, 1))  # the row behind the last: nothing
+        return latents[self.slots_NW], self.slots_NW < len(latents_SE)
+
+
+@dataclass
+class LatentSession:
+    """What a drafter remembers of one request: the last W latents of every layer, position p in slot p mod W.
+
+    Attributes:
+        latents_LWE: L layers.
+        length: number of committed tokens.
+    """
+
+    latents_LWE: Tensor
+    length: int = 0
+
+
+class SessionLatents(NamedTuple):
+    """Of serving: what the sessions of the blocks' requests hold."""
+
+    latents_NLWE: Tensor
+    seen_NW: Tensor
+
+    @staticmethod
+    def of(sessions: Sequence[LatentSession]) -> SessionLatents:
+        slots = sessions[0].latents_LWE.shape[1]
+        used = [min(session.length, slots) for session in sessions]
+        width = max(used)
+        latents = torch.stack([session.latents_LWE[:, :width] for session in sessions])
+        device = latents.device
+        return SessionLatents(latents, torch.arange(width, device=device) < on_device(used, device)[:, None])
+
+    def window(self, attention: LatentAttention) -> tuple[Tensor, Tensor]:
+        return self.latents_NLWE[:, attention.layer], self.seen_NW
+
+
+class LatentAttention(Packable):
+    """Attention of blocks over a window of latents and their own."""
+
+    groups = (("wq_a", "wkv"), ("wq_b",), ("wo_b",))
+
+    def __init__(self, config: DSparkV4Config, layer: int) -> None:
+        super().__init__()
+        H, E, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
+        self.layer, self.heads, self.head_dim, self.eps = layer, config.num_attention_heads, E, eps
+        self.wq_a = nn.Linear(H, config.q_lora_rank, bias=False)
+        self.q_norm = nn.RMSNorm(config.q_lora_rank, eps=eps)
+        self.wq_b = nn.Linear(config.q_lora_rank, self.heads * E, bias=False)
+        self.wkv = nn.Linear(H, E, bias=False)
+        self.kv_norm = nn.RMSNorm(E, eps=eps)
+        self.attn_sink = nn.Parameter(torch.zeros(self.heads))
+        self.out_groups, self.out_rank = config.o_groups, config.o_lora_rank
+        self.wo_a = nn.Linear(self.heads * E // config.o_groups, config.o_groups * config.o_lora_rank, bias=False)
+        self.wo_b = nn.Linear(config.o_groups * config.o_lora_rank, H, bias=False)
+
+    def latents(self, kv_XE: Tensor, turn: Turn) -> Tensor:
+        """Outputs of wkv -> latents as rows see them, [X, E]."""
+        return turned(self.kv_norm(kv_XE.float())[..., None, :], turn)[..., 0, :]
+
+    def forward(self, u_NKH: Tensor, turn: Turn, source: LatentSource) -> Tensor:
+        """[N, K, H] -> [N, K, H]"""
+        q, kv = self.outputs(u_NKH, "wq_a", "wkv")
+        q_NKQE = self.wq_b(self.q_norm(q.float())).unflatten(-1, (self.heads, self.head_dim))
+        q_NKQE = turned(unit(q_NKQE, self.eps), turn) * self.head_dim**-0.5
+        window_NWE, seen_NW = source.window(self)
+        K, latents_NJE = q_NKQE.shape[1], torch.cat((window_NWE, self.latents(kv, turn)), dim=1)
+        scores = (q_NKQE.flatten(1, 2) @ latents_NJE.mT).float().unflatten(1, (K, self.heads))
+        scores = scores.masked_fill(~F.pad(seen_NW, (0, K), value=True)[:, None, None], -torch.inf)
+        sink = self.attn_sink.float()[:, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
+        mixed_NKQE = (weights.flatten(1, 2) @ latents_NJE).unflatten(1, (K, self.heads))
+        grouped = turned(mixed_NKQE, turn, back=True).flatten(-2).unflatten(-1, (self.out_groups, -1))
+        low = torch.einsum("nkgi,gri->nkgr", grouped, self.wo_a.weight.unflatten(0, (self.out_groups, -1)))
+        return self.wo_b(low.flatten(-2))
+
+
+class DraftLayer(nn.Module):
+    """Attention and experts, each with its connection to the streams."""
+
+    def __init__(self, config: DSparkV4Config, index: int) -> None:
+        super().__init__()
+        H, eps = config.hidden_size, config.rms_norm_eps
+        self.hc_attn, self.hc_ffn = HyperConnection(config), HyperConnection(config)
+        self.attn_norm, self.ffn_norm = nn.RMSNorm(H, eps=eps), nn.RMSNorm(H, eps=eps)
+        self.attn, self.ffn = LatentAttention(config, index), MixtureOfExperts(config)
+
+    def forward(self, streams_NKnH: Tensor, turn: Turn, source: LatentSource) -> Tensor:
+        streams_NKnH = self.hc_attn(streams_NKnH, lambda x: self.attn(self.attn_norm(x), turn, source))
+        return self.hc_ffn(streams_NKnH, lambda x: self.ffn(self.ffn_norm(x)))
+
+
+# ----------------------------------------------------------------------------
+# The module, and the drafter that serves it.
+# ----------------------------------------------------------------------------
+
+
+class DSparkV4(DSpark):
+    """DSpark over these layers, whose weights begin random; fc picks the target's last aux layer."""
+
+    reads_final_layer = True
+    starts_from_target = False
+    block_variants = False
+    config: DSparkV4Config
+
+    def __init__(self, config: DSparkV4Config) -> None:
+        super().__init__(config)
+        self.hc_head = StreamReader(config, config.hc_mult)
+        self.context_projections = tuple(f"layers.{i}.attn.wkv" for i in range(len(self.layers)))
+        self.groups = (("fc",), self.context_projections)
+
+    @staticmethod
+    def make_layer(config: Any, index: int) -> Any:
+        return DraftLayer(config, index)
+
+    def turn(self, positions: Tensor) -> Turn:
+        """The rotations of rows at these positions."""
+        return turns(positions, self.config.qk_rope_head_dim, self.config.rope_theta)
+
+    def forward(self, aux_SLT: Tensor, embedded_NKH: Tensor, layout: BlockLayout) -> Tensor:
+        """The backbone in training: hidden states of the prediction rows before the final norm, [N, gamma, H]."""
+        source = ContextLatents.of(self.context(aux_SLT), layout, self.config)
+        return self.hidden(embedded_NKH, self.turn(layout.block_positions_NK(embedded_NKH.shape[1])), source)
+
+    def hidden(self, x_NKH: Tensor, turn: Turn, source: LatentSource) -> Tensor:
+        """The layers over embedded blocks: hidden states of the prediction rows before the final norm."""
+        streams_NKnH = x_NKH.float()[..., None, :].expand(-1, -1, self.config.hc_mult, -1)
+        for layer in self.layers:
+            streams_NKnH = layer(streams_NKnH, turn, source)
+        return self.hc_head(streams_NKnH[:, -self.config.gamma :])
+
+    def rows(self, inputs: BlockInputs) -> DraftRows:
+        rows = super().rows(inputs)
+        return replace(rows, hidden_NKH=self.norm(rows.hidden_NKH), confidence_NKH=rows.hidden_NKH)
+
+    def context_latents(self, aux_TLD: Tensor, positions_T: Tensor) -> Tensor:
+        """Latents of committed tokens of every layer, [L, T, E]; packed, all layers' projections are one product."""
+        outputs = self.outputs(self.context(aux_TLD), *self.context_projections)
+        attentions = [layer.attn for layer in self.layers if isinstance(layer, DraftLayer)]
+        turn = self.turn(positions_T)
+        return torch.stack([a.latents(kv, turn) for a, kv in zip(attentions, outputs, strict=True)])
+
+    def after_step(self, summed: Callable[[Tensor], Tensor]) -> None:
+        if self.config.balance_rate is not None:
+            for layer in self.layers:
+                assert isinstance(layer, DraftLayer)
+                layer.ffn.gate.balance(self.config.balance_rate, summed)
+
+    def active_share(self, name: str) -> float:
+        return self.config.num_experts_per_tok / self.config.n_routed_experts if ".experts." in name else 1.0
+
+    def packed(self, device: torch.device, dtype: torch.dtype) -> DSparkV4:
+        copy = super().packed(device, dtype)
+        for layer in copy.layers:
+            assert isinstance(layer, DraftLayer)
+            layer.ffn.experts.to(dtype)
+        return copy
+
+    @staticmethod
+    def make_drafter(weights: DrafterWeights, target: Target, calibration: DraftCalibration) -> BlockDrafter:
+        return DSparkV4Drafter(weights, target, calibration)
+
+    @torch.no_grad()
+    def initialize_from(self, target: Target, documents: Sequence[Sequence[int]]) -> None:
+        self.pick_last_aux_layer(torch.ones(self.config.hidden_size))
+
+
+class DSparkV4Drafter(BlockDrafter):
+    """Serves it for one target: hidden states are handed to the chain before the norm, which the head begins with."""
+
+    module: DSparkV4
+    config: DSparkV4Config
+
+    def __init__(self, weights: DrafterWeights, target: Target, calibration: DraftCalibration = UNCALIBRATED) -> None:
+        super().__init__(weights, target, calibration)
+        head: Head = self.head
+        self.head = lambda hidden_NH: head(self.module.norm(hidden_NH))
+
+    def new_session(self, capacity: int) -> Any:
+        config = self.config
+        shape = config.num_hidden_layers, config.sliding_window, config.head_dim
+        return LatentSession(torch.zeros(shape, device=self.device))
+
+    def extend(self, sessions: Sequence[Any], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
+        """Append the latents of newly committed tokens; of more than a window the last."""
+        assert aux_TLD is not None
+        kept: list[Tensor] = []
+        places: list[list[int]] = []
+        for session, part, aux in zip(sessions, tokens, aux_TLD.split([len(part) for part in tokens]), strict=True):
+            count, slots = len(part), session.latents_LWE.shape[1]
+            kept.append(aux[-min(count, slots) :] if count else aux)
+            places.append(list(range(session.length + max(0, count - slots), session.length + count)))
+        positions_T = on_device([place for part in places for place in part], self.device, torch.long)
+        latents_LTE = self.module.context_latents(torch.cat(kept).float(), positions_T)
+        ends = zip(sessions, tokens, positions_T.split(list(map(len, places))), strict=True)
+        for (session, part, own), found in zip(ends, latents_LTE.split(list(map(len, places)), dim=1), strict=True):
+            session.latents_LWE[:, own % session.latents_LWE.shape[1]] = found
+            session.length += len(part)
+
+    def block_hidden(self, sessions: Sequence[Any], anchors: Sequence[int]) -> Tensor:
+        """One block pass: hidden states of the prediction rows before the final norm, [R, gamma, H]."""
+        tokens_RK = self.module.block_tokens(on_device(anchors, self.device))
+        lengths_R = on_device([session.length for session in sessions], self.device)
+        positions_RK = lengths_R[:, None] + torch.arange(tokens_RK.shape[1], device=self.device)
+        return self.module.hidden(self.embed(tokens_RK), self.module.turn(positions_RK), SessionLatents.of(sessions))
