@@ -69,7 +69,8 @@ def test_what_gpus_and_sequences_change() -> None:
     assert one.hours == pytest.approx(one.steps * one.step_seconds / 3600)
 
 
-def test_operations_are_those_of_a_counted_step() -> None:
+@pytest.mark.parametrize("algorithm", ["dspark", "dspark_v4"])
+def test_operations_are_those_of_a_counted_step(algorithm: str) -> None:
     """Up to gradients that frozen embeddings and features need not have, and what fused attention computes again."""
     from outrider.training.batches import build_batch
     from outrider.training.features import FeatureSource
@@ -80,7 +81,8 @@ def test_operations_are_those_of_a_counted_step() -> None:
 
     target = with_mask_token(toy_target("qwen3"))
     (sample,) = toy_samples(1)
-    section = {"algorithm": "dspark", "markov_rank": 6, "block_size": 4, "num_aux_layers": 2}
+    section: dict[str, object] = {"algorithm": algorithm, "markov_rank": 6, "block_size": 4, "num_aux_layers": 2}
+    section |= {"n_routed_experts": 12, "sliding_window": 8} if algorithm == "dspark_v4" else {}
     data = {"prompts": [{"path": "train_math"}]}
     recipe = Recipe.model_validate({"target": "toy", "out": "nowhere", "data": data, "drafter": section})
     drafter = new_drafter(recipe, target)

@@ -7,11 +7,11 @@ parameters of the drafter that block rows and P_c that context rows are multipli
 
     features    2 T L + 2 L^2 (query width) (layers) + 2 V D (response)     forward of the target, float32 logits' sums
     drafter     6 (P A K + P_c L), 8 where activations are recomputed       forward and backward
-                + 14 A K (context) (query width) (layers)                   its attention
+                + 14 A K (context or window) (query width) (layers)         its attention
     objective   6 A K Vd (H + rank)                                         both logits, and the gradients back
 
 It is a model, compared with no device yet: conversations are taken to have `TOKENS` tokens, nothing overlaps, and
-features are made anew at every visit. Targets of `TARGETS` need no file. Shapes: D target hidden, H draft hidden.
+features are made anew at every visit. Of experts P counts those that a row takes. Targets of `TARGETS` need no file. Shapes: D target hidden, H draft hidden.
 """
 
 from __future__ import annotations
@@ -268,7 +268,8 @@ def _operations(recipe: Recipe, target: Target, drafter: DraftModule, load: _Loa
     context = sum(size for name, size in parameters if _CONTEXT.search(name))
     width = _query_width(target)
     passes = 8 if recipe.optimizer.checkpoint_activations else 6
-    attended = 14 * rows * (L - load.response / 2) * width * _layers(drafter)
+    window = None if getattr(config, "layer_types", ()) else getattr(config, "sliding_window", None)
+    attended = 14 * rows * min(L - load.response / 2, window or L) * width * _layers(drafter)
     rank = getattr(config, "markov_rank", 0) or 0
     return {
         "features": S * (2 * active_parameters(target) * L + 2 * L**2 * width * target.num_layers)
@@ -291,7 +292,8 @@ def _memory(recipe: Recipe, target: Target, drafter: DraftModule, load: _Load, c
     anchors = max(anchors, load.anchors)  # one conversation is never divided
     tokens = max(load.tokens, anchors / load.anchors * load.tokens)
     rows, width = anchors * load.drafts, _query_width(target)
-    inner = getattr(config, "intermediate_size", 4 * hidden)
+    experts = 1 + getattr(config, "num_experts_per_tok", 0)  # the shared one, or the only one
+    inner = experts * getattr(config, "intermediate_size", 4 * hidden)
     # Of a row and layer: the residual stream twice in float32, what linears and attention read in bfloat16.
     layer = 2 * _FLOAT32 * hidden + _BFLOAT16 * (2 * hidden + 3 * width + 3 * inner)
     kept = _FLOAT32 * hidden if optimizer.checkpoint_activations else layer
