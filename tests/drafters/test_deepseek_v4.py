@@ -1,4 +1,4 @@
-"""DSpark with DeepSeek-V4's layers: against loops, served as trained, its window, routing, streams, and its training."""
+"""DSpark with DeepSeek-V4's layers: against loops, served as trained; its window, routing, streams and training."""
 
 from __future__ import annotations
 
@@ -77,7 +77,13 @@ def test_a_published_checkpoint_drafts_as_loops_over_rows_say(committed: list[in
     drafts = [20, 31, 42, 53, 64]
     logits, confidences = reference.logits(hidden, [11, *drafts[:-1]], target.head_VD.double().numpy())
     call = DraftCall(
-        session, 11, SamplingParams(temperature=1.0), SeenTokens(97), SeededSource(0), noise=Forced(drafts, 1), position=1
+        session,
+        11,
+        SamplingParams(temperature=1.0),
+        SeenTokens(97),
+        SeededSource(0),
+        noise=Forced(drafts, 1),
+        position=1,
     )
     (draft,) = drafter.propose([call])
     assert draft.tokens == drafts
@@ -106,7 +112,9 @@ def test_the_training_forward_is_that_of_the_loops_too(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"sample_from_anchor": False}, {"draft_vocab_size": 40}, {"sliding_window": 64}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"sample_from_anchor": False}, {"draft_vocab_size": 40}, {"sliding_window": 64}]
+)
 def test_trained_equals_served(changes: dict[str, Any]) -> None:
     target, samples = toy_target("qwen3"), toy_samples(4)
     drafter = make(**changes)
@@ -305,7 +313,9 @@ def test_even_use_of_experts_is_learnt(tmp_path: Path) -> None:
         Trainer(v4_recipe(tmp_path / str(rate), optimizer=OPTIMIZER), run).train()
         seen: list[Tensor] = []
         gate.register_forward_hook(lambda _m, _a, out: seen.append(torch.bincount(out[0].flatten(), minlength=6)))
-        batch, compute = build(run.drafter, target, toy_samples(4), torch.arange(97), Schedule(toy_samples(4), 3, 8, seed=1).step(0))
+        batch, compute = build(
+            run.drafter, target, toy_samples(4), torch.arange(97), Schedule(toy_samples(4), 3, 8, seed=1).step(0)
+        )
         with torch.no_grad():
             compute(run.drafter, batch)
         return float(seen[0].float().std() / seen[0].float().mean())

@@ -105,7 +105,9 @@ def write(directory: Path, tensors: dict[str, Tensor], **changes: Any) -> Path:
     """The target's checkpoint directory, weights in two files."""
     directory.mkdir(parents=True, exist_ok=True)
     raw = {**RAW, **changes}
-    (directory / "config.json").write_text(json.dumps({name: value for name, value in raw.items() if value is not None}))
+    (directory / "config.json").write_text(
+        json.dumps({name: value for name, value in raw.items() if value is not None})
+    )
     names, files = sorted(tensors), ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     placed = {name: files[number % 2] for number, name in enumerate(names)}
     for file in files:

@@ -572,7 +572,7 @@ class DraftModule(Packable, ABC):
         Called only for targets with Llama-shaped layers (`target.family.lean`).
         """
 
-    def after_step(self, summed: Callable[[Tensor], Tensor]) -> None:  # noqa: B027
+    def after_step(self, summed: Callable[[Tensor], Tensor]) -> None:
         """Called after each optimizer step of a training, on every rank; `summed` adds up a tensor over ranks."""
 
     def active_share(self, name: str) -> float:

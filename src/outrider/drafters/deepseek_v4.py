@@ -3,7 +3,7 @@
 A row has n residual streams X [n, H]. Around each sublayer f (attention, then experts) they are read, mixed, written:
 
     a, b, C = maps(X)                          a, b: n weights each; C: [n, n], rows and columns sum to 1 (Sinkhorn)
-    X      <- C^T X + b (f(norm(a^T X)))^T      the first X is n copies of the embedding, the last a^T X goes to the norm
+    X      <- C^T X + b (f(norm(a^T X)))^T     first X: n copies of the embedding; the last a^T X goes to the final norm
 
     q   = R unit(W_qb norm(W_qa u))            Q heads of width E; R rotates the last dims of a head, pair by pair
     k   = R norm(W_kv u)                       one latent for all heads, key and value alike
@@ -19,9 +19,9 @@ DSpark's; confidences read a^T X before the final norm.
 The bias is no parameter: after each step it moves by `balance_rate` towards the experts that were chosen less often
 than the mean (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Whether the published layers were trained so is not said.
 
-Source: DSpark, arXiv 2607.05147; manifold-constrained hyper-connections, arXiv 2512.24880; the equations as in vLLM 0.32
-(models/deepseek_v4) and transformers 5.23. Parameter names are those under `mtp.*` in the target's checkpoint, with
-`hc_attn.fn` for `hc_attn_fn`, and one tensor for the matrices of all experts.
+Source: DSpark, arXiv 2607.05147; manifold-constrained hyper-connections, arXiv 2512.24880; the equations as in vLLM
+0.32 (models/deepseek_v4) and transformers 5.23. Parameter names are those under `mtp.*` in the target's checkpoint,
+with `hc_attn.fn` for `hc_attn_fn`, and one tensor for the matrices of all experts.
 Shapes: N blocks, K rows, W window, S context slots, n streams, H hidden, Q heads, E head dim, I expert width,
 T rows of all blocks, k experts of a row.
 """
@@ -80,7 +80,9 @@ class DSparkV4Config(DSparkConfig):
         Count, Field(description="Dimensions of a head that are rotated; null: half of them, 64 at most.")
     ]
     o_groups: Annotated[Count, Field(description="Groups of heads that are projected apart; null: 8 or fewer.")]
-    o_lora_rank: Annotated[Count, Field(description="Rank of a group's projection; null: a quarter of the hidden size.")]
+    o_lora_rank: Annotated[
+        Count, Field(description="Rank of a group's projection; null: a quarter of the hidden size.")
+    ]
     hc_mult: Annotated[Count, Field(description="Residual streams.")] = 4
     hc_sinkhorn_iters: Annotated[Count, Field(description="Normalisations of the matrix that mixes the streams.")] = 20
     hc_eps: NotInRecipe[float] = 1e-6
@@ -94,9 +96,7 @@ class DSparkV4Config(DSparkConfig):
                 f"qk_rope_head_dim {self.qk_rope_head_dim} must be even and at most head_dim {self.head_dim}."
             )
         if self.num_attention_heads % self.o_groups:
-            raise ValueError(
-                f"o_groups {self.o_groups} must divide num_attention_heads {self.num_attention_heads}: groups are alike."
-            )
+            raise ValueError(f"o_groups {self.o_groups} must divide num_attention_heads {self.num_attention_heads}.")
         if self.num_experts_per_tok > self.n_routed_experts:
             raise ValueError(
                 f"num_experts_per_tok {self.num_experts_per_tok} is more than n_routed_experts {self.n_routed_experts}."
@@ -153,7 +153,9 @@ class DSparkV4Config(DSparkConfig):
         )
 
     def describe(self) -> list[tuple[str, str]]:
-        experts = f"{self.num_experts_per_tok} of {self.n_routed_experts} and a shared one, {self.intermediate_size} wide"
+        experts = (
+            f"{self.num_experts_per_tok} of {self.n_routed_experts} and a shared one, {self.intermediate_size} wide"
+        )
         return [*super().describe(), ("experts", experts), ("residual streams", str(self.hc_mult))]
 
 

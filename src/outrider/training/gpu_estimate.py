@@ -11,7 +11,8 @@ parameters of the drafter that block rows and P_c that context rows are multipli
     objective   6 A K Vd (H + rank)                                         both logits, and the gradients back
 
 It is a model, compared with no device yet: conversations are taken to have `TOKENS` tokens, nothing overlaps, and
-features are made anew at every visit. Of experts P counts those that a row takes. Targets of `TARGETS` need no file. Shapes: D target hidden, H draft hidden.
+features are made anew at every visit. Of experts P counts those that a row takes. Targets of `TARGETS` need no file.
+Shapes: D target hidden, H draft hidden.
 """
 
 from __future__ import annotations

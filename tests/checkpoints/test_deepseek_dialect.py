@@ -46,10 +46,7 @@ def quantised(tensors: dict[str, Tensor], scales: torch.dtype) -> tuple[dict[str
             stored[name] = tensor.to(torch.float8_e4m3fn)
             scale, values, height, width = powers(-(-rows // 8), -(-columns // 8)), stored[name].float(), 8, 8
         meant[name] = torch.stack(
-            [
-                torch.stack([values[i, j] * scale[i // height, j // width] for j in range(columns)])
-                for i in range(rows)
-            ]
+            [torch.stack([values[i, j] * scale[i // height, j // width] for j in range(columns)]) for i in range(rows)]
         )
         kept = (scale.log2() + 127).to(torch.uint8) if scales == torch.uint8 else scale.to(scales)
         stored[name.removesuffix("weight") + "scale"] = kept
@@ -127,7 +124,7 @@ def test_a_target_without_dspark_is_no_drafter(tmp_path: Path) -> None:
         load_checkpoint(write(tmp_path / "nothing", nothing))
 
 
-FP8 = torch.float8_e4m3fn
+FP8, SCALE = torch.float8_e4m3fn, torch.ones(2, 4)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +143,10 @@ FP8 = torch.float8_e4m3fn
             r"wkv.scale has shape \[2, 3\], and blocks of \[8, 8\] need \[2, 4\]",
         ),
         (
-            {"mtp.0.attn.wkv.weight": torch.full((12, 32), torch.nan).to(FP8), "mtp.0.attn.wkv.scale": torch.ones(2, 4)},
+            {
+                "mtp.0.attn.wkv.weight": torch.full((12, 32), torch.nan).to(FP8),
+                "mtp.0.attn.wkv.scale": torch.ones(2, 4),
+            },
             "mtp.0.attn.wkv.weight has NaN",
         ),
         ({"mtp.0.attn_norm.weight": torch.full((32,), torch.nan)}, "mtp.0.attn_norm.weight has NaN"),
@@ -158,7 +158,23 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, changes: dict[str, Te
         load_checkpoint(write(tmp_path, {name: tensor for name, tensor in tensors.items() if tensor is not None}))
 
 
-JUNK: list[Any] = [True, -1, 0, 10**30, 0.5, float("nan"), float("inf"), None, "", "x", [], [None], [10**9], {}, {"x": 1}]
+JUNK: list[Any] = [
+    True,
+    -1,
+    0,
+    10**30,
+    0.5,
+    float("nan"),
+    float("inf"),
+    None,
+    "",
+    "x",
+    [],
+    [None],
+    [10**9],
+    {},
+    {"x": 1},
+]
 
 
 def test_fields_of_any_kind_are_read_or_refused() -> None:
