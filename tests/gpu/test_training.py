@@ -33,6 +33,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 3},
     "hydra": {"num_heads": 3},
 }
+EXPERTS = {"num_aux_layers": 2, "markov_rank": 6, "block_size": 4, "n_routed_experts": 6}  # of dspark_v4
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def on(where: str, method: str, out: Path, dtype: torch.dtype = torch.float32) -
     target = toy_target("qwen3", dtype=dtype)
     target = with_mask_token(Target(target.model.to(where), None, target.name))
     optimizer = {"steps": 4, "sequences_per_step": 4, "anchors_per_sequence": 5, "learning_rate": 1e-2}
-    chosen = {"algorithm": method, "draft_vocab_size": 60, **SECTIONS[method]}
+    chosen = {"algorithm": method, "draft_vocab_size": 60, **SECTIONS.get(method, EXPERTS)}
     plan = recipe(out, drafter=chosen, optimizer=optimizer, eval_every=2, save_every=2, watch={"decode_every": None})
     samples = toy_samples(14)
     torch.manual_seed(0)
@@ -71,7 +72,7 @@ def steps_of(trainer: Trainer, count: int, before_last: Callable[[], None] = lam
     return losses
 
 
-@pytest.mark.parametrize("method", SECTIONS)
+@pytest.mark.parametrize("method", [*SECTIONS, "dspark_v4"])
 def test_a_step_mixes_no_devices_and_has_the_losses_of_the_cpu(
     device: SimulatedDevice, method: str, tmp_path: Path
 ) -> None:
@@ -88,6 +89,12 @@ def test_syncs_of_a_step(device: SimulatedDevice, method: str, dtype: torch.dtyp
     assert device.counts.syncs <= MOST_SYNCS, device.counts.report()
     calls = device.counts.operations["flex_attention"]
     assert calls == {"dspark": 2, "dflash": 2, "dflash2": 2, "eagle3": 3, "peagle": 1, "mtp": 3}.get(method, 0)
+
+
+def test_a_step_with_experts_waits_once_more_for_each_layer(device: SimulatedDevice, tmp_path: Path) -> None:
+    """For the number of rows of each expert."""
+    steps_of(on("cuda", "dspark_v4", tmp_path), 2, before_last=device.counts.reset)
+    assert device.counts.syncs <= MOST_SYNCS + 3, device.counts.report()
 
 
 def test_the_feature_cache_counts_what_pinned_memory_takes(device: SimulatedDevice, tmp_path: Path) -> None:

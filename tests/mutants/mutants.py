@@ -1842,6 +1842,36 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
+        "drafters/deepseek_v4.py",
+        "tests/drafters/test_deepseek_v4.py::test_a_published_checkpoint_drafts_as_loops_over_rows_say",
+        (
+            "v4_router_bias_weighs",
+            "the router's bias weighs the experts that it chooses",
+            "weights_Tk = scores_Tn.gather(-1, experts_Tk)",
+            "weights_Tk = (scores_Tn + self.bias).gather(-1, experts_Tk)",
+        ),
+        (
+            "v4_sinkhorn_once",
+            "the matrix that mixes the streams is normalised once",
+            "for _ in range(iterations - 1):",
+            "for _ in range(0):",
+        ),
+        (
+            "v4_window_one_less",
+            "training sees one token less than serving",
+            "width = min(config.sliding_window, max(layout.lengths))",
+            "width = min(config.sliding_window - 1, max(layout.lengths))",
+            "tests/drafters/test_deepseek_v4.py::test_what_a_block_sees_ends_at_the_window_and_at_its_anchor",
+        ),
+        (
+            "v4_balance_away",
+            "the router's bias moves towards experts that are chosen more often",
+            "torch.sign(chosen.mean() - chosen)",
+            "torch.sign(chosen - chosen.mean())",
+            "tests/drafters/test_deepseek_v4.py::test_the_bias_moves_towards_experts_that_are_chosen_less_often",
+        ),
+    ),
+    *_of(
         "drafters/base.py",
         "tests/drafters/test_alignment.py",
         (

@@ -266,7 +266,8 @@ class Expert(Packable):
         self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(product(*self.outputs(x, "w1", "w3"), self.limit))
+        gate, up = self.outputs(x, "w1", "w3")
+        return self.w2(product(gate, up, self.limit))
 
 
 def product(gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -287,16 +288,22 @@ class RoutedExperts(nn.Module):
     def forward(self, x_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         """The weighted sum of each row's experts, [T, H]; each expert takes its rows at once."""
         order = experts_Tk.flatten().argsort(stable=True)
-        counts = torch.bincount(experts_Tk.flatten(), minlength=len(self.w1)).tolist()
+        counts = rows_of_experts(experts_Tk, len(self.w1)).tolist()
         x_TH = x_TH.to(self.w1.dtype)
         parts = x_TH[order // experts_Tk.shape[1]].split(counts)
         found = [
             F.linear(product(F.linear(x, w1), F.linear(x, w3), self.limit).to(x.dtype), w2).float()
             for x, w1, w2, w3 in zip(parts, self.w1.unbind(), self.w2.unbind(), self.w3.unbind(), strict=True)
-            if len(x)
+            if len(x) or torch.is_grad_enabled()  # in training all have a gradient, zero without rows
         ]
         rows_TkH = torch.cat(found)[order.argsort()].unflatten(0, experts_Tk.shape)
         return (rows_TkH * weights_Tk[..., None]).sum(1)
+
+
+def rows_of_experts(experts_Tk: Tensor, experts: int) -> Tensor:
+    """How many rows chose each expert; `bincount` would wait for a GPU."""
+    chosen = experts_Tk.flatten()
+    return chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
 def _uniform(*shape: int) -> Tensor:
@@ -324,7 +331,7 @@ class Router(nn.Module):
             weights_Tk = scores_Tn.gather(-1, experts_Tk)
             weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + 1e-20) * self.config.routed_scaling_factor
         if self.training and torch.is_grad_enabled():
-            counted = torch.bincount(experts_Tk.flatten(), minlength=len(self.bias))
+            counted = rows_of_experts(experts_Tk, len(self.bias))
             self.chosen = counted if self.chosen is None else self.chosen + counted
         return experts_Tk, weights_Tk
 
