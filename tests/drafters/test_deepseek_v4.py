@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import DeepseekV4Config
+from transformers.models.deepseek_v4 import DeepseekV4Model
 
 from outrider.checkpoints.checkpoint import load_checkpoint
+from outrider.decoding.generate import generate
+from outrider.decoding.request import StopRules
 from outrider.drafters.base import DraftCall, DrafterWeights, DraftModule
 from outrider.drafters.deepseek_v4 import (
     ContextLatents,
@@ -23,6 +28,9 @@ from outrider.drafters.deepseek_v4 import (
     sinkhorn,
 )
 from outrider.drafters.layers import BlockLayout
+from outrider.engine.batch import Request
+from outrider.engine.engine import Engine
+from outrider.engine.scheduler import EngineConfig
 from outrider.sampling import SamplingParams, SeededSource, SeenTokens
 from outrider.target.model import Target
 from outrider.training.batches import Schedule
@@ -35,6 +43,7 @@ from outrider.training.trainer import Trainer
 from tests.toys.alignment import Forced, build, check_alignment
 from tests.toys.deepseek_v4 import RAW, Reference, published, write
 from tests.toys.dialects import config_of
+from tests.toys.engine import finish
 from tests.toys.oracle import row_of
 from tests.toys.targets import randomise, toy_samples, toy_target, with_mask_token
 from tests.toys.training import OPTIMIZER, on_policy_samples, recipe, train_until
@@ -107,6 +116,72 @@ def test_the_training_forward_is_that_of_the_loops_too(tmp_path: Path) -> None:
         np.testing.assert_allclose(found[block].numpy(), expected, atol=1e-4, rtol=0)
 
 
+@torch.no_grad()
+def test_a_block_without_context_is_transformers_own_layers(tmp_path: Path) -> None:
+    """A second reference: the target's layers in transformers, of the kind without compression, rows seeing all rows."""
+    tensors = published(3)
+    module = load_checkpoint(write(tmp_path, tensors), num_target_layers=5).weights.module
+    names = ("vocab_size", "hidden_size", "num_attention_heads", "head_dim", "q_lora_rank", "o_lora_rank", "o_groups")
+    names += ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "routed_scaling_factor")
+    names += ("swiglu_limit", "hc_mult", "hc_sinkhorn_iters", "hc_eps", "rms_norm_eps", "rope_theta", "sliding_window")
+    kinds = {"layer_types": ["sliding_attention"] * 3, "mlp_layer_types": ["moe"] * 3, "num_hidden_layers": 3}
+    partial = RAW["qk_rope_head_dim"] / RAW["head_dim"]
+    config = DeepseekV4Config(**{name: RAW[name] for name in names}, **kinds, partial_rotary_factor=partial)
+    theirs = DeepseekV4Model._from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
+    renamed = {
+        re.sub(r"^mtp\.(\d)\.", r"layers.\1.", name): t for name, t in tensors.items() if name.startswith("mtp.")
+    }
+    renamed |= {re.sub(r"^layers\.2\.", "", name): t for name, t in renamed.items() if "layers.2.hc_head" in name}
+    state = transformers_names(renamed)
+    missing, _ = theirs.load_state_dict(state, strict=False)
+    assert set(missing) == {"embed_tokens.weight", "norm.weight"}
+    x = torch.randn(2, 5, 32, generator=generator(7))
+    streams, positions = x[:, :, None].repeat(1, 1, 3, 1), torch.arange(5)[None]
+    rope = {"main": theirs.rotary_emb(x, position_ids=positions, layer_type="main")}
+    for layer in theirs.layers:
+        mask = torch.zeros(2, 1, 5, 5)
+        streams = layer(streams, position_embeddings=rope, position_ids=positions, attention_mask=mask)
+    layout = BlockLayout([1, 1], torch.zeros(2, dtype=torch.long), torch.arange(2))
+    assert isinstance(module, DSparkV4)
+    torch.testing.assert_close(module(torch.randn(2, 3, 32), x, layout), theirs.hc_head(streams), atol=1e-4, rtol=0)
+
+
+def transformers_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As transformers' conversion of DeepSeek-V4's checkpoints names and joins them."""
+    found = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        for theirs, ours in TRANSFORMERS:
+            name = re.sub(theirs, ours, name)
+        found[name] = tensor
+    for i in range(3):
+        experts, count = f"layers.{i}.mlp.experts", RAW["n_routed_experts"]
+        gate_up = [torch.cat([found.pop(f"{experts}.{e}.w{n}.weight") for n in (1, 3)]) for e in range(count)]
+        found[f"{experts}.gate_up_proj"] = torch.stack(gate_up)
+        found[f"{experts}.down_proj"] = torch.stack([found.pop(f"{experts}.{e}.w2.weight") for e in range(count)])
+    return found
+
+
+TRANSFORMERS = [
+    (r"\.attn\.", ".self_attn."),
+    (r"\.ffn\.", ".mlp."),
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.hc_(attn|ffn)_(\w+)", r".\1_hc.\2"),
+    (r"^hc_head_(\w+)", r"hc_head.hc_\1"),
+    (r"\.attn_sink", ".sinks"),
+    (r"\.wq_a\.", ".q_a_proj."),
+    (r"\.wq_b\.", ".q_b_proj."),
+    (r"\.wkv\.", ".kv_proj."),
+    (r"\.wo_a\.", ".o_a_proj."),
+    (r"\.wo_b\.", ".o_b_proj."),
+    (r"\.q_norm\.", ".q_a_norm."),
+    (r"\.gate\.bias", ".gate.e_score_correction_bias"),
+    (r"\.shared_experts\.w1\.", ".shared_experts.gate_proj."),
+    (r"\.shared_experts\.w2\.", ".shared_experts.down_proj."),
+    (r"\.shared_experts\.w3\.", ".shared_experts.up_proj."),
+]
+
+
 # ----------------------------------------------------------------------------
 # Served as trained.
 # ----------------------------------------------------------------------------
@@ -156,6 +231,21 @@ def test_requests_of_a_batch_are_served_as_if_alone() -> None:
         drafter.extend(sessions, [[4] * len(part) for part in parts], torch.cat(parts))
     together = drafter.block_hidden(sessions, [9] * len(aux))
     torch.testing.assert_close(together, torch.stack(alone), atol=1e-5, rtol=1e-5)
+
+
+def test_text_is_that_of_plain_decoding_alone_and_in_the_engine() -> None:
+    """Coupled noise: the same tokens at temperature 1, where some drafts of any drafter are accepted."""
+    target, rules = toy_target(), StopRules(20, stop_ids=())
+    params = SamplingParams(temperature=1.0, seed=4, coupled=True)
+    drafter = DrafterWeights(make().eval()).serve(target)
+    prompts = [[5], [9, 8, 7, 30, 31], list(range(10, 23))]
+    plain = [generate(target, prompt, None, params, rules).tokens for prompt in prompts]
+    alone = [generate(target, prompt, drafter, params, rules) for prompt in prompts]
+    assert [found.tokens for found in alone] == plain
+    assert sum(r.accepted for found in alone for r in found.rounds) > 0
+    engine = Engine(target, drafter, config=EngineConfig(max_requests=2, num_blocks=40))
+    together = finish(engine, [Request(str(n), prompt, params, rules) for n, prompt in enumerate(prompts)])
+    assert list(together.values()) == plain
 
 
 def test_what_a_block_sees_ends_at_the_window_and_at_its_anchor() -> None:
