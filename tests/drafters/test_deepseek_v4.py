@@ -118,7 +118,7 @@ def test_the_training_forward_is_that_of_the_loops_too(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_a_block_without_context_is_transformers_own_layers(tmp_path: Path) -> None:
-    """A second reference: the target's layers in transformers, of the kind without compression, rows seeing all rows."""
+    """A second reference: layers of the target in transformers, without compression and with rows that see all rows."""
     tensors = published(3)
     module = load_checkpoint(write(tmp_path, tensors), num_target_layers=5).weights.module
     names = ("vocab_size", "hidden_size", "num_attention_heads", "head_dim", "q_lora_rank", "o_lora_rank", "o_groups")
