@@ -37,7 +37,7 @@ from outrider.training.batches import Schedule
 from outrider.training.dataset import choose_draft_ids
 from outrider.training.features import measure_aux_scale
 from outrider.training.loss import BlockObjective
-from outrider.training.recipe import ObjectiveConfig, Recipe
+from outrider.training.recipe import ObjectiveConfig, Precision, Recipe
 from outrider.training.setup import Run
 from outrider.training.trainer import Trainer
 from tests.toys.alignment import Forced, build, check_alignment
@@ -366,6 +366,19 @@ def test_gradients_reach_every_expert_and_every_map() -> None:
         assert parameter.grad is not None, name
         parts = parameter.grad.flatten(1).abs().amax(1) if ".experts." in name else parameter.grad.abs().max()[None]
         assert (parts > 0).all(), name
+
+
+def test_bfloat16_products_change_little_and_leave_routing_and_mixing_in_float32() -> None:
+    target, samples = toy_target(), toy_samples(4)
+    drafter, losses, kinds = make(), [], set[torch.dtype]()
+    batch, _ = build(drafter, target, samples, torch.arange(97), Schedule(samples, 3, 8, seed=1).step(0))
+    drafter.layers[1].ffn.gate.register_forward_hook(lambda _m, _a, out: kinds.add(out[1].dtype))
+    drafter.layers[1].hc_ffn.register_forward_hook(lambda _m, _a, out: kinds.add(out.dtype))
+    precisions: tuple[Precision, ...] = ("float32", "bfloat16")
+    for precision in precisions:
+        compute = BlockObjective(target, torch.arange(97), ObjectiveConfig(), precision)
+        losses.append(compute(drafter, batch).loss.item())
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=1e-2) and kinds == {torch.float32}
 
 
 def test_an_expert_that_nobody_chose_has_a_gradient_of_zero() -> None:

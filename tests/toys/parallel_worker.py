@@ -79,11 +79,11 @@ def train_experts(out: Path, ranks: Ranks = ALONE, **changes: Any) -> None:
     torch.manual_seed(0)
     drafter = DSparkV4(DSparkV4Config.from_target(with_mask_token(target), **chosen))
     randomise(drafter)  # equal streams have gradients of rounding errors alone
+    settings = recipe(out, drafter={"algorithm": "dspark_v4", **chosen}, optimizer=BOUNDED, **changes)
     ids = torch.arange(target.vocab_size)
-    objective = BlockObjective(target, ids, ObjectiveConfig(ce=1.0))
+    objective = BlockObjective(target, ids, ObjectiveConfig(ce=1.0), settings.precision)
     run = Run(target, drafter, objective, ids, False, samples[2:], samples[:2])
-    section = {"algorithm": "dspark_v4", **chosen}
-    Trainer(recipe(out, drafter=section, optimizer=BOUNDED, **changes), run, ranks).train()
+    Trainer(settings, run, ranks).train()
 
 
 class Collectives(TorchDispatchMode):
