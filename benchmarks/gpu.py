@@ -11,6 +11,7 @@ The target has random weights in the shape of Qwen3-8B, made on the device: what
     prototypes   attention of 32 users by one masked call on gathered keys, and by FlashAttention's varlen call on the
                  pool; the head's products with float32 results
     training     steps of a DSpark of five layers at 2,048 anchors, by part; compilations
+    compiled     the same steps with compiled draft layers, on a GPU alone
 """
 
 from __future__ import annotations
@@ -226,6 +227,20 @@ def training(target: Target, size: str) -> dict[str, float]:
     }
 
 
+def compiled(target: Target, size: str) -> dict[str, float]:
+    """Seconds of a step with compiled draft layers, and how many graphs that took."""
+    from torch._dynamo.utils import counters
+
+    if target.device.type != "cuda":
+        return {}
+    measured = MeasuredTarget(target.name, target.device, target.dtype)
+    measured.target = target
+    changes = {"precision": "bfloat16", "device": str(target.device), "compile": True}
+    counters.clear()
+    cost = measure_step(measured, small_recipe(size).model_copy(update=changes), 500, 1000)
+    return {"training step, layers compiled": cost.seconds, "graphs of layers": counters["stats"]["unique_graphs"]}
+
+
 def tests(minutes: float) -> dict[str, float]:
     """How many tests of the mark passed and failed."""
     if importlib.util.find_spec("pytest") is None:
@@ -247,7 +262,7 @@ def main(
     device: Annotated[str, typer.Option()] = "cuda",
     kind: Annotated[str, typer.Option(help="of the GPU, for the predictions")] = "h100",
     minutes: Annotated[float, typer.Option()] = 8.0,
-    parts: Annotated[str, typer.Option()] = "tests,decoding,prototypes,training",
+    parts: Annotated[str, typer.Option()] = "tests,decoding,prototypes,training,compiled",
 ) -> None:
     """Write the predictions, run the parts while there is time, and write what was found beside them."""
     began = time.perf_counter()
@@ -264,6 +279,7 @@ def main(
         "decoding": (1.5, lambda: decoding(target, size)),
         "prototypes": (0.5, lambda: prototypes(target)),
         "training": (1.0, lambda: training(target, size)),
+        "compiled": (2.0, lambda: compiled(target, size)),
     }
     measured: dict[str, Any] = {"machine": machine(), "versions": versions(), "gpu": kind, "size": size, "figures": {}}
     for name in parts.split(","):

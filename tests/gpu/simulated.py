@@ -6,6 +6,8 @@
                 pinned memory
     mixes       a RuntimeError, as on a real device, where an operation gets tensors of both devices; a CPU scalar may
                 come with device tensors, and indices from the CPU are copied, which is a sync
+    streams     operations belong to the stream of their thread; a RuntimeError where one uses what another stream wrote
+                and its own has not waited for since, or whose memory that stream may take back (`record_stream`)
     graphs      `torch.cuda.graph` records operations, and a replay repeats them in the same memory as one launch; a
                 wait or a copy from the host while recording is a RuntimeError
 
@@ -17,6 +19,7 @@ that only a GPU has (Triton's, compiled FlexAttention) are not simulated: a test
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -78,7 +81,7 @@ class Counts:
         return self.places.total()
 
     def sync(self, kind: str) -> None:
-        if _device is not None and _device.tape is not None:
+        if _device is not None and _device.recording:
             raise RuntimeError(f"operation not permitted when stream is capturing: {kind}, at {_place()}")
         self.places[kind, _place()] += 1
 
@@ -103,6 +106,8 @@ class DeviceTensor(Tensor):
     """A tensor of the simulated device. `held`: its values, on the CPU."""
 
     held: Tensor
+    made: _Stream  # what it was made on and reuses its memory, or what its memory waits for
+    written: tuple[_Stream, int]  # the stream that wrote it last, and its operation
 
     @staticmethod
     def __new__(cls, values: Tensor, requires_grad: bool = False) -> DeviceTensor:
@@ -117,6 +122,8 @@ class DeviceTensor(Tensor):
             requires_grad=requires_grad,
         )
         made.held = values
+        made.made = _current_stream()
+        made.written = made.made, made.made.operations
         return made
 
     def __init__(self, values: Tensor, requires_grad: bool = False) -> None:
@@ -125,6 +132,9 @@ class DeviceTensor(Tensor):
     device = property(lambda self: CUDA)  # type: ignore[assignment]
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
     is_cpu = property(lambda self: False)  # type: ignore[assignment]
+
+    def record_stream(self, s: Any) -> None:
+        self.made = s
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"DeviceTensor({self.held!r})"
@@ -279,6 +289,14 @@ class SimulatedDevice(TorchDispatchMode):
         self.counts = Counts()
         self.pinned: dict[int, Tensor] = {}
         self.tape: list[tuple[Callable[[], Any], Any]] | None = None  # of the graph that is captured
+        self.capturing = 0  # the thread that captures it
+        self.default_stream = _Stream()
+        self.thread = threading.local()  # its `stream`, where it has another one
+
+    @property
+    def recording(self) -> bool:
+        """Whether this thread captures a graph."""
+        return self.tape is not None and self.capturing == threading.get_ident()
 
     @contextmanager
     def as_one(self, name: str) -> Iterator[None]:
@@ -307,6 +325,7 @@ class SimulatedDevice(TorchDispatchMode):
             if parts is not NotImplemented:
                 return parts
         self._check_devices(name, args, here, cpu)
+        self._check_streams(name, here)
         self._count_syncs(name, args, kwargs, here=here, cpu=cpu)
         kwargs_cpu = {**kwargs, "device": torch.device("cpu")} if asked is not None else kwargs
         held_args, held_kwargs = _held(args), _held(kwargs_cpu)
@@ -318,7 +337,7 @@ class SimulatedDevice(TorchDispatchMode):
             return func(*held_args, **held_kwargs)
 
         out = compute()
-        if self.tape is not None:
+        if self.tape is not None and self.recording:
             self.tape.append((compute, out))
         if name == "aten::_to_copy" and here and asked is not None and not _on_device(asked):
             return out
@@ -335,6 +354,16 @@ class SimulatedDevice(TorchDispatchMode):
         raise RuntimeError(
             f"{name}: expected all tensors to be on the same device, but found cuda:0 and cpu, at {_place()}"
         )
+
+    def _check_streams(self, name: str, here: list[DeviceTensor]) -> None:
+        stream = _current_stream()
+        stream.operations += 1
+        for tensor in here:
+            writer, operation = tensor.written
+            if writer is not stream and stream.waited.get(writer, -1) < operation:
+                raise RuntimeError(f"{name}: a stream reads what another one may not have written yet, at {_place()}")
+            if tensor.made is not stream:
+                raise RuntimeError(f"{name}: a stream reads memory that is another one's to reuse, at {_place()}")
 
     def _count_syncs(self, name: str, args: Any, kwargs: Any, *, here: list[DeviceTensor], cpu: list[Tensor]) -> None:
         counts = self.counts
@@ -366,7 +395,7 @@ class SimulatedDevice(TorchDispatchMode):
                 self.counts.sync("device to host")
         elif not (non_blocking and _pinned(source)):
             self.counts.sync("host to device")
-        elif self.tape is not None:
+        elif self.recording:
             raise RuntimeError(f"a copy from the host in a CUDA graph, at {_place()}")
 
     def _result(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
@@ -382,6 +411,9 @@ class SimulatedDevice(TorchDispatchMode):
         for argument in schema.arguments:
             if argument.name in kwargs and argument.alias_info is not None and argument.alias_info.is_write:
                 written[frozenset(argument.alias_info.before_set)] = kwargs[argument.name]
+        for value in _tensors(list(written.values())):
+            if isinstance(value, DeviceTensor):
+                value.written = _current_stream(), _current_stream().operations
         if schema.is_mutable and written:
             results = [
                 written[frozenset(r.alias_info.before_set)] if r.alias_info is not None else None
@@ -415,7 +447,8 @@ def _captured(graph: _Graph, pool: Any = None, **_: Any) -> Iterator[None]:
     """torch.cuda.graph, which waits for the device when it begins."""
     assert _device is not None and _device.tape is None, "one graph is captured at a time"
     _device.counts.sync("capture")
-    _device.tape = graph.tape = []
+    _device.tape, _device.capturing = [], threading.get_ident()
+    graph.tape = _device.tape
     launches = Counter(_device.counts.operations)
     try:
         yield
@@ -430,8 +463,10 @@ class _Event:
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self._recorded = self._time = -1.0
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: _Stream | None = None) -> None:
         self._recorded, self._time = _counts().syncs, time.perf_counter()
+        self.stream = stream or _current_stream()
+        self.operation = self.stream.operations
 
     def query(self) -> bool:
         return _counts().syncs > self._recorded
@@ -445,10 +480,49 @@ class _Event:
 
 
 class _Stream:
-    """torch.cuda.Stream."""
+    """torch.cuda.Stream. `waited`: of other streams, the last operation that its next ones come after."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.operations = 0
+        self.waited: dict[_Stream, int] = {}
 
     def synchronize(self) -> None:
         _counts().sync("stream")
+
+    def wait_event(self, event: _Event) -> None:
+        self.waited[event.stream] = max(event.operation, self.waited.get(event.stream, -1))
+
+
+def _current_stream(*_: Any) -> _Stream:
+    assert _device is not None, "outside of the simulated device"
+    stream: _Stream = getattr(_device.thread, "stream", _device.default_stream)
+    return stream
+
+
+@contextmanager
+def _on_stream(stream: _Stream) -> Iterator[None]:
+    """torch.cuda.stream."""
+    assert _device is not None, "outside of the simulated device"
+    before, _device.thread.stream = _current_stream(), stream
+    try:
+        yield
+    finally:
+        _device.thread.stream = before
+
+
+class _InThread(TorchDispatchMode):
+    """The device in another thread than the one that simulates it: modes are a thread's own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {})) if _device is None else _device.run(func, args, kwargs or {})
+
+
+_run_thread = threading.Thread.run
+
+
+def _run_with_device(thread: threading.Thread) -> None:
+    with _InThread(), _OntoDevice():
+        _run_thread(thread)
 
 
 _device: SimulatedDevice | None = None
@@ -491,7 +565,9 @@ def simulated_device() -> Iterator[SimulatedDevice]:
             ("device_count", lambda: 1),
             ("current_device", lambda: 0),
             ("set_device", lambda *_: None),
-            ("current_stream", lambda *_: _Stream()),
+            ("current_stream", _current_stream),
+            ("Stream", _Stream),
+            ("stream", _on_stream),
             ("is_bf16_supported", lambda *_, **__: True),
             ("get_device_name", lambda *_: "simulated"),
             ("get_device_capability", lambda *_: (9, 0)),
@@ -505,6 +581,7 @@ def simulated_device() -> Iterator[SimulatedDevice]:
         ):
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(torch, "autocast", _Autocast))
+        stack.enter_context(patch.object(threading.Thread, "run", _run_with_device))
         stack.enter_context(patch.object(torch._C, "_group_tensors_by_device_and_dtype", _group_tensors))
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         stack.enter_context(device)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import outrider.drafters.layers as layers
 import outrider.training.loss as loss
+import outrider.training.parallel as parallel
 from outrider.decoding.request import StopRules
 from outrider.drafters.base import DrafterWeights
 from outrider.drafters.dflash import BlockDrafter
@@ -89,7 +90,10 @@ def decoding(engine: Engine, requests: int, params: SamplingParams, prompt: int 
 
 
 def simulate_kernels(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention's compiled kernel and Triton's as one launch each, computed densely and by the torch version."""
+    """FlexAttention's compiled kernel and Triton's as one launch each, computed densely and by the torch version.
+
+    Draft layers, which are compiled on a GPU, run operation by operation.
+    """
     reduce_rows = loss.reduce_rows
 
     def flex(queries: Tensor, keys: Tensor, values: Tensor, block_mask: Any, enable_gqa: bool) -> Tensor:
@@ -107,6 +111,7 @@ def simulate_kernels(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -
             return transpose_ordered(*args)
 
     monkeypatch.setattr(layers, "_flex_kernel", lambda _: flex)
+    monkeypatch.setattr(parallel, "compiled", lambda function: function)
     transpose_ordered = flex_attention._transpose_ordered
     monkeypatch.setattr(flex_attention, "_transpose_ordered", transposed)
     monkeypatch.setattr(loss, "row_reducer", lambda logits_CV: reduce if logits_CV.is_cuda else reduce_rows)

@@ -21,11 +21,23 @@ from outrider.training.dataset import choose_draft_ids
 from outrider.training.features import measure_aux_scale
 from outrider.training.loss import BlockObjective
 from outrider.training.recipe import ObjectiveConfig, Precision, Recipe
-from outrider.training.setup import Run
+from outrider.training.setup import Run, fresh, new_drafter
 from outrider.training.trainer import Trainer
-from tests.toys.targets import toy_config, toy_samples
+from tests.toys.targets import toy_config, toy_samples, with_mask_token
 
 OPTIMIZER: dict[str, Any] = {"steps": 12, "sequences_per_step": 3, "anchors_per_sequence": 4, "learning_rate": 1e-2}
+# Fields of a small drafter of each method.
+SECTIONS: dict[str, dict[str, Any]] = {
+    "dspark": {"num_aux_layers": 2, "markov_rank": 6, "block_size": 4},
+    "dflash": {"num_aux_layers": 2, "block_size": 4},
+    "dflash2": {"num_aux_layers": 2, "block_size": 4, "selector_top_k": 8, "selector_rank": 8},
+    "eagle3": {"gamma": 3},
+    "peagle": {"gamma": 3},
+    "mtp": {"gamma": 3},
+    "medusa": {"num_heads": 3},
+    "hydra": {"num_heads": 3},
+}
+EXPERTS = {"num_aux_layers": 2, "markov_rank": 6, "block_size": 4, "n_routed_experts": 6}  # of dspark_v4
 
 
 def recipe(out: Path, **changes: Any) -> Recipe:
@@ -55,6 +67,19 @@ def make_run(target: Target, head: str = "vanilla", precision: Precision = "floa
     ids = choose_draft_ids(samples, 97, 60, frozenset({1}))
     objective = BlockObjective(target, ids, ObjectiveConfig(ce=1.0), precision)
     return Run(target, drafter, objective, ids, True, samples[2:], samples[:2])
+
+
+def fresh_trainer(method: str, out: Path, target: Target, **changes: Any) -> Trainer:
+    """A trainer of four steps of a fresh drafter of this method, whose fields `drafter` adds to `SECTIONS`."""
+    optimizer = {"steps": 4, "sequences_per_step": 4, "anchors_per_sequence": 5, "learning_rate": 1e-2}
+    own = (EXPERTS if method == "dspark_v4" else SECTIONS.get(method, {})) | changes.pop("drafter", {})
+    fields: dict[str, Any] = {"optimizer": optimizer, "eval_every": 2, "save_every": 2, "watch": {"decode_every": None}}
+    chosen = {"algorithm": method, "draft_vocab_size": 60, **own}
+    plan, samples, target = recipe(out, drafter=chosen, **(fields | changes)), toy_samples(14), with_mask_token(target)
+    torch.manual_seed(0)
+    start = fresh(new_drafter(plan, target), plan, target, samples)
+    objective = BlockObjective(target, start.draft_ids_Vd, plan.objective)
+    return Trainer(plan, Run(target, start.drafter, objective, start.draft_ids_Vd, True, samples[2:], samples[:2]))
 
 
 def on_policy_samples(target: Target, count: int, tokens: int = 16) -> list[Sample]:

@@ -310,5 +310,9 @@ def test_what_is_done_layer_by_layer_needs_layers(tmp_path: Path, field: str) ->
             prepare(recipe, stubbed())
     assert not (tmp_path / "out").exists()
     layered = Recipe.model_validate({**raw, "drafter": {"algorithm": "dflash", "num_aux_layers": 2}})
-    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens"):
+    with pytest.raises(ValueError, match="no GPU" if field == "compile" else r"data\.max_prompt_tokens"):
         prepare(layered, stubbed())
+    if field == "compile":
+        twice = Recipe.model_validate({**raw, "drafter": {"algorithm": "dflash_input", "num_aux_layers": 2}})
+        with pytest.raises(ValueError, match="dflash_input runs its context through the draft layers"):
+            prepare(twice, stubbed())

@@ -528,7 +528,10 @@ class DraftModule(Packable, ABC):
         drafts_trees: whether the drafter that serves it can be asked `with_trees` (it drafts chains itself).
         drafts_blocks: whether it drafts blocks of mask tokens, as DFlash does.
         block_variants: whether its layers and fields are DFlash's, whose faults `outrider doctor` looks for.
-        layers_run_once: whether a training forward runs each of `layers` once, as sharding them one by one asks.
+        layers_run_once: whether a training forward runs each of `layers` once, as sharding and compiling them one by
+            one ask.
+        counts_rows: whether a training forward counts its rows, as routers of experts do: batches are then not padded,
+            and layers not compiled.
         calibratable: as `Drafter.calibratable`.
         aux_weight: name of the weight [out, L * D (+ more)] whose first columns read the flattened aux hidden states /
             aux_scale.
@@ -541,6 +544,7 @@ class DraftModule(Packable, ABC):
     drafts_blocks: ClassVar[bool] = False
     block_variants: ClassVar[bool] = False
     layers_run_once: ClassVar[bool] = True
+    counts_rows: ClassVar[bool] = False
     calibratable: ClassVar[Calibratable] = None
     aux_weight: str | None = None
     config: Any

@@ -494,6 +494,7 @@ class DSparkV4(DSpark):
     reads_final_layer = True
     starts_from_target = False
     block_variants = False
+    counts_rows = True
     config: DSparkV4Config
 
     def __init__(self, config: DSparkV4Config) -> None:

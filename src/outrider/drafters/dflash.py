@@ -348,6 +348,7 @@ class DFlash(DraftModule):
             embedded_NKH: embeddings of [anchor, mask, ...] per block (see `block_tokens`).
             layout: where the blocks stand; decides positions and the mask.
         """
+        layout.prepare(embedded_NKH.shape[1], self.config.attention_patterns)
         rope = rope_table(layout.positions_S(), self.config.head_dim, self.config.rope_theta)
         source = BlockContext(self.context(aux_SLT), rope, layout)
         positions_NK = layout.block_positions_NK(embedded_NKH.shape[1])

@@ -6,6 +6,7 @@ see; `SwiGLU`; RoPE; draft layers that begin as the target's.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -136,6 +137,12 @@ class BlockLayout:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    def prepare(self, rows: int, patterns: Iterable[AttentionPattern]) -> None:
+        """Make the masks of blocks of so many rows, which compiled layers only look up."""
+        if kernel_of(self.anchors_N.device) is not split_attention:
+            for pattern in patterns:
+                _flex_mask_of(self, rows, rows, pattern=pattern)
+
     def positions_S(self) -> Tensor:
         """Absolute position of every context slot."""
         return torch.cat([torch.arange(length, device=self.anchors_N.device) for length in self.lengths])
@@ -240,15 +247,45 @@ def split_attention(
     return torch.cat(out)
 
 
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` compiled as one graph, for any sizes of its tensors; what cannot be is an error where it is called."""
+    # Otherwise it goes on uncompiled, attention with all scores in memory, once there are eight kinds of shapes.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    torch._dynamo.config.optimize_ddp = False  # it would cut graphs at the buckets of DDP, and has no FlexAttention
+    torch._functorch.config.force_non_lazy_backward_lowering = True  # or the backward would fail on its own, later
+    return torch.compile(function, fullgraph=True, dynamic=True)
+
+
+class Compilation:
+    """Calls compiled functions; from the first one that fails on, those that take their place, with one warning.
+
+    `instead`: what then happens, for the warning.
+    """
+
+    def __init__(self, instead: str) -> None:
+        self.instead, self.works = instead, True
+
+    def call(self, compiled: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        if self.works:
+            try:
+                return compiled(*inputs)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # of the compiler, of Triton, or of CUDA at a kernel's first launch
+                self.works = False
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                warnings.warn(f"{self.instead}, for torch.compile failed ({reason})", stacklevel=2)
+        return plain(*inputs)
+
+
+_fused = Compilation("draft attention in training goes sequence by sequence, slower than FlexAttention")
+
+
 @cache
-def _flex_kernel(compiled: bool) -> Any:
+def _flex_kernel(compile: bool) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    if not compiled:
-        return flex_attention
-    # Otherwise it goes on unfused, with all scores in memory, once it was compiled for eight kinds of shapes.
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    return torch.compile(flex_attention, dynamic=True)
+    return compiled(flex_attention) if compile else flex_attention
 
 
 def flex_block_attention(
@@ -260,20 +297,32 @@ def flex_block_attention(
     layout: BlockLayout,
     pattern: AttentionPattern = EVERYTHING,
 ) -> Tensor:
-    """The same attention through FlexAttention: one kernel for all sequences (compiled on CUDA, eager elsewhere)."""
+    """The same attention through FlexAttention: one kernel for all sequences.
+
+    On CUDA it is compiled, with the layer around it where that is; eager elsewhere.
+    """
     N, K, H, E = q_NKHE.shape
     J, G = block_k_NKGE.shape[1:3]
     keys = torch.cat((context_k_SGE, block_k_NKGE.flatten(0, 1))).transpose(0, 1)[None]
     values = torch.cat((context_v_SGE, block_v_NKGE.flatten(0, 1))).transpose(0, 1)[None]
     queries = q_NKHE.reshape(N * K, H, E).transpose(0, 1)[None]
-    if (K, J, pattern) not in layout.masks:
-        layout.masks[K, J, pattern] = _flex_mask(layout, K, J, pattern=pattern)
-    kernel = _flex_kernel(q_NKHE.device.type == "cuda")
-    out = kernel(queries, keys, values, block_mask=layout.masks[K, J, pattern], enable_gqa=H != G)
+    mask = _flex_mask_of(layout, K, J, pattern=pattern)
+    if torch.compiler.is_compiling():  # the layer around it
+        from torch.nn.attention.flex_attention import flex_attention as kernel
+    else:
+        kernel = _flex_kernel(q_NKHE.device.type == "cuda")
+    out = kernel(queries, keys, values, block_mask=mask, enable_gqa=H != G)
     return out[0].transpose(0, 1).reshape(N, K, H, E)
 
 
 _TILE = 128  # rows and keys of a tile of FlexAttention's kernels
+
+
+def _flex_mask_of(layout: BlockLayout, K: int, J: int, pattern: AttentionPattern) -> Any:
+    """`_flex_mask`, once a batch."""
+    if (K, J, pattern) not in layout.masks:
+        layout.masks[K, J, pattern] = _flex_mask(layout, K, J, pattern=pattern)
+    return layout.masks[K, J, pattern]
 
 
 def _flex_mask(layout: BlockLayout, K: int, J: int, pattern: AttentionPattern) -> Any:
@@ -328,7 +377,7 @@ def _flex_mask(layout: BlockLayout, K: int, J: int, pattern: AttentionPattern) -
 
 def kernel_of(device: torch.device) -> Callable[..., Tensor]:
     """What computes `block_attention` there."""
-    return flex_block_attention if device.type == "cuda" else split_attention
+    return flex_block_attention if device.type == "cuda" and _fused.works else split_attention
 
 
 def block_attention(
@@ -342,7 +391,10 @@ def block_attention(
 ) -> Tensor:
     """`split_attention`, on CUDA by one kernel."""
     tensors = q_NKHE, context_k_SGE, context_v_SGE, block_k_NKGE, block_v_NKGE
-    return kernel_of(q_NKHE.device)(*tensors, layout, pattern)
+    kernel = kernel_of(q_NKHE.device)
+    if kernel is split_attention or torch.compiler.is_compiling():
+        return kernel(*tensors, layout, pattern)
+    return _fused.call(kernel, split_attention, *tensors, layout, pattern)
 
 
 # ----------------------------------------------------------------------------

@@ -157,7 +157,8 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         self._memory = self._memory or torch.cuda.graph_pool_handle()
         try:
-            with torch.cuda.graph(graph, pool=self._memory):
+            # "thread_local": a thread that copies training batches meanwhile may allocate memory.
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 hidden_TD, aux_TLD = self._run(buffer, shape, kv)
         except RuntimeError as error:
             self.captures = False

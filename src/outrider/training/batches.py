@@ -11,13 +11,22 @@ response token but the last. A block supervises up to gamma following tokens of 
     random    any of them (DFlash, arXiv 2602.06036): blocks overlap, and each epoch sees others
     blocks    r_1 .. r_gamma | r_gamma+1 .. r_2 gamma | ..   only the tokens before these: the fixed partition of block
               diffusion, every response token in one block
+
+Padded, a batch has one more sequence behind the others, of zeros: the context slots and blocks that fill both numbers
+up to one of a few sizes. It supervises nothing, and attention never crosses sequences, so losses and gradients are
+those without it.
 Shapes: N blocks, K = gamma draft positions, S context slots, M supervised positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +39,7 @@ from outrider.training.recipe import OptimizerSection
 from outrider.utils.measure import on_device
 
 CPU = torch.device("cpu")
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,13 @@ class BlockBatch:
     target_hidden_NKD: Tensor
     lse_NK: Tensor
     argmax_NK: Tensor
+    blocks: int  # those that are no padding, the first ones
+
+    def used_by(self, stream: Any) -> None:
+        """Keep the memory of tensors that another stream made until this one is done with them."""
+        for value in (*vars(self).values(), self.layout.anchors_N, self.layout.sequence_N):
+            if isinstance(value, Tensor):
+                value.record_stream(stream)
 
 
 Chosen = tuple[int, list[int]]  # a sample's index and its anchor positions, ascending
@@ -199,12 +216,22 @@ def total_weight(chosen: Sequence[Chosen], samples: Sequence[Sample], weights_K:
     return (on_device(counts_K, weights_K.device) * weights_K).sum()
 
 
+_FEWEST = 128  # rows and keys of a tile of FlexAttention's kernels
+
+
+def padded_size(count: int) -> int:
+    """The size that so many blocks or context slots are padded to: eight in an octave, a multiple of 128."""
+    step = max(_FEWEST, (1 << (count - 1).bit_length()) // 16)
+    return -(-count // step) * step
+
+
 def build_batch(
     chosen: Sequence[Chosen],
     samples: Sequence[Sample],
     features: Sequence[Features],
     gamma: int,
     device: torch.device = CPU,
+    padded: bool = False,
 ) -> BlockBatch:
     """The batch of one forward, on `device`; context slots beyond a sample's last anchor are left out."""
     aux_layers, read, following, lengths, anchors, sequence = [], [], [], [], [], []
@@ -228,6 +255,16 @@ def build_batch(
         lengths.append(positions[-1])
         anchors.append(anchors_N)
         sequence.append(torch.full_like(anchors_N, number))
+    blocks = sum(map(len, anchors))
+    if padded:
+        N, S = padded_size(blocks) - blocks, padded_size(sum(lengths) + 1) - sum(lengths)
+        parts = (labels, previous, supervised, hidden, lse, argmax, read, following)
+        for part, size in zip(parts, [N] * 6 + [S] * 2, strict=True):
+            part.append(part[0].new_zeros(size, *part[0].shape[1:]))
+        aux_layers.append(aux_layers[0].new_zeros(S, *aux_layers[0].shape[1:]))
+        lengths.append(S)
+        anchors.append(torch.ones(N, dtype=torch.long))
+        sequence.append(torch.full((N,), len(chosen)))
 
     def there(parts: list[Tensor]) -> Tensor:
         return on_device(torch.cat(parts), device)
@@ -244,24 +281,79 @@ def build_batch(
         target_hidden_NKD=there(hidden),
         lse_NK=there(lse),
         argmax_NK=there(argmax),
+        blocks=blocks,
     )
 
 
-def idle_batch(drafter: DraftModule) -> BlockBatch:
-    """A batch of one empty block, for a rank without work that must take part in the others' collectives."""
-    config, device = drafter.config, drafter.aux_scale_L.device
-    nothing_N = torch.zeros(1, dtype=torch.long, device=device)
-    nothing_NK = nothing_N[:, None].expand(1, config.gamma)
+def idle_batch(drafter: DraftModule, padded: bool = False) -> BlockBatch:
+    """A batch of empty blocks, for a rank without work that must take part in the others' collectives."""
+    config, device, size = drafter.config, drafter.aux_scale_L.device, padded_size(1) if padded else 1
+    nothing_N = torch.zeros(size, dtype=torch.long, device=device)
+    nothing_NK = nothing_N[:, None].expand(size, config.gamma)
     return BlockBatch(
-        aux_SLD=torch.zeros(1, len(config.target_layer_ids), config.hidden_size, dtype=torch.float16, device=device),
+        aux_SLD=torch.zeros(size, len(config.target_layer_ids), config.hidden_size, dtype=torch.float16, device=device),
         tokens_S=nothing_N,
         next_tokens_S=nothing_N,
-        layout=BlockLayout([1], nothing_N + 1, nothing_N),
+        layout=BlockLayout([size], nothing_N + 1, nothing_N),
         previous_NK=nothing_NK,
         labels_NK=nothing_NK,
         supervised_NK=torch.ones_like(nothing_NK, dtype=torch.bool),
-        supervised_M=torch.arange(config.gamma, device=device),
-        target_hidden_NKD=torch.zeros(1, config.gamma, config.hidden_size, dtype=torch.float16, device=device),
-        lse_NK=torch.zeros(1, config.gamma, device=device),
+        supervised_M=torch.arange(size * config.gamma, device=device),
+        target_hidden_NKD=torch.zeros(size, config.gamma, config.hidden_size, dtype=torch.float16, device=device),
+        lse_NK=torch.zeros(size, config.gamma, device=device),
         argmax_NK=nothing_NK,
+        blocks=size,
     )
+
+
+# ----------------------------------------------------------------------------
+# The batches of coming forwards on a GPU, built ahead of their use.
+#
+#     caller    batch i trains  |  features of i+1 are there (features.step_features)  |  waits for the event of i+1
+#     thread                    |  rows are gathered on the host, copied on a stream of its own, event of i+1
+#
+# One batch ahead: memory holds two. The parts are asked for by the caller, in order, so what they draw and prefill does
+# not depend on the thread. On a CPU the thread would only take cores from the training step.
+# ----------------------------------------------------------------------------
+
+
+@contextmanager
+def built_ahead(
+    parts: Iterator[Part], build: Callable[[Part], BlockBatch], device: torch.device
+) -> Iterator[Iterator[BlockBatch]]:
+    """Yields an iterator over the batches of `parts`, in order.
+
+    An exception met while building is raised by the `next` that would have returned that batch.
+    """
+    if device.type != "cuda":
+        yield map(build, parts)
+        return
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+    try:
+        yield _built_by(thread, parts, build, device=device)
+    finally:
+        thread.shutdown(cancel_futures=True)
+
+
+def _built_by(
+    thread: ThreadPoolExecutor, parts: Iterator[Part], build: Callable[[Part], BlockBatch], device: torch.device
+) -> Iterator[BlockBatch]:
+    copying = torch.cuda.Stream(device)
+
+    def built(part: Part) -> tuple[BlockBatch, torch.cuda.Event]:
+        with torch.cuda.stream(copying):
+            batch, event = build(part), torch.cuda.Event()
+            event.record(copying)
+        return batch, event
+
+    def begin() -> Iterator[Future[tuple[BlockBatch, torch.cuda.Event]]]:
+        return (thread.submit(built, part) for part in islice(parts, 1))
+
+    coming = deque(begin())
+    while coming:
+        batch, event = coming.popleft().result()
+        coming.extend(begin())
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(event)
+        batch.used_by(stream)
+        yield batch

@@ -322,7 +322,7 @@ def measure_step(measured: MeasuredTarget, recipe: Recipe, prompt: int, response
     timed, held_out = (1, 1) if measured.brief else (_STEPS, _HELD_OUT)
     measured.say(f"measuring {timed + 1} training steps of {recipe.drafter.algorithm}")
     optimizer = recipe.optimizer.model_copy(update={"sequences_per_step": taken, "anchors_per_step": None})
-    recipe = recipe.model_copy(update={"optimizer": optimizer})
+    recipe = recipe.model_copy(update={"optimizer": optimizer, "compile": bool(recipe.compile)})  # takes minutes
     torch.manual_seed(recipe.seed)
     if recipe.start_from is None:
         drafter = new_drafter(recipe, target).to(target.device)

@@ -28,12 +28,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from outrider.drafters.base import DraftModule
+from outrider.drafters.layers import Compilation, compiled
 from outrider.target.hf import text_decoder
 from outrider.target.model import Target
 from outrider.training.batches import BlockBatch
 from outrider.training.loss import BlockObjective, ObjectiveOutput
 from outrider.training.recipe import Recipe
 from outrider.utils.distributed import Ranks, full_tensor
+from outrider.utils.measure import usable_device
 
 
 class _Forward(nn.Module):
@@ -54,7 +56,7 @@ def draft_layers(drafter: DraftModule) -> list[nn.Module]:
 
 
 def check_layers(drafter: DraftModule, recipe: Recipe) -> None:
-    """Refuse checkpointing and compiling by layer for drafters without layers.
+    """Refuse checkpointing and compiling by layer where there are no layers, and compiling for a CPU.
 
     Raises:
         ValueError: the recipe asks for it.
@@ -66,19 +68,45 @@ def check_layers(drafter: DraftModule, recipe: Recipe) -> None:
                 f"{name}=true works on draft layers one by one, and a drafter of kind {drafter.algorithm} has no stack "
                 f"of them: leave {name} out."
             )
+    if recipe.compile and not drafter.layers_run_once:
+        raise ValueError(
+            f"compile=true: a drafter of kind {drafter.algorithm} runs its context through the draft layers, sequence "
+            "by sequence, which is no single graph: leave compile out."
+        )
+    if recipe.compile and drafter.counts_rows:
+        raise ValueError(
+            f"compile=true: a drafter of kind {drafter.algorithm} sorts rows by expert, which is no single graph: leave "
+            "compile out."
+        )
+    if recipe.compile and usable_device(recipe.device).type != "cuda":
+        raise ValueError("compile=true compiles draft layers for CUDA, and this run has no GPU: leave compile out.")
+
+
+def compiles(drafter: DraftModule, recipe: Recipe, device: torch.device) -> bool:
+    """Whether the draft layers are compiled: as the recipe says, else on a GPU where they can be."""
+    if recipe.compile is not None:
+        return recipe.compile
+    graphs = bool(draft_layers(drafter)) and drafter.layers_run_once and not drafter.counts_rows
+    return device.type == "cuda" and graphs
 
 
 class ParallelStep:
-    """Computes a rank's part of a step. The drafter is changed in place: layers checkpointed, compiled, sharded."""
+    """Computes a rank's part of a step. The drafter is changed in place: layers compiled, checkpointed, sharded.
+
+    Attributes:
+        padded: whether batches are padded, so that what is compiled sees few shapes.
+    """
 
     def __init__(self, drafter: DraftModule, objective: BlockObjective, recipe: Recipe, ranks: Ranks) -> None:
         self.ranks = ranks
         ranks.copy_from_main([*drafter.parameters(), *drafter.buffers()])
-        for layer in draft_layers(drafter):
-            if recipe.optimizer.checkpoint_activations:
+        compiling = compiles(drafter, recipe, ranks.device)
+        self.padded = compiling or (ranks.device.type == "cuda" and not drafter.counts_rows)
+        if compiling:
+            _compile_layers(draft_layers(drafter), required=recipe.compile is not None)
+        if recipe.optimizer.checkpoint_activations:
+            for layer in draft_layers(drafter):
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-            if recipe.compile:
-                layer.compile(dynamic=True)
         self.forward: Callable[..., ObjectiveOutput] = partial(objective, drafter)
         if ranks.grouped and recipe.parallel == "fsdp":
             gathered = torch.bfloat16 if recipe.precision == "bfloat16" else None
@@ -113,6 +141,19 @@ class ParallelStep:
                 yield
         else:
             yield
+
+
+def _compile_layers(layers: Sequence[Any], required: bool) -> None:
+    """Let layers of one class share one compiled forward, as hooks and shards find it.
+
+    Args:
+        required: what cannot be compiled is an error; otherwise layers run as they are.
+    """
+    forwards = {kind: compiled(kind.forward) for kind in {type(layer) for layer in layers}}
+    tried = Compilation("draft layers run uncompiled")
+    for layer in layers:
+        fast = partial(forwards[type(layer)], layer)
+        layer.forward = fast if required else partial(tried.call, fast, layer.forward)
 
 
 def _shard(forward: _Forward, param_dtype: torch.dtype | None) -> nn.Module:

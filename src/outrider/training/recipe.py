@@ -231,8 +231,8 @@ class Recipe(Section):
     """Under torchrun; auto is ddp."""
     shard_target: bool = False
     """Spread the target's layers over the ranks."""
-    compile: bool = False
-    """torch.compile the draft layers (CUDA)."""
+    compile: bool | None = None
+    """torch.compile the draft layers. null: on CUDA where they can be, uncompiled with a warning where that fails."""
     feature_cache_gb: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
     """Features in memory, wherever they come from; auto: a quarter of the free memory (utils/machine.py)."""
     features: FeaturesSection = FeaturesSection()

@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,16 @@ from torch import nn
 
 from outrider.checkpoints.checkpoint import Checkpoint, read_metadata, save_drafter
 from outrider.drafters.base import DrafterWeights
-from outrider.training.batches import Chosen, Schedule, build_batch, idle_batch, micro_batches, total_weight
+from outrider.training.batches import (
+    BlockBatch,
+    Chosen,
+    Schedule,
+    build_batch,
+    built_ahead,
+    idle_batch,
+    micro_batches,
+    total_weight,
+)
 from outrider.training.feature_store import open_features, samples_digest
 from outrider.training.features import FeatureCache, Features, FeatureSource, step_features
 from outrider.training.logging import Meters, MetricsLog, progress_bar, sparkline
@@ -187,13 +196,14 @@ class Trainer:
                 progress_bar(main) as bar,
                 self.signal,
                 step_features(source, wanted) as fetched,
+                self._batches(range(first, last), fetched) as batches,
             ):
                 if not first and self.run.origin:
                     self._evaluate_start(log)
                 losses: list[float] = []
                 task = bar.add_task("train", total=self.recipe.optimizer.steps, completed=first, status="")
                 for done in range(first + 1, last + 1):
-                    report = self._step(done - 1, fetched)
+                    report = self._step(done - 1, batches)
                     self.seconds = time.perf_counter() - started
                     stop = self._after_step(done, report, done == last, log=log)
                     tau = self.last_metrics.get("expected_length_greedy", 1)
@@ -216,10 +226,11 @@ class Trainer:
         Args:
             features: taken for those of every sample, held-out ones too; all are as long as these.
         """
-        for step in range(steps + 1):
-            self._step(step, iter([[features] * sum(map(len, self._share(step)))]))
-            if not step:
-                self.meters.window()
+        with self._batches(range(steps + 1), repeat(repeat(features))) as batches:
+            for step in range(steps + 1):
+                self._step(step, batches)
+                if not step:
+                    self.meters.window()
         with self.meters.evaluation:
             self._metrics([features] * len(self.run.held_out))
         return self.meters.window()
@@ -230,24 +241,40 @@ class Trainer:
         limits = config.max_anchors_per_forward, config.max_context_per_forward
         return micro_batches(self.schedule.step(step), self.ranks.world, *limits)[self.ranks.rank]
 
-    def _step(self, step: int, fetched: Iterator[list[Features]]) -> StepReport:
-        """One optimizer step; `fetched` yields the features of this rank's samples, step by step."""
+    def _batches(
+        self, steps: Iterable[int], fetched: Iterator[Iterable[Features]]
+    ) -> AbstractContextManager[Iterator[BlockBatch]]:
+        """The batches of this rank's micro-batches; `fetched` yields the features of its samples, step by step."""
+        return built_ahead(self._parts(steps, fetched), self._built, self.ranks.device)
+
+    def _parts(
+        self, steps: Iterable[int], fetched: Iterator[Iterable[Features]]
+    ) -> Iterator[tuple[list[Chosen], list[Features]]]:
+        for step in steps:
+            with self.meters.features, self.lock_step:
+                features = iter(next(fetched))
+            for chosen in self._share(step):
+                yield chosen, [next(features) for _ in chosen]
+
+    def _built(self, part: tuple[list[Chosen], list[Features]]) -> BlockBatch:
+        (chosen, features), drafter, padded = part, self.run.drafter, self.parallel.padded
+        if not chosen:
+            return idle_batch(drafter, padded)
+        device = self.ranks.device
+        return build_batch(chosen, self.run.samples, features, gamma=drafter.config.gamma, device=device, padded=padded)
+
+    def _step(self, step: int, batches: Iterator[BlockBatch]) -> StepReport:
+        """One optimizer step on the next batches."""
         drafter, samples, config = self.run.drafter, self.run.samples, self.recipe.optimizer
         weight = total_weight(self.schedule.step(step), samples, self.weights_K)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, config)
         self.optimizer.zero_grad(set_to_none=True)
-        with self.meters.features, self.lock_step:
-            features = iter(next(fetched))
         sums = torch.zeros(5, dtype=torch.float64, device=self.ranks.device)  # ..., positions, signals
         share = self._share(step)
         for number, part in enumerate(share, start=1):
+            batch = next(batches)
             with self.meters.forward_backward:
-                seen = [next(features) for _ in part]
-                if part:
-                    batch = build_batch(part, samples, seen, gamma=drafter.config.gamma, device=self.ranks.device)
-                else:
-                    batch = idle_batch(drafter)
                 drafter.train(bool(part))  # routers do not count the rows of an idle batch
                 output = self.parallel.backward(
                     batch, weight, last=number == len(share), counts=bool(part), progress=step / config.steps
@@ -256,7 +283,7 @@ class Trainer:
                     values = output.loss.detach(), output.agreement_N.sum(), output.acceptance_N.sum()
                     sums[:3] += torch.stack(values)
                     sums[3] += len(output.agreement_N)
-                    self.meters.count(len(output.agreement_N), len(batch.previous_NK))
+                    self.meters.count(len(output.agreement_N), batch.blocks)
         sums[4] = bool(self.signal.received)
         loss, agreement, acceptance, positions, signals = self.ranks.sum(sums).tolist()
         self._check_finite("loss", loss, step)
@@ -346,6 +373,7 @@ class Trainer:
             drafter.config.gamma,
             anchors_per_sample=_HELD_OUT_ANCHORS,
             device=self.ranks.device,
+            padded=self.parallel.padded,
         )
         return held_out_metrics(drafter, self.run.objective, batches)
 

@@ -40,12 +40,13 @@ def held_out_batches(
     gamma: int,
     anchors_per_sample: int,
     device: torch.device,
+    padded: bool = False,
 ) -> Iterator[BlockBatch]:
     """One batch per sample, at the same anchors whenever it is asked for."""
     schedule = Schedule(samples, 1, anchors_per_sample, seed=0)
     for index in range(len(samples)):
         chosen = [(index, schedule.anchors(index, 0))]
-        yield build_batch(chosen, samples, [features[index]], gamma=gamma, device=device)
+        yield build_batch(chosen, samples, [features[index]], gamma=gamma, device=device, padded=padded)
 
 
 @torch.no_grad()
@@ -59,9 +60,9 @@ def held_out_metrics(drafter: DraftModule, compute: BlockObjective, batches: Ite
     for batch in batches:
         output = compute(drafter, batch)
         losses.append(output.loss.item())
-        greedy.append(scatter(output.agreement_N, batch.supervised_NK))
-        sampled.append(scatter(output.acceptance_N, batch.supervised_NK))
-        counted.append(batch.supervised_NK)
+        greedy.append(scatter(output.agreement_N, batch.supervised_NK)[: batch.blocks])
+        sampled.append(scatter(output.acceptance_N, batch.supervised_NK)[: batch.blocks])
+        counted.append(batch.supervised_NK[: batch.blocks])
     greedy_NK, sampled_NK, counted_NK = torch.cat(greedy), torch.cat(sampled), torch.cat(counted)
     result = {
         "loss": sum(losses) / len(losses),
