@@ -19,7 +19,10 @@ from torch import Tensor
 from outrider.decoding.generate import generate, stream
 from outrider.decoding.request import StopRules
 from outrider.decoding.structured import Grammar
+from outrider.drafters.base import DrafterWeights
+from outrider.drafters.dflash import BlockDrafter
 from outrider.drafters.draft import Draft
+from outrider.drafters.dspark import DSpark
 from outrider.engine.batch import Request
 from outrider.engine.engine import Engine, default_config
 from outrider.engine.scheduler import EngineConfig
@@ -35,7 +38,7 @@ from outrider.utils.measure import on_device
 from tests.gpu.simulated import SimulatedDevice, simulated_device
 from tests.gpu.toys import MOST_GRAPHED, MOST_LAUNCHES, MOST_SYNCS, SAMPLED, decoding, deep_target, dspark
 from tests.toys.engine import finish, prompts, toy_drafter
-from tests.toys.targets import toy_target
+from tests.toys.targets import randomise, toy_config, toy_target
 from tests.toys.trees import random_tree
 
 
@@ -311,3 +314,67 @@ def test_weights_are_on_the_device_once(device: SimulatedDevice) -> None:
         attention.v_proj.weight.untyped_storage().data_ptr(),
     }
     assert len(fused) == 3 and len(storages) == 1
+
+
+# ----------------------------------------------------------------------------
+# Drafts: the keys of all requests are in one pool, and attention is one call a layer.
+# ----------------------------------------------------------------------------
+
+
+def test_launches_of_a_draft_do_not_grow_with_requests(device: SimulatedDevice) -> None:
+    """The target's step is one graph; what is left are the launches of drafts, their keys and verification."""
+    launches = {}
+    for requests in (1, 32):
+        target = deep_target(6)
+        engine = Engine(target, dspark(target), config=EngineConfig(32, 512))
+        step_of(device, engine, requests, SamplingParams())
+        launches[requests] = device.counts.launches
+        assert device.counts.operations["aten::scaled_dot_product_attention"] == 5, "one a draft layer"
+    assert launches[32] <= 1.3 * launches[1], launches
+
+
+KINDS: dict[str, Any] = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"sliding_window": 7}, KINDS, {**KINDS, "is_causal": None}, {"is_causal": True, "sample_from_anchor": False}],
+)
+def test_blocks_in_a_pool_are_those_of_the_cpu(device: SimulatedDevice, changes: dict[str, Any]) -> None:
+    """Requests of uneven lengths and capacities that come and go, windows that have turned over, shorter blocks."""
+    weights = DSpark(toy_config(**changes))
+    randomise(weights)
+    target = toy_target("qwen3")
+    here = BlockDrafter(DrafterWeights(weights), target)
+    there_target = Target(target.model.to("cuda"), None, target.name)
+    there = BlockDrafter(DrafterWeights(weights.to("cuda")), there_target)
+    assert there.pool is not None and here.pool is None
+    generator = torch.Generator().manual_seed(0)
+    sessions: list[tuple[Any, Any]] = []
+
+    def grow(counts: Sequence[int]) -> None:
+        aux_TLD = torch.randn(sum(counts), 3, 32, generator=generator)
+        tokens = [[0] * count for count in counts]
+        here.extend([one for one, _ in sessions], tokens, aux_TLD)
+        there.extend([other for _, other in sessions], tokens, aux_TLD.to("cuda"))
+
+    def compare(mine: BlockDrafter, theirs: BlockDrafter) -> None:
+        anchors = list(range(5, 5 + len(sessions)))
+        expected = mine.block_hidden([one for one, _ in sessions], anchors)
+        found = theirs.block_hidden([other for _, other in sessions], anchors).cpu()
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+    for capacity, counts in ((40, [0]), (90, [9, 60]), (23, [1, 17, 5]), (30, [3, 1, 0, 24])):
+        sessions.append((here.new_session(capacity), there.new_session(capacity)))
+        grow(counts)
+        compare(here, there)
+        compare(here.of_length(2), there.of_length(2))
+    pages = there.pool.layers[0].shape[2]
+    del sessions[1]
+    for _ in range(3):
+        sessions.append((here.new_session(40), there.new_session(40)))
+        grow([2] * (len(sessions) - 1) + [8])
+        compare(here, there)
+        del sessions[-1]
+    assert there.pool.layers[0].shape[2] == pages, "pages of forgotten sessions are used again"

@@ -3260,6 +3260,68 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
+        "training/batches.py",
+        "tests/gpu/test_training.py::test_a_run_with_batches_built_ahead_is_exact_and_resumes",
+        (
+            "gpu_batch_read_before_it_is_copied",
+            "training does not wait for the event of a batch that another stream copies",
+            "        stream.wait_event(event)",
+            "        pass",
+        ),
+        (
+            "gpu_batch_memory_given_away",
+            "the memory of a batch may be reused while training reads it",
+            "        batch.used_by(stream)",
+            "        pass",
+        ),
+    ),
+    *_of(
+        "training/batches.py",
+        "tests/training/test_padding.py::test_padding_changes_no_loss_no_figure_and_no_gradient",
+        (
+            "padding_counts_in_metrics",
+            "held-out metrics are means over the blocks that fill up a batch as well",
+            "        blocks=blocks,",
+            "        blocks=sum(map(len, anchors)),",
+        ),
+    ),
+    *_of(
+        "training/parallel.py",
+        "tests/training/test_padding.py::test_training_goes_on_uncompiled_with_one_warning",
+        (
+            "compiling_is_required_by_default",
+            "training ends where draft layers cannot be compiled, though nobody asked for that",
+            "fast if required else partial(tried.call, fast, layer.forward)",
+            "fast",
+        ),
+    ),
+    *_of(
+        "drafters/layers.py",
+        "tests/training/test_padding.py::test_layers_are_one_graph_each_compiled_in_the_first_epoch_alone",
+        (
+            "layers_compiled_per_shape",
+            "draft layers are compiled anew for every size of a batch",
+            "torch.compile(function, fullgraph=True, dynamic=True)",
+            "torch.compile(function, fullgraph=True, dynamic=False)",
+        ),
+    ),
+    *_of(
+        "drafters/layers.py",
+        "tests/gpu/test_decoding.py::test_blocks_in_a_pool_are_those_of_the_cpu",
+        (
+            "gpu_draft_sees_what_no_slot_holds",
+            "where the window of one request has turned over, drafts of the others see slots that hold nothing yet",
+            "held_RN = (slot_N < slots_R1) & (position_N >= 0)",
+            "held_RN = slot_N < slots_R1",
+        ),
+        (
+            "gpu_draft_pages_never_free",
+            "the pages of a forgotten session are not used again",
+            "        finalize(session, self._free.extend, pages)",
+            "        pass",
+        ),
+    ),
+    *_of(
         "evaluation/evaluate.py",
         "tests/evaluation/test_verdict.py::test_a_tie_is_as_wide_as_the_type_is_coarse",
         (

@@ -47,9 +47,11 @@ from outrider.drafters.layers import (
     BlockLayout,
     CachedKeys,
     DraftKV,
+    DraftPool,
     DraftSession,
     KeySource,
     LayerConfig,
+    PooledKeys,
     Rope,
     SwiGLU,
     block_attention,
@@ -406,8 +408,8 @@ class DFlash(DraftModule):
 #     extend    W_c, norm, then K and V of every layer -> appended to each session's cache
 #     propose   one block of K rows per request over [context KV ; block KV] -> sampling chain -> drafts
 #
-# Requests share every matrix product; only attention goes one by one. Block keys and values are written behind the
-# context and forgotten: a session's length moves only with committed features.
+# Requests share every matrix product; only attention goes one by one, on a GPU not even that (`DraftPool`). Block keys
+# and values are written behind the context and forgotten: a session's length moves only with committed features.
 # Shapes: R requests, T new tokens, L aux layers, K block rows, H draft hidden.
 # ----------------------------------------------------------------------------
 
@@ -415,10 +417,14 @@ class DFlash(DraftModule):
 class BlockDrafter(ModuleDrafter[DFlash]):
     """Serves DFlash or DSpark for one target."""
 
+    pools: ClassVar[bool] = True  # on a GPU
+
     def __init__(self, weights: DrafterWeights, target: Target, calibration: DraftCalibration = UNCALIBRATED) -> None:
         super().__init__(weights, target, calibration)
         config = weights.config
         self.head = capped(self.head, config.output_multiplier, config.final_logit_softcapping)
+        pooled = self.pools and self.device.type == "cuda"
+        self.pool = DraftPool(config, config.attention_patterns, self.device) if pooled else None
 
     def of_length(self, gamma: int) -> BlockDrafter:
         """The same weights with blocks of `gamma` drafts, sessions in common; fewer than its own."""
@@ -433,6 +439,8 @@ class BlockDrafter(ModuleDrafter[DFlash]):
         """Empty draft KV caches for one request of at most `capacity` committed tokens, or a layer's window of them."""
         config, rows = self.config, self.config.block_size
         seen = [capacity if p.window is None else min(capacity, p.window - 1) for p in config.attention_patterns]
+        if self.pool is not None:
+            return self.pool.session([count + rows for count in seen])
         return DraftSession([DraftKV(config, count + rows, self.device) for count in seen])
 
     def extend(self, sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
@@ -441,7 +449,13 @@ class BlockDrafter(ModuleDrafter[DFlash]):
         counts = [len(part) for part in tokens]
         starts = [session.length for session in sessions]
         rope = self.rope([i for s, n in zip(starts, counts, strict=True) for i in range(s, s + n)])
+        rows = [] if self.pool is None else self.pool.rows_of(sessions, counts)
         for i, (k, v) in enumerate(self.module.context_keys_values(aux_TLD.float(), rope)):
+            if self.pool is not None:
+                places_T, kept_T = rows[i]
+                k, v = (k, v) if kept_T is None else (k[kept_T], v[kept_T])
+                self.pool.write(i, places_T, k, v)
+                continue
             for session, keys, values in zip(sessions, k.split(counts), v.split(counts), strict=True):
                 session.caches[i].write(session.length, keys, values)
         for session, count in zip(sessions, counts, strict=True):
@@ -450,7 +464,9 @@ class BlockDrafter(ModuleDrafter[DFlash]):
     def block_hidden(self, sessions: Sequence[DraftSession], anchors: Sequence[int]) -> Tensor:
         """One block pass: normed hidden states of the prediction rows, [R, gamma, H]. No cache grows."""
         K, lengths = self.config.block_size, [session.length for session in sessions]
-        source = CachedKeys(sessions, lengths, [K] * len(sessions))
+        source: KeySource = CachedKeys(sessions, lengths, [K] * len(sessions))
+        if self.pool is not None:
+            source = PooledKeys(self.pool, sessions, K)
         tokens_RK = self.module.block_tokens(on_device(anchors, self.device))
         cos_NE, sin_NE = self.rope([length + k for length in lengths for k in range(K)])
         rope = cos_NE.unflatten(0, tokens_RK.shape), sin_NE.unflatten(0, tokens_RK.shape)

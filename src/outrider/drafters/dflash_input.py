@@ -144,6 +144,7 @@ class DFlashInput(DFlash):
 class DFlashInputDrafter(BlockDrafter):
     """Serves one such drafter: committed tokens pass through the layers, and their keys and values stay."""
 
+    pools = False  # context rows attend as well, prompts of any length among them
     module: DFlashInput
 
     def extend(self, sessions: Sequence[DraftSession], tokens: Sequence[Sequence[int]], aux_TLD: Tensor | None) -> None:
