@@ -2097,8 +2097,8 @@ MUTANTS: list[Mutant] = [
         (
             "serving_window_one_more",
             "serving shows one position more of the context than training",
-            "(distance_KS < pattern.window)",
-            "(distance_KS <= pattern.window)",
+            "(distance < pattern.window)",
+            "(distance <= pattern.window)",
         ),
         (
             "draft_rope_angles_interleaved",
