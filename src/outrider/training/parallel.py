@@ -75,8 +75,8 @@ def check_layers(drafter: DraftModule, recipe: Recipe) -> None:
         )
     if recipe.compile and drafter.counts_rows:
         raise ValueError(
-            f"compile=true: a drafter of kind {drafter.algorithm} sorts rows by expert, which is no single graph: leave "
-            "compile out."
+            f"compile=true: a drafter of kind {drafter.algorithm} sorts rows by expert, which is no single graph: "
+            "leave compile out."
         )
     if recipe.compile and usable_device(recipe.device).type != "cuda":
         raise ValueError("compile=true compiles draft layers for CUDA, and this run has no GPU: leave compile out.")
