@@ -7,7 +7,7 @@ The host waits at most 3 times in a greedy step and 5 times in a sampled one, ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, cast
@@ -321,16 +321,34 @@ def test_weights_are_on_the_device_once(device: SimulatedDevice) -> None:
 # ----------------------------------------------------------------------------
 
 
-def test_launches_of_a_draft_do_not_grow_with_requests(device: SimulatedDevice) -> None:
-    """The target's step is one graph; what is left are the launches of drafts, their keys and verification."""
-    launches = {}
+@pytest.mark.parametrize("kind", ["greedy", "plain"])
+def test_launches_of_a_draft_do_not_grow_with_requests(
+    device: SimulatedDevice, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target's step is one graph; verification of sampled drafts does grow."""
+    drafting: list[int] = []
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counts(*arguments: Any) -> Any:
+            before = device.counts.launches
+            found = call(*arguments)
+            drafting.append(device.counts.launches - before)
+            return found
+
+        return counts
+
+    for name in ("propose", "extend"):
+        monkeypatch.setattr(BlockDrafter, name, counted(getattr(BlockDrafter, name)))
+    launches, drafts = [], []
     for requests in (1, 32):
         target = deep_target(6)
         engine = Engine(target, dspark(target), config=EngineConfig(32, 512))
-        step_of(device, engine, requests, SamplingParams())
-        launches[requests] = device.counts.launches
+        step_of(device, engine, requests, SAMPLED.get(kind, SamplingParams()))
+        launches.append(device.counts.launches)
+        drafts.append(drafting[-2:])
         assert device.counts.operations["aten::scaled_dot_product_attention"] == 5, "one a draft layer"
-    assert launches[32] <= 1.3 * launches[1], launches
+    assert drafts[0] == drafts[1] and min(drafts[0]) > 0
+    assert kind != "greedy" or launches[1] <= 1.3 * launches[0], launches
 
 
 KINDS: dict[str, Any] = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6}
