@@ -82,6 +82,17 @@ def test_a_step_with_experts_waits_once_more_for_each_layer(device: SimulatedDev
     assert device.counts.syncs <= MOST_SYNCS + 3, device.counts.report()
 
 
+def test_experts_are_balanced_by_the_rows_that_there_are(device: SimulatedDevice, tmp_path: Path) -> None:
+    """As on the CPU, where batches are not padded."""
+    found = []
+    for where in ("cuda", "cpu"):
+        trainer = on(where, "dspark_v4", tmp_path / where)
+        steps_of(trainer, 3)
+        layers: Any = trainer.run.drafter.layers
+        found.append([bias for layer in layers for bias in layer.ffn.gate.bias.tolist()])
+    assert found[0] == pytest.approx(found[1]) and any(found[0])
+
+
 def test_the_feature_cache_counts_what_pinned_memory_takes(device: SimulatedDevice, tmp_path: Path) -> None:
     """PyTorch gives it in powers of two."""
     run = on("cuda", "dspark", tmp_path).run

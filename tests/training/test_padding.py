@@ -247,6 +247,7 @@ def test_what_was_asked_for_is_compiled_or_an_error(tmp_path: Path, monkeypatch:
         ("dspark", True, "cpu", True),
         ("eagle3", None, "cuda", False),
         ("dflash_input", None, "cuda", False),
+        ("dspark_v4", None, "cuda", False),
     ],
 )
 def test_layers_are_compiled_on_a_gpu_by_default(
