@@ -454,7 +454,7 @@ class BlockDrafter(ModuleDrafter[DFlash]):
             if self.pool is not None:
                 places_T, kept_T = rows[i]
                 k, v = (k, v) if kept_T is None else (k[kept_T], v[kept_T])
-                self.pool.write(i, places_T, k, v)
+                self.pool.write(i, places_T, keys_values=(k, v))
                 continue
             for session, keys, values in zip(sessions, k.split(counts), v.split(counts), strict=True):
                 session.caches[i].write(session.length, keys, values)

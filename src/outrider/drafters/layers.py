@@ -580,9 +580,9 @@ class DraftPool:
             self.layers = [F.pad(pool, (0, 0, 0, more * _PAGE)) for pool in self.layers]
         self._free += reversed(range(there, there + more))
 
-    def write(self, layer: int, rows_T: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> None:
-        """Put keys and values of tokens into these rows."""
-        self.layers[layer].index_copy_(2, rows_T, torch.stack((k_TGE, v_TGE)).transpose(1, 2))
+    def write(self, layer: int, rows_T: Tensor, *, keys_values: tuple[Tensor, Tensor]) -> None:
+        """Put keys and values of tokens, [T, G, E] each, into these rows."""
+        self.layers[layer].index_copy_(2, rows_T, torch.stack(keys_values).transpose(1, 2))
 
     def rows_of(self, sessions: Sequence[DraftSession], counts: Sequence[int]) -> list[tuple[Tensor, Tensor | None]]:
         """Layer by layer, where new tokens behind the committed ones belong, and which of the new ones these are.
@@ -625,7 +625,7 @@ class PooledKeys:
         if pattern not in self._shared:
             self._shared[pattern] = self._of(pattern, layer, queries=Q // k_RKGE.shape[2])
         new_X, gathered_X, mask = self._shared[pattern]
-        self.pool.write(layer, new_X, k_RKGE.flatten(0, 1), v_RKGE.flatten(0, 1))
+        self.pool.write(layer, new_X, keys_values=(k_RKGE.flatten(0, 1), v_RKGE.flatten(0, 1)))
         gathered = self.pool.layers[layer].index_select(2, gathered_X).unflatten(2, (R, -1)).transpose(1, 2)
         folded = q_RKQE.transpose(1, 2).reshape(R, k_RKGE.shape[2], -1, E)  # rows: query group x K
         out = F.scaled_dot_product_attention(folded, gathered[0], gathered[1], attn_mask=mask)
