@@ -656,16 +656,18 @@ def _sampled_text(replay: Replay, answers: Sequence[Answer]) -> Finding:
         return skipped("no sampled answers")
     found = [replay.surprise(index) for index in sampled]
     excess, deviation = sum(e for e, _ in found), math.sqrt(sum(v for _, v in found))
-    figure = f"the log-probability of {tokens} sampled tokens is {-excess / tokens:+.2f} a token against drawn ones'"
     if excess > _UNLIKELY * deviation and excess > _LESS_LIKELY * tokens:
         return fault(
-            f"{figure}, {excess / max(deviation, 1e-9):.0f} standard deviations below",
+            f"{tokens} sampled tokens are {excess / tokens:.2f} nats a token less likely than tokens drawn from the "
+            f"target ({excess / max(deviation, 1e-9):.0f} standard deviations)",
             "Sampled text is not drawn from this target's distribution: another model, or a verification that loses "
             "the temperature. vLLM 0.32 on a CPU reads temperature, top-k and top-p of drafts from memory that nobody "
             "wrote (docs/engines: vllm-cpu-sampled-drafts). Sampled answers are left out of what follows.",
             "Ask at temperature 0, or serve sampled requests without the drafter until the engine is repaired.",
         )
-    return ok(figure)
+    return ok(
+        f"{tokens} sampled tokens are as likely as tokens drawn from the target ({-excess / tokens:+.2f} nats a token)"
+    )
 
 
 def _differences(
