@@ -617,8 +617,10 @@ def _examined(place: Place, url: str, threads: int, asked: Sequence[str]) -> dic
     return {**measured, **json.loads(report.read_text())}
 
 
-def _outcome(case: Case, found: dict[str, Any]) -> dict[str, Any]:
-    """What the results keep of a report."""
+def _outcome(place: Place, found: dict[str, Any]) -> dict[str, Any]:
+    """What the results keep of a report; `work` stands in for the directory's path."""
+    case = place.case
+    findings = [{k: f[k] for k in ("check", "status", "figure")} for f in found["findings"]]
     named = [cause["cause"] for cause in found["causes"]]
     return {
         "case": case.name,
@@ -632,7 +634,7 @@ def _outcome(case: Case, found: dict[str, Any]) -> dict[str, Any]:
         "seconds": found["seconds"],
         "processor_seconds": found["processor_seconds"],
         "accepted_length": found["server"].get("accepted_length"),
-        "findings": [{k: f[k] for k in ("check", "status", "figure")} for f in found["findings"]],
+        "findings": [one | {"figure": one["figure"].replace(str(place.work), "work")} for one in findings],
     }
 
 
@@ -675,7 +677,7 @@ def run(
         place, started = Place(work.resolve(), case), time.perf_counter()
         try:
             with _serving(place, threads) as url:
-                outcome = _outcome(case, _examined(place, url, threads, shlex.split(asked)))
+                outcome = _outcome(place, _examined(place, url, threads, shlex.split(asked)))
         except (ValueError, RuntimeError, subprocess.CalledProcessError) as error:
             print(f"{case.name}: {error}", flush=True)
             continue
