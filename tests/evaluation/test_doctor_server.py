@@ -411,7 +411,7 @@ def test_a_server_that_stops_answering_is_judged_by_what_it_said(
 
     monkeypatch.setattr(app.Answer, "collect", collect)
     with asking(alphabet_pair, target) as client:
-        client.timeout = 1.5 if reason == "ReadTimeout" else 60
+        client.timeout = 3 if reason == "ReadTimeout" else 60
         report = examine_server(client, weights, questions)
     found = by_check(report)
     assert found["answers"].status == "warning" and "6 of 10 questions" in found["answers"].figure
