@@ -200,11 +200,11 @@ def sinkhorn(logits_Xnn: Tensor, iterations: int, eps: float) -> Tensor:
     return matrix
 
 
-class StreamReader(nn.Module):
-    """Weighs the streams and adds them up: a^T X with a = sigmoid(scale W unit(X) + base) + eps, in float32.
+class StreamMaps(nn.Module):
+    """What is computed from the streams: a^T X with a = sigmoid(scale W unit(X) + base) + eps, and more, in float32.
 
     Args:
-        outputs: rows of W; more than there are streams in the subclass.
+        outputs: rows of W.
         scales: numbers in `scale`.
     """
 
@@ -223,12 +223,19 @@ class StreamReader(nn.Module):
         """[X, H]"""
         return ((torch.sigmoid(logits_Xn) + self.eps)[..., None] * streams_XnH).sum(-2)
 
+
+class StreamReader(StreamMaps):
+    """Weighs the streams and adds them up."""
+
+    def __init__(self, config: DSparkV4Config) -> None:
+        super().__init__(config, config.hc_mult)
+
     def forward(self, streams_XnH: Tensor) -> Tensor:
         with torch.autocast(streams_XnH.device.type, enabled=False):
             return self.read(streams_XnH, self.weights(streams_XnH) * self.scale.float() + self.base.float())
 
 
-class HyperConnection(StreamReader):
+class HyperConnection(StreamMaps):
     """One sublayer's connection to the streams: what it reads, and how its output is written and the streams mixed.
 
     Weights begin as plain residual connections of equal streams: b is about 1, and C any matrix whose columns sum to 1.
@@ -238,7 +245,7 @@ class HyperConnection(StreamReader):
         super().__init__(config, (2 + config.hc_mult) * config.hc_mult, scales=3)
         self.streams, self.iterations = config.hc_mult, config.hc_sinkhorn_iters
 
-    def forward(self, streams_XnH: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
+    def forward(self, streams_XnH: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """The streams behind `sublayer` [X, H] -> [X, H]."""
         n = self.streams
         with torch.autocast(streams_XnH.device.type, enabled=False):
@@ -499,7 +506,7 @@ class DSparkV4(DSpark):
 
     def __init__(self, config: DSparkV4Config) -> None:
         super().__init__(config)
-        self.hc_head = StreamReader(config, config.hc_mult)
+        self.hc_head = StreamReader(config)
         self.context_projections = tuple(f"layers.{i}.attn.wkv" for i in range(len(self.layers)))
         self.groups = (("fc",), self.context_projections)
 

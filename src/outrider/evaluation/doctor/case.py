@@ -238,8 +238,8 @@ class Probe:
         gamma = self.variant_of(variant).config.gamma
         batch = build_batch(places, samples, features, gamma=gamma, device=self.target.device)
         if variant.offset or variant.stretch != 1.0:
-            layout, changes = batch.layout, {"offset": variant.offset, "stretch": variant.stretch}
-            moved = _MovedBlocks(layout.lengths, layout.anchors_N, layout.sequence_N, **changes)  # type: ignore[arg-type]
+            layout, offset, stretch = batch.layout, variant.offset, variant.stretch
+            moved = _MovedBlocks(layout.lengths, layout.anchors_N, layout.sequence_N, offset=offset, stretch=stretch)
             batch = replace(batch, layout=moved)
         return batch
 

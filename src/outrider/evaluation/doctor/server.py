@@ -260,9 +260,10 @@ def _sglang_record(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def better_of(record: Counts | None, counters: Counts | None) -> Counts | None:
     """The answer's own record, unless that has sums alone and /metrics counted the same drafts exactly."""
-    sums = record is not None and record.accepted_K is None
-    same = sums and counters is not None and counters.accepted == record.accepted  # type: ignore[union-attr]
-    return counters if record is None or (same and counters is not None and counters.rounds) else record
+    if record is None or counters is None:
+        return record or counters
+    same = record.accepted_K is None and counters.accepted == record.accepted
+    return counters if same and counters.rounds else record
 
 
 def _counts_of_trace(rounds: Sequence[Mapping[str, Any]], slots: int | None) -> Counts | None:
