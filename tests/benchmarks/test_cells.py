@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cells import Lane, answer, kinds, prompts, report
+from benchmarks.cells import Asks, Lane, answer, differing, kinds, prompts, report
 from outrider.data.sources import load_prompts
 from outrider.decoding.request import StopRules
 from outrider.engine.batch import Request
@@ -59,10 +59,13 @@ def test_repeats_are_added_up() -> None:
 
 
 def test_lanes_take_turns_and_answer_the_same() -> None:
-    """With three requests and two users: never more than two at once, and no lane is a step ahead in tokens."""
+    """Two users: always two requests at once, no lane a step ahead in tokens; runs hold what is counted."""
     target = toy_target()
-    lanes = [Lane(name, Engine(target, config=EngineConfig(2, num_blocks=64)), users=2) for name in "ab"]
-    asked = [Request(str(i), [i + 1, 2, 3], rules=StopRules(6, stop_ids=())) for i in range(3)]
+
+    def ask(number: int) -> Request:
+        return Request(str(number), [number % 9, 2, 3], rules=StopRules(6 if number else 3, stop_ids=()))
+
+    lanes = [Lane(name, Engine(target, config=EngineConfig(2, num_blocks=64)), 2, ask) for name in "ab"]
     ahead, running = [], []
     for lane in lanes:
         own = lane.engine.step
@@ -74,12 +77,33 @@ def test_lanes_take_turns_and_answer_the_same() -> None:
             return outputs
 
         lane.engine.step = step  # type: ignore[method-assign]
-    answer(lanes, asked)
-    assert lanes[0].texts == lanes[1].texts and max(running) == 2 and max(map(abs, ahead)) <= 2
+    answer(lanes, 7)
     for lane in lanes:
-        assert lane.run.tokens == 18 and {tokens for _, tokens in lane.run.requests.values()} == {6}
+        assert lane.run.tokens == 8 and lane.run.requests.keys() == {"0"} and lane.done == {"0"}
+        lane.count_from_here()
+    answer(lanes, 30)
+    assert lanes[0].texts == lanes[1].texts and max(map(abs, ahead)) <= 2
+    assert min(running) == 1 and max(running) == 2, "counted behind a step, when a request may have ended"
+    for lane in lanes:
+        assert lane.run.tokens == 30 and {tokens for _, tokens in lane.run.requests.values()} == {6}
+        assert not {"0", "1", "2"} & lane.run.requests.keys(), "they began before"
         longest = max(seconds for seconds, _ in lane.run.requests.values())
         assert 0 < longest < lane.run.seconds
+
+
+def test_requests_end_one_after_another() -> None:
+    """The first of each of four users have a quarter, a half, ... of the tokens, those behind all of them."""
+    asks = Asks([[1], [2], [3]], 1.0, 8, users=4, first=5)
+    assert [asks(i).rules.max_new_tokens for i in range(6)] == [2, 4, 6, 8, 8, 8]
+    assert [asks(i).prompt for i in range(3)] == [[3], [1], [2]]
+    assert {asks(i).params.seed for i in range(3)} == {5, 6, 7} == {int(asks(i).id) for i in range(3)}
+
+
+def test_answers_that_differ_are_counted() -> None:
+    lanes = [Lane(name, Engine(toy_target()), 1, Asks([[1]], 0.0, 4, users=1)) for name in ("none", "fixed-3")]
+    for lane, (first, second) in zip(lanes, (([1, 2], [3]), ([1, 2, 3], [4])), strict=True):
+        lane.texts, lane.done = {"0": first, "1": second}, {"0"}
+    assert differing(lanes) == 1, "the other has not ended"
 
 
 def test_prompts_of_three_kinds(tmp_path: Path) -> None:

@@ -111,21 +111,28 @@ def test_what_came_of_copies_is_learned_whether_they_were_taken_or_not(target: T
     assert believed["True"] > believed["before"] > believed["False"]
 
 
-@pytest.mark.parametrize(("requests", "verified", "looks"), [(7, 0, 30), (8, 0, 14), (8, 1, 30)])
+class Refusing:
+    """No request drafts; unlike `Never`, this gate weighs costs, so that rounds rest where no copy is verified."""
+
+    def depths(self, view: GateView) -> Ints:
+        return np.zeros_like(view.idle_R)
+
+
+@pytest.mark.parametrize(("requests", "verified", "looks"), [(7, 0, 29), (8, 0, 5), (8, 1, 25)])
 def test_many_requests_look_less_often_for_copies_that_are_not_used(
     target: Target, monkeypatch: pytest.MonkeyPatch, requests: int, verified: int, looks: int
 ) -> None:
-    """Eight of which no copy is verified: in the first eight rounds, then in every fourth."""
+    """Eight of which no copy is verified: behind 1, 3, 7 and 7 rounds. The first round reads prompts."""
     looked, look_up = list[int](), Copies.look_up
 
     def counted(
-        self: Copies, texts: Mapping[str, Sequence[int]], open_to_responses: Collection[str]
+        self: Copies, texts: Mapping[str, Sequence[int]], *rest: Collection[str], **more: Collection[str]
     ) -> dict[str, Copy]:
         looked.append(len(texts))
-        return look_up(self, texts, open_to_responses)
+        return look_up(self, texts, *rest, **more)
 
     monkeypatch.setattr(Copies, "look_up", counted)
-    engine = Engine(target, hybrid(target), FixedPolicy(verified), gate=Never(), config=EngineConfig(8))
+    engine = Engine(target, hybrid(target), FixedPolicy(verified), gate=Refusing(), config=EngineConfig(8))
     for i in range(requests):
         engine.submit(Request(str(i), LOOP, rules=StopRules(80, stop_ids=())))
     for _ in range(30):
@@ -186,18 +193,23 @@ def test_a_copy_is_no_longer_than_the_response(target: Target, monkeypatch: pyte
 
 def test_copies_are_no_drafts_of_the_drafter(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its means stay as they are, and it counts as waiting."""
-    views: list[tuple[StepView, GateView]] = []
-    record = History.record
+    views: list[tuple[StepView | None, GateView]] = []
+    record, skip = History.record, History.skip
 
     def watched(self: History, ids: Sequence[Hashable], view: StepView, *, verified_R: Ints, accepted_R: Ints) -> None:
         record(self, ids, view, verified_R=verified_R, accepted_R=accepted_R)
         views.append((view, self.gate_view(ids, view.contexts_R.tolist())))
 
+    def skipped(self: History, ids: Sequence[Hashable]) -> None:
+        skip(self, ids)
+        views.append((None, self.gate_view(ids, [0])))
+
     monkeypatch.setattr(History, "record", watched)
+    monkeypatch.setattr(History, "skip", skipped)
     generate(target, LOOP, hybrid(target), rules=NO_STOPS, gate=Never())
-    copied = [(view, after) for view, after in views if view.drafted_R.any()]
-    assert copied and all(view.copied_R is not None and view.copied_R.all() for view, _ in copied)
-    assert all(not view.made_R.any() for view, _ in copied)
+    copied = [view for view, _ in views if view is not None]
+    assert copied and all(view.copied_R is not None and view.copied_R.all() for view in copied)
+    assert all(view.drafted_R.any() and not view.made_R.any() for view in copied)
     for number, (_, after) in enumerate(views, 1):
         assert np.isnan(after.expected_RK).all() and after.idle_R.tolist() == [number]
 

@@ -373,7 +373,7 @@ def test_the_drafter_reads_when_it_drafts(
         assert [call.session.length for call in calls] == [call.position - 1 for call in calls]
         return BlockDrafter.propose(drafter, calls, min_confidence)
 
-    monkeypatch.setattr(gate_module, "_ASKED_EVERY", 1)  # what it refuses holds for the round alone
+    monkeypatch.setattr(gate_module, "_LONGEST_REST", 0)  # what it refuses holds for the round alone
     monkeypatch.setattr(drafter, "extend", extend)
     monkeypatch.setattr(drafter, "propose", propose)
     engine = Engine(target, drafter, gate=Sometimes(period), config=EngineConfig(4, 24, 4, 40))
@@ -387,18 +387,19 @@ def test_the_drafter_reads_when_it_drafts(
 
 
 def test_a_gate_that_refuses_is_asked_again_later(target: Target, drafter: BlockDrafter) -> None:
-    """Behind eight rounds of the same requests, and at once where one goes, one comes or a prompt is read."""
+    """Behind 1, 3, 7, 7, ... rounds, and at once where half of the requests have gone or a quarter is new."""
     gate, asked = Sometimes(0), list[int]()
-    engine = Engine(target, drafter, gate=gate, config=EngineConfig(4, 24, 4, 40))
-    lengths = {0: [40, 5], 16: [30]}  # of the responses, by the round in which they begin
-    for round in range(22):
-        for length in lengths.get(round, []):
-            engine.submit(Request(f"{round} {length}", [1, 2, 3], rules=StopRules(length, stop_ids=())))
+    engine = Engine(target, drafter, gate=gate, config=EngineConfig(8, 64, 4, 200))
+    lengths = {0: [60] * 2 + [34] * 4, 46: [9], 48: [10]}  # of the responses, by the round in which they begin
+    for round in range(60):
+        for number, length in enumerate(lengths.get(round, [])):
+            engine.submit(Request(f"{round} {number}", [1, 2, 3], rules=StopRules(length, stop_ids=())))
         before = gate.step
         engine.step()
         asked += [round] * (gate.step - before)
-    # In round 4 only one token more may come of the short one, so it cannot draft; then it has gone.
-    assert asked == [1, 4, 5, 13, 16, 17]
+    # In round 33 only one token more may come of four, so two are left to draft; in round 47 one of three is new, in
+    # round 49 one of four.
+    assert asked == [1, 3, 7, 15, 23, 31, 33, 35, 39, 47, 49, 51, 55]
 
 
 def test_unread_aux_layers_are_bounded(target: Target, drafter: BlockDrafter, monkeypatch: pytest.MonkeyPatch) -> None:

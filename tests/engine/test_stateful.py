@@ -31,6 +31,7 @@ from hypothesis.stateful import (
 
 import outrider.decoding.drafting as drafting_module
 import outrider.decoding.round as decoding_round
+import outrider.scheduling.gate as gate_module
 from outrider.decoding.generate import Generation, generate
 from outrider.decoding.request import FinishReason, StopRules
 from outrider.drafters.base import DraftCall, Drafter, DrafterWeights, WrappedDrafter
@@ -211,12 +212,13 @@ class Repeated(WrappedDrafter):
         self.min_confidence, self.rounds = policy.min_confidence, deque(rounds)
 
     def propose(self, calls: Sequence[DraftCall], min_confidence: float = 0.0) -> Sequence[Draft]:
-        if (asked := self.rounds[0].asked) is None:
+        self.round = self.rounds.popleft()
+        if (asked := self.round.asked) is None:
             return [Draft.empty()]
         return super().propose([replace(call, limit=asked[0], nodes=asked[1]) for call in calls], min_confidence)
 
     def lengths(self, view: StepView) -> Ints:
-        return np.array([self.rounds.popleft().verified])
+        return np.array([self.round.verified])
 
 
 @dataclass(frozen=True)
@@ -263,7 +265,8 @@ class Live:
             assert inner is not None
             alone = Repeated(inner, policy, self.source.rounds)
             expected = generate(target(), request.prompt, alone, request.params, request.rules, alone)
-            assert not alone.rounds
+            # The drafter is not asked in a round that may commit one token only.
+            assert list(alone.rounds) in ([], [Round(None, 0)])
         assert (self.tokens, self.text, self.finish) == (expected.tokens, expected.text, expected.finish)
 
 
@@ -424,6 +427,7 @@ def run(examples: int, steps: int, fixed: bool = True) -> Counter[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoding_round, "verify", noting_verify)
         patch.setattr(drafting_module, "_MOST_UNREAD", 10)  # of the requests here, too, some are read early
+        patch.setattr(gate_module, "_LONGEST_REST", 1)
         run_state_machine_as_test(EngineMachine, settings=chosen)
     return EngineMachine.met
 
@@ -438,8 +442,8 @@ def test_any_order_of_events() -> None:
         "repeated alone": 30,
         "finished by stop": 60,
         "finished by length": 60,
-        "accepted": 150,
-        "accepted, coupled": 100,  # drafts and target with the noise of one position
+        "accepted": 60,
+        "accepted, coupled": 15,  # drafts and target with the noise of one position
     }
     assert all(met[event] >= count for event, count in least.items()), met
 

@@ -95,7 +95,7 @@ def test_the_history_is_what_the_policy_was_shown(target: Target, monkeypatch: p
     shown: list[StepView] = []
     recorded: list[StepView] = []
     outcomes: list[tuple[int, int]] = []
-    record = History.record
+    record, skip = History.record, History.skip
 
     class Watching(FixedPolicy):
         def lengths(self, view: StepView) -> Ints:
@@ -108,7 +108,12 @@ def test_the_history_is_what_the_policy_was_shown(target: Target, monkeypatch: p
         outcomes.append((int(verified_R.sum()), int(accepted_R.sum())))
         record(self, ids, view, verified_R=verified_R, accepted_R=accepted_R)
 
+    def skipped(self: History, ids: Sequence[Hashable]) -> None:
+        outcomes.append((0, 0))
+        skip(self, ids)
+
     monkeypatch.setattr(History, "record", watched)
+    monkeypatch.setattr(History, "skip", skipped)
     requests = [Request(str(i), p, rules=StopRules(12, stop_ids=())) for i, p in enumerate(prompts(4))]
     engine = Engine(target, toy_drafter(target), Watching(1))
     for request in requests:

@@ -10,4 +10,4 @@ import outrider.scheduling.gate as gate_module
 @pytest.fixture(autouse=True)
 def asked_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gate that refused is asked again within the few rounds of an enumeration."""
-    monkeypatch.setattr(gate_module, "_ASKED_EVERY", 2)
+    monkeypatch.setattr(gate_module, "_LONGEST_REST", 1)

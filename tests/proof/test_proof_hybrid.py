@@ -5,7 +5,7 @@ Which of them drafts is decided from the past; broken versions that decide by dr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,10 +16,11 @@ import torch
 import outrider.decoding.drafting as drafting_module
 import outrider.decoding.generate as generate_module
 import outrider.engine.engine as engine_module
+import outrider.scheduling.gate as gate_module
 from outrider.decoding.drafting import Copy, Drafting, Turn
 from outrider.drafters.draft import Draft, Siblings
 from outrider.scheduling.cost import Ints
-from outrider.scheduling.gate import AlwaysDraft, GateView, SkipDrafting
+from outrider.scheduling.gate import AlwaysDraft, GateView, Patience, SkipDrafting
 from outrider.scheduling.policies import FixedPolicy, LookAhead, Policy, PrefixScheduler, ThresholdPolicy
 from tests.proof.cases import BY_NAME, TABLES, VISIBLE, DraftsCost
 from tests.proof.engine_cases import TIGHT, Case, Tally
@@ -79,22 +80,39 @@ def test_in_the_engine(name: str, tally: Tally, sources: set[tuple[bool, bool]])
     assert both(sources)
 
 
-def test_copies_that_only_some_rounds_look_for(
-    tally: Tally, sources: set[tuple[bool, bool]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Behind a round in which no copy was verified every second round looks, as with many requests."""
-    for name, rounds in {"_MANY": 1, "_UNUSED": 1, "_LOOKED_EVERY": 2}.items():
-        monkeypatch.setattr(drafting_module, name, rounds)
-    case = Case(POLICIES["prefix"], "hybrid chain", tokens=(4, 3))
-    assert tally.deviation(case, case.in_engine) <= TOLERANCE
-    assert (True, True) in sources and (True, False) in sources
-
-
 class ByLength(AlwaysDraft):
     """The drafter drafts where the text is of odd length."""
 
     def depths(self, view: GateView) -> Ints:
         return np.where(view.contexts_R % 2 == 1, view.expected_RK.shape[1], 0)
+
+
+class Weighing:
+    """As `ByLength`, but a gate behind which rounds rest."""
+
+    def depths(self, view: GateView) -> Ints:
+        return ByLength().depths(view)
+
+
+@pytest.mark.parametrize("many", [1, 8])
+@pytest.mark.parametrize("where", WHERE)
+def test_rounds_that_rest(
+    where: str, many: int, tally: Tally, sources: set[tuple[bool, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a round in which nothing was verified one rests: from `many` requests on without copies, too."""
+    rested: list[bool] = []
+    rests = Patience.rests
+
+    def watched(self: Patience, ids: Sequence[Hashable]) -> bool:
+        rested.append(rests(self, ids))
+        return rested[-1]
+
+    monkeypatch.setattr(Patience, "rests", watched)
+    monkeypatch.setattr(gate_module, "_LONGEST_REST", 1)
+    monkeypatch.setattr(drafting_module, "MANY", many)
+    case = Case(POLICIES["prefix"], "hybrid chain", gate=Weighing(), tokens=(5, 1) if where == "engine" else (5,))
+    assert tally.deviation(case, case.in_engine if where == "engine" else case.in_stream) <= TOLERANCE
+    assert {True, False} <= set(rested) and (True, True) in sources
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -132,8 +150,8 @@ def test_coupled_sampling(tally: Tally) -> None:
     assert tally.deviation(alone, alone.in_stream) <= TOLERANCE
 
 
-def broken(where: str, policy: str = "fixed") -> float:
-    case = Case(POLICIES[policy], "hybrid chain", tokens=(4,))
+def broken(where: str, policy: str = "fixed", gate: AlwaysDraft | None = None) -> float:
+    case = Case(POLICIES[policy], "hybrid chain", gate=gate, tokens=(4,))
     return Tally().deviation(case, case.in_engine if where == "engine" else case.in_stream)
 
 
@@ -166,7 +184,7 @@ def test_mutation_a_copy_says_that_it_was_drawn(where: str, monkeypatch: pytest.
         return Draft.chain(found.tokens, siblings, found.confidences)
 
     monkeypatch.setattr(Copy, "draft", drawn)
-    assert broken(where) > VISIBLE
+    assert broken(where, gate=ByLength()) > VISIBLE
 
 
 @pytest.mark.parametrize("where", WHERE)

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -39,11 +38,10 @@ from outrider.drafters.ngram import MOST_MATCHED, Library, NgramConfig, NgramSes
 from outrider.sampling import SamplingParams
 from outrider.scheduling.beliefs import Beliefs, Flags
 from outrider.scheduling.cost import Floats, Ints
-from outrider.scheduling.gate import AlwaysDraft, DraftGate, History, PatientGate, known_verdicts
+from outrider.scheduling.gate import AlwaysDraft, DraftGate, History, Patience, known_verdicts
 from outrider.scheduling.policies import Policy, StepView
 
-_MANY = 8  # requests: with so many, behind `_UNUSED` rounds without a verified copy one of `_LOOKED_EVERY` rounds looks
-_UNUSED, _LOOKED_EVERY = 8, 4
+MANY = 8  # requests: so many look for no copies in a round that rests
 _MOST_UNREAD = 256  # tokens of a request whose aux hidden states wait for the drafter; bounds memory
 
 
@@ -64,7 +62,7 @@ class Copy:
     """What a request may copy: the tokens behind an earlier occurrence of its last `matched` tokens.
 
     `start`: committed tokens when it was found. `confidences`: what is expected of each token. `borrowed`: they are
-    from the library.
+    from the library. `sampled`: they are compared with text drawn at a temperature above 0.
     """
 
     start: int
@@ -72,6 +70,7 @@ class Copy:
     tokens: list[int]
     confidences: list[float]
     borrowed: bool = False
+    sampled: bool = False
 
     def draft(self, limit: int, min_confidence: float) -> Draft:
         """As a draft of at most `limit` tokens; it ends where they promise too little."""
@@ -103,15 +102,20 @@ class Copies:
 
     def __init__(self, config: NgramConfig, library: Library | None = None) -> None:
         self.config, self.library = config, library
-        self.beliefs = Beliefs(1, 2 * MOST_MATCHED)
+        self.beliefs = Beliefs(1, 4 * MOST_MATCHED)
         self._indexes: dict[str, NgramSession] = {}
-        self._unused = 0  # rounds since a copy was verified
 
-    def look_up(self, texts: Mapping[str, Sequence[int]], open_to_responses: Collection[str] = ()) -> dict[str, Copy]:
+    def look_up(
+        self,
+        texts: Mapping[str, Sequence[int]],
+        open_to_responses: Collection[str] = (),
+        sampled: Collection[str] = (),
+    ) -> dict[str, Copy]:
         """What each request may copy, by id, given its committed tokens; nothing where no suffix is known.
 
         Args:
             open_to_responses: requests that may copy the library's responses too, see `may_copy_responses`.
+            sampled: requests whose tokens are drawn at a temperature above 0.
         """
         gamma, found = self.config.gamma, dict[str, tuple[int, list[int], bool]]()
         for id, text in texts.items():
@@ -130,11 +134,19 @@ class Copies:
             return {}
         matched_RK = np.array([matched for matched, _, _ in found.values()])[:, None] + np.arange(gamma)
         borrowed_N = np.repeat([borrowed for _, _, borrowed in found.values()], gamma)
-        groups_N, prior_N1 = _kinds(matched_RK.ravel(), borrowed_N)
+        sampled_N = np.repeat([id in sampled for id in found], gamma)
+        groups_N, prior_N1 = _kinds(matched_RK.ravel(), borrowed_N, sampled_N)
         ids = [id for id in found for _ in range(gamma)]
         expected_RK = self.beliefs.expected(ids, groups_N, prior_N1).reshape(matched_RK.shape)
         return {
-            id: Copy(len(texts[id]), matched, tokens, confidences=own_K[: len(tokens)].tolist(), borrowed=borrowed)
+            id: Copy(
+                len(texts[id]),
+                matched,
+                tokens,
+                confidences=own_K[: len(tokens)].tolist(),
+                borrowed=borrowed,
+                sampled=id in sampled,
+            )
             for (id, (matched, tokens, borrowed)), own_K in zip(found.items(), expected_RK, strict=True)
         }
 
@@ -148,25 +160,14 @@ class Copies:
                 expected_K[: len(found[id].tokens)] = found[id].confidences
         return expected_RK
 
-    def looks(self, requests: int) -> bool:
-        """Whether a round of so many requests looks for copies. The more requests share a forward, the less a row more
-        is for nothing: where no copy has been worth its rows for some rounds, only some look, as that takes time too.
-        """
-        return requests < _MANY or self._unused < _UNUSED or self._unused % _LOOKED_EVERY == 0
-
-    def record(self, found: Mapping[str, Copy], texts: Mapping[str, Sequence[int]], used: bool = True) -> None:
-        """Learn from what was committed in the place of copies, taken or not.
-
-        Args:
-            texts: committed tokens by id.
-            used: whether any copy was verified in this round.
-        """
-        self._unused = 0 if used else self._unused + 1
+    def record(self, found: Mapping[str, Copy], texts: Mapping[str, Sequence[int]]) -> None:
+        """Learn from what was committed (`texts`, by id) in the place of copies, taken or not."""
         if not found:
             return
         ids: list[str] = []
         matched: list[int] = []
         borrowed: list[bool] = []
+        sampled: list[bool] = []
         right: list[bool] = []
         for id, text in texts.items():
             if (copy := found.get(id)) is not None:
@@ -174,8 +175,10 @@ class Copies:
                 ids += [id] * len(outcomes)
                 matched += range(copy.matched, copy.matched + len(outcomes))
                 borrowed += [copy.borrowed] * len(outcomes)
+                sampled += [copy.sampled] * len(outcomes)
                 right += outcomes
-        groups_N, prior_N1 = _kinds(np.array(matched, dtype=np.int64), np.array(borrowed, dtype=np.bool_))
+        flags = (np.array(one, dtype=np.bool_) for one in (borrowed, sampled))
+        groups_N, prior_N1 = _kinds(np.array(matched, dtype=np.int64), *flags)
         right_N = np.array(right, dtype=np.int64)
         self.beliefs.record(ids, np.ones_like(right_N), right_N, groups_R=groups_N, confidences_RK=prior_N1)
 
@@ -196,10 +199,12 @@ def may_copy_responses(params: SamplingParams) -> bool:
     return params.fixed_text or params.seed is None
 
 
-def _kinds(matched_N: Ints, borrowed_N: Flags) -> tuple[Ints, Floats]:
-    """Groups [N] and prior confidences [N, 1] of copied tokens by whence they are and how many agree before them."""
-    groups_N: Ints = np.minimum(matched_N, MOST_MATCHED) - 1 + MOST_MATCHED * borrowed_N
-    return groups_N, copy_confidences(matched_N)[:, None]
+def _kinds(matched_N: Ints, borrowed_N: Flags, sampled_N: Flags) -> tuple[Ints, Floats]:
+    """Groups [N] and prior confidences [N, 1] of copied tokens by how many agree before them, whence they are, and
+    whether they are compared with sampled text.
+    """
+    groups_N: Ints = np.minimum(matched_N, MOST_MATCHED) - 1 + MOST_MATCHED * (borrowed_N + 2 * sampled_N)
+    return groups_N, copy_confidences(matched_N, sampled_N)[:, None]
 
 
 @dataclass(frozen=True)
@@ -253,7 +258,8 @@ class Drafting:
         self._taken: set[str] = set()
         self._cut: set[str] = set()  # requests whose drafts their constraint ended
         self._depths: dict[str, int] = {}  # of the round, by the gate
-        self._asked = PatientGate(self.gate)
+        self._patience = Patience(self.gate)
+        self._resting = False
 
     def open(self, state: RequestState) -> None:
         """Begin a request's session."""
@@ -275,24 +281,28 @@ class Drafting:
         self._cut.clear()
         self._depths.clear()
         self._found = {}
-        if self.copies is not None and self.copies.looks(len(turns)):
+        ids = [turns[i].id for i in able]
+        if self.drafter is None or not able:
+            return drafts, 0
+        self._resting = self._patience.rests(ids)
+        if self.copies is not None and not (self._resting and len(turns) >= MANY):
             states = {turns[i].id: turns[i].state for i in able}
             self._found = self.copies.look_up(
                 {id: state.tokens for id, state in states.items()},
-                [id for id, state in states.items() if may_copy_responses(state.params)],
+                open_to_responses={id for id, state in states.items() if may_copy_responses(state.params)},
+                sampled={id for id, state in states.items() if state.params.temperature > 0},
             )
-        if self.drafter is None or not able:
-            return drafts, 0
-        ids = [turns[i].id for i in able]
-        view = partial(
-            self.history.gate_view,
-            ids,
-            [len(turns[i].state.tokens) for i in able],
-            other_tokens,
-            other_requests=len(turns) - len(able),
-        )
-        copied_RK = None if self.copies is None else self.copies.expected_RK(self._found, ids)
-        depths = self._asked.depths(ids, view, copied_RK, other_tokens=other_tokens).tolist()
+        depths = [0] * len(able)
+        if not self._resting:
+            view = self.history.gate_view(
+                ids,
+                [len(turns[i].state.tokens) for i in able],
+                other_tokens,
+                other_requests=len(turns) - len(able),
+                copied_RK=None if self.copies is None else self.copies.expected_RK(self._found, ids),
+                sampled=[turns[i].state.params.temperature > 0 for i in able],
+            )
+            depths = self.gate.depths(view).tolist()
         limits = {i: min(turns[i].limit, depth) for i, depth in zip(able, depths, strict=True)}
         self._depths = {turns[i].id: depth for i, depth in zip(able, depths, strict=True)}
         chosen = [i for i in able if limits[i]]
@@ -335,41 +345,57 @@ class Drafting:
             contexts=[len(turn.state.tokens) for turn in turns],
             other_tokens=other_tokens,
             copied=None if self.copies is None else [turn.id in self._taken for turn in turns],
+            sampled=[turn.state.params.temperature > 0 for turn in turns],
         )
 
-    def record(self, turns: Sequence[Turn], view: StepView, results: Sequence[RoundResult | None]) -> None:
-        """Remember a round, once its tokens are committed; None: the verification of its drafts failed."""
+    def record(self, turns: Sequence[Turn], view: StepView | None, results: Sequence[RoundResult | None]) -> None:
+        """Remember a round, once its tokens are committed.
+
+        Args:
+            view: as the policy was shown; None: nothing was drafted.
+            results: None where the verification of the drafts failed.
+        """
         if self.drafter is None:
+            return
+        ids = [turn.id for turn in turns]
+        able = [turn.id for turn in turns if turn.limit > 0]
+        verified = any(one is not None and one.verified.tokens for one in results)
+        if able and (verified or not self._resting):
+            self._patience.told(able, verified)
+        if self.copies is not None:
+            self.copies.record(self._found, {turn.id: turn.state.tokens for turn in turns})
+        if view is None:
+            self.history.skip(ids)
             return
         counts = [(0, 0) if one is None else (len(one.verified.tokens), one.verdict.accepted) for one in results]
         verified_R, accepted_R = np.array(counts, dtype=np.int64).reshape(-1, 2).T
         committed_R = np.array([len(turn.state.tokens) for turn in turns]) - view.contexts_R
         verified_R, accepted_R = known_verdicts(verified_R, accepted_R, committed_R)
-        self.history.record([turn.id for turn in turns], view, verified_R=verified_R, accepted_R=accepted_R)
-        if self.copies is not None:
-            used = any(turn.id in self._taken and verified for turn, (verified, _) in zip(turns, counts, strict=True))
-            self.copies.record(self._found, {turn.id: turn.state.tokens for turn in turns}, used=used)
+        self.history.record(ids, view, verified_R=verified_R, accepted_R=accepted_R)
 
     def copied(self, id: str) -> bool:
         """Whether the draft of this request was a copy in this round."""
         return id in self._taken
 
     def reason(
-        self, turn: Turn, result: RoundResult, *, left: int, view: StepView, lengths_R: Ints, request: int
+        self, turn: Turn, result: RoundResult, *, left: int, view: StepView | None, lengths_R: Ints, request: int
     ) -> str:
         """Why no more drafts of a request were verified in this round, for people.
 
         Args:
             left: tokens that the request could still commit before the round.
+            view: as the policy was shown; None: nothing was drafted.
             lengths_R: verified drafts of all requests of the round, of which this is number `request`.
         """
         drafted, depth, drafter = len(result.draft.tokens), self._depths.get(turn.id, 0), self.drafter
-        if len(result.verified.tokens) < drafted:
+        if view is not None and len(result.verified.tokens) < drafted:
             return self.policy.reason(view, lengths_R, request)
         if drafter is None:
             return "there is no drafter"
         if left == 1:
             return "only one more token could come"
+        if self._resting and not drafted:
+            return "no draft was worth verifying in the rounds before, so none was looked for"
         if turn.id in self._cut:
             return "the next token of the draft is not allowed by the request's constraint"
         if self.copied(turn.id):
@@ -396,9 +422,9 @@ class Drafting:
         compared: Mapping[int, Tensor],
         number: int,
         reason: str,
-        believed_K: Floats,
+        believed_K: Floats | None,
     ) -> RoundTrace:
-        """The trace of a request's round; see `trace_round`."""
+        """The trace of a request's round; see `trace_round`. `believed_K`: None where nothing was drafted."""
         source: Source | None = None
         if result.draft.tokens:
             source = "copy" if self.copied(turn.id) else "drafter"
@@ -412,7 +438,7 @@ class Drafting:
             source=source,
             reason=reason,
             raw=None if heads is None else heads.uncalibrated,
-            believed=believed_K.tolist(),
+            believed=[] if believed_K is None else believed_K.tolist(),
         )
 
     def committed(self, state: RequestState, tokens: Sequence[int], aux_TLD: Tensor | None) -> None:
@@ -438,7 +464,7 @@ class Drafting:
     def forget(self, id: str, response: Sequence[int]) -> None:
         """Drop what was remembered of a request that has left; `response`: its committed tokens, for the library."""
         self.history.forget(id)
-        self._asked.forget()
+        self._patience.forget(id)
         if self.copies is not None:
             self.copies.forget(id, response)
 

@@ -147,7 +147,7 @@ class SingleRequest:
         Raises:
             FailedCall: the draft could not be drawn.
         """
-        left = self.state.remaining - 1
+        left, self._view = self.state.remaining - 1, None
         self._turns = [Turn("", self.state, self._slots if self._trees and left else min(self._slots, left))]
         failed: dict[str, Exception] = {}
         with self.draft_clock:
@@ -184,14 +184,14 @@ class SingleRequest:
             aux_BTLD = aux_BTLD[:, on_device(kept, aux_BTLD.device)]
         self._committed([tokens[row] for row in kept], aux_BTLD)
         done = self.state.commit(result.tokens)
-        if self._view is not None:
+        if self._turns:
             self.drafting.record(self._turns, self._view, [result])
         return done
 
     def trace(self, result: RoundResult, tokens: Sequence[int]) -> RoundTrace:
         """Of the round that committed `tokens`; the request is `traced`."""
         (turn,), view = self._turns, self._view
-        assert view is not None and self._logits_NV is not None, "a round was run"
+        assert self._logits_NV is not None, "a round was run"
         self._rounds += 1
         lengths_R = np.array([len(result.verified.tokens)])
         left = self.state.remaining + len(tokens)
@@ -204,7 +204,7 @@ class SingleRequest:
             compared=self._compared,
             number=self._rounds,
             reason=self.drafting.reason(turn, result, left=left, view=view, lengths_R=lengths_R, request=0),
-            believed_K=view.confidences_RK[0],
+            believed_K=None if view is None else view.confidences_RK[0],
         )
 
     def end(self) -> None:

@@ -34,7 +34,7 @@ class Batch(Protocol):
         ...
 
     def view(self, drafts: Sequence[Draft]) -> StepView:
-        """What the policy is shown."""
+        """What the policy is shown; not asked for where nothing was drafted."""
         ...
 
     def score(self, drafts: Sequence[Draft]) -> list[TargetRows]:
@@ -88,9 +88,10 @@ def attempt_round(
     batch: Batch, policy: Policy, typical: TypicalAcceptance | None = None
 ) -> list[RoundResult | Exception]:
     """`run_round` where what goes wrong in one request's verification is its result, so that the others have theirs."""
-    drafts = batch.draft(policy.min_confidence)
-    lengths = policy.lengths(batch.view(drafts)).tolist()
-    verified = [draft.truncated(length) for draft, length in zip(drafts, lengths, strict=True)]
+    verified = drafts = batch.draft(policy.min_confidence)
+    if any(draft.tokens for draft in drafts):
+        lengths = policy.lengths(batch.view(drafts)).tolist()
+        verified = [draft.truncated(length) for draft, length in zip(drafts, lengths, strict=True)]
     verdicts: list[Verdict | Undrawn | Exception] = []
     for part, rows, source in zip(verified, batch.score(verified), batch.sources, strict=True):
         try:

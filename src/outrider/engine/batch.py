@@ -229,7 +229,6 @@ class StepBatch:
     def trace(self, id: str, result: RoundResult, tokens: Sequence[int]) -> RoundTrace:
         """Of the round of a request that committed `tokens`, after `look_at_paths`."""
         place, view = self.ids.index(id), self._view
-        assert view is not None, "the policy was asked"
         return self.drafting.trace(
             self.turns[place],
             result,
@@ -238,10 +237,10 @@ class StepBatch:
             compared=self._compared[id],
             number=self.traced[id],
             reason=self._reason(place, result, view, committed=len(tokens)),
-            believed_K=view.confidences_RK[place],
+            believed_K=None if view is None else view.confidences_RK[place],
         )
 
-    def _reason(self, place: int, result: RoundResult, view: StepView, committed: int) -> str:
+    def _reason(self, place: int, result: RoundResult, view: StepView | None, committed: int) -> str:
         """Why no more drafts of the request were verified."""
         turn, work = self.turns[place], self.deciding[place]
         left = turn.state.remaining + committed
@@ -264,7 +263,7 @@ class StepBatch:
         at = self.progress
         with self.verify_clock:
             self.kv.keep_paths([(at[id].blocks, at[id].cached - len(rows), rows) for id, rows in kept.items()])
-        if self._view is not None:
+        if self.turns:
             self.drafting.record(self.turns, self._view, [results.get(id) for id in self.ids])
         if self.drafting.drafter is None:
             return

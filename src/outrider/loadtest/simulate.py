@@ -11,9 +11,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from outrider.backends.local import NO_SPECULATION, build_variant
-from outrider.decoding.drafting import Copies, Copy
+from outrider.decoding.drafting import MANY, Copies, Copy
 from outrider.decoding.request import FinishReason
 from outrider.engine.batch import Output, Request, StepRecord
 from outrider.engine.scheduler import EngineConfig, Scheduler, StepPlan, Work
@@ -31,7 +31,7 @@ from outrider.loadtest.sweep import Sweep
 from outrider.loadtest.traces import Response, Traces, matching
 from outrider.sampling import SamplingParams
 from outrider.scheduling.cost import Floats, Ints, Profile, SpsTable, StepCost
-from outrider.scheduling.gate import AlwaysDraft, DraftGate, History, PatientGate, known_verdicts
+from outrider.scheduling.gate import AlwaysDraft, DraftGate, History, Patience, known_verdicts
 from outrider.scheduling.policies import FixedPolicy, Policy
 from outrider.utils.documents import read_json, read_mapping
 from outrider.utils.files import invalid_fields
@@ -188,6 +188,11 @@ class _Live:
         """Committed tokens."""
         return len(self.response.prompt) + self.place
 
+    @property
+    def sampled(self) -> bool:
+        """Whether its tokens are drawn at a temperature above 0."""
+        return self.response.params.temperature > 0
+
     def commit(self, count: int) -> tuple[list[int], FinishReason | None]:
         """Up to `count` more tokens, and how the response ended if it did."""
         before, self.place = self.place, min(self.place + count, self.end)
@@ -213,7 +218,8 @@ class SimulatedEngine:
     ) -> None:
         self.traces, self.config = traces, config or EngineConfig()
         self.policy: Policy = policy or FixedPolicy()
-        self.gate = PatientGate(gate or AlwaysDraft())
+        self.gate = gate or AlwaysDraft()
+        self.patience = Patience(self.gate)
         slots = traces.slots if slots is None else slots
         assert slots <= traces.slots, f"drafts of {slots} asked for, {traces.slots} recorded"
         self.gamma = min(slots, traces.gamma)
@@ -283,10 +289,14 @@ class SimulatedEngine:
         `proposed`, `admitted` and `accepted`, and the length of the longest draft (`depth`)."""
         ids, live = [work.id for work in deciding], [self._live[work.id] for work in deciding]
         rows_R = np.array([one.row for one in live])
+        able = [work.id for work in deciding if work.limit > 0]
+        resting = not able or self.patience.rests(able)
         found: dict[str, Copy] = {}
-        if self.copies is not None and self.copies.looks(len(deciding)):
-            found = self.copies.look_up(self._texts(deciding))
-        depths_R = self._depths(deciding, prefill, found)
+        if self.copies is not None and not (resting and len(deciding) >= MANY):
+            found = self.copies.look_up(self._texts(able), sampled={id for id in able if self._live[id].sampled})
+        depths_R = np.zeros(len(deciding), dtype=np.int64)
+        if not resting:
+            depths_R = self._depths(deciding, prefill, found)
         confidences_RK = self.traces.confidences_NK[rows_R].astype(np.float64)
         drafted_R = np.minimum(self.traces.drafted_N[rows_R], depths_R)
         doubted_RK = confidences_RK < self.policy.min_confidence  # False for NaN: without confidences all are kept
@@ -298,22 +308,30 @@ class SimulatedEngine:
                 draft = found[work.id].draft(work.limit, self.policy.min_confidence)
                 confidences[i], copied[i], drafted_R[i] = draft.confidences, True, len(draft.tokens)
                 right_R[i] = matching(draft.tokens, live[i].response.tokens[live[i].place :])
-        view = self.history.step_view(
-            ids,
-            confidences,
-            drafted_R.tolist(),
-            contexts=[one.length for one in live],
-            other_tokens=prefill,
-            copied=None if self.copies is None else copied,
-        )
-        admitted_R = self.policy.lengths(view)
+        view, admitted_R = None, drafted_R
+        if drafted_R.any():
+            view = self.history.step_view(
+                ids,
+                confidences,
+                drafted_R.tolist(),
+                contexts=[one.length for one in live],
+                other_tokens=prefill,
+                copied=None if self.copies is None else copied,
+                sampled=[one.sampled for one in live],
+            )
+            admitted_R = self.policy.lengths(view)
         accepted_R = np.minimum(right_R, admitted_R)
         parts = [one.commit(count + 1) for one, count in zip(live, accepted_R.tolist(), strict=True)]
         committed_R = np.array([len(tokens) for tokens, _ in parts])
         verified_R, known_R = known_verdicts(admitted_R, accepted_R, committed_R)
-        self.history.record(ids, view, verified_R=verified_R, accepted_R=known_R)
+        if able and (admitted_R.any() or not resting):
+            self.patience.told(able, bool(admitted_R.any()))
         if self.copies is not None:
-            self.copies.record(found, self._texts(deciding), used=bool(admitted_R[copied].any()))
+            self.copies.record(found, self._texts(found))
+        if view is None:
+            self.history.skip(ids)
+        else:
+            self.history.record(ids, view, verified_R=verified_R, accepted_R=known_R)
         counts = Counter(
             drafting=int((depths_R > 0).sum()),
             proposed=int(drafted_R.sum()),
@@ -323,23 +341,25 @@ class SimulatedEngine:
         )
         return counts, [Output(id, tokens, "", finish=finish) for id, (tokens, finish) in zip(ids, parts, strict=True)]
 
-    def _texts(self, deciding: Sequence[Work]) -> dict[str, list[int]]:
-        """What is committed of the requests that may use a draft, by id."""
-        live = {work.id: self._live[work.id] for work in deciding if work.limit > 0}
+    def _texts(self, ids: Iterable[str]) -> dict[str, list[int]]:
+        """What is committed of these requests, by id."""
+        live = {id: self._live[id] for id in ids}
         return {id: [*one.response.prompt, *one.response.tokens[: one.place]] for id, one in live.items()}
 
     def _depths(self, deciding: Sequence[Work], prefill: int, found: Mapping[str, Copy]) -> Ints:
         """Most tokens drafted for each request, [R]: as many as it can use and the gate allows, none for a copy."""
         able = [i for i, work in enumerate(deciding) if work.limit > 0]
+        ids = [deciding[i].id for i in able]
+        view = self.history.gate_view(
+            ids,
+            [self._live[id].length for id in ids],
+            prefill,
+            other_requests=len(deciding) - len(able),
+            copied_RK=None if self.copies is None else self.copies.expected_RK(found, ids),
+            sampled=[self._live[id].sampled for id in ids],
+        )
         depths_R = np.zeros(len(deciding), dtype=np.int64)
-        if able:
-            ids = [deciding[i].id for i in able]
-            contexts = [self._live[id].length for id in ids]
-            others = len(deciding) - len(able)
-            view = partial(self.history.gate_view, ids, contexts, prefill, other_requests=others)
-            copied_RK = None if self.copies is None else self.copies.expected_RK(found, ids)
-            allowed_A = self.gate.depths(ids, view, copied_RK, other_tokens=prefill)
-            depths_R[able] = np.minimum(allowed_A, [deciding[i].limit for i in able])
+        depths_R[able] = np.minimum(self.gate.depths(view), [deciding[i].limit for i in able])
         return depths_R
 
     def _settle(self, plan: StepPlan, outputs: Sequence[Output]) -> None:
@@ -356,7 +376,7 @@ class SimulatedEngine:
     def _forget(self, id: str) -> None:
         self.scheduler.remove(id)
         self.history.forget(id)
-        self.gate.forget()
+        self.patience.forget(id)
         if self.copies is not None:
             self.copies.forget(id)
 

@@ -169,7 +169,7 @@ class Beliefs:
         if not len(ids):
             return
         if not verified_R.any():
-            self._idle_steps += 1
+            self.skip()
             return
         self._fade_all()
         slots_R = self._slots_of(ids)
@@ -196,6 +196,10 @@ class Beliefs:
             self._mean_P += change_P
             error_N = error_N - factor_N * change_P[place_N]
         self._variance_P = np.maximum(variance_P, self._least_P)
+
+    def skip(self) -> None:
+        """A step of which nothing was verified: all of it fades."""
+        self._idle_steps += 1
 
     def forget(self, id: Hashable) -> None:
         """Drop the deviation of a request that has left; what it taught about all requests stays."""

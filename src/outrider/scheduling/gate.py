@@ -67,8 +67,8 @@ class GateView:
 
 
 class DraftGate(Protocol):
-    """Decides which requests draft. Its answer follows from the view alone: where it refuses all it is not asked in
-    every round, and where there are copies it may be asked twice (`PatientGate`).
+    """Decides which requests draft. Its answer follows from the view alone; it is not asked in every round
+    (`Patience`).
     """
 
     def depths(self, view: GateView) -> Ints:
@@ -194,43 +194,47 @@ class SkipDrafting:
         return waiting[:0]
 
 
-_ASKED_EVERY = 8  # rounds
+_LONGEST_REST = 7  # rounds
 
 
-class PatientGate:
-    """Asks a gate that wants no drafts, whether there are copies or not, again only after some rounds.
+class Patience:
+    """Rounds in which nobody is asked whether to draft or copy, because nothing was worth verifying in those before.
 
-    Asking costs as much as a row of the forward, and while nobody drafts little is learned. Where requests come or go,
-    or a prompt is read, it is asked at once.
+    Asking costs as much as a row of the forward: look-ups, the gate, the policy, what is learned. After n rounds in a
+    row in which no draft was verified 2^n - 1 rounds rest, at most 7. A rest ends early where a quarter of the requests
+    are new, or where half of them have left: fewer requests make drafts cheaper.
+
+    Args:
+        gate: where it drafts whatever that costs, no round rests.
     """
 
     def __init__(self, gate: DraftGate) -> None:
-        self.gate = gate
-        self._refused: list[Hashable] = []
-        self._rounds = 0  # for which that holds yet
+        self._patient = not isinstance(gate, AlwaysDraft)
+        self._asked: set[Hashable] = set()
+        self._count = 0  # of requests that were asked
+        self._rest = self._left = 0  # rounds: of the latest rest, and what is left of it
 
-    def depths(
-        self, ids: Sequence[Hashable], view: Callable[[], GateView], copied_RK: Floats | None, *, other_tokens: int
-    ) -> Ints:
-        """How many tokens each of these requests drafts at most, [R].
+    def rests(self, ids: Sequence[Hashable]) -> bool:
+        """Whether the next round of these requests, which may use drafts, is one of a rest. Asked once a round."""
+        if not self._left:
+            return False
+        known = sum(id in self._asked for id in ids)
+        if 4 * (len(ids) - known) >= len(ids) or 2 * known <= self._count:
+            self._rest = self._left = 0
+            return False
+        self._left -= 1
+        return True
 
-        Args:
-            view: makes what the gate is shown, copies left out.
-            copied_RK: as in `GateView`.
-            other_tokens: rows of the round's forward that verify nothing.
-        """
-        if self._rounds and self._refused == list(ids) and not other_tokens:
-            self._rounds -= 1
-            return np.zeros(len(ids), dtype=np.int64)
-        without = view()
-        depths_R = self.gate.depths(replace(without, copied_RK=copied_RK))
-        none = not depths_R.any() and (copied_RK is None or not self.gate.depths(without).any())
-        self._refused, self._rounds = list(ids), (_ASKED_EVERY - 1) * (none and not other_tokens)
-        return depths_R
+    def told(self, ids: Sequence[Hashable], verified: bool) -> None:
+        """What came of a round that did not rest: whether any draft was verified."""
+        if not self._patient:
+            return
+        self._rest = self._left = 0 if verified else min(2 * self._rest + 1, _LONGEST_REST)
+        self._asked, self._count = set(ids), len(ids)
 
-    def forget(self) -> None:
-        """A request has left, and another may come under its id: ask anew."""
-        self._rounds = 0
+    def forget(self, id: Hashable) -> None:
+        """A request has left, and another may come under its id."""
+        self._asked.discard(id)
 
 
 @dataclass(frozen=True)
@@ -305,20 +309,27 @@ class History:
         self.gamma, self.decay = gamma, decay
         self._past: deque[PastStep] = deque(maxlen=2)
         self._all_2K: Floats | None = None  # mean a_{k-1} and mean a_k over all requests
-        self._beliefs = Beliefs(gamma) if chains else None
+        self._beliefs = Beliefs(gamma, groups=2) if chains else None  # of greedy text and of sampled text
         self._foreseen = False  # the drafter has no confidences
         self._slots = Slots()
         self._means_S2K = np.empty((0, 2, gamma))  # the same by request, NaN before its first draft
         self._idle_S = np.empty(0, dtype=np.int64)
 
     def gate_view(
-        self, ids: Sequence[Hashable], contexts: Sequence[int], other_tokens: int = 0, other_requests: int = 0
+        self,
+        ids: Sequence[Hashable],
+        contexts: Sequence[int],
+        other_tokens: int = 0,
+        other_requests: int = 0,
+        copied_RK: Floats | None = None,
+        sampled: Sequence[bool] | None = None,
     ) -> GateView:
-        """What a `DraftGate` is shown of these requests before they draft, copies left out."""
+        """What a `DraftGate` is shown of these requests before they draft."""
         slots_R = self._slots_of(ids)
         expected_RK, idle_R = _ratio(self._means_S2K[slots_R]), self._idle_S[slots_R]
         if self._foreseen and self._beliefs is not None:
-            expected_RK, idle_R = self._beliefs.expected(ids), np.zeros_like(idle_R)
+            expected_RK = self._beliefs.expected(ids, None if sampled is None else np.array(sampled, dtype=np.int64))
+            idle_R = np.zeros_like(idle_R)
         return GateView(
             expected_RK,
             idle_R,
@@ -326,6 +337,7 @@ class History:
             other_tokens=other_tokens,
             other_requests=other_requests,
             typical_K=self._expected_K(),
+            copied_RK=copied_RK,
         )
 
     def step_view(
@@ -336,20 +348,38 @@ class History:
         contexts: Sequence[int],
         other_tokens: int = 0,
         copied: Sequence[bool] | None = None,
+        sampled: Sequence[bool] | None = None,
     ) -> StepView:
         """What a `Policy` is shown: this step's drafts, one list per request, with what came before."""
         view = StepView.of(confidences, drafted, contexts)
-        past, copied_R = tuple(self._past), None if copied is None else np.array(copied, dtype=np.bool_)
-        view = replace(view, other_tokens=other_tokens, past=past, expected_K=self._expected_K(), copied_R=copied_R)
+        copied_R, sampled_R = (
+            None if flags is None else np.array(flags, dtype=np.bool_) for flags in (copied, sampled)
+        )
+        view = replace(
+            view,
+            other_tokens=other_tokens,
+            past=tuple(self._past),
+            expected_K=self._expected_K(),
+            copied_R=copied_R,
+            sampled_R=sampled_R,
+        )
         assert len(ids) == len(drafted) and view.made_R.max(initial=0) <= self.gamma
         if self._beliefs is None or not view.made_R.any():
             return view
         own_RJ = view.confidences_RK[:, : self.gamma]
-        believed_RJ = self._beliefs.expected(ids, confidences_RK=own_RJ)
+        believed_RJ = self._beliefs.expected(ids, _groups(view), own_RJ)
         made_RJ = np.arange(own_RJ.shape[1]) < view.made_R[:, None]
         believed_RK = view.confidences_RK.copy()
         believed_RK[:, : self.gamma] = np.where(made_RJ, believed_RJ, own_RJ)
         return replace(view, confidences_RK=believed_RK, own_RK=view.confidences_RK)
+
+    def skip(self, ids: Sequence[Hashable]) -> None:
+        """Remember a step in which nothing was drafted."""
+        slots_R = self._slots_of(ids)
+        self._past.append(PastStep(np.zeros((len(ids), 0)), np.zeros(len(ids), dtype=np.int64)))
+        self._idle_S[slots_R] += 1
+        if self._beliefs is not None:
+            self._beliefs.skip()
 
     def record(self, ids: Sequence[Hashable], view: StepView, *, verified_R: Ints, accepted_R: Ints) -> None:
         """Remember a step once it is over; a request that did not draft, or took a copy, keeps its means.
@@ -362,7 +392,8 @@ class History:
         if self._beliefs is not None:
             own_RK = view.confidences_RK if view.own_RK is None else view.own_RK
             verified_R, accepted_R = np.minimum(verified_R, made_R), np.minimum(accepted_R, made_R)
-            self._beliefs.record(ids, verified_R, accepted_R, confidences_RK=own_RK[:, : self.gamma])
+            groups_R, own_RJ = _groups(view), own_RK[:, : self.gamma]
+            self._beliefs.record(ids, verified_R, accepted_R, groups_R=groups_R, confidences_RK=own_RJ)
             if made_R.any():
                 self._foreseen = bool(np.isnan(own_RK[made_R > 0]).any())
         self._past.append(PastStep(view.confidences_RK, view.drafted_R))
@@ -428,6 +459,10 @@ def known_verdicts(verified_R: Ints, accepted_R: Ints, committed_R: Ints) -> tup
     """
     ended_R = accepted_R >= committed_R
     return np.where(ended_R, committed_R, verified_R), np.where(ended_R, committed_R, accepted_R)
+
+
+def _groups(view: StepView) -> Ints | None:
+    return None if view.sampled_R is None else view.sampled_R.astype(np.int64)
 
 
 def _ratio(means_R2K: Floats) -> Floats:

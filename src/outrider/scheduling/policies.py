@@ -53,7 +53,8 @@ class StepView:
     tokens; `other_tokens` are rows of the same target forward that verify nothing (chunks of prefill); `past` holds
     earlier steps, the latest last; `expected_K` is the mean confidence per position over earlier steps, None before
     there were any. `copied_R`: which drafts are copies of the text so far (None: none is). They cost no draft, and
-    their confidences follow from earlier steps alone.
+    their confidences follow from earlier steps alone. `sampled_R`: whose tokens are drawn at a temperature above 0, of
+    which fewer drafts are accepted (None: nobody's).
     """
 
     confidences_RK: Floats
@@ -64,6 +65,7 @@ class StepView:
     expected_K: Floats | None = None
     own_RK: Floats | None = None
     copied_R: Flags | None = None
+    sampled_R: Flags | None = None
 
     @property
     def made_R(self) -> Ints:
