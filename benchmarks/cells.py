@@ -5,10 +5,14 @@ static variant.
     python -m benchmarks.cells measure FILES --profile PROFILE --out cells.jsonl    goes on where it was interrupted
     python -m benchmarks.cells table cells.jsonl
 
-In a cell every variant has an engine of its own, and all answer the same requests, so many at once as there are users.
-The engines take turns, step by step: the next step is always that of the engine that has got least far. So a machine
-whose speed wavers from minute to minute slows all of them alike. An engine's seconds are those of its own steps,
-prompts included; nothing runs beside them.
+In a cell every variant has an engine of its own, and all answer the same requests in the same order, always so many at
+once as there are users. The engines take turns, step by step: the next step is always that of the engine that has got
+least far. So a machine whose speed wavers from minute to minute slows all of them alike. An engine's seconds are those
+of its own steps, prompts included; nothing runs beside them.
+
+The load is constant while it is measured: the first requests have fewer tokens, each another number, so that requests
+end one after another, and whoever is done asks again until the last counted token. With an end at which users have no
+more requests, engines whose requests end unevenly would have fewer of them to decode together, and seem slower.
 
 A cell passes where the variant is at least as fast as plain decoding (1.00) and within 3 % of the best static variant
 of that cell in hindsight; plain decoding is one of those. Cells that do not are named. Quartiles are over requests: the
@@ -19,9 +23,10 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice, product
 from pathlib import Path
@@ -108,7 +113,9 @@ def prompts(directory: Path) -> None:
 
 @dataclass
 class Run:
-    """One variant's answers in one cell. `requests`: id -> (seconds from submission to the end, tokens)."""
+    """One variant's counted tokens in one cell, and the seconds of the steps that gave them. `requests`: of those that
+    began and ended while it was counted, id -> (seconds from submission to the end, tokens).
+    """
 
     variant: str
     seconds: float = 0.0
@@ -118,23 +125,23 @@ class Run:
 
 
 class Lane:
-    """An engine, the requests it has yet to answer, and what it has done so far."""
+    """An engine whose users always wait for an answer, and what it has done so far.
 
-    def __init__(self, variant: str, engine: Engine, users: int) -> None:
-        self.run, self.engine, self.users = Run(variant), engine, users
-        self.waiting: list[Request] = []
-        self.texts: dict[str, list[int]] = {}
-        self._began: dict[str, float] = {}
+    Args:
+        ask: the request number i, from 0 on.
+    """
 
-    @property
-    def over(self) -> bool:
-        return not self.waiting and self.engine.idle
+    def __init__(self, variant: str, engine: Engine, users: int, ask: Callable[[int], Request]) -> None:
+        self.run, self.engine, self.users, self.ask = Run(variant), engine, users, ask
+        self.texts: dict[str, list[int]] = {}  # of all requests so far
+        self.done: set[str] = set()
+        self._began: dict[str, float] = {}  # of those under way, which are counted from their beginning
 
     def step(self) -> None:
         """One step of the engine, behind requests for all its free places."""
         started = time.perf_counter()
-        while self.waiting and len(self._began) < self.users:
-            request = self.waiting.pop(0)
+        while len(self.texts) - len(self.done) < self.users:
+            request = self.ask(len(self.texts))
             self.engine.submit(request)
             self._began[request.id], self.texts[request.id] = self.run.seconds, []
         outputs = self.engine.step()
@@ -146,15 +153,19 @@ class Lane:
             self.texts[output.id] += output.tokens
             self.run.tokens += len(output.tokens)
             if output.finish is not None:
-                took = self.run.seconds - self._began.pop(output.id)
-                self.run.requests[output.id] = (took, len(self.texts[output.id]))
+                self.done.add(output.id)
+                if (began := self._began.pop(output.id, None)) is not None:
+                    self.run.requests[output.id] = (self.run.seconds - began, len(self.texts[output.id]))
+
+    def count_from_here(self) -> None:
+        """Forget what was counted so far, and requests that are under way."""
+        self.run = Run(self.run.variant)
+        self._began.clear()
 
 
-def answer(lanes: Sequence[Lane], requests: Sequence[Request]) -> None:
-    """All requests in every lane, which take turns."""
-    for lane in lanes:
-        lane.waiting = list(requests)
-    while going := [lane for lane in lanes if not lane.over]:
+def answer(lanes: Sequence[Lane], tokens: int) -> None:
+    """So many tokens in every lane, or as many more as the last step gives; lanes take turns."""
+    while going := [lane for lane in lanes if lane.run.tokens < tokens]:
         min(going, key=lambda lane: (lane.run.tokens, lane.run.seconds)).step()
 
 
@@ -167,7 +178,7 @@ def measure(
     temperatures: str = "0,1",
     users: str = "1,2,4,8,16,32",
     repeats: Annotated[int, typer.Option(help="of each cell, other prompts each as far as there are some")] = 1,
-    requests: Annotated[int, typer.Option(help="of a cell, at least; and as many as there are users")] = 8,
+    requests: Annotated[int, typer.Option(help="whose tokens are counted, at least; one per user")] = 8,
     max_new_tokens: int = 64,
     threads: int = 2,
 ) -> None:
@@ -182,19 +193,15 @@ def measure(
         cell: dict[str, Any] = {"task": task.stem, "temperature": temperature, "users": level, "repeat": repeat}
         if cell_key(cell) in done:
             continue
-        texts = prompt_tokens(target, task)
-        count = max(requests, level)
-        lanes = [Lane(name, build_engine(target, name, costs, level), level) for name in variants.split(",")]
-        answer(lanes, asks(texts, range(-4, 0), temperature, max_new_tokens=16))  # kernels, and first beliefs
+        counted = max(requests, level) * max_new_tokens
+        asks = Asks(prompt_tokens(target, task), temperature, max_new_tokens, users=level, first=repeat * requests)
+        lanes = [Lane(name, build_engine(target, name, costs, level), level, asks) for name in variants.split(",")]
+        answer(lanes, max(64, level * max_new_tokens // 2))  # kernels, first beliefs, and prompts of all users
         for lane in lanes:
-            lane.run = Run(lane.run.variant)
-            lane.texts.clear()
+            lane.count_from_here()
         gc.collect()
-        answer(lanes, asks(texts, range(repeat * count, (repeat + 1) * count), temperature, max_new_tokens))
-        plain = next(lane.texts for lane in lanes if lane.run.variant == NO_SPECULATION)
-        cell["differing"] = (
-            sum(lane.texts[id] != plain[id] for lane in lanes for id in plain) if not temperature else None
-        )
+        answer(lanes, counted)
+        cell["differing"] = differing(lanes) if not temperature else None
         cell |= {"runs": [asdict(lane.run) for lane in lanes], "max_new_tokens": max_new_tokens}
         cell |= {"machine": machine(), "versions": versions(), "date": today()}
         with out.open("a", encoding="utf-8") as file:
@@ -209,12 +216,29 @@ def prompt_tokens(target: Target, task: Path) -> list[list[int]]:
     return [chat.prompts(conversation, [], False)[0] for conversation in load_prompts(str(task))]
 
 
-def asks(texts: Sequence[list[int]], places: range, temperature: float, max_new_tokens: int) -> list[Request]:
-    """Requests for the prompts at these places, counted round and round, each with its place as its seed."""
-    rules = StopRules(max_new_tokens)
-    return [
-        Request(str(i), texts[i % len(texts)], SamplingParams(temperature, seed=i % 2**32), rules=rules) for i in places
-    ]
+@dataclass(frozen=True)
+class Asks:
+    """The requests of a cell: prompts from the one numbered `first` on, round and round, each with its number as its
+    seed; the first of each user of evenly spaced lengths up to `max_new_tokens`.
+    """
+
+    texts: Sequence[list[int]]
+    temperature: float
+    max_new_tokens: int
+    users: int
+    first: int = 0
+
+    def __call__(self, number: int) -> Request:
+        most = self.max_new_tokens * min(number + 1, self.users) // self.users
+        place = self.first + number
+        params = SamplingParams(self.temperature, seed=place)
+        return Request(str(place), self.texts[place % len(self.texts)], params, rules=StopRules(max(2, most)))
+
+
+def differing(lanes: Sequence[Lane]) -> int:
+    """How many answers of variants are not plain decoding's, of those that both have ended."""
+    (plain,) = (lane for lane in lanes if lane.run.variant == NO_SPECULATION)
+    return sum(lane.texts[id] != plain.texts[id] for lane in lanes for id in lane.done & plain.done)
 
 
 def build_engine(target: Target, name: str, costs: Profile, users: int) -> Engine:
@@ -285,7 +309,8 @@ def report(measured: Sequence[dict[str, Any]], variant: str) -> list[str]:
                 name: sum(runs[name].tokens for runs in repeats) / sum(runs[name].seconds for runs in repeats)
                 for name in repeats[0]
             }
-            low, _, high = quartiles([ratio for runs in repeats for ratio in by_request(runs, variant)])
+            paces = [ratio for runs in repeats for ratio in by_request(runs, variant)]
+            low, _, high = quartiles(paces) if paces else (math.nan,) * 3
             ratio = rates[variant] / rates[NO_SPECULATION]
             best = max((name for name in rates if not is_adaptive(name)), key=lambda name: rates[name])
             hindsight = rates[variant] / rates[best]
@@ -300,13 +325,14 @@ def report(measured: Sequence[dict[str, Any]], variant: str) -> list[str]:
 
 
 def by_request(runs: dict[str, Run], variant: str) -> list[float]:
-    """Seconds per token of each request, plain over variant."""
+    """Seconds per token of each request that both have counted, plain over variant."""
 
     def pace(name: str, id: str) -> float:
         seconds, tokens = runs[name].requests[id]
         return seconds / tokens
 
-    return [pace(NO_SPECULATION, id) / pace(variant, id) for id in runs[NO_SPECULATION].requests]
+    both = runs[NO_SPECULATION].requests.keys() & runs[variant].requests.keys()
+    return [pace(NO_SPECULATION, id) / pace(variant, id) for id in sorted(both)]
 
 
 if __name__ == "__main__":
