@@ -444,7 +444,7 @@ class Drafting:
     def committed(self, state: RequestState, tokens: Sequence[int], aux_TLD: Tensor | None) -> None:
         """Note tokens that the target has read and that stay, for the drafter. `aux_TLD`: as `Drafter.extend`."""
         if self.drafter is not None:
-            state.unread.append((list(tokens), aux_TLD))
+            state.leave_unread(list(tokens), aux_TLD)
 
     def read_overdue(self, states: Sequence[RequestState]) -> None:
         """Read for those of these requests whose unread tokens take too much memory."""
@@ -459,7 +459,7 @@ class Drafting:
         aux = [aux_TLD for state in behind for _, aux_TLD in state.unread if aux_TLD is not None]
         self.drafter.extend([state.session for state in behind], tokens, torch.cat(aux) if aux else None)
         for state in behind:
-            state.unread.clear()
+            state.all_read()
 
     def forget(self, id: str, response: Sequence[int]) -> None:
         """Drop what was remembered of a request that has left; `response`: its committed tokens, for the library."""

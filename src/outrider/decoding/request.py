@@ -300,6 +300,7 @@ class RequestState:
         self.stop_ids = rules.ids(target) if grammar is None else rules.ids(target) | grammar.eos_ids
         self.session: Any = None
         self.unread: list[tuple[list[int], Tensor | None]] = []
+        self.unread_tokens = 0
         self.recurrent: KVCache | None = None
 
     @property
@@ -316,10 +317,6 @@ class RequestState:
     def remaining(self) -> int:
         """Tokens that may still be committed."""
         return self.capacity - len(self.tokens)
-
-    @property
-    def unread_tokens(self) -> int:
-        return sum(len(tokens) for tokens, _ in self.unread)
 
     def draft_call(self, slots: int | None = None) -> DraftCall:
         """A call for a draft no deeper than what may be committed besides the target's own token.
@@ -393,4 +390,14 @@ class RequestState:
     def leave(self) -> None:
         """Forget what its KV blocks, states and session held: it is prefilled anew when it runs again."""
         self.session = self.recurrent = None
+        self.all_read()
+
+    def leave_unread(self, tokens: list[int], aux_TLD: Tensor | None) -> None:
+        """Note tokens, with their aux hidden states, that the drafter has yet to read."""
+        self.unread.append((tokens, aux_TLD))
+        self.unread_tokens += len(tokens)
+
+    def all_read(self) -> None:
+        """The drafter has read them, or never will."""
         self.unread.clear()
+        self.unread_tokens = 0
